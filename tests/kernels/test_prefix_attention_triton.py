@@ -74,6 +74,17 @@ def test_each_kind_of_prefix(kind, dtype, dim, value_dim):
     check(random(2, 6, dim, dtype=dtype, seed=1), [document], one_document(1, rows=2), 2, value_dim)
 
 
+def test_heads_as_wide_as_latents_are_left_to_torch(monkeypatch):
+    """And values that are a part of the keys are read in place, by torch and by the kernels."""
+    for dim, rank in ((24, 16), (576, 512)):
+        joined, suffix = random(70, dim, seed=2), random(2, 1, 9, dim, seed=3)
+        layout, prefix = one_document(1, rows=2), PackedPrefix(joined, joined[:, :rank], (70,))
+        if dim > 256:
+            monkeypatch.setattr(fused, "work_of", lambda *_: pytest.fail("no tile of a kernel fits"))
+        given = random(2, 6, dim, seed=1), [[prefix]], [(suffix, suffix[..., :rank])], layout, LogitRules(0.1)
+        assert error(fused.prefix_attention(*given), reference.prefix_attention(*given)) < TOLERANCE[torch.float32]
+
+
 def test_keys_by_channels_and_values_by_tokens():
     def quantized(seed, axis):
         return QuantizedRows.quantize(random(70, 20, seed=seed), [70], bits=4, group=16, axis=axis)

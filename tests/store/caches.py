@@ -15,6 +15,7 @@ from kvshelf.store.artifact.identity import Identity, ModelIdentity
 from kvshelf.store.artifact.packed import offsets_of
 from kvshelf.store.artifact.records import (
     Kept,
+    Latents,
     LayerRecord,
     Merged,
     PackedRecord,
@@ -228,7 +229,7 @@ def golden_caches() -> dict[str, CompressedCache]:
 
 
 def encoded_golden_caches(plain: Mapping[str, CompressedCache]) -> dict[str, CompressedCache]:
-    """Codecs, merged records, several records per layer, relative positions."""
+    """Codecs, merged records, latents, several records per layer, relative positions."""
     ragged, whole, sparse = plain["bitmap-bfloat16"], plain["range-float32"], plain["delta-float16"]
     ranked = tuple(
         replace(record, importance=torch.arange(record.entries).remainder(7).float()) for record in ragged.layers
@@ -238,8 +239,11 @@ def encoded_golden_caches(plain: Mapping[str, CompressedCache]) -> dict[str, Com
     numbers = torch.arange(24, dtype=torch.float32)
     states = (State("conv", 0, numbers.view(6, 4).bfloat16()), State("recurrent", 0, -numbers.view(2, 3, 4)))
     beside = tuple(States(states, record) for record in ragged.layers)
+    latents = CompressedCache((golden_latents(),), 24, 24, make_identity(24, probe="golden latents"))
     return {
         "states": replace(ragged, layers=(*beside, States(states[:1]), States(()))),
+        "latents": latents,
+        "latents-int4": latents.encoded("int4:group=8,residual=2"),
         "int4-residual": ragged.encoded("int4:group=8,residual=5"),
         "int8-float32": whole.encoded("int8:residual=0"),
         "int2-float16": replace(sparse, layers=(sparse.layers[0], ragged_float16())).encoded(
@@ -264,6 +268,17 @@ def golden_merged() -> Merged:
         slot_classes=torch.tensor([1, 0, 1, 1, 0, 0], dtype=torch.int32),
         slot_positions=torch.tensor([2, 4, 9, 20, 23, 7], dtype=torch.int32),
         slot_offsets=(0, 5, 5, 6),
+    )
+
+
+def golden_latents() -> Latents:
+    """Every second token, with a latent of 6 channels and a rotated part of 3."""
+    numbers = torch.arange(12 * 9, dtype=torch.float32).view(12, 9)
+    return Latents(
+        keys=(numbers[:, :6] * 37 % 11 - 5).to(torch.bfloat16),
+        values=(numbers[:, 6:] * 29 % 17 / 4).to(torch.bfloat16),
+        entries_at=torch.arange(0, 24, 2, dtype=torch.int32),
+        offsets=(0, 12),
     )
 
 

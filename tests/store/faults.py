@@ -14,6 +14,7 @@ from tests.store.hostile import (
     encoded_blob,
     field,
     kept_blob,
+    latents_blob,
     record_field,
     recorder,
     some_blob,
@@ -795,6 +796,31 @@ def window_of_other_tokens(p: Parts) -> None:
 @case("missing_field", window_blob)
 def window_of_no_size(p: Parts) -> None:
     del p.record["window"]
+
+
+# Latents
+
+
+@case("inconsistent", latents_blob)
+def latents_without_rotation(p: Parts) -> None:
+    p.record["rope_mode"] = "pre"
+
+
+@case("inconsistent", latents_blob)
+def latents_beside_a_record(p: Parts) -> None:
+    p.record["kind"] = "kept"
+
+
+@case("inconsistent", some_blob)
+def latents_of_two_heads(p: Parts) -> None:
+    p.record["kind"] = "latents"
+
+
+@case("inconsistent", latents_blob)
+def latents_under_transforms(p: Parts) -> None:
+    p.fields["codec"] = "klt"
+    p.fields["identity"]["transforms"] = "a"
+    del p.first["records"][0]
 
 
 @case("unknown_field", some_blob)

@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from kvshelf.errors import BlobError
 from kvshelf.store.artifact.cache import CompressedCache
-from kvshelf.store.artifact.records import Kept, LayerRecord, State, States, Window
+from kvshelf.store.artifact.records import Kept, Latents, LayerRecord, State, States, Window
 from kvshelf.store.artifact.records import Parts as PartsRecord
 from tests.store.bounds import memory_bounded
 from tests.store.caches import from_heads, make_cache, make_identity, make_layer, make_merged, split_at_random
@@ -151,6 +151,14 @@ def window_blob() -> bytes:
     # One layer: the last 9 of 40 tokens in two heads.
     rows = torch.randn(2, 40, 8, generator=torch.Generator().manual_seed(5))
     return replace(make_cache(), layers=(Window.of(rows, rows, 10),)).to_bytes()
+
+
+def latents_blob() -> bytes:
+    # One layer of latents, [16, 5] under int4 and [4, 5] of the residual, with rotated parts of 3 channels.
+    generator = torch.Generator().manual_seed(8)
+    rows = torch.randn(20, 8, generator=generator)
+    layer = Latents(rows[:, :5].clone(), rows[:, 5:].clone(), torch.arange(0, 40, 2, dtype=torch.int32), (0, 20))
+    return replace(make_cache(), layers=(layer,)).to_bytes("int4:group=8,residual=4")
 
 
 def state_blob() -> bytes:

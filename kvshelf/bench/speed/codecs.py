@@ -22,7 +22,7 @@ from kvshelf.bench.speed.subject import QUESTION_TOKENS, Subject, random_layers
 from kvshelf.kernels.quantize.rows import plain
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.coder import Coder
-from kvshelf.store.artifact.records import Parts, entries_of
+from kvshelf.store.artifact.records import entries_of, parts_of
 from kvshelf.store.base import Store
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.transform_search import find_transforms
@@ -163,9 +163,7 @@ def _plain_rows(cache: CompressedCache, coder: Coder | None) -> list[Tensor]:
             layer = coder.layer(index, cache.repositioned).decoded(layer)
         entries = entries_of(layer)
         assert entries is not None
-        return [
-            plain(rows) for part in (entries.parts if isinstance(entries, Parts) else (entries,)) for rows in part.rows
-        ]
+        return [plain(rows) for part in parts_of(entries) for rows in part.rows]
 
     return [rows for layer in _side_by_side(decoded, range(len(cache.layers))) for rows in layer]
 

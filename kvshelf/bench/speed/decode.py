@@ -11,7 +11,7 @@ from kvshelf.bench.measure import Cost, Spread, cost, interleaved, ratios, read_
 from kvshelf.bench.speed.subject import QUESTION_TOKENS, Subject
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.workers.engine.decode.generation import Sampling
-from kvshelf.workers.model.loading import head_size, kv_heads
+from kvshelf.workers.model.loading import head_sizes, kv_heads
 from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
 
 DOCUMENT_TOKENS = 2048
@@ -163,6 +163,6 @@ def _step_bytes(subject: Subject, documents: Sequence[CompressedCache], rows: in
     tied = model.get_output_embeddings().weight is embedding
     weights = sum(int(parameter.nbytes) for parameter in model.parameters()) - (0 if tied else int(embedding.nbytes))
     config = model.config
-    per_token = 2 * int(config.num_hidden_layers) * kv_heads(config) * head_size(config) * embedding.element_size()
+    per_token = int(config.num_hidden_layers) * kv_heads(config) * sum(head_sizes(config)) * embedding.element_size()
     suffix = rows * math.ceil(QUESTION_TOKENS + NEW_TOKENS / 2) * per_token
     return int(weights + sum(cache.nbytes for cache in documents) + suffix)

@@ -49,6 +49,9 @@ from kvshelf.kernels.prefix_attention.union import attend_suffixes
 from kvshelf.kernels.prefix_attention.work import COLUMNS, LEAST_SPLIT, Setting, WorkTable, work_of
 from kvshelf.kernels.tiles import INTERPRETED
 
+_WIDEST = 256
+"""Most channels of a head."""
+
 
 def prefix_attention(
     queries: Tensor,
@@ -59,8 +62,9 @@ def prefix_attention(
     least_split: int = LEAST_SPLIT,
 ) -> Tensor:
     """See `kvshelf.kernels.prefix_attention.prefix_attention`. least_split: fewest rows of a prefix for one program.
-    Rules beside the scale are left to torch's operations."""
-    if not rules.plain:
+    Rules beside the scale are left to torch's operations, and so are heads as wide as latents, of which no tile fits
+    the shared memory."""
+    if not rules.plain or queries.shape[-1] > _WIDEST:
         return eager.prefix_attention(queries, prefixes, suffixes, layout, rules)
     num_tokens, q_heads, _ = queries.shape
     kv_heads, value_dim = suffixes[0][1].shape[1], suffixes[0][1].shape[3]

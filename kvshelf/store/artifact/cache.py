@@ -20,6 +20,7 @@ from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.artifact.records import (
     Entries,
     Kept,
+    Latents,
     LayerRecord,
     Merged,
     PackedRecord,
@@ -29,14 +30,16 @@ from kvshelf.store.artifact.records import (
     States,
     Window,
     entries_of,
+    is_latent,
+    parts_of,
     states_of,
     with_entries,
 )
 from kvshelf.store.artifact.shape import LayerShape, Shape
 
 __all__ = [
-    "CompressedCache", "Entries", "Kept", "LayerRecord", "Merged", "PackedRecord", "Parts", "RopeMode", "State",
-    "States", "Window",
+    "CompressedCache", "Entries", "Kept", "Latents", "LayerRecord", "Merged", "PackedRecord", "Parts", "RopeMode",
+    "State", "States", "Window",
 ]  # fmt: skip
 
 
@@ -85,9 +88,11 @@ class CompressedCache:
 
     @property
     def attached_bytes(self) -> int:
-        """Bytes that the layers take while questions are asked: those of a cache under codec klt are decoded first."""
+        """Bytes that the layers take while questions are asked: those of a cache under codec klt are decoded first, and
+        latents are joined with their rotated parts."""
         if not self.identity.transforms:
-            return self.nbytes
+            parts = (part for entries in self._with_entries for part in parts_of(entries))
+            return self.nbytes + sum(part.joined_bytes for part in parts if isinstance(part, Latents))
         shapes = ((each.entries, each.key_dim + each.value_dim, each.dtype.itemsize) for each in self._with_entries)
         return sum(entries * channels * itemsize for entries, channels, itemsize in shapes)
 
@@ -175,4 +180,4 @@ def _layer_shape(layer: LayerRecord) -> LayerShape:
         return LayerShape(states=states)
     window = entries.window if isinstance(entries, Window) else None
     dtype = str(entries.dtype).removeprefix("torch.")
-    return LayerShape(entries.kv_heads, entries.key_dim, entries.value_dim, dtype, window, states)
+    return LayerShape(entries.kv_heads, entries.key_dim, entries.value_dim, dtype, window, is_latent(entries), states)

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvshelf.kernels.quantize.rows import QuantizedRows
 from kvshelf.store.artifact.codecs import BITS, Codec, Precision, refused
 from kvshelf.store.artifact.packed import Packed
-from kvshelf.store.artifact.records import Entries, PackedRecord, Parts
+from kvshelf.store.artifact.records import Entries, PackedRecord, Parts, parts_of
 
 
 class LayerCoder(Protocol):
@@ -37,7 +37,7 @@ def encode(
     """
     if codec.name == "none":
         return record
-    parts = _parts(record)
+    parts = parts_of(record)
     if codec.name == "klt":
         if coder is None:
             raise refused("codec klt needs the transforms of the model; encode the cache by its engine: Engine.encoded")
@@ -59,7 +59,7 @@ def classes_of(codec: Codec, layers: Sequence[Entries], num_tokens: int) -> list
     layers that keep their own share of each class lose answers: on kvshelf-tiny, kvcues at half removed under
     `classes=1.5/4,shares=25/25` answers 90 % so, and 98 % by one threshold.
     """
-    parts = [_parts(layer) for layer in layers]
+    parts = [parts_of(layer) for layer in layers]
     importance = [_importance(codec, part, f"layer {index}") for index, each in enumerate(parts) for part in each]
     order = torch.cat([found.cpu() for found in importance]).argsort(descending=True, stable=True)
     whole = num_tokens * sum(layer.kv_heads for layer in layers)
@@ -82,10 +82,6 @@ def _by_class(
             chosen = (members == number).to(part.entry_positions.device)
             if chosen.any():
                 yield one, part.select(chosen)
-
-
-def _parts(record: Entries) -> tuple[PackedRecord, ...]:
-    return record.parts if isinstance(record, Parts) else (record,)
 
 
 def _pieces(codec: Codec, record: PackedRecord, where: str) -> list[PackedRecord]:

@@ -2,6 +2,7 @@
 
 `Kept`     some of the entries, unchanged
 `Window`   the last entries of a layer with a sliding window, all of them
+`Latents`  latents of some of the tokens, from which the model makes the keys and values of all heads (MLA)
 `Merged`   classes of merged entries, and the slots that say which tokens a class stands for, after EMS
 `Parts`    several of these at once, their entries disjoint: mixed precision, a residual in full precision
 `States`   the recurrent and convolution states of a layer, beside its entries or without any
@@ -13,9 +14,9 @@ Keys and values are tensors or `QuantizedRows`. All kinds have `nbytes` and `to(
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -26,8 +27,8 @@ from kvshelf.store.artifact.packed import HeadView, Packed, Rotate, offsets_of, 
 from kvshelf.store.artifact.shape import StateRole, StateShape
 
 __all__ = [
-    "Entries", "Kept", "LayerRecord", "Merged", "PackedRecord", "Parts", "RopeMode", "Rotate", "State", "States",
-    "Window", "entries_of", "states_of", "with_entries",
+    "Entries", "Kept", "Latents", "LayerRecord", "Merged", "PackedRecord", "Parts", "RopeMode", "Rotate", "State",
+    "States", "Window", "entries_of", "is_latent", "parts_of", "states_of", "with_entries",
 ]  # fmt: skip
 
 
@@ -49,9 +50,9 @@ class Kept(Packed):
             return (PackedPrefix(*self.rows, lengths),)
         return (StreamedPrefix(lengths, partial(_block, self.views(), rotate)),)
 
-    def select(self, chosen: Tensor) -> Kept:
+    def select(self, chosen: Tensor) -> Self:
         """The entries that `chosen` `[entries]` bool marks. For records that are not quantized."""
-        return Kept(**self._selected(chosen))
+        return replace(self, **self._selected(chosen))
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +85,45 @@ class Window(Kept):
             offsets=offsets_of([kept] * heads),
             window=window,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Latents(Kept):
+    """Some tokens of a layer with latent attention (MLA, arXiv 2405.04434, section 2.1), for all its heads together.
+
+    keys: the latents `[entries, rank]`, of which the model makes the keys and values of each head by one product.
+    values: the part of a token's key that all heads share, rotated to the token's position, `[entries, rope]`. There is
+    one head.
+
+    Nothing is expanded: queries are brought into the latent space instead (`Absorbed`), where a token has the key
+    `[latent, rotated]` and the value `latent`.
+    """
+
+    kind: ClassVar[Literal["latents"]] = "latents"  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.kv_heads == 1
+        assert self.rope_mode == "baked"
+
+    @classmethod
+    def of(cls, record: Kept) -> Latents:
+        """From a record of one head, whose keys are latents and whose values are rotated parts."""
+        return cls(**{each.name: getattr(record, each.name) for each in fields(Kept)})
+
+    @property
+    def joined_bytes(self) -> int:
+        """Bytes of the copy that attention reads, which has latents and rotated parts side by side; quantized rows are
+        read in place."""
+        return 0 if self.quantized else self.entries * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+    def prefixes(self, rotate: Rotate | None = None) -> tuple[Prefix, ...]:  # noqa: ARG002
+        """See `Kept.prefixes`. Keys `[entries, rank + rope]`; values are their first `rank` channels, not a copy."""
+        latents, rotated = self.rows
+        if isinstance(latents, Tensor) and isinstance(rotated, Tensor):
+            joined = torch.cat([latents, rotated], dim=1)
+            return (PackedPrefix(joined, joined[:, : self.key_dim], (self.entries,)),)
+        return (StreamedPrefix((self.entries,), partial(_joined_block, self.views(), self.key_dim)),)
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,6 +344,16 @@ def entries_of(record: LayerRecord) -> Entries | None:
     return record.beside if isinstance(record, States) else record
 
 
+def parts_of(entries: Entries) -> tuple[PackedRecord, ...]:
+    """The records that hold entries themselves."""
+    return entries.parts if isinstance(entries, Parts) else (entries,)
+
+
+def is_latent(entries: Entries) -> bool:
+    """Whether a layer holds latents."""
+    return isinstance(parts_of(entries)[0], Latents)
+
+
 def states_of(record: LayerRecord) -> tuple[State, ...]:
     """The states of a layer."""
     return record.states if isinstance(record, States) else ()
@@ -312,6 +362,13 @@ def states_of(record: LayerRecord) -> tuple[State, ...]:
 def with_entries(record: LayerRecord, entries: Entries) -> LayerRecord:
     """The layer with other entries in place of its own."""
     return replace(record, beside=entries) if isinstance(record, States) else entries
+
+
+def _joined_block(views: Sequence[HeadView], rank: int, head: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of some latents, dequantized."""
+    view = views[head]
+    joined = torch.cat([view.keys[start:stop], view.values[start:stop]], dim=1)
+    return joined, joined[:, :rank]
 
 
 def _block(views: Sequence[HeadView], rotate: Rotate, head: int, start: int, stop: int) -> tuple[Tensor, Tensor]:

@@ -26,13 +26,15 @@ class StateShape(NamedTuple):
 
 class LayerShape(NamedTuple):
     """The keys `[kv_heads, N, key_dim]` and values `[kv_heads, N, value_dim]` of one layer; zeros and no dtype where it
-    has none. window: tokens that its queries see, themselves included; None: all."""
+    has none. window: tokens that its queries see, themselves included; None: all. latent: whether it has latents, in
+    place of keys, and the rotated part of keys, in place of values."""
 
     kv_heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
     dtype: str = ""
     window: int | None = None
+    latent: bool = False
     states: tuple[StateShape, ...] = ()
 
 

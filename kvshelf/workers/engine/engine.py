@@ -74,11 +74,12 @@ class Engine:
         self.rope = Rope.of(model)
         self.kinds = layer_kinds(model.config)
         # Whether the states of a token are the same whatever the length of its call. Without a RoPE that could be read
-        # nobody knows, but that of layers with windows and of the others differs in frequencies alone.
-        known = self.rope is not None or any(kind.window is not None or kind.states for kind in self.kinds)
-        self._alike = known and not changes_with_length(model.config)
-        with_states = any(kind.states for kind in self.kinds)
-        self.passes = Passes(model, recordable=self._alike and not with_states)
+        # nobody knows, but that of layers with windows and of the others differs in frequencies alone, latents have
+        # theirs in a part of their own, and states have none.
+        own = any(kind.window is not None or kind.states or kind.latents for kind in self.kinds)
+        self._alike = (own or self.rope is not None) and not changes_with_length(model.config)
+        plain = not any(kind.states or kind.latents for kind in self.kinds)
+        self.passes = Passes(model, recordable=self._alike and plain)
         self._attachments: WeakKeyDictionary[CompressedCache | ArrivingCache, Attachment] = WeakKeyDictionary()
         self._coders: dict[str, Coder] = {}
         self._encoder = Encoder(self.name, self.text, self.max_tokens, model.config.vocab_size)
@@ -99,7 +100,7 @@ class Engine:
         """The layers of this model's caches, measured in a forward pass: a configuration does not tell. Raises
         `PolicyUnsupported` where kvshelf does not see all of the model's attention, and where the windows are not those
         that the configuration does tell. Every prefill asks for them first, so that no work is done in vain."""
-        return layer_shapes(self.model, self.kinds)
+        return layer_shapes(self.model, self.kinds, self.passes.absorbed)
 
     @property
     def _seen_kinds(self) -> tuple[LayerKind, ...]:
@@ -405,7 +406,8 @@ class Engine:
         `model.generate` takes the whole sequence: `past.with_document(ids)` puts stand-ins in the document's place.
         Raises `ModelMismatch` for a cache of another model.
         """
-        past = AttachedCache(self.attach(cache), reach(self.model.config, cache.num_tokens))
+        longest = reach(self.model.config, cache.num_tokens)
+        past = AttachedCache(self.attach(cache), longest, self.passes.absorbed)
         with kvshelf_attention(self.model), past.begun_by(self.model.base_model):
             yield past
 

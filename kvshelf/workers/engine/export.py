@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.packed import HeadView
-from kvshelf.store.artifact.records import Entries, Kept, LayerRecord, Merged, Parts, States, Window
+from kvshelf.store.artifact.records import Entries, Kept, LayerRecord, Merged, States, Window, parts_of
 from kvshelf.workers.model.rope import Rope
 
 Positions = Literal["absolute", "contiguous"]
@@ -75,7 +75,7 @@ def _plain_parts(record: LayerRecord, index: int) -> tuple[Kept, ...]:
     kept = []
     if isinstance(record, States):
         raise _unsupported(f"layer {index} has recurrent states, which are no prefix of tokens")
-    for part in record.parts if isinstance(record, Parts) else (record,):
+    for part in parts_of(record):
         if isinstance(part, Window):
             raise _unsupported(f"layer {index} has a sliding window, of which only the last tokens are stored")
         if isinstance(part, Merged):

@@ -16,11 +16,13 @@ _KEEP_NOTHING: Final = frozenset({"mlp", "moe"})
 class LayerKind(NamedTuple):
     """One layer. attends: whether it has keys and values. window: tokens that its queries see, themselves included;
     None: all. states: how many pairs of a recurrent and a convolution state it has, whose size does not grow with the
-    document."""
+    document. latents: with latent attention (MLA), the channels of a token's latent and of its rotated part, which are
+    cached in place of keys and values; None: keys and values are."""
 
     attends: bool = True
     window: int | None = None
     states: int = 0
+    latents: tuple[int, int] | None = None
 
     @property
     def reducible(self) -> bool:
@@ -42,15 +44,29 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
         raise PolicyUnsupported(
             f"{config.model_type} has no layer that attends, so there are no keys and values to compress", param="model"
         )
-    states = int(getattr(config, "number_of_conv_states", None) or 1)
-    return tuple(
+    states, latents = int(getattr(config, "number_of_conv_states", None) or 1), _latents(config)
+    kinds = tuple(
         LayerKind(
             name in _ATTEND,
             int(window) if window is not None and name in _SLIDE else None,
             states if name in _HAVE_STATES else 0,
+            latents if name in _ATTEND else None,
         )
         for name in names
     )
+    if latents and any(kind.window is not None or kind.states for kind in kinds):
+        others = " and ".join(sorted({*names} - {"full_attention"}))
+        raise PolicyUnsupported(
+            f"{config.model_type} has latent attention (MLA) beside layers of kind {others}, which kvshelf cannot "
+            "attach together yet",
+            param="model",
+        )
+    return kinds
+
+
+def _latents(config: Any) -> tuple[int, int] | None:
+    rank = getattr(config, "kv_lora_rank", None)
+    return None if rank is None else (int(rank), int(config.qk_rope_head_dim))
 
 
 def attending(kinds: Sequence[LayerKind]) -> list[int]:

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -156,7 +157,7 @@ def require_attachable(model: PreTrainedModel) -> None:
             f"{kind} is made of several models, and kvshelf attaches to models of text alone", param="model"
         )
     if getattr(config, "kv_lora_rank", None) is not None:
-        raise PolicyUnsupported(f"{kind} uses latent attention (MLA), which kvshelf cannot attach yet", param="model")
+        _require_cached_latents(model)
     if getattr(config, "is_heterogeneous", False):
         own = " and ".join(sorted(config.per_layer_attributes))
         raise PolicyUnsupported(
@@ -202,6 +203,23 @@ def _require_states_in_layers(model: PreTrainedModel) -> None:
         )
 
 
+def _require_cached_latents(model: PreTrainedModel) -> None:
+    """Refuse latent attention (MLA) over more or over something else than latents."""
+    kind, modules = type(model).__name__, list(model.modules())
+    if any(hasattr(module, "indexer") for module in modules):
+        raise PolicyUnsupported(
+            f"{kind} has an indexer, by which its latent attention (MLA) chooses tokens, and kvshelf cannot attach to "
+            "it yet",
+            param="model",
+        )
+    if not any(hasattr(module, "expand_kv") for module in modules):
+        raise PolicyUnsupported(
+            f"{kind} uses latent attention (MLA), of which transformers {version('transformers')} caches keys and "
+            "values expanded for every head; kvshelf stores the latents, which a newer transformers caches (5.24 does)",
+            param="model",
+        )
+
+
 def max_positions(config: Any) -> int:
     """Longest sequence the model was made for."""
     return int(config.max_position_embeddings)
@@ -209,7 +227,7 @@ def max_positions(config: Any) -> int:
 
 def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     """Bytes that the keys and values of one token take over all layers, uncompressed."""
-    return len(attending(layer_kinds(config))) * kv_heads(config) * 2 * head_size(config) * dtype.itemsize
+    return len(attending(layer_kinds(config))) * kv_heads(config) * sum(head_sizes(config)) * dtype.itemsize
 
 
 def state_bytes(model: PreTrainedModel) -> int:
@@ -235,13 +253,21 @@ def state_bytes(model: PreTrainedModel) -> int:
 
 
 def kv_heads(config: Any) -> int:
-    """KV heads of a layer."""
+    """KV heads of a layer; one where the layers cache latents."""
+    if any(kind.latents for kind in layer_kinds(config)):
+        return 1
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def head_size(config: Any) -> int:
     """Channels of a head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def head_sizes(config: Any) -> tuple[int, int]:
+    """Channels that are cached of a key and of a value: where these are latents, of a latent and its rotated part."""
+    found = next((kind.latents for kind in layer_kinds(config) if kind.latents), None)
+    return found or (head_size(config), head_size(config))
 
 
 def _weights_digest(model: PreTrainedModel) -> str:

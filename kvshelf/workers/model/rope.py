@@ -78,7 +78,10 @@ class Rope:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Rope | None:
-        """The RoPE of a model; None if it has none, if layers differ in it, or if it cannot be undone from outside."""
+        """The RoPE of a model; None if it has none, if layers differ in it, or if it cannot be undone from outside, as
+        where it rotates a part that is behind the latents (MLA)."""
+        if any(kind.latents for kind in layer_kinds(model.config)):
+            return None
         base = model.base_model
         embedding = getattr(base, "rotary_emb", None)
         layers = getattr(base, "layers", None)

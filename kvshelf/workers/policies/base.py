@@ -89,7 +89,8 @@ class Policy(ABC):
 
     Raise `version` by hand whenever the entries that a policy chooses can change; it is part of a cache's identity.
     `source` names the paper, `advice` says when to choose the policy. Users see the class docstring's first paragraph
-    as the policy's summary.
+    as the policy's summary. `by_position` says that it chooses by positions alone, whatever keys and values there are;
+    `shared_by_heads`, that every head of a layer keeps the same tokens, so that budgets per head mean nothing.
     """
 
     name: ClassVar[str]
@@ -97,6 +98,8 @@ class Policy(ABC):
     advice: ClassVar[str] = ""
     version: ClassVar[int] = 1
     takes_budget: ClassVar[bool] = True
+    by_position: ClassVar[bool] = False
+    shared_by_heads: ClassVar[bool] = False
 
     @property
     def revision(self) -> int:
@@ -187,12 +190,8 @@ class Policy(ABC):
 
 @dataclass(frozen=True)
 class ScoringPolicy(Policy):
-    """The common case: score every token of every head, keep the best.
-
-    `shared_by_heads` says that every head of a layer has the same scores, so that budgets per head mean nothing.
-    """
-
-    shared_by_heads: ClassVar[bool] = False
+    """The common case: score every token of every head, keep the best. With `shared_by_heads` every head of a layer has
+    the same scores."""
 
     @abstractmethod
     def score(self, layer: LayerView) -> Tensor:

@@ -26,6 +26,7 @@ class Full(Policy):
         "when nothing may be lost; under int4 it takes a third of a 16-bit cache, under klt about a twentieth."
     )
     takes_budget: ClassVar[bool] = False
+    by_position: ClassVar[bool] = True
 
     def reduce(self, layer: LayerView, budget: LayerBudget) -> Kept:  # noqa: ARG002
         heads, num_tokens = layer.kv_heads, layer.num_tokens

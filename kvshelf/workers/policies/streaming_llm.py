@@ -33,6 +33,8 @@ class StreamingLLM(Policy):
     source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
     advice: ClassVar[str] = "where only the end of a document matters, and as the baseline that chooses nothing."
 
+    by_position: ClassVar[bool] = True
+
     sink: int = parameter(4, "first tokens always kept", minimum=0)
     positions: str = parameter(
         "absolute", "angles of the keys: places in the document or in the cache", choices=("absolute", "cache")

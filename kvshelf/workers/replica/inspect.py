@@ -22,7 +22,7 @@ from kvshelf.api.strict import MessageList, require_bounded
 from kvshelf.errors import InvalidRequest, StateConflict
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import Identity
-from kvshelf.store.artifact.records import LayerRecord, Merged, Parts, States, Window, entries_of
+from kvshelf.store.artifact.records import LayerRecord, Merged, States, Window, entries_of, is_latent, parts_of
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.engine.decode.detokenizer import Detokenizer
@@ -40,6 +40,7 @@ _MERGED = (
 )
 _WINDOWED = " Layers with a sliding window keep its last tokens, all of them, and no count has theirs."
 _WITH_STATES = " Recurrent and convolution states are kept whole, and no count has them."
+_LATENT = " The heads of a layer share one latent of a token, and count as one head."
 _MOVED = (
     " Keys were rotated to their places in the cache: the model reads what was kept side by side, not where it stood."
 )
@@ -105,7 +106,7 @@ def marks_of(record: LayerRecord, num_tokens: int) -> Marks:
     in_class = np.zeros_like(own)
     if entries is None:
         return Marks(own, in_class)
-    for part in entries.parts if isinstance(entries, Parts) else (entries,):
+    for part in parts_of(entries):
         for head, positions in enumerate(part.positions):
             own[head, positions.numpy()] = True
         if isinstance(part, Merged):
@@ -207,7 +208,7 @@ def _counts(cache: CompressedCache) -> dict[str, Any]:
 
 def _merges(record: LayerRecord) -> bool:
     entries = entries_of(record)
-    return any(isinstance(part, Merged) for part in (entries.parts if isinstance(entries, Parts) else (entries,)))
+    return any(isinstance(part, Merged) for part in (() if entries is None else parts_of(entries)))
 
 
 def _meaning(cache: CompressedCache) -> str:
@@ -216,4 +217,6 @@ def _meaning(cache: CompressedCache) -> str:
         meaning += _WINDOWED
     if any(isinstance(layer, States) for layer in cache.layers):
         meaning += _WITH_STATES
+    if any(map(is_latent, cache.reduced)):
+        meaning += _LATENT
     return meaning + (_MOVED if cache.next_position != cache.num_tokens else "")

@@ -30,8 +30,10 @@ ROWS: Final = [
 HERE: Final = Version(transformers.__version__)
 OLDER: Final = Version(TRIED_WITH) > HERE
 
-LATER: Final = {"codegen", "ctrl", "gemma3n_text", "gptj"}
-"""Types that the page calls taken and kvshelf refuses with the oldest transformers allowed, whose attention differs."""
+LATENT: Final = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "youtu"}
+LATER: Final = {"codegen", "ctrl", "gemma3n_text", "gptj"} | LATENT
+"""Types that the page calls taken and kvshelf refuses with the oldest transformers allowed, whose attention differs, or
+whose cache does."""
 
 STRIDE: Final = 1 if os.environ.get("KVSHELF_SOAK") == "1" else 2
 SAMPLE: Final = [(what, why, each) for what, why, types in ROWS for each in types[::STRIDE]]

@@ -8,7 +8,9 @@ import time
 
 import pytest
 import torch
+import transformers
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
@@ -257,6 +259,11 @@ def test_a_question_is_answered_inside_a_compression(tiny):
     assert compression.cache.to_bytes() == undisturbed
 
 
+CACHES_EXPANDED = pytest.mark.skipif(
+    Version(transformers.__version__) >= Version("5.24"), reason="newer versions of transformers cache latents"
+)
+
+
 def tiny_config(**changes):
     base = {
         "hidden_size": 32,
@@ -271,9 +278,9 @@ def tiny_config(**changes):
 @pytest.mark.parametrize(
     ("model_type", "changes", "named"),
     [
-        ("deepseek_v3", {"first_k_dense_replace": 2}, "MLA"),
+        pytest.param("deepseek_v3", {"first_k_dense_replace": 2}, "MLA.* expanded", marks=CACHES_EXPANDED),
         ("t5", {"d_model": 32, "num_layers": 1, "num_heads": 2, "d_kv": 8}, "encoder-decoder"),
-        ("qwen3_next", {"num_experts": 2, "num_experts_per_tok": 1}, "linear_attention"),
+        ("gemma4_text", {}, "differ in head_dim"),
     ],
 )  # fmt: skip
 def test_models_that_cannot_be_attached_to_are_refused(model_type, changes, named):

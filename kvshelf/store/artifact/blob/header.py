@@ -7,14 +7,25 @@ they are parsed, every field has one type, and each refusal has one name (docs/f
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Annotated, Any, Final
 
 import msgpack
 from pydantic import FailFast, Field, JsonValue, ValidationError
 
 from kvshelf.errors import BlobError, InvalidRequest
-from kvshelf.store.artifact.blob.layer import ALIGNMENT, MAX_ARRAY, Count, Layer, Size, Strict, WindowHeader
-from kvshelf.store.artifact.codecs import Codec
+from kvshelf.store.artifact.blob.layer import (
+    ALIGNMENT,
+    MAX_ARRAY,
+    Count,
+    LatentsHeader,
+    Layer,
+    RecordHeader,
+    Size,
+    Strict,
+    WindowHeader,
+)
+from kvshelf.store.artifact.codecs import Codec, Precision
 from kvshelf.store.artifact.identity import Boundary, Identity, Layout, canonical_msgpack
 from kvshelf.store.artifact.shape import Shape
 
@@ -82,7 +93,9 @@ class Header(Strict):
     @property
     def attached_bytes(self) -> int:
         """As `CompressedCache.attached_bytes`."""
-        return sum(layer.decoded_bytes for layer in self.layers) if self.identity.transforms else self.body_bytes
+        if self.identity.transforms:
+            return sum(layer.decoded_bytes for layer in self.layers)
+        return self.body_bytes + sum(layer.joined_bytes for layer in self.layers)
 
     @property
     def shape(self) -> Shape:
@@ -230,13 +243,21 @@ def _check_codec(header: Header) -> None:
         )
     for index, layer in enumerate(header.layers):
         for record in layer.records:
-            made = {("none", 0)} if isinstance(record, WindowHeader) else codec.precisions
-            if (record.codec, record.group) not in made:
+            if (record.codec, record.group) not in _made(codec, record):
                 raise BlobError(
                     f"layer {index} is under {record.codec} in groups of {record.group}; codec {codec} makes no such "
                     "layer",
                     reason="inconsistent",
                 )
+
+
+def _made(codec: Codec, record: RecordHeader) -> Collection[tuple[Precision, int]]:
+    """The precisions that a codec may give a record of its kind."""
+    if isinstance(record, WindowHeader):
+        return {("none", 0)}
+    if isinstance(record, LatentsHeader) and codec.name == "klt":
+        return ()  # its transforms are those of keys without their rotation, which latents are not
+    return codec.precisions
 
 
 def _check_layout(header: Header) -> None:

@@ -90,6 +90,12 @@ class WindowHeader(_RecordFields):
     window: Size
 
 
+class LatentsHeader(_RecordFields):
+    """One `Latents` record."""
+
+    kind: Literal["latents"]
+
+
 class MergedHeader(_RecordFields):
     """One `Merged` record. slot_lengths: slots of each KV head."""
 
@@ -98,7 +104,7 @@ class MergedHeader(_RecordFields):
     slot_position_encoding: positions.Encoding
 
 
-RecordHeader = KeptHeader | WindowHeader | MergedHeader
+RecordHeader = KeptHeader | WindowHeader | LatentsHeader | MergedHeader
 
 
 class StateHeader(Strict):
@@ -150,14 +156,26 @@ class Layer(Strict):
             return LayerShape(states=states)
         first = self.records[0]
         window = first.window if isinstance(first, WindowHeader) else None
-        return LayerShape(len(first.lengths), self.key_dim, self.value_dim, self.dtype, window, states)
+        latent = isinstance(first, LatentsHeader)
+        return LayerShape(len(first.lengths), self.key_dim, self.value_dim, self.dtype, window, latent, states)
+
+    @property
+    def joined_bytes(self) -> int:
+        """As `Latents.joined_bytes`, of all records."""
+        plain = (record for record in self.records if isinstance(record, LatentsHeader) and record.codec == "none")
+        return sum(sum(record.lengths) for record in plain) * self._row_bytes
 
     @property
     def decoded_bytes(self) -> int:
         """Bytes of all keys and values in `dtype`, and of the states."""
         entries = sum(sum(record.lengths) for record in self.records)
         of_states = sum(state.nbytes for state in self.states)
-        return entries * (self.key_dim + self.value_dim) * ITEM_BYTES[self.dtype] + of_states
+        return entries * self._row_bytes + of_states
+
+    @property
+    def _row_bytes(self) -> int:
+        """Bytes of a key and a value in `dtype`."""
+        return (self.key_dim + self.value_dim) * ITEM_BYTES[self.dtype]
 
     @cached_property
     def arrays(self) -> list[dict[str, Span]]:
@@ -194,6 +212,8 @@ class Layer(Strict):
             raise BlobError(f"the records of layer {index} have different numbers of heads", reason="inconsistent")
         if len(self.records) > 1 and any(isinstance(record, WindowHeader) for record in self.records):
             raise BlobError(f"layer {index} has other records beside its window", reason="inconsistent")
+        if len({isinstance(record, LatentsHeader) for record in self.records}) > 1:
+            raise BlobError(f"layer {index} has other records beside its latents", reason="inconsistent")
         if bool(self.records) != (self.key_dim > 0 and self.value_dim > 0) or (
             not self.records and self.dims != NO_DIMS
         ):
@@ -263,8 +283,10 @@ def _check_record(where: str, record: RecordHeader, dims: Dims, num_tokens: int)
                 f"{where} says {found} bytes of {name}, its shape and dtype make {size}", reason="size_mismatch"
             )
     _check_lengths(where, "entries", record.lengths, num_tokens)
-    if isinstance(record, WindowHeader) and record.rope_mode != "baked":
-        raise BlobError(f"{where} has a window whose keys carry no rotation", reason="inconsistent")
+    if isinstance(record, WindowHeader | LatentsHeader) and record.rope_mode != "baked":
+        raise BlobError(f"{where} has a {record.kind} record whose keys carry no rotation", reason="inconsistent")
+    if isinstance(record, LatentsHeader) and len(record.lengths) != 1:
+        raise BlobError(f"{where} has latents of {len(record.lengths)} heads; they have one", reason="inconsistent")
     if isinstance(record, WindowHeader) and set(record.lengths) != {min(num_tokens, record.window - 1)}:
         raise BlobError(
             f"{where} has windows of {min(record.lengths)} to {max(record.lengths)} entries; the document's "

@@ -27,6 +27,7 @@ from kvshelf.store.artifact.blob.layer import (
     Dims,
     DtypeName,
     KeptHeader,
+    LatentsHeader,
     Layer,
     MergedHeader,
     RecordHeader,
@@ -41,6 +42,7 @@ from kvshelf.store.artifact.packed import offsets_of
 from kvshelf.store.artifact.records import (
     Entries,
     Kept,
+    Latents,
     LayerRecord,
     Merged,
     PackedRecord,
@@ -49,6 +51,7 @@ from kvshelf.store.artifact.records import (
     States,
     Window,
     entries_of,
+    parts_of,
     states_of,
 )
 
@@ -80,7 +83,7 @@ def write_layer(record: LayerRecord, num_tokens: int) -> Written:
     of_states = [_raw(state.tensor) for state in states]
     if entries is None:
         return Written(NO_DIMS, [], headers, of_states)
-    parts = entries.parts if isinstance(entries, Parts) else (entries,)
+    parts = parts_of(entries)
     dims = Dims(_dtype_name(parts), entries.key_dim, entries.value_dim)
     written = [_write_record(part, num_tokens) for part in parts]
     try:
@@ -145,6 +148,8 @@ def _write_record(record: PackedRecord, num_tokens: int) -> tuple[RecordHeader, 
     }
     if isinstance(record, Window):
         return WindowHeader(kind="window", **fields, window=record.window, sizes=_sizes(arrays)), arrays
+    if isinstance(record, Latents):
+        return LatentsHeader(kind="latents", **fields, sizes=_sizes(arrays)), arrays
     if isinstance(record, Kept):
         return KeptHeader(kind="kept", **fields, sizes=_sizes(arrays)), arrays
     slot_encoding, slot_data = positions.encode(_ints(record.slot_positions), record.slot_lengths, num_tokens)
@@ -220,6 +225,8 @@ class _Reader:
         }
         if isinstance(header, WindowHeader):
             return Window(**fields, window=header.window)
+        if isinstance(header, LatentsHeader):
+            return Latents(**fields)
         if isinstance(header, KeptHeader):
             return Kept(**fields)
         classes = np.frombuffer(self._bytes("slot_classes"), f"<u{class_bytes(header.lengths)}")
@@ -273,7 +280,7 @@ class _Reader:
 def _require_sound(where: str, record: Entries, num_tokens: int) -> None:
     """Refuse records that attention would misread: codes without a number, slots without a class, repeated tokens,
     windows of other tokens than the last."""
-    parts = record.parts if isinstance(record, Parts) else (record,)
+    parts = parts_of(record)
     if isinstance(record, Window):
         _require_last(where, record, num_tokens)
     for part in parts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -16,7 +16,11 @@ from transformers.cache_utils import CacheLayerMixin
 from kvshelf.errors import InvalidRequest, StateConflict
 from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, Prefix, SuffixRows, prefix_attention
 from kvshelf.workers.engine.attention.attachment import Attachment
+from kvshelf.workers.engine.attention.latents import Absorbed, Handover, LatentStates
 from kvshelf.workers.engine.attention.states import Source, StatefulCache, StateLayer, together
+
+IMPLEMENTATION: Final = "kvshelf"
+"""The name of kvshelf's attention function among transformers'."""
 
 CACHE_ARGUMENT: Final = "cache" if [*map(int, version("transformers").split(".")[:2])] >= [5, 24] else "past_key_values"
 """Name of the argument of a model's forward pass that takes a cache. transformers 5.24 warns about the older name."""
@@ -35,10 +39,14 @@ class AttachedCache(StatefulCache):
     document.
     """
 
-    def __init__(self, document: Attachment, longest: int | None = None) -> None:
+    def __init__(
+        self, document: Attachment, longest: int | None = None, absorbed: Mapping[int, Absorbed] | None = None
+    ) -> None:
         """longest: most tokens of document and suffix together; beyond it the model would rotate all keys by other
-        frequencies (`rope.reach`)."""
+        frequencies (`rope.reach`). absorbed: the layers that have latents."""
         self._rows = 1
+        self._absorbed = absorbed or {}
+        self._handover = Handover(self._absorbed)
         states_bytes = sum(state.tensor.nbytes for i in range(document.num_layers) for state in document.states(i))
         self.rows_at_once = max(1, _STATES_BYTES // states_bytes) if states_bytes else 1 << 30
         """How many rows one pass should have at most: each has its own copy of the document's states."""
@@ -49,11 +57,14 @@ class AttachedCache(StatefulCache):
         count = 1 + max((state.number for state in states), default=-1)
         if not document.has_entries(index):
             return StateLayer(count, lambda: together([states] * self._rows))
+        prefix = document.prefixes(index)
+        if index in self._absorbed:
+            return LatentLayer(
+                prefix, start, longest, index=index, absorbed=self._absorbed[index], handover=self._handover
+            )
         if not states:
-            return AttachedLayer(document.prefixes(index), start, longest)
-        return AttachedStateLayer(
-            document.prefixes(index), start, longest, count, lambda: together([states] * self._rows)
-        )
+            return AttachedLayer(prefix, start, longest)
+        return AttachedStateLayer(prefix, start, longest, count, lambda: together([states] * self._rows))
 
     @contextmanager
     def begun_by(self, model: nn.Module) -> Iterator[None]:
@@ -69,6 +80,8 @@ class AttachedCache(StatefulCache):
             if takes_positions and given.get("position_ids") is None:
                 first = self.get_seq_length()
                 given["position_ids"] = torch.arange(first, first + count, device=tokens.device).expand(rows, count)
+            if model.config._attn_implementation != IMPLEMENTATION:  # type: ignore[union-attr]
+                self._handover.require_none()
             return args, given | self.begin(rows)
 
         hook = model.register_forward_pre_hook(before, with_kwargs=True)
@@ -76,11 +89,12 @@ class AttachedCache(StatefulCache):
             yield
         finally:
             hook.remove()
+            self._handover.end()
 
     def begin(self, rows: int) -> dict[str, Any]:
         """Prepare a pass over tokens `[rows, T]`. Returns keywords for the model's attention function."""
         self._rows = rows
-        return {}
+        return self._handover.begin()
 
     def with_document(self, input_ids: Tensor) -> Tensor:
         """`input_ids` `[B, T]` behind stand-ins for the document's tokens, `[B, N + T]`: what `generate()` expects.
@@ -124,6 +138,20 @@ class PassLayer(UnboundedLayer):
         """Nothing to allocate."""
 
 
+class HandedOn(PassLayer):
+    """A `PassLayer` that has latents, of a pass without a past."""
+
+    def __init__(self, index: int, handover: Handover) -> None:
+        super().__init__()
+        self._index = index
+        self._handover = handover
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Returns latents and rotated parts as they are, once the attention function will get them, too."""
+        self._handover.give(self._index, LatentStates(key_states, value_states))
+        return key_states, value_states
+
+
 class AttachedLayer(UnboundedLayer):
     """One layer of an `AttachedCache`. `prefix`: the entries that every query sees; they stand for `start` tokens.
 
@@ -149,6 +177,10 @@ class AttachedLayer(UnboundedLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Append this call's keys and values to the suffix. Returns the `AttachedStates` twice."""
+        states = self._appended(key_states, value_states)
+        return states, states
+
+    def _appended(self, key_states: Tensor, value_states: Tensor) -> AttachedStates:
         if not self.is_initialized:
             self._make_room(key_states, value_states)
         end = self._length + key_states.shape[2]
@@ -158,10 +190,7 @@ class AttachedLayer(UnboundedLayer):
                 "this cache has; end there, or compress a document that is longer than that by itself",
                 param="input_ids",
             )
-        self.keys = _grown(self.keys, end, self._length)
-        self.values = _grown(self.values, end, self._length)
-        self.keys[:, :, self._length : end] = key_states
-        self.values[:, :, self._length : end] = value_states
+        self._write(end, key_states, value_states)
         before, self._length = self._length, end
         rows, new = key_states.shape[0], key_states.shape[2]
         layout = BatchLayout(
@@ -170,8 +199,14 @@ class AttachedLayer(UnboundedLayer):
             device=key_states.device,
         )
         first, suffixes = self.start + before, [(self.keys, self.values)]
-        states = AttachedStates([self.prefix], suffixes, layout, key_states, value_states, first_position=first)
-        return states, states
+        return AttachedStates([self.prefix], suffixes, layout, key_states, value_states, first_position=first)
+
+    def _write(self, end: int, key_states: Tensor, value_states: Tensor) -> None:
+        """Put this call's keys and values into the suffix, as its last tokens up to `end`."""
+        self.keys = _grown(self.keys, end, self._length)
+        self.values = _grown(self.values, end, self._length)
+        self.keys[:, :, self._length : end] = key_states
+        self.values[:, :, self._length : end] = value_states
 
     def get_seq_length(self) -> int:
         """Document and suffix: where the next token stands."""
@@ -236,6 +271,43 @@ class AttachedStateLayer(StateLayer, AttachedLayer):
         """Repeat each row of the suffix and of the states."""
         rows = next(len(state.tensor) for state in self.held())
         self.reorder_cache(torch.arange(rows, device=self.device).repeat_interleave(repeats))
+
+
+class LatentLayer(AttachedLayer):
+    """An `AttachedLayer` of latents. `keys` are latents with their rotated parts, `[B, 1, capacity, rank + rope]`, and
+    `values` their first `rank` channels, not a copy. What it hands on to the module is this call's tokens alone."""
+
+    def __init__(
+        self,
+        prefix: Sequence[Prefix],
+        start: int,
+        longest: int | None,
+        *,
+        index: int,
+        absorbed: Absorbed,
+        handover: Handover,
+    ) -> None:
+        super().__init__(prefix, start, longest)
+        self._index = index
+        self._absorbed = absorbed
+        self._handover = handover
+
+    def _make_room(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys = _buffer_like(key_states, _FIRST_CAPACITY)
+        self.values = self.keys[..., : value_states.shape[-1]]
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Append this call's latents and rotated parts to the suffix. Returns them as they are."""
+        self._handover.require_awaited(self._index)
+        past = self._appended(torch.cat([key_states, value_states], dim=-1), key_states)
+        self._handover.give(self._index, LatentStates(key_states, value_states, (past, self._absorbed)))
+        return key_states, value_states
+
+    def _write(self, end: int, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys = _grown(self.keys, end, self._length)
+        self.keys[:, :, self._length : end] = key_states
+        self.values = self.keys[..., : value_states.shape[-1]]
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -27,17 +27,16 @@ from kvshelf.kernels.prefix_attention import (
     causal_attention,
     prefix_attention,
 )
-from kvshelf.workers.engine.attention.attached import AttachedStates
+from kvshelf.workers.engine.attention.attached import IMPLEMENTATION, AttachedStates
+from kvshelf.workers.engine.attention.latents import LATENTS, Handover
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-IMPLEMENTATION = "kvshelf"
-
 CONTEXT = "kvshelf_context"
 """Name of the keyword that carries a `ForwardContext` through `model(...)` into every layer."""
 
-_CHANGES_THE_RESULT = ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "block_mask")
+_CHANGES_THE_RESULT = ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "block_mask", "indices")
 """Keywords of models' attention functions that change the result and are not implemented here."""
 
 
@@ -48,7 +47,8 @@ class Attended:
     queries: `[B, q_heads, T, D]`, keys: `[B, kv_heads, T, D]`, values: `[B, kv_heads, T, Dv]`. lse: the log-sum-exps of
     the scaled logits of every token before the probe passes, `[B, q_heads, T - probes]` fp32, natural logarithms; None
     where the attention function in use does not return them. `module` is the model's attention module. window: tokens
-    that a query sees, itself included; None: all.
+    that a query sees, itself included; None: all. latents: where a module with latents was given a cache, `[B, 1, T,
+    rank]` and the rotated parts `[B, 1, T, rope]`, of which the module made keys and values.
     """
 
     module: nn.Module
@@ -58,6 +58,7 @@ class Attended:
     scaling: float
     lse: Tensor | None = None
     window: int | None = None
+    latents: tuple[Tensor, Tensor] | None = None
 
 
 class ForwardContext(Protocol):
@@ -114,8 +115,15 @@ def attention(
     rules = logit_rules(query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs)
     require_causal(module, attention_mask, kwargs)
     context: ForwardContext | None = kwargs.get(CONTEXT)
+    handover: Handover | None = kwargs.get(LATENTS)
+    latents = None if handover is None else handover.take(int(module.layer_idx))  # type: ignore[arg-type]
     lse = None
-    if isinstance(key, AttachedStates):
+    behind = None if latents is None else latents.attend(query, rules, kwargs.get("position_ids"))
+    if behind is not None:
+        assert isinstance(key, Tensor)
+        assert isinstance(value, Tensor)
+        new_keys, new_values, out = key, value, behind
+    elif isinstance(key, AttachedStates):
         key.check_positions(kwargs.get("position_ids"))
         new_keys, new_values = key.new_keys, key.new_values
         out = key.attend(query, rules)
@@ -125,7 +133,8 @@ def attention(
         out, lse = _with_probes(query, key, value, rules, context.probe_lengths if context is not None else ())
         out = out.transpose(1, 2)
     if context is not None:
-        context.after_attention(Attended(module, query, new_keys, new_values, rules.scale, lse, rules.window))
+        cached = None if latents is None else (latents.latents, latents.rotated)
+        context.after_attention(Attended(module, query, new_keys, new_values, rules.scale, lse, rules.window, cached))
     return out.contiguous(), None
 
 

@@ -3,7 +3,7 @@ attention. A configuration does not tell."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -12,8 +12,14 @@ from torch import Tensor
 
 from kvshelf.errors import PolicyUnsupported, StateConflict
 from kvshelf.store.artifact.shape import LayerShape
-from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, AttachedLayer, AttachedStateLayer
+from kvshelf.workers.engine.attention.attached import (
+    CACHE_ARGUMENT,
+    AttachedLayer,
+    AttachedStateLayer,
+    LatentLayer,
+)
 from kvshelf.workers.engine.attention.function import CONTEXT, Attended, kvshelf_attention
+from kvshelf.workers.engine.attention.latents import Absorbed, Handover
 from kvshelf.workers.engine.attention.states import StatefulCache, StateLayer, alone
 from kvshelf.workers.engine.inputs.requirements import require_every_layer, require_window
 from kvshelf.workers.model.layers import LayerKind, attending
@@ -30,8 +36,11 @@ _ALIKE = 1e-2
 """Differences of keys up to this share of the largest are rounding: other positions change them by far more."""
 
 
-def layer_shapes(model: PreTrainedModel, kinds: Sequence[LayerKind]) -> tuple[LayerShape, ...]:
-    """The shape of each layer's keys, values and states, from a pass over two tokens behind an empty document.
+def layer_shapes(
+    model: PreTrainedModel, kinds: Sequence[LayerKind], absorbed: Mapping[int, Absorbed]
+) -> tuple[LayerShape, ...]:
+    """The shape of what each layer caches, from a pass over two tokens behind an empty document. absorbed: the layers
+    that have latents.
 
     Raises `PolicyUnsupported` for a model that changes cached states before it attends, that attends more than once in
     a layer, that counts positions in its own way, or whose layers are not of these kinds: behind a document it would
@@ -39,10 +48,13 @@ def layer_shapes(model: PreTrainedModel, kinds: Sequence[LayerKind]) -> tuple[La
     """
     tokens = torch.ones(1, 2, dtype=torch.int64, device=model.device)
     observer, kind = _ShapeObserver(), type(model).__name__
-    cache = StatefulCache(layers=[_empty(each) for each in kinds])
+    handover = Handover(absorbed)
+    layers = [_empty(index, each, absorbed, handover) for index, each in enumerate(kinds)]
+    cache = StatefulCache(layers=layers)
+    given = {CACHE_ARGUMENT: cache, CONTEXT: observer, **handover.begin()}
     with torch.no_grad(), kvshelf_attention(model):
         try:
-            model.base_model(input_ids=tokens, use_cache=True, **{CACHE_ARGUMENT: cache, CONTEXT: observer})
+            model.base_model(input_ids=tokens, use_cache=True, **given)
         except StateConflict as error:
             raise PolicyUnsupported(
                 f"{kind} works on cached keys or values before it attends, so kvshelf cannot attach a document to it",
@@ -93,7 +105,7 @@ def _states_behind(
     model: PreTrainedModel, kinds: Sequence[LayerKind], tokens: Tensor, pieces: Sequence[int]
 ) -> list[Tensor]:
     """The recurrent states behind tokens `[1, N]`, of which the last are read in these pieces."""
-    cache, start = StatefulCache(layers=[_empty(each) for each in kinds]), 0
+    cache, start = StatefulCache(layers=[_empty(i, each, {}, Handover(())) for i, each in enumerate(kinds)]), 0
     for piece in torch.split(tokens, [_BEFORE, *pieces], dim=1):
         positions = torch.arange(start, start + piece.shape[1], device=tokens.device).unsqueeze(0)
         model.base_model(input_ids=piece, position_ids=positions, use_cache=True, **{CACHE_ARGUMENT: cache})
@@ -102,10 +114,14 @@ def _states_behind(
     return [state.tensor.float() for layer in layers for state in layer.held() if state.role == "recurrent"]
 
 
-def _empty(kind: LayerKind) -> AttachedLayer | StateLayer:
+def _empty(
+    index: int, kind: LayerKind, absorbed: Mapping[int, Absorbed], handover: Handover
+) -> AttachedLayer | StateLayer:
     """A layer of a cache without a document."""
     if not kind.attends:
         return StateLayer(kind.states)
+    if index in absorbed:
+        return LatentLayer((), 0, None, index=index, absorbed=absorbed[index], handover=handover)
     return AttachedStateLayer((), 0, None, kind.states) if kind.states else AttachedLayer((), 0)
 
 
@@ -120,7 +136,8 @@ class _ShapeObserver:
         self.first_keys: Tensor | None = None
 
     def after_attention(self, layer: Attended) -> None:
-        (_, heads, _, key_dim), value_dim = layer.keys.shape, layer.values.shape[-1]
+        keys, values = layer.latents or (layer.keys, layer.values)
+        (_, heads, _, key_dim), value_dim = keys.shape, values.shape[-1]
         dtype = str(layer.keys.dtype).removeprefix("torch.")
         index: int = layer.module.layer_idx  # type: ignore[assignment]
         if index in self.layers:
@@ -129,7 +146,7 @@ class _ShapeObserver:
             )
         if self.first_keys is None:
             self.first_keys = layer.keys
-        self.layers[index] = LayerShape(heads, key_dim, value_dim, dtype, layer.window)
+        self.layers[index] = LayerShape(heads, key_dim, value_dim, dtype, layer.window, layer.latents is not None)
 
 
 class _Ended(Exception):

@@ -7,7 +7,7 @@ Only suffixes are padded, and no prefix is copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -17,10 +17,11 @@ from torch import Tensor
 
 from kvshelf.errors import CacheUnusable
 from kvshelf.kernels.native import Part
-from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, Scratch, SuffixRows, attention_part
+from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, Prefix, Scratch, SuffixRows, attention_part
 from kvshelf.store.artifact.records import State
 from kvshelf.workers.engine.attention.attached import AttachedStates, PassLayer
 from kvshelf.workers.engine.attention.attachment import Attachment, Wait, block
+from kvshelf.workers.engine.attention.latents import Absorbed, Handover, LatentStates
 from kvshelf.workers.engine.attention.states import Source, StatefulCache, StateLayer, alone, together
 from kvshelf.workers.engine.decode.generation import Checkpoint, Generation
 from kvshelf.workers.engine.decode.suffixes import Slab, SuffixPool
@@ -79,7 +80,7 @@ class DecodeBatch:
     def _passed(self, step: _Step, checkpoint: Checkpoint, wait: Wait) -> _Passed:
         if self._plan is None or not self._plan.continued_by(step):
             self._plan = _Plan(step)
-        past = _StepPast(step, self._kinds, checkpoint, wait, self._plan)
+        past = _StepPast(step, self._kinds, checkpoint, wait, self._plan, self._passes.absorbed)
         if not self._with_states:
             logits = self._passes.continuing(step.token_ids, step.positions, past, step.last_tokens)[0]
             return _Passed(logits, _likeliest(logits), [])
@@ -202,16 +203,15 @@ class _SuffixGroup:
         self._tokens = None if whole else torch.tensor([p.first for p in places], device=device)
         self._places: Tensor | None = None
 
-    def states(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the group's rows `[rows, kv_heads, capacity, D]`, with room for this step's keys `[1,
-        kv_heads, N, D]` and values."""
+    def states(self, layer: int, *given: Tensor) -> tuple[Tensor, ...]:
+        """Keys and values of the group's rows `[rows, kv_heads, capacity, D]`, or a layer's latents, with room for
+        those of this step, `[1, kv_heads, N, D]`."""
         rows = slice(self._slots.start, self._slots.stop)
-        held = self._slab.states(layer, keys, values)
-        return held[0][rows], held[1][rows]
+        return tuple(held[rows] for held in self._slab.states(layer, *given))
 
-    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """As `states`, with this step's keys and values appended."""
-        for states, new in zip(self._slab.states(layer, keys, values), (keys[0], values[0]), strict=True):
+    def write(self, layer: int, *given: Tensor) -> tuple[Tensor, ...]:
+        """As `states`, with this step's states appended."""
+        for states, (new,) in zip(self._slab.states(layer, *given), given, strict=True):
             if self._new == 1:
                 by_token = new.transpose(0, 1)  # [N, kv_heads, D]
                 own = by_token if self._tokens is None else by_token.index_select(0, self._tokens)
@@ -220,7 +220,7 @@ class _SuffixGroup:
             else:
                 end = self._start + self._new
                 states[self._slots[0], :, self._start : end] = new[:, self._first : self._first + self._new]
-        return self.states(layer, keys, values)
+        return self.states(layer, *given)
 
     def _rows_in(self, states: Tensor) -> Tensor:
         """Where the new states of each token and head stand among the rows of `[slots * kv_heads * capacity, D]`: the
@@ -253,11 +253,15 @@ class _BatchLayer(PassLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Append every row's new states to its suffix, once every document of the step has this layer."""
-        prefixes = [document.prefixes(self._index, self._wait) for document in self._step.documents]
+        prefixes = self._prefixes()
         in_line = [states.transpose(0, 1).flatten(1, 2).unsqueeze(0) for states in (key_states, value_states)]
-        suffixes = [group.write(self._index, *in_line) for group in self._step.groups]
+        written = (group.write(self._index, *in_line) for group in self._step.groups)
+        suffixes = [(keys, values) for keys, values in written]
         states = AttachedStates(prefixes, suffixes, self._step.layout, key_states, value_states, first_position=None)
         return states, states
+
+    def _prefixes(self) -> list[tuple[Prefix, ...]]:
+        return [document.prefixes(self._index, self._wait) for document in self._step.documents]
 
 
 class _BatchStateLayer(StateLayer, _BatchLayer):
@@ -266,6 +270,25 @@ class _BatchStateLayer(StateLayer, _BatchLayer):
     def __init__(self, index: int, step: _Step, wait: Wait, number_of_states: int, source: Source) -> None:
         _BatchLayer.__init__(self, index, step, wait)
         StateLayer.__init__(self, number_of_states, source)
+
+
+class _LatentBatchLayer(_BatchLayer):
+    """A layer of one step with latents: what it hands on to the module is this step's tokens alone."""
+
+    def __init__(self, index: int, step: _Step, wait: Wait, absorbed: Absorbed, handover: Handover) -> None:
+        super().__init__(index, step, wait)
+        self._absorbed = absorbed
+        self._handover = handover
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """As of a `_BatchLayer`. Latents and rotated parts lie side by side; values are the latents, not a copy."""
+        prefixes, rank = self._prefixes(), key_states.shape[-1]
+        joined = torch.cat([key_states, value_states], dim=-1)
+        written = (group.write(self._index, joined) for group in self._step.groups)
+        suffixes = [(keys, keys[..., :rank]) for (keys,) in written]
+        past = AttachedStates(prefixes, suffixes, self._step.layout, joined, key_states, first_position=None)
+        self._handover.give(self._index, LatentStates(key_states, value_states, (past, self._absorbed)))
+        return key_states, value_states
 
 
 class _Plan:
@@ -301,11 +324,19 @@ class _StepPast:
     """The documents and suffixes that the tokens of a step continue; see `Past`."""
 
     def __init__(
-        self, step: _Step, kinds: Sequence[LayerKind], checkpoint: Checkpoint, wait: Wait, plan: _Plan
+        self,
+        step: _Step,
+        kinds: Sequence[LayerKind],
+        checkpoint: Checkpoint,
+        wait: Wait,
+        plan: _Plan,
+        absorbed: Mapping[int, Absorbed],
     ) -> None:
         self._step = step
         self._wait = wait
         self._plan = plan
+        self._absorbed = absorbed
+        self.handover = Handover(absorbed)
         self.cache = StatefulCache(layers=[self._layer(index, kind) for index, kind in enumerate(kinds)])
         self.checkpoint = checkpoint
         self.planned = all(document.arrived for document in step.documents)
@@ -316,6 +347,8 @@ class _StepPast:
 
         if not kind.attends:
             return StateLayer(kind.states, source)
+        if index in self._absorbed:
+            return _LatentBatchLayer(index, self._step, self._wait, self._absorbed[index], self.handover)
         if not kind.states:
             return _BatchLayer(index, self._step, self._wait)
         return _BatchStateLayer(index, self._step, self._wait, kind.states, source)
@@ -335,7 +368,8 @@ class _StepPast:
 
         def made(layout: BatchLayout, scratch: Scratch) -> Part | None:
             prefixes = [document.prefixes(layer, self._wait) for document in self._step.documents]
-            suffixes = [group.states(layer, *states[1:]) for group in self._step.groups]
+            held = (group.states(layer, *states[1:]) for group in self._step.groups)
+            suffixes = [(keys, values) for keys, values in held]
             return attention_part(states, prefixes, suffixes, layout, rules, out, scratch)
 
         return self._plan.part(layer, states, out, made)

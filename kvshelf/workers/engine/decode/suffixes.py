@@ -27,8 +27,8 @@ class SuffixRow:
 
 
 class Slab:
-    """Rows of one capacity. For each layer keys `[slots, kv_heads, capacity, D]` and values, with Dv for D, made when
-    the layer's first states arrive.
+    """Rows of one capacity. For each layer keys `[slots, kv_heads, capacity, D]` and values, with Dv for D, or one
+    tensor of latents, made when the layer's first states arrive.
 
     Unused entries are zero: a masked entry must be finite, because a weight of 0 times NaN is NaN.
     """
@@ -36,7 +36,7 @@ class Slab:
     def __init__(self, capacity: int, num_layers: int) -> None:
         self.capacity = capacity
         self.slots = 0
-        self._layers: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
+        self._layers: list[tuple[Tensor, ...] | None] = [None] * num_layers
         self._free: list[int] = []
 
     @property
@@ -47,14 +47,13 @@ class Slab:
     def empty(self) -> bool:
         return len(self._free) == self.slots
 
-    def states(self, layer: int, like_keys: Tensor, like_values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all slots of a layer. Where they are still to be made, or slots to be added, `like_keys`
-        `[1, kv_heads, N, D]` and `like_values` give their heads, sizes, dtype and device."""
-        held = self._layers[layer]
-        made = _room(held[0] if held else None, self.slots, self.capacity, like_keys)
-        made_values = _room(held[1] if held else None, self.slots, self.capacity, like_values)
-        self._layers[layer] = made, made_values
-        return made, made_values
+    def states(self, layer: int, *like: Tensor) -> tuple[Tensor, ...]:
+        """Keys and values of all slots of a layer. Where they are still to be made, or slots to be added, those of
+        `like`, `[1, kv_heads, N, D]`, give their heads, sizes, dtype and device."""
+        held = self._layers[layer] or (None,) * len(like)
+        made = tuple(_room(mine, self.slots, self.capacity, each) for mine, each in zip(held, like, strict=True))
+        self._layers[layer] = made
+        return made
 
     def take(self, row: SuffixRow) -> None:
         """Give a row a slot here, and move its tokens from its previous slab."""
@@ -71,8 +70,8 @@ class Slab:
         """Free a row's slot. The other slots keep their numbers, because a forward pass under way uses them."""
         for layer in self._layers:
             if layer is not None and row.slot < layer[0].shape[0]:
-                layer[0][row.slot].zero_()  # all of it: a step that failed may have written beyond the row's length
-                layer[1][row.slot].zero_()
+                for states in layer:
+                    states[row.slot].zero_()  # all of it: a step that failed may have written beyond the row's length
         self._free.append(row.slot)
         row.slab, row.slot = None, -1
 
@@ -81,7 +80,7 @@ class Slab:
         for index, held in enumerate(row.slab._layers):
             if held is None or row.slot >= held[0].shape[0]:
                 continue  # the row has nothing at this layer yet
-            ours = self.states(index, held[0], held[1])
+            ours = self.states(index, *held)
             for mine, other in zip(ours, held, strict=True):
                 mine[slot, :, : row.length] = other[row.slot, :, : row.length]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 
 from kvshelf.kernels.native import Part
 from kvshelf.kernels.prefix_attention import LogitRules
-from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
+from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, HandedOn
 from kvshelf.workers.engine.attention.function import (
     CONTEXT,
     Attended,
@@ -23,6 +23,7 @@ from kvshelf.workers.engine.attention.function import (
     logit_rules,
     require_causal,
 )
+from kvshelf.workers.engine.attention.latents import Absorbed, Handover, absorbed_layers
 from kvshelf.workers.engine.forward.program import ForwardProgram, PlanAttention
 from kvshelf.workers.engine.forward.tracing import TOKENS, AttentionCall
 
@@ -39,12 +40,14 @@ _TRIED: Final = (1, 7)
 class Past(Protocol):
     """What the tokens of a pass continue. `checkpoint` is called between layers and may raise to end the pass.
 
-    cache: as a model's modules have it; its layers give `AttachedStates`. planned: whether `plan` may be asked, which
-    gives the attention of a layer, to be run later: see `attention_part`.
+    cache: as a model's modules have it; its layers give `AttachedStates`. handover: of its layers with latents.
+    planned: whether `plan` may be asked, which gives the attention of a layer, to be run later: see `attention_part`.
     """
 
     @property
     def cache(self) -> Cache: ...
+    @property
+    def handover(self) -> Handover: ...
     @property
     def planned(self) -> bool: ...
     def checkpoint(self) -> None: ...
@@ -60,6 +63,12 @@ class Passes:
         """recordable: whether the operations on a token are the same whatever the length of the call."""
         self.model = model
         self._recordable = recordable
+
+    @cached_property
+    def absorbed(self) -> dict[int, Absorbed]:
+        """The layers that have latents, once weights are read. Raises `PolicyUnsupported` for those of another kind
+        than `Absorbed` can be."""
+        return absorbed_layers(self.model)
 
     @cached_property
     def program(self) -> ForwardProgram | None:
@@ -100,7 +109,8 @@ class Passes:
         modules leave states there; such a model has no program."""
         with torch.no_grad(), kvshelf_attention(self.model):
             if self.program is None:
-                given = {**inputs, "use_cache": cache is not None, CACHE_ARGUMENT: cache, CONTEXT: context}
+                handed_on = self._handed_on() if cache is None else {"use_cache": True, CACHE_ARGUMENT: cache}
+                given = {**inputs, CONTEXT: context, **handed_on}
                 if kept is None:
                     self.model.base_model(**given)
                     return None
@@ -120,6 +130,14 @@ class Passes:
 
             return self.program.run(inputs["input_ids"], inputs["position_ids"], attend, kept)
 
+    def _handed_on(self) -> dict[str, Any]:
+        """What a pass without a past is given for a cache: none, or one that only sees what latents there are."""
+        if not self.absorbed:
+            return {"use_cache": False}
+        handover = Handover(self.absorbed)
+        cache = Cache(layers=[HandedOn(index, handover) for index in range(self.model.config.num_hidden_layers)])
+        return {"use_cache": True, CACHE_ARGUMENT: cache, **handover.begin()}
+
     def continuing(self, token_ids: Tensor, positions: Tensor, past: Past, kept: Tensor) -> Tensor:
         """Logits `[1, kept, vocabulary]` of one pass over tokens `[1, N]` that continue `past`."""
         with torch.no_grad(), kvshelf_attention(self.model):
@@ -137,7 +155,7 @@ class Passes:
         return plan
 
     def _by_layer(self, token_ids: Tensor, positions: Tensor, past: Past, kept: Tensor) -> Tensor:
-        given = {CONTEXT: _Pause(past.checkpoint)}
+        given = {CONTEXT: _Pause(past.checkpoint), **past.handover.begin()}
         if self.program is None:
             logits: Tensor = self.model(
                 input_ids=token_ids,

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 from kvshelf.errors import DocumentTooLong, InvalidRequest, PolicyUnsupported
 from kvshelf.workers.model.layers import LayerKind, reducible
 from kvshelf.workers.model.rope import Rope, reach
+from kvshelf.workers.policies.ada import Ada
 from kvshelf.workers.policies.base import Absorber, Observes, Policy
+from kvshelf.workers.policies.together import chooses_together
 from kvshelf.workers.policies.view import ProbePass, output_weight
 
 if TYPE_CHECKING:
@@ -57,8 +59,10 @@ def require_observable(policy: Policy, model: PreTrainedModel, name: str, rope: 
 
 
 def require_compressible(policy: Policy, kinds: Sequence[LayerKind], name: str, *, moves: bool) -> None:
-    """Refuse a policy for a model whose windows or states it cannot leave as they are, or that has no other layers.
-    moves: whether the policy counts positions within the cache."""
+    """Refuse a policy for a model whose windows or states it cannot leave as they are, or that has no other layers, or
+    whose latents it cannot choose among. moves: whether the policy counts positions within the cache."""
+    if any(kind.latents for kind in kinds):
+        _require_one_choice(policy, name)
     if all(kind.reducible for kind in kinds):
         return
     if not reducible(kinds):
@@ -71,6 +75,21 @@ def require_compressible(policy: Policy, kinds: Sequence[LayerKind], name: str, 
         raise _beside(policy, name, "counts positions within the cache", kinds)
     if Observes.CALIBRATION in policy.observes:
         raise _beside(policy, name, "needs a calibration over layers that all see the whole document", kinds)
+
+
+def _require_one_choice(policy: Policy, name: str) -> None:
+    """Refuse a policy that could not choose the same tokens for all heads of a layer, which share their latents."""
+    if isinstance(policy, Ada):
+        why = "gives each head a budget of its own"
+    elif not chooses_together(policy):
+        why = "chooses other tokens in each head"
+    else:
+        return
+    raise PolicyUnsupported(
+        f"policy {policy.name!r} {why}, and all heads of a layer of {name!r} share the latents of a token (MLA); "
+        "choose another policy",
+        param="policy",
+    )
 
 
 def require_one_pass(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import select
 from kvshelf.store.artifact.packed import Packed
-from kvshelf.store.artifact.records import Entries, Kept, LayerRecord, States, Window
+from kvshelf.store.artifact.records import Entries, Kept, Latents, LayerRecord, States, Window
 from kvshelf.workers.engine.attention.function import Attended
 from kvshelf.workers.engine.inputs.requirements import require_every_layer
 from kvshelf.workers.model.layers import LayerKind, attending, reducible
@@ -22,6 +22,7 @@ from kvshelf.workers.model.rope import Rope
 from kvshelf.workers.policies.base import Observes, Policy, ScoringPolicy, keep
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.sharing import LayerStats, Sharing
+from kvshelf.workers.policies.together import importance_together, reduce_together, scores_together
 from kvshelf.workers.policies.view import DocumentView, LayerView, Probed
 
 _SLACK = 1.125
@@ -55,24 +56,31 @@ class LayerReducer:
         index = int(attended.module.layer_idx)  # type: ignore[arg-type]
         window = self.kinds[index].window
         if window is None:
-            self._reduce(self._view(attended))
+            self._reduce(self._view(attended), self._stored(attended))
         else:
             num_tokens = self.document.num_tokens
             keys, values = (of[0, :, :num_tokens] for of in (attended.keys, attended.values))
             self._records[index] = Window.of(keys, values, window)
         self.compress_s += time.perf_counter() - started
 
-    def _reduce(self, layer: LayerView) -> None:
+    def _reduce(self, layer: LayerView, latents: LayerView | None) -> None:
+        """latents: the layer as it is stored, where its heads share latents."""
         if self._cascade is None:
-            self._records[layer.layer_idx] = self.policy.reduce(
-                layer, LayerBudget.uniform(layer.kv_heads, self.budget.tokens)
+            tokens = self.budget.tokens
+            self._records[layer.layer_idx] = (
+                self.policy.reduce(layer, LayerBudget.uniform(layer.kv_heads, tokens))
+                if latents is None
+                else reduce_together(self.policy, layer, latents, tokens)
             )
         else:
             assert isinstance(self.policy, ScoringPolicy)
             weight = self.policy.weight(layer)
             if not math.isfinite(weight):  # shares need a finite weight now, so this cannot wait for the end
                 raise _not_finite(self.policy, f"the weight of layer {layer.layer_idx}")
-            self._cascade.add(layer, self.policy.importance(layer), weight)
+            if latents is None:
+                self._cascade.add(layer, self.policy.importance(layer), weight)
+            else:
+                self._cascade.add(latents, importance_together(self.policy, layer), weight)
 
     def records(self) -> tuple[LayerRecord, ...]:
         """All layers, in order.
@@ -83,10 +91,15 @@ class LayerReducer:
         records = self._records | (self._cascade.records if self._cascade is not None else {})
         layers = attending(self.kinds)
         require_every_layer(records, layers)
-        require_finite_scores([records[i] for i in layers], self.policy)
+        reduced = {layer: self._shared(layer, records[layer]) for layer in layers}
+        require_finite_scores(list(reduced.values()), self.policy)
         if not self.states:
-            return tuple(records[i] for i in layers)
-        return tuple(_beside(of_layer, records.get(layer)) for layer, of_layer in enumerate(self.states))
+            return tuple(reduced.values())
+        return tuple(_beside(of_layer, reduced.get(layer)) for layer, of_layer in enumerate(self.states))
+
+    def _shared(self, layer: int, entries: Entries) -> Entries:
+        """Of a layer with latents, which were reduced as keys and values of one head, the record of latents."""
+        return Latents.of(entries) if self.kinds[layer].latents and isinstance(entries, Kept) else entries
 
     def _view(self, attended: Attended) -> LayerView:
         """A layer as the policy sees it: the states of the document and those of each probe pass behind it."""
@@ -105,6 +118,14 @@ class LayerReducer:
             rope=self.rope if Observes.ROPE in self.policy.observes else None,
             module=attended.module,
         )
+
+    def _stored(self, attended: Attended) -> LayerView | None:
+        """A layer with latents as it is stored: latents as keys and rotated parts as values, of one head. Copied, or a
+        record of all tokens would hold those of the probe passes, too, which lie in the same memory."""
+        if attended.latents is None:
+            return None
+        keys, values = (states[0, :, : self.document.num_tokens].clone() for states in attended.latents)
+        return replace(self._view(attended), keys=keys, values=values)
 
     def _probes(self, attended: Attended) -> tuple[Probed, ...]:
         ends = accumulate(self.probe_lengths, initial=self.document.num_tokens)
@@ -125,7 +146,8 @@ class Scorer(LayerReducer):
         if attended.window is not None:
             return
         layer = self._view(attended)
-        self.scores[layer.layer_idx] = self.policy.score(layer)
+        score = self.policy.score(layer) if attended.latents is None else scores_together(self.policy, layer)
+        self.scores[layer.layer_idx] = score
 
 
 @dataclass(eq=False)
@@ -233,11 +255,11 @@ def shrunk(record: Kept, counts: Sequence[int]) -> Kept:
         best = record.importance[start:end].sort(descending=True, stable=True).indices[:count]
         chosen.append(best.sort().values + start)
     rows = torch.cat(chosen)
-    return Kept(
+    return replace(
+        record,
         keys=record.keys[rows],
         values=record.values[rows],
         entries_at=record.entry_positions[rows],
         offsets=tuple(accumulate(counts, initial=0)),
-        rope_mode=record.rope_mode,
         importance=record.importance[rows],
     )

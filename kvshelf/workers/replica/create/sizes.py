@@ -24,8 +24,9 @@ _LAYER_BYTES, _PIECE_BYTES = 250, 175  # of header, padding and trailer, which d
 @dataclass(frozen=True)
 class Shape:
     """The dimensions behind a cache's size. `itemsize`: bytes of a number. `flops`: of one token's prefill. windows: of
-    the layers that have a sliding window; `layers` counts the others that attend. states: bytes of recurrent and
-    convolution states, whatever the length."""
+    the layers that have a sliding window; `layers` counts the others that attend. value_dim: channels of a value; None:
+    as many as a key's, `head_dim`. Latents are keys of one head, and their rotated parts the values. states: bytes of
+    recurrent and convolution states, whatever the length."""
 
     layers: int
     kv_heads: int
@@ -34,24 +35,32 @@ class Shape:
     device: str
     flops: float
     windows: tuple[int, ...] = ()
+    value_dim: int | None = None
     states: int = 0
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Channels of a key and of a value."""
+        return self.head_dim, self.head_dim if self.value_dim is None else self.value_dim
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Shape:
-        from kvshelf.workers.model.loading import head_size, kv_heads, state_bytes  # needs torch, as a model does
+        from kvshelf.workers.model.loading import head_sizes, kv_heads, state_bytes  # needs torch, as a model does
 
         config = model.config
         # Two operations for each weight, as is usual. Attention is left out: it counts in long documents only.
         flops = 2.0 * model.num_parameters(exclude_embeddings=True)
         kinds = layer_kinds(config)
+        key_dim, value_dim = head_sizes(config)
         return cls(
             len(reducible(kinds)),
             kv_heads(config),
-            head_size(config),
+            key_dim,
             model.dtype.itemsize,
             model.device.type,
             flops,
             tuple(kind.window for kind in kinds if kind.window is not None),
+            value_dim if value_dim != key_dim else None,
             state_bytes(model),
         )
 
@@ -59,7 +68,7 @@ class Shape:
         """Keys and values of all tokens, uncompressed, and all states; of a layer with a sliding window, those in the
         window."""
         tokens = self.layers * num_tokens + sum(min(num_tokens, window - 1) for window in self.windows)
-        return tokens * self.kv_heads * 2 * self.head_dim * self.itemsize + self.states
+        return tokens * self.kv_heads * sum(self.dims) * self.itemsize + self.states
 
     def full_16bit_bytes(self, num_tokens: int) -> int:
         """The same in 16-bit numbers."""
@@ -89,7 +98,7 @@ class Shape:
         itself. Up to a third more under `steps=kl` where a policy keeps most in the layers with fine steps. Bits per
         number fitted to kvshelf-tiny at steps of 0.25 to 8; its heads alone take a third more."""
         alone = codec.heads == "each" or kept < num_tokens
-        numbers = 2 * self.layers * self.kv_heads * self.head_dim  # of a token
+        numbers = self.layers * self.kv_heads * sum(self.dims)  # of a token
         total = float(numbers * 2 * min(kept, _FIRST_ROWS))
         for step, count in _classes(codec, num_tokens, kept):
             bits = 0.42 * math.log2(1 + (2.6 / step) ** 1.6) * (1.37 if alone else 1.0)
@@ -102,10 +111,11 @@ class Shape:
     def _rows(self, count: int, precision: Precision, group: int) -> int:
         """Keys and values of `count` entries of one head, scales and zeros included."""
         if precision == "none":
-            return count * 2 * self.head_dim * self.itemsize
-        codes = 2 * count * math.ceil(self.head_dim * BITS[precision] / 8)
+            return count * sum(self.dims) * self.itemsize
+        codes = count * sum(math.ceil(dim * BITS[precision] / 8) for dim in self.dims)
         # A scale and a zero in bfloat16: by channel for each group of entries, by entry for each group of channels.
-        return codes + 4 * (math.ceil(count / group) * self.head_dim + count * math.ceil(self.head_dim / group))
+        key_dim, value_dim = self.dims
+        return codes + 4 * (math.ceil(count / group) * key_dim + count * math.ceil(value_dim / group))
 
 
 def _pieces(codec: Codec, kept: int) -> list[tuple[Precision, int]]:
