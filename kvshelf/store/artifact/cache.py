@@ -17,7 +17,17 @@ from kvshelf.store.artifact.coder import Coder
 from kvshelf.store.artifact.encoding import classes_of, encode
 from kvshelf.store.artifact.exported import split
 from kvshelf.store.artifact.identity import Identity
-from kvshelf.store.artifact.records import Kept, LayerRecord, Merged, PackedRecord, Parts, RopeMode, Window
+from kvshelf.store.artifact.records import (
+    Chunk,
+    Kept,
+    LayerRecord,
+    Merged,
+    PackedRecord,
+    Parts,
+    Recent,
+    RopeMode,
+    Window,
+)
 from kvshelf.store.artifact.shape import LayerShape, Shape
 
 __all__ = ["CompressedCache", "Kept", "LayerRecord", "Merged", "PackedRecord", "Parts", "RopeMode", "Window"]
@@ -52,10 +62,10 @@ class CompressedCache:
 
     @property
     def bytes_full(self) -> int:
-        """Bytes of the document's keys and values in the model's dtype, of layers with a sliding window those in the
-        window: the model itself holds no more."""
+        """Bytes of the document's keys and values in the model's dtype, of layers with a sliding window or chunks those
+        that questions see: the model itself need hold no more."""
         return sum(
-            (layer.entries if isinstance(layer, Window) else layer.kv_heads * self.num_tokens)
+            (layer.entries if isinstance(layer, Recent) else layer.kv_heads * self.num_tokens)
             * (layer.key_dim + layer.value_dim)
             * layer.dtype.itemsize
             for layer in self.layers
@@ -71,8 +81,8 @@ class CompressedCache:
 
     @property
     def reduced(self) -> Sequence[LayerRecord]:
-        """The layers of which the policy chose: those without a sliding window, all where there are no others."""
-        return [layer for layer in self.layers if not isinstance(layer, Window)] or self.layers
+        """The layers of which the policy chose: those that see the whole document, all where there are no others."""
+        return [layer for layer in self.layers if not isinstance(layer, Recent)] or self.layers
 
     @property
     def kept_tokens(self) -> int:
@@ -89,6 +99,7 @@ class CompressedCache:
                 layer.value_dim,
                 str(layer.dtype).removeprefix("torch."),
                 layer.window if isinstance(layer, Window) else None,
+                layer.chunk if isinstance(layer, Chunk) else None,
             )
             for layer in self.layers
         )
@@ -109,7 +120,7 @@ class CompressedCache:
         if str(wanted) == self.codec:
             return self
         layers = list(self.layers)
-        chosen = [index for index, layer in enumerate(layers) if not isinstance(layer, Window)]
+        chosen = [index for index, layer in enumerate(layers) if not isinstance(layer, Recent)]
         classes: Sequence[Tensor | None] = [None] * len(chosen)
         if wanted.classes:
             wanted.require_kept(self.identity.budget_tokens, self.num_tokens)

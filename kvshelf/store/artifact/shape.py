@@ -15,13 +15,22 @@ from kvshelf.store.artifact.identity import ModelIdentity
 
 class LayerShape(NamedTuple):
     """The keys `[kv_heads, N, key_dim]` and values `[kv_heads, N, value_dim]` of one layer. window: tokens that its
-    queries see, themselves included; None: all."""
+    queries see, themselves included; chunk: see those of their own chunk of so many; None: all."""
 
     kv_heads: int
     key_dim: int
     value_dim: int
     dtype: str
     window: int | None = None
+    chunk: int | None = None
+
+
+def tokens_seen(num_tokens: int, window: int | None, chunk: int | None) -> int:
+    """How many of a document's tokens, its last ones, queries behind it see: those that a window leaves to the first of
+    them, or the document's last chunk if it is not finished."""
+    if chunk is not None:
+        return num_tokens % chunk
+    return num_tokens if window is None else min(num_tokens, window - 1)
 
 
 class Shape(NamedTuple):

@@ -75,8 +75,8 @@ class Engine:
         self.rope = Rope.of(model)
         self.kinds = layer_kinds(model.config)
         # Whether the states of a token are the same whatever the length of its call. Without a RoPE that could be read
-        # nobody knows, but that of layers with windows and of the others differs in frequencies alone.
-        known = self.rope is not None or any(kind.window is not None for kind in self.kinds)
+        # nobody knows; but where some layers do not see all, it differs from that of the others in frequencies alone.
+        known = self.rope is not None or not all(kind.sees_all for kind in self.kinds)
         self._alike = known and not changes_with_length(model.config)
         self.passes = Passes(model, recordable=self._alike)
         self._attachments: WeakKeyDictionary[CompressedCache | ArrivingCache, Attachment] = WeakKeyDictionary()

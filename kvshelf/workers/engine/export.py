@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.packed import HeadView
-from kvshelf.store.artifact.records import Kept, LayerRecord, Merged, Parts, Window
+from kvshelf.store.artifact.records import Kept, LayerRecord, Merged, Parts, Recent, Window
 from kvshelf.workers.model.rope import Rope
 
 Positions = Literal["absolute", "contiguous"]
@@ -74,8 +74,9 @@ def _plain_parts(record: LayerRecord, index: int) -> tuple[Kept, ...]:
     """The parts of a layer, if each entry is one token's key and value and all heads have equally many."""
     kept = []
     for part in record.parts if isinstance(record, Parts) else (record,):
-        if isinstance(part, Window):
-            raise _unsupported(f"layer {index} has a sliding window, of which only the last tokens are stored")
+        if isinstance(part, Recent):
+            sees = "a sliding window" if isinstance(part, Window) else "chunked attention"
+            raise _unsupported(f"layer {index} has {sees}, of which only the last tokens are stored")
         if isinstance(part, Merged):
             raise _unsupported(
                 f"layer {index} has merged tokens, which share a key direction. Merged with RoPE in them (pos='post') "

@@ -22,7 +22,7 @@ from kvshelf.api.strict import MessageList, require_bounded
 from kvshelf.errors import InvalidRequest, StateConflict
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import Identity
-from kvshelf.store.artifact.records import LayerRecord, Merged, Parts, Window
+from kvshelf.store.artifact.records import LayerRecord, Merged, Parts, Recent
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.engine.decode.detokenizer import Detokenizer
@@ -38,7 +38,10 @@ _MERGED = (
     "A kept token is the center of a class: its key direction and value are the mean over the tokens merged into it. A "
     "merged token has no key and value of its own, only a place in a class and its key's length."
 )
-_WINDOWED = " Layers with a sliding window keep its last tokens, all of them, and no count has theirs."
+_RECENT = (
+    " Layers with a sliding window or chunked attention keep the last tokens, as many as questions see of them, and no "
+    "count has theirs."
+)
 _MOVED = (
     " Keys were rotated to their places in the cache: the model reads what was kept side by side, not where it stood."
 )
@@ -207,6 +210,6 @@ def _merges(record: LayerRecord) -> bool:
 
 def _meaning(cache: CompressedCache) -> str:
     meaning = _MERGED if any(map(_merges, cache.layers)) else _OWN
-    if any(isinstance(layer, Window) for layer in cache.layers):
-        meaning += _WINDOWED
+    if any(isinstance(layer, Recent) for layer in cache.layers):
+        meaning += _RECENT
     return meaning + (_MOVED if cache.next_position != cache.num_tokens else "")

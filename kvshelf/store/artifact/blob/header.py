@@ -13,7 +13,7 @@ import msgpack
 from pydantic import FailFast, Field, JsonValue, ValidationError
 
 from kvshelf.errors import BlobError, InvalidRequest
-from kvshelf.store.artifact.blob.layer import ALIGNMENT, MAX_ARRAY, Count, Layer, Size, Strict, WindowHeader
+from kvshelf.store.artifact.blob.layer import ALIGNMENT, MAX_ARRAY, RECENT, Count, Layer, Size, Strict
 from kvshelf.store.artifact.codecs import Codec
 from kvshelf.store.artifact.identity import Boundary, Identity, Layout, canonical_msgpack
 from kvshelf.store.artifact.shape import LayerShape, Shape
@@ -87,7 +87,7 @@ class Header(Strict):
     @property
     def shape(self) -> Shape:
         layers = (
-            LayerShape(len(layer.records[0].lengths), *layer.dims[1:], layer.dtype, layer.window)
+            LayerShape(len(layer.records[0].lengths), *layer.dims[1:], layer.dtype, layer.window, layer.chunk)
             for layer in self.layers
         )
         return Shape(tuple(layers), self.num_tokens, self.next_position)
@@ -234,7 +234,7 @@ def _check_codec(header: Header) -> None:
         )
     for index, layer in enumerate(header.layers):
         for record in layer.records:
-            made = {("none", 0)} if isinstance(record, WindowHeader) else codec.precisions
+            made = {("none", 0)} if isinstance(record, RECENT) else codec.precisions
             if (record.codec, record.group) not in made:
                 raise BlobError(
                     f"layer {index} is under {record.codec} in groups of {record.group}; codec {codec} makes no such "

@@ -22,6 +22,7 @@ from kvshelf.store.artifact import positions
 from kvshelf.store.artifact.blob.body import Body
 from kvshelf.store.artifact.blob.header import Header
 from kvshelf.store.artifact.blob.layer import (
+    ChunkHeader,
     Dims,
     DtypeName,
     KeptHeader,
@@ -35,7 +36,7 @@ from kvshelf.store.artifact.blob.layer import (
 from kvshelf.store.artifact.codecs import BITS, Precision
 from kvshelf.store.artifact.coded import CodedRows
 from kvshelf.store.artifact.packed import offsets_of
-from kvshelf.store.artifact.records import Kept, LayerRecord, Merged, PackedRecord, Parts, Window
+from kvshelf.store.artifact.records import Chunk, Kept, LayerRecord, Merged, PackedRecord, Parts, Recent, Window
 
 DTYPES: dict[DtypeName, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -99,6 +100,8 @@ def _write_record(record: PackedRecord, num_tokens: int) -> tuple[RecordHeader, 
     }
     if isinstance(record, Window):
         return WindowHeader(kind="window", **fields, window=record.window, sizes=_sizes(arrays)), arrays
+    if isinstance(record, Chunk):
+        return ChunkHeader(kind="chunk", **fields, chunk=record.chunk, sizes=_sizes(arrays)), arrays
     if isinstance(record, Kept):
         return KeptHeader(kind="kept", **fields, sizes=_sizes(arrays)), arrays
     slot_encoding, slot_data = positions.encode(_ints(record.slot_positions), record.slot_lengths, num_tokens)
@@ -174,6 +177,8 @@ class _Reader:
         }
         if isinstance(header, WindowHeader):
             return Window(**fields, window=header.window)
+        if isinstance(header, ChunkHeader):
+            return Chunk(**fields, chunk=header.chunk)
         if isinstance(header, KeptHeader):
             return Kept(**fields)
         classes = np.frombuffer(self._bytes("slot_classes"), f"<u{class_bytes(header.lengths)}")
@@ -226,9 +231,9 @@ class _Reader:
 
 def _require_sound(where: str, record: LayerRecord, num_tokens: int) -> None:
     """Refuse records that attention would misread: codes without a number, slots without a class, repeated tokens,
-    windows of other tokens than the last."""
+    windows or chunks of other tokens than the last."""
     parts = record.parts if isinstance(record, Parts) else (record,)
-    if isinstance(record, Window):
+    if isinstance(record, Recent):
         _require_last(where, record, num_tokens)
     for part in parts:
         for rows in (part.keys, part.values):
@@ -246,11 +251,13 @@ def _require_sound(where: str, record: LayerRecord, num_tokens: int) -> None:
         _require_disjoint(where, slots + kept)
 
 
-def _require_last(where: str, record: Window, num_tokens: int) -> None:
+def _require_last(where: str, record: Recent, num_tokens: int) -> None:
     last = np.arange(num_tokens - record.lengths[0], num_tokens)
     for head in record.positions:
         if not np.array_equal(_ints(head), last):
-            raise BlobError(f"{where} has a window of other tokens than the document's last", reason="inconsistent")
+            raise BlobError(
+                f"{where} has a {record.kind} of other tokens than the document's last", reason="inconsistent"
+            )
 
 
 def _require_codes(where: str, rows: QuantizedRows) -> None:

@@ -74,7 +74,7 @@ class _ShapeObserver:
             )
         if self.first_keys is None:
             self.first_keys = layer.keys
-        self.layers[index] = LayerShape(heads, key_dim, value_dim, dtype, layer.window)
+        self.layers[index] = LayerShape(heads, key_dim, value_dim, dtype, layer.window, layer.chunk)
 
 
 class _Ended(Exception):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from kvshelf.errors import CacheUnusable
 from kvshelf.kernels.native import Part
 from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, Scratch, SuffixRows, attention_part
-from kvshelf.workers.engine.attention.attached import AttachedStates, UnboundedLayer
+from kvshelf.workers.engine.attention.attached import AttachedStates, PassingLayer
 from kvshelf.workers.engine.attention.attachment import Attachment, Wait, block
 from kvshelf.workers.engine.decode.generation import Checkpoint, Generation
 from kvshelf.workers.engine.decode.suffixes import Slab, SuffixPool
@@ -108,7 +108,8 @@ class _Step:
         self.last_tokens = torch.tensor(last, dtype=torch.int64, device=device)  # an empty list would be floats
         self.documents, shares = _shares(places)
         self.groups = _suffix_groups(places, device)
-        self.layout = BatchLayout(shares, tuple(group.rows for group in self.groups), device)
+        starts = tuple(document.next_position for document in self.documents)
+        self.layout = BatchLayout(shares, tuple(group.rows for group in self.groups), device, starts)
         self.memory = (*self.documents, shares, *(group.memory for group in self.groups))
         """What its attentions have addresses of: the same in the next step, but for the lengths of suffixes."""
 
@@ -209,8 +210,8 @@ def _suffix_groups(places: Sequence[_Place], device: torch.device) -> list[_Suff
     return groups + [_SuffixGroup(place.slab, [place], tokens, device) for place in places if place.count > 1]
 
 
-class _BatchLayer(UnboundedLayer):
-    """One layer of one step, as transformers sees it."""
+class _BatchLayer(PassingLayer):
+    """One layer of one step, as transformers sees it. The suffixes belong to the batch."""
 
     def __init__(self, index: int, step: _Step, wait: Wait) -> None:
         super().__init__()
@@ -224,18 +225,6 @@ class _BatchLayer(UnboundedLayer):
         suffixes = [group.write(self._index, key_states, value_states) for group in self._step.groups]
         states = AttachedStates(prefixes, suffixes, self._step.layout, key_states, value_states, first_position=None)
         return states, states
-
-    def get_seq_length(self) -> int:
-        """0: the rows' positions are given with the call."""
-        return 0
-
-    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """There is no mask: the step's layout says which tokens each row sees."""
-        return (query_length if isinstance(query_length, int) else query_length.shape[0]), 0
-
-    def lazy_initialization(self, *_: Any) -> NoReturn:
-        """Never called: the suffixes belong to the batch."""
-        raise AssertionError("the suffixes belong to the batch")
 
 
 class _Plan:
@@ -253,8 +242,8 @@ class _Plan:
             return False
         for table, group in zip(self._layout.tables[1], step.groups, strict=True):
             table[:, 1] = torch.tensor(group.rows.lengths, dtype=torch.int32)
-        for window, since in self._layout.windows.items():
-            since.copy_(step.layout.since(window))
+        for sight, since in self._layout.sights.items():
+            since.copy_(step.layout.since(*sight))
         return True
 
     def part(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 
 from kvshelf.kernels.native import Part
 from kvshelf.kernels.prefix_attention import LogitRules
-from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
+from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, PassingLayer
 from kvshelf.workers.engine.attention.function import (
     CONTEXT,
     Attended,
@@ -25,6 +25,7 @@ from kvshelf.workers.engine.attention.function import (
 )
 from kvshelf.workers.engine.forward.program import ForwardProgram, PlanAttention
 from kvshelf.workers.engine.forward.tracing import TOKENS, AttentionCall
+from kvshelf.workers.model.layers import counts_by_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,7 +60,9 @@ class Passes:
     def __init__(self, model: PreTrainedModel, *, recordable: bool) -> None:
         """recordable: whether the operations on a token are the same whatever the length of the call."""
         self.model = model
-        self._recordable = recordable
+        self._counts_by_cache = counts_by_cache(model.config)
+        # A recording would have the lengths of the cache as constants.
+        self._recordable = recordable and not self._counts_by_cache
 
     @cached_property
     def program(self) -> ForwardProgram | None:
@@ -96,6 +99,9 @@ class Passes:
         with torch.no_grad(), kvshelf_attention(self.model):
             if self.program is None:
                 given = {**inputs, "use_cache": False, CONTEXT: context}
+                if self._counts_by_cache:
+                    cache = Cache(layers=[PassingLayer() for _ in range(self.model.config.num_hidden_layers)])
+                    given |= {"use_cache": True, CACHE_ARGUMENT: cache, **self._told(inputs["position_ids"], cache)}
                 if kept is None:
                     self.model.base_model(**given)
                     return None
@@ -105,8 +111,9 @@ class Passes:
 
             def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
                 if kept is None and call.layer == last and not context.reads_attention:
-                    window = call.options.get("sliding_window")
-                    context.after_attention(Attended(call.module, query, key, value, call.scale(query), window=window))
+                    rules = logit_rules(call.module, call.scale(query), call.options)
+                    sees = rules.window, rules.chunk
+                    context.after_attention(Attended(call.module, query, key, value, rules.scale, None, *sees))
                     return None
                 out, _ = attention(
                     call.module, query, key, value, None, call.scaling, **call.options, **{CONTEXT: context}
@@ -114,6 +121,15 @@ class Passes:
                 return out
 
             return self.program.run(inputs["input_ids"], inputs["position_ids"], attend, kept)
+
+    def _told(self, positions: Tensor, cache: Cache) -> dict[str, Tensor]:
+        """Tell a model that counts positions by the length of the cache where the tokens of a pass stand. Returns
+        keywords for the pass: older versions of transformers 5 count them apart from the cache."""
+        if not self._counts_by_cache:
+            return {}
+        for layer in cache.layers:
+            layer.before = positions[0] - torch.arange(positions.shape[1], device=positions.device)
+        return {"cache_position": positions[0]}
 
     def continuing(self, token_ids: Tensor, positions: Tensor, past: Past, kept: Tensor) -> Tensor:
         """Logits `[1, kept, vocabulary]` of one pass over tokens `[1, N]` that continue `past`."""
@@ -126,14 +142,15 @@ class Passes:
     def _plan(self, past: Past) -> PlanAttention:
         def plan(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> Part | None:
             require_causal(call.module, None, call.options)
-            rules = logit_rules(call.scale(query), call.options)
+            rules = logit_rules(call.module, call.scale(query), call.options)
             return past.plan(call.layer, (query, key, value), rules, out)
 
         return plan
 
     def _by_layer(self, token_ids: Tensor, positions: Tensor, past: Past, kept: Tensor) -> Tensor:
-        given = {CONTEXT: _Pause(past.checkpoint)}
+        given: dict[str, Any] = {CONTEXT: _Pause(past.checkpoint)}
         if self.program is None:
+            given |= self._told(positions, past.cache)
             logits: Tensor = self.model(
                 input_ids=token_ids,
                 position_ids=positions,

@@ -57,20 +57,20 @@ def require_observable(policy: Policy, model: PreTrainedModel, name: str, rope: 
 
 
 def require_compressible(policy: Policy, kinds: Sequence[LayerKind], name: str, *, moves: bool) -> None:
-    """Refuse a policy for a model whose sliding windows it cannot leave as they are, or that has no other layers.
+    """Refuse a policy for a model whose windows or chunks it cannot leave as they are, or that has no other layers.
     moves: whether the policy counts positions within the cache."""
-    if all(kind.window is None for kind in kinds):
+    if all(kind.sees_all for kind in kinds):
         return
     if not reducible(kinds):
         raise PolicyUnsupported(
-            f"every layer of {name!r} has a sliding window, which is stored whole, so policy {policy.name!r} has "
-            "nothing to reduce; take policy full",
+            f"every layer of {name!r} has {_recent(kinds)}, and what it sees is stored whole, so policy "
+            f"{policy.name!r} has nothing to reduce; take policy full",
             param="policy",
         )
     if moves:
-        raise _beside_windows(policy, name, "counts positions within the cache")
+        raise _beside_recent(policy, kinds, name, "counts positions within the cache")
     if Observes.CALIBRATION in policy.observes:
-        raise _beside_windows(policy, name, "needs a calibration over layers that all see the whole document")
+        raise _beside_recent(policy, kinds, name, "needs a calibration over layers that all see the whole document")
 
 
 def require_one_pass(
@@ -81,20 +81,26 @@ def require_one_pass(
     passes: Sequence[ProbePass],
     absorber: Absorber | None,
 ) -> None:
-    """Refuse ways to read a document that windows do not go with."""
-    if all(kind.window is None for kind in kinds):
+    """Refuse ways to read a document that windows and chunks do not go with."""
+    if all(kind.sees_all for kind in kinds):
         return
     if absorber is not None:
-        raise _beside_windows(policy, name, "reads the document in chunks that see only what was kept of those before")
+        raise _beside_recent(
+            policy, kinds, name, "reads the document in chunks that see only what was kept of those before"
+        )
     if any(probe.first_position != num_tokens for probe in passes):
-        raise _beside_windows(policy, name, "asks from other positions than the document's end")
+        raise _beside_recent(policy, kinds, name, "asks from other positions than the document's end")
 
 
-def _beside_windows(policy: Policy, name: str, why: str) -> PolicyUnsupported:
+def _beside_recent(policy: Policy, kinds: Sequence[LayerKind], name: str, why: str) -> PolicyUnsupported:
     return PolicyUnsupported(
-        f"policy {policy.name!r} {why}, and some layers of {name!r} have a sliding window; choose another policy",
+        f"policy {policy.name!r} {why}, and some layers of {name!r} have {_recent(kinds)}; choose another policy",
         param="policy",
     )
+
+
+def _recent(kinds: Sequence[LayerKind]) -> str:
+    return "a sliding window" if all(kind.chunk is None for kind in kinds) else "chunked attention"
 
 
 def require_window(layer: int, found: int | None, told: int | None) -> None:
