@@ -38,13 +38,15 @@ _WITHOUT_EFFECT = re.compile(
 
 
 def load(name: str, *, device: str, dtype: str, progress: bool = False) -> tuple[PreTrainedModel, Any]:
-    """The model and tokenizer of a bundled name, a local folder or a hub id. Weights only from safetensors, no remote
-    code.
+    """The model and tokenizer of a bundled name, a local folder or a hub id; of a model made of several the language
+    part. Weights only from safetensors, no remote code.
 
     device: "auto" (a GPU where there is one), or what torch accepts. dtype: "auto" (the checkpoint's), or its name.
     progress: whether transformers and the hub may show their progress bars.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # takes seconds: only where a model is loaded
+    from transformers import AutoConfig, AutoTokenizer  # takes seconds: only where a model is loaded
+
+    from kvshelf.workers.model.language import require_weights
 
     if dtype != "auto" and dtype not in _DTYPES:
         raise InvalidRequest(f"unknown dtype {dtype!r}; one of auto, {', '.join(_DTYPES)}", param="dtype")
@@ -52,12 +54,16 @@ def load(name: str, *, device: str, dtype: str, progress: bool = False) -> tuple
     require_available(source)
     try:
         with nullcontext() if progress else _without_bars():
-            model = AutoModelForCausalLM.from_pretrained(
-                source, dtype=_DTYPES.get(dtype, "auto"), use_safetensors=True, trust_remote_code=False
-            )
+            config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+            whole, info = _class_for(config).from_pretrained(
+                source, dtype=_DTYPES.get(dtype, "auto"), use_safetensors=True, trust_remote_code=False,
+                output_loading_info=True,
+            )  # fmt: skip
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ImportError) as error:
         raise InvalidRequest(f"the model {name!r} cannot be loaded: {error}", param="model") from error
+    model = _of_text(whole, name)
+    require_weights(whole, {*info["missing_keys"]}, model, name)
     target = chosen_device(device)
     try:
         return model.to(target).eval(), tokenizer
@@ -66,6 +72,24 @@ def load(name: str, *, device: str, dtype: str, progress: bool = False) -> tuple
             f"the weights of {name!r} do not fit into {target}, and kvshelf cannot spread a model over several yet",
             param="model",
         ) from error
+
+
+def _class_for(config: PretrainedConfig) -> Any:
+    """The class of transformers that loads the model of a configuration: the causal one of text, also where that loads
+    from a model made of several (Llama 4), and otherwise the whole of such a model."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForMultimodalLM
+
+    text = config.get_text_config(decoder=True)
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    of_text = text is config or getattr(causal, "config_class", None) is type(text)
+    return AutoModelForCausalLM if of_text else AutoModelForMultimodalLM
+
+
+def _of_text(model: PreTrainedModel, name: str) -> PreTrainedModel:
+    """Itself, or its language part."""
+    from kvshelf.workers.model.language import language_part
+
+    return model if model.config.get_text_config(decoder=True) is model.config else language_part(model, name)
 
 
 @contextmanager
@@ -96,16 +120,16 @@ def _without_bars() -> Iterator[None]:
 
 def skeleton(name: str) -> PreTrainedModel:
     """A model without its weights, for estimates from its configuration alone. Names as in `load`."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     source = source_of(name)
     require_available(source, weights=False)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         with torch.device("meta"):  # where tensors take no memory
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        return model
-    except (OSError, ValueError, KeyError) as error:
+            model: PreTrainedModel = _class_for(config).from_config(config, trust_remote_code=False)
+        return _of_text(model, name)
+    except (OSError, ValueError, KeyError, ImportError) as error:
         raise InvalidRequest(f"the configuration of {name!r} cannot be read: {error}", param="model") from error
 
 
@@ -152,7 +176,9 @@ def require_attachable(model: PreTrainedModel) -> None:
         raise PolicyUnsupported(f"{kind} is an encoder-decoder; kvshelf attaches to decoder-only models", param="model")
     if config.get_text_config(decoder=True) is not config:
         raise PolicyUnsupported(
-            f"{kind} is made of several models, and kvshelf attaches to models of text alone", param="model"
+            f"{kind} is made of several models, and kvshelf attaches to models of text; load its folder with kvshelf, "
+            "which takes the language part",
+            param="model",
         )
     if getattr(config, "kv_lora_rank", None) is not None:
         raise PolicyUnsupported(f"{kind} uses latent attention (MLA), which kvshelf cannot attach yet", param="model")
