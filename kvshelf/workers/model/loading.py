@@ -27,6 +27,9 @@ _ATTENTION_FIELDS = (
     "layer_types", "attention_bias", "query_pre_attn_scalar", "hidden_act", "rms_norm_eps",
 )  # fmt: skip
 _NEEDED = {"num_hidden_layers": "number of layers", "max_position_embeddings": "longest sequence"}
+_MADE_PLAIN = ("compressed-tensors", "fp8", "mxfp4")
+"""Kinds of quantized weights that transformers can make plain while it loads them."""
+
 _WITHOUT_EFFECT = re.compile(
     r"_.*|.*dropout.*|.*_pdrop|layerdrop|.*_token_id|.*init.*|.*_coef|.*jitter.*|output_router_logits"
     r"|output_hidden_states|output_attentions|return_dict|use_cache|dtype"
@@ -55,8 +58,9 @@ def load(name: str, *, device: str, dtype: str, progress: bool = False) -> tuple
     try:
         with nullcontext() if progress else _without_bars():
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+            _take_plain(config, name)
             whole, info = _class_for(config).from_pretrained(
-                source, dtype=_DTYPES.get(dtype, "auto"), use_safetensors=True, trust_remote_code=False,
+                source, config=config, dtype=_DTYPES.get(dtype, "auto"), use_safetensors=True, trust_remote_code=False,
                 output_loading_info=True,
             )  # fmt: skip
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
@@ -72,6 +76,26 @@ def load(name: str, *, device: str, dtype: str, progress: bool = False) -> tuple
             f"the weights of {name!r} do not fit into {target}, and kvshelf cannot spread a model over several yet",
             param="model",
         ) from error
+
+
+def _take_plain(config: PretrainedConfig, name: str) -> None:
+    """Have transformers make quantized weights plain while it loads them; raise `PolicyUnsupported` for kinds of which
+    it does not.
+
+    The layers of quantized weights would not do: some give a token other states in another call, change their state
+    dict when they first run, or keep weights outside of it, where no identity covers them.
+    """
+    for part in (config, config.get_text_config(decoder=True)):
+        quantized = getattr(part, "quantization_config", None)
+        if quantized is None:
+            continue
+        if (method := quantized.get("quant_method")) not in _MADE_PLAIN:
+            raise PolicyUnsupported(
+                f"the weights of {name!r} are quantized ({method}), and kvshelf takes plain ones and those that "
+                f"transformers can make plain: {', '.join(_MADE_PLAIN)}",
+                param="model",
+            )
+        quantized["dequantize"] = True
 
 
 def _class_for(config: PretrainedConfig) -> Any:
@@ -190,6 +214,12 @@ def require_attachable(model: PreTrainedModel) -> None:
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         raise PolicyUnsupported(
             f"{kind} is spread over several devices, and kvshelf attaches to models on one device so far", param="model"
+        )
+    if getattr(model, "is_quantized", False):
+        raise PolicyUnsupported(
+            f"the weights of this {kind} are quantized, and kvshelf attaches to models of plain weights; load its "
+            "folder with kvshelf, which makes some kinds plain",
+            param="model",
         )
     if not model._can_set_attn_implementation():
         raise PolicyUnsupported(
