@@ -21,7 +21,6 @@ from kvshelf.workers.model.prepacking import prepack
 from kvshelf.workers.replica.create.sizes import Shape
 
 CHUNK = 24
-LAYERS = ["chunked_attention", "full_attention"] * 2
 USUAL: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "intermediate_size_mlp": 128,
     "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -32,7 +31,7 @@ USUAL: dict[str, Any] = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "chunks and temperature": {},
     "chunks": {"attn_temperature_tuning": False, "use_qk_norm": False},
-    "temperature": {"attention_chunk_size": None},
+    "temperature": {"layer_types": ["full_attention"] * 4},
     "dense": {"moe_layers": [9], "attn_temperature_tuning": False},
     "all chunks": {"no_rope_layers": [1, 1, 1, 1]},
 }
@@ -200,6 +199,13 @@ def test_a_cache_whose_chunks_are_not_its_models_is_refused(engine: Engine) -> N
         engine.attach(replace(cache, layers=(first, first, *rest)))
     with pytest.raises(BlobError, match=r"in layer 0 the chunk 32; its model makes 24"):
         engine.attach(replace(cache, layers=(replace(first, chunk=32), second, *rest)))
+
+
+def test_chunks_of_no_size_are_refused() -> None:
+    model = made()
+    model.config.attention_chunk_size = None
+    with pytest.raises(PolicyUnsupported, match="chunked attention and no attention_chunk_size"):
+        Engine(model, name="m")
 
 
 def test_another_chunk_is_another_model(engine: Engine) -> None:
