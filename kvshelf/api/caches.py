@@ -31,8 +31,8 @@ class TokenCounts(ResponseBody):
 
 class ByteCounts(ResponseBody):
     """`full` is the size of the document's uncompressed KV cache in the model's dtype, `full_16bit` its size in 16-bit
-    numbers, `stored` the size of the blob. Of a layer with a sliding window only the window counts. Say how much
-    smaller a cache is against `full_16bit`: an fp32 cache doubles every factor."""
+    numbers, `stored` the size of the blob. Of a layer with a sliding window or chunked attention only what questions
+    see counts. Say how much smaller a cache is against `full_16bit`: an fp32 cache doubles every factor."""
 
     full: int
     full_16bit: int

@@ -45,8 +45,9 @@ class KeptTokens(ResponseBody):
 
     `tokens` holds the texts of the `num_tokens` tokens; the first `template_tokens` come from the chat template. If a
     character takes several tokens, the last one has its text. For each token, `counts` says how many of all `num_heads`
-    (KV heads of all layers without a sliding window) kept it, `merged_counts` how many merged it into another. Only the
-    first page has these lists. `layers` is one page of layers; `next_layer` starts the next page, null after the last.
+    (KV heads of all layers that see the whole document) kept it, `merged_counts` how many merged it into another. Only
+    the first page has these lists. `layers` is one page of layers; `next_layer` starts the next page, null after the
+    last.
     """
 
     id: str

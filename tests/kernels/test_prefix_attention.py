@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -365,23 +367,24 @@ RULES = {
     "softcap": {"softcap": 0.7},
     "sinks": {"sinks": [0.5, -3.0, 40.0, -torch.inf]},
     "window": {"window": 11},
+    "chunk": {"chunk": 11},
     "all": {"softcap": 0.7, "sinks": [0.5, -3.0, 4.0, 1.0], "window": 11},
+    "all with chunks": {"softcap": 0.7, "sinks": [0.5, -3.0, 4.0, 1.0], "chunk": 7},
 }
 
 
-def rules_of(*, softcap=0.0, sinks=None, window=None):
+def rules_of(*, softcap=0.0, sinks=None, window=None, chunk=None):
     """Of 4 query heads."""
-    return LogitRules(0.3, softcap, None if sinks is None else torch.tensor(sinks), window)
+    return LogitRules(0.3, softcap, None if sinks is None else torch.tensor(sinks), window, chunk)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("given", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("kept", [3, 10, 700])
-def test_softcaps_sinks_and_windows(dtype, given, kept):
-    """Two documents, one with two rows; tokens that see all of a prefix, its end, and nothing of it any more."""
-    layout = BatchLayout(
-        (2, 1, 40), (SuffixRows((3, 1, 25), (0, -1, 1)), SuffixRows((9,), (2,)), SuffixRows((40,), (3,), 40)), CPU
-    )
+def test_softcaps_sinks_windows_and_chunks(dtype, given, kept):
+    """Three documents, one with two rows; tokens that see all of a prefix, its end, and nothing of it any more."""
+    rows = SuffixRows((3, 1, 25), (0, -1, 1)), SuffixRows((9,), (2,)), SuffixRows((40,), (3,), 40)
+    layout = BatchLayout((2, 1, 40), rows, CPU, starts=(1003, 1010, 1000))
     prefixes = [(packed([kept] * 2, 16, 16, dtype, seed=i),) for i in range(3)]
     queries = random(43, 4, 16, dtype=dtype, seed=1) * 2
     suffixes = states(layout, 2, 16, 16, dtype)
@@ -412,11 +415,23 @@ def test_softcaps_and_sinks_of_every_kind_of_prefix(given, kind):
     )
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_documents_of_whole_chunks_leave_no_entries(dtype):
+    """A prefix without entries beside one of an unfinished chunk."""
+    rows = SuffixRows((3, 9), (0, 1)), SuffixRows((9,), (2,), 9)
+    layout = BatchLayout((1, 1, 9), rows, CPU, starts=(55, 58, 66))
+    prefixes = [(packed([kept] * 2, 16, 16, dtype, seed=kept),) for kept in (0, 3, 0)]
+    queries, suffixes = random(11, 4, 16, dtype=dtype, seed=1) * 2, states(layout, 2, 16, 16, dtype)
+    ours = prefix_attention(queries, prefixes, suffixes, layout, rules_of(chunk=11))
+    expected = reference.prefix_attention(queries, prefixes, suffixes, layout, rules_of(chunk=11))
+    assert error(ours, expected) < TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("given", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("tokens", [1, 30, 600])
 def test_causal_attention_by_rules(given, tokens):
     """A document: its softmax has the log-sum-exps that policies read."""
-    layout = one_document(tokens)
+    layout = replace(one_document(tokens), starts=(0,))
     rules = rules_of(**given)
     queries = random(1, 4, tokens, 16, seed=1) * 2
     (states_of,) = states(layout, 2, 16, 16, spare=0)
@@ -429,7 +444,7 @@ def test_causal_attention_by_rules(given, tokens):
     if rules.softcap:
         logits = rules.softcap * torch.tanh(logits / rules.softcap)
     places = torch.arange(tokens)
-    begin = places - (rules.window or tokens)
+    begin = places // rules.chunk * rules.chunk - 1 if rules.chunk else places - (rules.window or tokens)
     logits.masked_fill_((places > places[:, None]) | (places <= begin[:, None]), -torch.inf)
     if rules.sinks is not None:
         logits = torch.cat([logits, rules.sinks.double()[:, None, None].expand(-1, tokens, 1)], dim=2)

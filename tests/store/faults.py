@@ -11,6 +11,7 @@ from tests.store.hostile import (
     Cases,
     Parts,
     aligned,
+    chunk_blob,
     encoded_blob,
     field,
     kept_blob,
@@ -764,12 +765,48 @@ def slot_without_its_mark(p: Parts) -> None:
     p.array(0, "slot positions")[0] ^= 1
 
 
-# Windows
+# Windows and chunks
 
 
 @case("inconsistent", window_blob)
 def window_of_another_size(p: Parts) -> None:
     p.record["window"] = 9
+
+
+@case("inconsistent", chunk_blob)
+def chunk_of_another_size(p: Parts) -> None:
+    p.record["chunk"] = 30
+
+
+@case("inconsistent", chunk_blob)
+def chunk_without_rotation(p: Parts) -> None:
+    p.record["rope_mode"] = "pre"
+
+
+@case("inconsistent", chunk_blob)
+def chunk_beside_a_record(p: Parts) -> None:
+    p.first["records"].append(p.record)
+
+
+@case("inconsistent", chunk_blob)
+def chunk_under_a_codec(p: Parts) -> None:
+    p.record["codec"] = "int4"
+
+
+@case("inconsistent", chunk_blob)
+def chunk_of_other_tokens(p: Parts) -> None:
+    bitmap = p.array(0, "positions")
+    bitmap[3] ^= 0b1100_0000  # token 30 of the first head in place of 31
+
+
+@case("field_malformed", chunk_blob)
+def chunk_of_no_tokens(p: Parts) -> None:
+    p.record["chunk"] = 0
+
+
+@case("unknown_field", chunk_blob)
+def chunk_with_a_window(p: Parts) -> None:
+    p.record["window"] = 10
 
 
 @case("inconsistent", window_blob)

@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from kvshelf.errors import BlobError
 from kvshelf.store.artifact.cache import CompressedCache
-from kvshelf.store.artifact.records import Kept, Latents, LayerRecord, State, States, Window
+from kvshelf.store.artifact.records import Kept, Latents, LayerRecord, Recent, State, States
 from kvshelf.store.artifact.records import Parts as PartsRecord
 from tests.store.bounds import memory_bounded
 from tests.store.caches import from_heads, make_cache, make_identity, make_layer, make_merged, split_at_random
@@ -150,7 +150,13 @@ def two_layers() -> bytes:
 def window_blob() -> bytes:
     # One layer: the last 9 of 40 tokens in two heads.
     rows = torch.randn(2, 40, 8, generator=torch.Generator().manual_seed(5))
-    return replace(make_cache(), layers=(Window.of(rows, rows, 10),)).to_bytes()
+    return replace(make_cache(), layers=(Recent.of(rows, rows, 10),)).to_bytes()
+
+
+def chunk_blob() -> bytes:
+    # One layer: the last 9 of 40 tokens, those behind the first 31, in two heads.
+    rows = torch.randn(2, 40, 8, generator=torch.Generator().manual_seed(5))
+    return replace(make_cache(), layers=(Recent.of(rows, rows, None, 31),)).to_bytes()
 
 
 def latents_blob() -> bytes:

@@ -62,6 +62,7 @@ _OWN: Final[Mapping[str, Mapping[str, Any]]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "llama4_text": {"attention_chunk_size": WINDOW, "floor_scale": 16},
     "longcat_flash": {
         "head_dim": 8,
         "ffn_hidden_size": 128,

@@ -50,7 +50,7 @@ def _causal_by_rules(queries: Tensor, keys: Tensor, values: Tensor, rules: Logit
     """As suffixes without a prefix."""
     batch, q_heads, tokens, dim = queries.shape
     rows = SuffixRows((keys.shape[2],) * batch, tuple(range(0, batch * tokens, tokens)), tokens)
-    layout = BatchLayout((batch * tokens,), (rows,), queries.device)
+    layout = BatchLayout((batch * tokens,), (rows,), queries.device, (0,))
     grouped = queries.transpose(1, 2).reshape(batch * tokens, keys.shape[1], -1, dim)
     out, lse = with_sinks(*_attend_suffixes(grouped, [(keys, values)], layout, rules.within(layout)), rules)
     out = out.to(queries.dtype).reshape(batch, tokens, q_heads, -1).transpose(1, 2)

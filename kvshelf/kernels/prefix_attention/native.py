@@ -108,7 +108,7 @@ def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, rules: Logit
         return eager.causal_attention(queries, keys, values, rules)
     grouped = queries[0].transpose(0, 1).reshape(tokens, -1, group, dim).contiguous()  # [T, kv_heads, group, D]
     out, lse = torch.zeros(grouped.shape), torch.full(grouped.shape[:3], -torch.inf)
-    layout = BatchLayout((tokens,), (SuffixRows((tokens,), (0,), tokens),), queries.device)
+    layout = BatchLayout((tokens,), (SuffixRows((tokens,), (0,), tokens),), queries.device, (0,))
     run_parts([_part(grouped, (), [(keys, values)], layout, rules.within(layout), (out, lse))])
     out = out.to(queries.dtype)
     return out.view(1, tokens, q_heads, dim).transpose(1, 2), lse.view(tokens, q_heads).T.unsqueeze(0).contiguous()

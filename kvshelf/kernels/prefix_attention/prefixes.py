@@ -118,26 +118,33 @@ class LogitRules:
 
     scale: factor of all. softcap: they become softcap * tanh(logit / softcap) (Gemma 2, arXiv 2408.00118, section 2);
     0: they do not. sinks: `[q_heads]` fp32, a logit of each query head that takes part of the mass and gives no value
-    (gpt-oss). window: a token sees the last `window` tokens, itself included; None: all. Then a document has one plain
-    prefix of its last tokens, equally many in every head.
+    (gpt-oss). window: a token sees the last `window` tokens, itself included; None: all. chunk: a token at position p
+    sees those from position p // chunk * chunk on (Llama 4); None: all. With either, a document has one plain prefix of
+    its last tokens, equally many in every head.
 
-    since: what kernels make of `window`, for the tokens of a batch: see `BatchLayout.since`.
+    since: what kernels make of `window` or `chunk`, for the tokens of a batch: see `BatchLayout.since`.
     """
 
     scale: float
     softcap: float = 0.0
     sinks: Tensor | None = None
     window: int | None = None
+    chunk: int | None = None
     since: Tensor | None = None
 
     @property
     def plain(self) -> bool:
         """Whether there are none beside the scale."""
-        return not self.softcap and self.sinks is None and self.window is None
+        return not self.softcap and self.sinks is None and self.see_all
+
+    @property
+    def see_all(self) -> bool:
+        """Whether a token sees all before it."""
+        return self.window is None and self.chunk is None
 
     def within(self, layout: BatchLayout) -> LogitRules:
         """The rules for the tokens of a batch."""
-        return self if self.window is None else replace(self, since=layout.since(self.window))
+        return self if self.see_all else replace(self, since=layout.since(self.window, self.chunk))
 
     def of(self, tokens: slice) -> LogitRules:
         """The rules of some tokens of the batch."""
@@ -163,12 +170,14 @@ class BatchLayout:
     """Which tokens of a flat batch belong together; made once per forward pass and shared by all its layers.
 
     shares: consecutive tokens that see the same prefix, as counts that add up to N, the tokens of the batch. suffixes:
-    every token is a new token of exactly one row.
+    every token is a new token of exactly one row. starts: the position of each share at which its suffixes begin; only
+    chunks need it.
     """
 
     shares: tuple[int, ...]
     suffixes: tuple[SuffixRows, ...]
     device: torch.device
+    starts: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -179,23 +188,34 @@ class BatchLayout:
         return list(accumulate(self.shares))
 
     @cached_property
-    def windows(self) -> dict[int, Tensor]:
+    def sights(self) -> dict[tuple[int | None, int | None], Tensor]:
         """What `since` has made."""
         return {}
 
-    def since(self, window: int) -> Tensor:
+    def since(self, window: int | None, chunk: int | None) -> Tensor:
         """The first token that each token of the batch sees, `[N]` int32, counted from the first of its suffix; below
         0 it is one of the document's, whose last is -1. The same tensor at each call."""
-        made = self.windows.get(window)
+        made = self.sights.get((window, chunk))
         if made is None:
-            places = [0] * self.num_tokens
-            for rows in self.suffixes:
-                for first, length in zip(rows.first, rows.lengths, strict=True):
-                    if first >= 0:
-                        places[first : first + rows.new] = range(length - rows.new, length)
-            made = torch.tensor(places, dtype=torch.int32, device=self.device) - (window - 1)
-            self.windows[window] = made
+            begins = self._places - window + 1 if window is not None else self._chunk_begins(chunk)
+            made = self.sights[window, chunk] = begins.to(self.device)
         return made
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """Where each token of the batch stands in its suffix, `[N]` int32 on the CPU."""
+        places = [0] * self.num_tokens
+        for rows in self.suffixes:
+            for first, length in zip(rows.first, rows.lengths, strict=True):
+                if first >= 0:
+                    places[first : first + rows.new] = range(length - rows.new, length)
+        return torch.tensor(places, dtype=torch.int32)
+
+    def _chunk_begins(self, chunk: int | None) -> Tensor:
+        assert chunk is not None
+        assert len(self.starts) == len(self.shares), "chunks are counted from the document's first token"
+        starts = torch.tensor(self.starts, dtype=torch.int32).repeat_interleave(torch.tensor(self.shares))
+        return (self._places + starts) // chunk * chunk - starts
 
     @cached_property
     def gathers(self) -> list[Tensor | None]:

@@ -44,6 +44,9 @@ def prefix_attention(
                         logits = rules.softcap * torch.tanh(logits / rules.softcap)
                     if rules.window is not None:
                         logits[: -rules.window] = -torch.inf
+                    if rules.chunk is not None:
+                        position = layout.starts[share_of[first + t]] + visible - 1
+                        logits[: -(position % rules.chunk) - 1] = -torch.inf
                     if rules.sinks is not None:
                         logits = torch.cat([logits, rules.sinks[h : h + 1].double()])
                     out[first + t, h] = torch.softmax(logits, dim=0)[: len(all_keys)] @ all_values

@@ -18,6 +18,7 @@ from kvshelf.store.artifact.encoding import classes_of, encode
 from kvshelf.store.artifact.exported import split
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.artifact.records import (
+    Chunk,
     Entries,
     Kept,
     Latents,
@@ -25,6 +26,7 @@ from kvshelf.store.artifact.records import (
     Merged,
     PackedRecord,
     Parts,
+    Recent,
     RopeMode,
     State,
     States,
@@ -38,8 +40,8 @@ from kvshelf.store.artifact.records import (
 from kvshelf.store.artifact.shape import LayerShape, Shape
 
 __all__ = [
-    "CompressedCache", "Entries", "Kept", "Latents", "LayerRecord", "Merged", "PackedRecord", "Parts", "RopeMode",
-    "State", "States", "Window",
+    "Chunk", "CompressedCache", "Entries", "Kept", "Latents", "LayerRecord", "Merged", "PackedRecord", "Parts",
+    "Recent", "RopeMode", "State", "States", "Window",
 ]  # fmt: skip
 
 
@@ -72,10 +74,10 @@ class CompressedCache:
 
     @property
     def bytes_full(self) -> int:
-        """Bytes of the document's keys, values and states in the model's dtypes, of layers with a sliding window those
-        in the window: the model itself holds no more."""
+        """Bytes of the document's keys, values and states in the model's dtypes, of layers with a sliding window or
+        chunks those that questions see: the model itself need hold no more."""
         of_entries = sum(
-            (layer.entries if isinstance(layer, Window) else layer.kv_heads * self.num_tokens)
+            (layer.entries if isinstance(layer, Recent) else layer.kv_heads * self.num_tokens)
             * (layer.key_dim + layer.value_dim)
             * layer.dtype.itemsize
             for layer in self._with_entries
@@ -98,9 +100,9 @@ class CompressedCache:
 
     @property
     def reduced(self) -> Sequence[Entries]:
-        """The entries among which the policy chose: of the layers without a sliding window, of all that have entries
+        """The entries among which the policy chose: of the layers that see the whole document, of all that have entries
         where there are no others."""
-        return [each for each in self._with_entries if not isinstance(each, Window)] or self._with_entries
+        return [each for each in self._with_entries if not isinstance(each, Recent)] or self._with_entries
 
     @property
     def kept_tokens(self) -> int:
@@ -128,7 +130,7 @@ class CompressedCache:
             return self
         layers = list(self.layers)
         found = ((index, entries_of(layer)) for index, layer in enumerate(layers))
-        chosen = {index: each for index, each in found if each is not None and not isinstance(each, Window)}
+        chosen = {index: each for index, each in found if each is not None and not isinstance(each, Recent)}
         classes: Sequence[Tensor | None] = [None] * len(chosen)
         if wanted.classes:
             wanted.require_kept(self.identity.budget_tokens, self.num_tokens)
@@ -179,5 +181,7 @@ def _layer_shape(layer: LayerRecord) -> LayerShape:
     if entries is None:
         return LayerShape(states=states)
     window = entries.window if isinstance(entries, Window) else None
+    chunk = entries.chunk if isinstance(entries, Chunk) else None
     dtype = str(entries.dtype).removeprefix("torch.")
-    return LayerShape(entries.kv_heads, entries.key_dim, entries.value_dim, dtype, window, is_latent(entries), states)
+    shape = LayerShape(entries.kv_heads, entries.key_dim, entries.value_dim, dtype, window, chunk)
+    return shape._replace(latent=is_latent(entries), states=states)

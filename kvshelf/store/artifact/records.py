@@ -2,6 +2,7 @@
 
 `Kept`     some of the entries, unchanged
 `Window`   the last entries of a layer with a sliding window, all of them
+`Chunk`    those of the document's unfinished chunk, of a layer with chunked attention
 `Latents`  latents of some of the tokens, from which the model makes the keys and values of all heads (MLA)
 `Merged`   classes of merged entries, and the slots that say which tokens a class stands for, after EMS
 `Parts`    several of these at once, their entries disjoint: mixed precision, a residual in full precision
@@ -16,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
-from typing import ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -24,11 +25,11 @@ from torch import Tensor
 from kvshelf.kernels.prefix_attention.prefixes import MergedPrefix, PackedPrefix, Prefix, StreamedPrefix
 from kvshelf.store.artifact.identity import RopeMode
 from kvshelf.store.artifact.packed import HeadView, Packed, Rotate, offsets_of, padded, rotation
-from kvshelf.store.artifact.shape import StateRole, StateShape
+from kvshelf.store.artifact.shape import StateRole, StateShape, tokens_seen
 
 __all__ = [
-    "Entries", "Kept", "Latents", "LayerRecord", "Merged", "PackedRecord", "Parts", "RopeMode", "Rotate", "State",
-    "States", "Window", "entries_of", "is_latent", "parts_of", "states_of", "with_entries",
+    "Chunk", "Entries", "Kept", "Latents", "LayerRecord", "Merged", "PackedRecord", "Parts", "Recent", "RopeMode",
+    "Rotate", "State", "States", "Window", "entries_of", "is_latent", "parts_of", "states_of", "with_entries",
 ]  # fmt: skip
 
 
@@ -56,35 +57,52 @@ class Kept(Packed):
 
 
 @dataclass(frozen=True, eq=False)
-class Window(Kept):
-    """The last `window - 1` tokens of a layer whose queries see `window` tokens, themselves included; all of a shorter
-    document. Kept verbatim, under every policy and codec: it does not grow with the document.
+class Recent(Kept):
+    """The last tokens of a document in a layer whose queries see no others. Kept verbatim, under every policy and
+    codec: they do not grow with the document.
 
-    A question that goes on sees ever fewer of them: attention has to be told the window (`LogitRules`).
+    A question that goes on sees ever fewer of them: attention has to be told which (`LogitRules`).
     """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.uniform
+
+    @staticmethod
+    def of(keys: Tensor, values: Tensor, window: int | None, chunk: int | None = None) -> Recent:
+        """From the keys `[kv_heads, N, D]` and values `[kv_heads, N, Dv]` of a document."""
+        heads, tokens, _ = keys.shape
+        kept = tokens_seen(tokens, window, chunk)
+        fields: dict[str, Any] = {
+            "keys": keys[:, tokens - kept :].flatten(0, 1),
+            "values": values[:, tokens - kept :].flatten(0, 1),
+            "entries_at": torch.arange(tokens - kept, tokens, dtype=torch.int32, device=keys.device).repeat(heads),
+            "offsets": offsets_of([kept] * heads),
+        }
+        if chunk is not None:
+            return Chunk(**fields, chunk=chunk)
+        assert window is not None
+        return Window(**fields, window=window)
+
+
+@dataclass(frozen=True, eq=False)
+class Window(Recent):
+    """The last `window - 1` tokens of a layer whose queries see `window` tokens, themselves included; all of a shorter
+    document."""
 
     kind: ClassVar[Literal["window"]] = "window"  # type: ignore[assignment]
 
     window: int = field(kw_only=True)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        assert self.uniform
-        assert self.lengths[0] < self.window
 
-    @classmethod
-    def of(cls, keys: Tensor, values: Tensor, window: int) -> Window:
-        """From the keys `[kv_heads, N, D]` and values `[kv_heads, N, Dv]` of a document's last tokens or of all."""
-        heads, tokens, _ = keys.shape
-        kept = min(tokens, window - 1)
-        at = torch.arange(tokens - kept, tokens, dtype=torch.int32, device=keys.device)
-        return cls(
-            keys=keys[:, tokens - kept :].flatten(0, 1),
-            values=values[:, tokens - kept :].flatten(0, 1),
-            entries_at=at.repeat(heads),
-            offsets=offsets_of([kept] * heads),
-            window=window,
-        )
+@dataclass(frozen=True, eq=False)
+class Chunk(Recent):
+    """The tokens of the document's last chunk, none if it is finished, of a layer whose queries see those of their own
+    chunk of `chunk` tokens."""
+
+    kind: ClassVar[Literal["chunk"]] = "chunk"  # type: ignore[assignment]
+
+    chunk: int = field(kw_only=True)
 
 
 @dataclass(frozen=True, eq=False)

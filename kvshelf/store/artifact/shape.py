@@ -26,16 +26,25 @@ class StateShape(NamedTuple):
 
 class LayerShape(NamedTuple):
     """The keys `[kv_heads, N, key_dim]` and values `[kv_heads, N, value_dim]` of one layer; zeros and no dtype where it
-    has none. window: tokens that its queries see, themselves included; None: all. latent: whether it has latents, in
-    place of keys, and the rotated part of keys, in place of values."""
+    has none. window: tokens that its queries see, themselves included; chunk: see those of their own chunk of so many;
+    None: all. latent: whether it has latents, in place of keys, and the rotated part of keys, in place of values."""
 
     kv_heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
     dtype: str = ""
     window: int | None = None
+    chunk: int | None = None
     latent: bool = False
     states: tuple[StateShape, ...] = ()
+
+
+def tokens_seen(num_tokens: int, window: int | None, chunk: int | None) -> int:
+    """How many of a document's tokens, its last ones, queries behind it see: those that a window leaves to the first of
+    them, or the document's last chunk if it is not finished."""
+    if chunk is not None:
+        return num_tokens % chunk
+    return num_tokens if window is None else min(num_tokens, window - 1)
 
 
 class Shape(NamedTuple):

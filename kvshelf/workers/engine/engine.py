@@ -74,9 +74,9 @@ class Engine:
         self.rope = Rope.of(model)
         self.kinds = layer_kinds(model.config)
         # Whether the states of a token are the same whatever the length of its call. Without a RoPE that could be read
-        # nobody knows, but that of layers with windows and of the others differs in frequencies alone, latents have
-        # theirs in a part of their own, and states have none.
-        own = any(kind.window is not None or kind.states or kind.latents for kind in self.kinds)
+        # nobody knows, but where some layers do not see all, it differs from that of the others in frequencies alone,
+        # latents have theirs in a part of their own, and states have none.
+        own = any(not kind.sees_all or kind.states or kind.latents for kind in self.kinds)
         self._alike = (own or self.rope is not None) and not changes_with_length(model.config)
         plain = not any(kind.states or kind.latents for kind in self.kinds)
         self.passes = Passes(model, recordable=self._alike and plain)

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.packed import HeadView
-from kvshelf.store.artifact.records import Entries, Kept, LayerRecord, Merged, States, Window, parts_of
+from kvshelf.store.artifact.records import Entries, Kept, LayerRecord, Merged, Recent, States, Window, parts_of
 from kvshelf.workers.model.rope import Rope
 
 Positions = Literal["absolute", "contiguous"]
@@ -76,8 +76,9 @@ def _plain_parts(record: LayerRecord, index: int) -> tuple[Kept, ...]:
     if isinstance(record, States):
         raise _unsupported(f"layer {index} has recurrent states, which are no prefix of tokens")
     for part in parts_of(record):
-        if isinstance(part, Window):
-            raise _unsupported(f"layer {index} has a sliding window, of which only the last tokens are stored")
+        if isinstance(part, Recent):
+            sees = "a sliding window" if isinstance(part, Window) else "chunked attention"
+            raise _unsupported(f"layer {index} has {sees}, of which only the last tokens are stored")
         if isinstance(part, Merged):
             raise _unsupported(
                 f"layer {index} has merged tokens, which share a key direction. Merged with RoPE in them (pos='post') "

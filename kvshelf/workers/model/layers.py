@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from kvshelf.errors import PolicyUnsupported
+from kvshelf.store.artifact.shape import tokens_seen
 
-_ATTEND: Final = frozenset({"full_attention", "sliding_attention", "hybrid", "hybrid_sliding"})
+_CHUNKED: Final = "chunked_attention"
+_ATTEND: Final = frozenset({"full_attention", "sliding_attention", _CHUNKED, "hybrid", "hybrid_sliding"})
 _HAVE_STATES: Final = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 _SLIDE: Final = frozenset({"sliding_attention", "hybrid_sliding"})
 _KEEP_NOTHING: Final = frozenset({"mlp", "moe"})
@@ -17,17 +19,28 @@ class LayerKind(NamedTuple):
     """One layer. attends: whether it has keys and values. window: tokens that its queries see, themselves included;
     None: all. states: how many pairs of a recurrent and a convolution state it has, whose size does not grow with the
     document. latents: with latent attention (MLA), the channels of a token's latent and of its rotated part, which are
-    cached in place of keys and values; None: keys and values are."""
+    cached in place of keys and values; None: keys and values are. chunk: queries see the tokens of their own chunk,
+    which begins at a multiple of this; None: all."""
 
     attends: bool = True
     window: int | None = None
     states: int = 0
     latents: tuple[int, int] | None = None
+    chunk: int | None = None
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether queries, if there are any, see all tokens before them."""
+        return self.window is None and self.chunk is None
 
     @property
     def reducible(self) -> bool:
         """Whether policies choose among its entries."""
-        return self.attends and self.window is None
+        return self.attends and self.sees_all
+
+    def seen(self, num_tokens: int) -> int:
+        """How many tokens of a document queries behind it see."""
+        return tokens_seen(num_tokens, self.window, self.chunk)
 
 
 def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
@@ -51,8 +64,9 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
             int(window) if window is not None and name in _SLIDE else None,
             states if name in _HAVE_STATES else 0,
             latents if name in _ATTEND else None,
+            chunk_of(config, layer),
         )
-        for name in names
+        for layer, name in enumerate(names)
     )
     if latents and any(kind.window is not None or kind.states for kind in kinds):
         others = " and ".join(sorted({*names} - {"full_attention"}))
@@ -67,6 +81,25 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
 def _latents(config: Any) -> tuple[int, int] | None:
     rank = getattr(config, "kv_lora_rank", None)
     return None if rank is None else (int(rank), int(config.qk_rope_head_dim))
+
+
+def chunk_of(config: Any, layer: int) -> int | None:
+    """As `LayerKind.chunk`: the configuration alone says it, and no call of an attention function."""
+    names = getattr(config, "layer_types", None)
+    if not names or names[layer] != _CHUNKED:
+        return None
+    size = getattr(config, "attention_chunk_size", None)
+    if not size:
+        raise PolicyUnsupported(
+            f"{config.model_type} has layers with chunked attention and no attention_chunk_size", param="model"
+        )
+    return int(size)
+
+
+def counts_by_cache(config: Any) -> bool:
+    """Whether some layers count positions by the length of the cache, and not by those that a call is told: the
+    temperature that layers without RoPE give their queries (Llama 4)."""
+    return bool(getattr(config, "attn_temperature_tuning", False))
 
 
 def attending(kinds: Sequence[LayerKind]) -> list[int]:

@@ -29,6 +29,9 @@ _ATTENTION_FIELDS = (
     "layer_types", "attention_bias", "query_pre_attn_scalar", "hidden_act", "rms_norm_eps",
 )  # fmt: skip
 _NEEDED = {"num_hidden_layers": "number of layers", "max_position_embeddings": "longest sequence"}
+_MADE_PLAIN = ("compressed-tensors", "fp8", "mxfp4")
+"""Kinds of quantized weights that transformers can make plain while it loads them."""
+
 _WITHOUT_EFFECT = re.compile(
     r"_.*|.*dropout.*|.*_pdrop|layerdrop|.*_token_id|.*init.*|.*_coef|.*jitter.*|output_router_logits"
     r"|output_hidden_states|output_attentions|return_dict|use_cache|dtype"
@@ -40,13 +43,15 @@ _WITHOUT_EFFECT = re.compile(
 
 
 def load(name: str, *, device: str, dtype: str, progress: bool = False) -> tuple[PreTrainedModel, Any]:
-    """The model and tokenizer of a bundled name, a local folder or a hub id. Weights only from safetensors, no remote
-    code.
+    """The model and tokenizer of a bundled name, a local folder or a hub id; of a model made of several the language
+    part. Weights only from safetensors, no remote code.
 
     device: "auto" (a GPU where there is one), or what torch accepts. dtype: "auto" (the checkpoint's), or its name.
     progress: whether transformers and the hub may show their progress bars.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # takes seconds: only where a model is loaded
+    from transformers import AutoConfig, AutoTokenizer  # takes seconds: only where a model is loaded
+
+    from kvshelf.workers.model.language import require_weights
 
     if dtype != "auto" and dtype not in _DTYPES:
         raise InvalidRequest(f"unknown dtype {dtype!r}; one of auto, {', '.join(_DTYPES)}", param="dtype")
@@ -54,12 +59,17 @@ def load(name: str, *, device: str, dtype: str, progress: bool = False) -> tuple
     require_available(source)
     try:
         with nullcontext() if progress else _without_bars():
-            model = AutoModelForCausalLM.from_pretrained(
-                source, dtype=_DTYPES.get(dtype, "auto"), use_safetensors=True, trust_remote_code=False
-            )
+            config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+            _take_plain(config, name)
+            whole, info = _class_for(config).from_pretrained(
+                source, config=config, dtype=_DTYPES.get(dtype, "auto"), use_safetensors=True, trust_remote_code=False,
+                output_loading_info=True,
+            )  # fmt: skip
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ImportError) as error:
         raise InvalidRequest(f"the model {name!r} cannot be loaded: {error}", param="model") from error
+    model = _of_text(whole, name)
+    require_weights(whole, {*info["missing_keys"]}, model, name)
     target = chosen_device(device)
     try:
         return model.to(target).eval(), tokenizer
@@ -68,6 +78,44 @@ def load(name: str, *, device: str, dtype: str, progress: bool = False) -> tuple
             f"the weights of {name!r} do not fit into {target}, and kvshelf cannot spread a model over several yet",
             param="model",
         ) from error
+
+
+def _take_plain(config: PretrainedConfig, name: str) -> None:
+    """Have transformers make quantized weights plain while it loads them; raise `PolicyUnsupported` for kinds of which
+    it does not.
+
+    The layers of quantized weights would not do: some give a token other states in another call, change their state
+    dict when they first run, or keep weights outside of it, where no identity covers them.
+    """
+    for part in (config, config.get_text_config(decoder=True)):
+        quantized = getattr(part, "quantization_config", None)
+        if quantized is None:
+            continue
+        if (method := quantized.get("quant_method")) not in _MADE_PLAIN:
+            raise PolicyUnsupported(
+                f"the weights of {name!r} are quantized ({method}), and kvshelf takes plain ones and those that "
+                f"transformers can make plain: {', '.join(_MADE_PLAIN)}",
+                param="model",
+            )
+        quantized["dequantize"] = True
+
+
+def _class_for(config: PretrainedConfig) -> Any:
+    """The class of transformers that loads the model of a configuration: the causal one of text, also where that loads
+    from a model made of several (Llama 4), and otherwise the whole of such a model."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForMultimodalLM
+
+    text = config.get_text_config(decoder=True)
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    of_text = text is config or getattr(causal, "config_class", None) is type(text)
+    return AutoModelForCausalLM if of_text else AutoModelForMultimodalLM
+
+
+def _of_text(model: PreTrainedModel, name: str) -> PreTrainedModel:
+    """Itself, or its language part."""
+    from kvshelf.workers.model.language import language_part
+
+    return model if model.config.get_text_config(decoder=True) is model.config else language_part(model, name)
 
 
 @contextmanager
@@ -98,16 +146,16 @@ def _without_bars() -> Iterator[None]:
 
 def skeleton(name: str) -> PreTrainedModel:
     """A model without its weights, for estimates from its configuration alone. Names as in `load`."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     source = source_of(name)
     require_available(source, weights=False)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         with torch.device("meta"):  # where tensors take no memory
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        return model
-    except (OSError, ValueError, KeyError) as error:
+            model: PreTrainedModel = _class_for(config).from_config(config, trust_remote_code=False)
+        return _of_text(model, name)
+    except (OSError, ValueError, KeyError, ImportError) as error:
         raise InvalidRequest(f"the configuration of {name!r} cannot be read: {error}", param="model") from error
 
 
@@ -154,7 +202,9 @@ def require_attachable(model: PreTrainedModel) -> None:
         raise PolicyUnsupported(f"{kind} is an encoder-decoder; kvshelf attaches to decoder-only models", param="model")
     if config.get_text_config(decoder=True) is not config:
         raise PolicyUnsupported(
-            f"{kind} is made of several models, and kvshelf attaches to models of text alone", param="model"
+            f"{kind} is made of several models, and kvshelf attaches to models of text; load its folder with kvshelf, "
+            "which takes the language part",
+            param="model",
         )
     if getattr(config, "kv_lora_rank", None) is not None:
         _require_cached_latents(model)
@@ -166,6 +216,12 @@ def require_attachable(model: PreTrainedModel) -> None:
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         raise PolicyUnsupported(
             f"{kind} is spread over several devices, and kvshelf attaches to models on one device so far", param="model"
+        )
+    if getattr(model, "is_quantized", False):
+        raise PolicyUnsupported(
+            f"the weights of this {kind} are quantized, and kvshelf attaches to models of plain weights; load its "
+            "folder with kvshelf, which makes some kinds plain",
+            param="model",
         )
     if not model._can_set_attn_implementation():
         raise PolicyUnsupported(

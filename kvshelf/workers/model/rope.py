@@ -190,6 +190,6 @@ def _differs_by_layer(model: PreTrainedModel) -> bool:
     Some models set it per layer (SmolLM3). Others rotate in sliding layers only (Cohere 2, EXAONE 4), and no field says
     so. So every mixture of layer kinds is refused, although a few models rotate alike in both.
     """
-    mixed = len({kind.window for kind in layer_kinds(model.config) if kind.attends}) > 1
+    mixed = len({(kind.window, kind.chunk) for kind in layer_kinds(model.config) if kind.attends}) > 1
     layers: Any = model.base_model.layers
     return mixed or not all(getattr(getattr(layer, "self_attn", None), "use_rope", True) for layer in layers)

@@ -22,7 +22,7 @@ from kvshelf.api.strict import MessageList, require_bounded
 from kvshelf.errors import InvalidRequest, StateConflict
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import Identity
-from kvshelf.store.artifact.records import LayerRecord, Merged, States, Window, entries_of, is_latent, parts_of
+from kvshelf.store.artifact.records import LayerRecord, Merged, Recent, States, entries_of, is_latent, parts_of
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.engine.decode.detokenizer import Detokenizer
@@ -38,7 +38,10 @@ _MERGED = (
     "A kept token is the center of a class: its key direction and value are the mean over the tokens merged into it. A "
     "merged token has no key and value of its own, only a place in a class and its key's length."
 )
-_WINDOWED = " Layers with a sliding window keep its last tokens, all of them, and no count has theirs."
+_RECENT = (
+    " Layers with a sliding window or chunked attention keep the last tokens, as many as questions see of them, and no "
+    "count has theirs."
+)
 _WITH_STATES = " Recurrent and convolution states are kept whole, and no count has them."
 _LATENT = " The heads of a layer share one latent of a token, and count as one head."
 _MOVED = (
@@ -213,8 +216,8 @@ def _merges(record: LayerRecord) -> bool:
 
 def _meaning(cache: CompressedCache) -> str:
     meaning = _MERGED if any(map(_merges, cache.layers)) else _OWN
-    if any(isinstance(entries_of(layer), Window) for layer in cache.layers):
-        meaning += _WINDOWED
+    if any(isinstance(entries_of(layer), Recent) for layer in cache.layers):
+        meaning += _RECENT
     if any(isinstance(layer, States) for layer in cache.layers):
         meaning += _WITH_STATES
     if any(map(is_latent, cache.reduced)):

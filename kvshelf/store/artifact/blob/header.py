@@ -17,13 +17,13 @@ from kvshelf.errors import BlobError, InvalidRequest
 from kvshelf.store.artifact.blob.layer import (
     ALIGNMENT,
     MAX_ARRAY,
+    RECENT,
     Count,
     LatentsHeader,
     Layer,
     RecordHeader,
     Size,
     Strict,
-    WindowHeader,
 )
 from kvshelf.store.artifact.codecs import Codec, Precision
 from kvshelf.store.artifact.identity import Boundary, Identity, Layout, canonical_msgpack
@@ -253,7 +253,7 @@ def _check_codec(header: Header) -> None:
 
 def _made(codec: Codec, record: RecordHeader) -> Collection[tuple[Precision, int]]:
     """The precisions that a codec may give a record of its kind."""
-    if isinstance(record, WindowHeader):
+    if isinstance(record, RECENT):
         return {("none", 0)}
     if isinstance(record, LatentsHeader) and codec.name == "klt":
         return ()  # its transforms are those of keys without their rotation, which latents are not

@@ -14,7 +14,7 @@ from kvshelf.kernels.groups import scales_shape
 from kvshelf.store.artifact import positions
 from kvshelf.store.artifact.codecs import BITS, Precision
 from kvshelf.store.artifact.identity import RopeMode
-from kvshelf.store.artifact.shape import LayerShape, StateRole, StateShape
+from kvshelf.store.artifact.shape import LayerShape, StateRole, StateShape, tokens_seen
 
 ALIGNMENT: Final = 64
 """Bytes: a cache line, and the widest vector register. Every array and every segment begins at a multiple of it."""
@@ -89,6 +89,21 @@ class WindowHeader(_RecordFields):
     kind: Literal["window"]
     window: Size
 
+    def seen(self, num_tokens: int) -> int:
+        """As `tokens_seen`."""
+        return tokens_seen(num_tokens, self.window, None)
+
+
+class ChunkHeader(_RecordFields):
+    """One `Chunk` record."""
+
+    kind: Literal["chunk"]
+    chunk: Size
+
+    def seen(self, num_tokens: int) -> int:
+        """As `tokens_seen`."""
+        return tokens_seen(num_tokens, None, self.chunk)
+
 
 class LatentsHeader(_RecordFields):
     """One `Latents` record."""
@@ -104,7 +119,10 @@ class MergedHeader(_RecordFields):
     slot_position_encoding: positions.Encoding
 
 
-RecordHeader = KeptHeader | WindowHeader | LatentsHeader | MergedHeader
+RECENT: Final = WindowHeader, ChunkHeader
+"""The headers of `Recent` records."""
+
+RecordHeader = KeptHeader | WindowHeader | ChunkHeader | LatentsHeader | MergedHeader
 
 
 class StateHeader(Strict):
@@ -156,8 +174,9 @@ class Layer(Strict):
             return LayerShape(states=states)
         first = self.records[0]
         window = first.window if isinstance(first, WindowHeader) else None
+        chunk = first.chunk if isinstance(first, ChunkHeader) else None
         latent = isinstance(first, LatentsHeader)
-        return LayerShape(len(first.lengths), self.key_dim, self.value_dim, self.dtype, window, latent, states)
+        return LayerShape(len(first.lengths), self.key_dim, self.value_dim, self.dtype, window, chunk, latent, states)
 
     @property
     def joined_bytes(self) -> int:
@@ -210,8 +229,9 @@ class Layer(Strict):
         """Raise `BlobError` unless the records agree with each other and fill a segment of this size."""
         if len({len(record.lengths) for record in self.records}) > 1:
             raise BlobError(f"the records of layer {index} have different numbers of heads", reason="inconsistent")
-        if len(self.records) > 1 and any(isinstance(record, WindowHeader) for record in self.records):
-            raise BlobError(f"layer {index} has other records beside its window", reason="inconsistent")
+        if len(self.records) > 1:
+            for recent in (record for record in self.records if isinstance(record, RECENT)):
+                raise BlobError(f"layer {index} has other records beside its {recent.kind}", reason="inconsistent")
         if len({isinstance(record, LatentsHeader) for record in self.records}) > 1:
             raise BlobError(f"layer {index} has other records beside its latents", reason="inconsistent")
         if bool(self.records) != (self.key_dim > 0 and self.value_dim > 0) or (
@@ -283,16 +303,12 @@ def _check_record(where: str, record: RecordHeader, dims: Dims, num_tokens: int)
                 f"{where} says {found} bytes of {name}, its shape and dtype make {size}", reason="size_mismatch"
             )
     _check_lengths(where, "entries", record.lengths, num_tokens)
-    if isinstance(record, WindowHeader | LatentsHeader) and record.rope_mode != "baked":
-        raise BlobError(f"{where} has a {record.kind} record whose keys carry no rotation", reason="inconsistent")
+    if isinstance(record, LatentsHeader) and record.rope_mode != "baked":
+        raise BlobError(f"{where} has latents whose rotated parts carry no rotation", reason="inconsistent")
     if isinstance(record, LatentsHeader) and len(record.lengths) != 1:
         raise BlobError(f"{where} has latents of {len(record.lengths)} heads; they have one", reason="inconsistent")
-    if isinstance(record, WindowHeader) and set(record.lengths) != {min(num_tokens, record.window - 1)}:
-        raise BlobError(
-            f"{where} has windows of {min(record.lengths)} to {max(record.lengths)} entries; the document's "
-            f"{num_tokens} tokens leave {min(num_tokens, record.window - 1)} in a window of {record.window}",
-            reason="inconsistent",
-        )
+    if isinstance(record, RECENT):
+        _check_recent(where, record, num_tokens)
     if isinstance(record, MergedHeader):
         _check_lengths(where, "slots", record.slot_lengths, num_tokens)
         if len(record.slot_lengths) != len(record.lengths):
@@ -300,6 +316,19 @@ def _check_record(where: str, record: RecordHeader, dims: Dims, num_tokens: int)
                 f"{where} has slots in {len(record.slot_lengths)} heads and classes in {len(record.lengths)}",
                 reason="inconsistent",
             )
+
+
+def _check_recent(where: str, record: WindowHeader | ChunkHeader, num_tokens: int) -> None:
+    if record.rope_mode != "baked":
+        raise BlobError(f"{where} has a {record.kind} whose keys carry no rotation", reason="inconsistent")
+    seen = record.seen(num_tokens)
+    if set(record.lengths) != {seen}:
+        size = record.window if isinstance(record, WindowHeader) else record.chunk
+        raise BlobError(
+            f"{where} has {record.kind}s of {min(record.lengths)} to {max(record.lengths)} entries; the document's "
+            f"{num_tokens} tokens leave {seen} in a {record.kind} of {size}",
+            reason="inconsistent",
+        )
 
 
 def _check_lengths(where: str, what: str, lengths: list[int], num_tokens: int) -> None:

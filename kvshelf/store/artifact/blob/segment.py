@@ -24,6 +24,7 @@ from kvshelf.store.artifact.blob.body import Body
 from kvshelf.store.artifact.blob.header import Header
 from kvshelf.store.artifact.blob.layer import (
     NO_DIMS,
+    ChunkHeader,
     Dims,
     DtypeName,
     KeptHeader,
@@ -40,6 +41,7 @@ from kvshelf.store.artifact.codecs import BITS, Precision
 from kvshelf.store.artifact.coded import CodedRows
 from kvshelf.store.artifact.packed import offsets_of
 from kvshelf.store.artifact.records import (
+    Chunk,
     Entries,
     Kept,
     Latents,
@@ -47,6 +49,7 @@ from kvshelf.store.artifact.records import (
     Merged,
     PackedRecord,
     Parts,
+    Recent,
     State,
     States,
     Window,
@@ -148,6 +151,8 @@ def _write_record(record: PackedRecord, num_tokens: int) -> tuple[RecordHeader, 
     }
     if isinstance(record, Window):
         return WindowHeader(kind="window", **fields, window=record.window, sizes=_sizes(arrays)), arrays
+    if isinstance(record, Chunk):
+        return ChunkHeader(kind="chunk", **fields, chunk=record.chunk, sizes=_sizes(arrays)), arrays
     if isinstance(record, Latents):
         return LatentsHeader(kind="latents", **fields, sizes=_sizes(arrays)), arrays
     if isinstance(record, Kept):
@@ -225,6 +230,8 @@ class _Reader:
         }
         if isinstance(header, WindowHeader):
             return Window(**fields, window=header.window)
+        if isinstance(header, ChunkHeader):
+            return Chunk(**fields, chunk=header.chunk)
         if isinstance(header, LatentsHeader):
             return Latents(**fields)
         if isinstance(header, KeptHeader):
@@ -279,9 +286,9 @@ class _Reader:
 
 def _require_sound(where: str, record: Entries, num_tokens: int) -> None:
     """Refuse records that attention would misread: codes without a number, slots without a class, repeated tokens,
-    windows of other tokens than the last."""
+    windows or chunks of other tokens than the last."""
     parts = parts_of(record)
-    if isinstance(record, Window):
+    if isinstance(record, Recent):
         _require_last(where, record, num_tokens)
     for part in parts:
         for rows in (part.keys, part.values):
@@ -299,11 +306,13 @@ def _require_sound(where: str, record: Entries, num_tokens: int) -> None:
         _require_disjoint(where, slots + kept)
 
 
-def _require_last(where: str, record: Window, num_tokens: int) -> None:
+def _require_last(where: str, record: Recent, num_tokens: int) -> None:
     last = np.arange(num_tokens - record.lengths[0], num_tokens)
     for head in record.positions:
         if not np.array_equal(_ints(head), last):
-            raise BlobError(f"{where} has a window of other tokens than the document's last", reason="inconsistent")
+            raise BlobError(
+                f"{where} has a {record.kind} of other tokens than the document's last", reason="inconsistent"
+            )
 
 
 def _require_codes(where: str, rows: QuantizedRows) -> None:

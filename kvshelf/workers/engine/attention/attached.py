@@ -119,27 +119,31 @@ class UnboundedLayer(CacheLayerMixin):  # type: ignore[misc]
     get_max_cache_shape = get_max_length  # its name in older versions of transformers 5
 
 
-class PassLayer(UnboundedLayer):
-    """One layer of a pass whose positions are given with it. It keeps nothing."""
+class PassingLayer(UnboundedLayer):
+    """A layer that keeps nothing, in a pass whose positions are told. before: what it gives for its length, which a
+    model that counts positions by it (`counts_by_cache`) adds to the place of each token in the pass; `[N]`, as the
+    tokens of a pass may stand anywhere."""
+
+    before: int | Tensor = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
-        """The call's own states alone."""
+        """The states of this call's tokens, as they are."""
         return key_states, value_states
 
-    def get_seq_length(self) -> int:
-        """0: the positions are given."""
-        return 0
+    def get_seq_length(self) -> Any:
+        """0 where the model looks at positions alone."""
+        return self.before
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """There is no mask: kvshelf's attention knows what each token sees."""
         return (query_length if isinstance(query_length, int) else query_length.shape[0]), 0
 
     def lazy_initialization(self, *_: Any, **__: Any) -> None:
-        """Nothing to allocate."""
+        """Nothing to make."""
 
 
-class HandedOn(PassLayer):
-    """A `PassLayer` that has latents, of a pass without a past."""
+class HandedOn(PassingLayer):
+    """One that has latents, of a pass without a past."""
 
     def __init__(self, index: int, handover: Handover) -> None:
         super().__init__()
@@ -197,6 +201,7 @@ class AttachedLayer(UnboundedLayer):
             shares=(rows * new,),
             suffixes=(SuffixRows((end,) * rows, tuple(range(0, rows * new, new)), new),),
             device=key_states.device,
+            starts=(self.start,),
         )
         first, suffixes = self.start + before, [(self.keys, self.values)]
         return AttachedStates([self.prefix], suffixes, layout, key_states, value_states, first_position=first)

@@ -29,6 +29,7 @@ from kvshelf.kernels.prefix_attention import (
 )
 from kvshelf.workers.engine.attention.attached import IMPLEMENTATION, AttachedStates
 from kvshelf.workers.engine.attention.latents import LATENTS, Handover
+from kvshelf.workers.model.layers import chunk_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,9 +47,9 @@ class Attended:
 
     queries: `[B, q_heads, T, D]`, keys: `[B, kv_heads, T, D]`, values: `[B, kv_heads, T, Dv]`. lse: the log-sum-exps of
     the scaled logits of every token before the probe passes, `[B, q_heads, T - probes]` fp32, natural logarithms; None
-    where the attention function in use does not return them. `module` is the model's attention module. window: tokens
-    that a query sees, itself included; None: all. latents: where a module with latents was given a cache, `[B, 1, T,
-    rank]` and the rotated parts `[B, 1, T, rope]`, of which the module made keys and values.
+    where the attention function in use does not return them. `module` is the model's attention module. window, chunk:
+    what a query sees: see `LogitRules`. latents: where a module with latents was given a cache, `[B, 1, T, rank]` and
+    the rotated parts `[B, 1, T, rope]`, of which the module made keys and values.
     """
 
     module: nn.Module
@@ -58,6 +59,7 @@ class Attended:
     scaling: float
     lse: Tensor | None = None
     window: int | None = None
+    chunk: int | None = None
     latents: tuple[Tensor, Tensor] | None = None
 
 
@@ -112,7 +114,7 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The registered function. query: `[B, q_heads, T, D]`; returns `[B, T, q_heads, Dv]` and no weights."""
-    rules = logit_rules(query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs)
+    rules = logit_rules(module, query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs)
     require_causal(module, attention_mask, kwargs)
     context: ForwardContext | None = kwargs.get(CONTEXT)
     handover: Handover | None = kwargs.get(LATENTS)
@@ -134,15 +136,18 @@ def attention(
         out = out.transpose(1, 2)
     if context is not None:
         cached = None if latents is None else (latents.latents, latents.rotated)
-        context.after_attention(Attended(module, query, new_keys, new_values, rules.scale, lse, rules.window, cached))
+        sees = rules.window, rules.chunk
+        context.after_attention(Attended(module, query, new_keys, new_values, rules.scale, lse, *sees, cached))
     return out.contiguous(), None
 
 
-def logit_rules(scale: float, options: dict[str, Any]) -> LogitRules:
-    """What a call of the attention function says about logits."""
+def logit_rules(module: nn.Module, scale: float, options: dict[str, Any]) -> LogitRules:
+    """What a call of the attention function by this module says about logits."""
     sinks = options.get("s_aux")
     softcap = options.get("softcap") or 0.0
-    return LogitRules(scale, softcap, None if sinks is None else sinks.float(), options.get("sliding_window"))
+    window, config = options.get("sliding_window"), getattr(module, "config", None)
+    chunk = None if config is None else chunk_of(config, int(module.layer_idx))  # type: ignore[arg-type]
+    return LogitRules(scale, softcap, None if sinks is None else sinks.float(), window, chunk)
 
 
 def causal_mask(*, attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True, **_: Any) -> None:
@@ -177,7 +182,7 @@ def _with_probes(
         rows = SuffixRows((each,) * passes, tuple(range(0, tokens, each)), each)
         own_keys, own_values = (_per_pass(states[0, :, length : length + tokens], passes) for states in (key, value))
         of_passes = query[0, :, end : end + tokens].transpose(0, 1)  # [passes * T, q_heads, D]
-        layout = BatchLayout((tokens,), (rows,), query.device)
+        layout = BatchLayout((tokens,), (rows,), query.device, (key.shape[2] - sum(probe_lengths),))
         out = prefix_attention(of_passes, [prefix], [(own_keys, own_values)], layout, rules)  # [tokens, q_heads, Dv]
         outs.append(out.transpose(0, 1).unsqueeze(0))
         length, end = length + tokens, end + tokens
@@ -192,6 +197,8 @@ def _per_pass(states: Tensor, passes: int) -> Tensor:
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, rules: LogitRules) -> tuple[Tensor, Tensor | None]:
     num_queries, num_keys = query.shape[2], key.shape[2]
+    if rules.chunk is not None:
+        return _causal_in_chunks(query, key, value, rules, rules.chunk), None
     if rules.window is not None and num_keys <= rules.window:
         rules = replace(rules, window=None)
     if not rules.plain or (num_queries == num_keys and _tells_lse(query, key, value)):
@@ -204,6 +211,18 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, rules: LogitRules) -> tup
     visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_queries)
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=rules.scale, enable_gqa=True)
     return out, None
+
+
+def _causal_in_chunks(query: Tensor, key: Tensor, value: Tensor, rules: LogitRules, chunk: int) -> Tensor:
+    """Chunk by chunk, as none sees another."""
+    if query.shape[2] != key.shape[2]:
+        raise PolicyUnsupported(
+            "a layer with chunked attention continues a cache that is not kvshelf's, and nothing says where its chunks "
+            "begin; give the whole text at once, or attach a compressed cache"
+        )
+    within = replace(rules, chunk=None)
+    parts = zip(*(torch.split(states, chunk, dim=2) for states in (query, key, value)), strict=True)
+    return torch.cat([_causal(q, k, v, within)[0] for q, k, v in parts], dim=2)
 
 
 def _tells_lse(query: Tensor, key: Tensor, value: Tensor) -> bool:

@@ -146,7 +146,8 @@ class _ShapeObserver:
             )
         if self.first_keys is None:
             self.first_keys = layer.keys
-        self.layers[index] = LayerShape(heads, key_dim, value_dim, dtype, layer.window, layer.latents is not None)
+        latent = layer.latents is not None
+        self.layers[index] = LayerShape(heads, key_dim, value_dim, dtype, layer.window, layer.chunk, latent)
 
 
 class _Ended(Exception):

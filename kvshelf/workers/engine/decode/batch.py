@@ -19,7 +19,7 @@ from kvshelf.errors import CacheUnusable
 from kvshelf.kernels.native import Part
 from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, Prefix, Scratch, SuffixRows, attention_part
 from kvshelf.store.artifact.records import State
-from kvshelf.workers.engine.attention.attached import AttachedStates, PassLayer
+from kvshelf.workers.engine.attention.attached import AttachedStates, PassingLayer
 from kvshelf.workers.engine.attention.attachment import Attachment, Wait, block
 from kvshelf.workers.engine.attention.latents import Absorbed, Handover, LatentStates
 from kvshelf.workers.engine.attention.states import Source, StatefulCache, StateLayer, alone, together
@@ -136,7 +136,8 @@ class _Step:
         self.last_tokens = torch.tensor(last, dtype=torch.int64, device=device)  # an empty list would be floats
         self.documents, shares = _shares(places)
         self.groups = _suffix_groups(places, device)
-        self.layout = BatchLayout(shares, tuple(group.rows for group in self.groups), device)
+        starts = tuple(document.next_position for document in self.documents)
+        self.layout = BatchLayout(shares, tuple(group.rows for group in self.groups), device, starts)
         self.memory = (*self.documents, shares, *(group.memory for group in self.groups))
         """What its attentions have addresses of: the same in the next step, but for the lengths of suffixes."""
 
@@ -242,8 +243,8 @@ def _suffix_groups(places: Sequence[_Place], device: torch.device) -> list[_Suff
     return groups + [_SuffixGroup(place.slab, [place], tokens, device) for place in places if place.count > 1]
 
 
-class _BatchLayer(PassLayer):
-    """One layer of one step, as transformers sees it."""
+class _BatchLayer(PassingLayer):
+    """One layer of one step, as transformers sees it. The suffixes belong to the batch."""
 
     def __init__(self, index: int, step: _Step, wait: Wait) -> None:
         super().__init__()
@@ -306,8 +307,8 @@ class _Plan:
             return False
         for table, group in zip(self._layout.tables[1], step.groups, strict=True):
             table[:, 1] = torch.tensor(group.rows.lengths, dtype=torch.int32)
-        for window, since in self._layout.windows.items():
-            since.copy_(step.layout.since(window))
+        for sight, since in self._layout.sights.items():
+            since.copy_(step.layout.since(*sight))
         return True
 
     def part(

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 
 from kvshelf.kernels.native import Part
 from kvshelf.kernels.prefix_attention import LogitRules
-from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, HandedOn
+from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, HandedOn, PassingLayer
 from kvshelf.workers.engine.attention.function import (
     CONTEXT,
     Attended,
@@ -26,6 +26,7 @@ from kvshelf.workers.engine.attention.function import (
 from kvshelf.workers.engine.attention.latents import Absorbed, Handover, absorbed_layers
 from kvshelf.workers.engine.forward.program import ForwardProgram, PlanAttention
 from kvshelf.workers.engine.forward.tracing import TOKENS, AttentionCall
+from kvshelf.workers.model.layers import counts_by_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,7 +63,9 @@ class Passes:
     def __init__(self, model: PreTrainedModel, *, recordable: bool) -> None:
         """recordable: whether the operations on a token are the same whatever the length of the call."""
         self.model = model
-        self._recordable = recordable
+        self._counts_by_cache = counts_by_cache(model.config)
+        # A recording would have the lengths of the cache as constants.
+        self._recordable = recordable and not self._counts_by_cache
 
     @cached_property
     def absorbed(self) -> dict[int, Absorbed]:
@@ -109,8 +112,7 @@ class Passes:
         modules leave states there; such a model has no program."""
         with torch.no_grad(), kvshelf_attention(self.model):
             if self.program is None:
-                handed_on = self._handed_on() if cache is None else {"use_cache": True, CACHE_ARGUMENT: cache}
-                given = {**inputs, CONTEXT: context, **handed_on}
+                given = {**inputs, CONTEXT: context, **self._without_past(inputs["position_ids"], cache)}
                 if kept is None:
                     self.model.base_model(**given)
                     return None
@@ -120,8 +122,9 @@ class Passes:
 
             def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
                 if kept is None and call.layer == last and not context.reads_attention:
-                    window = call.options.get("sliding_window")
-                    context.after_attention(Attended(call.module, query, key, value, call.scale(query), window=window))
+                    rules = logit_rules(call.module, call.scale(query), call.options)
+                    sees = rules.window, rules.chunk
+                    context.after_attention(Attended(call.module, query, key, value, rules.scale, None, *sees))
                     return None
                 out, _ = attention(
                     call.module, query, key, value, None, call.scaling, **call.options, **{CONTEXT: context}
@@ -130,13 +133,25 @@ class Passes:
 
             return self.program.run(inputs["input_ids"], inputs["position_ids"], attend, kept)
 
-    def _handed_on(self) -> dict[str, Any]:
-        """What a pass without a past is given for a cache: none, or one that only sees what latents there are."""
-        if not self.absorbed:
-            return {"use_cache": False}
+    def _without_past(self, positions: Tensor, cache: Cache | None) -> dict[str, Any]:
+        """What a pass without a past is given for a cache, where the caller gives none: none, or one that only sees
+        what latents there are, or only says where the tokens stand."""
         handover = Handover(self.absorbed)
-        cache = Cache(layers=[HandedOn(index, handover) for index in range(self.model.config.num_hidden_layers)])
-        return {"use_cache": True, CACHE_ARGUMENT: cache, **handover.begin()}
+        if cache is None and not self.absorbed and not self._counts_by_cache:
+            return {"use_cache": False}
+        if cache is None:
+            numbers = range(self.model.config.num_hidden_layers)
+            cache = Cache(layers=[HandedOn(i, handover) if i in self.absorbed else PassingLayer() for i in numbers])
+        return {"use_cache": True, CACHE_ARGUMENT: cache, **handover.begin(), **self._told(positions, cache)}
+
+    def _told(self, positions: Tensor, cache: Cache) -> dict[str, Tensor]:
+        """Tell a model that counts positions by the length of the cache where the tokens of a pass stand. Returns
+        keywords for the pass: older versions of transformers 5 count them apart from the cache."""
+        if not self._counts_by_cache:
+            return {}
+        for layer in cache.layers:
+            layer.before = positions[0] - torch.arange(positions.shape[1], device=positions.device)
+        return {"cache_position": positions[0]}
 
     def continuing(self, token_ids: Tensor, positions: Tensor, past: Past, kept: Tensor) -> Tensor:
         """Logits `[1, kept, vocabulary]` of one pass over tokens `[1, N]` that continue `past`."""
@@ -149,14 +164,15 @@ class Passes:
     def _plan(self, past: Past) -> PlanAttention:
         def plan(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> Part | None:
             require_causal(call.module, None, call.options)
-            rules = logit_rules(call.scale(query), call.options)
+            rules = logit_rules(call.module, call.scale(query), call.options)
             return past.plan(call.layer, (query, key, value), rules, out)
 
         return plan
 
     def _by_layer(self, token_ids: Tensor, positions: Tensor, past: Past, kept: Tensor) -> Tensor:
-        given = {CONTEXT: _Pause(past.checkpoint), **past.handover.begin()}
+        given: dict[str, Any] = {CONTEXT: _Pause(past.checkpoint), **past.handover.begin()}
         if self.program is None:
+            given |= self._told(positions, past.cache)
             logits: Tensor = self.model(
                 input_ids=token_ids,
                 position_ids=positions,

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers.cache_utils import Cache
 
-from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, UnboundedLayer
+from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, PassingLayer
 from kvshelf.workers.engine.attention.function import attention_selected
 
 if TYPE_CHECKING:
@@ -99,8 +99,8 @@ class _Recorder:
         return traced_attention(query, key, value), None
 
 
-class _NoCache(UnboundedLayer):
-    """A layer that keeps nothing."""
+class _NoCache(PassingLayer):
+    """Tells the recorder what it was given."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -109,12 +109,3 @@ class _NoCache(UnboundedLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         self._recorder.updated = key_states, value_states
         return key_states, value_states
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        return (query_length if isinstance(query_length, int) else query_length.shape[0]), 0
-
-    def lazy_initialization(self, *_: Any) -> None:
-        """Nothing to make."""

@@ -59,19 +59,19 @@ def require_observable(policy: Policy, model: PreTrainedModel, name: str, rope: 
 
 
 def require_compressible(policy: Policy, kinds: Sequence[LayerKind], name: str, *, moves: bool) -> None:
-    """Refuse a policy for a model whose windows or states it cannot leave as they are, or that has no other layers, or
-    whose latents it cannot choose among. moves: whether the policy counts positions within the cache."""
+    """Refuse a policy for a model whose windows, chunks or states it cannot leave as they are, or that has no other
+    layers, or whose latents it cannot choose among. moves: whether the policy counts positions within the cache."""
     if any(kind.latents for kind in kinds):
         _require_one_choice(policy, name)
     if all(kind.reducible for kind in kinds):
         return
     if not reducible(kinds):
         raise PolicyUnsupported(
-            f"every layer of {name!r} has a sliding window or no keys at all and is stored whole, so policy "
-            f"{policy.name!r} has nothing to reduce; take policy full",
+            f"every layer of {name!r} has {_stored_whole(kinds)}, which is stored whole, so policy {policy.name!r} has "
+            "nothing to reduce; take policy full",
             param="policy",
         )
-    if moves and any(kind.window is not None for kind in kinds):
+    if moves and not all(kind.sees_all for kind in kinds):
         raise _beside(policy, name, "counts positions within the cache", kinds)
     if Observes.CALIBRATION in policy.observes:
         raise _beside(policy, name, "needs a calibration over layers that all see the whole document", kinds)
@@ -100,8 +100,8 @@ def require_one_pass(
     passes: Sequence[ProbePass],
     absorber: Absorber | None,
 ) -> None:
-    """Refuse ways to read a document that windows and states do not go with."""
-    if all(kind.window is None and not kind.states for kind in kinds):
+    """Refuse ways to read a document that windows, chunks and states do not go with."""
+    if all(kind.sees_all and not kind.states for kind in kinds):
         return
     if absorber is not None:
         why = "reads the document in chunks that see only what was kept of those before"
@@ -111,11 +111,17 @@ def require_one_pass(
 
 
 def _beside(policy: Policy, name: str, why: str, kinds: Sequence[LayerKind]) -> PolicyUnsupported:
-    what = "recurrent states" if any(kind.states for kind in kinds) else "a sliding window"
     return PolicyUnsupported(
-        f"policy {policy.name!r} {why}, and some layers of {name!r} have {what}; choose another policy",
+        f"policy {policy.name!r} {why}, and some layers of {name!r} have {_stored_whole(kinds)}; choose another policy",
         param="policy",
     )
+
+
+def _stored_whole(kinds: Sequence[LayerKind]) -> str:
+    """What some layers have that is stored whole."""
+    if any(kind.states for kind in kinds):
+        return "recurrent states"
+    return "a sliding window" if all(kind.chunk is None for kind in kinds) else "chunked attention"
 
 
 def require_window(layer: int, found: int | None, told: int | None) -> None:

@@ -122,7 +122,7 @@ def _counted(checkpoint: Checkpoint, progress: Progress, total: int) -> Checkpoi
 def run_scores(
     passes: Passes, rope: Rope | None, kinds: tuple[LayerKind, ...], job: Job, checkpoint: Checkpoint
 ) -> list[Tensor]:
-    """The scores of the job's policy, a `ScoringPolicy`, for each layer without a window: `[kv_heads, N]` fp32."""
+    """The scores of the job's policy, a `ScoringPolicy`, for each layer that policies reduce: `[kv_heads, N]` fp32."""
     lengths = tuple(len(found.token_ids) for found in job.passes)
     scorer = Scorer(job.policy, job.document, job.budget, kinds, lengths, rope)
     shared = SharedReducer([scorer], (), checkpoint)

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import select
 from kvshelf.store.artifact.packed import Packed
-from kvshelf.store.artifact.records import Entries, Kept, Latents, LayerRecord, States, Window
+from kvshelf.store.artifact.records import Entries, Kept, Latents, LayerRecord, Recent, States
 from kvshelf.workers.engine.attention.function import Attended
 from kvshelf.workers.engine.inputs.requirements import require_every_layer
 from kvshelf.workers.model.layers import LayerKind, attending, reducible
@@ -54,13 +54,13 @@ class LayerReducer:
     def after_attention(self, attended: Attended) -> None:
         started = time.perf_counter()
         index = int(attended.module.layer_idx)  # type: ignore[arg-type]
-        window = self.kinds[index].window
-        if window is None:
+        kind = self.kinds[index]
+        if kind.sees_all:
             self._reduce(self._view(attended), self._stored(attended))
         else:
             num_tokens = self.document.num_tokens
             keys, values = (of[0, :, :num_tokens] for of in (attended.keys, attended.values))
-            self._records[index] = Window.of(keys, values, window)
+            self._records[index] = Recent.of(keys, values, kind.window, kind.chunk)
         self.compress_s += time.perf_counter() - started
 
     def _reduce(self, layer: LayerView, latents: LayerView | None) -> None:
@@ -135,7 +135,7 @@ class LayerReducer:
 
 @dataclass(eq=False)
 class Scorer(LayerReducer):
-    """Takes the policy's scores of each layer without a window, `[kv_heads, N]` fp32, and keeps no entries."""
+    """Takes the policy's scores of each layer that policies reduce, `[kv_heads, N]` fp32, and keeps no entries."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -143,7 +143,7 @@ class Scorer(LayerReducer):
 
     def after_attention(self, attended: Attended) -> None:
         assert isinstance(self.policy, ScoringPolicy)
-        if attended.window is not None:
+        if not self.kinds[int(attended.module.layer_idx)].reducible:  # type: ignore[arg-type]
             return
         layer = self._view(attended)
         score = self.policy.score(layer) if attended.latents is None else scores_together(self.policy, layer)

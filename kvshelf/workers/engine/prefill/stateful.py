@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.records import States
-from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, AttachedCache, PassLayer
+from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, AttachedCache, PassingLayer
 from kvshelf.workers.engine.attention.attachment import Attachment
 from kvshelf.workers.engine.attention.function import CONTEXT, Attended, ForwardContext
 from kvshelf.workers.engine.attention.states import StatefulCache, StateLayer, alone
@@ -36,18 +36,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class _PassStateLayer(StateLayer, PassLayer):
+class _PassStateLayer(StateLayer, PassingLayer):
     """A layer of a document's own pass that attends and has states."""
 
     def __init__(self, number_of_states: int) -> None:
-        PassLayer.__init__(self)
+        PassingLayer.__init__(self)
         StateLayer.__init__(self, number_of_states)
 
 
 def read(passes: Passes, kinds: Sequence[LayerKind], job: Job, context: ForwardContext) -> tuple[States, ...]:
     """One pass over the document alone, under the eyes of `context`. Returns the states of each layer behind it."""
     layers = [
-        (_PassStateLayer(kind.states) if kind.states else PassLayer()) if kind.attends else StateLayer(kind.states)
+        (_PassStateLayer(kind.states) if kind.states else PassingLayer()) if kind.attends else StateLayer(kind.states)
         for kind in kinds
     ]
     document = replace(job, passes=())

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from kvshelf.store.artifact.codecs import BITS, RUN_ROWS, Codec, Precision
-from kvshelf.workers.model.layers import layer_kinds, reducible
+from kvshelf.workers.model.layers import LayerKind, layer_kinds, reducible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,8 +23,8 @@ _LAYER_BYTES, _PIECE_BYTES = 250, 175  # of header, padding and trailer, which d
 
 @dataclass(frozen=True)
 class Shape:
-    """The dimensions behind a cache's size. `itemsize`: bytes of a number. `flops`: of one token's prefill. windows: of
-    the layers that have a sliding window; `layers` counts the others that attend. value_dim: channels of a value; None:
+    """The dimensions behind a cache's size. `itemsize`: bytes of a number. `flops`: of one token's prefill. recent: the
+    layers that see the last tokens alone; `layers` counts the others that attend. value_dim: channels of a value; None:
     as many as a key's, `head_dim`. Latents are keys of one head, and their rotated parts the values. states: bytes of
     recurrent and convolution states, whatever the length."""
 
@@ -34,7 +34,7 @@ class Shape:
     itemsize: int
     device: str
     flops: float
-    windows: tuple[int, ...] = ()
+    recent: tuple[LayerKind, ...] = ()
     value_dim: int | None = None
     states: int = 0
 
@@ -59,15 +59,15 @@ class Shape:
             model.dtype.itemsize,
             model.device.type,
             flops,
-            tuple(kind.window for kind in kinds if kind.window is not None),
+            tuple(kind for kind in kinds if not kind.sees_all),
             value_dim if value_dim != key_dim else None,
             state_bytes(model),
         )
 
     def full_bytes(self, num_tokens: int) -> int:
-        """Keys and values of all tokens, uncompressed, and all states; of a layer with a sliding window, those in the
-        window."""
-        tokens = self.layers * num_tokens + sum(min(num_tokens, window - 1) for window in self.windows)
+        """Keys and values of all tokens, uncompressed, and all states; of a layer that does not see all, those that
+        questions see."""
+        tokens = self.layers * num_tokens + sum(kind.seen(num_tokens) for kind in self.recent)
         return tokens * self.kv_heads * sum(self.dims) * self.itemsize + self.states
 
     def full_16bit_bytes(self, num_tokens: int) -> int:
@@ -76,7 +76,7 @@ class Shape:
 
     def stored_bytes(self, num_tokens: int, kept: int, codec: str) -> int:
         """Approximate bytes of the blob of a cache with `kept` entries in each head; `docs/format.md` has the sum."""
-        chosen, verbatim = Codec.parse(codec), self._windows(num_tokens) + self.states
+        chosen, verbatim = Codec.parse(codec), self._recent(num_tokens) + self.states
         if chosen.name == "klt":
             return self._streams(num_tokens, kept, chosen) + verbatim
         pieces = _pieces(chosen, kept)
@@ -84,11 +84,11 @@ class Shape:
         head += sum(_positions(count, num_tokens) for _, count in pieces)
         return self.layers * (self.kv_heads * head + _LAYER_BYTES + _PIECE_BYTES * len(pieces)) + verbatim
 
-    def _windows(self, num_tokens: int) -> int:
-        """Bytes of all layers with a sliding window, which are stored verbatim."""
+    def _recent(self, num_tokens: int) -> int:
+        """Bytes of all layers that see the last tokens alone, which are stored verbatim."""
         total = 0
-        for window in self.windows:
-            kept = min(num_tokens, window - 1)
+        for kind in self.recent:
+            kept = kind.seen(num_tokens)
             head = self._rows(kept, "none", 0) + _positions(kept, num_tokens)
             total += self.kv_heads * head + _LAYER_BYTES + _PIECE_BYTES
         return total
