@@ -20,6 +20,7 @@ from kvshelf.errors import PolicyUnsupported
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.model.loading import of_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,9 +63,9 @@ def tried(model_type: str, limit_s: float) -> Outcome:
             return Outcome(model_type, NOT_BUILT, _few_words(error))
         try:
             with _time_limit(limit_s):
-                difference = _difference(Engine(model, name=model_type), own)
+                difference = _difference(Engine(of_text(model, model_type), name=model_type), own)
         except PolicyUnsupported as error:
-            return Outcome(model_type, REFUSED, _reason(error, type(model).__name__))
+            return Outcome(model_type, REFUSED, _reason(error, (type(model).__name__, model.config.model_type)))
         except Exception as error:  # what this bench is here to find, also other errors of kvshelf: the caller is right
             return Outcome(model_type, ERROR, _few_words(error))
     return Outcome(model_type, EXACT if difference < _LIMIT else WRONG, difference=difference)
@@ -128,9 +129,12 @@ def _answers_differ(engine: Engine, cache: CompressedCache, own: _Own) -> float:
     return max(missed)
 
 
-def _reason(error: PolicyUnsupported, kind: str) -> str:
+def _reason(error: PolicyUnsupported, names: tuple[str, ...]) -> str:
     """The part of a refusal that says what the model has, without its name and without what kvshelf makes of it."""
-    return re.split(r"; |, (?:which|so|as|and kvshelf) ", error.message.removeprefix(kind).strip())[0]
+    message = error.message
+    for name in names:
+        message = message.removeprefix(name).strip()
+    return re.split(r"; |, (?:which|so|as|and kvshelf) ", message)[0]
 
 
 def _few_words(error: Exception) -> str:

@@ -68,7 +68,7 @@ def load(name: str, *, device: str, dtype: str, progress: bool = False) -> tuple
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise InvalidRequest(f"the model {name!r} cannot be loaded: {error}", param="model") from error
-    model = _of_text(whole, name)
+    model = of_text(whole, name)
     require_weights(whole, {*info["missing_keys"]}, model, name)
     target = chosen_device(device)
     try:
@@ -111,8 +111,8 @@ def _class_for(config: PretrainedConfig) -> Any:
     return AutoModelForCausalLM if of_text else AutoModelForMultimodalLM
 
 
-def _of_text(model: PreTrainedModel, name: str) -> PreTrainedModel:
-    """Itself, or its language part."""
+def of_text(model: PreTrainedModel, name: str) -> PreTrainedModel:
+    """Itself, or the language part of a model made of several. Raises as `language_part`."""
     from kvshelf.workers.model.language import language_part
 
     return model if model.config.get_text_config(decoder=True) is model.config else language_part(model, name)
@@ -154,7 +154,7 @@ def skeleton(name: str) -> PreTrainedModel:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         with torch.device("meta"):  # where tensors take no memory
             model: PreTrainedModel = _class_for(config).from_config(config, trust_remote_code=False)
-        return _of_text(model, name)
+        return of_text(model, name)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise InvalidRequest(f"the configuration of {name!r} cannot be read: {error}", param="model") from error
 

@@ -62,6 +62,22 @@ class Attended:
     chunk: int | None = None
     latents: tuple[Tensor, Tensor] | None = None
 
+    @property
+    def layer_idx(self) -> int:
+        """Of the module: see `layer_index`."""
+        return layer_index(self.module)
+
+
+def layer_index(module: nn.Module) -> int:
+    """Which layer of its model an attention module is in. Raises `PolicyUnsupported` where several layers share it."""
+    index = getattr(module, "layer_idx", None)
+    if index is None or index < 0:
+        raise PolicyUnsupported(
+            f"{type(module).__name__} does not say which layer it is in, as where several layers share one attention",
+            param="model",
+        )
+    return int(index)
+
 
 class ForwardContext(Protocol):
     """Observer of one forward pass, called after the attention of each layer. It may raise to end the pass.
@@ -118,7 +134,7 @@ def attention(
     require_causal(module, attention_mask, kwargs)
     context: ForwardContext | None = kwargs.get(CONTEXT)
     handover: Handover | None = kwargs.get(LATENTS)
-    latents = None if handover is None else handover.take(int(module.layer_idx))  # type: ignore[arg-type]
+    latents = None if handover is None else handover.take(layer_index(module))
     lse = None
     behind = None if latents is None else latents.attend(query, rules, kwargs.get("position_ids"))
     if behind is not None:
@@ -146,7 +162,7 @@ def logit_rules(module: nn.Module, scale: float, options: dict[str, Any]) -> Log
     sinks = options.get("s_aux")
     softcap = options.get("softcap") or 0.0
     window, config = options.get("sliding_window"), getattr(module, "config", None)
-    chunk = None if config is None else chunk_of(config, int(module.layer_idx))  # type: ignore[arg-type]
+    chunk = None if config is None else chunk_of(config, layer_index(module))
     return LogitRules(scale, softcap, None if sinks is None else sinks.float(), window, chunk)
 
 

@@ -139,7 +139,7 @@ class _ShapeObserver:
         keys, values = layer.latents or (layer.keys, layer.values)
         (_, heads, _, key_dim), value_dim = keys.shape, values.shape[-1]
         dtype = str(layer.keys.dtype).removeprefix("torch.")
-        index: int = layer.module.layer_idx  # type: ignore[assignment]
+        index = layer.layer_idx
         if index in self.layers:
             raise PolicyUnsupported(
                 f"layer {index} attends more than once in a pass, and kvshelf stores the keys of one", param="model"

@@ -56,7 +56,7 @@ class ChunkedPrefill:
 
     def after_attention(self, layer: Attended) -> None:
         started = time.perf_counter()
-        self._layers[int(layer.module.layer_idx)].absorb()  # type: ignore[arg-type]
+        self._layers[layer.layer_idx].absorb()
         absorbed = time.perf_counter()
         self._checkpoint()
         self.compress_s += absorbed - started

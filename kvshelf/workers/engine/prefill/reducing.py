@@ -53,7 +53,7 @@ class LayerReducer:
 
     def after_attention(self, attended: Attended) -> None:
         started = time.perf_counter()
-        index = int(attended.module.layer_idx)  # type: ignore[arg-type]
+        index = attended.layer_idx
         kind = self.kinds[index]
         if kind.sees_all:
             self._reduce(self._view(attended), self._stored(attended))
@@ -105,7 +105,7 @@ class LayerReducer:
         """A layer as the policy sees it: the states of the document and those of each probe pass behind it."""
         num_tokens = self.document.num_tokens
         return LayerView(
-            layer_idx=int(attended.module.layer_idx),  # type: ignore[arg-type]
+            layer_idx=attended.layer_idx,
             keys=attended.keys[0, :, :num_tokens],
             values=attended.values[0, :, :num_tokens],
             queries=attended.queries[0, :, :num_tokens] if self.sees_queries else None,
@@ -113,7 +113,7 @@ class LayerReducer:
             scaling=attended.scaling,
             document=self.document,
             num_layers=len(self._places),
-            place=self._places[int(attended.module.layer_idx)],  # type: ignore[arg-type]
+            place=self._places[attended.layer_idx],
             probes=self._probes(attended) if self.sees_queries else (),
             rope=self.rope if Observes.ROPE in self.policy.observes else None,
             module=attended.module,
@@ -143,7 +143,7 @@ class Scorer(LayerReducer):
 
     def after_attention(self, attended: Attended) -> None:
         assert isinstance(self.policy, ScoringPolicy)
-        if not self.kinds[int(attended.module.layer_idx)].reducible:  # type: ignore[arg-type]
+        if not self.kinds[attended.layer_idx].reducible:
             return
         layer = self._view(attended)
         score = self.policy.score(layer) if attended.latents is None else scores_together(self.policy, layer)

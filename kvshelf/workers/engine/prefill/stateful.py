@@ -126,7 +126,7 @@ class _Held:
     def after_attention(self, layer: Attended) -> None:
         if not self._queries:  # several times as many as keys
             layer = replace(layer, queries=layer.queries[:, :, :0], lse=None)
-        self.attended[int(layer.module.layer_idx)] = layer  # type: ignore[arg-type]
+        self.attended[layer.layer_idx] = layer
         started = time.perf_counter()
         self._checkpoint()
         self.paused_s += time.perf_counter() - started
