@@ -8,6 +8,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,8 +19,11 @@ from kvshelf.bench.measure import Cost, Spread, cost, interleaved, ratios
 from kvshelf.bench.speed.subject import QUESTION_TOKENS, Subject
 from kvshelf.errors import CacheError, CacheNotFound
 from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.artifact.records import State
+from kvshelf.store.artifact.shape import StateRole
 from kvshelf.store.base import Store
 from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
+from kvshelf.workers.engine.attention.states import fill
 
 LEVELS = (("full", 0.0), ("keydiff", 0.75), ("keydiff", 0.875))
 """Policies and the fraction each removes. Only the number of kept entries matters here."""
@@ -142,12 +146,7 @@ def _ways(
         cache_id = _put(store, cache, cleanup)
         yield name, partial(first_token, subject, partial(store.get, cache_id), question)
     exported = subject.engine.export(cache, "absolute")
-    states = {
-        f"{i}.{name}": getattr(layer, name).contiguous()
-        for i, layer in enumerate(exported.layers)
-        for name in ("keys", "values")
-    }
-    save_file(states, file)
+    save_file({name: tensor.contiguous() for name, tensor in _named(exported)}, file)
     positions = torch.arange(cache.next_position, cache.next_position + len(question), device=subject.device)[None]
     yield "safetensors", lambda: _ask_model(subject, question, lambda: _loaded(file, subject), positions)
 
@@ -192,8 +191,24 @@ def _ask_model(
     return cost(ask, subject.device)
 
 
+def _named(cache: DynamicCache) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a cache by layer, role and number."""
+    for index, layer in enumerate(cache.layers):
+        for role in ("keys", "values"):
+            if getattr(layer, role, None) is not None:
+                yield f"{index}.{role}", getattr(layer, role)
+        for role in get_args(StateRole):
+            for number, state in getattr(layer, f"{role}_states", {}).items():
+                if state is not None:
+                    yield f"{index}.{role}.{number}", state
+
+
 def _loaded(file: Path, subject: Subject) -> DynamicCache:
-    states, cache = load_file(file, device=str(subject.device)), DynamicCache()
-    for i in range(len(states) // 2):
-        cache.update(states[f"{i}.keys"], states[f"{i}.values"], i)
+    tensors, cache = load_file(file, device=str(subject.device)), DynamicCache(config=subject.engine.model.config)
+    for name, tensor in tensors.items():
+        index, role, *number = name.split(".")
+        if number:
+            fill(cache.layers[int(index)], [State(role, int(number[0]), tensor)])  # type: ignore[arg-type]
+        elif role == "keys":
+            cache.update(tensor, tensors[f"{index}.values"], int(index))
     return cache

@@ -343,10 +343,10 @@ class Engine:
 
     def rope_to_undo(self) -> Rope:
         """The model's RoPE, for codec klt. Raises `PolicyUnsupported` if it cannot be undone, and for a model with
-        layers that do not attend, for which there are no transforms."""
-        if not all(kind.attends for kind in self.kinds):
+        recurrent states, for which there are no transforms."""
+        if any(kind.states for kind in self.kinds):
             raise PolicyUnsupported(
-                f"codec klt transforms keys and values of every layer, and {self.name!r} has layers without; use int4",
+                f"codec klt transforms keys and values, and {self.name!r} has recurrent states besides; use int4",
                 param="codec",
             )
         if self.rope is None or self.rope.length_dependent:

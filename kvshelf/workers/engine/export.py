@@ -1,7 +1,8 @@
 """A compressed cache as a plain transformers `DynamicCache`, for code without kvshelf.
 
 Any engine that accepts a KV cache as a prefix accepts this one: it has one key and one value per token and head,
-equally many in every head and layer, rotated to the positions that the engine expects.
+equally many in every head and layer, rotated to the positions that the engine expects, and copies of what states there
+are.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from transformers import DynamicCache
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.packed import HeadView
-from kvshelf.store.artifact.records import Entries, Kept, LayerRecord, Merged, Recent, States, Window, parts_of
+from kvshelf.store.artifact.records import Entries, Kept, Merged, Recent, Window, entries_of, parts_of, states_of
+from kvshelf.workers.engine.attention.states import fill, together
 from kvshelf.workers.model.rope import Rope
 
 Positions = Literal["absolute", "contiguous"]
@@ -27,17 +29,23 @@ def export(cache: CompressedCache, positions: Positions, *, rope: Rope | None, c
     """See `Engine.export`. `config` is the model's: it says which layers slide."""
     if positions not in get_args(Positions):
         raise InvalidRequest(f"positions is {positions!r}; one of {', '.join(get_args(Positions))}", param="positions")
-    records = [_plain_parts(record, index) for index, record in enumerate(cache.layers)]
+    plain = {
+        index: _plain_parts(entries, index)
+        for index, record in enumerate(cache.layers)
+        if (entries := entries_of(record)) is not None
+    }
     kept = _one_length(cache.reduced)
     in_cache = cache.next_position < cache.num_tokens  # the keys are at their places in the cache already
     if in_cache and cache.next_position != kept:
         raise _unsupported(f"it counts positions within the cache up to {cache.next_position} and keeps {kept} entries")
     places = _Places(rope, stored_at_slots=in_cache, wanted_at_slots=in_cache or positions == "contiguous")
     exported = DynamicCache(config=config)
-    for index, parts in enumerate(records):
+    for index, parts in plain.items():
         heads = [places.head(views, parts[0]) for views in zip(*(part.views() for part in parts), strict=True)]
         keys, values = (torch.stack(tensors).unsqueeze(0) for tensors in zip(*heads, strict=True))
         exported.update(keys, values, index)
+    for layer, record in zip(exported.layers, cache.layers, strict=True):
+        fill(layer, together([states_of(record)]))
     return exported
 
 
@@ -70,11 +78,9 @@ class _Places:
         return self._rope
 
 
-def _plain_parts(record: LayerRecord, index: int) -> tuple[Kept, ...]:
+def _plain_parts(record: Entries, index: int) -> tuple[Kept, ...]:
     """The parts of a layer, if each entry is one token's key and value and all heads have equally many."""
     kept = []
-    if isinstance(record, States):
-        raise _unsupported(f"layer {index} has recurrent states, which are no prefix of tokens")
     for part in parts_of(record):
         if isinstance(part, Recent):
             sees = "a sliding window" if isinstance(part, Window) else "chunked attention"

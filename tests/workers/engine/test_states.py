@@ -234,12 +234,21 @@ def test_policies_that_states_do_not_go_with_are_refused_before_any_work(
         engine.prepare(ids(100), policy=policy, compression_ratio=0.5, policy_params=params)
 
 
-def test_what_states_cannot_be_is_refused_by_name(engine: Engine) -> None:
-    cache = engine.compress(ids(100), policy="full")
-    with pytest.raises(PolicyUnsupported, match="recurrent states, which are no prefix of tokens"):
-        engine.export(cache)
-    with pytest.raises(PolicyUnsupported):
-        engine.encoded(cache, "klt")
+def test_an_export_says_what_the_cache_says_and_is_a_copy(engine: Engine) -> None:
+    cache, behind = engine.compress(ids(60), policy="full"), ids(9, seed=2)
+    before = cache.to_bytes()
+    exported = engine.export(cache)
+    given = {"position_ids": torch.arange(60, 69)[None], CACHE_ARGUMENT: exported}
+    with torch.no_grad():
+        found = engine.model(torch.tensor([behind]), **given).logits[0]
+    expected = logits_behind(engine, cache, behind, [9])
+    torch.testing.assert_close(found, expected, atol=1e-4 * float(expected.abs().max()), rtol=1e-3)
+    assert cache.to_bytes() == before
+
+
+def test_the_codec_klt_is_refused(engine: Engine) -> None:
+    with pytest.raises(PolicyUnsupported, match="recurrent states besides; use int4"):
+        engine.encoded(engine.compress(ids(100), policy="full"), "klt")
 
 
 @pytest.mark.parametrize(

@@ -40,16 +40,7 @@ class StateLayer(_Layer):  # type: ignore[misc]
         if self._begun or self._source is None:
             return
         self._begun = True
-        for role, number, tensor in self._source():
-            self.dtype, self.device = tensor.dtype, tensor.device
-            if role == "conv":
-                self.conv_states[number] = tensor
-                self.conv_kernel_size[number] = tensor.shape[-1]
-                self.is_conv_states_initialized[number] = True
-            else:
-                self.recurrent_states[number] = tensor
-                self.is_recurrent_states_initialized[number] = True
-            self.has_previous_state[number] = True
+        fill(self, self._source())
 
     def held(self) -> list[State]:
         """The states behind the last token, `[rows, ...]`."""
@@ -91,6 +82,20 @@ class StatefulCache(Cache):  # type: ignore[misc]
         layer = self.layers[layer_idx]
         if isinstance(layer, StateLayer):
             layer.begin()
+
+
+def fill(layer: Any, states: Sequence[State]) -> None:
+    """Give a layer of transformers' own with states these, `[rows, ...]`. It will write into them."""
+    for role, number, tensor in states:
+        layer.dtype, layer.device = tensor.dtype, tensor.device
+        if role == "conv":
+            layer.conv_states[number] = tensor
+            layer.conv_kernel_size[number] = tensor.shape[-1]
+            layer.is_conv_states_initialized[number] = True
+        else:
+            layer.recurrent_states[number] = tensor
+            layer.is_recurrent_states_initialized[number] = True
+        layer.has_previous_state[number] = True
 
 
 def alone(states: Sequence[State], row: int) -> tuple[State, ...]:
