@@ -73,7 +73,13 @@ def test_a_document_says_what_it_says_when_it_is_read_again(family: str, tokens:
         torch.testing.assert_close(found, expected, atol=1e-4 * float(expected.abs().max()), rtol=1e-3)
 
 
-@pytest.mark.parametrize("policy", ["keydiff", "snapkv", "pyramidkv", "cake", "kvzip", "ems", "tova", "streaming_llm"])
+POLICIES = [
+    "keydiff", "snapkv", "pyramidkv", "cake", "kvzip", "kvcues", "ems", "tova", "streaming_llm", "expected_attention",
+    "dapq", "lagkv", "knorm", "sage", "localkv", "h2o",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_policies_reduce_entries_and_leave_states(engine: Engine, policy: str) -> None:
     document = ids(100)
     cache = engine.compress(document, policy=policy, compression_ratio=0.5)
@@ -87,6 +93,11 @@ def test_policies_reduce_entries_and_leave_states(engine: Engine, policy: str) -
                 assert torch.equal(state.tensor, same.tensor)
     assert CompressedCache.from_bytes(cache.to_bytes()).kept_tokens == 50
     assert engine.answer(cache, ids(5, seed=3), max_new_tokens=4).usage.completion_tokens == 4
+
+
+@pytest.mark.parametrize("policy", ["defensivekv", "layer_defensivekv"])
+def test_policies_find_the_output_weights_of_the_layers_that_attend(policy: str) -> None:
+    assert engine_of("qwen3_next").compress(ids(100), policy=policy, compression_ratio=0.5).kept_tokens == 50
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvshelf.errors import DocumentTooLong, InvalidRequest, PolicyUnsupported
-from kvshelf.workers.model.layers import LayerKind, reducible
+from kvshelf.workers.model.layers import LayerKind, layer_kinds, reducible
 from kvshelf.workers.model.rope import Rope, reach
 from kvshelf.workers.policies.ada import Ada
 from kvshelf.workers.policies.base import Absorber, Observes, Policy
@@ -49,7 +49,8 @@ def require_observable(policy: Policy, model: PreTrainedModel, name: str, rope: 
             "does not",
             param="policy",
         )
-    attention = [getattr(layer, "self_attn", None) for layer in getattr(model.base_model, "layers", [None])]
+    layers = zip(getattr(model.base_model, "layers", [None]), layer_kinds(model.config), strict=False)
+    attention = [getattr(layer, "self_attn", None) for layer, kind in layers if kind.attends]
     if Observes.WEIGHTS in policy.observes and any(output_weight(module) is None for module in attention):
         raise PolicyUnsupported(
             f"policy {policy.name!r} weighs values by the attention's output projection, and {name!r} has no o_proj "
