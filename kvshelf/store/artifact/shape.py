@@ -6,13 +6,18 @@ A forged blob of a kilobyte may claim any number of tokens or heads.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple
 
 from kvshelf.errors import BlobError
 from kvshelf.store.artifact.identity import ModelIdentity
 
 StateRole = Literal["conv", "recurrent"]
+
+
+ITEM_BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Of a number of a dtype that a blob can hold."""
 
 
 class StateShape(NamedTuple):
@@ -22,6 +27,10 @@ class StateShape(NamedTuple):
     number: int
     dtype: str
     dims: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.dims) * ITEM_BYTES[self.dtype]
 
 
 class LayerShape(NamedTuple):

@@ -70,7 +70,6 @@ class Engine:
         self.identity = models.identify(model, self.text, self.name)
         self.max_tokens = models.max_positions(model.config)
         self.kv_bytes_per_token = models.kv_bytes_per_token(model.config, model.dtype)
-        self.state_bytes = models.state_bytes(model)
         self.rope = Rope.of(model)
         self.kinds = layer_kinds(model.config)
         # Whether the states of a token are the same whatever the length of its call. Without a RoPE that could be read
@@ -101,6 +100,11 @@ class Engine:
         `PolicyUnsupported` where kvshelf does not see all of the model's attention, and where the windows are not those
         that the configuration does tell. Every prefill asks for them first, so that no work is done in vain."""
         return layer_shapes(self.model, self.kinds, self.passes.absorbed)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states behind a document, over all layers."""
+        return sum(state.nbytes for shape in self.layer_shapes for state in shape.states)
 
     @property
     def _seen_kinds(self) -> tuple[LayerKind, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Annotated, Final, Literal, NamedTuple
@@ -14,7 +13,7 @@ from kvshelf.kernels.groups import scales_shape
 from kvshelf.store.artifact import positions
 from kvshelf.store.artifact.codecs import BITS, Precision
 from kvshelf.store.artifact.identity import RopeMode
-from kvshelf.store.artifact.shape import LayerShape, StateRole, StateShape, tokens_seen
+from kvshelf.store.artifact.shape import ITEM_BYTES, LayerShape, StateRole, StateShape, tokens_seen
 
 ALIGNMENT: Final = 64
 """Bytes: a cache line, and the widest vector register. Every array and every segment begins at a multiple of it."""
@@ -30,7 +29,6 @@ Digest = Annotated[bytes, Field(min_length=32, max_length=32)]
 Sizes = Annotated[list[Count], Field(max_length=MAX_ARRAY)]
 Lengths = Annotated[list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(min_length=1, max_length=MAX_ARRAY)]
 DtypeName = Literal["float32", "bfloat16", "float16"]
-ITEM_BYTES: Final[dict[DtypeName, int]] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def aligned(size: int) -> int:
@@ -136,7 +134,7 @@ class StateHeader(Strict):
     @property
     def nbytes(self) -> int:
         """Without padding."""
-        return math.prod(self.dims) * ITEM_BYTES[self.dtype]
+        return self.shape.nbytes
 
     @property
     def shape(self) -> StateShape:
