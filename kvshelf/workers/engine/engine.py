@@ -41,6 +41,7 @@ from kvshelf.workers.engine.prefill.prefill import Compression, Prefill, run_pre
 from kvshelf.workers.engine.quality import CUES, Probe, Reference, ask
 from kvshelf.workers.model import calibration
 from kvshelf.workers.model import loading as models
+from kvshelf.workers.model.caches import cache_class
 from kvshelf.workers.model.layers import LayerKind, layer_kinds
 from kvshelf.workers.model.rope import Rope, changes_with_length, reach
 from kvshelf.workers.model.text import EncodedDocument, TextFormat
@@ -407,7 +408,7 @@ class Engine:
         Raises `ModelMismatch` for a cache of another model.
         """
         longest = reach(self.model.config, cache.num_tokens)
-        past = AttachedCache(self.attach(cache), longest, self.passes.absorbed)
+        past = cache_class(AttachedCache, self.model)(self.attach(cache), longest, self.passes.absorbed)
         with kvshelf_attention(self.model), past.begun_by(self.model.base_model):
             yield past
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from kvshelf.bench.models.small import small_model
 from kvshelf.errors import BlobError, CacheUnusable, InvalidRequest, PolicyUnsupported
 from kvshelf.store.artifact.cache import CompressedCache
-from kvshelf.store.artifact.records import State, States, entries_of
+from kvshelf.store.artifact.records import State, States, entries_of, states_of
 from kvshelf.store.url import open_store
 from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.workers.engine.attention.function import CONTEXT, Attended, kvshelf_attention
@@ -24,7 +24,9 @@ from kvshelf.workers.engine.attention.states import SUPPORTED
 from kvshelf.workers.engine.decode.generation import Sampling
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.prefill.stateful import Read
+from kvshelf.workers.model.caches import own_class
 from kvshelf.workers.model.layers import layer_kinds
+from kvshelf.workers.model.loading import state_bytes
 from kvshelf.workers.model.source import bundled_folder
 from kvshelf.workers.replica.create.sizes import Shape
 from kvshelf.workers.replica.inspect import kept_tokens
@@ -35,8 +37,10 @@ pytestmark = pytest.mark.skipif(
 
 FAMILIES = [
     "qwen3_next", "qwen3_5_text", "falcon_h1", "bamba", "granitemoehybrid", "nemotron_h", "lfm2", "olmo_hybrid", "zaya",
+    "minimax",
 ]  # fmt: skip
-"""Gated delta rule, the second Mamba, convolutions; beside attention in other layers, in each, beside MLPs alone."""
+"""Gated delta rule, the second Mamba, convolutions, lightning attention; beside attention in other layers, in each,
+beside MLPs alone."""
 
 
 def ids(count: int, seed: int = 1) -> list[int]:
@@ -47,7 +51,7 @@ def engine_of(family: str) -> Engine:
     return Engine(small_model(family), name="m")
 
 
-@pytest.fixture(params=["qwen3_next", "falcon_h1", "lfm2"])
+@pytest.fixture(params=["qwen3_next", "falcon_h1", "lfm2", "minimax"])
 def engine(request: pytest.FixtureRequest) -> Engine:
     return engine_of(request.param)
 
@@ -246,13 +250,30 @@ def test_what_states_cannot_be_is_refused_by_name(engine: Engine) -> None:
     ("family", "said"),
     [
         ("jamba", "forgets its recurrent states where several tokens follow in one pass"),
-        ("minimax", "class of caches of its own"),
         ("mamba2", "says no longest sequence"),
     ],
 )
 def test_models_whose_states_cannot_be_had_are_refused(family: str, said: str) -> None:
     with pytest.raises(PolicyUnsupported, match=said):
         _ = engine_of(family).layer_shapes
+
+
+def test_a_class_of_caches_that_asks_for_states_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model("minimax")
+    own = own_class(model)
+    assert own is not None
+    monkeypatch.delattr(own, "set_linear_cache")
+    with pytest.raises(PolicyUnsupported, match="class of caches of its own"):
+        Engine(model, name="m")
+
+
+@pytest.mark.parametrize("family", ["minimax", "qwen3_next"])
+def test_the_size_of_states_is_known_without_weights(family: str) -> None:
+    model = small_model(family)
+    engine = Engine(model, name="m")
+    held = [state for layer in engine.compress(ids(20), policy="full").layers for state in states_of(layer)]
+    assert state_bytes(model) == sum(state.tensor.nbytes for state in held)
+    assert 0 < state_bytes(model.to("meta")) <= state_bytes(small_model(family))
 
 
 def test_a_model_without_attention_has_nothing_to_compress() -> None:

@@ -22,6 +22,7 @@ from kvshelf.workers.engine.attention.function import CONTEXT, Attended, kvshelf
 from kvshelf.workers.engine.attention.latents import Absorbed, Handover
 from kvshelf.workers.engine.attention.states import StatefulCache, StateLayer, alone
 from kvshelf.workers.engine.inputs.requirements import require_every_layer, require_window
+from kvshelf.workers.model.caches import cache_class
 from kvshelf.workers.model.layers import LayerKind, attending
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def layer_shapes(
     observer, kind = _ShapeObserver(), type(model).__name__
     handover = Handover(absorbed)
     layers = [_empty(index, each, absorbed, handover) for index, each in enumerate(kinds)]
-    cache = StatefulCache(layers=layers)
+    cache = cache_class(StatefulCache, model)(layers=layers)
     given = {CACHE_ARGUMENT: cache, CONTEXT: observer, **handover.begin()}
     with torch.no_grad(), kvshelf_attention(model):
         try:
@@ -105,13 +106,14 @@ def _states_behind(
     model: PreTrainedModel, kinds: Sequence[LayerKind], tokens: Tensor, pieces: Sequence[int]
 ) -> list[Tensor]:
     """The recurrent states behind tokens `[1, N]`, of which the last are read in these pieces."""
-    cache, start = StatefulCache(layers=[_empty(i, each, {}, Handover(())) for i, each in enumerate(kinds)]), 0
+    layers = [_empty(i, each, {}, Handover(())) for i, each in enumerate(kinds)]
+    cache, start = cache_class(StatefulCache, model)(layers=layers), 0
     for piece in torch.split(tokens, [_BEFORE, *pieces], dim=1):
         positions = torch.arange(start, start + piece.shape[1], device=tokens.device).unsqueeze(0)
         model.base_model(input_ids=piece, position_ids=positions, use_cache=True, **{CACHE_ARGUMENT: cache})
         start += piece.shape[1]
-    layers = (layer for layer in cache.layers if isinstance(layer, StateLayer))
-    return [state.tensor.float() for layer in layers for state in layer.held() if state.role == "recurrent"]
+    stateful = (layer for layer in cache.layers if isinstance(layer, StateLayer))
+    return [state.tensor.float() for layer in stateful for state in layer.held() if state.role == "recurrent"]
 
 
 def _empty(

@@ -7,7 +7,7 @@ Only suffixes are padded, and no prefix is copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from kvshelf.workers.engine.attention.states import Source, StatefulCache, State
 from kvshelf.workers.engine.decode.generation import Checkpoint, Generation
 from kvshelf.workers.engine.decode.suffixes import Slab, SuffixPool
 from kvshelf.workers.engine.forward.passes import Passes
+from kvshelf.workers.model.caches import cache_class
 from kvshelf.workers.model.layers import LayerKind
 
 MAX_NEW_TOKENS = 512
@@ -80,7 +81,7 @@ class DecodeBatch:
     def _passed(self, step: _Step, checkpoint: Checkpoint, wait: Wait) -> _Passed:
         if self._plan is None or not self._plan.continued_by(step):
             self._plan = _Plan(step)
-        past = _StepPast(step, self._kinds, checkpoint, wait, self._plan, self._passes.absorbed)
+        past = _StepPast(step, self._kinds, checkpoint, wait, self._plan, self._passes)
         if not self._with_states:
             logits = self._passes.continuing(step.token_ids, step.positions, past, step.last_tokens)[0]
             return _Passed(logits, _likeliest(logits), [])
@@ -331,14 +332,15 @@ class _StepPast:
         checkpoint: Checkpoint,
         wait: Wait,
         plan: _Plan,
-        absorbed: Mapping[int, Absorbed],
+        passes: Passes,
     ) -> None:
         self._step = step
         self._wait = wait
         self._plan = plan
-        self._absorbed = absorbed
-        self.handover = Handover(absorbed)
-        self.cache = StatefulCache(layers=[self._layer(index, kind) for index, kind in enumerate(kinds)])
+        self._absorbed = passes.absorbed
+        self.handover = Handover(passes.absorbed)
+        layers = [self._layer(index, kind) for index, kind in enumerate(kinds)]
+        self.cache = cache_class(StatefulCache, passes.model)(layers=layers)
         self.checkpoint = checkpoint
         self.planned = all(document.arrived for document in step.documents)
 

@@ -27,6 +27,7 @@ from kvshelf.workers.engine.forward.passes import Passes
 from kvshelf.workers.engine.inputs.job import Job
 from kvshelf.workers.engine.prefill.reducing import LayerReducer
 from kvshelf.workers.engine.quality import Probe, ask
+from kvshelf.workers.model.caches import cache_class
 from kvshelf.workers.model.layers import LayerKind
 from kvshelf.workers.policies.budgets import Budget
 from kvshelf.workers.policies.full import Full
@@ -51,7 +52,8 @@ def read(passes: Passes, kinds: Sequence[LayerKind], job: Job, context: ForwardC
         for kind in kinds
     ]
     document = replace(job, passes=())
-    passes.causal(document.inputs(passes.model.device), context, cache=StatefulCache(layers=layers))
+    cache = cache_class(StatefulCache, passes.model)(layers=layers)
+    passes.causal(document.inputs(passes.model.device), context, cache=cache)
     return tuple(States(alone(layer.held(), 0) if isinstance(layer, StateLayer) else ()) for layer in layers)
 
 
@@ -87,7 +89,7 @@ class Read:
 
     def answered(self, model: PreTrainedModel, probe: Probe) -> Tensor:
         """The full cache's logits for the cues of a probe, as `ask` gives them."""
-        past = AttachedCache(Attachment(self.full, model.device, None))
+        past = cache_class(AttachedCache, model)(Attachment(self.full, model.device, None))
         with past.begun_by(model.base_model):
             return ask(model, probe, past)
 
@@ -136,7 +138,7 @@ def _behind(
     model: PreTrainedModel, document: Attachment, probes: Sequence[ProbePass], length: int
 ) -> dict[int, Attended]:
     """What each layer saw of some passes of one length, a row each."""
-    past, held = AttachedCache(document), _Held(_nothing, queries=True)
+    past, held = cache_class(AttachedCache, model)(document), _Held(_nothing, queries=True)
     ids = torch.tensor([probe.token_ids for probe in probes], device=model.device)
     positions = torch.tensor([[probe.first_position] for probe in probes], device=model.device)
     with past.begun_by(model.base_model):
