@@ -41,7 +41,6 @@ from kvshelf.workers.engine.prefill.prefill import Compression, Prefill, run_pre
 from kvshelf.workers.engine.quality import CUES, Probe, Reference, ask
 from kvshelf.workers.model import calibration
 from kvshelf.workers.model import loading as models
-from kvshelf.workers.model.caches import cache_class
 from kvshelf.workers.model.layers import LayerKind, layer_kinds
 from kvshelf.workers.model.rope import Rope, changes_with_length, reach
 from kvshelf.workers.model.text import EncodedDocument, TextFormat
@@ -101,7 +100,9 @@ class Engine:
         """The layers of this model's caches, measured in a forward pass: a configuration does not tell. Raises
         `PolicyUnsupported` where kvshelf does not see all of the model's attention, and where the windows are not those
         that the configuration does tell. Every prefill asks for them first, so that no work is done in vain."""
-        return layer_shapes(self.model, self.kinds, self.passes.absorbed)
+        shapes = layer_shapes(self.model, self.kinds, self.passes.absorbed)
+        self.passes.tokens_at_once  # noqa: B018 - raises, too
+        return shapes
 
     @property
     def _seen_kinds(self) -> tuple[LayerKind, ...]:
@@ -408,7 +409,7 @@ class Engine:
         Raises `ModelMismatch` for a cache of another model.
         """
         longest = reach(self.model.config, cache.num_tokens)
-        past = cache_class(AttachedCache, self.model)(self.attach(cache), longest, self.passes.absorbed)
+        past = self.passes.attached(self.attach(cache), longest)
         with kvshelf_attention(self.model), past.begun_by(self.model.base_model):
             yield past
 

@@ -37,10 +37,10 @@ pytestmark = pytest.mark.skipif(
 
 FAMILIES = [
     "qwen3_next", "qwen3_5_text", "falcon_h1", "bamba", "granitemoehybrid", "nemotron_h", "lfm2", "olmo_hybrid", "zaya",
-    "minimax",
+    "minimax", "jamba", "bailing_hybrid",
 ]  # fmt: skip
-"""Gated delta rule, the second Mamba, convolutions, lightning attention; beside attention in other layers, in each,
-beside MLPs alone."""
+"""Gated delta rule, the second Mamba, convolutions, lightning attention, the first Mamba; beside attention in other
+layers, in each, beside MLPs alone; beside latent attention."""
 
 
 def ids(count: int, seed: int = 1) -> list[int]:
@@ -59,7 +59,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 def logits_behind(engine: Engine, cache: CompressedCache, tokens: list[int], pieces: list[int]) -> torch.Tensor:
     """Logits of all tokens, given in pieces of these lengths."""
     with torch.no_grad(), engine.attached(cache) as past:
-        asked = torch.split(torch.tensor([tokens]), pieces, dim=1)
+        asked = [each for piece in torch.split(torch.tensor([tokens]), pieces, dim=1) for each in past.pieces(piece)]
         return torch.cat([engine.model(piece, **{CACHE_ARGUMENT: past}).logits[0] for piece in asked])
 
 
@@ -218,7 +218,7 @@ def test_probe_passes_behind_states_see_what_they_see_in_one_sequence() -> None:
     with torch.no_grad(), kvshelf_attention(engine.model):
         engine.model.base_model(**job.inputs(engine.model.device), use_cache=False, **{CONTEXT: Observer()})
         document = Read.of(engine.passes, engine.kinds, job, lambda: None, queries=True)
-        apart = list(document.probed(engine.model, job.passes))
+        apart = list(document.probed(job.passes))
     for found, expected in zip(apart, seen, strict=True):
         for name in ("queries", "keys", "values"):
             torch.testing.assert_close(getattr(found, name), getattr(expected, name), atol=2e-5, rtol=1e-4)
@@ -249,13 +249,35 @@ def test_what_states_cannot_be_is_refused_by_name(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("family", "said"),
     [
-        ("jamba", "forgets its recurrent states where several tokens follow in one pass"),
         ("mamba2", "says no longest sequence"),
     ],
 )
 def test_models_whose_states_cannot_be_had_are_refused(family: str, said: str) -> None:
     with pytest.raises(PolicyUnsupported, match=said):
         _ = engine_of(family).layer_shapes
+
+
+def test_a_model_that_forgets_states_takes_one_token_at_a_time_behind_a_document() -> None:
+    """Jamba: its pass over several tokens would answer without the document's states, and say nothing."""
+    engine = engine_of("jamba")
+    cache = engine.compress(ids(60), policy="full")
+    question = torch.tensor([ids(7, seed=4)])
+    with torch.no_grad(), engine.attached(cache) as past:
+        with pytest.raises(InvalidRequest, match="give it 1 at a time"):
+            engine.model(question, **{CACHE_ARGUMENT: past})
+        assert [piece.shape for piece in past.pieces(question)] == [(1, 1)] * 7
+
+
+@pytest.mark.parametrize("family", ["jamba", "bailing_hybrid"])
+def test_the_quality_of_such_models_is_measured_too(family: str) -> None:
+    """The cues behind the full cache, in the prefill and over the stored cache, and what a policy's probes saw."""
+    engine = engine_of(family)
+    for policy in ("keydiff", "kvzip"):
+        job = engine.prepare(ids(80), policy=policy, compression_ratio=0.5)
+        prefill = engine.prefill([engine.level(job)], cues=10)
+        assert prefill.reference is not None
+        assert engine.measure(engine.compress(ids(80), policy="full"), prefill.reference).agreement == 1.0
+        assert prefill.compressions[0].cache.kept_tokens == 40
 
 
 def test_a_class_of_caches_that_asks_for_states_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
