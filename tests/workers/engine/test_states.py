@@ -266,6 +266,11 @@ def test_a_model_that_forgets_states_takes_one_token_at_a_time_behind_a_document
         with pytest.raises(InvalidRequest, match="give it 1 at a time"):
             engine.model(question, **{CACHE_ARGUMENT: past})
         assert [piece.shape for piece in past.pieces(question)] == [(1, 1)] * 7
+    expected = engine.model.generate(torch.tensor([ids(60) + ids(7, seed=4)]), max_new_tokens=8, do_sample=False)
+    with engine.attached(cache) as past:
+        given, options = past.with_document(question), {"max_new_tokens": 8, "do_sample": False}
+        found = engine.model.generate(given, **{CACHE_ARGUMENT: past}, prefill_chunk_size=1, **options)
+    assert found[:, given.shape[1] :].tolist() == expected[:, 67:].tolist()
 
 
 @pytest.mark.parametrize("family", ["jamba", "bailing_hybrid"])

@@ -126,8 +126,8 @@ class Passes:
         cache: Callable[[Handover], Cache] | None = None,
     ) -> Tensor | None:
         """One pass over `input_ids` at `position_ids`, `[1, N]`. Logits `[1, kept, vocabulary]` of the tokens numbered
-        in `kept`; None without it, and then nothing runs that only logits need. cache: makes an empty one, for a model whose
-        modules leave states there; such a model has no program."""
+        in `kept`; None without it, and then nothing runs that only logits need. cache: makes an empty one,
+        for a model whose modules leave states there; such a model has no program."""
         with torch.no_grad(), kvshelf_attention(self.model):
             if self.program is None:
                 given = {**inputs, CONTEXT: context, **self._without_past(inputs["position_ids"], cache)}

@@ -65,8 +65,8 @@ def _empty(index: int, kind: LayerKind, handover: Handover) -> StateLayer | Pass
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """A document that has been read by these passes, all of it held. states: of each layer. attended: what those saw that attend, by
-    layer. full: the full cache."""
+    """A document that has been read by these passes, all of it held. states: of each layer. attended: what those saw
+    that attend, by layer. full: the full cache."""
 
     passes: Passes
     states: tuple[States, ...]
@@ -105,7 +105,7 @@ class Read:
         """What each layer saw of the document and of the probe passes behind it, as in one sequence."""
         document = Attachment(self.full, self.passes.model.device, None)
         behind: dict[int, list[Attended]] = {layer: [] for layer in self.attended}
-        for length, same in groupby(probes, key=lambda probe: len(probe.token_ids)):
+        for _, same in groupby(probes, key=lambda probe: len(probe.token_ids)):
             passes = list(same)
             most = self.passes.attached(document).rows_at_once
             for some in (passes[at : at + most] for at in range(0, len(passes), most)):
