@@ -71,6 +71,7 @@ _OWN: Final[Mapping[str, Mapping[str, Any]]] = {
         "zero_expert_num": 2,
     },
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2},
+    "minimax": {"sliding_window": None, "block_size": 32},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
     "phimoe": {"sliding_window": None},
     "qwen2_moe": {"use_sliding_window": False, "layer_types": ["full_attention"] * _LAYERS},

@@ -111,9 +111,10 @@ def _difference(engine: Engine, own: _Own) -> float:
 
 
 def _asked(engine: Engine, cache: CompressedCache, behind: list[int]) -> Tensor:
-    """Logits of a question in one call, and of further tokens one at a time."""
-    pieces = torch.split(torch.tensor([behind]), [_QUESTION] + [1] * _ANSWER, dim=1)
+    """Logits of a question in one call where the model takes it so, and of further tokens one at a time."""
+    asked = torch.split(torch.tensor([behind]), [_QUESTION] + [1] * _ANSWER, dim=1)
     with torch.no_grad(), engine.attached(cache) as past:
+        pieces = [piece for each in asked for piece in past.pieces(each)]
         return torch.cat([engine.model(input_ids=piece, **{CACHE_ARGUMENT: past}).logits[0] for piece in pieces])
 
 

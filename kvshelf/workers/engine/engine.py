@@ -99,7 +99,9 @@ class Engine:
         """The layers of this model's caches, measured in a forward pass: a configuration does not tell. Raises
         `PolicyUnsupported` where kvshelf does not see all of the model's attention, and where the windows are not those
         that the configuration does tell. Every prefill asks for them first, so that no work is done in vain."""
-        return layer_shapes(self.model, self.kinds, self.passes.absorbed)
+        shapes = layer_shapes(self.model, self.kinds, self.passes.absorbed)
+        self.passes.tokens_at_once  # noqa: B018 - raises, too
+        return shapes
 
     @property
     def state_bytes(self) -> int:
@@ -411,7 +413,7 @@ class Engine:
         Raises `ModelMismatch` for a cache of another model.
         """
         longest = reach(self.model.config, cache.num_tokens)
-        past = AttachedCache(self.attach(cache), longest, self.passes.absorbed)
+        past = self.passes.attached(self.attach(cache), longest)
         with kvshelf_attention(self.model), past.begun_by(self.model.base_model):
             yield past
 

@@ -271,7 +271,8 @@ def ask(model: nn.Module, probe: Probe, past: AttachedCache) -> Tensor:
     found = []
     for ids in torch.split(probe.ids(device), past.rows_at_once):
         past.reset()
-        found.append(model(ids, logits_to_keep=ANSWER, **{CACHE_ARGUMENT: past}).logits)
+        pieces = [model(each, logits_to_keep=ANSWER, **{CACHE_ARGUMENT: past}).logits for each in past.pieces(ids)]
+        found.append(torch.cat(pieces, dim=1)[:, -ANSWER:])
     return torch.cat(found).flatten(0, 1)
 
 

@@ -68,8 +68,8 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
         )
         for layer, name in enumerate(names)
     )
-    if latents and any(kind.window is not None or kind.states for kind in kinds):
-        others = " and ".join(sorted({*names} - {"full_attention"}))
+    if latents and any(kind.window is not None or (kind.attends and kind.states) for kind in kinds):
+        others = " and ".join(sorted({*names} - {"full_attention", "linear_attention", "conv"}))
         raise PolicyUnsupported(
             f"{config.model_type} has latent attention (MLA) beside layers of kind {others}, which kvshelf cannot "
             "attach together yet",

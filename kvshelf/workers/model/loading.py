@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
@@ -243,9 +242,10 @@ def _require_states_in_layers(model: PreTrainedModel) -> None:
     import transformers
     from transformers.cache_utils import Cache
 
-    code = sys.modules[type(model).__module__]
-    own = [each for each in vars(code).values() if isinstance(each, type) and issubclass(each, Cache)]
-    if any(each.__module__ == code.__name__ for each in own):
+    from kvshelf.workers.model.caches import has_linear_states, own_class
+
+    own = own_class(model)
+    if own is not None and not has_linear_states(own):
         raise PolicyUnsupported(
             f"{type(model).__name__} keeps its recurrent states in a class of caches of its own, and kvshelf cannot "
             "attach to it",
@@ -292,8 +292,11 @@ def state_bytes(model: PreTrainedModel) -> int:
     if not any(kind.states for kind in layer_kinds(model.config)):
         return 0
     from transformers import DynamicCache  # takes seconds: only where a model is at hand
+    from transformers.cache_utils import Cache
 
-    cache = DynamicCache(config=model.config)
+    from kvshelf.workers.model.caches import cache_class
+
+    cache = cache_class(Cache, model)(layers=DynamicCache(config=model.config).layers)
     without_weights = model.device.type == "meta"
     runs = model.to(torch.bfloat16) if without_weights else model  # products of experts take 16 bits alone there
     with torch.no_grad():

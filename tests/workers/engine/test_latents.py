@@ -6,6 +6,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.head_search import Needle
 from kvshelf.workers.model import calibration
 from kvshelf.workers.model.calibration import Calibration, Origin
+from kvshelf.workers.model.layers import layer_kinds
 from kvshelf.workers.model.prepacking import prepack
 from kvshelf.workers.model.source import bundled_folder
 from kvshelf.workers.replica.create.sizes import Shape
@@ -447,12 +449,13 @@ def test_models_with_an_indexer_are_refused(family: str) -> None:
         Engine(small_model(family), name="m")
 
 
-@pytest.mark.parametrize("family", ["kimi_linear", "bailing_hybrid"])
-def test_latents_beside_recurrent_states_are_refused(family: str) -> None:
-    from kvshelf.bench.models.small import small_model
-
-    with pytest.raises(PolicyUnsupported, match="beside layers of kind linear_attention"):
-        Engine(small_model(family), name="m")
+@pytest.mark.parametrize("kind", ["sliding_attention", "hybrid"])
+def test_latents_of_layers_with_windows_or_states_of_their_own_are_refused(kind: str) -> None:
+    config = SimpleNamespace(
+        model_type="m", kv_lora_rank=16, qk_rope_head_dim=8, sliding_window=24, layer_types=["full_attention", kind]
+    )
+    with pytest.raises(PolicyUnsupported, match=f"beside layers of kind {kind}"):
+        layer_kinds(config)
 
 
 def test_a_cache_of_another_kind_of_layer_is_refused(one: Engine) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from kvshelf.bench.models.small import small_model
 from kvshelf.errors import BlobError, CacheUnusable, InvalidRequest, PolicyUnsupported
 from kvshelf.store.artifact.cache import CompressedCache
-from kvshelf.store.artifact.records import State, States, entries_of
+from kvshelf.store.artifact.records import State, States, entries_of, states_of
 from kvshelf.store.url import open_store
 from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.workers.engine.attention.function import CONTEXT, Attended, kvshelf_attention
@@ -24,7 +24,9 @@ from kvshelf.workers.engine.attention.states import SUPPORTED
 from kvshelf.workers.engine.decode.generation import Sampling
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.prefill.stateful import Read
+from kvshelf.workers.model.caches import own_class
 from kvshelf.workers.model.layers import layer_kinds
+from kvshelf.workers.model.loading import state_bytes
 from kvshelf.workers.model.source import bundled_folder
 from kvshelf.workers.replica.create.sizes import Shape
 from kvshelf.workers.replica.inspect import kept_tokens
@@ -35,8 +37,10 @@ pytestmark = pytest.mark.skipif(
 
 FAMILIES = [
     "qwen3_next", "qwen3_5_text", "falcon_h1", "bamba", "granitemoehybrid", "nemotron_h", "lfm2", "olmo_hybrid", "zaya",
+    "minimax", "jamba", "bailing_hybrid",
 ]  # fmt: skip
-"""Gated delta rule, the second Mamba, convolutions; beside attention in other layers, in each, beside MLPs alone."""
+"""Gated delta rule, the second Mamba, convolutions, lightning attention, the first Mamba; beside attention in other
+layers, in each, beside MLPs alone; beside latent attention."""
 
 
 def ids(count: int, seed: int = 1) -> list[int]:
@@ -47,7 +51,7 @@ def engine_of(family: str) -> Engine:
     return Engine(small_model(family), name="m")
 
 
-@pytest.fixture(params=["qwen3_next", "falcon_h1", "lfm2"])
+@pytest.fixture(params=["qwen3_next", "falcon_h1", "lfm2", "minimax"])
 def engine(request: pytest.FixtureRequest) -> Engine:
     return engine_of(request.param)
 
@@ -55,7 +59,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 def logits_behind(engine: Engine, cache: CompressedCache, tokens: list[int], pieces: list[int]) -> torch.Tensor:
     """Logits of all tokens, given in pieces of these lengths."""
     with torch.no_grad(), engine.attached(cache) as past:
-        asked = torch.split(torch.tensor([tokens]), pieces, dim=1)
+        asked = [each for piece in torch.split(torch.tensor([tokens]), pieces, dim=1) for each in past.pieces(piece)]
         return torch.cat([engine.model(piece, **{CACHE_ARGUMENT: past}).logits[0] for piece in asked])
 
 
@@ -225,7 +229,7 @@ def test_probe_passes_behind_states_see_what_they_see_in_one_sequence() -> None:
     with torch.no_grad(), kvshelf_attention(engine.model):
         engine.model.base_model(**job.inputs(engine.model.device), use_cache=False, **{CONTEXT: Observer()})
         document = Read.of(engine.passes, engine.kinds, job, lambda: None, queries=True)
-        apart = list(document.probed(engine.model, job.passes))
+        apart = list(document.probed(job.passes))
     for found, expected in zip(apart, seen, strict=True):
         for name in ("queries", "keys", "values"):
             torch.testing.assert_close(getattr(found, name), getattr(expected, name), atol=2e-5, rtol=1e-4)
@@ -265,14 +269,58 @@ def test_the_codec_klt_is_refused(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("family", "said"),
     [
-        ("jamba", "forgets its recurrent states where several tokens follow in one pass"),
-        ("minimax", "class of caches of its own"),
         ("mamba2", "says no longest sequence"),
     ],
 )
 def test_models_whose_states_cannot_be_had_are_refused(family: str, said: str) -> None:
     with pytest.raises(PolicyUnsupported, match=said):
         _ = engine_of(family).layer_shapes
+
+
+def test_a_model_that_forgets_states_takes_one_token_at_a_time_behind_a_document() -> None:
+    """Jamba: its pass over several tokens would answer without the document's states, and say nothing."""
+    engine = engine_of("jamba")
+    cache = engine.compress(ids(60), policy="full")
+    question = torch.tensor([ids(7, seed=4)])
+    with torch.no_grad(), engine.attached(cache) as past:
+        with pytest.raises(InvalidRequest, match="give it 1 at a time"):
+            engine.model(question, **{CACHE_ARGUMENT: past})
+        assert [piece.shape for piece in past.pieces(question)] == [(1, 1)] * 7
+    expected = engine.model.generate(torch.tensor([ids(60) + ids(7, seed=4)]), max_new_tokens=8, do_sample=False)
+    with engine.attached(cache) as past:
+        given, options = past.with_document(question), {"max_new_tokens": 8, "do_sample": False}
+        found = engine.model.generate(given, **{CACHE_ARGUMENT: past}, prefill_chunk_size=1, **options)
+    assert found[:, given.shape[1] :].tolist() == expected[:, 67:].tolist()
+
+
+@pytest.mark.parametrize("family", ["jamba", "bailing_hybrid"])
+def test_the_quality_of_such_models_is_measured_too(family: str) -> None:
+    """The cues behind the full cache, in the prefill and over the stored cache, and what a policy's probes saw."""
+    engine = engine_of(family)
+    for policy in ("keydiff", "kvzip"):
+        job = engine.prepare(ids(80), policy=policy, compression_ratio=0.5)
+        prefill = engine.prefill([engine.level(job)], cues=10)
+        assert prefill.reference is not None
+        assert engine.measure(engine.compress(ids(80), policy="full"), prefill.reference).agreement == 1.0
+        assert prefill.compressions[0].cache.kept_tokens == 40
+
+
+def test_a_class_of_caches_that_asks_for_states_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model("minimax")
+    own = own_class(model)
+    assert own is not None
+    monkeypatch.delattr(own, "set_linear_cache")
+    with pytest.raises(PolicyUnsupported, match="class of caches of its own"):
+        Engine(model, name="m")
+
+
+@pytest.mark.parametrize("family", ["minimax", "qwen3_next"])
+def test_the_size_of_states_is_known_without_weights(family: str) -> None:
+    model = small_model(family)
+    engine = Engine(model, name="m")
+    held = [state for layer in engine.compress(ids(20), policy="full").layers for state in states_of(layer)]
+    assert state_bytes(model) == sum(state.tensor.nbytes for state in held)
+    assert 0 < state_bytes(model.to("meta")) <= state_bytes(small_model(family))
 
 
 def test_a_model_without_attention_has_nothing_to_compress() -> None:

@@ -40,11 +40,17 @@ class AttachedCache(StatefulCache):
     """
 
     def __init__(
-        self, document: Attachment, longest: int | None = None, absorbed: Mapping[int, Absorbed] | None = None
+        self,
+        document: Attachment,
+        longest: int | None = None,
+        absorbed: Mapping[int, Absorbed] | None = None,
+        tokens_at_once: int | None = None,
     ) -> None:
         """longest: most tokens of document and suffix together; beyond it the model would rotate all keys by other
-        frequencies (`rope.reach`). absorbed: the layers that have latents."""
+        frequencies (`rope.reach`). absorbed: the layers that have latents. tokens_at_once: most tokens of each row in
+        one pass; None: any number."""
         self._rows = 1
+        self._tokens_at_once = tokens_at_once
         self._absorbed = absorbed or {}
         self._handover = Handover(self._absorbed)
         states_bytes = sum(state.tensor.nbytes for i in range(document.num_layers) for state in document.states(i))
@@ -77,6 +83,13 @@ class AttachedCache(StatefulCache):
                 return None
             tokens = next(found for found in (*args[:1], *map(given.get, _TOKENS)) if found is not None)
             rows, count = tokens.shape[:2]
+            if self._tokens_at_once is not None and count > self._tokens_at_once:
+                raise InvalidRequest(
+                    f"{type(model).__name__} forgets its recurrent states where several tokens follow in one pass (a "
+                    f"fault of its code in transformers); give it {self._tokens_at_once} at a time, `for piece in "
+                    "past.pieces(input_ids)`, and generate() prefill_chunk_size=1",
+                    param="input_ids",
+                )
             if takes_positions and given.get("position_ids") is None:
                 first = self.get_seq_length()
                 given["position_ids"] = torch.arange(first, first + count, device=tokens.device).expand(rows, count)
@@ -95,6 +108,11 @@ class AttachedCache(StatefulCache):
         """Prepare a pass over tokens `[rows, T]`. Returns keywords for the model's attention function."""
         self._rows = rows
         return self._handover.begin()
+
+    def pieces(self, input_ids: Tensor) -> tuple[Tensor, ...]:
+        """`input_ids` `[B, T]` as the model takes them behind the document, a pass each: all at once but for a model
+        that forgets its states."""
+        return torch.split(input_ids, self._tokens_at_once or input_ids.shape[1], dim=1)
 
     def with_document(self, input_ids: Tensor) -> Tensor:
         """`input_ids` `[B, T]` behind stand-ins for the document's tokens, `[B, N + T]`: what `generate()` expects.

@@ -22,6 +22,7 @@ from kvshelf.workers.engine.attention.function import CONTEXT, Attended, kvshelf
 from kvshelf.workers.engine.attention.latents import Absorbed, Handover
 from kvshelf.workers.engine.attention.states import StatefulCache, StateLayer, alone
 from kvshelf.workers.engine.inputs.requirements import require_every_layer, require_window
+from kvshelf.workers.model.caches import cache_class
 from kvshelf.workers.model.layers import LayerKind, attending
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def layer_shapes(
     observer, kind = _ShapeObserver(), type(model).__name__
     handover = Handover(absorbed)
     layers = [_empty(index, each, absorbed, handover) for index, each in enumerate(kinds)]
-    cache = StatefulCache(layers=layers)
+    cache = cache_class(StatefulCache, model)(layers=layers)
     given = {CACHE_ARGUMENT: cache, CONTEXT: observer, **handover.begin()}
     with torch.no_grad(), kvshelf_attention(model):
         try:
@@ -72,7 +73,6 @@ def layer_shapes(
                 "where the model puts it",
                 param="model",
             )
-        _require_continued(model, kinds)
     require_every_layer(observer.layers, attending(kinds))
     for index, each in enumerate(kinds):
         if each.attends:
@@ -84,34 +84,51 @@ def layer_shapes(
     )
 
 
-def _require_continued(model: PreTrainedModel, kinds: Sequence[LayerKind]) -> None:
-    """Refuse a model whose recurrent layers, given several tokens, begin anew instead of going on from their states.
-    Transformers' code of the first Mamba does (Jamba, 5.24): with one token at a time it is right, and nothing but the
-    answers would tell."""
+def tokens_at_once(model: PreTrainedModel, kinds: Sequence[LayerKind], absorbed: Mapping[int, Absorbed]) -> int | None:
+    """How many tokens of a row a pass behind a document may have: None for any number, 1 where recurrent layers begin
+    anew from several instead of going on from their states. Transformers' code of the first Mamba does (Jamba, 5.24),
+    and nothing but the answers would tell.
+
+    Raises `PolicyUnsupported` for a model that does so from one token, too.
+    """
     if not any(kind.states for kind in kinds):
-        return
+        return None
     tokens = torch.arange(_BEFORE + _BEHIND, device=model.device).unsqueeze(0) % model.config.vocab_size
-    together, single = (_states_behind(model, kinds, tokens, pieces) for pieces in ([_BEHIND], [1] * _BEHIND))
-    for one, other in zip(together, single, strict=True):
-        if float((one - other).norm()) > _RESTARTED * float(other.norm()):
-            raise PolicyUnsupported(
-                f"{type(model).__name__} forgets its recurrent states where several tokens follow in one pass (a fault "
-                "of its code in transformers), so an answer behind a stored document would not be its own",
-                param="model",
-            )
+    with torch.no_grad(), kvshelf_attention(model):
+        whole, together, single = (
+            _states_behind(model, kinds, absorbed, torch.split(tokens, pieces, dim=1))
+            for pieces in ([_BEFORE + _BEHIND], [_BEFORE, _BEHIND], [_BEFORE] + [1] * _BEHIND)
+        )
+    if not _continued(single, whole):
+        raise PolicyUnsupported(
+            f"{type(model).__name__} forgets its recurrent states from one pass to the next, so an answer behind a "
+            "stored document would not be its own",
+            param="model",
+        )
+    return None if _continued(together, whole) else 1
+
+
+def _continued(states: Sequence[Tensor], whole: Sequence[Tensor]) -> bool:
+    """Whether states are those of one pass. Also where weights are broken and states are no numbers."""
+    return not any(
+        float((one - other).norm()) > _RESTARTED * float(other.norm()) for one, other in zip(states, whole, strict=True)
+    )
 
 
 def _states_behind(
-    model: PreTrainedModel, kinds: Sequence[LayerKind], tokens: Tensor, pieces: Sequence[int]
+    model: PreTrainedModel, kinds: Sequence[LayerKind], absorbed: Mapping[int, Absorbed], pieces: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The recurrent states behind tokens `[1, N]`, of which the last are read in these pieces."""
-    cache, start = StatefulCache(layers=[_empty(i, each, {}, Handover(())) for i, each in enumerate(kinds)]), 0
-    for piece in torch.split(tokens, [_BEFORE, *pieces], dim=1):
-        positions = torch.arange(start, start + piece.shape[1], device=tokens.device).unsqueeze(0)
-        model.base_model(input_ids=piece, position_ids=positions, use_cache=True, **{CACHE_ARGUMENT: cache})
+    """The recurrent states behind tokens that are read in these pieces `[1, T]`."""
+    handover, start = Handover(absorbed), 0
+    layers = [_empty(index, each, absorbed, handover) for index, each in enumerate(kinds)]
+    cache = cache_class(StatefulCache, model)(layers=layers)
+    for piece in pieces:
+        positions = torch.arange(start, start + piece.shape[1], device=piece.device).unsqueeze(0)
+        given = {CACHE_ARGUMENT: cache, **handover.begin()}
+        model.base_model(input_ids=piece, position_ids=positions, use_cache=True, **given)
         start += piece.shape[1]
-    layers = (layer for layer in cache.layers if isinstance(layer, StateLayer))
-    return [state.tensor.float() for layer in layers for state in layer.held() if state.role == "recurrent"]
+    stateful = (layer for layer in cache.layers if isinstance(layer, StateLayer))
+    return [state.tensor.float() for layer in stateful for state in layer.held() if state.role == "recurrent"]
 
 
 def _empty(

@@ -7,7 +7,7 @@ Only suffixes are padded, and no prefix is copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from kvshelf.workers.engine.attention.states import Source, StatefulCache, State
 from kvshelf.workers.engine.decode.generation import Checkpoint, Generation
 from kvshelf.workers.engine.decode.suffixes import Slab, SuffixPool
 from kvshelf.workers.engine.forward.passes import Passes
+from kvshelf.workers.model.caches import cache_class
 from kvshelf.workers.model.layers import LayerKind
 
 MAX_NEW_TOKENS = 512
@@ -64,7 +65,8 @@ class DecodeBatch:
         """
         if self._one_by_one and len(generations) > 1:
             return [self._told_alone(generation, checkpoint, wait) for generation in generations]
-        steps = _steps(generations, self._pool, self._passes.model.device, together=not self._with_states)
+        most = MAX_NEW_TOKENS if self._passes.tokens_at_once is None else 0
+        steps = _steps(generations, self._pool, self._passes.model.device, most, together=not self._with_states)
         passed = [self._passed(step, checkpoint or _nothing, wait) for step in steps]
         # From here on every answer has moved on, so nothing may be raised.
         told: dict[int, str | Exception] = {}
@@ -80,7 +82,7 @@ class DecodeBatch:
     def _passed(self, step: _Step, checkpoint: Checkpoint, wait: Wait) -> _Passed:
         if self._plan is None or not self._plan.continued_by(step):
             self._plan = _Plan(step)
-        past = _StepPast(step, self._kinds, checkpoint, wait, self._plan, self._passes.absorbed)
+        past = _StepPast(step, self._kinds, checkpoint, wait, self._plan, self._passes)
         if not self._with_states:
             logits = self._passes.continuing(step.token_ids, step.positions, past, step.last_tokens)[0]
             return _Passed(logits, _likeliest(logits), [])
@@ -152,10 +154,12 @@ class _Step:
         return cls(places, device)
 
 
-def _steps(generations: Sequence[Generation], pool: SuffixPool, device: torch.device, *, together: bool) -> list[_Step]:
+def _steps(
+    generations: Sequence[Generation], pool: SuffixPool, device: torch.device, most: int, *, together: bool
+) -> list[_Step]:
     """One step of all answers; where they cannot be `together`, one for all with equally many tokens. Each row gets one
-    token; the rest goes to the shortest questions first, so that a long question delays only itself."""
-    left = max(0, MAX_NEW_TOKENS - len(generations))
+    token; the rest of `most` goes to the shortest questions first, so that a long question delays only itself."""
+    left = max(0, most - len(generations))
     counts: list[tuple[Generation, int]] = []
     for generation in sorted(generations, key=lambda g: len(g.pending)):
         assert generation.pending, "an answer that had an error is over"
@@ -255,7 +259,7 @@ class _BatchLayer(PassingLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Append every row's new states to its suffix, once every document of the step has this layer."""
         prefixes = self._prefixes()
-        in_line = [states.transpose(0, 1).flatten(1, 2).unsqueeze(0) for states in (key_states, value_states)]
+        in_line = [_in_line(states) for states in (key_states, value_states)]
         written = (group.write(self._index, *in_line) for group in self._step.groups)
         suffixes = [(keys, values) for keys, values in written]
         states = AttachedStates(prefixes, suffixes, self._step.layout, key_states, value_states, first_position=None)
@@ -285,11 +289,16 @@ class _LatentBatchLayer(_BatchLayer):
         """As of a `_BatchLayer`. Latents and rotated parts lie side by side; values are the latents, not a copy."""
         prefixes, rank = self._prefixes(), key_states.shape[-1]
         joined = torch.cat([key_states, value_states], dim=-1)
-        written = (group.write(self._index, joined) for group in self._step.groups)
+        written = (group.write(self._index, _in_line(joined)) for group in self._step.groups)
         suffixes = [(keys, keys[..., :rank]) for (keys,) in written]
         past = AttachedStates(prefixes, suffixes, self._step.layout, joined, key_states, first_position=None)
         self._handover.give(self._index, LatentStates(key_states, value_states, (past, self._absorbed)))
         return key_states, value_states
+
+
+def _in_line(states: Tensor) -> Tensor:
+    """`[rows, heads, T, D]` as `[1, heads, rows * T, D]`."""
+    return states.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
 class _Plan:
@@ -331,14 +340,15 @@ class _StepPast:
         checkpoint: Checkpoint,
         wait: Wait,
         plan: _Plan,
-        absorbed: Mapping[int, Absorbed],
+        passes: Passes,
     ) -> None:
         self._step = step
         self._wait = wait
         self._plan = plan
-        self._absorbed = absorbed
-        self.handover = Handover(absorbed)
-        self.cache = StatefulCache(layers=[self._layer(index, kind) for index, kind in enumerate(kinds)])
+        self._absorbed = passes.absorbed
+        self.handover = Handover(passes.absorbed)
+        layers = [self._layer(index, kind) for index, kind in enumerate(kinds)]
+        self.cache = cache_class(StatefulCache, passes.model)(layers=layers)
         self.checkpoint = checkpoint
         self.planned = all(document.arrived for document in step.documents)
 

@@ -13,7 +13,13 @@ from transformers.cache_utils import Cache
 
 from kvshelf.kernels.native import Part
 from kvshelf.kernels.prefix_attention import LogitRules
-from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, HandedOn, PassingLayer
+from kvshelf.workers.engine.attention.attached import (
+    CACHE_ARGUMENT,
+    AttachedCache,
+    HandedOn,
+    PassingLayer,
+)
+from kvshelf.workers.engine.attention.attachment import Attachment
 from kvshelf.workers.engine.attention.function import (
     CONTEXT,
     Attended,
@@ -23,10 +29,12 @@ from kvshelf.workers.engine.attention.function import (
     logit_rules,
     require_causal,
 )
+from kvshelf.workers.engine.attention.inspection import tokens_at_once
 from kvshelf.workers.engine.attention.latents import Absorbed, Handover, absorbed_layers
 from kvshelf.workers.engine.forward.program import ForwardProgram, PlanAttention
 from kvshelf.workers.engine.forward.tracing import TOKENS, AttentionCall
-from kvshelf.workers.model.layers import counts_by_cache
+from kvshelf.workers.model.caches import cache_class
+from kvshelf.workers.model.layers import counts_by_cache, layer_kinds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -74,6 +82,16 @@ class Passes:
         return absorbed_layers(self.model)
 
     @cached_property
+    def tokens_at_once(self) -> int | None:
+        """As `inspection.tokens_at_once`."""
+        return tokens_at_once(self.model, layer_kinds(self.model.config), self.absorbed)
+
+    def attached(self, document: Attachment, longest: int | None = None) -> AttachedCache:
+        """The cache for passes of this model behind a document. longest: as of an `AttachedCache`."""
+        made = cache_class(AttachedCache, self.model)
+        return made(document, longest, self.absorbed, self.tokens_at_once)
+
+    @cached_property
     def program(self) -> ForwardProgram | None:
         """Made when it is first wanted; None where the model runs by its own modules."""
         program = ForwardProgram.of(self.model) if self._recordable else None
@@ -105,11 +123,11 @@ class Passes:
         inputs: Mapping[str, Tensor],
         context: ForwardContext,
         kept: Tensor | None = None,
-        cache: Cache | None = None,
+        cache: Callable[[Handover], Cache] | None = None,
     ) -> Tensor | None:
         """One pass over `input_ids` at `position_ids`, `[1, N]`. Logits `[1, kept, vocabulary]` of the tokens numbered
-        in `kept`; None without it, and then nothing runs that only logits need. cache: an empty one, for a model whose
-        modules leave states there; such a model has no program."""
+        in `kept`; None without it, and then nothing runs that only logits need. cache: makes an empty one,
+        for a model whose modules leave states there; such a model has no program."""
         with torch.no_grad(), kvshelf_attention(self.model):
             if self.program is None:
                 given = {**inputs, CONTEXT: context, **self._without_past(inputs["position_ids"], cache)}
@@ -133,13 +151,15 @@ class Passes:
 
             return self.program.run(inputs["input_ids"], inputs["position_ids"], attend, kept)
 
-    def _without_past(self, positions: Tensor, cache: Cache | None) -> dict[str, Any]:
+    def _without_past(self, positions: Tensor, made: Callable[[Handover], Cache] | None) -> dict[str, Any]:
         """What a pass without a past is given for a cache, where the caller gives none: none, or one that only sees
         what latents there are, or only says where the tokens stand."""
         handover = Handover(self.absorbed)
-        if cache is None and not self.absorbed and not self._counts_by_cache:
+        if made is None and not self.absorbed and not self._counts_by_cache:
             return {"use_cache": False}
-        if cache is None:
+        if made is not None:
+            cache = made(handover)
+        else:
             numbers = range(self.model.config.num_hidden_layers)
             cache = Cache(layers=[HandedOn(i, handover) if i in self.absorbed else PassingLayer() for i in numbers])
         return {"use_cache": True, CACHE_ARGUMENT: cache, **handover.begin(), **self._told(positions, cache)}

@@ -127,7 +127,7 @@ def run_scores(
     scorer = Scorer(job.policy, job.document, job.budget, kinds, lengths, rope)
     shared = SharedReducer([scorer], (), checkpoint)
     if any(kind.states for kind in kinds):
-        for attended in stateful.Read.of(passes, kinds, job, checkpoint, queries=True).probed(passes.model, job.passes):
+        for attended in stateful.Read.of(passes, kinds, job, checkpoint, queries=True).probed(job.passes):
             scorer.after_attention(attended)
     else:
         passes.causal(job.inputs(passes.model.device), shared)
@@ -176,10 +176,10 @@ def _with_states(
     else:
         document = stateful.Read.of(passes, kinds, first, checkpoint, queries=reducer.reads_attention)
         reducer = SharedReducer(reducer.reducers, (), _nothing)
-        for attended in document.probed(model, first.passes):
+        for attended in document.probed(first.passes):
             reducer.after_attention(attended)
         reducer.paused_s, states = document.paused_s, document.states
-        reference = None if probe is None else _answered(model, first, probe, document.answered(model, probe))
+        reference = None if probe is None else _answered(model, first, probe, document.answered(probe))
     for each in reducer.reducers:
         each.states = states
     return reducer, reference

@@ -12,28 +12,26 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.records import States
-from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, AttachedCache, PassingLayer
+from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, HandedOn, PassingLayer
 from kvshelf.workers.engine.attention.attachment import Attachment
 from kvshelf.workers.engine.attention.function import CONTEXT, Attended, ForwardContext
+from kvshelf.workers.engine.attention.latents import Handover
 from kvshelf.workers.engine.attention.states import StatefulCache, StateLayer, alone
 from kvshelf.workers.engine.forward.passes import Passes
 from kvshelf.workers.engine.inputs.job import Job
 from kvshelf.workers.engine.prefill.reducing import LayerReducer
 from kvshelf.workers.engine.quality import Probe, ask
+from kvshelf.workers.model.caches import cache_class
 from kvshelf.workers.model.layers import LayerKind
 from kvshelf.workers.policies.budgets import Budget
 from kvshelf.workers.policies.full import Full
 from kvshelf.workers.policies.view import ProbePass
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class _PassStateLayer(StateLayer, PassingLayer):
@@ -46,20 +44,31 @@ class _PassStateLayer(StateLayer, PassingLayer):
 
 def read(passes: Passes, kinds: Sequence[LayerKind], job: Job, context: ForwardContext) -> tuple[States, ...]:
     """One pass over the document alone, under the eyes of `context`. Returns the states of each layer behind it."""
-    layers = [
-        (_PassStateLayer(kind.states) if kind.states else PassingLayer()) if kind.attends else StateLayer(kind.states)
-        for kind in kinds
-    ]
-    document = replace(job, passes=())
-    passes.causal(document.inputs(passes.model.device), context, cache=StatefulCache(layers=layers))
+    layers: list[StateLayer | PassingLayer] = []
+
+    def made(handover: Handover) -> StatefulCache:
+        layers.extend(_empty(index, kind, handover) for index, kind in enumerate(kinds))
+        return cache_class(StatefulCache, passes.model)(layers=layers)
+
+    passes.causal(replace(job, passes=()).inputs(passes.model.device), context, cache=made)
     return tuple(States(alone(layer.held(), 0) if isinstance(layer, StateLayer) else ()) for layer in layers)
+
+
+def _empty(index: int, kind: LayerKind, handover: Handover) -> StateLayer | PassingLayer:
+    """A layer of a document's own pass."""
+    if not kind.attends:
+        return StateLayer(kind.states)
+    if kind.latents:
+        return HandedOn(index, handover)
+    return _PassStateLayer(kind.states) if kind.states else PassingLayer()
 
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """A document that has been read, all of it held. states: of each layer. attended: what those saw that attend, by
-    layer. full: the full cache."""
+    """A document that has been read by these passes, all of it held. states: of each layer. attended: what those saw
+    that attend, by layer. full: the full cache."""
 
+    passes: Passes
     states: tuple[States, ...]
     attended: dict[int, Attended]
     full: CompressedCache
@@ -83,23 +92,24 @@ class Read:
             whole.after_attention(attended)
         whole.states = states
         full = CompressedCache(whole.records(), job.num_tokens, job.num_tokens, job.identity)
-        return cls(states, held.attended, full, held.paused_s)
+        return cls(passes, states, held.attended, full, held.paused_s)
 
-    def answered(self, model: PreTrainedModel, probe: Probe) -> Tensor:
+    def answered(self, probe: Probe) -> Tensor:
         """The full cache's logits for the cues of a probe, as `ask` gives them."""
-        past = AttachedCache(Attachment(self.full, model.device, None))
+        model = self.passes.model
+        past = self.passes.attached(Attachment(self.full, model.device, None))
         with past.begun_by(model.base_model):
             return ask(model, probe, past)
 
-    def probed(self, model: PreTrainedModel, probes: Sequence[ProbePass]) -> Iterator[Attended]:
+    def probed(self, probes: Sequence[ProbePass]) -> Iterator[Attended]:
         """What each layer saw of the document and of the probe passes behind it, as in one sequence."""
-        document = Attachment(self.full, model.device, None)
+        document = Attachment(self.full, self.passes.model.device, None)
         behind: dict[int, list[Attended]] = {layer: [] for layer in self.attended}
-        for length, same in groupby(probes, key=lambda probe: len(probe.token_ids)):
+        for _, same in groupby(probes, key=lambda probe: len(probe.token_ids)):
             passes = list(same)
-            most = AttachedCache(document).rows_at_once
+            most = self.passes.attached(document).rows_at_once
             for some in (passes[at : at + most] for at in range(0, len(passes), most)):
-                for layer, attended in _behind(model, document, some, length).items():
+                for layer, attended in _behind(self.passes, document, some).items():
                     behind[layer].append(attended)
         for layer, own in self.attended.items():
             if behind[layer]:
@@ -132,21 +142,28 @@ class _Held:
         self.paused_s += time.perf_counter() - started
 
 
-def _behind(
-    model: PreTrainedModel, document: Attachment, probes: Sequence[ProbePass], length: int
-) -> dict[int, Attended]:
+def _behind(passes: Passes, document: Attachment, probes: Sequence[ProbePass]) -> dict[int, Attended]:
     """What each layer saw of some passes of one length, a row each."""
-    past, held = AttachedCache(document), _Held(_nothing, queries=True)
+    model, past = passes.model, passes.attached(document)
     ids = torch.tensor([probe.token_ids for probe in probes], device=model.device)
-    positions = torch.tensor([[probe.first_position] for probe in probes], device=model.device)
+    first = torch.tensor([[probe.first_position] for probe in probes], device=model.device)
+    seen: list[dict[int, Attended]] = []
     with past.begun_by(model.base_model):
-        model.base_model(
-            input_ids=ids,
-            position_ids=positions + torch.arange(length, device=model.device),
-            use_cache=True,
-            **{CACHE_ARGUMENT: past, CONTEXT: held},
-        )
-    return held.attended
+        for piece in past.pieces(ids):
+            held, positions = _Held(_nothing, queries=True), first + torch.arange(piece.shape[1], device=model.device)
+            given = {CACHE_ARGUMENT: past, CONTEXT: held}
+            model.base_model(input_ids=piece, position_ids=positions, use_cache=True, **given)
+            seen.append(held.attended)
+            first = first + piece.shape[1]
+    return {layer: _joined([each[layer] for each in seen]) for layer in seen[0]}
+
+
+def _joined(pieces: Sequence[Attended]) -> Attended:
+    """What a layer saw of tokens that came in pieces."""
+    queries, keys, values = (
+        torch.cat([getattr(each, name) for each in pieces], dim=2) for name in ("queries", "keys", "values")
+    )
+    return replace(pieces[0], queries=queries, keys=keys, values=values)
 
 
 def _in_line(states: Tensor) -> Tensor:
