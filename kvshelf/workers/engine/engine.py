@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from kvshelf.api import Quality
 from kvshelf.errors import InvalidRequest, ModelMismatch, PolicyUnsupported
@@ -41,6 +42,7 @@ from kvshelf.workers.engine.prefill.prefill import Compression, Prefill, run_pre
 from kvshelf.workers.engine.quality import CUES, Probe, Reference, ask
 from kvshelf.workers.model import calibration
 from kvshelf.workers.model import loading as models
+from kvshelf.workers.model.caches import cache_class, own_class
 from kvshelf.workers.model.layers import LayerKind, layer_kinds
 from kvshelf.workers.model.rope import Rope, changes_with_length, reach
 from kvshelf.workers.model.text import EncodedDocument, TextFormat
@@ -77,7 +79,7 @@ class Engine:
         # latents have theirs in a part of their own, and states have none.
         own = any(not kind.sees_all or kind.states or kind.latents for kind in self.kinds)
         self._alike = (own or self.rope is not None) and not changes_with_length(model.config)
-        plain = not any(kind.states or kind.latents for kind in self.kinds)
+        plain = all(kind.attends and not kind.states and not kind.latents for kind in self.kinds)
         self.passes = Passes(model, recordable=self._alike and plain)
         self._attachments: WeakKeyDictionary[CompressedCache | ArrivingCache, Attachment] = WeakKeyDictionary()
         self._coders: dict[str, Coder] = {}
@@ -429,7 +431,10 @@ class Engine:
         lengths, merged tokens, and, where keys have to move, a RoPE that cannot be undone.
         """
         self.require_own(cache)
-        return export(self.decoded(cache).to(self.model.device), positions, rope=self.rope, config=self.model.config)
+        plain = self.decoded(cache).to(self.model.device)
+        exported = export(plain, positions, rope=self.rope, config=self.model.config)
+        own = own_class(self.model)
+        return exported if own is None else cache_class(Cache, self.model)(layers=exported.layers)
 
     def encode_query(self, cache: CompressedCache | Attachment, prompt: Prompt) -> list[int]:
         """Token ids that ask `prompt` (a text, messages, or ids to append as they are) after this cache.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Final, TypeVar, cast
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch import Tensor
 from transformers.cache_utils import Cache
@@ -17,13 +18,14 @@ C = TypeVar("C", bound=Cache)
 def cache_class(base: type[C], model: PreTrainedModel) -> type[C]:
     """The class of caches to make for a model in place of `base`: itself, or a subclass of it and of the model's own
     class (MiniMax)."""
-    own = own_class(model)
-    if own is None:
-        return base
-    if (base, own) not in _MADE:
-        bases = (_LinearStates, own) if issubclass(own, base) else (base, _LinearStates, own)
-        _MADE[base, own] = type(f"{base.__name__}Of{own.__name__}", bases, {})
-    return cast("type[C]", _MADE[base, own])
+    classes: tuple[Any, Any] = base, own_class(model)
+    return base if classes[1] is None else cast("type[C]", _both(*classes))
+
+
+@cache
+def _both(base: Any, own: Any) -> Any:
+    bases = (_LinearStates, own) if issubclass(own, base) else (base, _LinearStates, own)
+    return type(f"{base.__name__}Of{own.__name__}", bases, {})
 
 
 def own_class(model: PreTrainedModel) -> type[Cache] | None:
@@ -58,7 +60,3 @@ class _LinearStates(Cache):  # type: ignore[misc]
         """Behind the tokens of a pass."""
         self.update_recurrent_state(linear_cache, layer_idx)
         self.layers[layer_idx].has_previous_state[0] = True  # which elsewhere a convolution's state says
-
-
-_MADE: Final[dict[tuple[type[Cache], type[Cache]], type[Cache]]] = {}
-"""What `cache_class` has made."""

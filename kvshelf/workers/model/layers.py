@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final, NamedTuple
 
 from kvshelf.errors import PolicyUnsupported
@@ -16,11 +16,11 @@ _KEEP_NOTHING: Final = frozenset({"mlp", "moe"})
 
 
 class LayerKind(NamedTuple):
-    """One layer. attends: whether it has keys and values. window: tokens that its queries see, themselves included;
-    None: all. states: how many pairs of a recurrent and a convolution state it has, whose size does not grow with the
-    document. latents: with latent attention (MLA), the channels of a token's latent and of its rotated part, which are
-    cached in place of keys and values; None: keys and values are. chunk: queries see the tokens of their own chunk,
-    which begins at a multiple of this; None: all."""
+    """One layer. attends: whether it has keys and values of its own; it may use those of a layer before. window: tokens
+    that its queries see, themselves included; None: all. states: how many pairs of a recurrent and a convolution state
+    it has, whose size does not grow with the document. latents: with latent attention (MLA), the channels of a token's
+    latent and of its rotated part, which are cached in place of keys and values; None: keys and values are. chunk:
+    queries see the tokens of their own chunk, which begins at a multiple of this; None: all."""
 
     attends: bool = True
     window: int | None = None
@@ -58,6 +58,7 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
             f"{config.model_type} has no layer that attends, so there are no keys and values to compress", param="model"
         )
     states, latents = int(getattr(config, "number_of_conv_states", None) or 1), _latents(config)
+    using_others = _using_others(config, len(names))
     kinds = tuple(
         LayerKind(
             name in _ATTEND,
@@ -66,6 +67,8 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
             latents if name in _ATTEND else None,
             chunk_of(config, layer),
         )
+        if layer not in using_others
+        else LayerKind(attends=False)
         for layer, name in enumerate(names)
     )
     if latents and any(kind.window is not None or (kind.attends and kind.states) for kind in kinds):
@@ -76,6 +79,11 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
             param="model",
         )
     return kinds
+
+
+def _using_others(config: Any, layers: int) -> Collection[int]:
+    """The layers that use the keys and values of a layer before (Gemma 3n): the last ones, so many of them."""
+    return range(layers - int(getattr(config, "num_kv_shared_layers", None) or 0), layers)
 
 
 def _latents(config: Any) -> tuple[int, int] | None:

@@ -22,7 +22,7 @@ from kvshelf.api.strict import MessageList, require_bounded
 from kvshelf.errors import InvalidRequest, StateConflict
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import Identity
-from kvshelf.store.artifact.records import LayerRecord, Merged, Recent, States, entries_of, is_latent, parts_of
+from kvshelf.store.artifact.records import LayerRecord, Merged, Recent, entries_of, is_latent, parts_of, states_of
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.engine.decode.detokenizer import Detokenizer
@@ -218,7 +218,7 @@ def _meaning(cache: CompressedCache) -> str:
     meaning = _MERGED if any(map(_merges, cache.layers)) else _OWN
     if any(isinstance(entries_of(layer), Recent) for layer in cache.layers):
         meaning += _RECENT
-    if any(isinstance(layer, States) for layer in cache.layers):
+    if any(map(states_of, cache.layers)):
         meaning += _WITH_STATES
     if any(map(is_latent, cache.reduced)):
         meaning += _LATENT

@@ -11,9 +11,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from kvshelf.bench.models.small import small_model
 from kvshelf.errors import BlobError, PolicyUnsupported
 from kvshelf.store.artifact.cache import CompressedCache
-from kvshelf.store.artifact.records import Window
+from kvshelf.store.artifact.records import Window, entries_of
 from kvshelf.store.url import open_store
 from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.workers.engine.decode.generation import Sampling
@@ -206,6 +207,23 @@ def test_a_cache_whose_windows_are_not_its_models_is_refused() -> None:
         engine.attach(replace(cache, layers=(second, second, *rest)))
     with pytest.raises(BlobError, match=r"in layer 1 the window 24; its model makes None"):
         engine.attach(replace(cache, layers=(first, first, *rest)))
+
+
+@pytest.mark.parametrize("options", [{"policy": "full"}, {"policy": "keydiff", "compression_ratio": 0.5}])
+def test_layers_that_use_the_keys_and_values_of_others_store_none(options: dict[str, Any]) -> None:
+    """Gemma 3n: the last two of four layers, one of which sees through a window."""
+    engine, document, behind = Engine(small_model("gemma3n_text"), name="m"), ids(100), ids(2 * WINDOW, seed=2)
+    cache = CompressedCache.from_bytes(engine.compress(document, **options).to_bytes())
+    assert [entries_of(layer) is not None for layer in cache.layers] == [True, True, False, False]
+    assert cache.bytes_full == Shape.of(engine.model).full_bytes(100)
+    with torch.no_grad():
+        expected = engine.model(torch.tensor([document + behind]), use_cache=False).logits[0, 100:]
+    found = logits_behind(engine, cache, behind, [5, 1, WINDOW, WINDOW - 6])
+    alike = torch.allclose(found, expected, atol=1e-4 * float(expected.abs().max()), rtol=1e-3)
+    assert alike == (options["policy"] == "full")
+    asked = [(cache, ids(5)), (cache, ids(9))]
+    together = engine.answer_all(asked, max_new_tokens=4)
+    assert [each.token_ids for each in together] == [engine.answer(*one, max_new_tokens=4).token_ids for one in asked]
 
 
 @pytest.fixture

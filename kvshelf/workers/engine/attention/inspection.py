@@ -48,7 +48,7 @@ def layer_shapes(
     say something else than by itself.
     """
     tokens = torch.ones(1, 2, dtype=torch.int64, device=model.device)
-    observer, kind = _ShapeObserver(), type(model).__name__
+    observer, kind = _ShapeObserver(attending(kinds)), type(model).__name__
     handover = Handover(absorbed)
     layers = [_empty(index, each, absorbed, handover) for index, each in enumerate(kinds)]
     cache = cache_class(StatefulCache, model)(layers=layers)
@@ -148,11 +148,15 @@ class _ShapeObserver:
     probe_lengths: tuple[int, ...] = ()
     reads_attention = False
 
-    def __init__(self) -> None:
+    def __init__(self, layers: Sequence[int]) -> None:
+        """layers: that have keys and values of their own; others may use these."""
+        self._own = frozenset(layers)
         self.layers: dict[int, LayerShape] = {}
         self.first_keys: Tensor | None = None
 
     def after_attention(self, layer: Attended) -> None:
+        if layer.layer_idx not in self._own:
+            return
         keys, values = layer.latents or (layer.keys, layer.values)
         (_, heads, _, key_dim), value_dim = keys.shape, values.shape[-1]
         dtype = str(layer.keys.dtype).removeprefix("torch.")

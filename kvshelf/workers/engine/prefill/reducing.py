@@ -93,9 +93,8 @@ class LayerReducer:
         require_every_layer(records, layers)
         reduced = {layer: self._shared(layer, records[layer]) for layer in layers}
         require_finite_scores(list(reduced.values()), self.policy)
-        if not self.states:
-            return tuple(reduced.values())
-        return tuple(_beside(of_layer, reduced.get(layer)) for layer, of_layer in enumerate(self.states))
+        states = self.states or [States(())] * len(self.kinds)
+        return tuple(_beside(of_layer, reduced.get(layer)) for layer, of_layer in enumerate(states))
 
     def _shared(self, layer: int, entries: Entries) -> Entries:
         """Of a layer with latents, which were reduced as keys and values of one head, the record of latents."""
@@ -176,6 +175,8 @@ class SharedReducer:
         return sum(reducer.compress_s for reducer in self.reducers)
 
     def after_attention(self, layer: Attended) -> None:
+        if not self.reducers[0].kinds[layer.layer_idx].attends:
+            return  # by the keys and values of a layer before
         for reducer in self.reducers:
             reducer.after_attention(layer)
         started = time.perf_counter()
