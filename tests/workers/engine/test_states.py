@@ -154,6 +154,16 @@ def test_two_conversations_interleaved_say_what_they_say_one_after_the_other(eng
         assert torch.equal(torch.cat(found), expected)
 
 
+def test_a_pass_of_other_rows_than_the_one_before_is_refused(engine: Engine) -> None:
+    with torch.no_grad(), engine.attached(engine.compress(ids(60), policy="full")) as past:
+        for piece in past.pieces(torch.tensor([ids(3), ids(3)])):
+            engine.model(piece, **{CACHE_ARGUMENT: past})
+        with pytest.raises(InvalidRequest, match="has 1 rows, and the recurrent states before it are of 2"):
+            engine.model(torch.tensor([[5]]), **{CACHE_ARGUMENT: past})
+        past.reset()
+        assert engine.model(torch.tensor([[5]]), **{CACHE_ARGUMENT: past}).logits.shape[0] == 1
+
+
 def test_a_step_that_fails_leaves_every_answer_where_it_was(engine: Engine) -> None:
     cache = engine.compress(ids(60), policy="full")
     expected = engine.answer(cache, ids(5), max_new_tokens=8).token_ids

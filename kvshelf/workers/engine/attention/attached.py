@@ -105,7 +105,16 @@ class AttachedCache(StatefulCache):
             self._handover.end()
 
     def begin(self, rows: int) -> dict[str, Any]:
-        """Prepare a pass over tokens `[rows, T]`. Returns keywords for the model's attention function."""
+        """Prepare a pass over tokens `[rows, T]`. Returns keywords for the model's attention function. Raises
+        `InvalidRequest` where the states that the pass continues are of other rows."""
+        stateful = (layer for layer in self.layers if isinstance(layer, StateLayer))
+        held = next((len(state.tensor) for layer in stateful for state in layer.held()), rows)
+        if held != rows:
+            raise InvalidRequest(
+                f"the pass has {rows} rows, and the recurrent states before it are of {held}; attach the document "
+                "again for other rows",
+                param="input_ids",
+            )
         self._rows = rows
         return self._handover.begin()
 
