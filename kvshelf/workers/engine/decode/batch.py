@@ -56,7 +56,7 @@ class DecodeBatch:
     def step(
         self, generations: Sequence[Generation], checkpoint: Checkpoint | None = None, wait: Wait = block
     ) -> list[str | Exception]:
-        """Run one forward pass; with recurrent states, one for all rows that have equally many tokens. Returns, for each
+        """Run one forward pass; with recurrent states, one for all rows of equally many tokens. Returns, for each
         answer, the text that became final (possibly "") or its error.
 
         An answer that had an error is over: `leave` is all that may follow. `checkpoint` is called after each layer and
