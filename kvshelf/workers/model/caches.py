@@ -44,7 +44,7 @@ class _LinearStates(Cache):  # type: ignore[misc]
     """The states of lightning attention, `[B, heads, D, D]`, in the layers of a cache. Stands before a class that keeps
     them beside its layers, of which nothing but the name is left."""
 
-    is_croppable = Cache.is_croppable
+    is_croppable = getattr(Cache, "is_croppable", False)  # which older transformers have not
     __init__ = Cache.__init__
     __len__ = Cache.__len__
     batch_repeat_interleave = Cache.batch_repeat_interleave
