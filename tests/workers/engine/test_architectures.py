@@ -31,7 +31,11 @@ HERE: Final = Version(transformers.__version__)
 OLDER: Final = Version(TRIED_WITH) > HERE
 
 LATENT: Final = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "youtu"}
-LATER: Final = {"codegen", "ctrl", "gemma3n_text", "gptj"} | LATENT
+WITH_STATES: Final = {
+    "bamba", "falcon_h1", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "minimax", "nemotron_h", "olmo_hybrid",
+    "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zaya",
+}  # fmt: skip
+LATER: Final = {"codegen", "ctrl", "gemma3n_text", "gptj"} | LATENT | WITH_STATES
 """Types that the page calls taken and kvshelf refuses with the oldest transformers allowed, whose attention differs, or
 whose cache does."""
 

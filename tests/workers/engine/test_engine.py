@@ -280,7 +280,7 @@ def tiny_config(**changes):
     [
         pytest.param("deepseek_v3", {"first_k_dense_replace": 2}, "MLA.* expanded", marks=CACHES_EXPANDED),
         ("t5", {"d_model": 32, "num_layers": 1, "num_heads": 2, "d_kv": 8}, "encoder-decoder"),
-        ("gemma4_text", {}, "differ in head_dim"),
+        ("bloom", {}, "does not use transformers' attention interface"),
     ],
 )  # fmt: skip
 def test_models_that_cannot_be_attached_to_are_refused(model_type, changes, named):

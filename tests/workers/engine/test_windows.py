@@ -209,6 +209,7 @@ def test_a_cache_whose_windows_are_not_its_models_is_refused() -> None:
         engine.attach(replace(cache, layers=(first, first, *rest)))
 
 
+@pytest.mark.skipif(CACHE_ARGUMENT != "cache", reason="older transformers copy the keys and values of shared layers")
 @pytest.mark.parametrize("options", [{"policy": "full"}, {"policy": "keydiff", "compression_ratio": 0.5}])
 def test_layers_that_use_the_keys_and_values_of_others_store_none(options: dict[str, Any]) -> None:
     """Gemma 3n: the last two of four layers, one of which sees through a window."""

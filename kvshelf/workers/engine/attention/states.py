@@ -19,7 +19,25 @@ from kvshelf.store.artifact.records import State
 SUPPORTED: Final = hasattr(Cache, "get_recurrent_state")
 """Whether this transformers keeps states in the layers of a cache. Before, each model had a class of caches."""
 
-_Layer: Any = getattr(cache_utils, "LinearAttentionLayer", object)
+
+class _Stateless:
+    """Stands for transformers' class of layers with states where there is none yet, and then no layer has states."""
+
+    is_sliding = False
+    is_initialized = True
+
+    def __init__(self, number_of_states: int) -> None:
+        assert number_of_states == 0
+        self.number_of_states = 0
+        self.conv_states: dict[int, Tensor] = {}
+        self.recurrent_states: dict[int, Tensor] = {}
+        self.device = None
+
+    def reorder_cache(self, indices: Tensor) -> None:
+        """There are no rows to order."""
+
+
+_Layer: Any = getattr(cache_utils, "LinearAttentionLayer", _Stateless)
 
 Source = Callable[[], Sequence[State]]
 """The states with which a pass begins, `[rows, ...]`, for the pass alone."""
