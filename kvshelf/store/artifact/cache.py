@@ -82,7 +82,11 @@ class CompressedCache:
             * layer.dtype.itemsize
             for layer in self._with_entries
         )
-        return of_entries + sum(state.tensor.nbytes for layer in self.layers for state in states_of(layer))
+        return of_entries + self._states_bytes
+
+    @property
+    def _states_bytes(self) -> int:
+        return sum(layer.states_nbytes for layer in self.layers if isinstance(layer, States))
 
     @property
     def _with_entries(self) -> list[Entries]:
@@ -96,7 +100,7 @@ class CompressedCache:
             parts = (part for entries in self._with_entries for part in parts_of(entries))
             return self.nbytes + sum(part.joined_bytes for part in parts if isinstance(part, Latents))
         shapes = ((each.entries, each.key_dim + each.value_dim, each.dtype.itemsize) for each in self._with_entries)
-        return sum(entries * channels * itemsize for entries, channels, itemsize in shapes)
+        return self._states_bytes + sum(entries * channels * itemsize for entries, channels, itemsize in shapes)
 
     @property
     def reduced(self) -> Sequence[Entries]:

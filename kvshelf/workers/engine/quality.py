@@ -23,7 +23,7 @@ a binomial share (Clopper and Pearson, 1934), each on one side, at 95 %. `low` i
 so few is no floor.
 
 The full cache answers during the prefill: the cues are probe passes behind the document, and each layer is freed as
-usual. There is never a second cache in memory.
+usual. There is never a second cache in memory, but for a model with recurrent states (`prefill.stateful`).
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from kvshelf.workers.model.loading import state_bytes
 from kvshelf.workers.model.source import bundled_folder
 from kvshelf.workers.replica.create.sizes import Shape
 from kvshelf.workers.replica.inspect import kept_tokens
+from tests.workers.engine.asking import ids, logits_behind
 
 pytestmark = pytest.mark.skipif(
     not SUPPORTED, reason="this transformers has caches of its own for each of these models"
@@ -43,10 +44,6 @@ FAMILIES = [
 layers, in each, beside MLPs alone; beside latent attention."""
 
 
-def ids(count: int, seed: int = 1) -> list[int]:
-    return torch.randint(5, 500, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
 def engine_of(family: str) -> Engine:
     return Engine(small_model(family), name="m")
 
@@ -54,13 +51,6 @@ def engine_of(family: str) -> Engine:
 @pytest.fixture(params=["qwen3_next", "falcon_h1", "lfm2", "minimax"])
 def engine(request: pytest.FixtureRequest) -> Engine:
     return engine_of(request.param)
-
-
-def logits_behind(engine: Engine, cache: CompressedCache, tokens: list[int], pieces: list[int]) -> torch.Tensor:
-    """Logits of all tokens, given in pieces of these lengths."""
-    with torch.no_grad(), engine.attached(cache) as past:
-        asked = [each for piece in torch.split(torch.tensor([tokens]), pieces, dim=1) for each in past.pieces(piece)]
-        return torch.cat([engine.model(piece, **{CACHE_ARGUMENT: past}).logits[0] for piece in asked])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

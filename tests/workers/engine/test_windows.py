@@ -23,6 +23,7 @@ from kvshelf.workers.model.prepacking import prepack
 from kvshelf.workers.model.source import bundled_folder
 from kvshelf.workers.replica.create.sizes import Shape
 from kvshelf.workers.replica.inspect import kept_tokens
+from tests.workers.engine.asking import ids, logits_behind
 
 WINDOW = 24
 USUAL: dict[str, Any] = {
@@ -48,19 +49,6 @@ def made(family: str, **more: object) -> Any:
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn(parameter.shape)
     return model.requires_grad_(False)
-
-
-def ids(count: int, seed: int = 1) -> list[int]:
-    return torch.randint(5, 500, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def logits_behind(engine: Engine, cache: CompressedCache, tokens: list[int], pieces: list[int]) -> torch.Tensor:
-    """Logits of all tokens, given in pieces of these lengths."""
-    found = []
-    with torch.no_grad(), engine.attached(cache) as past:
-        for piece in torch.split(torch.tensor([tokens]), pieces, dim=1):
-            found.append(engine.model(piece, **{CACHE_ARGUMENT: past}).logits[0])
-    return torch.cat(found)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

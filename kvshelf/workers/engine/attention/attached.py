@@ -28,6 +28,7 @@ CACHE_ARGUMENT: Final = "cache" if [*map(int, version("transformers").split(".")
 _FIRST_CAPACITY = 64
 _TOKENS = ("input_ids", "inputs_embeds")
 _STATES_BYTES = 1 << 28
+"""Of the states of all rows of a pass that quality or a policy asks for."""
 
 
 class AttachedCache(StatefulCache):
@@ -299,11 +300,6 @@ class AttachedStateLayer(StateLayer, AttachedLayer):
         StateLayer.reorder_cache(self, beam_idx)
         AttachedLayer.batch_select_indices(self, beam_idx)
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row of the suffix and of the states."""
-        rows = next(len(state.tensor) for state in self.held())
-        self.reorder_cache(torch.arange(rows, device=self.device).repeat_interleave(repeats))
-
 
 class LatentLayer(AttachedLayer):
     """An `AttachedLayer` of latents. `keys` are latents with their rotated parts, `[B, 1, capacity, rank + rope]`, and
@@ -384,6 +380,11 @@ class AttachedStates:
     @classmethod
     def __torch_function__(cls, func: Any, *_: Any) -> NoReturn:
         _refuse(getattr(func, "__name__", str(func)))
+
+
+def in_line(states: Tensor) -> Tensor:
+    """`[rows, heads, T, D]` as `[1, heads, rows * T, D]`."""
+    return states.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
 def _refuse_positions(first: int) -> NoReturn:

@@ -19,7 +19,7 @@ from kvshelf.errors import CacheUnusable
 from kvshelf.kernels.native import Part
 from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, Prefix, Scratch, SuffixRows, attention_part
 from kvshelf.store.artifact.records import State
-from kvshelf.workers.engine.attention.attached import AttachedStates, PassingLayer
+from kvshelf.workers.engine.attention.attached import AttachedStates, PassingLayer, in_line
 from kvshelf.workers.engine.attention.attachment import Attachment, Wait, block
 from kvshelf.workers.engine.attention.latents import Absorbed, Handover, LatentStates
 from kvshelf.workers.engine.attention.states import Source, StatefulCache, StateLayer, alone, together
@@ -260,8 +260,8 @@ class _BatchLayer(PassingLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Append every row's new states to its suffix, once every document of the step has this layer."""
         prefixes = self._prefixes()
-        in_line = [_in_line(states) for states in (key_states, value_states)]
-        written = (group.write(self._index, *in_line) for group in self._step.groups)
+        given = [in_line(states) for states in (key_states, value_states)]
+        written = (group.write(self._index, *given) for group in self._step.groups)
         suffixes = [(keys, values) for keys, values in written]
         states = AttachedStates(prefixes, suffixes, self._step.layout, key_states, value_states, first_position=None)
         return states, states
@@ -290,16 +290,11 @@ class _LatentBatchLayer(_BatchLayer):
         """As of a `_BatchLayer`. Latents and rotated parts lie side by side; values are the latents, not a copy."""
         prefixes, rank = self._prefixes(), key_states.shape[-1]
         joined = torch.cat([key_states, value_states], dim=-1)
-        written = (group.write(self._index, _in_line(joined)) for group in self._step.groups)
+        written = (group.write(self._index, in_line(joined)) for group in self._step.groups)
         suffixes = [(keys, keys[..., :rank]) for (keys,) in written]
         past = AttachedStates(prefixes, suffixes, self._step.layout, joined, key_states, first_position=None)
         self._handover.give(self._index, LatentStates(key_states, value_states, (past, self._absorbed)))
         return key_states, value_states
-
-
-def _in_line(states: Tensor) -> Tensor:
-    """`[rows, heads, T, D]` as `[1, heads, rows * T, D]`."""
-    return states.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
 class _Plan:

@@ -78,8 +78,7 @@ def run_prefill(
 ) -> Prefill:
     """Prefill one group of `job.shared`. The full cache answers `probe`; without a probe there is no reference.
 
-    kinds: of all layers. `checkpoint` is called between layers, after `progress`; no
-    compression counts their time.
+    kinds: of all layers. `checkpoint` is called between layers, after `progress`; no compression counts their time.
     """
     # Levels that differ in nothing but the codec are reduced together.
     jobs = list({id(level.job): level.job for level in group}.values())
@@ -125,12 +124,11 @@ def run_scores(
     """The scores of the job's policy, a `ScoringPolicy`, for each layer that policies reduce: `[kv_heads, N]` fp32."""
     lengths = tuple(len(found.token_ids) for found in job.passes)
     scorer = Scorer(job.policy, job.document, job.budget, kinds, lengths, rope)
-    shared = SharedReducer([scorer], (), checkpoint)
     if any(kind.states for kind in kinds):
         for attended in stateful.Read.of(passes, kinds, job, checkpoint, queries=True).probed(job.passes):
             scorer.after_attention(attended)
     else:
-        passes.causal(job.inputs(passes.model.device), shared)
+        passes.causal(job.inputs(passes.model.device), SharedReducer([scorer], (), checkpoint))
     layers = reducible(kinds)
     require_every_layer(scorer.scores, layers)
     return [scorer.scores[layer] for layer in layers]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.records import States
-from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, HandedOn, PassingLayer
+from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, HandedOn, PassingLayer, in_line
 from kvshelf.workers.engine.attention.attachment import Attachment
 from kvshelf.workers.engine.attention.function import CONTEXT, Attended, ForwardContext
 from kvshelf.workers.engine.attention.latents import Handover
@@ -114,7 +114,7 @@ class Read:
         for layer, own in self.attended.items():
             if behind[layer]:
                 queries, keys, values = (
-                    torch.cat([getattr(own, name), *(_in_line(getattr(each, name)) for each in behind[layer])], dim=2)
+                    torch.cat([getattr(own, name), *(in_line(getattr(each, name)) for each in behind[layer])], dim=2)
                     for name in ("queries", "keys", "values")
                 )
                 own = replace(own, queries=queries, keys=keys, values=values)
@@ -164,11 +164,6 @@ def _joined(pieces: Sequence[Attended]) -> Attended:
         torch.cat([getattr(each, name) for each in pieces], dim=2) for name in ("queries", "keys", "values")
     )
     return replace(pieces[0], queries=queries, keys=keys, values=values)
-
-
-def _in_line(states: Tensor) -> Tensor:
-    """`[rows, heads, T, D]` as `[1, heads, rows * T, D]`."""
-    return states.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
 def _nothing() -> None:
