@@ -63,7 +63,8 @@ class Preparer:
         passes: tuple[ProbePass, ...] = ()
         absorber: Absorber | None = None
         if budget.tokens < document.num_tokens:
-            require_observable(policy, self.model, self.name, self.rope, has_text=document.text is not None)
+            has_text = document.text is not None
+            require_observable(policy, self.model, self.kinds, self.name, self.rope, has_text=has_text)
             moves = policy.next_position(document.num_tokens, budget) != document.num_tokens
             require_compressible(policy, self.kinds, self.name, moves=moves)
             document = self._calibrated(document, policy)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvshelf.errors import DocumentTooLong, InvalidRequest, PolicyUnsupported
-from kvshelf.workers.model.layers import LayerKind, layer_kinds, reducible
+from kvshelf.workers.model.layers import LayerKind, reducible
 from kvshelf.workers.model.rope import Rope, reach
 from kvshelf.workers.policies.ada import Ada
 from kvshelf.workers.policies.base import Absorber, Observes, Policy
@@ -34,7 +34,15 @@ def require_questions_taken(policy: Policy, expected_questions: Sequence[str]) -
         )
 
 
-def require_observable(policy: Policy, model: PreTrainedModel, name: str, rope: Rope | None, *, has_text: bool) -> None:
+def require_observable(
+    policy: Policy,
+    model: PreTrainedModel,
+    kinds: Sequence[LayerKind],
+    name: str,
+    rope: Rope | None,
+    *,
+    has_text: bool,
+) -> None:
     """Refuse a policy that observes what the model `name`, or an engine without tokenizer, cannot provide."""
     if Observes.ROPE in policy.observes and (rope is None or rope.length_dependent):
         raise PolicyUnsupported(
@@ -49,7 +57,7 @@ def require_observable(policy: Policy, model: PreTrainedModel, name: str, rope: 
             "does not",
             param="policy",
         )
-    layers = zip(getattr(model.base_model, "layers", [None]), layer_kinds(model.config), strict=False)
+    layers = zip(getattr(model.base_model, "layers", [None]), kinds, strict=False)
     attention = [getattr(layer, "self_attn", None) for layer, kind in layers if kind.attends]
     if Observes.WEIGHTS in policy.observes and any(output_weight(module) is None for module in attention):
         raise PolicyUnsupported(
