@@ -14,7 +14,7 @@ import pytest
 from tests.page.conftest import QUESTION, OpenPage, document
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Browser, Page
 
 Put = Callable[..., dict[str, Any]]
 
@@ -158,6 +158,14 @@ def test_it_is_readable_on_small_and_on_large_screens(
             ".map((node) => parseFloat(getComputedStyle(node).fontSize))"
         )
         assert min(sizes) >= (13 if width == 360 else 20), view
+
+
+def test_an_address_that_changes_before_the_first_frame_is_followed(browser: Browser, bundled_service: str) -> None:
+    page = browser.new_page()
+    page.add_init_script("addEventListener('DOMContentLoaded', () => { location.hash = '#put'; })")
+    page.goto(bundled_service)
+    page.get_by_role("heading", name="Put").wait_for(timeout=10_000)
+    page.close()
 
 
 def test_nothing_moves_while_a_view_is_filled(open_page: OpenPage, shelf: Shelf) -> None:

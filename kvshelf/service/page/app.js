@@ -6,7 +6,7 @@ import { Field } from "./fields.js";
 import { Jobs } from "./jobs.js";
 import { FailureNote } from "./parts.js";
 import { render } from "./vendor/preact.js";
-import { useEffect, useRef, useState } from "./vendor/hooks.js";
+import { useEffect, useLayoutEffect, useRef, useState } from "./vendor/hooks.js";
 import { AskView } from "./views/ask.js";
 import { BatchesView } from "./views/batches.js";
 import { KeptView } from "./views/kept.js";
@@ -30,7 +30,8 @@ function readAddress() {
 
 function useAddress() {
   const [address, setAddress] = useState(readAddress);
-  useEffect(() => {
+  // Before anything else can run: an effect comes after the next frame, and would miss an address changed until then.
+  useLayoutEffect(() => {
     const changed = () => setAddress(readAddress());
     addEventListener("hashchange", changed);
     return () => removeEventListener("hashchange", changed);
