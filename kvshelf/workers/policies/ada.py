@@ -75,8 +75,8 @@ class Ada(ScoringPolicy):
 
     def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:
         total = sum(self.scoring.counts(layer, scores, protected, budget))
-        floor = least(self.floor, total // layer.kv_heads, int(protected.sum()))
-        return flat_counts(list(importance_of(scores, protected)), total, [floor] * layer.kv_heads)
+        floor = least(self.floor, total // len(scores), int(protected.sum()))
+        return flat_counts(list(importance_of(scores, protected)), total, [floor] * len(scores))
 
     @property
     def sharing(self) -> GlobalSharing | None:

@@ -202,7 +202,8 @@ class ScoringPolicy(Policy):
         return layer.protected
 
     def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:  # noqa: ARG002
-        """Entries each head of this layer keeps. The default is the same for all."""
+        """Entries each head of this layer keeps. The default is the same for all. scores, budget: of all its heads,
+        also where the view has those of one process (`LayerView.ranks`)."""
         return budget.per_head
 
     @property
@@ -229,7 +230,9 @@ class ScoringPolicy(Policy):
 
     def reduce(self, layer: LayerView, budget: LayerBudget) -> Entries:
         scores, protected = self.score(layer), self.protected(layer)
-        counts = self.counts(layer, scores, protected, budget)
+        of_all = layer.all_heads(scores)
+        whole = LayerBudget(budget.per_head * (len(of_all) // layer.kv_heads))
+        counts = layer.own_heads(self.counts(layer, of_all, protected, whole))
         keys, values, positions, importance = keep_best(layer.keys, layer.values, scores, protected, counts)
         offsets = tuple(accumulate(counts, initial=0))
         return Kept(keys=keys, values=values, entries_at=positions, offsets=offsets, importance=importance)

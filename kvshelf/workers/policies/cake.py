@@ -54,11 +54,11 @@ class Cake(TailPolicy):
 
     def weight(self, layer: LayerView) -> float:
         window = layer.window(self.window)
-        entropy = variance = 0.0
+        sums = []  # of each KV head: its entropy and its variance
         for head in range(layer.kv_heads):
             weights = window.attention(head)
-            variance += float(_variance(weights).sum())
-            entropy += float(torch.special.entr(weights).sum())
+            sums.append(torch.stack([torch.special.entr(weights).sum(), _variance(weights).sum()]))
+        entropy, variance = layer.all_heads(torch.stack(sums).double()).sum(dim=0).tolist()
         return math.pow(entropy, 1 / self.tau1) * math.pow(variance, 1 / self.tau2)
 
     def _indicator(self, weights: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ class ChunkKV(TailPolicy):
 
     def score(self, layer: LayerView) -> Tensor:
         window = layer.window(self.window)
-        tokens = window.pad(pooled(window.mean(), self.kernel).sum(dim=0))  # [N]
+        tokens = window.pad(layer.all_heads(pooled(window.mean(), self.kernel)).sum(dim=0))  # [N]
         whole = F.pad(tokens, (0, -layer.num_tokens % self.chunk)).view(-1, self.chunk).sum(dim=1)
         return (whole / self._lengths(layer)).repeat_interleave(self._lengths(layer)).repeat(layer.kv_heads, 1)
 
@@ -84,7 +84,7 @@ class ChunkKV(TailPolicy):
         """The tokens of the best chunks. A chunk's tokens share one score, so they are the best tokens."""
         lengths = self._lengths(layer)
         chosen = select(scores[:1, :: self.chunk], protected[:: self.chunk], [self._kept(layer.num_tokens)])
-        return [int(lengths[chosen[0]].sum())] * layer.kv_heads
+        return [int(lengths[chosen[0]].sum())] * len(scores)
 
     def _lengths(self, layer: LayerView) -> Tensor:
         """Tokens of each chunk, `[chunks]`."""

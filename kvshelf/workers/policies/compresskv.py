@@ -72,19 +72,22 @@ class CompressKV(TailPolicy):
         window = layer.window(self.window)
         group = layer.all_queries.shape[0] // layer.kv_heads
         best = _calibration(layer.document).best_heads(layer.layer_idx, self.heads)
+        first = layer.first_kv_head
         rows = [
-            window.attention(kv_head)[[head % group for head in best if head // group == kv_head]].sum(dim=1)
-            for kv_head in sorted({head // group for head in best})
+            window.attention(kv_head - first)[[head % group for head in best if head // group == kv_head]].sum(dim=1)
+            for kv_head in sorted({head // group for head in best}.intersection(range(first, first + layer.kv_heads)))
         ]  # each [chosen heads of the group, columns]
-        scores = pooled(torch.cat(rows), self.kernel).mean(dim=0)
+        none = torch.zeros(1, window.columns, device=layer.keys.device)
+        chosen = pooled(torch.cat(rows), self.kernel).sum(dim=0, keepdim=True) if rows else none
+        scores = layer.all_heads(chosen).sum(dim=0) / len(best)
         return window.pad(scores).repeat(layer.kv_heads, 1)
 
     def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:  # noqa: ARG002
-        mean = budget.total // layer.kv_heads
+        mean = budget.total // len(budget.per_head)
         errors = _calibration(layer.document).layer_errors
         lowest = min(mean, max(_LEAST, int(protected.sum())))
         highest = min(_MOST * mean, layer.num_tokens)
-        return (layer_counts(errors, mean * len(errors), lowest, highest)[layer.layer_idx],) * layer.kv_heads
+        return (layer_counts(errors, mean * len(errors), lowest, highest)[layer.layer_idx],) * len(budget.per_head)
 
 
 def layer_counts(errors: Sequence[float], total: int, lowest: int, highest: int) -> list[int]:

@@ -71,9 +71,9 @@ class DefensiveKV(TailPolicy):
             )
         return policy
 
-    def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:
+    def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:  # noqa: ARG002
         kept = int(protected.sum())
-        return flat_counts(list(importance_of(scores, protected)), budget.total, [kept] * layer.kv_heads)
+        return flat_counts(list(importance_of(scores, protected)), budget.total, [kept] * len(scores))
 
     def score(self, layer: LayerView) -> Tensor:
         window = layer.window(self.window)
@@ -83,7 +83,7 @@ class DefensiveKV(TailPolicy):
             secured.append(self._secured(weights.mean(dim=(0, 1))))
             risks.append(self._risk(weights))
         cost = projected_norms(layer)[:, : window.columns]
-        cost /= cost.sum(dim=0).clamp_min(torch.finfo(cost.dtype).tiny)
+        cost /= layer.all_heads(cost).sum(dim=0).clamp_min(torch.finfo(cost.dtype).tiny)
         return window.pad(torch.stack(risks) * cost + _SECURED * torch.stack(secured))
 
     def _risk(self, weights: Tensor) -> Tensor:

@@ -37,12 +37,12 @@ class PyramidKV(SnapKV):
         return False
 
     def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:  # noqa: ARG002
-        mean = budget.total // layer.kv_heads
+        mean = budget.total // len(budget.per_head)
         low, high = self._ends(mean, layer.num_tokens)
         if layer.num_layers == 1 or not high >= low >= max(self.window, int(protected.sum())):
             return budget.per_head
         step = (high - low) / (layer.num_layers - 1)
-        return (round(high - layer.place * step),) * layer.kv_heads
+        return (round(high - layer.place * step),) * len(budget.per_head)
 
     def _ends(self, mean: int, num_tokens: int) -> tuple[float, float]:
         """Budget of the last layer and of the first, `mean` apart from rounding."""

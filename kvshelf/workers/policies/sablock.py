@@ -75,7 +75,7 @@ class SABlock(TailPolicy):
     def _guided(self, layer: LayerView) -> tuple[Tensor, Segments]:
         """s~ `[N]`, and the segments of all tokens that are not protected."""
         window, region = layer.window(self.window), ~self.protected(layer)
-        attention = window.pad(window.mean().mean(dim=0))  # s, eq. 3 and 4
+        attention = window.pad(layer.all_heads(window.mean()).mean(dim=0))  # s, eq. 3 and 4
         ends = torch.tensor(layer.document.segment_ends, device=attention.device)
         segments = Segments.cut(ends[region], MAX_SEGMENT)
         rows = segments.rows(attention[region])  # [segments, width]

@@ -17,7 +17,7 @@ from kvshelf.workers.policies.budgets import Budget
 @dataclass(frozen=True, eq=False)
 class LayerStats:
     """One layer that takes part in sharing: the importance of the candidates of each KV head (fp32, infinite where an
-    entry must stay; in ascending position), and the weight of the layer."""
+    entry must stay; in any order), and the weight of the layer."""
 
     importance: Sequence[Tensor]
     weight: float = 1.0
@@ -26,6 +26,11 @@ class LayerStats:
     def protected(self) -> int:
         """Entries of each head that must stay."""
         return int(torch.isposinf(self.importance[0]).sum())
+
+    def best(self, counts: Sequence[int]) -> LayerStats:
+        """The best `counts[h]` candidates of each head."""
+        heads = zip(self.importance, counts, strict=True)
+        return LayerStats([head.sort(descending=True).values[:count] for head, count in heads], self.weight)
 
 
 class Sharing(ABC):

@@ -28,7 +28,7 @@ class Tova(ProbedPolicy, ScoringPolicy):
 
     def score(self, layer: LayerView) -> Tensor:
         window = layer.window(1)
-        return window.pad(window.mean().mean(dim=0)).repeat(layer.kv_heads, 1)
+        return window.pad(layer.all_heads(window.mean()).mean(dim=0)).repeat(layer.kv_heads, 1)
 
     def protected(self, layer: LayerView) -> Tensor:
         return super().protected(layer) | layer.window(1).protect_tail()

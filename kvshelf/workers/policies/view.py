@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,19 @@ if TYPE_CHECKING:  # a view is also made without a model
     from kvshelf.workers.model.calibration import Calibration
     from kvshelf.workers.model.rope import Rope
     from kvshelf.workers.model.text import TextFormat
+
+
+Each = TypeVar("Each")
+
+
+class Ranks(Protocol):
+    """The processes that share a model's heads (tensor parallel), each as many: the first heads are those of rank 0."""
+
+    @property
+    def rank(self) -> int: ...
+    def gathered(self, of_heads: Tensor) -> Tensor:
+        """`[heads, ...]` of this process with those of the others behind and before it, in the order of the ranks:
+        `[ranks * heads, ...]`. Each process has to call it."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +118,8 @@ class LayerView:
 
     keys: `[kv_heads, N, D]` and values: `[kv_heads, N, Dv]`, after RoPE and any key norm. queries: `[q_heads, N, D]`,
     likewise. lse: the log-sum-exps of their rows, as in `Attended`, `[q_heads, N]` fp32. Unless the policy observes
-    queries, both are None and `probes` is empty. `module` is the model's attention module. place: among the
+    queries, both are None and `probes` is empty. ranks: where several processes share the layer's heads, and the view
+    has those of one. `module` is the model's attention module. place: among the
     `num_layers` layers that policies reduce, those without a sliding window; `layer_idx` counts all of the model's.
     """
 
@@ -121,10 +135,25 @@ class LayerView:
     rope: Rope | None = None
     lse: Tensor | None = None
     module: nn.Module | None = field(default=None, repr=False)
+    ranks: Ranks | None = None
 
     @property
     def kv_heads(self) -> int:
         return self.keys.shape[0]
+
+    def all_heads(self, of_heads: Tensor) -> Tensor:
+        """`[n, ...]`, some numbers of this view's heads, as `[ranks * n, ...]`, those of all heads of the layer. What a
+        policy decides by several heads together needs this, or it would decide otherwise in each process."""
+        return of_heads if self.ranks is None else self.ranks.gathered(of_heads)
+
+    def own_heads(self, of_all: Sequence[Each]) -> Sequence[Each]:
+        """Of all KV heads of the layer those of this view."""
+        return of_all[self.first_kv_head : self.first_kv_head + self.kv_heads]
+
+    @property
+    def first_kv_head(self) -> int:
+        """The number in the layer of the first KV head of this view."""
+        return 0 if self.ranks is None else self.ranks.rank * self.kv_heads
 
     @property
     def num_tokens(self) -> int:

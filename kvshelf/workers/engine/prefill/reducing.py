@@ -220,27 +220,23 @@ class Cascade:
         self._sharing = sharing
         self._budget = budget
         self._num_layers = num_layers
-        self._weights: dict[int, float] = {}
+        self._layers: dict[int, LayerStats] = {}  # with the numbers of all heads, as far as they are kept
         self.records: dict[int, Kept] = {}
 
     def add(self, layer: LayerView, importance: Tensor, weight: float) -> None:
         """Take a layer with the importance of its entries, `[kv_heads, N]` fp32."""
-        stats = [_stats(record, self._weights[index]) for index, record in self.records.items()]
-        stats.append(LayerStats(list(importance), weight))
-        *earlier, own = self._sharing.counts(stats, self._budget, self._num_layers)
-        held = sum(own) + sum(record.entries for record in self.records.values())
-        last = len(stats) == self._num_layers
-        if last or held > _SLACK * self._budget.tokens * layer.kv_heads * self._num_layers:
-            for index, counts in zip(list(self.records), earlier, strict=True):
-                self.records[index] = shrunk(self.records[index], counts)
+        joined = LayerStats(list(layer.all_heads(importance)), weight)
+        *earlier, own = self._sharing.counts([*self._layers.values(), joined], self._budget, self._num_layers)
+        held = sum(own) + sum(len(head) for stats in self._layers.values() for head in stats.importance)
+        last = len(earlier) + 1 == self._num_layers
+        if last or held > _SLACK * self._budget.tokens * len(own) * self._num_layers:
+            for index, counts in zip(self.records, earlier, strict=True):
+                self._layers[index] = self._layers[index].best(counts)
+                self.records[index] = shrunk(self.records[index], layer.own_heads(counts))
         free = torch.zeros(layer.num_tokens, dtype=torch.bool, device=importance.device)
-        self.records[layer.layer_idx] = keep(layer, select(importance, free, own), importance, own)
-        self._weights[layer.layer_idx] = weight
-
-
-def _stats(record: Kept, weight: float) -> LayerStats:
-    assert record.importance is not None
-    return LayerStats(torch.split(record.importance, [len(head) for head in record.positions]), weight)
+        counts = layer.own_heads(own)
+        self.records[layer.layer_idx] = keep(layer, select(importance, free, counts), importance, counts)
+        self._layers[layer.layer_idx] = joined.best(own)
 
 
 def shrunk(record: Kept, counts: Sequence[int]) -> Kept:
