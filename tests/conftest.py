@@ -118,9 +118,14 @@ def save_random_model(folder: Path, *, layers: int = 2, width: int = 64, positio
         bos_token_id=None,
     )
     Qwen2ForCausalLM(config).save_pretrained(folder)
+    copy_tokenizer(folder)
+    return folder
+
+
+def copy_tokenizer(folder: Path) -> None:
+    """Put the bundled tokenizer beside a model."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TOKENIZER / name, folder / name)
-    return folder
 
 
 def save_transforms(folder: Path) -> None:

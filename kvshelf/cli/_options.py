@@ -99,6 +99,9 @@ Models = Annotated[
 ServiceDevice = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda.")]
 ServiceDtype = Annotated[str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 Replicas = Annotated[int | None, typer.Option(help="Replicas of each model.")]
+GpusPerReplica = Annotated[
+    int | None, typer.Option(help="GPUs that share one model, each with some of its heads.  [default: 1]")
+]
 Address = Annotated[
     str | None, typer.Option(help="Address of a running Ray cluster; auto finds it.  [default: a local one]")
 ]

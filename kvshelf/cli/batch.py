@@ -58,7 +58,7 @@ _Url = Annotated[
 ]
 
 
-_OF_ITS_OWN = ("store", "encryption_key_file", "device", "dtype", "replicas", "address")
+_OF_ITS_OWN = ("store", "encryption_key_file", "device", "dtype", "replicas", "gpus_per_replica", "address")
 """Options of a batch that runs here. A service has its own settings."""
 
 
@@ -92,6 +92,7 @@ def batch(
     device: _options.ServiceDevice = None,
     dtype: _options.ServiceDtype = None,
     replicas: _options.Replicas = None,
+    gpus_per_replica: _options.GpusPerReplica = None,
     address: _options.Address = None,
     url: _Url = None,
     as_json: _options.AsJson = False,
@@ -134,7 +135,13 @@ def batch(
             assert url is not None
             raise typer.Exit(job.run_at(url))
         key_file, models = str(encryption_key_file) if encryption_key_file else None, tuple(model) if model else None
-        here = {"device": device, "dtype": dtype, "replicas": replicas, "address": address}
+        here = {
+            "device": device,
+            "dtype": dtype,
+            "replicas": replicas,
+            "gpus_per_replica": gpus_per_replica,
+            "address": address,
+        }
         with needs_extra("serve", purpose="kvshelf batch"):
             raise typer.Exit(job.run(store=store, encryption_key_file=key_file, models=models, **here))
 

@@ -61,6 +61,9 @@ class Settings(BaseSettings):
     device: str = Field("auto", description="auto, cpu or cuda")
     dtype: str = Field("auto", description="auto, float32, bfloat16 or float16")
     replicas: int = Field(1, ge=1, le=1024, description="replicas of each model")
+    gpus_per_replica: int = Field(
+        1, ge=1, le=64, description="GPUs that share one model, each with some of its heads; without GPUs, processes"
+    )
     threads: int | None = Field(
         None, ge=1, le=1024, description="CPU threads per replica; default: all CPUs, shared equally"
     )
@@ -174,6 +177,11 @@ class Settings(BaseSettings):
         if value < 2 * info.data.get("max_body_bytes", 0):
             raise ValueError(f"it is less than two bodies of max_body_bytes, {info.data['max_body_bytes']}")
         return value
+
+    @property
+    def replica_processes(self) -> int:
+        """Processes that hold models."""
+        return self.replicas * len(self.models) * self.gpus_per_replica
 
     def redacted(self) -> dict[str, Any]:
         """All effective settings, with users and passwords in URLs replaced by stars."""

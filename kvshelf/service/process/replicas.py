@@ -34,7 +34,7 @@ def deployed_replicas(settings: Settings, shelf: StoreConfig, *, local: bool) ->
 
 
 def _config(settings: Settings, shelf: StoreConfig, model: str, *, local: bool) -> deployment.ReplicaConfig:
-    share_of_cpus = max(1, (os.cpu_count() or 1) // (settings.replicas * len(settings.models)))
+    share_of_cpus = max(1, settings.gpus_per_replica * (os.cpu_count() or 1) // settings.replica_processes)
     return deployment.ReplicaConfig(
         model=model,
         store=shelf,
@@ -49,5 +49,6 @@ def _config(settings: Settings, shelf: StoreConfig, model: str, *, local: bool) 
         residents=ResidentLimits(settings.resident_bytes, settings.resident_idle_s),
         cues=CUES if settings.quality_probe else 0,
         max_document_tokens=settings.max_document_tokens,
+        ranks=settings.gpus_per_replica,
         begin=partial(logs.configure, settings.log_level),
     )

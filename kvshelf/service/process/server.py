@@ -63,10 +63,9 @@ def serve(settings: Settings, place: Place) -> None:
         tracer_to(settings.otel_endpoint) as tracer,
     ):
         log.info("the store is open; starting Ray", seconds=lap.seconds())
-        replicas = settings.replicas * len(settings.models)
         with (
             _importing(IMPORTED_ASIDE) as imported,
-            ray_cluster(settings.address, min_cpus=replicas) as local,
+            ray_cluster(settings.address, min_cpus=settings.replica_processes) as local,
             _stopped_by_signals(),
         ):
             log.info("Ray is up; loading the models", seconds=lap.seconds())

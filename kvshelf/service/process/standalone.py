@@ -49,8 +49,7 @@ def run_standalone(
     shelf = store_config(settings)
     with shelf.open():
         pass  # Ray takes seconds to start, so an unusable store is reported first
-    replicas = settings.replicas * len(settings.models)
-    with ray_cluster(settings.address, min_cpus=replicas) as local:
+    with ray_cluster(settings.address, min_cpus=settings.replica_processes) as local:
         # These modules import ray, which must see the environment prepared above.
         from kvshelf.service.process.replicas import deployed_replicas
         from kvshelf.workers.cluster.deployment import await_running

@@ -6,6 +6,7 @@ One deployment per model. Serve's own HTTP proxy stays off: callers use the `Rem
 from __future__ import annotations
 
 import logging
+import os
 import re
 import secrets
 import time
@@ -20,11 +21,12 @@ import torch
 from ray import serve
 
 from kvshelf import errors
-from kvshelf.errors import InvalidRequest, KvshelfError, NoWorker
+from kvshelf.errors import InvalidRequest, KvshelfError, NoWorker, WorkerCrashed
 from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster import orphans, startup
 from kvshelf.workers.cluster.remote import RemoteEngine, running
 from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.engine.parallel.engine import ParallelEngine
 from kvshelf.workers.engine.quality import CUES
 from kvshelf.workers.model import loading as models
 from kvshelf.workers.model.prepacking import prepack
@@ -44,7 +46,8 @@ class ReplicaConfig:
 
     model: bundled name, folder or hub id. threads: CPU threads for torch; None leaves Ray's choice. cues: how many
     measure the quality of each new cache. max_document_tokens: the longest document it compresses; None leaves it to
-    the model. begin: called first in the replica's process, for example to set up its logs.
+    the model. ranks: processes that share the model's heads, each on a GPU of its own, or all on the CPU. begin: called
+    first in the replica's process, for example to set up its logs.
     """
 
     model: str
@@ -56,6 +59,7 @@ class ReplicaConfig:
     residents: ResidentLimits = field(default_factory=ResidentLimits)
     cues: int = CUES
     max_document_tokens: int | None = None
+    ranks: int = 1
     begin: Callable[[], None] = lambda: None
 
 
@@ -76,10 +80,7 @@ class ServedReplica(Replica):
         config.begin()
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        model, tokenizer = models.load(config.model, device=config.device, dtype=config.dtype)
-        engine = Engine(model, tokenizer, name=served_name(config.model))
-        prepack(model)  # after the engine has digested the weights: reading them again would restore their layout
-        _ = engine.passes.program  # recorded before the first question waits for it
+        engine = _shared_engine(config) if config.ranks > 1 else _engine(config)
         super().__init__(
             engine,
             config.store.open(),
@@ -95,6 +96,28 @@ class ServedReplica(Replica):
         self.stop()
 
 
+def _engine(config: ReplicaConfig) -> Engine:
+    model, tokenizer = models.load(config.model, device=config.device, dtype=config.dtype)
+    engine = Engine(model, tokenizer, name=served_name(config.model))
+    prepack(model)  # after the engine has digested the weights: reading them again would restore their layout
+    _ = engine.passes.program  # recorded before the first question waits for it
+    return engine
+
+
+def _shared_engine(config: ReplicaConfig) -> Engine:
+    """An engine of several processes. Where one of them ends, this one does, and Serve starts the replica anew."""
+    engine = ParallelEngine.load_shared(
+        config.model, device=config.device, dtype=config.dtype, ranks=config.ranks, shown=served_name(config.model)
+    )
+    engine.lead.on_lost = _end_replica
+    return engine
+
+
+def _end_replica(error: WorkerCrashed) -> None:
+    log.error("the replica ends, because one of its processes has", error=error.message)
+    os._exit(1)  # this thread is not the one that waits for the others, and no exception would reach it
+
+
 def served_name(model: str) -> str:
     """A model's name in the API. For a folder, its own name without the path, which stays private."""
     return Path(model).expanduser().name if Path(model).expanduser().is_dir() else model
@@ -105,8 +128,8 @@ def deploy(
 ) -> dict[str, RemoteEngine]:
     """Start a deployment for each model, without waiting until they run; returns their engines by served name.
 
-    A replica takes one GPU or one CPU, by its device; with the device "auto", a GPU if the cluster has one now. Raises
-    `InvalidRequest` for more GPUs than a `local` cluster has, which no node can join.
+    A replica takes one GPU or one CPU for each of its processes, by its device; with the device "auto", GPUs if the
+    cluster has one now. Raises `InvalidRequest` for more GPUs than a `local` cluster has, which no node can join.
     """
     names = [served_name(config.model) for config in configs]
     if len(set(names)) != len(names):
@@ -127,7 +150,7 @@ def deploy(
     job = orphans.job_id()
     targets = [
         serve.RunTarget(
-            target=deployment.options(ray_actor_options=_resources(config.device)).bind(config),
+            target=deployment.options(ray_actor_options=_resources(config)).bind(config),
             name=_app_name(config.model, job),
             route_prefix=None,
         )
@@ -167,7 +190,8 @@ def _missing(reason: str) -> str:
     """What kept a replica from starting, as far as Ray tells."""
     have = {name: count for name, count in ray.cluster_resources().items() if name in ("CPU", "GPU")}
     return (
-        f"{reason.rstrip('.') or 'Ray does not say why'}. The cluster has {have}; a replica takes one GPU, or one CPU"
+        f"{reason.rstrip('.') or 'Ray does not say why'}. The cluster has {have}; a replica takes one GPU, or one "
+        "CPU, for each of its processes"
     )
 
 
@@ -188,21 +212,23 @@ def undeploy(engines: Iterable[RemoteEngine]) -> None:
 
 
 def _require_gpus(configs: Sequence[ReplicaConfig], replicas: int, there: float, *, local: bool) -> None:
-    needed = replicas * sum(_resources(config.device).get("num_gpus", 0) for config in configs)
+    needed = replicas * sum(_resources(config).get("num_gpus", 0) for config in configs)
     if needed > there and local:
         raise InvalidRequest(
-            f"{needed:g} replicas take a GPU each, and Ray finds {there:g} on this machine; take --device cpu, or "
-            "fewer --replicas or models",
+            f"the replicas take {needed:g} GPUs, and Ray finds {there:g} on this machine; take --device cpu, or fewer "
+            "--replicas, --gpus-per-replica or models",
             param="device",
         )
     if needed > there:
         log.warning("replicas wait for GPUs that the Ray cluster does not have yet", needed=needed, there=there)
 
 
-def _resources(device: str) -> dict[str, float]:
+def _resources(config: ReplicaConfig) -> dict[str, float]:
     # "cuda" takes a GPU even if the cluster has none yet: a node may join later, and replicas never change device.
+    device = config.device
     there = device == "auto" and ray.cluster_resources().get("GPU", 0) > 0
-    return {"num_gpus": 1, "num_cpus": 0} if there or device.startswith("cuda") else {"num_cpus": 1}
+    on_gpus = there or device.startswith("cuda")
+    return {"num_gpus": config.ranks, "num_cpus": 0} if on_gpus else {"num_cpus": config.ranks}
 
 
 def _app_name(model: str, job: str) -> str:

@@ -21,6 +21,7 @@ from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.codecs import Codec
 from kvshelf.store.artifact.coder import Coder
 from kvshelf.store.artifact.identity import Layout
+from kvshelf.store.artifact.packed import Rotate
 from kvshelf.store.artifact.shape import LayerShape
 from kvshelf.store.artifact.transforms import Transforms
 from kvshelf.workers.engine.attention.attached import AttachedCache
@@ -36,8 +37,10 @@ from kvshelf.workers.engine.inputs.job import Job, Level, shared
 from kvshelf.workers.engine.inputs.prepare import Preparer
 from kvshelf.workers.engine.inputs.requirements import (
     require_budget_taken,
+    require_own_heads,
     require_questions_taken,
 )
+from kvshelf.workers.engine.parallel.ranks import SharedModel
 from kvshelf.workers.engine.prefill.prefill import Compression, Prefill, run_prefill, run_scores
 from kvshelf.workers.engine.quality import CUES, Probe, Reference, ask
 from kvshelf.workers.model import calibration
@@ -63,8 +66,16 @@ class Engine:
     thread-safe. The model keeps its own attention function; a call selects kvshelf's while it runs.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any = None, *, name: str | None = None) -> None:
-        """`tokenizer` may be None: then documents and questions are token ids."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any = None,
+        *,
+        name: str | None = None,
+        ranks: SharedModel | None = None,
+    ) -> None:
+        """`tokenizer` may be None: then documents and questions are token ids. ranks: where several processes share the
+        model's heads, and each of them makes an engine at the same time (`engine.parallel`)."""
         models.require_attachable(model)
         self.model = model
         self.text = TextFormat(tokenizer) if tokenizer is not None else None
@@ -80,19 +91,26 @@ class Engine:
         own = any(not kind.sees_all or kind.states or kind.latents for kind in self.kinds)
         self._alike = (own or self.rope is not None) and not changes_with_length(model.config)
         plain = all(kind.attends and not kind.states and not kind.latents for kind in self.kinds)
-        self.passes = Passes(model, recordable=self._alike and plain)
+        self.passes = Passes(model, recordable=self._alike and plain and ranks is None, ranks=ranks)
         self._attachments: WeakKeyDictionary[CompressedCache | ArrivingCache, Attachment] = WeakKeyDictionary()
         self._coders: dict[str, Coder] = {}
         self._encoder = Encoder(self.name, self.text, self.max_tokens, model.config.vocab_size)
         self._preparer = Preparer(model, self.name, self.identity, self.rope, self.max_tokens, self.kinds)
 
     @classmethod
-    def load(cls, name: str, *, device: str = "auto", dtype: str = "auto", progress: bool = False) -> Engine:
+    def load(
+        cls, name: str, *, device: str = "auto", dtype: str = "auto", progress: bool = False, ranks: int = 1
+    ) -> Engine:
         """The engine of a bundled model ("kvshelf-tiny"), a local folder or a hub id.
 
         device: "auto" takes a GPU where there is one. dtype: "auto" (the checkpoint's), float32, bfloat16 or float16.
-        progress: whether transformers and the hub may show their progress bars.
+        progress: whether transformers and the hub may show their progress bars. ranks: processes that share the model's
+        heads, each on a GPU of its own, or all on the CPU (tensor parallel): see `ParallelEngine`.
         """
+        if ranks > 1:
+            from kvshelf.workers.engine.parallel.engine import ParallelEngine  # it is built on this module
+
+            return ParallelEngine.load_shared(name, device=device, dtype=dtype, ranks=ranks, progress=progress)
         model, tokenizer = models.load(name, device=device, dtype=dtype, progress=progress)
         return cls(model, tokenizer, name=name)
 
@@ -103,7 +121,15 @@ class Engine:
         that the configuration does tell. Every prefill asks for them first, so that no work is done in vain."""
         shapes = layer_shapes(self.model, self.kinds, self.passes.absorbed)
         self.passes.tokens_at_once  # noqa: B018 - raises, too
+        if self.passes.ranks is not None:
+            require_own_heads(shapes, self.kv_heads // self.passes.ranks.size, self.name)
+            return tuple(shape._replace(kv_heads=self.kv_heads) for shape in shapes)
         return shapes
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of each layer, of all ranks together."""
+        return models.kv_heads(self.model.config)
 
     @property
     def state_bytes(self) -> int:
@@ -286,9 +312,12 @@ class Engine:
         For what is built on scores: another way to share a budget, or gates trained to foretell them. Raises
         `InvalidRequest` for a policy without scores, and for one that reads the document chunk by chunk.
         """
+        self._require_scores(job)
+        return run_scores(self.passes, self.rope, self._seen_kinds, job, checkpoint or _nothing)
+
+    def _require_scores(self, job: Job) -> None:
         if not isinstance(job.policy, ScoringPolicy) or job.absorber is not None:
             raise InvalidRequest(f"policy {job.policy.name!r} gives no scores of the whole document", param="policy")
-        return run_scores(self.passes, self.rope, self._seen_kinds, job, checkpoint or _nothing)
 
     # Measuring
 
@@ -315,8 +344,7 @@ class Engine:
         if cache.identity.document != reference.document:
             raise InvalidRequest("the reference is of another document than the cache; use that of its own prefill")
         started = time.perf_counter()
-        with torch.no_grad(), self.attached(cache) as past:
-            logits = ask(self.model, reference.probe, past)
+        logits = self._answered(cache, reference.probe)
         quality = reference.compare(logits, time.perf_counter() - started)
         if not math.isfinite(quality.kl):
             raise PolicyUnsupported(
@@ -326,6 +354,11 @@ class Engine:
                 param="model",
             )
         return quality
+
+    def _answered(self, cache: CompressedCache, probe: Probe) -> Tensor:
+        """Logits of the probe's predictions behind a cache."""
+        with torch.no_grad(), self.attached_to(self.attach(cache)) as past:
+            return ask(self.model, probe, past)
 
     # Encoding
 
@@ -414,8 +447,13 @@ class Engine:
         `model.generate` takes the whole sequence: `past.with_document(ids)` puts stand-ins in the document's place.
         Raises `ModelMismatch` for a cache of another model.
         """
-        longest = reach(self.model.config, cache.num_tokens)
-        past = self.passes.attached(self.attach(cache), longest)
+        with self.attached_to(self.attach(cache)) as past:
+            yield past
+
+    @contextmanager
+    def attached_to(self, document: Attachment) -> Iterator[AttachedCache]:
+        """`attached`, for a cache that is attached already."""
+        past = self.passes.attached(document, reach(self.model.config, document.num_tokens))
         with kvshelf_attention(self.model), past.begun_by(self.model.base_model):
             yield past
 
@@ -455,15 +493,26 @@ class Engine:
         found = self._attachments.get(cache)
         if found is None:
             self.require_own(cache)
-            rotate = None if self.rope is None or self.rope.length_dependent else self.rope.rotate
             transforms = cache.identity.transforms
             coder = self.coder_of(transforms) if transforms else None
-            found = self._attachments[cache] = Attachment(cache, self.model.device, rotate, coder)
+            heads = None if self.passes.ranks is None else self.passes.ranks.own(self.kv_heads)
+            found = Attachment(cache, self.model.device, self.rotate, coder, heads=heads)
+            self._attachments[cache] = found
         return found
+
+    @property
+    def rotate(self) -> Rotate | None:
+        """The model's RoPE, for keys that are stored without it; None where it is not known."""
+        return None if self.rope is None or self.rope.length_dependent else self.rope.rotate
 
     def batch(self) -> DecodeBatch:
         """An empty batch. Answers stepped in it together share one forward pass per token."""
-        return DecodeBatch(self.passes, self.kinds, one_by_one=not self._alike)
+        return DecodeBatch(self.passes, self.kinds, one_by_one=self.one_by_one)
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether a step of a batch needs a pass of its own for each row."""
+        return not self._alike
 
     def start(
         self,

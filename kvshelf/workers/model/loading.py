@@ -33,7 +33,7 @@ _MADE_PLAIN = ("compressed-tensors", "fp8", "mxfp4")
 
 _WITHOUT_EFFECT = re.compile(
     r"_.*|.*dropout.*|.*_pdrop|layerdrop|.*_token_id|.*init.*|.*_coef|.*jitter.*|output_router_logits"
-    r"|output_hidden_states|output_attentions|return_dict|use_cache|dtype"
+    r"|output_hidden_states|output_attentions|return_dict|use_cache|dtype|distributed_config"
     r"|torch_dtype|architectures|transformers_version|model_type|vocab_size|tie_word_embeddings|pretraining_tp"
     r"|rope_parameters|rope_scaling|rope_theta|max_position_embeddings|original_max_position_embeddings|id2label"
     r"|label2id|num_labels|problem_type|auto_map"
@@ -41,12 +41,13 @@ _WITHOUT_EFFECT = re.compile(
 """Fields of a configuration that change no key and no value, or that the identity holds elsewhere."""
 
 
-def load(name: str, *, device: str, dtype: str, progress: bool = False) -> tuple[PreTrainedModel, Any]:
+def load(name: str, *, device: str, dtype: str, progress: bool = False, ranks: int = 1) -> tuple[PreTrainedModel, Any]:
     """The model and tokenizer of a bundled name, a local folder or a hub id; of a model made of several the language
     part. Weights only from safetensors, no remote code.
 
     device: "auto" (a GPU where there is one), or what torch accepts. dtype: "auto" (the checkpoint's), or its name.
-    progress: whether transformers and the hub may show their progress bars.
+    progress: whether transformers and the hub may show their progress bars. ranks: the processes of this one's group
+    (`engine.parallel`), which load the model at the same time: each gets its part of the weights.
     """
     from transformers import AutoConfig, AutoTokenizer  # takes seconds: only where a model is loaded
 
@@ -62,13 +63,15 @@ def load(name: str, *, device: str, dtype: str, progress: bool = False) -> tuple
             _take_plain(config, name)
             whole, info = _class_for(config).from_pretrained(
                 source, config=config, dtype=_DTYPES.get(dtype, "auto"), use_safetensors=True, trust_remote_code=False,
-                output_loading_info=True,
+                output_loading_info=True, **_shared(ranks),
             )  # fmt: skip
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise InvalidRequest(f"the model {name!r} cannot be loaded: {error}", param="model") from error
     model = of_text(whole, name)
     require_weights(whole, {*info["missing_keys"]}, model, name)
+    if ranks > 1:
+        return model.eval(), tokenizer  # each rank's part is on its device
     target = chosen_device(device)
     try:
         return model.to(target).eval(), tokenizer
@@ -77,6 +80,60 @@ def load(name: str, *, device: str, dtype: str, progress: bool = False) -> tuple
             f"the weights of {name!r} do not fit into {target}, and kvshelf cannot spread a model over several yet",
             param="model",
         ) from error
+
+
+def _shared(ranks: int) -> dict[str, Any]:
+    """Arguments with which transformers loads this process's part of a model."""
+    if ranks == 1:
+        return {}
+    from transformers.distributed import DistributedConfig
+
+    return {"distributed_config": DistributedConfig(tp_size=ranks, tp_plan="auto")}
+
+
+def require_shared(name: str, ranks: int, device: str) -> None:
+    """Raise `InvalidRequest` or `PolicyUnsupported` where the model cannot be shared by so many processes. Names as in
+    `load`."""
+    import transformers
+
+    _require_devices(ranks, device)
+    model = skeleton(name)
+    if not hasattr(transformers, "distributed") or not getattr(model, "tp_plan", None):
+        raise PolicyUnsupported(
+            f"transformers {transformers.__version__} has no plan for sharing {type(model).__name__} among processes "
+            "(tensor parallel); take one process, or a newer transformers (5.24 shares most models)",
+            param="ranks",
+        )
+    if any(kind.states or kind.latents or not kind.attends for kind in layer_kinds(model.config)):
+        raise PolicyUnsupported(
+            f"{name!r} has layers with recurrent states, with latents or without keys and values of their own, and "
+            "kvshelf shares keys and values alone among processes; take one process",
+            param="ranks",
+        )
+    heads = kv_heads(model.config)
+    if heads % ranks:
+        raise PolicyUnsupported(
+            f"the {heads} KV heads of {name!r} cannot be shared evenly by {ranks} processes; take a number that "
+            f"divides {heads}",
+            param="ranks",
+        )
+
+
+def _require_devices(ranks: int, device: str) -> None:
+    there = torch.cuda.device_count()
+    if device not in ("auto", "cpu", "cuda"):
+        raise InvalidRequest(
+            f"device is {device!r}, and {ranks} processes take a GPU each; give auto, cuda or cpu", param="device"
+        )
+    if (device == "cpu" and there) or (device == "cuda" and not there):
+        have = f"{there} GPUs" if there else "none"
+        raise InvalidRequest(
+            f"device is {device!r}, and processes that share a model take the GPUs that they see, of which there are "
+            f"{have}; CUDA_VISIBLE_DEVICES hides some or all",
+            param="device",
+        )
+    if there and ranks > there:
+        raise InvalidRequest(f"{ranks} processes need a GPU each, and {there} are visible", param="ranks")
 
 
 def _take_plain(config: PretrainedConfig, name: str) -> None:
@@ -331,7 +388,8 @@ def head_sizes(config: Any) -> tuple[int, int]:
 
 def _weights_digest(model: PreTrainedModel) -> str:
     hasher = blake3(max_threads=blake3.AUTO)
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, held in sorted(model.state_dict().items()):
+        tensor = held.full_tensor() if hasattr(held, "full_tensor") else held  # of processes that share it
         hasher.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
         hasher.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
     return hasher.hexdigest(length=DIGEST_BYTES)

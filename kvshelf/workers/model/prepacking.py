@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import platform
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -124,10 +124,13 @@ def prepack(model: PreTrainedModel) -> None:
 
 
 def plain_weight(module: nn.Module | None) -> Tensor | None:
-    """The weight of a module as it was before `prepack`; None where it has none."""
+    """The weight of a module as it was before `prepack`; None where it has none. Where processes share it (tensor
+    parallel), the part of this one."""
     if isinstance(module, PackedLinear):
         return module.unpacked
-    weight = getattr(module, "weight", None)
+    weight: Any = getattr(module, "weight", None)
+    if hasattr(weight, "to_local"):
+        weight = weight.to_local()
     return weight if isinstance(weight, Tensor) else None
 
 

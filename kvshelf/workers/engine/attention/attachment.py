@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import count
 
 import torch
 
@@ -12,10 +13,15 @@ from kvshelf.kernels.prefix_attention import Prefix
 from kvshelf.store.artifact.arriving import ArrivingCache
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.coder import Coder
-from kvshelf.store.artifact.records import LayerRecord, Rotate, State, entries_of, states_of
+from kvshelf.store.artifact.heads import cut
+from kvshelf.store.artifact.records import Entries, LayerRecord, Rotate, State, entries_of, states_of
 
 Wait = Callable[[Future[LayerRecord]], None]
 """Called repeatedly while a layer has not arrived."""
+
+
+_NUMBERS = count()
+"""Of attachments, in the order in which they were made."""
 
 
 def block(record: Future[LayerRecord]) -> None:
@@ -36,15 +42,23 @@ class Attachment:
         device: torch.device,
         rotate: Rotate | None,
         coder: Coder | None = None,
+        *,
+        heads: tuple[int, int] | None = None,
+        number: int | None = None,
     ) -> None:
         """`rotate` applies the model's RoPE; records whose keys carry no rotation need it, and raise `StateConflict`
-        without. `coder` decodes a cache under codec klt, each layer as soon as it arrives, on threads of its own."""
+        without. `coder` decodes a cache under codec klt, each layer as soon as it arrives, on threads of its own.
+        heads: the first KV head that attention reads here and the one behind the last, where other processes read the
+        others. number: the attachment's, which orders documents in a step; where several processes step together, the
+        same in each."""
+        self.number = next(_NUMBERS) if number is None else number
         self.identity = cache.identity
         self.num_tokens = cache.num_tokens
         self.next_position = cache.next_position
         self.nbytes = cache.attached_bytes
         self._device = device
         self._rotate = rotate
+        self._heads = heads
         records = _arrived(cache.layers) if isinstance(cache, CompressedCache) else cache.layers
         self._records = records if coder is None else _decoded(records, coder, cache.repositioned)
         self._prefixes: list[tuple[Prefix, ...] | None] = [None] * len(self._records)
@@ -75,7 +89,7 @@ class Attachment:
         made = self._prefixes[layer]
         if made is None:
             entries = entries_of(self._record(layer, wait))
-            made = () if entries is None else entries.to(self._device).prefixes(self._rotate)
+            made = () if entries is None else self._read(entries).prefixes(self._rotate)
             self._prefixes[layer] = made
         return made
 
@@ -92,6 +106,15 @@ class Attachment:
     def has_entries(self, layer: int, wait: Wait = block) -> bool:
         """Whether the layer attends."""
         return entries_of(self._record(layer, wait)) is not None
+
+    def layers(self, wait: Wait = block) -> list[Entries]:
+        """The entries of all layers and heads, once they have arrived, of a model whose every layer has some. `wait`
+        and errors as for `prefixes`."""
+        found = (entries_of(self._record(layer, wait)) for layer in range(self.num_layers))
+        return [entries for entries in found if entries is not None]
+
+    def _read(self, entries: Entries) -> Entries:
+        return (entries if self._heads is None else cut(entries, *self._heads)).to(self._device)
 
     def _record(self, layer: int, wait: Wait) -> LayerRecord:
         while not self._records[layer].done():

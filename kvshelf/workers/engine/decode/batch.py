@@ -148,7 +148,7 @@ class _Step:
     def of(cls, counts: Sequence[tuple[Generation, int]], pool: SuffixPool, device: torch.device) -> _Step:
         """The next `count` tokens of each answer. Rows of one document are adjacent."""
         places, first = [], 0
-        for generation, count in sorted(counts, key=lambda each: id(each[0].document)):
+        for generation, count in sorted(counts, key=lambda each: each[0].document.number):
             slab = pool.reserve(generation.row, generation.row.length + count)
             places.append(_Place(generation, first, count, count == len(generation.pending), slab))
             first += count

@@ -33,6 +33,7 @@ from kvshelf.workers.engine.attention.inspection import tokens_at_once
 from kvshelf.workers.engine.attention.latents import Absorbed, Handover, absorbed_layers
 from kvshelf.workers.engine.forward.program import ForwardProgram, PlanAttention
 from kvshelf.workers.engine.forward.tracing import TOKENS, AttentionCall
+from kvshelf.workers.engine.parallel.ranks import SharedModel
 from kvshelf.workers.model.caches import cache_class
 from kvshelf.workers.model.layers import counts_by_cache, layer_kinds
 
@@ -68,9 +69,11 @@ class Past(Protocol):
 class Passes:
     """One thread owns the model."""
 
-    def __init__(self, model: PreTrainedModel, *, recordable: bool) -> None:
-        """recordable: whether the operations on a token are the same whatever the length of the call."""
+    def __init__(self, model: PreTrainedModel, *, recordable: bool, ranks: SharedModel | None = None) -> None:
+        """recordable: whether the operations on a token are the same whatever the length of the call. ranks: the
+        processes that share the model's heads and run each pass together."""
         self.model = model
+        self.ranks = ranks
         self._counts_by_cache = counts_by_cache(model.config)
         # A recording would have the lengths of the cache as constants.
         self._recordable = recordable and not self._counts_by_cache

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvshelf.errors import DocumentTooLong, InvalidRequest, PolicyUnsupported
+from kvshelf.store.artifact.shape import LayerShape
 from kvshelf.workers.model.layers import LayerKind, reducible
 from kvshelf.workers.model.rope import Rope, reach
 from kvshelf.workers.policies.ada import Ada
@@ -151,6 +152,17 @@ def require_every_layer(seen: Iterable[int], expected: Sequence[int]) -> None:
             "model cannot be compressed",
             param="model",
         )
+
+
+def require_own_heads(layers: Sequence[LayerShape], own: int, name: str) -> None:
+    """Refuse a model whose processes do not each have their part of the KV heads of every layer, `own` of them."""
+    for index, layer in enumerate(layers):
+        if layer.kv_heads != own:
+            raise PolicyUnsupported(
+                f"in layer {index} of {name!r} each process has {layer.kv_heads} KV heads in place of {own}, because "
+                "transformers' plan for tensor parallelism does not share its attention; take one process",
+                param="ranks",
+            )
 
 
 def require_one_rotation(

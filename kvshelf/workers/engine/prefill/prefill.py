@@ -95,7 +95,8 @@ def run_prefill(
             way = _with_states if any(kind.states for kind in kinds) else _whole
             whole, reference = way(passes, rope, kinds, jobs, probe, checkpoint)
             reduced, paused_s = whole.reducers, whole.paused_s
-        records = [reducer.records() for reducer in reduced]
+        joined = tuple if passes.ranks is None else passes.ranks.joined
+        records = [joined(reducer.records()) for reducer in reduced]
     elapsed = time.perf_counter() - started - paused_s - (reference.probe_s if reference is not None else 0)
     prefill_s = elapsed - sum(reducer.compress_s for reducer in reduced)
     made: dict[int, Compression] = {}
@@ -123,7 +124,7 @@ def run_scores(
 ) -> list[Tensor]:
     """The scores of the job's policy, a `ScoringPolicy`, for each layer that policies reduce: `[kv_heads, N]` fp32."""
     lengths = tuple(len(found.token_ids) for found in job.passes)
-    scorer = Scorer(job.policy, job.document, job.budget, kinds, lengths, rope)
+    scorer = Scorer(job.policy, job.document, job.budget, kinds, lengths, rope, passes.ranks)
     if any(kind.states for kind in kinds):
         for attended in stateful.Read.of(passes, kinds, job, checkpoint, queries=True).probed(job.passes):
             scorer.after_attention(attended)
@@ -145,7 +146,7 @@ def _whole(
     model = passes.model
     measured = probe.passes if probe is not None else ()
     lengths = [len(found.token_ids) for found in measured]
-    reducer = SharedReducer([_reducer(rope, kinds, job) for job in jobs], lengths, checkpoint)
+    reducer = SharedReducer([_reducer(passes, rope, kinds, job) for job in jobs], lengths, checkpoint)
     first = jobs[0]
     inputs = first.inputs(model.device, measured)
     if probe is None:
@@ -167,7 +168,7 @@ def _with_states(
 ) -> tuple[SharedReducer, Reference | None]:
     """As `_whole`, for a model with recurrent states."""
     first, model = jobs[0], passes.model
-    reducer = SharedReducer([_reducer(rope, kinds, job) for job in jobs], (), checkpoint)
+    reducer = SharedReducer([_reducer(passes, rope, kinds, job) for job in jobs], (), checkpoint)
     if probe is None and not first.passes:
         states = stateful.read(passes, kinds, first, reducer)
         reference = None
@@ -194,7 +195,7 @@ def _nothing() -> None:
     """The checkpoint that does nothing."""
 
 
-def _reducer(rope: Rope | None, kinds: tuple[LayerKind, ...], job: Job) -> LayerReducer:
+def _reducer(passes: Passes, rope: Rope | None, kinds: tuple[LayerKind, ...], job: Job) -> LayerReducer:
     return LayerReducer(
         # With a budget of the whole document every policy keeps everything.
         job.policy if job.budget.tokens < job.num_tokens else Full(),
@@ -203,6 +204,7 @@ def _reducer(rope: Rope | None, kinds: tuple[LayerKind, ...], job: Job) -> Layer
         kinds,
         tuple(len(found.token_ids) for found in job.passes),
         rope,
+        passes.ranks,
     )
 
 

@@ -23,7 +23,7 @@ from kvshelf.workers.policies.base import Observes, Policy, ScoringPolicy, keep
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.sharing import LayerStats, Sharing
 from kvshelf.workers.policies.together import importance_together, reduce_together, scores_together
-from kvshelf.workers.policies.view import DocumentView, LayerView, Probed
+from kvshelf.workers.policies.view import DocumentView, LayerView, Probed, Ranks
 
 _SLACK = 1.125
 """How far a cascade may exceed its budget before it is cut: cutting copies what stays, so not after every layer."""
@@ -31,8 +31,8 @@ _SLACK = 1.125
 
 @dataclass(eq=False)
 class LayerReducer:
-    """Reduces the layers of one document by one policy. kinds: of all layers. states: of each layer behind the
-    document, set after the pass; empty for a model without states."""
+    """Reduces the layers of one document by one policy. kinds: of all layers. ranks: see `LayerView`. states: of each
+    layer behind the document, set after the pass; empty for a model without states."""
 
     policy: Policy
     document: DocumentView
@@ -40,6 +40,7 @@ class LayerReducer:
     kinds: tuple[LayerKind, ...]
     probe_lengths: tuple[int, ...]
     rope: Rope | None
+    ranks: Ranks | None = None
 
     def __post_init__(self) -> None:
         self._places = {layer: place for place, layer in enumerate(reducible(self.kinds))}
@@ -116,6 +117,7 @@ class LayerReducer:
             probes=self._probes(attended) if self.sees_queries else (),
             rope=self.rope if Observes.ROPE in self.policy.observes else None,
             module=attended.module,
+            ranks=self.ranks,
         )
 
     def _stored(self, attended: Attended) -> LayerView | None:
@@ -146,7 +148,7 @@ class Scorer(LayerReducer):
             return
         layer = self._view(attended)
         score = self.policy.score(layer) if attended.latents is None else scores_together(self.policy, layer)
-        self.scores[layer.layer_idx] = score
+        self.scores[layer.layer_idx] = layer.all_heads(score)
 
 
 @dataclass(eq=False)
@@ -230,9 +232,9 @@ class Cascade:
         held = sum(own) + sum(len(head) for stats in self._layers.values() for head in stats.importance)
         last = len(earlier) + 1 == self._num_layers
         if last or held > _SLACK * self._budget.tokens * len(own) * self._num_layers:
-            for index, counts in zip(self.records, earlier, strict=True):
-                self._layers[index] = self._layers[index].best(counts)
-                self.records[index] = shrunk(self.records[index], layer.own_heads(counts))
+            for index, of_all in zip(self.records, earlier, strict=True):
+                self._layers[index] = self._layers[index].best(of_all)
+                self.records[index] = shrunk(self.records[index], layer.own_heads(of_all))
         free = torch.zeros(layer.num_tokens, dtype=torch.bool, device=importance.device)
         counts = layer.own_heads(own)
         self.records[layer.layer_idx] = keep(layer, select(importance, free, counts), importance, counts)

@@ -1,0 +1,194 @@
+"""A rank other than 0: does what rank 0 asks, with its own heads. Started by `leading.start` as a process of its own.
+
+It ends when rank 0 does, when it fails where the others do not, and when rank 0 says so by closing the pipe.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from kvshelf.errors import Cancelled, InternalError
+from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.artifact.records import LayerRecord
+from kvshelf.workers.engine.attention.attachment import Attachment
+from kvshelf.workers.engine.decode.generation import Generation, Sampling
+from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.engine.inputs.job import Level
+from kvshelf.workers.engine.parallel.operations import (
+    AnswerStep,
+    Ask,
+    Attach,
+    Channel,
+    Compress,
+    Done,
+    Failed,
+    GiveUp,
+    GoOn,
+    Operation,
+    Request,
+    Score,
+    Settled,
+    Step,
+)
+from kvshelf.workers.engine.parallel.ranks import SharedModel, join_group, sent
+from kvshelf.workers.engine.quality import ask
+from kvshelf.workers.model import loading as models
+
+_LOG = logging.getLogger(__name__)
+
+SETTLE_S: Final = 20.0
+"""A failed rank waits so long for rank 0 to fail as well. If it does not, it waits for this rank in vain: then this one
+ends, which rank 0 notices."""
+
+_UNBOUNDED: Final = 1 << 40
+
+
+@dataclass(frozen=True)
+class Start:
+    """How to load the model. The arguments are those of `loading.load`."""
+
+    name: str
+    device: str
+    dtype: str
+    rank: int
+    size: int
+    threads: int
+    meeting: Path
+
+
+class FollowingRank(SharedModel):
+    def __init__(self, start: Start, channel: Channel) -> None:
+        super().__init__(start.rank, start.size)
+        self._channel = channel
+
+    def joined(self, layers: Sequence[LayerRecord]) -> tuple[LayerRecord, ...]:
+        for layer in layers:
+            self._channel.tell(sent(layer))
+        return tuple(layers)
+
+
+class _OwnHeads(Engine):
+    """The engine of a rank that encodes no cache, because it has only some heads of each."""
+
+    def encoded(self, cache: CompressedCache, codec: str) -> CompressedCache:  # noqa: ARG002
+        return cache
+
+
+class Follower:
+    """Runs operations of one engine until the pipe closes."""
+
+    def __init__(self, engine: Engine, channel: Channel) -> None:
+        self._engine = engine
+        self._channel = channel
+        self._batch = engine.batch()
+        self._documents: dict[int, Attachment] = {}
+        self._answers: dict[int, Generation] = {}
+
+    def serve(self) -> None:
+        """Returns when rank 0 has ended."""
+        self._channel.text = self._engine.text
+        self._channel.tell(Done())
+        while True:
+            message = self._channel.heard()
+            assert isinstance(message, Request), message
+            self._run(message)
+
+    def _run(self, request: Request) -> None:
+        for number in request.left:
+            if (answer := self._answers.pop(number, None)) is not None:
+                self._batch.leave(answer)
+        for number in request.dropped:
+            self._documents.pop(number, None)
+        try:
+            self._do(request.operation)
+        except Exception as error:
+            self._channel.tell(Failed.of(error))
+            if not self._channel.pipe.poll(SETTLE_S):
+                raise  # the others wait for this rank inside the operation
+            settled = self._channel.heard()
+            assert isinstance(settled, Settled), settled
+        else:
+            self._channel.tell(Done())
+
+    def _do(self, operation: Operation) -> None:
+        match operation:
+            case Compress(jobs, cues):
+                self._engine.prefill([Level(job) for job in jobs], cues=cues, checkpoint=self._pause)
+            case Score(job):
+                self._engine.scores(job, checkpoint=self._pause)
+            case Attach(number, cache):
+                self._documents[number] = Attachment(
+                    cache, self._engine.model.device, self._engine.rotate, number=number
+                )
+            case Ask(number, probe):
+                with torch.no_grad(), self._engine.attached_to(self._documents[number]) as past:
+                    ask(self._engine.model, probe, past)
+            case Step(answers):
+                told = self._batch.step([self._continued(each) for each in answers])
+                for error in (each for each in told if isinstance(each, Exception)):
+                    _LOG.debug("an answer ended with an error, as on rank 0: %s", error)
+
+    def _continued(self, step: AnswerStep) -> Generation:
+        """The answer as rank 0 has it: this rank chooses no tokens."""
+        found = self._answers.get(step.number)
+        if found is None:
+            sampling = Sampling(max_tokens=_UNBOUNDED)
+            document = self._documents[step.document]
+            found = Generation(document, (), sampling, room=_UNBOUNDED, end_ids=frozenset(), decoder=None)
+            self._answers[step.number] = found
+        found.pending = list(step.pending)
+        if found.row.length != step.length:
+            raise InternalError(f"an answer has {found.row.length} tokens here, and {step.length} on rank 0")
+        return found
+
+    def _pause(self) -> None:
+        """A checkpoint: do what rank 0 asks meanwhile, until it goes on."""
+        while not isinstance(message := self._channel.heard(), GoOn):
+            if isinstance(message, GiveUp):
+                raise Cancelled("rank 0 gave the document up")
+            assert isinstance(message, Request), message
+            self._run(message)
+
+
+def main(descriptor: int) -> None:
+    """The process. descriptor: of the pipe to rank 0."""
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    channel = Channel(Connection(descriptor))
+    start: Start = channel.heard()
+    torch.set_num_threads(start.threads)
+    channel.tell(Done())
+    channel.heard()  # all are there: from here on each waits for the others
+    join_group(start.rank, start.size, start.meeting)
+    try:
+        model, tokenizer = models.load(start.name, device=start.device, dtype=start.dtype, ranks=start.size)
+        engine = _OwnHeads(model, tokenizer, name=start.name, ranks=FollowingRank(start, channel))
+        engine.layer_shapes  # noqa: B018 - measured here, where rank 0 measures its own
+        follower = Follower(engine, channel)
+    except Exception as error:
+        channel.tell(Failed.of(error))
+        raise
+    try:
+        follower.serve()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        os._exit(0)  # rank 0 has ended; what waits for it in a collective operation would wait for ever
+
+
+def _end_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,239 @@
+"""Rank 0 and the processes that it starts: whatever it runs of a shared model, the others run at the same time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from kvshelf.errors import WorkerCrashed
+from kvshelf.store.artifact.heads import joined
+from kvshelf.store.artifact.records import LayerRecord
+from kvshelf.workers.engine.decode.generation import Checkpoint
+from kvshelf.workers.engine.parallel.follower import SETTLE_S, Start
+from kvshelf.workers.engine.parallel.operations import (
+    Channel,
+    Done,
+    Failed,
+    GiveUp,
+    GoOn,
+    Operation,
+    Request,
+    Settled,
+)
+from kvshelf.workers.engine.parallel.ranks import SharedModel, join_group, sent
+from kvshelf.workers.model.text import TextFormat
+
+OnLost = Callable[[WorkerCrashed], None]
+"""Is told, on a thread of its own, that a rank has ended, so that the engine can do nothing more."""
+
+_START_S: Final = 120.0
+"""Longest time from a rank's start until its imports are done."""
+
+_ENDING_S: Final = 5.0
+"""What waits for a dead process fails a little before the process can be seen to be dead."""
+
+
+class _Rank:
+    """One of the other processes, and the pipe to it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        mine, theirs = Pipe()
+        self.channel = Channel(mine)
+        package = str(Path(__file__).parents[4])  # the folder that has kvshelf
+        paths = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "kvshelf.workers.engine.parallel.follower", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=os.environ | {"PYTHONPATH": paths},
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+
+    @property
+    def fate(self) -> str:
+        """How the process ended, waiting for its end a moment."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_ENDING_S)
+        code = self.process.poll()
+        told = "still runs" if code is None else f"ended by signal {-code}" if code < 0 else f"ended with code {code}"
+        return f"rank {self.number} (process {self.process.pid}) {told}"
+
+
+class LeadingRank(SharedModel):
+    """This process, with the model's first heads. One thread uses it, that of the engine."""
+
+    def __init__(self, name: str, ranks: Sequence[_Rank], folder: tempfile.TemporaryDirectory[str]) -> None:
+        super().__init__(0, 1 + len(ranks))
+        self._name = name
+        self._ranks = ranks
+        self._left: list[int] = []
+        self._dropped: list[int] = []
+        self.on_lost: OnLost | None = None
+        self._threads = torch.get_num_threads()
+        self._close = weakref.finalize(self, _end, ranks, folder)
+        for rank in ranks:
+            threading.Thread(target=self._watch, args=(weakref.ref(self), rank.process), daemon=True).start()
+
+    @classmethod
+    def started(cls, name: str, *, device: str, dtype: str, size: int) -> LeadingRank:
+        """Start the other ranks, which load the model when this process does. Raises `WorkerCrashed`."""
+        threads = torch.get_num_threads() if torch.cuda.is_available() else max(1, torch.get_num_threads() // size)
+        folder = tempfile.TemporaryDirectory(prefix="kvshelf-ranks-")
+        meeting = Path(folder.name) / "meeting"
+        ranks = [_Rank(number) for number in range(1, size)]
+        lead = cls(name, ranks, folder)
+        for rank in ranks:
+            rank.channel.tell(Start(name, device, dtype, rank.number, size, threads, meeting))
+        torch.set_num_threads(threads)
+        try:
+            for rank in ranks:
+                if not rank.channel.pipe.poll(_START_S):
+                    raise WorkerCrashed(f"{name!r}: rank {rank.number} did not start within {_START_S:g} s")
+                lead._heard(rank)
+            for rank in ranks:
+                rank.channel.tell(GoOn())
+            join_group(0, size, meeting)
+        except BaseException:
+            lead.close()
+            raise
+        return lead
+
+    def begin(self, text: TextFormat | None) -> None:
+        """Wait until the other ranks have loaded the model, too. Raises the error of one that could not. text: the
+        model's tokenizer."""
+        for rank in self._ranks:
+            self._heard(rank)
+            rank.channel.text = text
+
+    def close(self) -> None:
+        """End the other ranks, and the group. The engine can do nothing more."""
+        self.on_lost = None
+        if self._close.alive:
+            self._close()
+            torch.set_num_threads(self._threads)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    # What all ranks do together
+
+    @contextmanager
+    def together(self, *operations: Operation) -> Iterator[None]:
+        """Inside the block this process does its part of an operation, and the other ranks theirs. operations: one for
+        all ranks, or one for each.
+
+        Raises the error of another rank, and `WorkerCrashed` where one has ended.
+        """
+        left, dropped, self._left, self._dropped = self._left, self._dropped, [], []
+        each = operations * len(self._ranks) if len(operations) == 1 else operations
+        for rank, operation in zip(self._ranks, each, strict=True):
+            self._tell(rank, Request(operation, left, dropped))
+        try:
+            yield
+        except BaseException as error:
+            self._settle(error)
+            raise
+        for rank in self._ranks:
+            self._heard(rank)
+
+    def shared(self, checkpoint: Checkpoint) -> Checkpoint:
+        """A checkpoint during which the other ranks pause, and may be asked for other operations."""
+
+        def paused() -> None:
+            try:
+                checkpoint()
+            except BaseException:
+                self._tell_all(GiveUp())
+                raise
+            self._tell_all(GoOn())
+
+        return paused
+
+    def joined(self, layers: Sequence[LayerRecord]) -> tuple[LayerRecord, ...]:
+        return tuple(joined([sent(layer), *map(self._heard, self._ranks)]) for layer in layers)
+
+    def leave(self, answer: int) -> None:
+        """Have the other ranks forget an answer, before the next operation."""
+        self._left.append(answer)
+
+    def drop(self, document: int) -> None:
+        """Have the other ranks forget a document, before the next operation. Any thread may call it."""
+        self._dropped.append(document)
+
+    # Messages
+
+    def _tell_all(self, message: object) -> None:
+        for rank in self._ranks:
+            self._tell(rank, message)
+
+    def _tell(self, rank: _Rank, message: object) -> None:
+        try:
+            rank.channel.tell(message)
+        except OSError as error:
+            raise self._lost(rank) from error
+
+    def _heard(self, rank: _Rank) -> Any:
+        """The next message of a rank. Raises the error that it tells."""
+        try:
+            message = rank.channel.heard()
+        except (EOFError, OSError) as error:
+            raise self._lost(rank) from error
+        if isinstance(message, Failed):
+            with suppress(OSError):
+                rank.channel.tell(Settled())
+            raise message.error
+        return message
+
+    def _settle(self, error: BaseException) -> None:
+        """After an error of this process: wait until the other ranks have left the operation, too. A rank that does not
+        waits inside it for this process, and is ended. Raises `WorkerCrashed` where one has ended."""
+        for rank in self._ranks:
+            try:
+                while rank.channel.pipe.poll(SETTLE_S / 2):
+                    message = rank.channel.heard()
+                    if isinstance(message, Failed):
+                        rank.channel.tell(Settled())
+                    if isinstance(message, Done | Failed):
+                        break
+                else:
+                    rank.process.kill()
+                    raise self._lost(rank) from error
+            except (EOFError, OSError):
+                raise self._lost(rank) from error
+
+    def _lost(self, rank: _Rank) -> WorkerCrashed:
+        return WorkerCrashed(
+            f"{rank.fate}; {self._name!r} runs in {self.size} processes, and none of them can go on without the others"
+        )
+
+    @staticmethod
+    def _watch(lead: weakref.ref[LeadingRank], process: subprocess.Popen[bytes]) -> None:
+        process.wait()
+        found = lead()
+        if found is not None and found.on_lost is not None:
+            (ended,) = (rank for rank in found._ranks if rank.process is process)
+            found.on_lost(found._lost(ended))
+
+
+def _end(ranks: Sequence[_Rank], folder: tempfile.TemporaryDirectory[str]) -> None:
+    for rank in ranks:
+        rank.channel.pipe.close()
+    for rank in ranks:
+        try:
+            rank.process.wait(_ENDING_S)
+        except subprocess.TimeoutExpired:
+            rank.process.kill()
+            rank.process.wait()
+    folder.cleanup()
