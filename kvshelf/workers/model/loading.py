@@ -98,10 +98,12 @@ def require_shared(name: str, ranks: int, device: str) -> None:
 
     _require_devices(ranks, device)
     model = skeleton(name)
-    if not hasattr(transformers, "distributed") or not getattr(model, "tp_plan", None):
+    plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
+    shared = any(name.endswith(".k_proj") and style == "colwise" for name, style in plan.items())
+    if not shared or not hasattr(transformers, "distributed"):
         raise PolicyUnsupported(
-            f"transformers {transformers.__version__} has no plan for sharing {type(model).__name__} among processes "
-            "(tensor parallel); take one process, or a newer transformers (5.24 shares most models)",
+            f"transformers {transformers.__version__} has no plan for sharing the attention of {type(model).__name__} "
+            "among processes (tensor parallel); take one process, or a newer transformers (5.24 shares most models)",
             param="ranks",
         )
     if any(kind.states or kind.latents or not kind.attends for kind in layer_kinds(model.config)):

@@ -146,8 +146,8 @@ def test_the_quality_figure_is_that_of_one_process(one, two, document):
     figures = []
     for engine in (one, two):
         levels = [
-            engine.level(engine.prepare(document.text, policy=policy, compression_ratio=0.7), codec)
-            for policy, codec in (("keydiff", "none"), ("snapkv", "int4"), ("full", "klt"))
+            engine.level(engine.prepare(document.text, policy=policy, compression_ratio=ratio), codec)
+            for policy, ratio, codec in (("keydiff", 0.7, "none"), ("snapkv", 0.7, "int4"), ("full", None, "klt"))
         ]
         figures.append([made.quality for made in engine.run_levels(levels, cues=40)])
     for ours, theirs in zip(*figures, strict=True):
@@ -219,8 +219,18 @@ def test_what_is_left_is_forgotten_by_all(two, document, both):
 MODELS = {
     "llama": {"num_key_value_heads": 4},
     "qwen3_moe": {"num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    "mistral": {"num_key_value_heads": 2, "sliding_window": 24},
-    "gemma2": {"num_key_value_heads": 2, "sliding_window": 24},
+    "gemma2": {"num_key_value_heads": 2, "sliding_window": 24},  # soft caps, windows
+    "gemma3_text": {
+        "num_key_value_heads": 2,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "llama4_text": {
+        "num_key_value_heads": 2,
+        "attention_chunk_size": 32,
+        "num_local_experts": 2,
+        "intermediate_size_mlp": 128,
+    },
 }
 
 
@@ -235,14 +245,14 @@ def save_small(folder, kind, **more):
     return str(folder)
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("llama", 4), ("qwen3_moe", 2), ("mistral", 2), ("gemma2", 2)])
+@pytest.mark.parametrize(("kind", "ranks"), [("llama", 4), ("qwen3_moe", 2), ("gemma2", 2), ("gemma3_text", 2), ("llama4_text", 2)])
 def test_small_models(kind, ranks, tmp_path, two):
     two.close()  # a process is in one group at a time; the tests above have run
     folder = save_small(tmp_path, kind, **MODELS[kind])
     one, many = Engine.load(folder), Engine.load(folder, ranks=ranks)
     try:
         assert many.identity == one.identity
-        text = "the harbour is closed in winter, and the keeper has the key. " * 12
+        text = make_document("multikey", "prose", 250, 3, one.text.count_tokens).text
         for policy in ("full", "keydiff", "ada", "tova"):
             options = {} if policy == "full" else {"compression_ratio": 0.5}
             ours, theirs = (each.compress(text, policy=policy, **options) for each in (one, many))
@@ -260,6 +270,8 @@ def test_small_models(kind, ranks, tmp_path, two):
         ("llama", {"num_key_value_heads": 2}, 3, "the 2 KV heads of .* cannot be shared evenly by 3 processes"),
         ("qwen3_next", {"num_key_value_heads": 2}, 2, "recurrent states"),
         ("gpt2", {}, 2, "no plan for sharing"),
+        ("gpt_oss", {"num_key_value_heads": 2}, 2, "no plan for sharing the attention"),
+        ("phi3", {"num_key_value_heads": 2}, 2, "no plan for sharing the attention"),
     ],
 )
 def test_what_cannot_be_shared_is_refused_before_any_process_starts(kind, more, ranks, told, tmp_path):
