@@ -9,7 +9,8 @@ from kvshelf.workers.model.source import source_of
 
 def require_startable(settings: Settings) -> None:
     """Raise `InvalidRequest` for a model folder that does not exist, for a model that is neither in the hub's cache
-    nor to be downloaded, and for a GPU that this machine does not have.
+    nor to be downloaded, and for a GPU that this machine does not have; and as `loading.require_shared`, where several
+    processes are to share a model.
 
     On another cluster nothing is refused: its nodes have folders, networks and GPUs of their own, and may join later.
     """
@@ -21,3 +22,8 @@ def require_startable(settings: Settings) -> None:
         from kvshelf.workers.model.loading import chosen_device  # imports torch, which otherwise loads while Ray starts
 
         chosen_device(settings.device)
+    if settings.gpus_per_replica > 1:
+        from kvshelf.workers.model.loading import require_shared
+
+        for model in settings.models:
+            require_shared(model, settings.gpus_per_replica, settings.device)

@@ -57,7 +57,9 @@ def _rows_cut(rows: Rows, own: slice, first: int, last: int) -> Rows:
     if isinstance(rows, Tensor):
         return rows[own].clone()
     heads = rows.heads()[first:last]
-    coded: dict[str, Any] = {name: torch.cat([getattr(head, name) for head in heads]) for name in ("codes", "scales", "zeros")}
+    coded: dict[str, Any] = {
+        name: torch.cat([getattr(head, name) for head in heads]) for name in ("codes", "scales", "zeros")
+    }
     return replace(rows, **coded, lengths=rows.lengths[first:last])
 
 

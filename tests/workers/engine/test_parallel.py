@@ -92,7 +92,9 @@ def test_every_policy_keeps_what_it_keeps_in_one_process(one, two, document, bot
     ],
 )
 def test_what_heads_share_is_shared_by_processes(one, two, document, policy, params):
-    require_equal(*(each.compress(document.text, policy=policy, compression_ratio=0.6, **params) for each in (one, two)))
+    require_equal(
+        *(each.compress(document.text, policy=policy, compression_ratio=0.6, **params) for each in (one, two))
+    )
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -245,7 +247,9 @@ def save_small(folder, kind, **more):
     return str(folder)
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("llama", 4), ("qwen3_moe", 2), ("gemma2", 2), ("gemma3_text", 2), ("llama4_text", 2)])
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [("llama", 4), ("qwen3_moe", 2), ("gemma2", 2), ("gemma3_text", 2), ("llama4_text", 2)]
+)
 def test_small_models(kind, ranks, tmp_path, two):
     two.close()  # a process is in one group at a time; the tests above have run
     folder = save_small(tmp_path, kind, **MODELS[kind])
@@ -294,6 +298,7 @@ def test_a_device_of_its_own_is_refused():
 
 # Ends
 
+
 @pytest.mark.parametrize("when", ["idle", "prefill"])
 def test_a_rank_that_is_killed_is_named(when, document):
     engine = Engine.load("kvshelf-tiny", ranks=2)
@@ -304,7 +309,9 @@ def test_a_rank_that_is_killed_is_named(when, document):
     if when == "idle":
         kill()
         rank.process.wait()
-    with pytest.raises(WorkerCrashed, match=rf"rank 1 \(process {rank.process.pid}\) ended by signal 9; 'kvshelf-tiny'"):
+    with pytest.raises(
+        WorkerCrashed, match=rf"rank 1 \(process {rank.process.pid}\) ended by signal 9; 'kvshelf-tiny'"
+    ):
         engine.run(engine.prepare(document.text, policy="keydiff"), checkpoint=kill if when == "prefill" else None)
     deadline = time.monotonic() + 10
     while not lost and time.monotonic() < deadline:
