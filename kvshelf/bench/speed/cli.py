@@ -17,8 +17,8 @@ from kvshelf.bench.options import Device, Dtype, Json, Model, Output, Threads, c
 if TYPE_CHECKING:
     from kvshelf.store.base import Store
 
-PARTS = ("compression", "codecs", "first-token", "decode", "serving")
-_DEFAULT_PARTS = PARTS[:4]  # all but that beside vLLM, which few have installed
+PARTS = ("compression", "codecs", "first-token", "decode", "serving", "ranks")
+_DEFAULT_PARTS = PARTS[:4]  # all but that beside vLLM, which few have installed, and that of several processes
 
 _COMPRESSION_LENGTHS = (2048, 4096, 8192)
 _CODECS_LENGTHS = (8192,)
@@ -46,6 +46,9 @@ def speed(
     vllm_python: Annotated[
         str | None, typer.Option("--vllm-python", help="Interpreter with vLLM, for the part serving.")
     ] = None,
+    ranks: Annotated[
+        int, typer.Option("--ranks", min=2, help="Processes that share the model, for the part ranks.")
+    ] = 2,
     stores: Annotated[
         list[str] | None, typer.Option("--store", help="URL of one more store to answer from; may be repeated.")
     ] = None,
@@ -66,6 +69,7 @@ def speed(
         from kvshelf.bench.speed.decode import decodings
         from kvshelf.bench.speed.first_token import first_tokens
         from kvshelf.bench.speed.peer import open_kvpress, open_vllm
+        from kvshelf.bench.speed.ranks import sharings
         from kvshelf.bench.speed.serving import LONGEST, servings
         from kvshelf.bench.speed.subject import load_subject
 
@@ -106,6 +110,9 @@ def speed(
                 served = servings(subject, vllm, rounds, removed)
                 report |= {"serving": served, "vllm": vllm.versions if vllm is not None else None}
             tables.append(show.serving_table(served))
+        if "ranks" in chosen:
+            report["ranks"] = shared = sharings(subject, ranks, threads, at or _COMPRESSION_LENGTHS, rounds)
+            tables.append(show.sharing_table(shared))
     publish(report, tables, output, as_json, notes=load_warning(where))
 
 

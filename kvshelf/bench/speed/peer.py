@@ -73,7 +73,7 @@ def open_kvpress(interpreter: str | None, subject: Subject, threads: int) -> Ite
         yield None
         return
     given = (subject.source, subject.dtype, str(subject.device), str(threads))
-    with _running(interpreter, "kvpress", given) as process:
+    with running(interpreter, "kvpress", given) as process:
         yield KvpressPeer(process)
 
 
@@ -84,12 +84,13 @@ def open_vllm(interpreter: str, subject: Subject, threads: int, longest: int) ->
     Raises `InvalidRequest` if the interpreter does not exist, `WorkerCrashed` if the worker dies, as it does without
     vLLM.
     """
-    with _running(interpreter, "vllm", (subject.source, subject.dtype, str(threads), str(longest))) as process:
+    with running(interpreter, "vllm", (subject.source, subject.dtype, str(threads), str(longest))) as process:
         yield Peer(process, "vLLM")
 
 
 @contextmanager
-def _running(interpreter: str, name: str, given: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+def running(interpreter: str, name: str, given: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    """A worker of this folder. Raises `InvalidRequest` for an interpreter that does not exist."""
     # -I: neither this process's PYTHONPATH nor the folder of the worker, whose modules have names of their own.
     command = [interpreter, "-I", str(Path(__file__).with_name(f"{name}_worker.py")), *given]
     try:

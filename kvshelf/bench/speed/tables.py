@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.table import Table
 
 from kvshelf.bench.measure import Spread
@@ -10,6 +12,7 @@ from kvshelf.bench.speed.codecs import CodecCosts
 from kvshelf.bench.speed.compression import CompressionCosts
 from kvshelf.bench.speed.decode import Decodings
 from kvshelf.bench.speed.first_token import FirstTokens
+from kvshelf.bench.speed.ranks import Sharing
 from kvshelf.bench.speed.serving import Serving
 
 
@@ -99,6 +102,21 @@ def serving_table(serving: Serving) -> Table:
         beside = [[ratio(each[way]) if way in each else "" for way in ways] for each in found]
         own = [cell for three in zip(cells[1:], *beside, strict=True) for cell in three]
         table.add_row(row.work, row.unit, cells[0], *own)
+    return table
+
+
+def sharing_table(rows: Sequence[Sharing]) -> Table:
+    """One row for each length: one process, and several that share the model."""
+    table = Table(
+        "tokens", "work", "one process", f"{rows[0].ranks} processes", "times as fast", "largest memory of each"
+    )
+    table.title = "wall time; the processes have as many threads together as the one"
+    for row in rows:
+        peaks = ", ".join(f"{bytes_ / 1e6:,.0f} MB" for bytes_ in row.peak_bytes["shared"])
+        of_one = f"{row.peak_bytes['one'][0] / 1e6:,.0f} MB, and {peaks}"
+        both = (("prefill", row.prefill_s, row.prefill, of_one), ("8 answers", row.answers_s, row.answers, ""))
+        for work, seconds, faster, memory in both:
+            table.add_row(f"{row.tokens:,}", work, _ms(seconds["one"]), _ms(seconds["shared"]), ratio(faster), memory)
     return table
 
 

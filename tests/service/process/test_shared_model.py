@@ -1,5 +1,5 @@
-"""A replica of two processes that share a model: the service answers as with one, and a killed process ends its replica,
-which Serve starts anew."""
+"""A replica of two processes that share a model answers as one process does. A killed process ends its replica, which
+Serve starts anew."""
 
 from __future__ import annotations
 

@@ -111,6 +111,11 @@ class LeadingRank(SharedModel):
             raise
         return lead
 
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the other ranks, in order."""
+        return [rank.process.pid for rank in self._ranks]
+
     def begin(self, text: TextFormat | None) -> None:
         """Wait until the other ranks have loaded the model, too. Raises the error of one that could not. text: the
         model's tokenizer."""
