@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import abc
 import platform
+import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from kvshelf.kernels.rowwise import PANEL, available, linear, pack_weight, unpack_weight
@@ -31,16 +33,17 @@ class PackedLinear(nn.Module, abc.ABC):
     its own and cannot be changed; `unpacked` returns the original, and the state dict holds it as `nn.Linear`'s does.
     """
 
-    def __init__(self, weight: Tensor, bias: nn.Parameter | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """`weight` is what `of` makes of a weight `[out_features, in_features]`."""
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = bias
 
-    @classmethod
-    def of(cls, linear: nn.Linear) -> PackedLinear:
-        """The same layer with its own copy of the weight."""
-        return cls(cls._packed(linear.weight.detach()), linear.bias).train(linear.training)
+    @staticmethod
+    def of(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        """The layer of a weight `[out_features, in_features]`, with its own copy of it."""
+        kind = PanelLinear if PanelLinear.takes(weight) else PrepackedLinear
+        return kind(kind._packed(weight.detach()), bias)
 
     @property
     @abc.abstractmethod
@@ -106,8 +109,25 @@ class PanelLinear(PackedLinear):
         return product
 
 
+class SummedLinear(nn.Module):
+    """A layer of which this process has some of the inputs (`rowwise` in transformers' plans for tensor parallelism):
+    x [..., own in_features] to the sum of the products of all processes [..., out_features]."""
+
+    def __init__(self, part: PackedLinear, bias: Tensor | None) -> None:
+        super().__init__()
+        self.part = part
+        self.bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Every process of the group has to call it."""
+        product: Tensor = self.part(x)
+        dist.all_reduce(product)
+        return product if self.bias is None else product + self.bias
+
+
 def prepack(model: PreTrainedModel) -> None:
-    """Replace the linear layers of `model`, in place, where that makes them faster: on x86 CPUs.
+    """Replace the linear layers of `model`, in place, where that makes them faster: on x86 CPUs. Where processes share
+    the model, each replaces its parts.
 
     Old weights are freed one by one, so peak memory grows by one weight. Weights that two modules share (a head tied to
     the embedding), dtypes without a fast product in oneDNN, subclasses of `nn.Linear`, and models on other devices stay
@@ -115,12 +135,18 @@ def prepack(model: PreTrainedModel) -> None:
     """
     if platform.machine() != "x86_64" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return
+    plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for name in [name for name, _ in model.named_modules()]:  # names alone: a list of modules would keep all weights
         module = model.get_submodule(name)
-        if type(module) is nn.Linear and uses[id(module.weight)] == 1 and _is_fast(module.weight):
-            kind = PanelLinear if PanelLinear.takes(module.weight) else PrepackedLinear
-            model.set_submodule(name, kind.of(module))
+        if type(module) is not nn.Linear or uses[id(module.weight)] > 1 or not _is_fast(module.weight):
+            continue
+        style = plan.get(re.sub(r"\d+", "*", name), "")
+        weight, bias = _own(module.weight), _own(module.bias)
+        if weight is module.weight or style == "colwise":
+            model.set_submodule(name, PackedLinear.of(weight, bias).train(module.training))
+        elif style == "rowwise":
+            model.set_submodule(name, SummedLinear(PackedLinear.of(weight, None), bias).train(module.training))
 
 
 def plain_weight(module: nn.Module | None) -> Tensor | None:
@@ -128,10 +154,15 @@ def plain_weight(module: nn.Module | None) -> Tensor | None:
     parallel), the part of this one."""
     if isinstance(module, PackedLinear):
         return module.unpacked
-    weight: Any = getattr(module, "weight", None)
-    if hasattr(weight, "to_local"):
-        weight = weight.to_local()
-    return weight if isinstance(weight, Tensor) else None
+    if isinstance(module, SummedLinear):
+        return module.part.unpacked
+    weight = getattr(module, "weight", None)
+    return _own(weight) if isinstance(weight, Tensor) else None
+
+
+def _own(of: Any) -> Any:
+    """This process's part of a parameter; itself where no other has a part of it."""
+    return nn.Parameter(of.to_local().detach(), requires_grad=False) if hasattr(of, "to_local") else of
 
 
 def _is_fast(weight: Tensor) -> bool:

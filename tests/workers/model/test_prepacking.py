@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster.deployment import ReplicaConfig, ServedReplica
 from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.model.prepacking import PackedLinear, PanelLinear, PrepackedLinear, prepack
+from kvshelf.workers.model.prepacking import PackedLinear, prepack
 from kvshelf.workers.model.source import bundled_folder
 from tests.conftest import save_random_model
 
@@ -42,7 +42,7 @@ def packed_layers(model: nn.Module) -> list[str]:
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
 def test_products_are_those_of_the_weights_in_double(inputs, outputs, dtype, bias):
     plain = linear(inputs, outputs, dtype, bias=bias)
-    packed = (PanelLinear if PanelLinear.takes(plain.weight) else PrepackedLinear).of(plain)
+    packed = PackedLinear.of(plain.weight, plain.bias)
     assert torch.equal(packed.unpacked, plain.weight)
     for shape in [(inputs,), (1, inputs), (2, 33, inputs), (0, inputs)]:
         x = torch.randn(shape, dtype=dtype)

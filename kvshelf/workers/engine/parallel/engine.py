@@ -26,6 +26,7 @@ from kvshelf.workers.engine.parallel.operations import AnswerStep, Ask, Attach, 
 from kvshelf.workers.engine.prefill.prefill import Prefill
 from kvshelf.workers.engine.quality import Probe
 from kvshelf.workers.model import loading as models
+from kvshelf.workers.model.prepacking import prepack
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,6 +47,7 @@ class ParallelEngine(Engine):
         self._answers: WeakKeyDictionary[Generation, int] = WeakKeyDictionary()
         self._numbers = count()
         self.layer_shapes  # noqa: B018 - measured here, where the other ranks measure theirs
+        prepack(model)
         lead.begin(self.text)
 
     @classmethod

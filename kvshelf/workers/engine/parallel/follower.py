@@ -44,6 +44,7 @@ from kvshelf.workers.engine.parallel.operations import (
 from kvshelf.workers.engine.parallel.ranks import SharedModel, join_group, sent
 from kvshelf.workers.engine.quality import ask
 from kvshelf.workers.model import loading as models
+from kvshelf.workers.model.prepacking import prepack
 
 _LOG = logging.getLogger(__name__)
 
@@ -174,6 +175,7 @@ def main(descriptor: int) -> None:
         model, tokenizer = models.load(start.name, device=start.device, dtype=start.dtype, ranks=start.size)
         engine = _OwnHeads(model, tokenizer, name=start.name, ranks=FollowingRank(start, channel))
         engine.layer_shapes  # noqa: B018 - measured here, where rank 0 measures its own
+        prepack(model)
         follower = Follower(engine, channel)
     except Exception as error:
         channel.tell(Failed.of(error))
