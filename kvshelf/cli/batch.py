@@ -45,7 +45,7 @@ _Output = Annotated[
     str, typer.Option(metavar="FILE", help="One line per document, as .jsonl or .parquet; a path or an s3:// URL.")
 ]
 _Window = Annotated[str | None, typer.Option(help="Work only at this time of day: 22:00-06:00.")]
-_MaxGpuHours = Annotated[float | None, typer.Option(min=0, help="Stop when the replicas have worked this long.")]
+_MaxGpuHours = Annotated[float | None, typer.Option(min=0, help="Stop when the replicas' GPUs have worked this long.")]
 _DocumentTimeout = Annotated[str, typer.Option(help="Time limit of one attempt at one document: 90s, 15m, 2h.")]
 _MaxAttempts = Annotated[int, typer.Option(min=1, max=100, help="Attempts before a document is given up.")]
 _RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Retry rows that failed in an earlier run.")]

@@ -57,7 +57,7 @@ class Run:
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._arrived: list[Row] = []
-        self._tally = Tally()
+        self._tally = Tally(next(iter(self.engines.values())).gpus)
         self._state = RunState.RUNNING
         self._reason = ""
         self._times = {RunState.RUNNING.value: time.time()}
@@ -176,7 +176,7 @@ class Run:
     def _orders(self, trouble: StoreError | None) -> tuple[Order, RunState, str]:
         """The order for the callers now, and the run's state with its reason."""
         options = self.options
-        if options.max_gpu_hours is not None and self._tally.seconds >= options.max_gpu_hours * 3600:
+        if options.max_gpu_hours is not None and self._tally.gpu_hours >= options.max_gpu_hours:
             self.cancel(f"{options.max_gpu_hours:g} GPU hours are used up")
         if self._cancelled is not None:
             return Order.STOP, RunState.CANCELLING, self._cancelled

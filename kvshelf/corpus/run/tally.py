@@ -14,10 +14,12 @@ SUMMED: Final = ("tokens", "bytes_full", "bytes_full_16bit", "bytes_stored")
 
 
 class Tally:
-    """Adds up rows; its size does not grow with their number. seconds: the sum of `Row.seconds`."""
+    """Adds up rows; its size does not grow with their number."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
+    def __init__(self, gpus: int = 1) -> None:
+        """gpus: of each replica."""
+        self._gpus = gpus
+        self._seconds = 0.0
         self._sums = Counter(dict.fromkeys(("done", "reused", "failed", *SUMMED), 0))
         self._new_tokens = 0
         self._total: int | None = None
@@ -26,6 +28,11 @@ class Tally:
         self._input_reused = 0
         self._active_s = 0.0
         self._workers: dict[str, WorkerShare] = {}
+
+    @property
+    def gpu_hours(self) -> float:
+        """Hours that the replicas' GPUs worked; without GPUs, their processes."""
+        return self._seconds * self._gpus / 3600
 
     @property
     def done(self) -> int:
@@ -51,7 +58,7 @@ class Tally:
         self._active_s += seconds
 
     def add(self, row: Row) -> None:
-        self.seconds += row.seconds
+        self._seconds += row.seconds
         self._input_done += row.nbytes
         if row.error is not None:
             self._sums["failed"] += 1
@@ -81,6 +88,6 @@ class Tally:
             # By the bytes of the input. Reused rows cost next to nothing, so they do not count.
             "eta_s": left * self._active_s / worked_off if worked_off > 0 else None,
             "fraction": min(1.0, fraction),
-            "gpu_hours": self.seconds / 3600,
+            "gpu_hours": self.gpu_hours,
             "workers": dict(self._workers),
         }

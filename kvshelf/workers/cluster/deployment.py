@@ -158,8 +158,8 @@ def deploy(
     ]
     handles = serve.run_many(targets, wait_for_ingress_deployment_creation=True, wait_for_applications_running=False)
     return {
-        name: RemoteEngine(name, target.name, handle, limits.replicas)
-        for name, target, handle in zip(names, targets, handles, strict=True)
+        name: RemoteEngine(name, target.name, handle, limits.replicas, config.ranks)
+        for name, target, handle, config in zip(names, targets, handles, configs, strict=True)
     }
 
 

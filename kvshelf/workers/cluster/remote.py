@@ -47,14 +47,16 @@ class RemoteEngine:
     """Calls the replicas of one model; cancelling the caller's task cancels their work.
 
     running: replicas that take requests, as last reported by Ray; `watch` updates it. While it is 0, requests are
-    refused, because Ray would let them wait for ever. target_replicas: how many Ray is to run. app, handle: Ray's.
+    refused, because Ray would let them wait for ever. target_replicas: how many Ray is to run. gpus: that each
+    takes; without GPUs, its processes. app, handle: Ray's.
     """
 
-    def __init__(self, model: str, app: str, handle: DeploymentHandle, target_replicas: int) -> None:
+    def __init__(self, model: str, app: str, handle: DeploymentHandle, target_replicas: int, gpus: int = 1) -> None:
         self.model = model
         self.app = app
         self.handle = handle
         self.target_replicas = target_replicas
+        self.gpus = gpus
         self.running = 1
         self._pace = Pace()
         self._counting: Future[int] | None = None

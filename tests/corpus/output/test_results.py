@@ -249,6 +249,12 @@ def test_a_tally_adds_up() -> None:
     assert found["eta_s"] == pytest.approx(2.0 * 50 / 40)  # what was reused says nothing about what is left
 
 
+def test_a_replica_of_two_gpus_takes_two_hours_an_hour() -> None:
+    tally = Tally(gpus=2)
+    tally.add(success(1, seconds=1800.0))
+    assert (tally.gpu_hours, tally.counts()["gpu_hours"]) == (1.0, 1.0)
+
+
 def test_without_a_known_total_the_bytes_tell_how_far_it_is() -> None:
     tally = Tally()
     tally.expect([Part(60, None), Part(40, 4)])
