@@ -16,16 +16,27 @@ if TYPE_CHECKING:
     from kvshelf.store.artifact.cache import CompressedCache
     from kvshelf.store.url import open_store
     from kvshelf.workers.engine.engine import Engine
+    from kvshelf.workers.engine.parallel.engine import ParallelEngine
 
 __version__ = "0.1.0"
 
-__all__ = ["AsyncClient", "Client", "CompressedCache", "Engine", "__version__", "errors", "open_store"]
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "CompressedCache",
+    "Engine",
+    "ParallelEngine",
+    "__version__",
+    "errors",
+    "open_store",
+]
 
 _HOMES = {
     "AsyncClient": "kvshelf.client",
     "Client": "kvshelf.client",
     "CompressedCache": "kvshelf.store.artifact.cache",
     "Engine": "kvshelf.workers.engine.engine",
+    "ParallelEngine": "kvshelf.workers.engine.parallel.engine",
     "open_store": "kvshelf.store.url",
 }
 

@@ -14,7 +14,7 @@ import kvshelf
 from kvshelf._extras import install_command, needs_extra
 from kvshelf.errors import MissingExtra
 
-PUBLIC = ["AsyncClient", "Client", "CompressedCache", "Engine", "__version__", "errors", "open_store"]
+PUBLIC = ["AsyncClient", "Client", "CompressedCache", "Engine", "ParallelEngine", "__version__", "errors", "open_store"]
 
 
 def run_python(code: str) -> str:

@@ -154,7 +154,8 @@ class WorkerShare(ResponseBody):
 class BatchProgress(ResponseBody):
     """Progress of a batch. `reason` says why it waits or who paused it.
 
-    tokens: of finished documents. tokens_per_s: over newly compressed documents. gpu_hours: time of busy replicas, times the GPUs of each.
+    tokens: of finished documents. tokens_per_s: over newly compressed documents. gpu_hours: time of busy replicas,
+    times the GPUs of each.
     """
 
     reason: str = ""

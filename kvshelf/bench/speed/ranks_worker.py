@@ -27,13 +27,19 @@ def main(source: str, dtype: str, device: str, threads: int, ranks: int) -> None
     """Measure until standard input ends."""
     torch.set_num_threads(threads)
     transformers.utils.logging.disable_progress_bar()
-    engine = Engine.load(source, device=device, dtype=dtype, ranks=ranks)
-    if ranks == 1:
-        prepack(engine.model)  # as in replicas
+    engine = _loaded(source, dtype, device, ranks)
     engine.answer(engine.compress(list(range(64))), [1, 2], max_new_tokens=2)
     _say(versions={"torch": torch.__version__, "transformers": transformers.__version__})
     for line in sys.stdin:
         _say(**measured(engine, json.loads(line)["token_ids"]))
+
+
+def _loaded(source: str, dtype: str, device: str, ranks: int) -> Engine:
+    if ranks > 1:
+        return ParallelEngine.load(source, device=device, dtype=dtype, ranks=ranks)
+    engine = Engine.load(source, device=device, dtype=dtype)
+    prepack(engine.model)  # as in replicas
+    return engine
 
 
 def measured(engine: Engine, token_ids: list[int]) -> dict[str, Any]:

@@ -84,8 +84,8 @@ class Progress:
 
     total: rows of the input, None until known. reason: why it waits or has failed. tokens, bytes_*: of all done caches,
     reused ones included; tokens_per_s: of new ones only. elapsed_s: time at work, without waiting. eta_s: seconds of
-    work left, None while unknown. fraction: of the input, 0 to 1. gpu_hours: of the replicas' GPUs at work in this run. workers: by
-    the replica's name. times: Unix seconds at which each state was last entered.
+    work left, None while unknown. fraction: of the input, 0 to 1. gpu_hours: of the replicas' GPUs at work
+    in this run. workers: by the replica's name. times: Unix seconds at which each state was last entered.
     """
 
     state: RunState

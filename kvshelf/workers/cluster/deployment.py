@@ -106,7 +106,7 @@ def _engine(config: ReplicaConfig) -> Engine:
 
 def _shared_engine(config: ReplicaConfig) -> Engine:
     """An engine of several processes. Where one of them ends, this one does, and Serve starts the replica anew."""
-    engine = ParallelEngine.load_shared(
+    engine = ParallelEngine.load(
         config.model, device=config.device, dtype=config.dtype, ranks=config.ranks, shown=served_name(config.model)
     )
     engine.lead.on_lost = _end_replica

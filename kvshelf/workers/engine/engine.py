@@ -98,19 +98,12 @@ class Engine:
         self._preparer = Preparer(model, self.name, self.identity, self.rope, self.max_tokens, self.kinds)
 
     @classmethod
-    def load(
-        cls, name: str, *, device: str = "auto", dtype: str = "auto", progress: bool = False, ranks: int = 1
-    ) -> Engine:
+    def load(cls, name: str, *, device: str = "auto", dtype: str = "auto", progress: bool = False) -> Engine:
         """The engine of a bundled model ("kvshelf-tiny"), a local folder or a hub id.
 
         device: "auto" takes a GPU where there is one. dtype: "auto" (the checkpoint's), float32, bfloat16 or float16.
-        progress: whether transformers and the hub may show their progress bars. ranks: processes that share the model's
-        heads, each on a GPU of its own, or all on the CPU (tensor parallel): see `ParallelEngine`.
+        progress: whether transformers and the hub may show their progress bars.
         """
-        if ranks > 1:
-            from kvshelf.workers.engine.parallel.engine import ParallelEngine  # it is built on this module
-
-            return ParallelEngine.load_shared(name, device=device, dtype=dtype, ranks=ranks, progress=progress)
         model, tokenizer = models.load(name, device=device, dtype=dtype, progress=progress)
         return cls(model, tokenizer, name=name)
 

@@ -51,14 +51,19 @@ def test_a_folder_goes_by_its_own_name(tmp_path: Path) -> None:
 
 
 def test_a_device_that_is_named_decides_what_a_replica_takes_whatever_nodes_are_there_yet() -> None:
-    assert _resources("cuda") == _resources("cuda:0") == {"num_gpus": 1, "num_cpus": 0}
-    assert _resources("cpu") == {"num_cpus": 1}
+    def of(device: str, ranks: int = 1) -> dict[str, float]:
+        return _resources(ReplicaConfig("m", StoreConfig("disk:///s"), device=device, ranks=ranks))
+
+    assert of("cuda") == of("cuda:0") == {"num_gpus": 1, "num_cpus": 0}
+    assert of("cpu") == {"num_cpus": 1}
+    assert of("cuda", ranks=4) == {"num_gpus": 4, "num_cpus": 0}
+    assert of("cpu", ranks=2) == {"num_cpus": 2}
 
 
 def test_more_gpus_than_there_are_is_refused_where_no_node_can_join() -> None:
     """On another cluster it is not: its head may have no GPU, and a node with one may join later."""
     configs = [ReplicaConfig("m", StoreConfig("disk:///s"), device=device) for device in ("cuda", "cpu", "cuda:0")]
-    with pytest.raises(errors.InvalidRequest, match=r"4 replicas take a GPU each, and Ray finds 3 .* --device cpu"):
+    with pytest.raises(errors.InvalidRequest, match=r"the replicas take 4 GPUs, and Ray finds 3 .* --device cpu"):
         _require_gpus(configs, 2, 3, local=True)
     _require_gpus(configs, 2, 4, local=True)
     _require_gpus(configs, 2, 0, local=False)

@@ -20,6 +20,7 @@ from kvshelf.errors import Cancelled, InvalidRequest, PolicyUnsupported, WorkerC
 from kvshelf.store.url import open_store
 from kvshelf.workers.engine.decode.generation import Sampling
 from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.engine.parallel.engine import ParallelEngine
 from kvshelf.workers.model.prepacking import prepack
 from kvshelf.workers.policies import POLICIES
 from tests.conftest import copy_tokenizer
@@ -45,7 +46,7 @@ def packed(engine):
 
 @pytest.fixture(scope="module")
 def two():
-    engine = Engine.load("kvshelf-tiny", ranks=2)
+    engine = ParallelEngine.load("kvshelf-tiny", ranks=2)
     yield engine
     engine.close()
 
@@ -230,6 +231,12 @@ def test_what_is_left_is_forgotten_by_all(two, document, both):
     assert two.lead._dropped == []
 
 
+def test_a_process_has_one_such_engine_at_a_time(two):
+    assert two.lead.size == 2
+    with pytest.raises(InvalidRequest, match=r"in a group of torch\.distributed already"):
+        ParallelEngine.load("kvshelf-tiny", ranks=2)
+
+
 # Models
 
 MODELS = {
@@ -267,7 +274,7 @@ def save_small(folder, kind, **more):
 def test_small_models(kind, ranks, tmp_path, two):
     two.close()  # a process is in one group at a time; the tests above have run
     folder = save_small(tmp_path, kind, **MODELS[kind])
-    one, many = packed(Engine.load(folder)), Engine.load(folder, ranks=ranks)
+    one, many = packed(Engine.load(folder)), ParallelEngine.load(folder, ranks=ranks)
     try:
         assert many.identity == one.identity
         text = make_document("multikey", "prose", 250, 3, one.text.count_tokens).text
@@ -298,16 +305,16 @@ def test_what_cannot_be_shared_is_refused_before_any_process_starts(kind, more, 
     (tmp_path / "model.safetensors").touch()
     began = time.monotonic()
     with pytest.raises(PolicyUnsupported, match=told):
-        Engine.load(str(tmp_path), ranks=ranks)
+        ParallelEngine.load(str(tmp_path), ranks=ranks)
     assert time.monotonic() - began < 30
 
 
 def test_a_device_of_its_own_is_refused():
     with pytest.raises(InvalidRequest, match="device is 'cuda:1'"):
-        Engine.load("kvshelf-tiny", ranks=2, device="cuda:1")
+        ParallelEngine.load("kvshelf-tiny", ranks=2, device="cuda:1")
     if not torch.cuda.is_available():
         with pytest.raises(InvalidRequest, match="of which there are none"):
-            Engine.load("kvshelf-tiny", ranks=2, device="cuda")
+            ParallelEngine.load("kvshelf-tiny", ranks=2, device="cuda")
 
 
 # Ends
@@ -315,7 +322,7 @@ def test_a_device_of_its_own_is_refused():
 
 @pytest.mark.parametrize("when", ["idle", "prefill"])
 def test_a_rank_that_is_killed_is_named(when, document):
-    engine = Engine.load("kvshelf-tiny", ranks=2)
+    engine = ParallelEngine.load("kvshelf-tiny", ranks=2)
     lost: list[WorkerCrashed] = []
     engine.lead.on_lost = lost.append
     (rank,) = engine.lead._ranks
@@ -336,7 +343,7 @@ def test_a_rank_that_is_killed_is_named(when, document):
 
 def test_a_rank_that_fails_alone_ends_and_is_named(document):
     """Rank 1 gets a policy that no registry of its has: it fails, and does not wait for rank 0 for ever."""
-    engine = Engine.load("kvshelf-tiny", ranks=2)
+    engine = ParallelEngine.load("kvshelf-tiny", ranks=2)
     cache = engine.compress(document.text[:2000], policy="full")
     attached = engine.attach(cache)
     engine.share(attached)
@@ -352,8 +359,8 @@ def test_ranks_end_with_their_process(tmp_path):
     script = tmp_path / "lead.py"
     script.write_text(
         "import time\n"
-        "from kvshelf import Engine\n"
-        "engine = Engine.load('kvshelf-tiny', ranks=2)\n"
+        "from kvshelf import ParallelEngine\n"
+        "engine = ParallelEngine.load('kvshelf-tiny', ranks=2)\n"
         "print(engine.lead._ranks[0].process.pid, flush=True)\n"
         "time.sleep(600)\n"
     )

@@ -9,9 +9,10 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
 from torch import Tensor
 
-from kvshelf.errors import PolicyUnsupported
+from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.store.artifact.arriving import ArrivingCache
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.heads import cut
@@ -51,13 +52,27 @@ class ParallelEngine(Engine):
         lead.begin(self.text)
 
     @classmethod
-    def load_shared(
-        cls, name: str, *, device: str, dtype: str, ranks: int, progress: bool = False, shown: str | None = None
+    def load(
+        cls,
+        name: str,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        progress: bool = False,
+        ranks: int = 2,
+        shown: str | None = None,
     ) -> ParallelEngine:
-        """As `Engine.load`, by this process and `ranks` - 1 others that it starts. shown: the engine's name, where it
-        is another than the model's. Raises `InvalidRequest` and `PolicyUnsupported` before they start where the model
-        cannot be shared by so many."""
+        """As `Engine.load`, by this process and `ranks` - 1 others that it starts, each on a GPU of its own, or all on
+        the CPU. shown: the engine's name, where it is another than the model's. A process can have one such engine at a
+        time. Raises `InvalidRequest` and `PolicyUnsupported` before the others start where the model cannot be shared
+        by so many."""
         models.require_shared(name, ranks, device)
+        if dist.is_initialized():
+            raise InvalidRequest(
+                "this process is in a group of torch.distributed already, as with another ParallelEngine; close that "
+                "one",
+                param="ranks",
+            )
         lead = LeadingRank.started(name, device=device, dtype=dtype, size=ranks)
         try:
             model, tokenizer = models.load(name, device=device, dtype=dtype, progress=progress, ranks=ranks)
