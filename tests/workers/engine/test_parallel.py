@@ -210,6 +210,19 @@ def test_a_document_that_is_given_up_leaves_the_engine_as_it_was(two, document, 
     require_equal(both("keydiff")[0], two.compress(document.text, policy="keydiff", compression_ratio=0.5))
 
 
+def test_an_error_of_rank_0_alone_leaves_the_engine_as_it_was(two, document, both, monkeypatch):
+    fail = PolicyUnsupported("no numbers")
+
+    def joined(*_):
+        raise fail
+
+    with monkeypatch.context() as patch:
+        patch.setattr(two.lead, "joined", joined)
+        with pytest.raises(PolicyUnsupported, match="no numbers"):
+            two.compress(document.text, policy="keydiff", compression_ratio=0.5)
+    require_equal(both("keydiff")[0], two.compress(document.text, policy="keydiff", compression_ratio=0.5))
+
+
 def test_the_model_alone_is_refused_by_name(two, both):
     with (
         pytest.raises(PolicyUnsupported, match="runs in 2 processes"),
@@ -228,7 +241,7 @@ def test_what_is_left_is_forgotten_by_all(two, document, both):
     assert number not in two._known
     assert number in two.lead._dropped
     two.answer(both("full")[0], document.questions[0].text, max_new_tokens=2)
-    assert two.lead._dropped == []
+    assert not two.lead._dropped
 
 
 def test_a_process_has_one_such_engine_at_a_time(two):
@@ -287,6 +300,23 @@ def test_small_models(kind, ranks, tmp_path, two):
             assert answers[0] == answers[1]
     finally:
         many.close()
+
+
+def test_an_error_of_another_rank_is_raised_and_leaves_the_engine_as_it_was(tmp_path):
+    """The keys of the last KV head of the last layer are no numbers, which rank 1 alone finds."""
+    folder = save_small(tmp_path, "llama", num_key_value_heads=2)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.model.layers[-1].self_attn.k_proj.weight.data[-16:] = float("nan")
+    model.save_pretrained(folder)
+    engine = ParallelEngine.load(folder, ranks=2)
+    try:
+        for _ in range(2):
+            with pytest.raises(PolicyUnsupported, match="came out as NaN or infinity"):
+                engine.compress(list(range(100)), policy="keydiff", compression_ratio=0.5)
+            cache = engine.compress(list(range(100)), policy="streaming_llm", compression_ratio=0.5)
+            assert cache.kept_tokens == 50
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize(

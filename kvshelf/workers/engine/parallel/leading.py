@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
@@ -46,10 +47,13 @@ _ENDING_S: Final = 5.0
 
 
 class _Rank:
-    """One of the other processes, and the pipe to it."""
+    """One of the other processes, and the pipe to it. under_way: operations that it has not ended, one within the
+    other. ending: whether it is to end."""
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.under_way = 0
+        self.ending = False
         mine, theirs = Pipe()
         self.channel = Channel(mine)
         package = str(Path(__file__).parents[4])  # the folder that has kvshelf
@@ -61,6 +65,15 @@ class _Rank:
             stdin=subprocess.DEVNULL,
         )
         theirs.close()
+
+    def heard(self) -> Any:
+        """The next message. Raises as `Channel.heard`."""
+        message = self.channel.heard()
+        if isinstance(message, Done | Failed):
+            self.under_way -= 1
+        if isinstance(message, Failed):
+            self.channel.tell(Settled())
+        return message
 
     @property
     def fate(self) -> str:
@@ -79,13 +92,13 @@ class LeadingRank(SharedModel):
         super().__init__(0, 1 + len(ranks))
         self._name = name
         self._ranks = ranks
-        self._left: list[int] = []
-        self._dropped: list[int] = []
+        self._left: deque[int] = deque()
+        self._dropped: deque[int] = deque()
         self.on_lost: OnLost | None = None
         self._threads = torch.get_num_threads()
         self._close = weakref.finalize(self, _end, ranks, folder)
         for rank in ranks:
-            threading.Thread(target=self._watch, args=(weakref.ref(self), rank.process), daemon=True).start()
+            threading.Thread(target=self._watch, args=(weakref.ref(self), rank), daemon=True).start()
 
     @classmethod
     def started(cls, name: str, *, device: str, dtype: str, size: int) -> LeadingRank:
@@ -96,6 +109,7 @@ class LeadingRank(SharedModel):
         ranks = [_Rank(number) for number in range(1, size)]
         lead = cls(name, ranks, folder)
         for rank in ranks:
+            rank.under_way += 1
             rank.channel.tell(Start(name, device, dtype, rank.number, size, threads, meeting))
         torch.set_num_threads(threads)
         try:
@@ -104,6 +118,7 @@ class LeadingRank(SharedModel):
                     raise WorkerCrashed(f"{name!r}: rank {rank.number} did not start within {_START_S:g} s")
                 lead._heard(rank)
             for rank in ranks:
+                rank.under_way += 1
                 rank.channel.tell(GoOn())
             join_group(0, size, meeting)
         except BaseException:
@@ -125,7 +140,6 @@ class LeadingRank(SharedModel):
 
     def close(self) -> None:
         """End the other ranks, and the group. The engine can do nothing more."""
-        self.on_lost = None
         if self._close.alive:
             self._close()
             torch.set_num_threads(self._threads)
@@ -141,17 +155,21 @@ class LeadingRank(SharedModel):
 
         Raises the error of another rank, and `WorkerCrashed` where one has ended.
         """
-        left, dropped, self._left, self._dropped = self._left, self._dropped, [], []
+        left, dropped = ([held.popleft() for _ in range(len(held))] for held in (self._left, self._dropped))
         each = operations * len(self._ranks) if len(operations) == 1 else operations
+        before = self._ranks[0].under_way
         for rank, operation in zip(self._ranks, each, strict=True):
+            rank.under_way += 1
             self._tell(rank, Request(operation, left, dropped))
         try:
             yield
         except BaseException as error:
-            self._settle(error)
+            self._settle(before, error)
             raise
-        for rank in self._ranks:
-            self._heard(rank)
+        ends = [self._next(rank) for rank in self._ranks]
+        for end in ends:
+            if isinstance(end, Failed):
+                raise end.error
 
     def shared(self, checkpoint: Checkpoint) -> Checkpoint:
         """A checkpoint during which the other ranks pause, and may be asked for other operations."""
@@ -189,33 +207,32 @@ class LeadingRank(SharedModel):
         except OSError as error:
             raise self._lost(rank) from error
 
-    def _heard(self, rank: _Rank) -> Any:
-        """The next message of a rank. Raises the error that it tells."""
+    def _next(self, rank: _Rank) -> Any:
         try:
-            message = rank.channel.heard()
+            return rank.heard()
         except (EOFError, OSError) as error:
             raise self._lost(rank) from error
+
+    def _heard(self, rank: _Rank) -> Any:
+        """The next message of a rank. Raises the error that it tells."""
+        message = self._next(rank)
         if isinstance(message, Failed):
-            with suppress(OSError):
-                rank.channel.tell(Settled())
             raise message.error
         return message
 
-    def _settle(self, error: BaseException) -> None:
-        """After an error of this process: wait until the other ranks have left the operation, too. A rank that does not
-        waits inside it for this process, and is ended. Raises `WorkerCrashed` where one has ended."""
+    def _settle(self, before: int, error: BaseException) -> None:
+        """After an error of this process: wait until the other ranks have left the operation, too, with `before` still
+        under way. A rank that does not waits inside it for this process, and is ended. Raises `WorkerCrashed` where one
+        has ended."""
         for rank in self._ranks:
-            try:
-                while rank.channel.pipe.poll(SETTLE_S / 2):
-                    message = rank.channel.heard()
-                    if isinstance(message, Failed):
-                        rank.channel.tell(Settled())
-                    if isinstance(message, Done | Failed):
-                        break
-                else:
+            while rank.under_way > before:
+                try:
+                    if rank.channel.pipe.poll(SETTLE_S / 2):
+                        rank.heard()
+                        continue
                     rank.process.kill()
-                    raise self._lost(rank) from error
-            except (EOFError, OSError):
+                except (EOFError, OSError):
+                    pass
                 raise self._lost(rank) from error
 
     def _lost(self, rank: _Rank) -> WorkerCrashed:
@@ -224,16 +241,16 @@ class LeadingRank(SharedModel):
         )
 
     @staticmethod
-    def _watch(lead: weakref.ref[LeadingRank], process: subprocess.Popen[bytes]) -> None:
-        process.wait()
+    def _watch(lead: weakref.ref[LeadingRank], rank: _Rank) -> None:
+        rank.process.wait()
         found = lead()
-        if found is not None and found.on_lost is not None:
-            (ended,) = (rank for rank in found._ranks if rank.process is process)
-            found.on_lost(found._lost(ended))
+        if found is not None and found.on_lost is not None and not rank.ending:
+            found.on_lost(found._lost(rank))
 
 
 def _end(ranks: Sequence[_Rank], folder: tempfile.TemporaryDirectory[str]) -> None:
     for rank in ranks:
+        rank.ending = True
         rank.channel.pipe.close()
     for rank in ranks:
         try:
