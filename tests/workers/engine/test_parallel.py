@@ -29,6 +29,9 @@ transformers_distributed = pytest.importorskip(
     "transformers.distributed", reason="sharing a model among processes needs a newer transformers"
 )
 
+_SHARED: list[ParallelEngine] = []
+"""The engine of `two`, once it is there."""
+
 CODECS = ("none", "int8", "int4", "mixed", "klt")
 
 
@@ -47,6 +50,7 @@ def packed(engine):
 @pytest.fixture(scope="module")
 def two():
     engine = ParallelEngine.load("kvshelf-tiny", ranks=2)
+    _SHARED[:] = [engine]
     yield engine
     engine.close()
 
@@ -252,6 +256,14 @@ def test_a_process_has_one_such_engine_at_a_time(two):
 
 # Models
 
+
+@pytest.fixture
+def ungrouped():
+    """A process is in one group at a time: the engine of the tests above has ended, whatever tests run."""
+    if torch.distributed.is_initialized():
+        _SHARED[0].close()
+
+
 MODELS = {
     "llama": {"num_key_value_heads": 4},
     "qwen3_moe": {"num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
@@ -284,8 +296,8 @@ def save_small(folder, kind, **more):
 @pytest.mark.parametrize(
     ("kind", "ranks"), [("llama", 4), ("qwen3_moe", 2), ("gemma2", 2), ("gemma3_text", 2), ("llama4_text", 2)]
 )
-def test_small_models(kind, ranks, tmp_path, two):
-    two.close()  # a process is in one group at a time; the tests above have run
+@pytest.mark.usefixtures("ungrouped")
+def test_small_models(kind, ranks, tmp_path):
     folder = save_small(tmp_path, kind, **MODELS[kind])
     one, many = packed(Engine.load(folder)), ParallelEngine.load(folder, ranks=ranks)
     try:
@@ -302,6 +314,7 @@ def test_small_models(kind, ranks, tmp_path, two):
         many.close()
 
 
+@pytest.mark.usefixtures("ungrouped")
 def test_an_error_of_another_rank_is_raised_and_leaves_the_engine_as_it_was(tmp_path):
     """The keys of the last KV head of the last layer are no numbers, which rank 1 alone finds."""
     folder = save_small(tmp_path, "llama", num_key_value_heads=2)
@@ -350,6 +363,7 @@ def test_a_device_of_its_own_is_refused():
 # Ends
 
 
+@pytest.mark.usefixtures("ungrouped")
 @pytest.mark.parametrize("when", ["idle", "prefill"])
 def test_a_rank_that_is_killed_is_named(when, document):
     engine = ParallelEngine.load("kvshelf-tiny", ranks=2)
@@ -371,6 +385,7 @@ def test_a_rank_that_is_killed_is_named(when, document):
     engine.close()
 
 
+@pytest.mark.usefixtures("ungrouped")
 def test_a_rank_that_fails_alone_ends_and_is_named(document):
     """Rank 1 gets a policy that no registry of its has: it fails, and does not wait for rank 0 for ever."""
     engine = ParallelEngine.load("kvshelf-tiny", ranks=2)
