@@ -22,7 +22,7 @@ OTHER_VARIABLES = frozenset({"KVSHELF_URL", "KVSHELF_API_KEY", "KVSHELF_ENV_FILE
 """Variables of the clients, the command line and the kernels. They are allowed in the environment of a service."""
 
 _CHOICES = {
-    "device": (r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda"),
+    "device": (r"auto|cpu|cuda(:\d+)?|spread", "auto, cpu, cuda, spread"),
     "dtype": (r"auto|float32|bfloat16|float16", "auto, float32, bfloat16, float16"),
 }
 
@@ -58,7 +58,7 @@ class Settings(BaseSettings):
     models: Annotated[tuple[str, ...], NoDecode] = Field(
         ("kvshelf-tiny",), min_length=1, description="bundled names, folders or hub ids; the first is the default"
     )
-    device: str = Field("auto", description="auto, cpu or cuda")
+    device: str = Field("auto", description="auto, cpu, cuda or spread")
     dtype: str = Field("auto", description="auto, float32, bfloat16 or float16")
     replicas: int = Field(1, ge=1, le=1024, description="replicas of each model")
     threads: int | None = Field(

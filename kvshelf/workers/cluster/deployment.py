@@ -201,7 +201,7 @@ def _require_gpus(configs: Sequence[ReplicaConfig], replicas: int, there: float,
 
 def _resources(device: str) -> dict[str, float]:
     # "cuda" takes a GPU even if the cluster has none yet: a node may join later, and replicas never change device.
-    there = device == "auto" and ray.cluster_resources().get("GPU", 0) > 0
+    there = device in ("auto", "spread") and ray.cluster_resources().get("GPU", 0) > 0
     return {"num_gpus": 1, "num_cpus": 0} if there or device.startswith("cuda") else {"num_cpus": 1}
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from blake3 import blake3
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.store.artifact.identity import DIGEST_BYTES, ModelIdentity, canonical_json
+from kvshelf.workers.model.devices import input_device, layer_devices, weight_of
 from kvshelf.workers.model.hub import require_available
 from kvshelf.workers.model.layers import attending, layer_kinds
 from kvshelf.workers.model.source import source_of
@@ -45,7 +47,8 @@ def load(name: str, *, device: str, dtype: str, progress: bool = False) -> tuple
     """The model and tokenizer of a bundled name, a local folder or a hub id; of a model made of several the language
     part. Weights only from safetensors, no remote code.
 
-    device: "auto" (a GPU where there is one), or what torch accepts. dtype: "auto" (the checkpoint's), or its name.
+    device: "auto" (a GPU where there is one), "spread" (all GPUs, then the CPU's memory), or what torch accepts. dtype:
+    "auto" (the checkpoint's), or its name.
     progress: whether transformers and the hub may show their progress bars.
     """
     from transformers import AutoConfig, AutoTokenizer  # takes seconds: only where a model is loaded
@@ -54,6 +57,7 @@ def load(name: str, *, device: str, dtype: str, progress: bool = False) -> tuple
 
     if dtype != "auto" and dtype not in _DTYPES:
         raise InvalidRequest(f"unknown dtype {dtype!r}; one of auto, {', '.join(_DTYPES)}", param="dtype")
+    spread = _spread(device)
     source = source_of(name)
     require_available(source)
     try:
@@ -62,21 +66,35 @@ def load(name: str, *, device: str, dtype: str, progress: bool = False) -> tuple
             _take_plain(config, name)
             whole, info = _class_for(config).from_pretrained(
                 source, config=config, dtype=_DTYPES.get(dtype, "auto"), use_safetensors=True, trust_remote_code=False,
-                output_loading_info=True,
+                output_loading_info=True, **spread,
             )  # fmt: skip
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise InvalidRequest(f"the model {name!r} cannot be loaded: {error}", param="model") from error
     model = of_text(whole, name)
     require_weights(whole, {*info["missing_keys"]}, model, name)
+    if spread:
+        return model.eval(), tokenizer
     target = chosen_device(device)
     try:
         return model.to(target).eval(), tokenizer
     except torch.OutOfMemoryError as error:
         raise PolicyUnsupported(
-            f"the weights of {name!r} do not fit into {target}, and kvshelf cannot spread a model over several yet",
+            f"the weights of {name!r} do not fit into {target}; take --device spread, which adds other GPUs and the "
+            "CPU's memory",
             param="model",
         ) from error
+
+
+def _spread(device: str) -> dict[str, str]:
+    """What transformers is told for the device "spread"; nothing for any other."""
+    if device != "spread":
+        return {}
+    if find_spec("accelerate") is None:
+        raise InvalidRequest(
+            "device 'spread' needs the package accelerate; run: pip install 'accelerate>=1.10,<2'", param="device"
+        )
+    return {"device_map": "auto"}
 
 
 def _take_plain(config: PretrainedConfig, name: str) -> None:
@@ -212,10 +230,6 @@ def require_attachable(model: PreTrainedModel) -> None:
         raise PolicyUnsupported(
             f"{kind} has layers that differ in {own}, which kvshelf cannot attach yet", param="model"
         )
-    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
-        raise PolicyUnsupported(
-            f"{kind} is spread over several devices, and kvshelf attaches to models on one device so far", param="model"
-        )
     if getattr(model, "is_quantized", False):
         raise PolicyUnsupported(
             f"the weights of this {kind} are quantized, and kvshelf attaches to models of plain weights; load its "
@@ -233,6 +247,7 @@ def require_attachable(model: PreTrainedModel) -> None:
                 "kvshelf cannot attach to it",
                 param="model",
             )
+    layer_devices(model)  # raises, too
     if any(each.states for each in layer_kinds(config)):
         _require_states_in_layers(model)
 
@@ -297,10 +312,11 @@ def state_bytes(model: PreTrainedModel) -> int:
     from kvshelf.workers.model.caches import cache_class
 
     cache = cache_class(Cache, model)(layers=DynamicCache(config=model.config).layers)
-    without_weights = model.device.type == "meta"
+    device = input_device(model)
+    without_weights = device.type == "meta"
     runs = model.to(torch.bfloat16) if without_weights else model  # products of experts take 16 bits alone there
     with torch.no_grad():
-        runs.base_model(torch.ones(1, 2, dtype=torch.int64, device=model.device), use_cache=True, cache=cache)
+        runs.base_model(torch.ones(1, 2, dtype=torch.int64, device=device), use_cache=True, cache=cache)
     held = [
         state
         for layer in cache.layers
@@ -332,6 +348,7 @@ def head_sizes(config: Any) -> tuple[int, int]:
 def _weights_digest(model: PreTrainedModel) -> str:
     hasher = blake3(max_threads=blake3.AUTO)
     for name, tensor in sorted(model.state_dict().items()):
+        tensor = weight_of(model, name, tensor)
         hasher.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
         hasher.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
     return hasher.hexdigest(length=DIGEST_BYTES)
@@ -345,7 +362,9 @@ def chosen_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise InvalidRequest(f"unknown device {name!r}; for example auto, cpu, cuda:0", param="device") from error
+        raise InvalidRequest(
+            f"unknown device {name!r}; for example auto, cpu, cuda:0, spread", param="device"
+        ) from error
     if device.type == "cuda" and not torch.cuda.is_available():
         why = (
             f"PyTorch {torch.__version__} is built without CUDA: install a build with it (https://pytorch.org)"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kvshelf.kernels.rowwise import PANEL, available, linear, pack_weight, unpack_weight
+from kvshelf.workers.model.devices import hooked, weight_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -110,9 +111,11 @@ def prepack(model: PreTrainedModel) -> None:
     """Replace the linear layers of `model`, in place, where that makes them faster: on x86 CPUs.
 
     Old weights are freed one by one, so peak memory grows by one weight. Weights that two modules share (a head tied to
-    the embedding), dtypes without a fast product in oneDNN, subclasses of `nn.Linear`, and models on other devices stay
-    unchanged. Do not use it on a model that is trained or whose weights change.
+    the embedding), dtypes without a fast product in oneDNN, subclasses of `nn.Linear`, and models on other devices, or
+    on several, stay unchanged. Do not use it on a model that is trained or whose weights change.
     """
+    if hooked(model):
+        return
     if platform.machine() != "x86_64" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
@@ -124,11 +127,11 @@ def prepack(model: PreTrainedModel) -> None:
 
 
 def plain_weight(module: nn.Module | None) -> Tensor | None:
-    """The weight of a module as it was before `prepack`; None where it has none."""
+    """The weight of a module as it was before `prepack`, also where it is offloaded; None where it has none."""
     if isinstance(module, PackedLinear):
         return module.unpacked
     weight = getattr(module, "weight", None)
-    return weight if isinstance(weight, Tensor) else None
+    return weight_of(module, "weight", weight) if module is not None and isinstance(weight, Tensor) else None
 
 
 def _is_fast(weight: Tensor) -> bool:

@@ -33,17 +33,17 @@ class Attachment:
     def __init__(
         self,
         cache: CompressedCache | ArrivingCache,
-        device: torch.device,
+        devices: Sequence[torch.device],
         rotate: Rotate | None,
         coder: Coder | None = None,
     ) -> None:
-        """`rotate` applies the model's RoPE; records whose keys carry no rotation need it, and raise `StateConflict`
-        without. `coder` decodes a cache under codec klt, each layer as soon as it arrives, on threads of its own."""
+        """devices: of each layer. `rotate` applies the model's RoPE; records whose keys carry no rotation need it, and
+        raise `StateConflict` without. `coder` decodes a cache under codec klt, each layer as soon as it arrives, on threads of its own."""
         self.identity = cache.identity
         self.num_tokens = cache.num_tokens
         self.next_position = cache.next_position
         self.nbytes = cache.attached_bytes
-        self._device = device
+        self._devices = devices
         self._rotate = rotate
         records = _arrived(cache.layers) if isinstance(cache, CompressedCache) else cache.layers
         self._records = records if coder is None else _decoded(records, coder, cache.repositioned)
@@ -75,7 +75,7 @@ class Attachment:
         made = self._prefixes[layer]
         if made is None:
             entries = entries_of(self._record(layer, wait))
-            made = () if entries is None else entries.to(self._device).prefixes(self._rotate)
+            made = () if entries is None else entries.to(self._devices[layer]).prefixes(self._rotate)
             self._prefixes[layer] = made
         return made
 
@@ -85,7 +85,7 @@ class Attachment:
         made = self._states[layer]
         if made is None:
             found = states_of(self._record(layer, wait))
-            made = tuple(state._replace(tensor=state.tensor.to(self._device)) for state in found)
+            made = tuple(state._replace(tensor=state.tensor.to(self._devices[layer])) for state in found)
             self._states[layer] = made
         return made
 

@@ -225,7 +225,8 @@ class Cascade:
 
     def add(self, layer: LayerView, importance: Tensor, weight: float) -> None:
         """Take a layer with the importance of its entries, `[kv_heads, N]` fp32."""
-        stats = [_stats(record, self._weights[index]) for index, record in self.records.items()]
+        device = importance.device
+        stats = [_stats(record, self._weights[index], device) for index, record in self.records.items()]
         stats.append(LayerStats(list(importance), weight))
         *earlier, own = self._sharing.counts(stats, self._budget, self._num_layers)
         held = sum(own) + sum(record.entries for record in self.records.values())
@@ -233,14 +234,15 @@ class Cascade:
         if last or held > _SLACK * self._budget.tokens * layer.kv_heads * self._num_layers:
             for index, counts in zip(list(self.records), earlier, strict=True):
                 self.records[index] = shrunk(self.records[index], counts)
-        free = torch.zeros(layer.num_tokens, dtype=torch.bool, device=importance.device)
+        free = torch.zeros(layer.num_tokens, dtype=torch.bool, device=device)
         self.records[layer.layer_idx] = keep(layer, select(importance, free, own), importance, own)
         self._weights[layer.layer_idx] = weight
 
 
-def _stats(record: Kept, weight: float) -> LayerStats:
+def _stats(record: Kept, weight: float, device: torch.device) -> LayerStats:
+    """On one device for all layers, whose importance is compared."""
     assert record.importance is not None
-    return LayerStats(torch.split(record.importance, [len(head) for head in record.positions]), weight)
+    return LayerStats(torch.split(record.importance.to(device), [len(head) for head in record.positions]), weight)
 
 
 def shrunk(record: Kept, counts: Sequence[int]) -> Kept:
