@@ -52,7 +52,7 @@ def layer_devices(model: PreTrainedModel) -> tuple[torch.device, ...]:
     Raises `PolicyUnsupported` where weights are on no device, and where those of one attention are on several.
     """
     kind = type(model).__name__
-    if lost := [name for name, tensor in model.state_dict().items() if tensor.is_meta and not _offloads(model, name)]:
+    if lost := [name for name, tensor in model.state_dict().items() if tensor.is_meta and not _offloading(model, name)]:
         shown = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
         raise PolicyUnsupported(
             f"{len(lost)} weights of this {kind} are on no device ({shown}); load it with a device_map that names a "
@@ -82,18 +82,14 @@ def hooked(model: nn.Module) -> bool:
 def weight_of(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
     """`tensor`, the entry `name` of the model's state dict, or where it is offloaded, what the model computes with, on
     the CPU or the device where it will be used."""
-    path, _, own = name.rpartition(".")
-    hook = _offloading(model.get_submodule(path))
-    return tensor if hook is None or not tensor.is_meta else hook.weights_map[own]
+    hook = _offloading(model, name) if tensor.is_meta else None
+    return tensor if hook is None else hook.weights_map[name.rpartition(".")[2]]
 
 
-def _offloads(model: nn.Module, name: str) -> bool:
-    return _offloading(model.get_submodule(name.rpartition(".")[0])) is not None
-
-
-def _offloading(module: nn.Module) -> Any:
-    """The hook that gives a module its weights for as long as it runs; None where it has them."""
-    return next((hook for hook in _hooks(module) if getattr(hook, "weights_map", None) is not None), None)
+def _offloading(model: nn.Module, name: str) -> Any:
+    """The hook that gives a module its tensor `name` for as long as it runs; None where there is none."""
+    hooks = _hooks(model.get_submodule(name.rpartition(".")[0]))
+    return next((hook for hook in hooks if getattr(hook, "weights_map", None) is not None), None)
 
 
 def _hooks(module: nn.Module) -> tuple[Any, ...]:

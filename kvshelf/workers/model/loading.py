@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.store.artifact.identity import DIGEST_BYTES, ModelIdentity, canonical_json
-from kvshelf.workers.model.devices import input_device, layer_devices, weight_of
+from kvshelf.workers.model.devices import hooked, input_device, layer_devices, weight_of
 from kvshelf.workers.model.hub import require_available
 from kvshelf.workers.model.layers import attending, layer_kinds
 from kvshelf.workers.model.source import source_of
@@ -248,6 +248,12 @@ def require_attachable(model: PreTrainedModel) -> None:
                 param="model",
             )
     layer_devices(model)  # raises, too
+    if hooked(model) and getattr(config, "num_kv_shared_layers", None):
+        raise PolicyUnsupported(
+            f"{kind} has layers that use the keys and values of others, which accelerate would move between them; load "
+            "it on one device",
+            param="model",
+        )
     if any(each.states for each in layer_kinds(config)):
         _require_states_in_layers(model)
 
@@ -350,7 +356,7 @@ def _weights_digest(model: PreTrainedModel) -> str:
     for name, tensor in sorted(model.state_dict().items()):
         tensor = weight_of(model, name, tensor)
         hasher.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        hasher.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
+        hasher.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().data)
     return hasher.hexdigest(length=DIGEST_BYTES)
 
 

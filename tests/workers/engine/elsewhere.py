@@ -27,7 +27,9 @@ class _Elsewhere(torch.Tensor):
     held: Tensor
 
     @staticmethod
-    def __new__(cls, held: Tensor, device: torch.device) -> _Elsewhere:
+    def __new__(cls, held: Tensor, device: torch.device | None = None, *, requires_grad: bool = False) -> Any:
+        if device is None:  # as a class of parameters, by accelerate
+            return torch.nn.Parameter(held, requires_grad)
         made = torch.Tensor._make_wrapper_subclass(
             cls, held.shape, held.stride(), held.storage_offset(), dtype=held.dtype, device=device
         )
@@ -53,7 +55,9 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if len(devices) > 1 and func not in _MOVES:
         raise RuntimeError(f"{func} of tensors on several devices: {', '.join(map(str, devices))}")
     asked = kwargs.get("device")
-    device = torch.device(asked) if asked is not None else given[0].device if func in _MOVES else next(iter(devices), None)
+    device = (
+        torch.device(asked) if asked is not None else given[0].device if func in _MOVES else next(iter(devices), None)
+    )
     if asked is not None and device.type == KIND:
         kwargs = kwargs | {"device": torch.device("cpu")}
     own = {id(each.held): each for each in given if isinstance(each, _Elsewhere)}
@@ -83,6 +87,8 @@ class _Functions(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is torch.tensor and kwargs.get("device") in (ONE, OTHER):
             return func(*args, **kwargs | {"device": "cpu"}).to(kwargs["device"])
+        if func is Tensor.new_tensor:
+            return func(*map(_held, args), **kwargs).to(args[0].device)
         if func is Tensor.__getitem__ and isinstance(args[1], tuple):
             args = args[0], tuple(torch.tensor(at) if isinstance(at, list) else at for at in args[1])
         return func(*args, **kwargs)

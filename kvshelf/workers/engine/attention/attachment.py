@@ -38,7 +38,8 @@ class Attachment:
         coder: Coder | None = None,
     ) -> None:
         """devices: of each layer. `rotate` applies the model's RoPE; records whose keys carry no rotation need it, and
-        raise `StateConflict` without. `coder` decodes a cache under codec klt, each layer as soon as it arrives, on threads of its own."""
+        raise `StateConflict` without. `coder` decodes a cache under codec klt, each layer as soon as it arrives, on
+        threads of its own."""
         self.identity = cache.identity
         self.num_tokens = cache.num_tokens
         self.next_position = cache.next_position

@@ -147,17 +147,14 @@ class _Step:
         self.last_tokens = torch.tensor(last, dtype=torch.int64, device=devices.inputs)  # an empty list would be floats
         self.documents, shares = _shares(places)
         starts = tuple(document.next_position for document in self.documents)
-        self._numbers, self._here = devices.numbers, []
+        made = []
         for device in devices.each:
             groups = _suffix_groups(places, device)
-            layout = BatchLayout(shares, tuple(group.rows for group in groups), device, starts)
-            self._here.append(_Here(groups, layout))
-        self.memory = (*self.documents, shares, *(group.memory for group in self.here(0).groups))
+            made.append(_Here(groups, BatchLayout(shares, tuple(group.rows for group in groups), device, starts)))
+        self.here = [made[number] for number in devices.numbers]
+        """Of each layer, on its device."""
+        self.memory = (*self.documents, shares, *(group.memory for group in self.here[0].groups))
         """What its attentions have addresses of: the same in the next step, but for the lengths of suffixes."""
-
-    def here(self, layer: int) -> _Here:
-        """What is shared on the device of a layer."""
-        return self._here[self._numbers[layer]]
 
     @classmethod
     def of(cls, counts: Sequence[tuple[Generation, int]], pool: SuffixPool, devices: Devices) -> _Step:
@@ -274,7 +271,7 @@ class _BatchLayer(PassingLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Append every row's new states to its suffix, once every document of the step has this layer."""
-        prefixes, (groups, layout) = self._prefixes(), self._step.here(self._index)
+        prefixes, (groups, layout) = self._prefixes(), self._step.here[self._index]
         given = [in_line(states) for states in (key_states, value_states)]
         written = (group.write(self._index, *given) for group in groups)
         suffixes = [(keys, values) for keys, values in written]
@@ -303,7 +300,7 @@ class _LatentBatchLayer(_BatchLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """As of a `_BatchLayer`. Latents and rotated parts lie side by side; values are the latents, not a copy."""
-        prefixes, (groups, layout) = self._prefixes(), self._step.here(self._index)
+        prefixes, (groups, layout) = self._prefixes(), self._step.here[self._index]
         joined, rank = torch.cat([key_states, value_states], dim=-1), key_states.shape[-1]
         written = (group.write(self._index, in_line(joined)) for group in groups)
         suffixes = [(keys, keys[..., :rank]) for (keys,) in written]
@@ -319,16 +316,16 @@ class _Plan:
         self._memory = step.memory
         self._scratch = Scratch()
         self._parts: list[tuple[list[int], Part | None]] = []
-        self._layout = step.here(0).layout  # a recorded model is on one device
+        self._layout = step.here[0].layout  # a recorded model is on one device
 
     def continued_by(self, step: _Step) -> bool:
         """Whether it is the plan of this step, too, with whose lengths it goes on."""
         if not self._parts or step.memory != self._memory:
             return False
-        for table, group in zip(self._layout.tables[1], step.here(0).groups, strict=True):
+        for table, group in zip(self._layout.tables[1], step.here[0].groups, strict=True):
             table[:, 1] = torch.tensor(group.rows.lengths, dtype=torch.int32)
         for sight, since in self._layout.sights.items():
-            since.copy_(step.here(0).layout.since(*sight))
+            since.copy_(step.here[0].layout.since(*sight))
         return True
 
     def part(
@@ -390,7 +387,7 @@ class _StepPast:
 
         def made(layout: BatchLayout, scratch: Scratch) -> Part | None:
             prefixes = [document.prefixes(layer, self._wait) for document in self._step.documents]
-            held = (group.states(layer, *states[1:]) for group in self._step.here(layer).groups)
+            held = (group.states(layer, *states[1:]) for group in self._step.here[layer].groups)
             suffixes = [(keys, values) for keys, values in held]
             return attention_part(states, prefixes, suffixes, layout, rules, out, scratch)
 
