@@ -37,7 +37,7 @@ KeyFile = Annotated[
         help="File with the store's encryption keys, one per line. The first key seals new caches.",
     ),
 ]
-Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or spread.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 Labels = Annotated[list[str] | None, typer.Option("--label", metavar="KEY=VALUE", help="A label. May be repeated.")]
 
@@ -96,11 +96,14 @@ Models = Annotated[
     list[str] | None,
     typer.Option("--model", help="A bundled name, a folder or a hub id. May be repeated; the first is the default."),
 ]
-ServiceDevice = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda.")]
+ServiceDevice = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or spread.")]
 ServiceDtype = Annotated[str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 Replicas = Annotated[int | None, typer.Option(help="Replicas of each model.")]
 GpusPerReplica = Annotated[
-    int | None, typer.Option(help="GPUs that share one model, each with some of its heads.  [default: 1]")
+    int | None,
+    typer.Option(
+        help="GPUs that share one model, each with some heads; with --device spread, some layers.  [default: 1]"
+    ),
 ]
 Address = Annotated[
     str | None, typer.Option(help="Address of a running Ray cluster; auto finds it.  [default: a local one]")

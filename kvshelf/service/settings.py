@@ -22,7 +22,7 @@ OTHER_VARIABLES = frozenset({"KVSHELF_URL", "KVSHELF_API_KEY", "KVSHELF_ENV_FILE
 """Variables of the clients, the command line and the kernels. They are allowed in the environment of a service."""
 
 _CHOICES = {
-    "device": (r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda"),
+    "device": (r"auto|cpu|cuda(:\d+)?|spread", "auto, cpu, cuda, spread"),
     "dtype": (r"auto|float32|bfloat16|float16", "auto, float32, bfloat16, float16"),
 }
 
@@ -58,11 +58,11 @@ class Settings(BaseSettings):
     models: Annotated[tuple[str, ...], NoDecode] = Field(
         ("kvshelf-tiny",), min_length=1, description="bundled names, folders or hub ids; the first is the default"
     )
-    device: str = Field("auto", description="auto, cpu or cuda")
+    device: str = Field("auto", description="auto, cpu, cuda or spread")
     dtype: str = Field("auto", description="auto, float32, bfloat16 or float16")
     replicas: int = Field(1, ge=1, le=1024, description="replicas of each model")
     gpus_per_replica: int = Field(
-        1, ge=1, le=64, description="GPUs that share one model, each with some of its heads; without GPUs, processes"
+        1, ge=1, le=64, description="GPUs of each replica, each with some of its heads, or layers with device spread"
     )
     threads: int | None = Field(
         None, ge=1, le=1024, description="CPU threads per replica; default: all CPUs, shared equally"

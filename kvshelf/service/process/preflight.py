@@ -22,7 +22,7 @@ def require_startable(settings: Settings) -> None:
         from kvshelf.workers.model.loading import chosen_device  # imports torch, which otherwise loads while Ray starts
 
         chosen_device(settings.device)
-    if settings.gpus_per_replica > 1:
+    if settings.gpus_per_replica > 1 and settings.device != "spread":
         from kvshelf.workers.model.loading import require_shared
 
         for model in settings.models:

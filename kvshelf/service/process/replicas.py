@@ -49,6 +49,6 @@ def _config(settings: Settings, shelf: StoreConfig, model: str, *, local: bool) 
         residents=ResidentLimits(settings.resident_bytes, settings.resident_idle_s),
         cues=CUES if settings.quality_probe else 0,
         max_document_tokens=settings.max_document_tokens,
-        ranks=settings.gpus_per_replica,
+        gpus=settings.gpus_per_replica,
         begin=partial(logs.configure, settings.log_level),
     )

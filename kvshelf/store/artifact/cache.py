@@ -118,9 +118,10 @@ class CompressedCache:
     def shape(self) -> Shape:
         return Shape(tuple(map(_layer_shape, self.layers)), self.num_tokens, self.next_position)
 
-    def to(self, device: torch.device | str) -> CompressedCache:
-        """The same cache on another device."""
-        return replace(self, layers=tuple(layer.to(device) for layer in self.layers))
+    def to(self, device: torch.device | str | Sequence[torch.device]) -> CompressedCache:
+        """The same cache on another device, or on one for each layer."""
+        devices = [device] * len(self.layers) if isinstance(device, torch.device | str) else device
+        return replace(self, layers=tuple(each.to(to) for each, to in zip(self.layers, devices, strict=True)))
 
     def encoded(self, codec: str, coder: Coder | None = None) -> CompressedCache:
         """The cache under a codec (see `kvshelf.store.artifact.codecs`); itself if nothing changes. Only `klt` needs a

@@ -85,10 +85,10 @@ class _LayerCoder:
         return replace(record, keys=keys, values=values)
 
     def _places(self, record: Packed) -> list[Tensor]:
-        """The positions that the keys of each head are rotated to."""
+        """The positions that the keys of each head are rotated to, on the CPU, as the keys are while they are coded."""
         if self.repositioned:
             return [torch.arange(length) for length in record.lengths]
-        return record.positions
+        return [each.cpu() for each in record.positions]
 
 
 def _alike(record: Packed) -> bool:

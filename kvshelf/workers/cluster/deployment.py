@@ -46,8 +46,9 @@ class ReplicaConfig:
 
     model: bundled name, folder or hub id. threads: CPU threads for torch; None leaves Ray's choice. cues: how many
     measure the quality of each new cache. max_document_tokens: the longest document it compresses; None leaves it to
-    the model. ranks: processes that share the model's heads, each on a GPU of its own, or all on the CPU. begin: called
-    first in the replica's process, for example to set up its logs.
+    the model. gpus: of the replica. With the device "spread" the layers are spread over them, otherwise as many processes
+    share the model's heads, without GPUs on the CPU. begin: called first in the replica's process, for example to set
+    up its logs.
     """
 
     model: str
@@ -59,7 +60,7 @@ class ReplicaConfig:
     residents: ResidentLimits = field(default_factory=ResidentLimits)
     cues: int = CUES
     max_document_tokens: int | None = None
-    ranks: int = 1
+    gpus: int = 1
     begin: Callable[[], None] = lambda: None
 
 
@@ -80,7 +81,7 @@ class ServedReplica(Replica):
         config.begin()
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        engine = _shared_engine(config) if config.ranks > 1 else _engine(config)
+        engine = _engine(config) if config.gpus == 1 or config.device == "spread" else _shared_engine(config)
         super().__init__(
             engine,
             config.store.open(),
@@ -107,7 +108,7 @@ def _engine(config: ReplicaConfig) -> Engine:
 def _shared_engine(config: ReplicaConfig) -> Engine:
     """An engine of several processes. Where one of them ends, this one does, and Serve starts the replica anew."""
     engine = ParallelEngine.load(
-        config.model, device=config.device, dtype=config.dtype, ranks=config.ranks, shown=served_name(config.model)
+        config.model, device=config.device, dtype=config.dtype, ranks=config.gpus, shown=served_name(config.model)
     )
     engine.lead.on_lost = _end_replica
     return engine
@@ -158,7 +159,7 @@ def deploy(
     ]
     handles = serve.run_many(targets, wait_for_ingress_deployment_creation=True, wait_for_applications_running=False)
     return {
-        name: RemoteEngine(name, target.name, handle, limits.replicas, config.ranks)
+        name: RemoteEngine(name, target.name, handle, limits.replicas, config.gpus)
         for name, target, handle, config in zip(names, targets, handles, configs, strict=True)
     }
 
@@ -226,9 +227,9 @@ def _require_gpus(configs: Sequence[ReplicaConfig], replicas: int, there: float,
 def _resources(config: ReplicaConfig) -> dict[str, float]:
     # "cuda" takes a GPU even if the cluster has none yet: a node may join later, and replicas never change device.
     device = config.device
-    there = device == "auto" and ray.cluster_resources().get("GPU", 0) > 0
+    there = device in ("auto", "spread") and ray.cluster_resources().get("GPU", 0) > 0
     on_gpus = there or device.startswith("cuda")
-    return {"num_gpus": config.ranks, "num_cpus": 0} if on_gpus else {"num_cpus": config.ranks}
+    return {"num_gpus": config.gpus, "num_cpus": 0} if on_gpus else {"num_cpus": config.gpus}
 
 
 def _app_name(model: str, job: str) -> str:

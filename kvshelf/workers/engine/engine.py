@@ -1,4 +1,4 @@
-"""One model on one device: compress documents, attach caches, answer questions. Knows no Ray and no HTTP."""
+"""One model: compress documents, attach caches, answer questions. Knows no Ray and no HTTP."""
 
 from __future__ import annotations
 
@@ -101,7 +101,8 @@ class Engine:
     def load(cls, name: str, *, device: str = "auto", dtype: str = "auto", progress: bool = False) -> Engine:
         """The engine of a bundled model ("kvshelf-tiny"), a local folder or a hub id.
 
-        device: "auto" takes a GPU where there is one. dtype: "auto" (the checkpoint's), float32, bfloat16 or float16.
+        device: "auto" takes a GPU where there is one, "spread" all GPUs that this process sees and then the CPU's
+        memory (accelerate's `device_map="auto"`). dtype: "auto" (the checkpoint's), float32, bfloat16 or float16.
         progress: whether transformers and the hub may show their progress bars.
         """
         model, tokenizer = models.load(name, device=device, dtype=dtype, progress=progress)
@@ -462,7 +463,7 @@ class Engine:
         lengths, merged tokens, and, where keys have to move, a RoPE that cannot be undone.
         """
         self.require_own(cache)
-        plain = self.decoded(cache).to(self.model.device)
+        plain = self.decoded(cache).to(self.passes.devices.layers)
         exported = export(plain, positions, rope=self.rope, config=self.model.config)
         own = own_class(self.model)
         return exported if own is None else cache_class(Cache, self.model)(layers=exported.layers)
@@ -489,7 +490,7 @@ class Engine:
             transforms = cache.identity.transforms
             coder = self.coder_of(transforms) if transforms else None
             heads = None if self.passes.ranks is None else self.passes.ranks.own(self.kv_heads)
-            found = Attachment(cache, self.model.device, self.rotate, coder, heads=heads)
+            found = Attachment(cache, self.passes.devices.layers, self.rotate, coder, heads=heads)
             self._attachments[cache] = found
         return found
 

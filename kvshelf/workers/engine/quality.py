@@ -32,15 +32,19 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvshelf.api import Quality, WorstPart
 from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, AttachedCache
+from kvshelf.workers.model.devices import input_device
 from kvshelf.workers.policies import kvcues
 from kvshelf.workers.policies.view import DocumentView, ProbePass
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 VERSION: Final = 2
 """Raised whenever the numbers of an unchanged cache can change."""
@@ -265,20 +269,18 @@ def _groups(items: Sequence[int], most: int) -> Iterator[Sequence[int]]:
         yield items[len(items) * part // parts : len(items) * (part + 1) // parts]
 
 
-def ask(model: nn.Module, probe: Probe, past: AttachedCache) -> Tensor:
+def ask(model: PreTrainedModel, probe: Probe, past: AttachedCache) -> Tensor:
     """Logits `[cues * T, vocabulary]` behind an attached cache."""
-    device: Any = model.device
     found = []
-    for ids in torch.split(probe.ids(device), past.rows_at_once):
+    for ids in torch.split(probe.ids(input_device(model)), past.rows_at_once):
         past.reset()
         pieces = [model(each, logits_to_keep=ANSWER, **{CACHE_ARGUMENT: past}).logits for each in past.pieces(ids)]
         found.append(torch.cat(pieces, dim=1)[:, -ANSWER:])
     return torch.cat(found).flatten(0, 1)
 
 
-def ask_without(model: nn.Module, probe: Probe) -> Tensor:
+def ask_without(model: PreTrainedModel, probe: Probe) -> Tensor:
     """Logits `[cues * T, vocabulary]` of a model that never saw the document, for the cues of `probe.without`."""
-    device: Any = model.device
-    ids = probe.without.ids(device, probe.prefix)
+    ids = probe.without.ids(input_device(model), probe.prefix)
     logits: Tensor = model(ids, use_cache=False, logits_to_keep=ANSWER).logits
     return logits.flatten(0, 1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -100,10 +100,9 @@ class _Asked:
 
     def predictions(self, engine: Engine, cache: CompressedCache) -> tuple[Tensor, ...]:
         """Log-probabilities `[predicted, vocabulary]` fp32 of each part."""
-        device: Any = engine.model.device
-        places = torch.tensor([place for part in self.predicting for place in part], device=device)
+        places = [place for part in self.predicting for place in part]
         with torch.no_grad(), engine.attached(cache) as past:
-            ids = torch.tensor([self.token_ids], device=device)
+            ids = torch.tensor([self.token_ids], device=engine.passes.devices.inputs)
             logits: Tensor = engine.model(ids, logits_to_keep=places, **{CACHE_ARGUMENT: past}).logits[0]
         return logits.float().log_softmax(dim=-1).split([len(part) for part in self.predicting])  # type: ignore[no-any-return, no-untyped-call]
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvshelf.errors import PolicyUnsupported
+from kvshelf.workers.model.devices import input_device
 
 _COMPARED: Final = 7
 """Tokens whose logits are compared, to see whether a part says what the whole does."""
@@ -59,7 +60,7 @@ def language_part(whole: PreTrainedModel, name: str) -> PreTrainedModel:
     Raises `PolicyUnsupported` where there is none that gives the logits of the whole for a text. Without weights it is
     not compared.
     """
-    compared = not all(parameter.is_meta for parameter in whole.parameters())
+    compared = input_device(whole).type != "meta"
     text = _some_text(whole.config)
     expected = _told(whole.eval(), text) if compared else None
     for part in _parts(whole):
@@ -133,12 +134,12 @@ def _told(model: PreTrainedModel, text: Tensor) -> Tensor:
     """Logits of a text alone, `[1, T, vocabulary]` fp32."""
     try:
         with torch.no_grad():
-            logits: Tensor = model(input_ids=text, use_cache=False).logits
+            logits: Tensor = model(input_ids=text.to(input_device(model)), use_cache=False).logits
     except Exception as error:  # whatever a model's code raises without an image
         raise PolicyUnsupported(
             f"{type(model).__name__} takes no text alone: {type(error).__name__}: {error}", param="model"
         ) from error
-    return logits.float()
+    return logits.float().to(text.device)
 
 
 def _alike(found: Tensor, expected: Tensor) -> bool:

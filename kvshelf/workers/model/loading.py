@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from blake3 import blake3
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.store.artifact.identity import DIGEST_BYTES, ModelIdentity, canonical_json
+from kvshelf.workers.model.devices import hooked, input_device, layer_devices, weight_of
 from kvshelf.workers.model.hub import require_available
 from kvshelf.workers.model.layers import attending, layer_kinds
 from kvshelf.workers.model.source import source_of
@@ -45,9 +47,10 @@ def load(name: str, *, device: str, dtype: str, progress: bool = False, ranks: i
     """The model and tokenizer of a bundled name, a local folder or a hub id; of a model made of several the language
     part. Weights only from safetensors, no remote code.
 
-    device: "auto" (a GPU where there is one), or what torch accepts. dtype: "auto" (the checkpoint's), or its name.
-    progress: whether transformers and the hub may show their progress bars. ranks: the processes of this one's group
-    (`engine.parallel`), which load the model at the same time: each gets its part of the weights.
+    device: "auto" (a GPU where there is one), "spread" (all GPUs, then the CPU's memory), or what torch accepts. dtype:
+    "auto" (the checkpoint's), or its name. progress: whether transformers and the hub may show their progress bars.
+    ranks: the processes of this one's group (`engine.parallel`), which load the model at the same time: each gets its
+    part of the weights.
     """
     from transformers import AutoConfig, AutoTokenizer  # takes seconds: only where a model is loaded
 
@@ -55,6 +58,7 @@ def load(name: str, *, device: str, dtype: str, progress: bool = False, ranks: i
 
     if dtype != "auto" and dtype not in _DTYPES:
         raise InvalidRequest(f"unknown dtype {dtype!r}; one of auto, {', '.join(_DTYPES)}", param="dtype")
+    placed = _placed(device, ranks)
     source = source_of(name)
     require_available(source)
     try:
@@ -63,29 +67,38 @@ def load(name: str, *, device: str, dtype: str, progress: bool = False, ranks: i
             _take_plain(config, name)
             whole, info = _class_for(config).from_pretrained(
                 source, config=config, dtype=_DTYPES.get(dtype, "auto"), use_safetensors=True, trust_remote_code=False,
-                output_loading_info=True, **_shared(ranks),
+                output_loading_info=True, **placed,
             )  # fmt: skip
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise InvalidRequest(f"the model {name!r} cannot be loaded: {error}", param="model") from error
     model = of_text(whole, name)
     require_weights(whole, {*info["missing_keys"]}, model, name)
-    if ranks > 1:
-        return model.eval(), tokenizer  # each rank's part is on its device
+    if placed:
+        return model.eval(), tokenizer
     target = chosen_device(device)
     try:
         return model.to(target).eval(), tokenizer
     except torch.OutOfMemoryError as error:
         raise PolicyUnsupported(
-            f"the weights of {name!r} do not fit into {target}, and kvshelf cannot spread a model over several yet",
+            f"the weights of {name!r} do not fit into {target}; take --device spread, which adds other GPUs and the "
+            "CPU's memory",
             param="model",
         ) from error
 
 
-def _shared(ranks: int) -> dict[str, Any]:
-    """Arguments with which transformers loads this process's part of a model."""
-    if ranks == 1:
+def _placed(device: str, ranks: int) -> dict[str, Any]:
+    """Arguments with which transformers puts each weight where it belongs; none where the whole model is moved later.
+    Raises `InvalidRequest` without the package that they need."""
+    if ranks == 1 and device != "spread":
         return {}
+    if find_spec("accelerate") is None:
+        raise InvalidRequest(
+            "a model on several devices needs the package accelerate; run: pip install 'accelerate>=1.10,<2'",
+            param="device",
+        )
+    if ranks == 1:
+        return {"device_map": "auto"}
     from transformers.distributed import DistributedConfig
 
     return {"distributed_config": DistributedConfig(tp_size=ranks, tp_plan="auto")}
@@ -271,10 +284,6 @@ def require_attachable(model: PreTrainedModel) -> None:
         raise PolicyUnsupported(
             f"{kind} has layers that differ in {own}, which kvshelf cannot attach yet", param="model"
         )
-    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
-        raise PolicyUnsupported(
-            f"{kind} is spread over several devices, and kvshelf attaches to models on one device so far", param="model"
-        )
     if getattr(model, "is_quantized", False):
         raise PolicyUnsupported(
             f"the weights of this {kind} are quantized, and kvshelf attaches to models of plain weights; load its "
@@ -292,6 +301,13 @@ def require_attachable(model: PreTrainedModel) -> None:
                 "kvshelf cannot attach to it",
                 param="model",
             )
+    layer_devices(model)  # raises, too
+    if hooked(model) and getattr(config, "num_kv_shared_layers", None):
+        raise PolicyUnsupported(
+            f"{kind} has layers that use the keys and values of others, which accelerate would move between them; load "
+            "it on one device",
+            param="model",
+        )
     if any(each.states for each in layer_kinds(config)):
         _require_states_in_layers(model)
 
@@ -356,10 +372,11 @@ def state_bytes(model: PreTrainedModel) -> int:
     from kvshelf.workers.model.caches import cache_class
 
     cache = cache_class(Cache, model)(layers=DynamicCache(config=model.config).layers)
-    without_weights = model.device.type == "meta"
+    device = input_device(model)
+    without_weights = device.type == "meta"
     runs = model.to(torch.bfloat16) if without_weights else model  # products of experts take 16 bits alone there
     with torch.no_grad():
-        runs.base_model(torch.ones(1, 2, dtype=torch.int64, device=model.device), use_cache=True, cache=cache)
+        runs.base_model(torch.ones(1, 2, dtype=torch.int64, device=device), use_cache=True, cache=cache)
     held = [
         state
         for layer in cache.layers
@@ -391,9 +408,10 @@ def head_sizes(config: Any) -> tuple[int, int]:
 def _weights_digest(model: PreTrainedModel) -> str:
     hasher = blake3(max_threads=blake3.AUTO)
     for name, held in sorted(model.state_dict().items()):
-        tensor = held.full_tensor() if hasattr(held, "full_tensor") else held  # of processes that share it
+        # Of processes that share the model, each has a part.
+        tensor = held.full_tensor() if hasattr(held, "full_tensor") else weight_of(model, name, held)
         hasher.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        hasher.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
+        hasher.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().data)
     return hasher.hexdigest(length=DIGEST_BYTES)
 
 
@@ -405,7 +423,9 @@ def chosen_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise InvalidRequest(f"unknown device {name!r}; for example auto, cpu, cuda:0", param="device") from error
+        raise InvalidRequest(
+            f"unknown device {name!r}; for example auto, cpu, cuda:0, spread", param="device"
+        ) from error
     if device.type == "cuda" and not torch.cuda.is_available():
         why = (
             f"PyTorch {torch.__version__} is built without CUDA: install a build with it (https://pytorch.org)"

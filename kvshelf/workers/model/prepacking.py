@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kvshelf.kernels.rowwise import PANEL, available, linear, pack_weight, unpack_weight
+from kvshelf.workers.model.devices import hooked, weight_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -130,9 +131,11 @@ def prepack(model: PreTrainedModel) -> None:
     the model, each replaces its parts.
 
     Old weights are freed one by one, so peak memory grows by one weight. Weights that two modules share (a head tied to
-    the embedding), dtypes without a fast product in oneDNN, subclasses of `nn.Linear`, and models on other devices stay
-    unchanged. Do not use it on a model that is trained or whose weights change.
+    the embedding), dtypes without a fast product in oneDNN, subclasses of `nn.Linear`, and models on other devices, or
+    on several, stay unchanged. Do not use it on a model that is trained or whose weights change.
     """
+    if hooked(model):
+        return
     if platform.machine() != "x86_64" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return
     plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
@@ -150,14 +153,14 @@ def prepack(model: PreTrainedModel) -> None:
 
 
 def plain_weight(module: nn.Module | None) -> Tensor | None:
-    """The weight of a module as it was before `prepack`; None where it has none. Where processes share it (tensor
-    parallel), the part of this one."""
+    """The weight of a module as it was before `prepack`, also where it is offloaded; None where it has none. Where
+    processes share it (tensor parallel), the part of this one."""
     if isinstance(module, PackedLinear):
         return module.unpacked
     if isinstance(module, SummedLinear):
         return module.part.unpacked
     weight = getattr(module, "weight", None)
-    return _own(weight) if isinstance(weight, Tensor) else None
+    return _own(weight_of(module, "weight", weight)) if module is not None and isinstance(weight, Tensor) else None
 
 
 def _own(of: Any) -> Any:

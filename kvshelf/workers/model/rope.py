@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kvshelf.kernels.rotate import rotate
+from kvshelf.workers.model.devices import input_device
 from kvshelf.workers.model.layers import layer_kinds
 from kvshelf.workers.model.loading import head_size
 
@@ -57,6 +58,10 @@ class _Planes:
         signs = crossed.gather(0, partners[None])[0] * rotated
         return cls(partners, signs, columns, bool(rotated.all()) and columns.tolist() == list(range(size)))
 
+    def on(self, device: torch.device) -> _Planes:
+        """The same planes on a device."""
+        return _Planes(self.partners.to(device), self.signs.to(device), self.columns.to(device), self.plain)
+
     def tables(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """The model's tables `[N, T]` as `rotate` takes them, `[N, D]`."""
         if not self.plain:
@@ -74,7 +79,8 @@ class Rope:
     embedding: nn.Module
     planes: _Planes
     length_dependent: bool
-    _last: dict[str, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
+    _planes: dict[torch.device, _Planes] = field(default_factory=dict, init=False, repr=False)
+    _last: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Rope | None:
@@ -94,10 +100,11 @@ class Rope:
         kind = getattr(embedding, "rope_type", "default")
         # Phi slices the rotated channels before it calls its function; in GLM and Phi-3 the function slices them.
         turn = partial(_by_model, apply, getattr(attention, "rotary_ndims", None))
-        cos, sin = _tables(embedding, torch.arange(1, 3, device=model.device))
-        planes = _Planes.of(turn, head_size(model.config), cos.shape[1], model.device)
+        device = input_device(model)
+        cos, sin = _tables(embedding, torch.arange(1, 3, device=device))
+        planes = _Planes.of(turn, head_size(model.config), cos.shape[1], device)
         rope = cls(embedding, planes, length_dependent=any(changing in kind for changing in _CHANGES_WITH_LENGTH))
-        some = torch.linspace(1, 2, 2 * len(planes.signs), device=model.device).view(2, -1)
+        some = torch.linspace(1, 2, 2 * len(planes.signs), device=device).view(2, -1)
         return rope if torch.allclose(rope._turned(some, cos, sin), turn(some, cos, sin), atol=1e-4) else None
 
     def rotate(self, states: Tensor, positions: Tensor) -> Tensor:
@@ -131,24 +138,27 @@ class Rope:
         The last ones are remembered up to `_REMEMBERED` bytes, because every layer of a cache asks for the same ones:
         making them takes as long as rotating the keys of a layer three times.
         """
-        last = self._last.get("tables")
+        last = self._last.get(positions.device)
         if last is not None and last[0].shape == positions.shape and torch.equal(last[0], positions):
             return last[1], last[2]
         cos, sin = _tables(self.embedding, positions)
         if not self.length_dependent and cos.nbytes + sin.nbytes <= _REMEMBERED:
-            self._last["tables"] = positions.clone(), cos, sin
+            self._last[positions.device] = positions.clone(), cos, sin
         return cos, sin
 
     def _turned(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         heads = math.prod(states.shape[:-2])  # not -1, which is ambiguous where a head keeps nothing
-        turned = rotate(states.reshape(heads, *states.shape[-2:]), *self.planes.tables(cos, sin), self.planes.partners)
+        planes = self._planes.get(states.device)
+        if planes is None:
+            planes = self._planes[states.device] = self.planes.on(states.device)
+        turned = rotate(states.reshape(heads, *states.shape[-2:]), *planes.tables(cos, sin), planes.partners)
         return turned.reshape(states.shape)
 
 
 def _tables(embedding: nn.Module, positions: Tensor) -> tuple[Tensor, Tensor]:
     like: Any = torch.zeros(1, 1, device=positions.device)
     cos, sin = embedding(like, positions.long().unsqueeze(0))
-    return cos[0].float(), sin[0].float()
+    return cos[0].float().to(positions.device), sin[0].float().to(positions.device)
 
 
 def _by_model(

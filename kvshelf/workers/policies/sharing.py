@@ -27,6 +27,10 @@ class LayerStats:
         """Entries of each head that must stay."""
         return int(torch.isposinf(self.importance[0]).sum())
 
+    def on(self, device: torch.device) -> LayerStats:
+        """The same on another device."""
+        return LayerStats([head.to(device) for head in self.importance], self.weight)
+
     def best(self, counts: Sequence[int]) -> LayerStats:
         """The best `counts[h]` candidates of each head."""
         heads = zip(self.importance, counts, strict=True)

@@ -203,7 +203,7 @@ class LayerView:
         """The rows of W_o that multiply each query head's output, `[q_heads, Dv, hidden]`."""
         weight = output_weight(self.module)
         assert weight is not None, "the policy must say that it observes weights"
-        return weight.T.reshape(self.all_queries.shape[0], -1, weight.shape[0])
+        return weight.to(self.keys.device).T.reshape(self.all_queries.shape[0], -1, weight.shape[0])
 
     def _rope(self) -> Rope:
         assert self.rope is not None, "the policy must say that it observes RoPE"

@@ -93,7 +93,7 @@ class Replica:
                 "fingerprint": engine.identity.fingerprint(),
                 "tokenizer": engine.identity.tokenizer,
                 "dtype": engine.identity.dtype,
-                "device": str(engine.model.device),
+                "device": ", ".join(map(str, engine.passes.devices.each)),
                 "identity": asdict(engine.identity),
                 "layer_shapes": engine.layer_shapes,
                 "transforms": engine.coder.transforms.digest if engine.has_transforms else "",

@@ -51,13 +51,13 @@ def test_a_folder_goes_by_its_own_name(tmp_path: Path) -> None:
 
 
 def test_a_device_that_is_named_decides_what_a_replica_takes_whatever_nodes_are_there_yet() -> None:
-    def of(device: str, ranks: int = 1) -> dict[str, float]:
-        return _resources(ReplicaConfig("m", StoreConfig("disk:///s"), device=device, ranks=ranks))
+    def of(device: str, gpus: int = 1) -> dict[str, float]:
+        return _resources(ReplicaConfig("m", StoreConfig("disk:///s"), device=device, gpus=gpus))
 
     assert of("cuda") == of("cuda:0") == {"num_gpus": 1, "num_cpus": 0}
     assert of("cpu") == {"num_cpus": 1}
-    assert of("cuda", ranks=4) == {"num_gpus": 4, "num_cpus": 0}
-    assert of("cpu", ranks=2) == {"num_cpus": 2}
+    assert of("cuda", gpus=4) == {"num_gpus": 4, "num_cpus": 0}
+    assert of("cpu", gpus=2) == {"num_cpus": 2}
 
 
 def test_more_gpus_than_there_are_is_refused_where_no_node_can_join() -> None:

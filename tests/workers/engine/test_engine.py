@@ -292,13 +292,6 @@ def test_models_that_cannot_be_attached_to_are_refused(model_type, changes, name
         Engine(loader.from_config(config))
 
 
-def test_a_model_spread_over_devices_is_refused(tiny):
-    model = copy.deepcopy(tiny.model)
-    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
-    with pytest.raises(PolicyUnsupported, match="several devices"):
-        Engine(model)
-
-
 def test_a_mixture_of_experts_works_like_any_other():
     torch.manual_seed(0)
     config = AutoConfig.for_model(

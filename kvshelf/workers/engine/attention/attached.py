@@ -263,6 +263,7 @@ class AttachedLayer(UnboundedLayer):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows of the suffix."""
         if self.is_initialized:
+            indices = indices.to(self.keys.device)  # generate() makes them for all layers
             self.keys, self.values = self.keys[indices], self.values[indices]
 
     def batch_repeat_interleave(self, repeats: int) -> None:

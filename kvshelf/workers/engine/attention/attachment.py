@@ -39,24 +39,24 @@ class Attachment:
     def __init__(
         self,
         cache: CompressedCache | ArrivingCache,
-        device: torch.device,
+        devices: Sequence[torch.device],
         rotate: Rotate | None,
         coder: Coder | None = None,
         *,
         heads: tuple[int, int] | None = None,
         number: int | None = None,
     ) -> None:
-        """`rotate` applies the model's RoPE; records whose keys carry no rotation need it, and raise `StateConflict`
-        without. `coder` decodes a cache under codec klt, each layer as soon as it arrives, on threads of its own.
-        heads: the first KV head that attention reads here and the one behind the last, where other processes read the
-        others. number: the attachment's, which orders documents in a step; where several processes step together, the
-        same in each."""
+        """devices: of each layer. `rotate` applies the model's RoPE; records whose keys carry no rotation need it, and
+        raise `StateConflict` without. `coder` decodes a cache under codec klt, each layer as soon as it arrives, on
+        threads of its own. heads: the first KV head that attention reads here and the one behind the last, where other
+        processes read the others. number: the attachment's, which orders documents in a step; where several processes
+        step together, the same in each."""
         self.number = next(_NUMBERS) if number is None else number
         self.identity = cache.identity
         self.num_tokens = cache.num_tokens
         self.next_position = cache.next_position
         self.nbytes = cache.attached_bytes
-        self._device = device
+        self._devices = devices
         self._rotate = rotate
         self._heads = heads
         records = _arrived(cache.layers) if isinstance(cache, CompressedCache) else cache.layers
@@ -89,7 +89,7 @@ class Attachment:
         made = self._prefixes[layer]
         if made is None:
             entries = entries_of(self._record(layer, wait))
-            made = () if entries is None else self._read(entries).prefixes(self._rotate)
+            made = () if entries is None else self._read(entries).to(self._devices[layer]).prefixes(self._rotate)
             self._prefixes[layer] = made
         return made
 
@@ -99,7 +99,7 @@ class Attachment:
         made = self._states[layer]
         if made is None:
             found = states_of(self._record(layer, wait))
-            made = tuple(state._replace(tensor=state.tensor.to(self._device)) for state in found)
+            made = tuple(state._replace(tensor=state.tensor.to(self._devices[layer])) for state in found)
             self._states[layer] = made
         return made
 
@@ -114,7 +114,8 @@ class Attachment:
         return [entries for entries in found if entries is not None]
 
     def _read(self, entries: Entries) -> Entries:
-        return (entries if self._heads is None else cut(entries, *self._heads)).to(self._device)
+        """What attention reads here of a layer's entries."""
+        return entries if self._heads is None else cut(entries, *self._heads)
 
     def _record(self, layer: int, wait: Wait) -> LayerRecord:
         while not self._records[layer].done():

@@ -23,6 +23,7 @@ from kvshelf.workers.engine.attention.latents import Absorbed, Handover
 from kvshelf.workers.engine.attention.states import StatefulCache, StateLayer, alone
 from kvshelf.workers.engine.inputs.requirements import require_every_layer, require_window
 from kvshelf.workers.model.caches import cache_class
+from kvshelf.workers.model.devices import input_device
 from kvshelf.workers.model.layers import LayerKind, attending
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def layer_shapes(
     a layer, that counts positions in its own way, or whose layers are not of these kinds: behind a document it would
     say something else than by itself.
     """
-    tokens = torch.ones(1, 2, dtype=torch.int64, device=model.device)
+    tokens = torch.ones(1, 2, dtype=torch.int64, device=input_device(model))
     observer, kind = _ShapeObserver(attending(kinds)), type(model).__name__
     handover = Handover(absorbed)
     layers = [_empty(index, each, absorbed, handover) for index, each in enumerate(kinds)]
@@ -93,7 +94,7 @@ def tokens_at_once(model: PreTrainedModel, kinds: Sequence[LayerKind], absorbed:
     """
     if not any(kind.states for kind in kinds):
         return None
-    tokens = torch.arange(_BEFORE + _BEHIND, device=model.device).unsqueeze(0) % model.config.vocab_size
+    tokens = torch.arange(_BEFORE + _BEHIND, device=input_device(model)).unsqueeze(0) % model.config.vocab_size
     with torch.no_grad(), kvshelf_attention(model):
         whole, together, single = (
             _states_behind(model, kinds, absorbed, torch.split(tokens, pieces, dim=1))

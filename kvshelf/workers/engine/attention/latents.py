@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from kvshelf.errors import PolicyUnsupported, StateConflict
 from kvshelf.kernels.prefix_attention import LogitRules
+from kvshelf.workers.model.devices import layer_devices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,11 +91,10 @@ def _close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
 
 def absorbed_layers(model: PreTrainedModel) -> dict[int, Absorbed]:
     """The layers of a model that have latents. Raises as `Absorbed.of`."""
+    modules = {int(module.layer_idx): module for module in latent_modules(model)}  # type: ignore[arg-type]
+    devices = layer_devices(model)
     with torch.no_grad():
-        return {
-            int(module.layer_idx): Absorbed.of(module, model.dtype, model.device)  # type: ignore[arg-type]
-            for module in latent_modules(model)
-        }
+        return {layer: Absorbed.of(module, model.dtype, devices[layer]) for layer, module in modules.items()}
 
 
 def latent_modules(model: nn.Module) -> list[nn.Module]:

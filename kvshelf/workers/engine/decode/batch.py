@@ -27,6 +27,7 @@ from kvshelf.workers.engine.decode.generation import Checkpoint, Generation
 from kvshelf.workers.engine.decode.suffixes import Slab, SuffixPool
 from kvshelf.workers.engine.forward.passes import Passes
 from kvshelf.workers.model.caches import cache_class
+from kvshelf.workers.model.devices import Devices
 from kvshelf.workers.model.layers import LayerKind
 
 MAX_NEW_TOKENS = 512
@@ -67,7 +68,7 @@ class DecodeBatch:
         if self._one_by_one and len(generations) > 1:
             return [self._told_alone(generation, checkpoint, wait) for generation in generations]
         most = MAX_NEW_TOKENS if self._passes.tokens_at_once is None else 0
-        steps = _steps(generations, self._pool, self._passes.model.device, most, together=not self._with_states)
+        steps = _steps(generations, self._pool, self._passes.devices, most, together=not self._with_states)
         passed = [self._passed(step, checkpoint or _nothing, wait) for step in steps]
         # From here on every answer has moved on, so nothing may be raised.
         told: dict[int, str | Exception] = {}
@@ -127,36 +128,47 @@ class _Place:
     slab: Slab
 
 
+class _Here(NamedTuple):
+    """What the attentions of a step share on one device."""
+
+    groups: list[_SuffixGroup]
+    layout: BatchLayout
+
+
 class _Step:
     """The tokens of one step, their positions, and the rows that they belong to."""
 
-    def __init__(self, places: Sequence[_Place], device: torch.device) -> None:
+    def __init__(self, places: Sequence[_Place], devices: Devices) -> None:
         self.places = places
         ids = [token for p in places for token in p.generation.pending[: p.count]]
         positions = [p.generation.next_position + i for p in places for i in range(p.count)]
-        self.token_ids, self.positions = torch.tensor([[ids], [positions]], device=device)
+        self.token_ids, self.positions = torch.tensor([[ids], [positions]], device=devices.inputs)
         last = [p.first + p.count - 1 for p in places if p.complete]
-        self.last_tokens = torch.tensor(last, dtype=torch.int64, device=device)  # an empty list would be floats
+        self.last_tokens = torch.tensor(last, dtype=torch.int64, device=devices.inputs)  # an empty list would be floats
         self.documents, shares = _shares(places)
-        self.groups = _suffix_groups(places, device)
         starts = tuple(document.next_position for document in self.documents)
-        self.layout = BatchLayout(shares, tuple(group.rows for group in self.groups), device, starts)
-        self.memory = (*self.documents, shares, *(group.memory for group in self.groups))
+        made = []
+        for device in devices.each:
+            groups = _suffix_groups(places, device)
+            made.append(_Here(groups, BatchLayout(shares, tuple(group.rows for group in groups), device, starts)))
+        self.here = [made[number] for number in devices.numbers]
+        """Of each layer, on its device."""
+        self.memory = (*self.documents, shares, *(group.memory for group in self.here[0].groups))
         """What its attentions have addresses of: the same in the next step, but for the lengths of suffixes."""
 
     @classmethod
-    def of(cls, counts: Sequence[tuple[Generation, int]], pool: SuffixPool, device: torch.device) -> _Step:
+    def of(cls, counts: Sequence[tuple[Generation, int]], pool: SuffixPool, devices: Devices) -> _Step:
         """The next `count` tokens of each answer. Rows of one document are adjacent."""
         places, first = [], 0
         for generation, count in sorted(counts, key=lambda each: each[0].document.number):
             slab = pool.reserve(generation.row, generation.row.length + count)
             places.append(_Place(generation, first, count, count == len(generation.pending), slab))
             first += count
-        return cls(places, device)
+        return cls(places, devices)
 
 
 def _steps(
-    generations: Sequence[Generation], pool: SuffixPool, device: torch.device, most: int, *, together: bool
+    generations: Sequence[Generation], pool: SuffixPool, devices: Devices, most: int, *, together: bool
 ) -> list[_Step]:
     """One step of all answers; where they cannot be `together`, one for all with equally many tokens. Each row gets one
     token; the rest of `most` goes to the shortest questions first, so that a long question delays only itself."""
@@ -168,8 +180,8 @@ def _steps(
         left -= more
         counts.append((generation, 1 + more))
     if together:
-        return [_Step.of(counts, pool, device)]
-    return [_Step.of(list(same), pool, device) for _, same in groupby(counts, key=lambda each: each[1])]
+        return [_Step.of(counts, pool, devices)]
+    return [_Step.of(list(same), pool, devices) for _, same in groupby(counts, key=lambda each: each[1])]
 
 
 def _shares(places: Sequence[_Place]) -> tuple[list[Attachment], tuple[int, ...]]:
@@ -259,11 +271,11 @@ class _BatchLayer(PassingLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Append every row's new states to its suffix, once every document of the step has this layer."""
-        prefixes = self._prefixes()
+        prefixes, (groups, layout) = self._prefixes(), self._step.here[self._index]
         given = [in_line(states) for states in (key_states, value_states)]
-        written = (group.write(self._index, *given) for group in self._step.groups)
+        written = (group.write(self._index, *given) for group in groups)
         suffixes = [(keys, values) for keys, values in written]
-        states = AttachedStates(prefixes, suffixes, self._step.layout, key_states, value_states, first_position=None)
+        states = AttachedStates(prefixes, suffixes, layout, key_states, value_states, first_position=None)
         return states, states
 
     def _prefixes(self) -> list[tuple[Prefix, ...]]:
@@ -288,11 +300,11 @@ class _LatentBatchLayer(_BatchLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """As of a `_BatchLayer`. Latents and rotated parts lie side by side; values are the latents, not a copy."""
-        prefixes, rank = self._prefixes(), key_states.shape[-1]
-        joined = torch.cat([key_states, value_states], dim=-1)
-        written = (group.write(self._index, in_line(joined)) for group in self._step.groups)
+        prefixes, (groups, layout) = self._prefixes(), self._step.here[self._index]
+        joined, rank = torch.cat([key_states, value_states], dim=-1), key_states.shape[-1]
+        written = (group.write(self._index, in_line(joined)) for group in groups)
         suffixes = [(keys, keys[..., :rank]) for (keys,) in written]
-        past = AttachedStates(prefixes, suffixes, self._step.layout, joined, key_states, first_position=None)
+        past = AttachedStates(prefixes, suffixes, layout, joined, key_states, first_position=None)
         self._handover.give(self._index, LatentStates(key_states, value_states, (past, self._absorbed)))
         return key_states, value_states
 
@@ -304,16 +316,16 @@ class _Plan:
         self._memory = step.memory
         self._scratch = Scratch()
         self._parts: list[tuple[list[int], Part | None]] = []
-        self._layout = step.layout
+        self._layout = step.here[0].layout  # a recorded model is on one device
 
     def continued_by(self, step: _Step) -> bool:
         """Whether it is the plan of this step, too, with whose lengths it goes on."""
         if not self._parts or step.memory != self._memory:
             return False
-        for table, group in zip(self._layout.tables[1], step.groups, strict=True):
+        for table, group in zip(self._layout.tables[1], step.here[0].groups, strict=True):
             table[:, 1] = torch.tensor(group.rows.lengths, dtype=torch.int32)
         for sight, since in self._layout.sights.items():
-            since.copy_(step.layout.since(*sight))
+            since.copy_(step.here[0].layout.since(*sight))
         return True
 
     def part(
@@ -375,7 +387,7 @@ class _StepPast:
 
         def made(layout: BatchLayout, scratch: Scratch) -> Part | None:
             prefixes = [document.prefixes(layer, self._wait) for document in self._step.documents]
-            held = (group.states(layer, *states[1:]) for group in self._step.groups)
+            held = (group.states(layer, *states[1:]) for group in self._step.here[layer].groups)
             suffixes = [(keys, values) for keys, values in held]
             return attention_part(states, prefixes, suffixes, layout, rules, out, scratch)
 

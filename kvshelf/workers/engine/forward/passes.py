@@ -35,6 +35,7 @@ from kvshelf.workers.engine.forward.program import ForwardProgram, PlanAttention
 from kvshelf.workers.engine.forward.tracing import TOKENS, AttentionCall
 from kvshelf.workers.engine.parallel.ranks import SharedModel
 from kvshelf.workers.model.caches import cache_class
+from kvshelf.workers.model.devices import Devices, hooked
 from kvshelf.workers.model.layers import counts_by_cache, layer_kinds
 
 if TYPE_CHECKING:
@@ -74,9 +75,11 @@ class Passes:
         processes that share the model's heads and run each pass together."""
         self.model = model
         self.ranks = ranks
+        self.devices = Devices.of(model)
+        self._hooked = hooked(model)
         self._counts_by_cache = counts_by_cache(model.config)
-        # A recording would have the lengths of the cache as constants.
-        self._recordable = recordable and not self._counts_by_cache
+        # A recording would have the lengths of the cache as constants, and no hooks.
+        self._recordable = recordable and not self._counts_by_cache and not self._hooked
 
     @cached_property
     def absorbed(self) -> dict[int, Absorbed]:
@@ -137,7 +140,7 @@ class Passes:
                 if kept is None:
                     self.model.base_model(**given)
                     return None
-                logits: Tensor = self.model(**given, logits_to_keep=kept).logits
+                logits: Tensor = self.model(**given, logits_to_keep=self._to_keep(kept)).logits
                 return logits
             last = self.model.config.num_hidden_layers - 1
 
@@ -172,9 +175,14 @@ class Passes:
         keywords for the pass: older versions of transformers 5 count them apart from the cache."""
         if not self._counts_by_cache:
             return {}
-        for layer in cache.layers:
-            layer.before = positions[0] - torch.arange(positions.shape[1], device=positions.device)
+        before = positions[0] - torch.arange(positions.shape[1], device=positions.device)
+        for layer, device in zip(cache.layers, self.devices.layers, strict=True):
+            layer.before = before.to(device)
         return {"cache_position": positions[0]}
+
+    def _to_keep(self, kept: Tensor) -> Tensor | list[int]:
+        """As numbers where hooks would move a tensor to another device than that of the states it chooses from."""
+        return kept.tolist() if self._hooked else kept
 
     def continuing(self, token_ids: Tensor, positions: Tensor, past: Past, kept: Tensor) -> Tensor:
         """Logits `[1, kept, vocabulary]` of one pass over tokens `[1, N]` that continue `past`."""
@@ -200,7 +208,7 @@ class Passes:
                 input_ids=token_ids,
                 position_ids=positions,
                 use_cache=True,
-                logits_to_keep=kept,
+                logits_to_keep=self._to_keep(kept),
                 **{CACHE_ARGUMENT: past.cache},
                 **given,
             ).logits

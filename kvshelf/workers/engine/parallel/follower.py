@@ -129,9 +129,9 @@ class Follower:
             case Score(job):
                 self._engine.scores(job, checkpoint=self._pause)
             case Attach(number, cache):
-                self._documents[number] = Attachment(
-                    cache, self._engine.model.device, self._engine.rotate, number=number
-                )
+                engine = self._engine
+                document = Attachment(cache, engine.passes.devices.layers, engine.rotate, number=number)
+                self._documents[number] = document
             case Ask(number, probe):
                 with torch.no_grad(), self._engine.attached_to(self._documents[number]) as past:
                     ask(self._engine.model, probe, past)

@@ -18,6 +18,7 @@ from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, AttachedLa
 from kvshelf.workers.engine.attention.function import CONTEXT, Attended
 from kvshelf.workers.engine.inputs.requirements import require_every_layer
 from kvshelf.workers.engine.prefill.reducing import require_finite_scores
+from kvshelf.workers.model.devices import input_device
 from kvshelf.workers.policies.base import Absorber
 
 if TYPE_CHECKING:
@@ -49,8 +50,9 @@ class ChunkedPrefill:
     def run(self, model: PreTrainedModel, token_ids: Sequence[int]) -> None:
         """One forward pass per chunk, at the tokens' true positions."""
         cache = Cache(layers=self._layers)
-        ids = torch.tensor([token_ids], device=model.device)
-        positions = torch.arange(len(token_ids), device=model.device).unsqueeze(0)
+        device = input_device(model)
+        ids = torch.tensor([token_ids], device=device)
+        positions = torch.arange(len(token_ids), device=device).unsqueeze(0)
         for chunk, at in zip(torch.split(ids, self._chunks, 1), torch.split(positions, self._chunks, 1), strict=True):
             model.base_model(input_ids=chunk, position_ids=at, use_cache=True, **{CACHE_ARGUMENT: cache, CONTEXT: self})
 

@@ -129,7 +129,7 @@ def run_scores(
         for attended in stateful.Read.of(passes, kinds, job, checkpoint, queries=True).probed(job.passes):
             scorer.after_attention(attended)
     else:
-        passes.causal(job.inputs(passes.model.device), SharedReducer([scorer], (), checkpoint))
+        passes.causal(job.inputs(passes.devices.inputs), SharedReducer([scorer], (), checkpoint))
     layers = reducible(kinds)
     require_every_layer(scorer.scores, layers)
     return [scorer.scores[layer] for layer in layers]
@@ -148,11 +148,11 @@ def _whole(
     lengths = [len(found.token_ids) for found in measured]
     reducer = SharedReducer([_reducer(passes, rope, kinds, job) for job in jobs], lengths, checkpoint)
     first = jobs[0]
-    inputs = first.inputs(model.device, measured)
+    inputs = first.inputs(passes.devices.inputs, measured)
     if probe is None:
         passes.causal(inputs, reducer)
         return reducer, None
-    places = probe.predicting(inputs["input_ids"].shape[1] - probe.num_tokens, model.device)
+    places = probe.predicting(inputs["input_ids"].shape[1] - probe.num_tokens, passes.devices.inputs)
     logits = passes.causal(inputs, reducer, places)
     assert logits is not None
     return reducer, _answered(model, first, probe, logits[0])

@@ -227,15 +227,17 @@ class Cascade:
 
     def add(self, layer: LayerView, importance: Tensor, weight: float) -> None:
         """Take a layer with the importance of its entries, `[kv_heads, N]` fp32."""
+        device = importance.device
         joined = LayerStats(list(layer.all_heads(importance)), weight)
-        *earlier, own = self._sharing.counts([*self._layers.values(), joined], self._budget, self._num_layers)
-        held = sum(own) + sum(len(head) for stats in self._layers.values() for head in stats.importance)
-        last = len(earlier) + 1 == self._num_layers
+        stats = [*(held.on(device) for held in self._layers.values()), joined]  # of layers that are compared
+        *earlier, own = self._sharing.counts(stats, self._budget, self._num_layers)
+        held = sum(own) + sum(len(head) for each in self._layers.values() for head in each.importance)
+        last = len(stats) == self._num_layers
         if last or held > _SLACK * self._budget.tokens * len(own) * self._num_layers:
             for index, of_all in zip(self.records, earlier, strict=True):
                 self._layers[index] = self._layers[index].best(of_all)
                 self.records[index] = shrunk(self.records[index], layer.own_heads(of_all))
-        free = torch.zeros(layer.num_tokens, dtype=torch.bool, device=importance.device)
+        free = torch.zeros(layer.num_tokens, dtype=torch.bool, device=device)
         counts = layer.own_heads(own)
         self.records[layer.layer_idx] = keep(layer, select(importance, free, counts), importance, counts)
         self._layers[layer.layer_idx] = joined.best(own)

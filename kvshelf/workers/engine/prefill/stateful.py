@@ -50,7 +50,7 @@ def read(passes: Passes, kinds: Sequence[LayerKind], job: Job, context: ForwardC
         layers.extend(_empty(index, kind, handover) for index, kind in enumerate(kinds))
         return cache_class(StatefulCache, passes.model)(layers=layers)
 
-    passes.causal(replace(job, passes=()).inputs(passes.model.device), context, cache=made)
+    passes.causal(replace(job, passes=()).inputs(passes.devices.inputs), context, cache=made)
     return tuple(States(alone(layer.held(), 0) if isinstance(layer, StateLayer) else ()) for layer in layers)
 
 
@@ -97,13 +97,13 @@ class Read:
     def answered(self, probe: Probe) -> Tensor:
         """The full cache's logits for the cues of a probe, as `ask` gives them."""
         model = self.passes.model
-        past = self.passes.attached(Attachment(self.full, model.device, None))
+        past = self.passes.attached(Attachment(self.full, self.passes.devices.layers, None))
         with past.begun_by(model.base_model):
             return ask(model, probe, past)
 
     def probed(self, probes: Sequence[ProbePass]) -> Iterator[Attended]:
         """What each layer saw of the document and of the probe passes behind it, as in one sequence."""
-        document = Attachment(self.full, self.passes.model.device, None)
+        document = Attachment(self.full, self.passes.devices.layers, None)
         behind: dict[int, list[Attended]] = {layer: [] for layer in self.attended}
         for _, same in groupby(probes, key=lambda probe: len(probe.token_ids)):
             passes = list(same)
@@ -144,13 +144,13 @@ class _Held:
 
 def _behind(passes: Passes, document: Attachment, probes: Sequence[ProbePass]) -> dict[int, Attended]:
     """What each layer saw of some passes of one length, a row each."""
-    model, past = passes.model, passes.attached(document)
-    ids = torch.tensor([probe.token_ids for probe in probes], device=model.device)
-    first = torch.tensor([[probe.first_position] for probe in probes], device=model.device)
+    model, device, past = passes.model, passes.devices.inputs, passes.attached(document)
+    ids = torch.tensor([probe.token_ids for probe in probes], device=device)
+    first = torch.tensor([[probe.first_position] for probe in probes], device=device)
     seen: list[dict[int, Attended]] = []
     with past.begun_by(model.base_model):
         for piece in past.pieces(ids):
-            held, positions = _Held(_nothing, queries=True), first + torch.arange(piece.shape[1], device=model.device)
+            held, positions = _Held(_nothing, queries=True), first + torch.arange(piece.shape[1], device=device)
             given = {CACHE_ARGUMENT: past, CONTEXT: held}
             model.base_model(input_ids=piece, position_ids=positions, use_cache=True, **given)
             seen.append(held.attended)

@@ -45,6 +45,7 @@ class Shape:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Shape:
+        from kvshelf.workers.model.devices import input_device
         from kvshelf.workers.model.loading import head_sizes, kv_heads, state_bytes  # needs torch, as a model does
 
         config = model.config
@@ -57,7 +58,7 @@ class Shape:
             kv_heads(config),
             key_dim,
             model.dtype.itemsize,
-            model.device.type,
+            input_device(model).type,
             flops,
             tuple(kind for kind in kinds if not kind.sees_all),
             value_dim if value_dim != key_dim else None,
