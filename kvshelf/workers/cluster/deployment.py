@@ -46,9 +46,9 @@ class ReplicaConfig:
 
     model: bundled name, folder or hub id. threads: CPU threads for torch; None leaves Ray's choice. cues: how many
     measure the quality of each new cache. max_document_tokens: the longest document it compresses; None leaves it to
-    the model. gpus: of the replica. With the device "spread" the layers are spread over them, otherwise as many processes
-    share the model's heads, without GPUs on the CPU. begin: called first in the replica's process, for example to set
-    up its logs.
+    the model. gpus: of the replica. With the device "spread" the layers are spread over them, otherwise as many
+    processes share the model's heads, without GPUs on the CPU. begin: called first in the replica's process, for
+    example to set up its logs.
     """
 
     model: str
