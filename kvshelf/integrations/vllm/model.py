@@ -7,7 +7,7 @@ from typing import Self
 
 from torch import Tensor
 
-from kvshelf.errors import InternalError, ModelMismatch, PolicyUnsupported
+from kvshelf.errors import ModelMismatch, PolicyUnsupported
 from kvshelf.store.artifact.arriving import ArrivingCache
 from kvshelf.store.artifact.coder import Coder
 from kvshelf.store.artifact.identity import ModelIdentity
@@ -66,8 +66,7 @@ class ReadingModel:
             assert self.coder is not None, "checked by require_own"
             record = self.coder.layer(index, cache.repositioned).decoded(record)
         kept = entries_of(record)
-        if kept is None:
-            raise InternalError(f"layer {index} has no entries")
+        assert kept is not None, "every layer of a model that `of` takes has entries"
         places = Places(self.rope, stored_at_slots=cache.repositioned, wanted_at_slots=True)
         keys, values = places.layer(plain_parts(kept, index), heads)
         if keys.shape[1] != entries:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import structlog
@@ -60,7 +61,8 @@ class ShelfScheduler:
             log.error("refused", request_id=request.request_id, code=asked.code, error=str(asked))
             self._step.refused.append(request.request_id)
         elif asked is not None and tokens:
-            self._store.touch(asked.cache_id, tenant=self._tenant)
+            with suppress(KvshelfError):  # a use that is not counted harms no answer
+                self._store.touch(asked.cache_id, tenant=self._tenant)
             first = asked.entries - tokens
             self._step.loads.append(Load(request.request_id, asked.cache_id, first, asked.entries, tuple(pages)))
 
