@@ -97,7 +97,7 @@ def test_a_cache_of_another_model(serving: Serving, model_folder: Path, tmp_path
     assert "weights differs" in refused(replace(request, entries=cache.kept_tokens), "model_mismatch")
 
 
-@pytest.mark.parametrize("policy", ["kvzip", "ada", "pyramidkv", "ems"])
+@pytest.mark.parametrize("policy", ["kvzip", "ada", "cake", "ems"])
 def test_a_cache_without_one_length(serving: Serving, policy: str, refused: Any) -> None:
     cache = serving.put(document(56).text, policy=policy, compression_ratio=0.75)
     refused(serving.request(cache, QUESTION), "policy_unsupported")
