@@ -1,5 +1,5 @@
-"""A real vLLM on the CPU with the bundled model, and a sealed shelf that it reads. Needs an environment with vLLM: `make
-test-vllm`; in any other one there are no tests here."""
+"""A real vLLM on the CPU with the bundled model, and a sealed shelf that it reads. Needs an environment with vLLM, as
+`make test-vllm` makes it; in any other one there are no tests here."""
 
 from __future__ import annotations
 

@@ -73,4 +73,3 @@ def test_a_prompt_without_a_cache_is_vllms_own(serving: Serving) -> None:
     (output,) = serving.ask(({"prompt_token_ids": ids}, {}))
     assert output.outputs[0].finish_reason == "length"
     assert output.num_cached_tokens == 0
-

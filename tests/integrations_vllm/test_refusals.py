@@ -82,7 +82,7 @@ def test_a_damaged_layer_behind_sound_ones(serving: Serving, refused: Any) -> No
     refused(serving.request(cache, QUESTION), "cache_corrupt")
 
 
-def test_a_cache_sealed_with_another_key(serving: Serving, shelf: dict[str, str], tmp_path: Path, refused: Any) -> None:
+def test_a_cache_sealed_with_another_key(serving: Serving, shelf: dict[str, str], refused: Any) -> None:
     with open_store(shelf["store"], rules=Rules(keyring=Keyring([os.urandom(32)]))) as other:
         cache = other.put(serving.engine.compress(document(54).text, policy="full"))
     assert "key" in refused(serving.request(cache, QUESTION), "store_unavailable")
@@ -130,7 +130,7 @@ def test_a_prompt_that_is_not_of_shelf_request(serving: Serving, good: Manifest,
     refused((prompt | {"prompt_token_ids": given.get(change, ids)}, extra), "invalid_request")
 
 
-def test_logprobs_of_the_prompt(serving: Serving, good: Manifest, refused: Any) -> None:
+def test_logprobs_of_the_prompt(serving: Serving, refused: Any) -> None:
     """vLLM does not look for pages then, and would compute the stand-ins."""
     other = serving.put(document(58).text, policy="full")
     refused(serving.request(other, QUESTION), "invalid_request", prompt_logprobs=1)

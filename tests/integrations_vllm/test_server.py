@@ -1,5 +1,5 @@
-"""vLLM as a server: the scheduler and two workers that share the heads are processes of their own, and so few pages that
-two requests push each other out."""
+"""vLLM as a server: the scheduler and two workers that share the heads are processes of their own, and there are so few
+pages that two requests push each other out."""
 
 from __future__ import annotations
 
@@ -116,7 +116,9 @@ def test_the_caller_of_a_refused_request_gets_a_500_and_the_log_says_why(server:
 def _streamed(server: Server, body: dict[str, Any], begun: Barrier) -> tuple[list[int], str]:
     """The tokens of an answer, and how it ended. `begun` waits for the first token of each."""
     ids: list[int] = []
-    with server.http.stream("POST", "/v1/completions", json=body | {"stream": True, "return_token_ids": True}) as answer:
+    with server.http.stream(
+        "POST", "/v1/completions", json=body | {"stream": True, "return_token_ids": True}
+    ) as answer:
         for line in answer.iter_lines():
             data = json.loads(line.removeprefix("data: ")) if line.startswith("data: {") else {}
             if "error" in data:

@@ -19,13 +19,13 @@ from kvshelf.integrations.vllm.settings import ShelfSettings, require_supported,
 from kvshelf.integrations.vllm.step import Step
 
 
-class ShelfConnector(KVConnectorBase_V1):
+class ShelfConnector(KVConnectorBase_V1):  # type: ignore[misc]  # without vLLM its type is unknown
     """vLLM prefills a question and reads its document from the shelf.
 
     vLLM makes one object in its scheduler and one in each worker; the methods are those of its `KVConnectorBase_V1`. A
-    request that names no cache is vLLM's own. One that is refused ends with the finish reason "error"; the log says why,
-    with the request's id and the error's code. Raises `InvalidRequest`, `PolicyUnsupported` and `MissingExtra` where
-    vLLM's settings or version are not for it.
+    request that names no cache is vLLM's own. One that is refused ends with the finish reason "error", and the log says
+    why, with the request's id and the error's code. Raises `InvalidRequest`, `PolicyUnsupported` and `MissingExtra`
+    where vLLM's settings or version are not for it.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:

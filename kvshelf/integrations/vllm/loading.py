@@ -127,9 +127,7 @@ class ShelfWorker:
 class _Reading:
     """One cache in one step. missing: names of vLLM's layers that are not in their pages. tail: rows to be kept."""
 
-    def __init__(
-        self, loads: Sequence[Load], source: ArrivingCache | Mapping[str, Rows], missing: set[str]
-    ) -> None:
+    def __init__(self, loads: Sequence[Load], source: ArrivingCache | Mapping[str, Rows], missing: set[str]) -> None:
         self.loads = loads
         self.source = source
         self.missing = missing

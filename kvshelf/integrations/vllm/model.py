@@ -29,8 +29,9 @@ class ReadingModel:
 
     @classmethod
     def of(cls, folder: str, dtype: str) -> Self:
-        """Loads the model once more, into the main memory, and lets go of its weights: their digest is over tensors as
-        transformers names and converts them. Raises `PolicyUnsupported` for models that vLLM gives other pages."""
+        """Loads the model once more and lets go of its weights, because their digest is over tensors as transformers
+        names and converts them. In the checkpoint's dtype they are mapped pages of its files, no memory of their own.
+        Raises `PolicyUnsupported` for models that vLLM gives other pages."""
         engine = Engine.load(folder, device="cpu", dtype=dtype)
         for index, layer in enumerate(engine.layer_shapes):
             plain = LayerShape(layer.kv_heads, layer.key_dim, layer.value_dim, layer.dtype)
@@ -56,11 +57,9 @@ class ReadingModel:
                 transforms=wanted,
             )
 
-    def layer(
-        self, cache: ArrivingCache, index: int, entries: int, heads: slice
-    ) -> tuple[Tensor, Tensor]:
-        """Keys and values `[entries, heads, D]` of a layer, keys rotated to the places 0 to `entries` - 1. Waits for the
-        layer. Raises what reading it raises, and `PolicyUnsupported` unless every head has so many."""
+    def layer(self, cache: ArrivingCache, index: int, entries: int, heads: slice) -> tuple[Tensor, Tensor]:
+        """Keys and values `[entries, heads, D]` of a layer, keys rotated to the places 0 to `entries` - 1. Waits for
+        the layer. Raises what reading it raises, and `PolicyUnsupported` unless every head has so many."""
         record: LayerRecord = cache.layers[index].result()
         if cache.identity.transforms:
             assert self.coder is not None, "checked by require_own"
@@ -71,8 +70,8 @@ class ReadingModel:
         keys, values = places.layer(plain_parts(kept, index), heads)
         if keys.shape[1] != entries:
             raise PolicyUnsupported(
-                f"layer {index} keeps {keys.shape[1]} entries and the mean layer {entries}, and vLLM has as many in every "
-                "layer; compress the document with a policy that shares no budget among layers",
+                f"layer {index} keeps {keys.shape[1]} entries and the mean layer {entries}, and vLLM has as many in "
+                "every layer; compress the document with a policy that shares no budget among layers",
                 param="cache_id",
             )
         return keys.transpose(0, 1).contiguous(), values.transpose(0, 1).contiguous()

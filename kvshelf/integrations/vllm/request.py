@@ -22,8 +22,8 @@ ID_PREFIX: Final = "kvs_"
 
 @dataclass(frozen=True)
 class ShelfRequest:
-    """A question to one cache, as vLLM takes it. entries: K, the entries of the cache in every head and layer; question:
-    the token ids behind them."""
+    """A question to one cache, as vLLM takes it. entries: K, the entries of the cache in every head and layer.
+    question: the token ids behind them."""
 
     cache_id: str
     entries: int
@@ -55,20 +55,19 @@ class ShelfRequest:
         }
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any], prompt: Sequence[int], salt: str | None, entries: int) -> Self:
-        """The request that a server received for a cache of so many entries. given: the content of `FIELD`. Raises
-        `InvalidRequest` for one that this module does not build."""
-        cache_id = cache_id_of(given)
+    def parse(cls, cache_id: str, entries: int, prompt: Sequence[int], salt: str | None) -> Self:
+        """The request that a server received for a cache of so many entries. Raises `InvalidRequest` for one that this
+        module does not build."""
         if salt != cache_id:
             raise InvalidRequest(
-                f"cache_salt is {salt!r}; it must be the cache's id {cache_id}, because without it vLLM takes the pages "
-                "of another document for those of this one",
+                f"cache_salt is {salt!r}; it must be the cache's id {cache_id}, because without it vLLM takes the "
+                "pages of another document for those of this one",
                 param="cache_salt",
             )
         if len(prompt) <= entries or any(token != STAND_IN for token in prompt[:entries]):
             raise InvalidRequest(
-                f"the prompt must be {entries} times the token id {STAND_IN}, one for each entry of {cache_id}, and then "
-                "the question; build it with kvshelf.integrations.vllm.shelf_request",
+                f"the prompt must be {entries} times the token id {STAND_IN}, one for each entry of {cache_id}, and "
+                "then the question; build it with kvshelf.integrations.vllm.shelf_request",
                 param="prompt",
             )
         return cls(cache_id, entries, tuple(prompt[entries:]))
@@ -85,7 +84,7 @@ def cache_id_of(given: Any) -> str:
 
 
 def shelf_request(cache: Manifest, prompt: Prompt, tokenizer: Any) -> ShelfRequest:
-    """The request that asks `prompt` (a text, messages or token ids) of a cache, with the tokens of `Engine.encode_query`.
+    """The request that asks `prompt` (a text, messages or token ids) of a cache, as `Engine.encode_query` writes it.
 
     cache: what `store.stat(cache_id)` gives. tokenizer: the model's, from transformers. Raises `InvalidRequest` for a
     prompt that cannot be asked, and `ModelMismatch` for another tokenizer or template than the document's.

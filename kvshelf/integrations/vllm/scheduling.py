@@ -34,7 +34,7 @@ class ShelfScheduler:
             request.skip_reading_prefix_cache = False
 
     def matched(self, request: Any, computed: int) -> tuple[int, bool]:
-        """Entries that the shelf has behind the `computed` ones in vLLM's pages, and whether they come between steps."""
+        """Entries that the shelf has behind the `computed` in vLLM's pages, and whether they come between steps."""
         if not _is_ours(request):
             return 0, False
         try:
@@ -45,14 +45,14 @@ class ShelfScheduler:
         return max(0, asked.entries - computed), False
 
     def _checked(self, request: Any) -> ShelfRequest:
-        given = (request.kv_transfer_params or {}).get(FIELD)
-        cache_id, sampling = cache_id_of(given), request.sampling_params
+        cache_id = cache_id_of((request.kv_transfer_params or {}).get(FIELD))
+        sampling = request.sampling_params
         if request.lora_request is not None:
             raise InvalidRequest("an adapter changes the keys and values of the document", param="lora_request")
         if sampling is None or sampling.skip_reading_prefix_cache:
             raise InvalidRequest("a stored document has no logprobs and gives no embedding", param="prompt_logprobs")
         entries = self._store.stat(cache_id, tenant=self._tenant).kept_tokens
-        return ShelfRequest.parse(given, request.prompt_token_ids or (), request.cache_salt, entries)
+        return ShelfRequest.parse(cache_id, entries, request.prompt_token_ids or (), request.cache_salt)
 
     def allocated(self, request: Any, pages: list[int], tokens: int) -> None:
         """`tokens` of a request are to be loaded in this step."""

@@ -19,8 +19,8 @@ UNTESTED: Final = "KVSHELF_VLLM_UNTESTED"
 
 @dataclass(frozen=True)
 class ShelfSettings:
-    """`kv_connector_extra_config` of vLLM. store: the URL of the shelf. encryption_key_file: absolute path of the keys of
-    a sealed one. tenant: whose caches may be asked."""
+    """`kv_connector_extra_config` of vLLM. store: the URL of the shelf, by default `KVSHELF_STORE` of the environment.
+    encryption_key_file: absolute path of the keys of a sealed one. tenant: whose caches may be asked."""
 
     store: str
     encryption_key_file: str | None = None
@@ -34,9 +34,13 @@ class ShelfSettings:
             if name not in names or not isinstance(value, str):
                 why = "must be a text" if name in names else f"is unknown{nearest(name, names)}"
                 raise InvalidRequest(f"kv_connector_extra_config: {name} {why}", param=name)
-        if "store" not in given:
-            raise InvalidRequest("kv_connector_extra_config needs store, the URL of the shelf", param="store")
-        return cls(**given)
+        store = given.get("store", os.environ.get("KVSHELF_STORE"))
+        if store is None:
+            raise InvalidRequest(
+                "kv_connector_extra_config needs store, the URL of the shelf, or the environment KVSHELF_STORE",
+                param="store",
+            )
+        return cls(**{**given, "store": store})
 
     @property
     def home(self) -> StoreConfig:

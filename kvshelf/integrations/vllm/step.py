@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-
-    class KVConnectorMetadata: ...
-else:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 
 @dataclass(frozen=True)
 class Load:
-    """The entries `first` to `entries` (excluded) of a cache go to vLLM's pages of a request. pages: all of the request,
-    from its first token on."""
+    """The entries `first` to `entries` (excluded) of a cache go to vLLM's pages of a request. pages: all of the
+    request, from its first token on."""
 
     request_id: str
     cache_id: str
@@ -25,7 +20,7 @@ class Load:
 
 
 @dataclass
-class Step(KVConnectorMetadata):
+class Step(KVConnectorMetadata):  # type: ignore[misc]
     """Loads that the step's forward pass needs, and requests that fail without one."""
 
     loads: list[Load] = field(default_factory=list)
