@@ -16,11 +16,13 @@ import pytest
 import torch
 
 from kvshelf.bench.quality.tasks import TaskDocument, make_facts, write_document
+from kvshelf.store.artifact.transforms import Transforms
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.rules import Rules
 from kvshelf.store.sealing.keyring import Keyring
 from kvshelf.store.url import open_store
+from kvshelf.workers.model.calibration import TRANSFORMS_BESIDE_THE_WEIGHTS
 from tests.conftest import TOKENIZER
 
 if TYPE_CHECKING:
@@ -83,20 +85,10 @@ class Serving:
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The bundled model without its transforms, which vLLM would take for weights; they are in the data folder."""
-    from kvshelf.workers.engine.engine import Engine
-    from kvshelf.workers.model.calibration import TRANSFORMS_BESIDE_THE_WEIGHTS, paths
-
-    home = tmp_path_factory.mktemp("vllm")
-    folder = home / "model"
-    shutil.copytree(TOKENIZER, folder, ignore=shutil.ignore_patterns(TRANSFORMS_BESIDE_THE_WEIGHTS))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_DATA_HOME", str(home / "data"))
-        place = paths(Engine.load(str(folder), device="cpu").identity.weights)[1]
-        place.parent.mkdir(parents=True)
-        shutil.copy(TOKENIZER / TRANSFORMS_BESIDE_THE_WEIGHTS, place)
-        yield folder
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model without its transforms, which vLLM would take for weights: they are on the shelf."""
+    folder = tmp_path_factory.mktemp("vllm") / "model"
+    return Path(shutil.copytree(TOKENIZER, folder, ignore=shutil.ignore_patterns(TRANSFORMS_BESIDE_THE_WEIGHTS)))
 
 
 @pytest.fixture(scope="session")
@@ -112,11 +104,13 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="session")
 def store(shelf: dict[str, str]) -> Iterator[Store]:
     with open_store(shelf["store"], rules=Rules(keyring=Keyring.read(shelf["encryption_key_file"]))) as opened:
+        transforms = (TOKENIZER / TRANSFORMS_BESIDE_THE_WEIGHTS).read_bytes()
+        opened.transforms.keep(Transforms.from_bytes(transforms).digest, transforms)
         yield opened
 
 
 @pytest.fixture(scope="session")
-def serving(model_folder: Path, shelf: dict[str, str], store: Store) -> Iterator[Serving]:
+def serving(tiny: Engine, model_folder: Path, shelf: dict[str, str], store: Store) -> Iterator[Serving]:
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -128,8 +122,6 @@ def serving(model_folder: Path, shelf: dict[str, str], store: Store) -> Iterator
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
-        from kvshelf.workers.engine.engine import Engine
-
         connector = KVTransferConfig(
             kv_connector="LosingConnector",
             kv_connector_module_path=MODULE,
@@ -140,5 +132,5 @@ def serving(model_folder: Path, shelf: dict[str, str], store: Store) -> Iterator
             str(model_folder), dtype="float32", enforce_eager=True, max_model_len=4096, kv_transfer_config=connector
         )
         home = Path(shelf["store"].removeprefix("disk://"))
-        yield Serving(llm, Engine.load(str(model_folder), device="cpu", dtype="float32"), store, home)
+        yield Serving(llm, tiny, store, home)
         llm.llm_engine.engine_core.shutdown()

@@ -20,7 +20,8 @@ def test_the_page_ends_with_the_answer(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code.replace("disk:///tmp/kvshelf-docs", f"disk://{tmp_path}/home")],
         cwd=tmp_path,
-        env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": str(ROOT)},
+        env=os.environ
+        | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=240,

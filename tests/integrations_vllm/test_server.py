@@ -49,7 +49,9 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(model_folder: Path, shelf: dict[str, str], store: Store, tmp_path_factory: Any) -> Iterator[Server]:
+def server(
+    tiny: Engine, model_folder: Path, shelf: dict[str, str], store: Store, tmp_path_factory: Any
+) -> Iterator[Server]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -70,8 +72,7 @@ def server(model_folder: Path, shelf: dict[str, str], store: Store, tmp_path_fac
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as http:
             _wait(http, process, log)
-            engine = Engine.load(str(model_folder), device="cpu", dtype="float32")
-            own = Serving(None, engine, store, Path(shelf["store"].removeprefix("disk://")))
+            own = Serving(None, tiny, store, Path(shelf["store"].removeprefix("disk://")))
             yield Server(http, own, log, str(model_folder))
     finally:
         process.terminate()

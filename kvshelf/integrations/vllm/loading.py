@@ -54,7 +54,7 @@ class ShelfWorker:
             return tail
         cache = self._store.open_cache(cache_id, tenant=self._tenant)
         try:
-            self._model.require_own(cache)
+            self._model.require_own(cache, self._store.transforms)
         except KvshelfError:
             cache.close()
             raise
@@ -72,7 +72,8 @@ class ShelfWorker:
                     self._write(reading, name)
                 except KvshelfError as error:
                     self._fail(reading.loads, error)
-                    self._close(reading)
+                    reading.missing.clear()
+                    reading.tail.clear()
 
     def _write(self, reading: _Reading, name: str) -> None:
         layer, page = self._layers[name], self._page
@@ -90,10 +91,10 @@ class ShelfWorker:
         if not isinstance(reading.source, ArrivingCache):
             return reading.source[name]
         first = self._rank * self._model.layers[0].kv_heads // self._workers  # several workers share one head of few
-        load = reading.loads[0]
-        rows = self._model.layer(reading.source, _index(name), load.entries, slice(first, first + heads))
-        reading.tail[name] = (rows[0][self._full_pages(load) :].clone(), rows[1][self._full_pages(load) :].clone())
-        return rows
+        entries, full = reading.loads[0].entries, self._full_pages(reading.loads[0])
+        keys, values = self._model.layer(reading.source, _index(name), entries, slice(first, first + heads))
+        reading.tail[name] = keys[full:].clone(), values[full:].clone()
+        return keys, values
 
     def finish(self) -> None:
         """The forward pass is over: what it did not wait for has failed."""
@@ -102,13 +103,9 @@ class ShelfWorker:
                 self._fail(reading.loads, InternalError(f"vLLM did not wait for the layers {sorted(reading.missing)}"))
             elif reading.tail:
                 self._tails.keep(reading.loads[0].cache_id, reading.tail)
-        for reading in [*self._reading]:
-            self._close(reading)
-
-    def _close(self, reading: _Reading) -> None:
-        if isinstance(reading.source, ArrivingCache):
-            reading.source.close()
-        self._reading = [each for each in self._reading if each is not reading]
+            if isinstance(reading.source, ArrivingCache):
+                reading.source.close()
+        self._reading = []
 
     def _fail(self, loads: Sequence[Load], error: KvshelfError) -> None:
         for load in loads:

@@ -13,6 +13,8 @@ from kvshelf.store.artifact.coder import Coder
 from kvshelf.store.artifact.identity import ModelIdentity
 from kvshelf.store.artifact.records import LayerRecord, entries_of
 from kvshelf.store.artifact.shape import LayerShape
+from kvshelf.store.artifact.transforms import Transforms
+from kvshelf.store.jobs.transforms import KeptTransforms
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.export import Places, plain_parts
 from kvshelf.workers.model.rope import Rope
@@ -20,12 +22,12 @@ from kvshelf.workers.model.rope import Rope
 
 @dataclass(frozen=True, eq=False)
 class ReadingModel:
-    """A model without its weights. coder: for caches under codec klt, None without transforms."""
+    """A model without its weights. coders: for caches under codec klt, by the digest of their transforms."""
 
     identity: ModelIdentity
     layers: tuple[LayerShape, ...]
     rope: Rope | None
-    coder: Coder | None
+    coders: dict[str, Coder]
 
     @classmethod
     def of(cls, folder: str, dtype: str) -> Self:
@@ -41,29 +43,34 @@ class ReadingModel:
                     "connector fills pages of plain layers only",
                     param="model",
                 )
-        return cls(engine.identity, engine.layer_shapes, engine.rope, engine.coder if engine.has_transforms else None)
+        coders = {engine.coder.transforms.digest: engine.coder} if engine.has_transforms else {}
+        return cls(engine.identity, engine.layer_shapes, engine.rope, coders)
 
-    def require_own(self, cache: ArrivingCache) -> None:
-        """Raises `ModelMismatch` for a cache of another model, weights, dtype or tokenizer, `BlobError` for one that
-        this model cannot have made, and `ModelMismatch` for unknown transforms."""
+    def require_own(self, cache: ArrivingCache, kept: KeptTransforms) -> None:
+        """Raises `ModelMismatch` for a cache of another model, weights, dtype or tokenizer, or under transforms that
+        are neither the model's nor `kept` on the shelf, and `BlobError` for one that this model cannot have made."""
         self.identity.require_match(cache.identity.model)
         cache.shape.require_bounds(self.identity)
         cache.shape.require_layers(self.layers)
         wanted = cache.identity.transforms
-        if wanted and (self.coder is None or self.coder.transforms.digest != wanted):
-            raise ModelMismatch(
-                f"the cache is under codec klt with the transforms {wanted[:16]}, which are not beside the weights of "
-                f"{self.identity.name!r} here; put their file there",
-                transforms=wanted,
-            )
+        if wanted and wanted not in self.coders:
+            data = kept.get(wanted)
+            if data is None or self.rope is None:
+                raise ModelMismatch(
+                    f"the cache is under codec klt with the transforms {wanted[:16]}, which are neither on the shelf "
+                    f"nor those of {self.identity.name!r} here",
+                    transforms=wanted,
+                )
+            found = Transforms.from_bytes(data)
+            found.require_of(self.identity, self.layers)
+            self.coders[wanted] = Coder(found, self.rope.rotate, self.rope.unrotate)
 
     def layer(self, cache: ArrivingCache, index: int, entries: int, heads: slice) -> tuple[Tensor, Tensor]:
         """Keys and values `[entries, heads, D]` of a layer, keys rotated to the places 0 to `entries` - 1. Waits for
         the layer. Raises what reading it raises, and `PolicyUnsupported` unless every head has so many."""
         record: LayerRecord = cache.layers[index].result()
         if cache.identity.transforms:
-            assert self.coder is not None, "checked by require_own"
-            record = self.coder.layer(index, cache.repositioned).decoded(record)
+            record = self.coders[cache.identity.transforms].layer(index, cache.repositioned).decoded(record)
         kept = entries_of(record)
         assert kept is not None, "every layer of a model that `of` takes has entries"
         places = Places(self.rope, stored_at_slots=cache.repositioned, wanted_at_slots=True)
