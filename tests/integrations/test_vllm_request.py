@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, MistralConfig, MistralForCausalLM
 
 from kvshelf import Engine, open_store
-from kvshelf.errors import InvalidRequest, MissingExtra, ModelMismatch
+from kvshelf.errors import InvalidRequest, MissingExtra, ModelMismatch, PolicyUnsupported
 from kvshelf.integrations.vllm import shelf_request
+from kvshelf.integrations.vllm.model import ReadingModel
 from kvshelf.integrations.vllm.settings import ShelfSettings, require_tested
 from tests.conftest import TOKENIZER, save_random_model
 
@@ -71,6 +73,19 @@ def test_an_untested_version_needs_the_switch(monkeypatch: pytest.MonkeyPatch) -
             require_tested(version)
     monkeypatch.setenv("KVSHELF_VLLM_UNTESTED", "1")
     require_tested("0.33.0")
+
+
+def test_a_model_whose_pages_would_be_others_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "windows"
+    config = MistralConfig(
+        vocab_size=3409, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=32,
+    )  # fmt: skip
+    MistralForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TOKENIZER / name, folder / name)
+    with pytest.raises(PolicyUnsupported, match=r"layer 0 of .*window"):
+        ReadingModel.of(str(folder), "float32")
 
 
 def test_without_vllm_the_connector_says_what_to_install() -> None:
