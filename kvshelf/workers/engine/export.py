@@ -30,7 +30,7 @@ def export(cache: CompressedCache, positions: Positions, *, rope: Rope | None, c
     if positions not in get_args(Positions):
         raise InvalidRequest(f"positions is {positions!r}; one of {', '.join(get_args(Positions))}", param="positions")
     plain = {
-        index: _plain_parts(entries, index)
+        index: plain_parts(entries, index)
         for index, record in enumerate(cache.layers)
         if (entries := entries_of(record)) is not None
     }
@@ -38,26 +38,31 @@ def export(cache: CompressedCache, positions: Positions, *, rope: Rope | None, c
     in_cache = cache.next_position < cache.num_tokens  # the keys are at their places in the cache already
     if in_cache and cache.next_position != kept:
         raise _unsupported(f"it counts positions within the cache up to {cache.next_position} and keeps {kept} entries")
-    places = _Places(rope, stored_at_slots=in_cache, wanted_at_slots=in_cache or positions == "contiguous")
+    places = Places(rope, stored_at_slots=in_cache, wanted_at_slots=in_cache or positions == "contiguous")
     exported = DynamicCache(config=config)
     for index, parts in plain.items():
-        heads = [places.head(views, parts[0]) for views in zip(*(part.views() for part in parts), strict=True)]
-        keys, values = (torch.stack(tensors).unsqueeze(0) for tensors in zip(*heads, strict=True))
-        exported.update(keys, values, index)
+        keys, values = places.layer(parts)
+        exported.update(keys.unsqueeze(0), values.unsqueeze(0), index)
     for layer, record in zip(exported.layers, cache.layers, strict=True):
         fill(layer, together([states_of(record)]))
     return exported
 
 
-class _Places:
-    """Rotates the keys of a head to the requested positions, each key at most once."""
+class Places:
+    """Rotates the keys of a layer to the requested positions, each key at most once."""
 
     def __init__(self, rope: Rope | None, *, stored_at_slots: bool, wanted_at_slots: bool) -> None:
         self._rope = rope
         self._stored_at_slots = stored_at_slots
         self._wanted_at_slots = wanted_at_slots
 
-    def head(self, views: Sequence[HeadView], like: Kept) -> tuple[Tensor, Tensor]:
+    def layer(self, parts: Sequence[Kept], heads: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Keys `[heads, K, D]` and values `[heads, K, Dv]` of a layer (`plain_parts`), of some of its heads."""
+        chosen = list(zip(*(part.views() for part in parts), strict=True))[heads]
+        keys, values = zip(*(self._head(views, parts[0]) for views in chosen), strict=True)
+        return torch.stack(keys), torch.stack(values)
+
+    def _head(self, views: Sequence[HeadView], like: Kept) -> tuple[Tensor, Tensor]:
         """Keys `[K, D]` and values `[K, Dv]` of a head, of all its parts, in ascending position."""
         positions, order = torch.cat([view.positions for view in views]).long().sort()
         keys = torch.cat([view.keys[:] for view in views])[order]
@@ -78,8 +83,9 @@ class _Places:
         return self._rope
 
 
-def _plain_parts(record: Entries, index: int) -> tuple[Kept, ...]:
-    """The parts of a layer, if each entry is one token's key and value and all heads have equally many."""
+def plain_parts(record: Entries, index: int) -> tuple[Kept, ...]:
+    """The parts of a layer, if each entry is one token's key and value and all heads have equally many. Raises
+    `PolicyUnsupported` where not."""
     kept = []
     for part in parts_of(record):
         if isinstance(part, Recent):

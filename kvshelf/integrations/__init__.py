@@ -1,0 +1,1 @@
+"""Parts of kvshelf that run inside of other engines."""

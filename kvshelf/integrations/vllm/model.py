@@ -1,0 +1,84 @@
+"""What reading a cache needs of the model that vLLM runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from torch import Tensor
+
+from kvshelf.errors import ModelMismatch, PolicyUnsupported
+from kvshelf.store.artifact.arriving import ArrivingCache
+from kvshelf.store.artifact.coder import Coder
+from kvshelf.store.artifact.identity import ModelIdentity
+from kvshelf.store.artifact.records import LayerRecord, entries_of
+from kvshelf.store.artifact.shape import LayerShape
+from kvshelf.store.artifact.transforms import Transforms
+from kvshelf.store.jobs.transforms import KeptTransforms
+from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.engine.export import Places, plain_parts
+from kvshelf.workers.model.rope import Rope
+
+
+@dataclass(frozen=True, eq=False)
+class ReadingModel:
+    """A model without its weights. coders: for caches under codec klt, by the digest of their transforms."""
+
+    identity: ModelIdentity
+    layers: tuple[LayerShape, ...]
+    rope: Rope | None
+    coders: dict[str, Coder]
+
+    @classmethod
+    def of(cls, folder: str, dtype: str) -> Self:
+        """Loads the model once more and lets go of its weights, because their digest is over tensors as transformers
+        names and converts them. In the checkpoint's dtype they are mapped pages of its files, no memory of their own.
+        Raises `PolicyUnsupported` for models that vLLM gives other pages."""
+        engine = Engine.load(folder, device="cpu", dtype=dtype)
+        for index, layer in enumerate(engine.layer_shapes):
+            plain = LayerShape(layer.kv_heads, layer.key_dim, layer.value_dim, layer.dtype)
+            if layer != plain or not layer.kv_heads or layer.key_dim != layer.value_dim:
+                raise PolicyUnsupported(
+                    f"layer {index} of {folder!r} has a window, chunks, latents, states or no keys, and kvshelf's "
+                    "connector fills pages of plain layers only",
+                    param="model",
+                )
+        coders = {engine.coder.transforms.digest: engine.coder} if engine.has_transforms else {}
+        return cls(engine.identity, engine.layer_shapes, engine.rope, coders)
+
+    def require_own(self, cache: ArrivingCache, kept: KeptTransforms) -> None:
+        """Raises `ModelMismatch` for a cache of another model, weights, dtype or tokenizer, or under transforms that
+        are neither the model's nor `kept` on the shelf, and `BlobError` for one that this model cannot have made."""
+        self.identity.require_match(cache.identity.model)
+        cache.shape.require_bounds(self.identity)
+        cache.shape.require_layers(self.layers)
+        wanted = cache.identity.transforms
+        if wanted and wanted not in self.coders:
+            data = kept.get(wanted)
+            if data is None or self.rope is None:
+                raise ModelMismatch(
+                    f"the cache is under codec klt with the transforms {wanted[:16]}, which are neither on the shelf "
+                    f"nor those of {self.identity.name!r} here",
+                    transforms=wanted,
+                )
+            found = Transforms.from_bytes(data)
+            found.require_of(self.identity, self.layers)
+            self.coders[wanted] = Coder(found, self.rope.rotate, self.rope.unrotate)
+
+    def layer(self, cache: ArrivingCache, index: int, entries: int, heads: slice) -> tuple[Tensor, Tensor]:
+        """Keys and values `[entries, heads, D]` of a layer, keys rotated to the places 0 to `entries` - 1. Waits for
+        the layer. Raises what reading it raises, and `PolicyUnsupported` unless every head has so many."""
+        record: LayerRecord = cache.layers[index].result()
+        if cache.identity.transforms:
+            record = self.coders[cache.identity.transforms].layer(index, cache.repositioned).decoded(record)
+        kept = entries_of(record)
+        assert kept is not None, "every layer of a model that `of` takes has entries"
+        places = Places(self.rope, stored_at_slots=cache.repositioned, wanted_at_slots=True)
+        keys, values = places.layer(plain_parts(kept, index), heads)
+        if keys.shape[1] != entries:
+            raise PolicyUnsupported(
+                f"layer {index} keeps {keys.shape[1]} entries and the mean layer {entries}, and vLLM has as many in "
+                "every layer; compress the document with a policy that shares no budget among layers",
+                param="cache_id",
+            )
+        return keys.transpose(0, 1).contiguous(), values.transpose(0, 1).contiguous()

@@ -1,0 +1,101 @@
+"""Requests to a vLLM with the `ShelfConnector`: stand-ins for the document's entries, and the question's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+from kvshelf.errors import InvalidRequest, ModelMismatch
+from kvshelf.store.manifest import Manifest
+from kvshelf.workers.engine.inputs.encode import Encoder, Prompt
+from kvshelf.workers.model.text import TextFormat
+
+FIELD: Final = "kvshelf"
+"""The field of `kv_transfer_params` that is for the connector."""
+
+STAND_IN: Final = 0
+"""The token id in the place of each entry. Every vocabulary has it, and it is never computed."""
+
+ID_PREFIX: Final = "kvs_"
+
+
+@dataclass(frozen=True)
+class ShelfRequest:
+    """A question to one cache, as vLLM takes it. entries: K, the entries of the cache in every head and layer.
+    question: the token ids behind them."""
+
+    cache_id: str
+    entries: int
+    question: tuple[int, ...]
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """K stand-ins, then the question."""
+        return [STAND_IN] * self.entries + list(self.question)
+
+    @property
+    def kv_transfer_params(self) -> dict[str, Any]:
+        """What tells the connector of the cache."""
+        return {FIELD: {"cache_id": self.cache_id}}
+
+    @property
+    def offline(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The prompt for `LLM.generate`, and the `extra_args` for its `SamplingParams`."""
+        prompt = {"prompt_token_ids": self.prompt_token_ids, "cache_salt": self.cache_id}
+        return prompt, {"kv_transfer_params": self.kv_transfer_params}
+
+    def body(self, model: str, **fields: Any) -> dict[str, Any]:
+        """The JSON of `POST /v1/completions`. model: as vLLM serves it. fields: others of the body, like max_tokens."""
+        return fields | {
+            "model": model,
+            "prompt": self.prompt_token_ids,
+            "cache_salt": self.cache_id,
+            "kv_transfer_params": self.kv_transfer_params,
+        }
+
+    @classmethod
+    def parse(cls, cache_id: str, entries: int, prompt: Sequence[int], salt: str | None) -> Self:
+        """The request that a server received for a cache of so many entries. Raises `InvalidRequest` for one that this
+        module does not build."""
+        if salt != cache_id:
+            raise InvalidRequest(
+                f"cache_salt is {salt!r}; it must be the cache's id {cache_id}, because without it vLLM takes the "
+                "pages of another document for those of this one",
+                param="cache_salt",
+            )
+        if len(prompt) <= entries or any(token != STAND_IN for token in prompt[:entries]):
+            raise InvalidRequest(
+                f"the prompt must be {entries} times the token id {STAND_IN}, one for each entry of {cache_id}, and "
+                "then the question; build it with kvshelf.integrations.vllm.shelf_request",
+                param="prompt",
+            )
+        return cls(cache_id, entries, tuple(prompt[entries:]))
+
+
+def cache_id_of(given: Any) -> str:
+    """The cache that the content of `FIELD` names. Raises `InvalidRequest`."""
+    if not isinstance(given, Mapping) or set(given) != {"cache_id"} or not isinstance(given["cache_id"], str):
+        raise InvalidRequest(
+            f'kv_transfer_params.{FIELD} is {given!r}; it must be {{"cache_id": "{ID_PREFIX}..."}}',
+            param=f"kv_transfer_params.{FIELD}",
+        )
+    return given["cache_id"]
+
+
+def shelf_request(cache: Manifest, prompt: Prompt, tokenizer: Any) -> ShelfRequest:
+    """The request that asks `prompt` (a text, messages or token ids) of a cache, as `Engine.encode_query` writes it.
+
+    cache: what `store.stat(cache_id)` gives. tokenizer: the model's, from transformers. Raises `InvalidRequest` for a
+    prompt that cannot be asked, and `ModelMismatch` for another tokenizer or template than the document's.
+    """
+    text, made = TextFormat(tokenizer), cache.identity["model"]
+    for field, ours in zip(("tokenizer", "template"), text.digests(), strict=True):
+        if made[field] not in ("", ours):
+            raise ModelMismatch(
+                f"cache {cache.id} was made by {made['name']!r} with another {field} than the one given; load the "
+                "tokenizer from that model's folder",
+                field=field,
+            )
+    encoder = Encoder(cache.model, text, cache.num_tokens, len(tokenizer))
+    return ShelfRequest(cache.id, cache.kept_tokens, tuple(encoder.query(cache.identity["boundary"], prompt)))

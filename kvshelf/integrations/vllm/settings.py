@@ -1,0 +1,81 @@
+"""What a vLLM must be like so that it can read the shelf, and where the shelf is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Final, Self
+
+from kvshelf.errors import InvalidRequest, MissingExtra, PolicyUnsupported, nearest
+from kvshelf.store.url import StoreConfig
+
+TESTED: Final = ("0.32",)
+"""Versions of vLLM that the tests run: its interface for connectors changes without notice."""
+
+UNTESTED: Final = "KVSHELF_VLLM_UNTESTED"
+"""The environment variable that allows other versions, with the value 1."""
+
+
+@dataclass(frozen=True)
+class ShelfSettings:
+    """`kv_connector_extra_config` of vLLM. store: the URL of the shelf, by default `KVSHELF_STORE` of the environment.
+    encryption_key_file: absolute path of the keys of a sealed one. tenant: whose caches may be asked."""
+
+    store: str
+    encryption_key_file: str | None = None
+    tenant: str = "default"
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> Self:
+        """Raises `InvalidRequest` for an unknown field, a wrong type or no store."""
+        names = [field.name for field in fields(cls)]
+        for name, value in given.items():
+            if name not in names or not isinstance(value, str):
+                why = "must be a text" if name in names else f"is unknown{nearest(name, names)}"
+                raise InvalidRequest(f"kv_connector_extra_config: {name} {why}", param=name)
+        store = given.get("store", os.environ.get("KVSHELF_STORE"))
+        if store is None:
+            raise InvalidRequest(
+                "kv_connector_extra_config needs store, the URL of the shelf, or the environment KVSHELF_STORE",
+                param="store",
+            )
+        return cls(**{**given, "store": store})
+
+    @property
+    def home(self) -> StoreConfig:
+        return StoreConfig(self.store, encryption_key_file=self.encryption_key_file)
+
+
+def require_tested(version: str) -> None:
+    """Raises `MissingExtra` for a version of vLLM that is untested, unless the environment allows it."""
+    if not version.startswith(tuple(f"{each}." for each in TESTED)) and os.environ.get(UNTESTED) != "1":
+        raise MissingExtra(
+            f"kvshelf is tested with vLLM {', '.join(TESTED)}, and this is {version}; install a tested one, or set "
+            f"{UNTESTED}=1 to try it"
+        )
+
+
+def require_supported(config: Any, page_groups: int) -> None:
+    """Raises `InvalidRequest` or `PolicyUnsupported` for settings under which stored entries would be wrong, or a
+    failed load would be computed from stand-ins. config: vLLM's `VllmConfig`."""
+    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
+    if config.kv_transfer_config.kv_load_failure_policy != "fail":
+        raise InvalidRequest(
+            "kv_load_failure_policy must be fail: vLLM cannot recompute a document from stand-ins",
+            param="kv_load_failure_policy",
+        )
+    found = {
+        "quantized weights": model.quantization is not None,
+        "hf_overrides": bool(model.hf_overrides),
+        f"the KV cache in {cache.cache_dtype}": cache.cache_dtype not in ("auto", _dtype(config)),
+        "speculative decoding": config.speculative_config is not None,
+        "context parallelism": parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1,
+        "several groups of pages, as of layers with windows or states": page_groups != 1,
+    }
+    if refused := [what for what, there in found.items() if there]:
+        raise PolicyUnsupported(f"kvshelf's connector does not take {', '.join(refused)} yet", param="kv_connector")
+
+
+def _dtype(config: Any) -> str:
+    return str(config.model_config.dtype).removeprefix("torch.")

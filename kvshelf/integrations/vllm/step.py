@@ -1,0 +1,27 @@
+"""What the scheduler tells the workers for one step of vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+
+@dataclass(frozen=True)
+class Load:
+    """The entries `first` to `entries` (excluded) of a cache go to vLLM's pages of a request. pages: all of the
+    request, from its first token on."""
+
+    request_id: str
+    cache_id: str
+    first: int
+    entries: int
+    pages: tuple[int, ...]
+
+
+@dataclass
+class Step(KVConnectorMetadata):  # type: ignore[misc]
+    """Loads that the step's forward pass needs, and requests that fail without one."""
+
+    loads: list[Load] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)

@@ -1,0 +1,101 @@
+"""Requests to vLLM, and settings of its connector: what needs no vLLM."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer, MistralConfig, MistralForCausalLM
+
+from kvshelf import Engine, open_store
+from kvshelf.errors import InvalidRequest, MissingExtra, ModelMismatch, PolicyUnsupported
+from kvshelf.integrations.vllm import shelf_request
+from kvshelf.integrations.vllm.model import ReadingModel
+from kvshelf.integrations.vllm.settings import ShelfSettings, require_tested
+from tests.conftest import TOKENIZER, save_random_model
+
+CHAT = [{"role": "user", "content": "Why?"}]
+
+
+def test_a_request_has_a_stand_in_for_each_entry_and_the_engines_question(tiny: Engine, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    with open_store(f"disk://{tmp_path}/home") as store:
+        for layout in ("chat", "plain"):
+            cache = tiny.compress("One code is 17. " * 40, policy="keydiff", compression_ratio=0.5, layout=layout)
+            manifest = store.put(cache)
+            for prompt in ("Which code?", [5, 6]) if layout == "plain" else ("Which code?", CHAT):
+                request = shelf_request(manifest, prompt, tokenizer)
+                assert request.prompt_token_ids == [0] * cache.kept_tokens + tiny.encode_query(cache, prompt)
+    salted = {"cache_salt": manifest.id, "kv_transfer_params": {"kvshelf": {"cache_id": manifest.id}}}
+    assert request.body("m", max_tokens=3) == salted | {
+        "model": "m",
+        "prompt": request.prompt_token_ids,
+        "max_tokens": 3,
+    }
+    prompt, extra = request.offline
+    assert prompt | extra == salted | {"prompt_token_ids": request.prompt_token_ids}
+
+
+def test_another_tokenizer_or_template_and_an_empty_question_are_refused(tiny: Engine, tmp_path: Path) -> None:
+    with open_store(f"disk://{tmp_path}/home") as store:
+        manifest = store.put(tiny.compress("One code is 17.", policy="full"))
+    other = AutoTokenizer.from_pretrained(save_random_model(tmp_path / "other"))
+    with pytest.raises(ModelMismatch, match="another tokenizer"):
+        shelf_request(manifest, "Why?", other)
+    changed = AutoTokenizer.from_pretrained(TOKENIZER)
+    changed.chat_template = changed.chat_template + " "
+    with pytest.raises(ModelMismatch, match="another template"):
+        shelf_request(manifest, "Why?", changed)
+    with pytest.raises(InvalidRequest, match="empty"):
+        shelf_request(manifest, "", AutoTokenizer.from_pretrained(TOKENIZER))
+
+
+def test_settings_are_checked_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVSHELF_STORE", raising=False)
+    for given, said in (
+        ({}, "needs store"),
+        ({"stor": "disk:///x"}, "stor is unknown .did you mean 'store'"),
+        ({"store": "disk:///x", "tenant": 3}, "tenant must be a text"),
+    ):
+        with pytest.raises(InvalidRequest, match=said):
+            ShelfSettings.parse(given)
+    monkeypatch.setenv("KVSHELF_STORE", "disk:///y")
+    assert ShelfSettings.parse({"tenant": "you"}) == ShelfSettings("disk:///y", tenant="you")
+
+
+def test_an_untested_version_needs_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_tested("0.32.1")
+    for version in ("0.33.0", "0.3.2", "0.320.1"):
+        with pytest.raises(MissingExtra, match=version):
+            require_tested(version)
+    monkeypatch.setenv("KVSHELF_VLLM_UNTESTED", "1")
+    require_tested("0.33.0")
+
+
+def test_a_model_whose_pages_would_be_others_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "windows"
+    config = MistralConfig(
+        vocab_size=3409, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=32,
+    )  # fmt: skip
+    MistralForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TOKENIZER / name, folder / name)
+    with pytest.raises(PolicyUnsupported, match=r"layer 0 of .*window"):
+        ReadingModel.of(str(folder), "float32")
+
+
+def test_without_vllm_the_connector_says_what_to_install() -> None:
+    code = """
+import sys
+sys.modules["vllm"] = None
+from kvshelf.integrations import vllm
+vllm.shelf_request
+vllm.ShelfConnector
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "MissingExtra" in done.stderr
+    assert "[serve,vllm]" in done.stderr

@@ -1,0 +1,136 @@
+"""A real vLLM on the CPU with the bundled model, and a sealed shelf that it reads. Needs an environment with vLLM, as
+`make test-vllm` makes it; in any other one there are no tests here."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from kvshelf.bench.quality.tasks import TaskDocument, make_facts, write_document
+from kvshelf.store.artifact.transforms import Transforms
+from kvshelf.store.base import Store
+from kvshelf.store.manifest import Manifest
+from kvshelf.store.rules import Rules
+from kvshelf.store.sealing.keyring import Keyring
+from kvshelf.store.url import open_store
+from kvshelf.workers.model.calibration import TRANSFORMS_BESIDE_THE_WEIGHTS
+from tests.conftest import TOKENIZER
+
+if TYPE_CHECKING:
+    from kvshelf.workers.engine.engine import Engine
+
+if find_spec("vllm") is None:
+    collect_ignore_glob = ["*.py"]
+
+MODULE = "tests.integrations_vllm.losing"
+
+
+def document(number: int) -> TaskDocument:
+    """A text of about 900 words with four facts, and a question about each."""
+    chance = random.Random(number)
+    return write_document(chance, make_facts(chance, [4] * 4), "prose", 900, lambda text: len(text.split()))
+
+
+@dataclass(frozen=True)
+class Serving:
+    """vLLM in this process, and an engine of kvshelf with the same weights. One token is not enough to tell two answers
+    apart, so both go on behind the model's end."""
+
+    llm: Any
+    engine: Engine
+    store: Store
+    home: Path
+
+    def blob(self, cache: Manifest) -> Path:
+        """The file of a cache."""
+        (path,) = (self.home / "blobs").glob(f"{cache.id.removeprefix('kvs_')}-*.kvb")
+        return path
+
+    def put(self, text: str, *, codec: str = "none", ttl_s: float | None = None, **how: Any) -> Manifest:
+        return self.store.put(self.engine.encoded(self.engine.compress(text, **how), codec), codec=codec, ttl_s=ttl_s)
+
+    def ask(self, *requests: Any, **sampling: Any) -> list[Any]:
+        """The outputs of vLLM for requests of `shelf_request`, or for pairs as `offline`; all in one call."""
+        from vllm import SamplingParams
+
+        pairs = [request if isinstance(request, tuple) else request.offline for request in requests]
+        options = {"temperature": 0, "max_tokens": 12, "ignore_eos": True} | sampling
+        params = [SamplingParams(**options, extra_args=extra) for _, extra in pairs]
+        return list(self.llm.generate([prompt for prompt, _ in pairs], params, use_tqdm=False))
+
+    def request(self, cache: Manifest, question: str) -> Any:
+        from kvshelf.integrations.vllm import shelf_request
+
+        return shelf_request(cache, question, self.llm.get_tokenizer())
+
+    def own(self, cache: Manifest, question: str, tokens: int = 12) -> list[int]:
+        """The greedy answer of kvshelf's engine from the same cache, exported to the places 0 to K - 1."""
+        stored = self.store.get(cache.id)
+        past, ids, said = self.engine.export(stored), self.engine.encode_query(stored, question), []
+        with torch.no_grad():
+            for _ in range(tokens):
+                logits = self.engine.model(torch.tensor([ids]), past_key_values=past).logits
+                ids = [int(logits[0, -1].argmax())]
+                said += ids
+        return said
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model without its transforms, which vLLM would take for weights: they are on the shelf."""
+    folder = tmp_path_factory.mktemp("vllm") / "model"
+    return Path(shutil.copytree(TOKENIZER, folder, ignore=shutil.ignore_patterns(TRANSFORMS_BESIDE_THE_WEIGHTS)))
+
+
+@pytest.fixture(scope="session")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """`kv_connector_extra_config` for a sealed shelf."""
+    home = tmp_path_factory.mktemp("shelf")
+    key = home / "key"
+    key.touch(mode=0o600)
+    key.write_text(os.urandom(32).hex())
+    return {"store": f"disk://{home}/home", "encryption_key_file": str(key)}
+
+
+@pytest.fixture(scope="session")
+def store(shelf: dict[str, str]) -> Iterator[Store]:
+    with open_store(shelf["store"], rules=Rules(keyring=Keyring.read(shelf["encryption_key_file"]))) as opened:
+        transforms = (TOKENIZER / TRANSFORMS_BESIDE_THE_WEIGHTS).read_bytes()
+        opened.transforms.keep(Transforms.from_bytes(transforms).digest, transforms)
+        yield opened
+
+
+@pytest.fixture(scope="session")
+def serving(tiny: Engine, model_folder: Path, shelf: dict[str, str], store: Store) -> Iterator[Serving]:
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        connector = KVTransferConfig(
+            kv_connector="LosingConnector",
+            kv_connector_module_path=MODULE,
+            kv_role="kv_consumer",
+            kv_connector_extra_config=shelf,
+        )
+        llm = LLM(
+            str(model_folder), dtype="float32", enforce_eager=True, max_model_len=4096, kv_transfer_config=connector
+        )
+        home = Path(shelf["store"].removeprefix("disk://"))
+        yield Serving(llm, tiny, store, home)
+        llm.llm_engine.engine_core.shutdown()

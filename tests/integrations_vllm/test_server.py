@@ -1,0 +1,155 @@
+"""vLLM as a server: the scheduler and two workers that share the heads are processes of their own, and there are so few
+pages that two requests push each other out."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import httpx
+import pytest
+from transformers import AutoTokenizer
+
+from kvshelf.integrations.vllm import shelf_request
+from kvshelf.store.base import Store
+from kvshelf.store.manifest import Manifest
+from kvshelf.workers.engine.engine import Engine
+from tests.integrations_vllm.conftest import Serving, document
+
+PAGES = 19
+"""One is vLLM's own. Two of the documents below take 9 each with their questions, and 10 with their answers."""
+
+LONG = 150
+
+
+@dataclass(frozen=True)
+class Server:
+    http: httpx.Client
+    own: Serving
+    log: Path
+    model: str
+
+    def body(self, cache: Manifest, question: str, **fields: Any) -> dict[str, Any]:
+        request = shelf_request(cache, question, AutoTokenizer.from_pretrained(self.model))
+        return request.body(self.model, temperature=0, ignore_eos=True, **fields)
+
+    def preemptions(self) -> float:
+        return float(re.findall(r"^vllm:num_preemptions_total\S* (\S+)$", self.http.get("/metrics").text, re.M)[0])
+
+
+@pytest.fixture(scope="module")
+def server(
+    tiny: Engine, model_folder: Path, shelf: dict[str, str], store: Store, tmp_path_factory: Any
+) -> Iterator[Server]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    connector = {
+        "kv_connector": "ShelfConnector",
+        "kv_connector_module_path": "kvshelf.integrations.vllm",
+        "kv_role": "kv_consumer",
+        "kv_connector_extra_config": shelf,
+    }
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_folder)]
+    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--tensor-parallel-size", "2"]
+    command += ["--num-gpu-blocks-override", str(PAGES), "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--kv-transfer-config", json.dumps(connector)]
+    log = tmp_path_factory.mktemp("server") / "log"
+    cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with log.open("w") as written:
+        process = subprocess.Popen(command, env=os.environ | cpu, stdout=written, stderr=written)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as http:
+            _wait(http, process, log)
+            own = Serving(None, tiny, store, Path(shelf["store"].removeprefix("disk://")))
+            yield Server(http, own, log, str(model_folder))
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _wait(http: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> None:
+    while process.poll() is None:
+        try:
+            if http.get("/health").is_success:
+                return
+        except httpx.ConnectError:
+            time.sleep(0.5)
+    raise AssertionError(f"vLLM did not start:\n{log.read_text(errors='replace')[-4000:]}")
+
+
+def test_two_workers_load_the_heads_of_each(server: Server) -> None:
+    asked = document(60)
+    for how in ({"policy": "full"}, {"policy": "snapkv", "compression_ratio": 0.5}):
+        cache = server.own.put(asked.text, **how)
+        for question in asked.questions:
+            body = server.body(cache, question.text, max_tokens=12, return_token_ids=True)
+            (choice,) = server.http.post("/v1/completions", json=body).raise_for_status().json()["choices"]
+            assert choice["token_ids"] == server.own.own(cache, question.text)
+
+
+def test_the_caller_of_a_refused_request_gets_a_500_and_the_log_says_why(server: Server) -> None:
+    asked = document(61)
+    ragged = server.own.put(asked.text, policy="kvzip", compression_ratio=0.5)
+    good = server.own.put(asked.text, policy="keydiff", compression_ratio=0.5)
+    gone = replace(shelf_request(good, "Why?", AutoTokenizer.from_pretrained(server.model)), cache_id="kvs_" + "1" * 40)
+    for body in (server.body(ragged, "Why?"), gone.body(server.model)):
+        answer = server.http.post("/v1/completions", json=body)
+        assert answer.status_code == 500
+        assert answer.json()["error"]["type"] == "InternalServerError"
+    said = server.log.read_text(errors="replace")
+    assert "code=policy_unsupported" in said
+    assert "code=cache_not_found" in said
+    assert server.http.post("/v1/completions", json=server.body(good, "Why?", max_tokens=1)).is_success
+
+
+def _streamed(server: Server, body: dict[str, Any], begun: Barrier) -> tuple[list[int], str]:
+    """The tokens of an answer, and how it ended. `begun` waits for the first token of each."""
+    ids: list[int] = []
+    with server.http.stream(
+        "POST", "/v1/completions", json=body | {"stream": True, "return_token_ids": True}
+    ) as answer:
+        for line in answer.iter_lines():
+            data = json.loads(line.removeprefix("data: ")) if line.startswith("data: {") else {}
+            if "error" in data:
+                return ids, "error"
+            for choice in data.get("choices", ()):
+                if not ids:
+                    begun.wait(60)
+                ids += choice["token_ids"]
+                if choice["finish_reason"]:
+                    return ids, choice["finish_reason"]
+    raise AssertionError("the answer did not end")
+
+
+def test_a_preempted_request_loads_again_and_fails_if_its_cache_has_gone(server: Server) -> None:
+    """Never does it compute on stand-ins. With both caches gone, the request that was not preempted is answered."""
+    question = "What is the access code of the amber falcon?"
+    for delete in (False, True):
+        caches = [server.own.put(document(number).text, policy="full") for number in (62, 63)]
+        own = [server.own.own(cache, question, LONG) for cache in caches]
+        before = server.preemptions()
+
+        def remove(caches: list[Manifest] = caches, delete: bool = delete) -> None:
+            for cache in caches if delete else ():
+                server.own.store.delete(cache.id)
+
+        begun = Barrier(2, action=remove)
+        bodies = [server.body(cache, question, max_tokens=LONG) for cache in caches]
+        with ThreadPoolExecutor(2) as pool:
+            ends = list(pool.map(_streamed, [server] * 2, bodies, [begun] * 2))
+        assert server.preemptions() > before
+        assert sorted(end for _, end in ends) == (["error", "length"] if delete else ["length"] * 2)
+        for (ids, end), right in zip(ends, own, strict=True):
+            assert ids == (right if end == "length" else right[: len(ids)])
