@@ -113,7 +113,7 @@ def require_shared(name: str, ranks: int, device: str) -> None:
     model = skeleton(name)
     plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
     shared = any(name.endswith(".k_proj") and style == "colwise" for name, style in plan.items())
-    if not shared or not hasattr(transformers, "distributed"):
+    if not shared or not shares_models():
         raise PolicyUnsupported(
             f"transformers {transformers.__version__} has no plan for sharing the attention of {type(model).__name__} "
             "among processes (tensor parallel); take one process, or a newer transformers (5.24 shares most models)",
@@ -132,6 +132,13 @@ def require_shared(name: str, ranks: int, device: str) -> None:
             f"divides {heads}",
             param="ranks",
         )
+
+
+def shares_models() -> bool:
+    """Whether the installed transformers loads parts of a model (from 5.18 on)."""
+    from transformers.distributed import DistributedConfig
+
+    return "tp_size" in DistributedConfig.__dataclass_fields__
 
 
 def _require_devices(ranks: int, device: str) -> None:

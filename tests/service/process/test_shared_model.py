@@ -20,12 +20,15 @@ from kvshelf.errors import PolicyUnsupported
 from kvshelf.service.process.preflight import require_startable
 from kvshelf.service.settings import Settings
 from kvshelf.workers.cluster.connect import own_folder
+from kvshelf.workers.model.loading import shares_models
 from tests.conftest import LiveService, _descendants, _title
 from tests.page.conftest import ANSWER, QUESTION, document
 from tests.service.process.test_recovery import await_ready
 from tests.store.redis.servers import wait_until
 
-pytest.importorskip("transformers.distributed", reason="sharing a model among processes needs a newer transformers")
+pytestmark = pytest.mark.skipif(
+    not shares_models(), reason="sharing a model among processes needs a newer transformers"
+)
 
 StartService = Callable[..., AbstractContextManager[LiveService]]
 

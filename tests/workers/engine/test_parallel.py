@@ -21,12 +21,13 @@ from kvshelf.store.url import open_store
 from kvshelf.workers.engine.decode.generation import Sampling
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.parallel.engine import ParallelEngine
+from kvshelf.workers.model.loading import shares_models
 from kvshelf.workers.model.prepacking import prepack
 from kvshelf.workers.policies import POLICIES
 from tests.conftest import copy_tokenizer
 
-transformers_distributed = pytest.importorskip(
-    "transformers.distributed", reason="sharing a model among processes needs a newer transformers"
+pytestmark = pytest.mark.skipif(
+    not shares_models(), reason="sharing a model among processes needs a newer transformers"
 )
 
 _SHARED: list[ParallelEngine] = []
