@@ -113,4 +113,4 @@ def test_codecs_make_parts_of_these_records(llama):
 
 def test_keys_without_rotation_are_refused_where_there_is_none_to_apply(llama):
     with pytest.raises(StateConflict, match="has none to apply"):
-        AttachedCache(Attachment(unrotated(llama), llama.passes.devices.layers, None))
+        AttachedCache(Attachment(unrotated(llama), llama.engine.passes.devices.layers, None))
