@@ -172,7 +172,7 @@ def test_rows_on_one_document_read_it_once(llama, caches):
         run(batch, together)
     finally:
         batch_module._Step = original
-    assert [plan.layout.shares for plan in plans] == [(6, 6, 6)] + [(3, 3, 3)] * 3
+    assert [plan.here[0].layout.shares for plan in plans] == [(6, 6, 6)] + [(3, 3, 3)] * 3
 
 
 def test_the_rope_of_a_row_does_not_depend_on_the_longest_row():
