@@ -33,6 +33,7 @@ from kvshelf.kernels.quantize.rows import plain
 from kvshelf.store.url import open_store
 from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.model.loading import shares_models
 from kvshelf.workers.model.source import bundled_folder
 from tests.store.redis.servers import PATIENT, ValkeyServer
 
@@ -405,6 +406,31 @@ def test_stores_of_one_scheme_are_told_apart_without_their_urls(tmp_path):
     assert "secret" not in report + table.output
     ((row, *_),) = (found["rows"] for found in json.loads(report)["first_token"])
     assert list(row["tiers"]) == ["memory", "disk", "redis", "redis-2", "safetensors"]
+
+
+@pytest.mark.skipif(not shares_models(), reason="sharing a model among processes needs a newer transformers")
+def test_ranks_take_turns_with_one_process(tmp_path):
+    report = tmp_path / "speed.json"
+    arguments = [
+        "speed",
+        "--parts",
+        "ranks",
+        "--model",
+        "random:2",
+        "--threads",
+        "2",
+        "--lengths",
+        "256",
+        "--rounds",
+        "2",
+    ]
+    result = CliRunner().invoke(app, [*arguments, "--output", str(report)])
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(report.read_text())["ranks"]
+    assert (row["tokens"], row["ranks"]) == (256, 2)
+    assert [len(row["peak_bytes"][way]) for way in ("one", "shared")] == [1, 2]
+    assert row["prefill"]["low"] <= row["prefill"]["median"] <= row["prefill"]["high"]
+    assert min(row["answers_s"]["shared"].values()) > 0
 
 
 @pytest.mark.parametrize("arguments", [["--parts", "cooking"], ["--questions", "many"], ["--lengths", "long"]])
