@@ -48,7 +48,7 @@ from kvshelf.workers.model.prepacking import prepack
 
 _LOG = logging.getLogger(__name__)
 
-SETTLE_S: Final = 20.0
+SETTLE_S: Final = 8.0
 """A failed rank waits so long for rank 0 to fail as well. If it does not, it waits for this rank in vain: then this one
 ends, which rank 0 notices."""
 
