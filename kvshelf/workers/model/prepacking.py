@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kvshelf.kernels.rowwise import PANEL, available, linear, pack_weight, unpack_weight
-from kvshelf.workers.model.devices import hooked, weight_of
+from kvshelf.workers.model.devices import hooked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -127,11 +127,11 @@ def prepack(model: PreTrainedModel) -> None:
 
 
 def plain_weight(module: nn.Module | None) -> Tensor | None:
-    """The weight of a module as it was before `prepack`, also where it is offloaded; None where it has none."""
+    """The weight of a module as it was before `prepack`; None where it has none."""
     if isinstance(module, PackedLinear):
         return module.unpacked
     weight = getattr(module, "weight", None)
-    return weight_of(module, "weight", weight) if module is not None and isinstance(weight, Tensor) else None
+    return weight if isinstance(weight, Tensor) else None
 
 
 def _is_fast(weight: Tensor) -> bool:
