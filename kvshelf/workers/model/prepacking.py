@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kvshelf.kernels.rowwise import PANEL, available, linear, pack_weight, unpack_weight
-from kvshelf.workers.model.devices import hooked, weight_of
+from kvshelf.workers.model.devices import hooked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -153,14 +153,14 @@ def prepack(model: PreTrainedModel) -> None:
 
 
 def plain_weight(module: nn.Module | None) -> Tensor | None:
-    """The weight of a module as it was before `prepack`, also where it is offloaded; None where it has none. Where
-    processes share it (tensor parallel), the part of this one."""
+    """The weight of a module as it was before `prepack`; None where it has none. Where processes share it (tensor
+    parallel), the part of this one."""
     if isinstance(module, PackedLinear):
         return module.unpacked
     if isinstance(module, SummedLinear):
         return module.part.unpacked
     weight = getattr(module, "weight", None)
-    return _own(weight_of(module, "weight", weight)) if module is not None and isinstance(weight, Tensor) else None
+    return _own(weight) if isinstance(weight, Tensor) else None
 
 
 def _own(of: Any) -> Any:

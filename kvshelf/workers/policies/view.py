@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from kvshelf.kernels.column_sums import column_sums
 from kvshelf.kernels.window_scores import pooled, window_attention, window_scores
+from kvshelf.workers.model.devices import weight_of
 from kvshelf.workers.model.prepacking import plain_weight
 from kvshelf.workers.model.text import QUESTION_SEPARATOR, SENTENCE_ENDS
 
@@ -201,9 +202,11 @@ class LayerView:
 
     def output_projection(self) -> Tensor:
         """The rows of W_o that multiply each query head's output, `[q_heads, Dv, hidden]`."""
-        weight = output_weight(self.module)
+        module, weight = self.module, output_weight(self.module)
+        assert module is not None
         assert weight is not None, "the policy must say that it observes weights"
-        return weight.to(self.keys.device).T.reshape(self.all_queries.shape[0], -1, weight.shape[0])
+        weight = weight_of(module, "o_proj.weight", weight).to(self.keys.device)
+        return weight.T.reshape(self.all_queries.shape[0], -1, weight.shape[0])
 
     def _rope(self) -> Rope:
         assert self.rope is not None, "the policy must say that it observes RoPE"
@@ -211,8 +214,8 @@ class LayerView:
 
 
 def output_weight(attention: nn.Module | None) -> Tensor | None:
-    """The weight of an attention module's output projection, `[hidden, q_heads * Dv]`; None if it cannot be read,
-    because it has another name or is packed by quantization."""
+    """The weight of an attention module's output projection, `[hidden, q_heads * Dv]`, on "meta" where it is
+    offloaded; None if it cannot be read, because it has another name or is packed by quantization."""
     weight = plain_weight(getattr(attention, "o_proj", None))
     if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.dtype.itemsize == 1:
         return None  # fp8 needs scales

@@ -39,6 +39,7 @@ def test_only_a_local_cluster_needs_the_gpu_here() -> None:
         require_startable(Settings(device="cuda:0"))
     require_startable(Settings(device="cuda", address="head:6379"))
     require_startable(Settings(device="auto"))
+    require_startable(Settings(device="spread"))
 
 
 def test_only_a_local_cluster_needs_the_folder_here(tmp_path: Path) -> None:

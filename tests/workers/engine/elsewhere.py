@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 KIND: Final = "privateuseone"
 ONE, OTHER = torch.device(KIND, 0), torch.device(KIND, 1)
 
+_INDICES: Final = (torch.int64, torch.bool)
 _MOVES: Final = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
 
 
@@ -50,21 +51,20 @@ class _Elsewhere(torch.Tensor):
 def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
     # As on a GPU, a number on the CPU goes with any device, and so do indices.
-    indexed = func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)
-    devices = dict.fromkeys(each.device for each in given if each.device.type == KIND or (each.dim() and not indexed))
+    indexes = func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)
+    placed = [t for t in given if t.device.type == KIND or (t.dim() and not (indexes and t.dtype in _INDICES))]
+    devices = dict.fromkeys(each.device for each in placed)
     if len(devices) > 1 and func not in _MOVES:
         raise RuntimeError(f"{func} of tensors on several devices: {', '.join(map(str, devices))}")
-    asked = kwargs.get("device")
-    device = (
-        torch.device(asked) if asked is not None else given[0].device if func in _MOVES else next(iter(devices), None)
-    )
-    if asked is not None and device.type == KIND:
-        kwargs = kwargs | {"device": torch.device("cpu")}
+    device = given[0].device if func in _MOVES else next(iter(devices), torch.device("cpu"))
+    if (asked := kwargs.get("device")) is not None:
+        device = torch.device(asked)
+        kwargs = kwargs | {"device": torch.device("cpu") if device.type == KIND else device}
     own = {id(each.held): each for each in given if isinstance(each, _Elsewhere)}
     found = func(*tree_map(_held, args), **tree_map(_held, kwargs))
 
     def wrapped(each: Any) -> Any:
-        if not isinstance(each, Tensor) or device is None or device.type != KIND:
+        if not isinstance(each, Tensor) or device.type != KIND:
             return each
         return own[id(each)] if id(each) in own else _Elsewhere(each, device)
 

@@ -10,7 +10,7 @@ of the latents. All query heads then read one KV head.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from kvshelf.errors import PolicyUnsupported, StateConflict
 from kvshelf.kernels.prefix_attention import LogitRules
-from kvshelf.workers.model.devices import layer_devices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -89,10 +88,9 @@ def _close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     return not float((found - expected).abs().max()) > _ROUNDING.get(dtype, 1e-4) * float(expected.abs().max())
 
 
-def absorbed_layers(model: PreTrainedModel) -> dict[int, Absorbed]:
-    """The layers of a model that have latents. Raises as `Absorbed.of`."""
+def absorbed_layers(model: PreTrainedModel, devices: Sequence[torch.device]) -> dict[int, Absorbed]:
+    """The layers of a model that have latents. devices: of all layers. Raises as `Absorbed.of`."""
     modules = {int(module.layer_idx): module for module in latent_modules(model)}  # type: ignore[arg-type]
-    devices = layer_devices(model)
     with torch.no_grad():
         return {layer: Absorbed.of(module, model.dtype, devices[layer]) for layer, module in modules.items()}
 

@@ -85,7 +85,7 @@ class Passes:
     def absorbed(self) -> dict[int, Absorbed]:
         """The layers that have latents, once weights are read. Raises `PolicyUnsupported` for those of another kind
         than `Absorbed` can be."""
-        return absorbed_layers(self.model)
+        return absorbed_layers(self.model, self.devices.layers)
 
     @cached_property
     def tokens_at_once(self) -> int | None:
