@@ -18,7 +18,7 @@ from kvshelf.workers.model.source import bundled_folder
 @dataclass(frozen=True)
 class Sharing:
     """One document, by one process and by `ranks`. prefill_s, answers_s: wall seconds of each way, see
-    `ranks_worker.measured`; prefill, answers: how many times as fast as one process. peak_bytes: of each process."""
+    `ranks_worker.measured`; prefill, answers: how many times as fast as one process. held_bytes: of each process."""
 
     tokens: int
     ranks: int
@@ -26,7 +26,7 @@ class Sharing:
     answers_s: dict[str, Spread]
     prefill: Spread
     answers: Spread
-    peak_bytes: dict[str, list[int]]
+    held_bytes: dict[str, list[int]]
 
 
 def sharings(subject: Subject, ranks: int, threads: int, lengths: Sequence[int], rounds: int) -> list[Sharing]:
@@ -56,5 +56,5 @@ def _measured(peers: dict[str, Peer], token_ids: list[int], ranks: int, rounds: 
         **spreads,
         prefill=faster["prefill_s"],
         answers=faster["answers_s"],
-        peak_bytes={way: run["peak_bytes"] for way, run in runs[-1].items()},
+        held_bytes={way: run["held_bytes"] for way, run in runs[-1].items()},
     )

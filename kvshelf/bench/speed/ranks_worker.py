@@ -44,19 +44,20 @@ def _loaded(source: str, dtype: str, device: str, ranks: int) -> Engine:
 
 def measured(engine: Engine, token_ids: list[int]) -> dict[str, Any]:
     """Wall seconds of a prefill of one document under keydiff, half of it removed, and of answers of `NEW_TOKENS` to
-    `QUESTIONS` questions behind it; the largest resident bytes of each process so far."""
+    `QUESTIONS` questions behind it; the memory of its own that each process holds then, in bytes, without the pages of
+    files that it has mapped."""
     began = time.perf_counter()
     cache = engine.compress(token_ids, policy="keydiff", compression_ratio=0.5)
     prefilled = time.perf_counter()
     engine.answer_all([(cache, token_ids[n : n + 16]) for n in range(QUESTIONS)], max_new_tokens=NEW_TOKENS)
     answered = time.perf_counter()
     others = engine.lead.pids if isinstance(engine, ParallelEngine) else []
-    peaks = [_peak(pid) for pid in (os.getpid(), *others)]
-    return {"prefill_s": prefilled - began, "answers_s": answered - prefilled, "peak_bytes": peaks}
+    held = [_held(pid) for pid in (os.getpid(), *others)]
+    return {"prefill_s": prefilled - began, "answers_s": answered - prefilled, "held_bytes": held}
 
 
-def _peak(pid: int) -> int:
-    found = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+def _held(pid: int) -> int:
+    found = re.search(r"^RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return int(found[1]) * 1024 if found else 0
 
 

@@ -107,13 +107,11 @@ def serving_table(serving: Serving) -> Table:
 
 def sharing_table(rows: Sequence[Sharing]) -> Table:
     """One row for each length: one process, and several that share the model."""
-    table = Table(
-        "tokens", "work", "one process", f"{rows[0].ranks} processes", "times as fast", "largest memory of each"
-    )
+    table = Table("tokens", "work", "one process", f"{rows[0].ranks} processes", "times as fast", "memory of each")
     table.title = "wall time; the processes have as many threads together as the one"
     for row in rows:
-        peaks = ", ".join(f"{bytes_ / 1e6:,.0f} MB" for bytes_ in row.peak_bytes["shared"])
-        of_one = f"{row.peak_bytes['one'][0] / 1e6:,.0f} MB, and {peaks}"
+        held = ", ".join(f"{bytes_ / 1e6:,.0f} MB" for bytes_ in row.held_bytes["shared"])
+        of_one = f"{row.held_bytes['one'][0] / 1e6:,.0f} MB, and {held}"
         both = (("prefill", row.prefill_s, row.prefill, of_one), ("8 answers", row.answers_s, row.answers, ""))
         for work, seconds, faster, memory in both:
             table.add_row(f"{row.tokens:,}", work, _ms(seconds["one"]), _ms(seconds["shared"]), ratio(faster), memory)

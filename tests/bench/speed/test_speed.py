@@ -428,7 +428,7 @@ def test_ranks_take_turns_with_one_process(tmp_path):
     assert result.exit_code == 0, result.output
     (row,) = json.loads(report.read_text())["ranks"]
     assert (row["tokens"], row["ranks"]) == (256, 2)
-    assert [len(row["peak_bytes"][way]) for way in ("one", "shared")] == [1, 2]
+    assert [len(row["held_bytes"][way]) for way in ("one", "shared")] == [1, 2]
     assert row["prefill"]["low"] <= row["prefill"]["median"] <= row["prefill"]["high"]
     assert min(row["answers_s"]["shared"].values()) > 0
 
