@@ -79,6 +79,19 @@ def load(name: str, *, device: str, dtype: str, progress: bool = False) -> tuple
         ) from error
 
 
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a model, named as for `load`. The weights are neither downloaded nor read."""
+    from transformers import AutoTokenizer
+
+    source = source_of(name)
+    require_available(source, weights=False)
+    try:
+        with _without_bars():
+            return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise InvalidRequest(f"the tokenizer of {name!r} cannot be loaded: {error}", param="model") from error
+
+
 def _take_plain(config: PretrainedConfig, name: str) -> None:
     """Have transformers make quantized weights plain while it loads them; raise `PolicyUnsupported` for kinds of which
     it does not.
