@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -46,7 +45,7 @@ class ShelfScheduler:
         return max(0, asked.entries - computed), False
 
     def _checked(self, request: Any) -> ShelfRequest:
-        cache_id = cache_id_of(_params(request).get(FIELD))
+        cache_id = cache_id_of((request.kv_transfer_params or {}).get(FIELD))
         sampling = request.sampling_params
         if request.lora_request is not None:
             raise InvalidRequest("an adapter changes the keys and values of the document", param="lora_request")
@@ -80,10 +79,4 @@ class ShelfScheduler:
 
 def _is_ours(request: Any) -> bool:
     """Also with the salt alone: the pages of a document are for those who name it to the shelf."""
-    return FIELD in _params(request) or (request.cache_salt or "").startswith(ID_PREFIX)
-
-
-def _params(request: Any) -> Mapping[str, Any]:
-    """Also a text or a list may stand there, from a caller's `vllm_xargs`."""
-    found = request.kv_transfer_params
-    return found if isinstance(found, Mapping) else {}
+    return FIELD in (request.kv_transfer_params or {}) or (request.cache_salt or "").startswith(ID_PREFIX)
