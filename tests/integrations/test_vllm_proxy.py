@@ -103,7 +103,8 @@ def proxy(store: str, upstreams: Sequence[str], *options: str, **environment: st
     """The address of a running proxy."""
     command = [sys.executable, "-m", "kvshelf", "vllm-proxy", "--store", store, "--model", "kvshelf-tiny"]
     command += ["--port", "0", *options, *(part for url in upstreams for part in ("--upstream", url))]
-    process = subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.PIPE, text=True)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("KVSHELF_", "VLLM_"))}
+    process = subprocess.Popen(command, env=clean | environment, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         yield process.stdout.readline().split()[-1]

@@ -94,6 +94,10 @@ def test_answers_through_the_proxy_are_the_engines(real: Real) -> None:
                 model=half.model, prompt=question.text, max_tokens=12, temperature=0, extra_body=fields
             )
             assert completed.choices[0].token_ids == real.own.own(half, question.text)
+        twice: Any = client.completions.create(
+            model=half.model, prompt=question.text, max_tokens=12, n=2, extra_body=fields | {"top_k": 1}
+        )
+        assert [choice.token_ids for choice in twice.choices] == [real.own.own(half, question.text)] * 2
         (model,) = client.models.list().data
         plain = client.chat.completions.create(
             model=model.id, messages=[{"role": "user", "content": "?"}], max_tokens=3
