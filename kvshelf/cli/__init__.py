@@ -46,6 +46,7 @@ for command in (
 ):
     app.command()(command)
 app.command(epilog=batch.EPILOG)(batch.batch)
+app.command("vllm-proxy")(serve.vllm_proxy)
 app.command("export")(transfer.export_cache)
 app.command("import")(transfer.import_cache)
 app.add_typer(keys.app, name="keys")

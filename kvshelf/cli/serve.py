@@ -1,4 +1,4 @@
-"""serve: run the service in the foreground."""
+"""serve, vllm-proxy: run the service, or a proxy before vLLM servers, in the foreground."""
 
 from __future__ import annotations
 
@@ -76,3 +76,34 @@ def serve(
 
         with Place.inherited(place) as inherited:
             run(settings, inherited)
+
+
+def vllm_proxy(
+    upstream: Annotated[
+        list[str], typer.Option(metavar="URL", help="A vLLM server with kvshelf's connector. May be repeated.")
+    ],
+    model: Annotated[str, typer.Option(help="Bundled name, folder or hub id of the model that they serve.")],
+    store: _options.Store = None,
+    encryption_key_file: _options.KeyFile = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="API keys of those who may use the proxy; see `kvshelf keys`.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; without API keys only loopback.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
+) -> None:
+    """Answer OpenAI's requests from vLLM servers; those with a cache_id from a cache of the store.
+
+    Options are also environment variables, as for `kvshelf serve`. Only the model's tokenizer is loaded.
+    """
+    with _common.named_errors(), needs_extra("serve", purpose="kvshelf vllm-proxy"):
+        from kvshelf.integrations.vllm.proxy import serve as run
+        from kvshelf.service.settings import load_settings
+
+        settings = load_settings(
+            store=store,
+            encryption_key_file=None if encryption_key_file is None else str(encryption_key_file),
+            api_key_file=None if api_key_file is None else str(api_key_file),
+            host=host,
+            port=port,
+        )
+        run(settings, upstream, model)

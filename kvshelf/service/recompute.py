@@ -19,7 +19,8 @@ from kvshelf.errors import (
 )
 from kvshelf.service.access.keys import Caller
 from kvshelf.service.http.errors import miss_reason
-from kvshelf.service.state import Service, off_loop
+from kvshelf.service.http.waiting import off_loop
+from kvshelf.service.state import Service
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.policies import POLICIES

@@ -18,8 +18,10 @@ from kvshelf.store.private import without_secret
 
 PREFIX = "KVSHELF_"
 
-OTHER_VARIABLES = frozenset({"KVSHELF_URL", "KVSHELF_API_KEY", "KVSHELF_ENV_FILE", "KVSHELF_KERNELS"})
-"""Variables of the clients, the command line and the kernels. They are allowed in the environment of a service."""
+OTHER_VARIABLES = frozenset(
+    {"KVSHELF_URL", "KVSHELF_API_KEY", "KVSHELF_ENV_FILE", "KVSHELF_KERNELS", "KVSHELF_VLLM_UNTESTED"}
+)
+"""Variables of the clients, the command line, the kernels and vLLM's connector, allowed in a service's environment."""
 
 _CHOICES = {
     "device": (r"auto|cpu|cuda(:\d+)?|spread", "auto, cpu, cuda, spread"),

@@ -1,9 +1,8 @@
-"""The parts of the service that routes share, and functions to wait for work until the caller hangs up."""
+"""The parts of the service that routes share."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -12,13 +11,14 @@ from fastapi.responses import JSONResponse
 
 from kvshelf.api import CacheObject, ModelObject
 from kvshelf.api.service import Readiness
-from kvshelf.errors import Cancelled, InvalidRequest, ModelMismatch
+from kvshelf.errors import InvalidRequest, ModelMismatch
 from kvshelf.service.access.keys import Caller
 from kvshelf.service.access.limits import TenantLimits
 from kvshelf.service.engines import EngineClient
 from kvshelf.service.fair_queue import FairQueue
 from kvshelf.service.http.extract import Extractor
 from kvshelf.service.http.parsing import Parser
+from kvshelf.service.http.waiting import off_loop
 from kvshelf.service.jobs.background import Background
 from kvshelf.service.jobs.batches import BatchRunner
 from kvshelf.service.observe.metrics import Metrics
@@ -112,38 +112,10 @@ TAKES_TOKENS = Depends(_require_tokens)
 """A dependency of routes whose work takes tokens: refuses a tenant over its limit before reading the body."""
 
 
-async def off_loop(call: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
-    """Run a blocking call (the store) on a thread."""
-    return await asyncio.to_thread(call, *args, **kwargs)
-
-
 async def in_turn(service: Service, caller: Caller, call: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
     """As `off_loop`, for whole caches, in fair turns. Raises `QueueFull`, or `DeadlineExceeded` if no turn comes."""
     async with service.whole.turn(caller.tenant, service.settings.request_deadline_s):
         return await off_loop(call, *args, **kwargs)
-
-
-async def until_hangup(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """The result of `work`, which is cancelled when the caller hangs up first. The body must have been read already.
-
-    Starlette does this for streamed responses only.
-    """
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_hangup(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise Cancelled("the caller hung up")
-        return task.result()
-    finally:
-        task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _hangup(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def cache_response(manifest: Manifest, *, existing: bool) -> JSONResponse:

@@ -3,15 +3,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 import torch
 
@@ -134,3 +142,45 @@ def serving(tiny: Engine, model_folder: Path, shelf: dict[str, str], store: Stor
         home = Path(shelf["store"].removeprefix("disk://"))
         yield Serving(llm, tiny, store, home)
         llm.llm_engine.engine_core.shutdown()
+
+
+@contextmanager
+def served(
+    model_folder: Path, shelf: dict[str, str], log: Path, *options: str
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """vLLM as a server, and its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    connector = {
+        "kv_connector": "ShelfConnector",
+        "kv_connector_module_path": "kvshelf.integrations.vllm",
+        "kv_role": "kv_consumer",
+        "kv_connector_extra_config": shelf,
+    }
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_folder)]
+    command += ["--dtype", "float32", "--enforce-eager", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--kv-transfer-config", json.dumps(connector), *options]
+    cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with log.open("w") as written:
+        process = subprocess.Popen(
+            command, env=os.environ | cpu, stdout=written, stderr=written, start_new_session=True
+        )
+    try:
+        _wait(f"http://127.0.0.1:{port}", process, log)
+        yield process, f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(60)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its engine, where it was killed
+
+
+def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    while process.poll() is None:
+        try:
+            if httpx.get(f"{url}/health", timeout=120).is_success:
+                return
+        except httpx.ConnectError:
+            time.sleep(0.5)
+    raise AssertionError(f"vLLM did not start:\n{log.read_text(errors='replace')[-4000:]}")

@@ -4,12 +4,7 @@ pages that two requests push each other out."""
 from __future__ import annotations
 
 import json
-import os
 import re
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -25,7 +20,7 @@ from kvshelf.integrations.vllm import shelf_request
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.engine.engine import Engine
-from tests.integrations_vllm.conftest import Serving, document
+from tests.integrations_vllm.conftest import Serving, document, served
 
 PAGES = 19
 """One is vLLM's own. Two of the documents below take 9 each with their questions, and 10 with their answers."""
@@ -52,41 +47,11 @@ class Server:
 def server(
     tiny: Engine, model_folder: Path, shelf: dict[str, str], store: Store, tmp_path_factory: Any
 ) -> Iterator[Server]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    connector = {
-        "kv_connector": "ShelfConnector",
-        "kv_connector_module_path": "kvshelf.integrations.vllm",
-        "kv_role": "kv_consumer",
-        "kv_connector_extra_config": shelf,
-    }
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_folder)]
-    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--tensor-parallel-size", "2"]
-    command += ["--num-gpu-blocks-override", str(PAGES), "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--kv-transfer-config", json.dumps(connector)]
+    options = ["--max-model-len", "2048", "--tensor-parallel-size", "2", "--num-gpu-blocks-override", str(PAGES)]
     log = tmp_path_factory.mktemp("server") / "log"
-    cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    with log.open("w") as written:
-        process = subprocess.Popen(command, env=os.environ | cpu, stdout=written, stderr=written)
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as http:
-            _wait(http, process, log)
-            own = Serving(None, tiny, store, Path(shelf["store"].removeprefix("disk://")))
-            yield Server(http, own, log, str(model_folder))
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def _wait(http: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> None:
-    while process.poll() is None:
-        try:
-            if http.get("/health").is_success:
-                return
-        except httpx.ConnectError:
-            time.sleep(0.5)
-    raise AssertionError(f"vLLM did not start:\n{log.read_text(errors='replace')[-4000:]}")
+    with served(model_folder, shelf, log, *options) as (_, url), httpx.Client(base_url=url, timeout=120) as http:
+        own = Serving(None, tiny, store, Path(shelf["store"].removeprefix("disk://")))
+        yield Server(http, own, log, str(model_folder))
 
 
 def test_two_workers_load_the_heads_of_each(server: Server) -> None:

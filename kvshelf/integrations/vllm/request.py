@@ -45,8 +45,9 @@ class ShelfRequest:
         prompt = {"prompt_token_ids": self.prompt_token_ids, "cache_salt": self.cache_id}
         return prompt, {"kv_transfer_params": self.kv_transfer_params}
 
-    def body(self, model: str, **fields: Any) -> dict[str, Any]:
-        """The JSON of `POST /v1/completions`. model: as vLLM serves it. fields: others of the body, like max_tokens."""
+    def body(self, model: str | None, **fields: Any) -> dict[str, Any]:
+        """The JSON of `POST /v1/completions`. model: as vLLM names it, or None for its own. fields: others of the body,
+        like max_tokens."""
         return fields | {
             "model": model,
             "prompt": self.prompt_token_ids,
@@ -83,19 +84,32 @@ def cache_id_of(given: Any) -> str:
     return given["cache_id"]
 
 
+class Questions:
+    """Builds requests with one model's tokenizer, from transformers. Thread-safe."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._text = TextFormat(tokenizer)
+        self._digests = self._text.digests()
+        self._vocabulary = len(tokenizer)
+
+    def request(self, cache: Manifest, prompt: Prompt) -> ShelfRequest:
+        """As `shelf_request`."""
+        made = cache.identity["model"]
+        for field, ours in zip(("tokenizer", "template"), self._digests, strict=True):
+            if made[field] not in ("", ours):
+                raise ModelMismatch(
+                    f"cache {cache.id} was made by {made['name']!r} with another {field} than the one given; load the "
+                    "tokenizer from that model's folder",
+                    field=field,
+                )
+        encoder = Encoder(cache.model, self._text, cache.num_tokens, self._vocabulary)
+        return ShelfRequest(cache.id, cache.kept_tokens, tuple(encoder.query(cache.identity["boundary"], prompt)))
+
+
 def shelf_request(cache: Manifest, prompt: Prompt, tokenizer: Any) -> ShelfRequest:
     """The request that asks `prompt` (a text, messages or token ids) of a cache, as `Engine.encode_query` writes it.
 
     cache: what `store.stat(cache_id)` gives. tokenizer: the model's, from transformers. Raises `InvalidRequest` for a
     prompt that cannot be asked, and `ModelMismatch` for another tokenizer or template than the document's.
     """
-    text, made = TextFormat(tokenizer), cache.identity["model"]
-    for field, ours in zip(("tokenizer", "template"), text.digests(), strict=True):
-        if made[field] not in ("", ours):
-            raise ModelMismatch(
-                f"cache {cache.id} was made by {made['name']!r} with another {field} than the one given; load the "
-                "tokenizer from that model's folder",
-                field=field,
-            )
-    encoder = Encoder(cache.model, text, cache.num_tokens, len(tokenizer))
-    return ShelfRequest(cache.id, cache.kept_tokens, tuple(encoder.query(cache.identity["boundary"], prompt)))
+    return Questions(tokenizer).request(cache, prompt)

@@ -21,8 +21,9 @@ from kvshelf.service.settings import is_loopback
 
 log = structlog.get_logger("kvshelf.service")
 
-OPEN_PATHS: Final = frozenset({"/", "/livez", "/readyz", "/openapi.json", "/docs"})
-"""Paths without a key, besides the files of the page. Every other path needs one, also if its route forgets to ask."""
+OPEN_PATHS: Final = frozenset({"/", "/livez", "/readyz", "/health", "/openapi.json", "/docs"})
+"""Paths without a key, besides the files of the page; /health is of `kvshelf vllm-proxy`. Every other path needs one,
+also if its route forgets to ask."""
 
 PAGE_FILES: Final = "/page/"
 

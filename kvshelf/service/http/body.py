@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO, TypeVar
 
@@ -19,22 +17,23 @@ import pydantic_core
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from kvshelf.api import CreateCache, QueryString
 from kvshelf.api.strict import RequestT, parse_request, require_bounded
 from kvshelf.corpus.input.extract import Upload
-from kvshelf.errors import BodyTooLarge, Cancelled, InvalidRequest, RequestTimeout, UnsupportedMediaType
+from kvshelf.errors import InvalidRequest
 from kvshelf.service.access.keys import Caller
+from kvshelf.service.http.receiving import JSON_TYPE, Cap, arriving, read_body, require_type
+from kvshelf.service.http.waiting import off_loop, until_hangup
 from kvshelf.service.settings import Settings
-from kvshelf.service.state import Service, off_loop, until_hangup
+from kvshelf.service.state import Service
 from kvshelf.service.storage import space_for
 
 QueryT = TypeVar("QueryT", bound=QueryString)
 
 BLOB_TYPE = "application/octet-stream"
 
-_JSON = "application/json"
 _FORM = "multipart/form-data"
 _PIECE_BYTES = 4 << 20
 _SLICE_BYTES = 64 << 10
@@ -46,15 +45,15 @@ _INSTEAD_OF_FILE = ("document", "messages", "token_ids")
 
 async def read_json(request: Request, model: type[RequestT], service: Service) -> RequestT:
     """The validated JSON body of a request."""
-    _require_type(request, _JSON)
-    body = await _read(request, service.settings)
+    require_type(request, JSON_TYPE)
+    body = await read_body(request, service.settings)
     return await service.parser.parsed(model, body, request.state.caller.tenant)
 
 
 async def read_create(request: Request, service: Service, caller: Caller) -> CreateCache:
     """The validated body of a creation: JSON, or a form with the document as `file` (text, PDF or HTML)."""
-    is_form = _require_type(request, _JSON, _FORM) == _FORM
-    body = await _read(request, service.settings)
+    is_form = require_type(request, JSON_TYPE, _FORM) == _FORM
+    body = await read_body(request, service.settings)
     if not is_form:
         return await service.parser.parsed(CreateCache, body, caller.tenant)
     values, file = await _form_values(request, body)
@@ -85,13 +84,13 @@ def read_query(request: Request, model: type[QueryT]) -> QueryT:
 @asynccontextmanager
 async def received_blob(request: Request, settings: Settings) -> AsyncIterator[BinaryIO]:
     """The body of an import, up to `max_import_bytes`, in an anonymous file that is closed with the block."""
-    _require_type(request, BLOB_TYPE)
-    cap = _Cap("max_import_bytes", settings.max_import_bytes, settings.request_deadline_s)
+    require_type(request, BLOB_TYPE)
+    cap = Cap("max_import_bytes", settings.max_import_bytes, settings.request_deadline_s)
     pending = bytearray()
     with ExitStack() as stack:
         with space_for("a blob that arrives"):
             file = stack.enter_context(TemporaryFile())
-        async with aclosing(_arriving(request, settings, cap)) as chunks:
+        async with aclosing(arriving(request, settings, cap)) as chunks:
             async for chunk in chunks:
                 pending += chunk
                 if len(pending) >= _PIECE_BYTES:
@@ -109,9 +108,9 @@ async def received_file(
 
     The file is closed with the block. Nested fields are named as OpenAI's client names them: `outer[inner]`.
     """
-    _require_type(request, _FORM)
-    cap = _Cap("max_file_bytes", settings.max_file_bytes, settings.request_deadline_s)
-    async with aclosing(_arriving(request, settings, cap)) as chunks:
+    require_type(request, _FORM)
+    cap = Cap("max_file_bytes", settings.max_file_bytes, settings.request_deadline_s)
+    async with aclosing(arriving(request, settings, cap)) as chunks:
         parser = _StrictParser(request.headers, chunks, max_files=1, max_fields=8, max_part_size=_MAX_FIELD_BYTES)
         parser.spool_max_size = 1  # 0 would keep it in memory
         with space_for("a file that arrives"):
@@ -142,87 +141,6 @@ def _append(file: BinaryIO, data: bytearray) -> None:
     with space_for("a blob that arrives"):
         file.write(data)
         file.flush()
-
-
-def _require_type(request: Request, *accepted: str) -> str:
-    """The media type of the body. The Content-Type header must give it, and it must be one of `accepted`."""
-    essence = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding != "identity":
-        raise UnsupportedMediaType(f"Content-Encoding {encoding!r} is not supported; send the body as it is")
-    if essence not in accepted:
-        what = f"Content-Type {essence!r:.80} is not supported here" if essence else "the body has no Content-Type"
-        raise UnsupportedMediaType(f"{what}; send {' or '.join(accepted)}")
-    return essence
-
-
-@dataclass(frozen=True)
-class _Cap:
-    """Limits of a body: its size, the setting that limits it, and its duration in seconds."""
-
-    setting: str
-    nbytes: int
-    deadline_s: float
-
-    def refuse(self, found: str) -> BodyTooLarge:
-        limit: dict[str, Any] = {self.setting: self.nbytes}
-        return BodyTooLarge(
-            f"the body of this request may have at most {self.nbytes} bytes; this one {found}. Send less, or raise the "
-            f"service's {self.setting}",
-            **limit,
-        )
-
-
-async def _read(request: Request, settings: Settings) -> bytearray:
-    """The whole body of a document or a question. Raises as `_arriving` does, and `ServiceBusy`."""
-    body = bytearray()
-    held = 0
-    cap = _Cap("max_body_bytes", settings.max_body_bytes, settings.upload_deadline_s)
-    async with aclosing(_arriving(request, settings, cap)) as chunks:
-        async for chunk in chunks:
-            if (needed := len(body) + len(chunk)) > held:
-                # All that is announced at once: bodies that fill the memory together would all be refused in the end.
-                needed = max(needed, _announced(request))
-                request.state.hold(needed - held)
-                held = needed
-            body += chunk
-    return body
-
-
-def _announced(request: Request) -> int:
-    """The length of the body; 0 if its headers do not say it."""
-    length = request.headers.get("content-length", "")
-    return int(length) if length.isdecimal() and len(length) < 20 else 0
-
-
-async def _arriving(request: Request, settings: Settings, cap: _Cap) -> AsyncGenerator[bytes, None]:
-    """The body as it arrives. Raises `BodyTooLarge`, `RequestTimeout`, and `Cancelled` when the caller hangs up."""
-    if (announced := _announced(request)) > cap.nbytes:
-        raise cap.refuse(f"is {announced} bytes long")
-    received = 0
-    started = time.monotonic()
-    stream = request.stream()
-    try:
-        while True:
-            # A caller may be slow for a while, but must keep the minimum rate on average, and the total deadline.
-            earned_s = settings.upload_grace_s + received / settings.min_upload_bytes_per_s
-            async with asyncio.timeout(started + min(earned_s, cap.deadline_s) - time.monotonic()):
-                chunk = await anext(stream, b"")
-            if not chunk:
-                return
-            received += len(chunk)
-            if received > cap.nbytes:
-                raise cap.refuse("is longer")
-            yield chunk
-    except TimeoutError as exc:
-        raise RequestTimeout(
-            f"{received} bytes of the body arrived in {time.monotonic() - started:.1f} s. At least "
-            f"{settings.min_upload_bytes_per_s} bytes/s are needed, and all within {cap.deadline_s:g} s"
-        ) from exc
-    except ClientDisconnect as exc:
-        raise Cancelled("the caller hung up while sending the body") from exc
-    finally:
-        await stream.aclose()
 
 
 class _StrictParser(MultiPartParser):

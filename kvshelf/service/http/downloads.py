@@ -13,7 +13,7 @@ from fastapi.responses import StreamingResponse
 
 from kvshelf.errors import InvalidRequest
 from kvshelf.service.http.errors import error_response
-from kvshelf.service.state import off_loop
+from kvshelf.service.http.waiting import off_loop
 from kvshelf.store.types import BlobFile
 
 _CHUNK_BYTES = 1 << 20

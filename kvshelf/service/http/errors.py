@@ -156,8 +156,9 @@ def translate(exc: BaseException) -> KvshelfError:
     return InternalError(f"this is a bug of kvshelf; please report it with the request id {request_id}")
 
 
-def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
-    """Installs the error handlers and request ids. `routes` are the routes of the app."""
+def install(app: FastAPI, routes: Sequence[BaseRoute], *, listed: str = "/openapi.json lists all routes") -> None:
+    """Installs the error handlers and request ids. `routes` are the routes of the app. listed: where a caller finds
+    them."""
 
     async def ours(_: Request, exc: Exception) -> Response:
         return error_response(translate(exc))
@@ -166,7 +167,7 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
         assert isinstance(exc, HTTPException)
         where = f"{request.method} {request.url.path[:200]}"
         if exc.status_code == 404:
-            return error_response(NotFound(f"there is no {where}; /openapi.json lists all routes"))
+            return error_response(NotFound(f"there is no {where}; {listed}"))
         if exc.status_code == 405:
             allowed = _methods(request, routes)
             response = error_response(MethodNotAllowed(f"{where} is not possible; allowed: {allowed}"))

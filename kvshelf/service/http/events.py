@@ -11,8 +11,8 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 
 from kvshelf.service.http.errors import translate, wire
+from kvshelf.service.http.waiting import until_hangup
 from kvshelf.service.observe.logs import note
-from kvshelf.service.state import until_hangup
 
 EVENT_STREAM = "text/event-stream"
 

@@ -75,12 +75,12 @@ def supervise(settings: Settings, command: Sequence[str]) -> int:
     `command` plus a `--place` option starts a child. Raises `InvalidRequest` if it cannot listen on the address.
     """
     logs.configure(settings.log_level)
-    with _bound(settings.host, settings.port) as listener:
+    with bound(settings.host, settings.port) as listener:
         return asyncio.run(_Supervisor(command, listener).run())
 
 
 @contextmanager
-def _bound(host: str, port: int) -> Iterator[socket.socket]:
+def bound(host: str, port: int) -> Iterator[socket.socket]:
     """A socket bound to the port. It does not listen yet, so connections are refused until the service is ready."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

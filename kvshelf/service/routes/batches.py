@@ -28,9 +28,10 @@ from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_json, read_query
 from kvshelf.service.http.events import Event, event_stream
 from kvshelf.service.http.server import LEAVING
+from kvshelf.service.http.waiting import off_loop
 from kvshelf.service.jobs.batch_work import rest_reason
 from kvshelf.service.routes.files import KEEP_S
-from kvshelf.service.state import InService, Service, off_loop
+from kvshelf.service.state import InService, Service
 from kvshelf.store.jobs.batches import BatchRecord
 from kvshelf.workers.replica.create.spec import require_policy
 

@@ -15,7 +15,8 @@ from kvshelf.service.access.keys import Reader, Writer
 from kvshelf.service.http import openapi
 from kvshelf.service.http.body import BLOB_TYPE, read_query, received_blob
 from kvshelf.service.http.downloads import InDownload, download
-from kvshelf.service.state import InService, Service, cache_response, in_turn, off_loop
+from kvshelf.service.http.waiting import off_loop
+from kvshelf.service.state import InService, Service, cache_response, in_turn
 from kvshelf.store.about import About, about_of, export_part, source_of
 from kvshelf.store.artifact.blob import inspect
 from kvshelf.store.artifact.cache import CompressedCache

@@ -25,17 +25,9 @@ from kvshelf.service.access.keys import Reader, Writer
 from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_create, read_json, read_query
 from kvshelf.service.http.events import EVENT_STREAM, event_stream
+from kvshelf.service.http.waiting import off_loop, until_hangup
 from kvshelf.service.routes.requests import request_json
-from kvshelf.service.state import (
-    TAKES_TOKENS,
-    InService,
-    Service,
-    cache_object,
-    cache_response,
-    etag_of,
-    off_loop,
-    until_hangup,
-)
+from kvshelf.service.state import TAKES_TOKENS, InService, Service, cache_object, cache_response, etag_of
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.replica.create.spec import require_policy
 from kvshelf.workers.replica.results import Created

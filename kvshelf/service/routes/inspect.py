@@ -10,7 +10,8 @@ from kvshelf.api.inspect import KeptOf, KeptTokens
 from kvshelf.service.access.keys import Caller, Reader
 from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_json
-from kvshelf.service.state import InService, Service, off_loop, until_hangup
+from kvshelf.service.http.waiting import off_loop, until_hangup
+from kvshelf.service.state import InService, Service
 from kvshelf.workers.engine.inputs.encode import Document
 from kvshelf.workers.replica.create.spec import document_of
 

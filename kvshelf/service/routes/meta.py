@@ -15,7 +15,8 @@ from kvshelf.errors import DeadlineExceeded, KvshelfError, QueueFull, StoreUnava
 from kvshelf.service.access.keys import Admin, Reader
 from kvshelf.service.access.limits import allowance
 from kvshelf.service.http import openapi
-from kvshelf.service.state import InService, Service, off_loop
+from kvshelf.service.http.waiting import off_loop
+from kvshelf.service.state import InService, Service
 from kvshelf.workers.cluster.remote import RemoteEngine
 from kvshelf.workers.policies import catalog
 

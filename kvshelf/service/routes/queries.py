@@ -17,8 +17,9 @@ from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_json
 from kvshelf.service.http.errors import miss_reason
 from kvshelf.service.http.events import event_stream
+from kvshelf.service.http.waiting import until_hangup
 from kvshelf.service.recompute import UNUSABLE, Question
-from kvshelf.service.state import TAKES_TOKENS, InService, until_hangup
+from kvshelf.service.state import TAKES_TOKENS, InService
 from kvshelf.store.manifest import Manifest
 
 router = APIRouter(prefix="/v1/caches", tags=["queries"], responses=openapi.ERRORS)

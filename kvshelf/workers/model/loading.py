@@ -158,6 +158,19 @@ def _require_devices(ranks: int, device: str) -> None:
         raise InvalidRequest(f"{ranks} processes need a GPU each, and {there} are visible", param="ranks")
 
 
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a model, named as for `load`. The weights are neither downloaded nor read."""
+    from transformers import AutoTokenizer
+
+    source = source_of(name)
+    require_available(source, weights=False)
+    try:
+        with _without_bars():
+            return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise InvalidRequest(f"the tokenizer of {name!r} cannot be loaded: {error}", param="model") from error
+
+
 def _take_plain(config: PretrainedConfig, name: str) -> None:
     """Have transformers make quantized weights plain while it loads them; raise `PolicyUnsupported` for kinds of which
     it does not.

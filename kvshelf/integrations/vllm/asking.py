@@ -1,0 +1,138 @@
+"""Questions to caches, through vLLM servers: what the proxy does with requests that name a cache."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import structlog
+
+from kvshelf.api import Usage
+from kvshelf.errors import CacheUnusable, InvalidRequest, KvshelfError, WorkerCrashed
+from kvshelf.integrations.vllm.request import Questions, ShelfRequest
+from kvshelf.integrations.vllm.upstreams import Upstreams
+from kvshelf.service.http.completions import Ending
+from kvshelf.service.http.waiting import off_loop
+from kvshelf.store.base import Store
+from kvshelf.store.manifest import Manifest
+from kvshelf.workers.engine.inputs.encode import Prompt
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question to a cache, and its body for vLLM's `/v1/completions`."""
+
+    cache: Manifest
+    request: ShelfRequest
+    body: dict[str, Any]
+
+    def ending(self, finish_reason: Any, usage: dict[str, Any] | None) -> Ending:
+        """How an answer ended, with the document's tokens as read from the shelf, not the entries that are left of
+        them. usage: as vLLM counts. Raises `WorkerCrashed` for an answer that did not come to its end."""
+        if finish_reason not in ("stop", "length") or usage is None:
+            raise WorkerCrashed(f"vLLM broke the answer off ({finish_reason}); try again", retry_after_s=1.0)
+        tokens = Usage(
+            cache_read_tokens=self.cache.num_tokens,
+            prefill_tokens=len(self.request.question),
+            completion_tokens=usage["completion_tokens"],
+        )
+        return Ending(finish_reason, tokens)
+
+
+class Asking:
+    """Asks vLLM servers about the caches of a store. Errors of the store are raised before a server is asked."""
+
+    def __init__(self, store: Store, questions: Questions, upstreams: Upstreams) -> None:
+        self._store = store
+        self._questions = questions
+        self._upstreams = upstreams
+
+    async def prepare(
+        self, cache_id: str, tenant: str, prompt: Prompt, model: str | None, fields: dict[str, Any]
+    ) -> Asked:
+        """model: None, the cache's, or as vLLM names it. fields: others of vLLM's body. Raises as `Store.stat` and
+        `shelf_request` do."""
+        cache = await off_loop(self._store.stat, cache_id, tenant=tenant)
+        request = await off_loop(self._questions.request, cache, prompt)
+        return Asked(cache, request, request.body(None if model == cache.model else model, **fields))
+
+    async def whole(self, asked: Asked) -> dict[str, Any]:
+        """vLLM's answer."""
+        async with self._sent(asked) as response:
+            answer: dict[str, Any] = json.loads(await response.aread())
+            return answer
+
+    async def events(self, asked: Asked) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of vLLM's stream, without its end."""
+        async with self._sent(asked) as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    if "error" in event:
+                        raise _Failed(500, event)
+                    yield event
+
+    async def pieces(self, asked: Asked) -> AsyncGenerator[str | Ending, None]:
+        """The text of one streamed answer, and its ending."""
+        reason = usage = None
+        async with aclosing(self.events(asked)) as events:
+            async for event in events:
+                usage = event.get("usage") or usage
+                for choice in event["choices"]:
+                    reason = choice["finish_reason"] or reason
+                    if choice["text"]:
+                        yield choice["text"]
+        yield asked.ending(reason, usage)
+
+    @asynccontextmanager
+    async def _sent(self, asked: Asked) -> AsyncIterator[httpx.Response]:
+        # vLLM's log then names the request as ours does.
+        headers = {"content-type": "application/json", "x-request-id": _request_id()}
+        content = json.dumps(asked.body).encode()
+        try:
+            async with self._upstreams.answer(
+                "POST", "/v1/completions", key=asked.cache.id, headers=headers, content=content
+            ) as response:
+                if not response.is_success:
+                    raise _Failed(response.status_code, _parsed(await response.aread()))
+                yield response
+        except _Failed as failed:
+            raise await self._reason(asked.cache, failed) from failed
+
+    async def _reason(self, cache: Manifest, failed: _Failed) -> KvshelfError:
+        """vLLM tells callers that a request failed, not why: the store is asked what has become of the cache."""
+        if failed.status < 500:
+            return InvalidRequest(f"vLLM refused the request: {failed}")
+        try:
+            await off_loop(self._store.stat, cache.id, tenant=cache.tenant)
+        except KvshelfError as error:
+            return error
+        return CacheUnusable(
+            f"vLLM failed the request on cache {cache.id} ({failed}), and the store still has the cache; vLLM's log "
+            f"says why, in a line with code= and the request id {_request_id()}"
+        )
+
+
+class _Failed(Exception):
+    """vLLM's refusal. Its text is vLLM's own message."""
+
+    def __init__(self, status: int, said: Any) -> None:
+        error = said.get("error") if isinstance(said, dict) else None
+        message = error.get("message") if isinstance(error, dict) else None
+        super().__init__(f"{message or 'without a message'}"[:1000])
+        self.status = status
+
+
+def _parsed(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError:
+        return None
+
+
+def _request_id() -> str:
+    return str(structlog.contextvars.get_contextvars().get("request_id", "unknown"))

@@ -1,0 +1,253 @@
+"""`kvshelf vllm-proxy`: OpenAI's API before vLLM servers; a request may name a stored cache."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Annotated, Any, Final
+
+import pydantic_core
+import structlog
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import ConfigDict, Discriminator, Tag, model_validator
+from starlette.types import Receive, Scope, Send
+
+from kvshelf.api.openai import ChatCompletionRequest
+from kvshelf.api.strict import (
+    ModelName,
+    RequestBody,
+    Text,
+    TokenIds,
+    misuse,
+    one_or_list,
+    parse_request,
+    require_bounded,
+)
+from kvshelf.errors import InvalidRequest, KvshelfError
+from kvshelf.integrations.vllm.asking import Asking
+from kvshelf.integrations.vllm.request import Questions
+from kvshelf.integrations.vllm.upstreams import Upstreams
+from kvshelf.service.access.keyfile import KeyFile
+from kvshelf.service.access.keys import REREAD_S, Access, LiveKeys, Reader
+from kvshelf.service.access.limits import TenantLimits
+from kvshelf.service.http import errors
+from kvshelf.service.http.completions import Completion, query_of, wants_usage
+from kvshelf.service.http.connections import ConnectionLimits
+from kvshelf.service.http.events import event_stream
+from kvshelf.service.http.receiving import JSON_TYPE, read_body, require_type
+from kvshelf.service.http.server import HttpServer, cut_off_unread
+from kvshelf.service.http.waiting import off_loop, until_hangup
+from kvshelf.service.loops import repeat
+from kvshelf.service.observe import logs
+from kvshelf.service.process.supervisor import Place, bound
+from kvshelf.service.settings import Settings
+from kvshelf.service.storage import store_config
+from kvshelf.store.base import Store
+from kvshelf.workers.model.loading import load_tokenizer
+
+log = structlog.get_logger("kvshelf.vllm")
+
+_BETWEEN_NEIGHBOURS: Final = frozenset(
+    {
+        "authorization",
+        "connection",
+        "content-length",
+        "host",
+        "keep-alive",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+"""Headers that are not passed on: those of one connection (RFC 9110, section 7.6.1), and the key for the proxy."""
+
+_NOT_WITH_A_CACHE: Final = ("cache_salt", "echo", "prompt_embeds", "suffix", "truncate_prompt_tokens")
+
+
+class CacheCompletion(RequestBody):
+    """vLLM's body of `/v1/completions` with `cache_id`. Fields that are not declared here are vLLM's."""
+
+    model_config = ConfigDict(extra="allow")
+
+    cache_id: str
+    prompt: Annotated[Annotated[Text, Tag("(one)")] | Annotated[TokenIds, Tag("(list)")], Discriminator(one_or_list)]
+    model: ModelName | None = None
+    stream: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _asks_a_question(cls, data: Any) -> Any:
+        for name in _NOT_WITH_A_CACHE:
+            if isinstance(data, dict) and data.get(name) not in (None, False):
+                raise misuse(name, f"{name} cannot be given with cache_id: the prompt is a question behind a document")
+        return data
+
+
+router = APIRouter()
+
+
+def _asking(request: Request) -> Asking:
+    asking: Asking = request.app.state.asking
+    return asking
+
+
+InAsking = Annotated[Asking, Depends(_asking)]
+
+
+@router.post("/v1/chat/completions")
+async def chat(request: Request, asking: InAsking, caller: Reader) -> Response:
+    """A chat completion; with `cache_id` its messages are the question, as in kvshelf's service."""
+    data = await _read(request)
+    if not await off_loop(_names_a_cache, data):
+        return await _passed(request, data)
+    body = await off_loop(parse_request, ChatCompletionRequest, data)
+    assert body.cache_id is not None
+    query = query_of(body)
+    fields = query.model_dump(include={"max_tokens", "temperature", "top_p", "seed", "stop"}, exclude_none=True)
+    if body.stream:
+        fields |= {"stream": True, "stream_options": {"include_usage": True}}
+    turns = [message.model_dump() for message in query.messages or ()]
+    asked = await asking.prepare(body.cache_id, caller.tenant, turns, body.model, fields)
+    completion = Completion(asked.cache.model)
+    if body.stream:
+        return await event_stream(request, completion.chunks(asking.pieces(asked), with_usage=wants_usage(body)))
+    answer = await until_hangup(request, asking.whole(asked))
+    (choice,) = answer["choices"]
+    return JSONResponse(completion.whole(choice["text"], asked.ending(choice["finish_reason"], answer["usage"])))
+
+
+@router.post("/v1/completions")
+async def complete(request: Request, asking: InAsking, caller: Reader) -> Response:
+    """A completion; with `cache_id` its prompt is the question. The answer is vLLM's."""
+    data = await _read(request)
+    if not await off_loop(_names_a_cache, data):
+        return await _passed(request, data)
+    body = await off_loop(parse_request, CacheCompletion, data)
+    fields = (body.model_extra or {}) | {"stream": bool(body.stream)}
+    asked = await asking.prepare(body.cache_id, caller.tenant, body.prompt, body.model, fields)
+    if body.stream:
+        return await event_stream(request, asking.events(asked))
+    return JSONResponse(await until_hangup(request, asking.whole(asked)))
+
+
+@router.get("/v1/models")
+async def models(request: Request, _caller: Reader) -> Response:
+    """The models of the least loaded server."""
+    return await _passed(request)
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """Whether a server answers."""
+    return await _passed(request)
+
+
+async def _read(request: Request) -> bytes:
+    require_type(request, JSON_TYPE)
+    return bytes(await read_body(request, request.app.state.settings))
+
+
+def _names_a_cache(data: bytes) -> bool:
+    """Raises `InvalidRequest` for what is no JSON object, and for one that asks the connector past the proxy, which
+    would not look whose cache it is."""
+    require_bounded(data)
+    try:
+        body = pydantic_core.from_json(data)
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    if "kv_transfer_params" in body:
+        raise InvalidRequest("kv_transfer_params is written by the proxy; give cache_id", param="kv_transfer_params")
+    return body.get("cache_id") is not None
+
+
+async def _passed(request: Request, data: bytes | None = None) -> Response:
+    return _Passed(request.app.state.upstreams, request.method, request.url.path, _end_to_end(request.headers), data)
+
+
+def _end_to_end(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in headers.items() if name.lower() not in _BETWEEN_NEIGHBOURS}
+
+
+class _Passed(Response):
+    """Sends a request on when it is called, and gives the answer back as it arrives."""
+
+    def __init__(
+        self, upstreams: Upstreams, method: str, path: str, headers: Mapping[str, str], data: bytes | None
+    ) -> None:
+        super().__init__()
+        self._upstreams = upstreams
+        self._request = method, path
+        self._passed_headers = headers
+        self._data = data
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await until_hangup(Request(scope, receive), self._forward(send))
+
+    async def _forward(self, send: Send) -> None:
+        begun = False
+        try:
+            async with self._upstreams.answer(
+                *self._request, key=None, headers=self._passed_headers, content=self._data
+            ) as answer:
+                headers = [(name.encode(), value.encode()) for name, value in _end_to_end(answer.headers).items()]
+                await send({"type": "http.response.start", "status": answer.status_code, "headers": headers})
+                begun = True
+                async for chunk in answer.aiter_raw():
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except KvshelfError as error:
+            if not begun:
+                raise
+            log.warning("an answer was cut off", code=error.code, problem=error.message)  # uvicorn ends the connection
+
+
+def create_app(
+    settings: Settings, store: Store, questions: Questions, upstreams: Upstreams, keys: LiveKeys | None
+) -> FastAPI:
+    """The proxy as an application. Its lifespan closes `upstreams`."""
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        pause = partial(asyncio.sleep, REREAD_S)
+        job = (
+            None if keys is None else repeat("reading of the API keys", partial(asyncio.to_thread, keys.reread), pause)
+        )
+        rereading = None if job is None else asyncio.create_task(job)
+        yield
+        if rereading is not None:
+            rereading.cancel()
+        await upstreams.close()
+
+    app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
+    app.state.settings, app.state.upstreams = settings, upstreams
+    app.state.asking = Asking(store, questions, upstreams)
+    app.include_router(router)
+    limits = TenantLimits(settings.tenant_max_concurrent, None, max_held_bytes=settings.max_held_bytes)
+    app.add_middleware(Access, keys=keys, allowed_hosts=settings.allowed_hosts, limits=limits)
+    errors.install(app, router.routes, listed="the proxy has /v1/chat/completions, /v1/completions and /v1/models")
+    return app
+
+
+def serve(settings: Settings, urls: Sequence[str], model: str) -> None:
+    """Run the proxy until SIGINT or SIGTERM. model: whose tokenizer writes the questions. Raises a `KvshelfError` for
+    settings, a store or a tokenizer that cannot be used."""
+    logs.configure(settings.log_level)
+    upstreams = Upstreams(urls, silence_s=settings.request_deadline_s, api_key=os.environ.get("VLLM_API_KEY"))
+    keys = None if settings.api_key_file is None else LiveKeys(KeyFile(settings.api_key_file))
+    line, held = socket.socketpair()  # no supervisor: nobody ends the line
+    with store_config(settings).open() as store, bound(settings.host, settings.port) as listener, line, held:
+        app = create_app(settings, store, Questions(load_tokenizer(model)), upstreams, keys)
+        line.setblocking(False)
+        cut_off_unread(listener, settings.unread_deadline_s)
+        limits = ConnectionLimits(
+            settings.max_connections, settings.max_connections_per_address, settings.headers_deadline_s
+        )
+        HttpServer(app, Place(listener, line), limits=limits, grace_s=settings.shutdown_grace_s).run(sockets=[listener])

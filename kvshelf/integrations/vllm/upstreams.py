@@ -1,0 +1,130 @@
+"""The vLLM servers behind the proxy: which one gets a request, and which do not answer."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import urlsplit
+
+import httpx
+import structlog
+
+from kvshelf.errors import DeadlineExceeded, InvalidRequest, NoWorker, WorkerCrashed
+
+log = structlog.get_logger("kvshelf.vllm")
+
+SLACK: Final = 4
+"""How many more open requests than the least loaded server a document's own one may have: another would have to load
+the document first."""
+
+REST_S: Final = 5.0
+"""How long a server that did not connect is asked last."""
+
+_CONNECT_S: Final = 5.0
+
+
+@dataclass(eq=False)
+class Upstream:
+    """One server. open: requests that it has from here. rests_until: on the clock of `Upstreams`."""
+
+    url: str
+    open: int = 0
+    rests_until: float = 0.0
+
+    def weight(self, key: str) -> bytes:
+        """The server with the largest one owns the key: without another server only that one's keys move."""
+        return hashlib.sha256(f"{self.url} {key}".encode()).digest()
+
+
+class Upstreams:
+    """Sends requests to one of several servers. silence_s: how long one may send nothing. Raises `InvalidRequest` for
+    what is no HTTP URL.
+
+    api_key: what the servers ask for; a caller's own is for the proxy alone.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        silence_s: float,
+        api_key: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._all = [Upstream(_base(url)) for url in dict.fromkeys(urls)]
+        self._clock = clock
+        # Each request gets its own connection. One that was kept may just be closing, and a request that fails on it
+        # could not be told from one that vLLM has begun.
+        self._http = httpx.AsyncClient(
+            timeout=httpx.Timeout(silence_s, connect=_CONNECT_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            headers={"authorization": f"Bearer {api_key}"} if api_key else None,
+            trust_env=False,
+        )
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    def order(self, key: str | None) -> list[Upstream]:
+        """The servers in the order in which a request tries them. key: requests with the same key go to one server,
+        unless it has more than `SLACK` requests more than the least loaded."""
+        now = self._clock()
+        ranked = sorted(self._all, key=lambda each: each.weight(key or ""), reverse=True)
+        awake = [each for each in ranked if each.rests_until <= now] or ranked
+        if key is None or awake[0].open > min(each.open for each in awake) + SLACK:
+            awake.sort(key=lambda each: each.open)
+        return awake + [each for each in ranked if each not in awake]
+
+    @asynccontextmanager
+    async def answer(
+        self, method: str, path: str, *, key: str | None, headers: Mapping[str, str], content: bytes | None = None
+    ) -> AsyncIterator[httpx.Response]:
+        """The answer of the first server that connects; its body is still to be read. Raises `NoWorker` if none does,
+        `WorkerCrashed` and `DeadlineExceeded` if the server breaks off or is silent, also while the body is read."""
+        for upstream in self.order(key):
+            request = self._http.build_request(method, upstream.url + path, headers=headers, content=content)
+            upstream.open += 1
+            try:
+                with _named(upstream):
+                    try:
+                        response = await self._http.send(request, stream=True)
+                    except (httpx.ConnectError, httpx.ConnectTimeout) as error:  # the request cannot have begun
+                        upstream.rests_until = self._clock() + REST_S
+                        log.warning("vLLM does not connect", upstream=upstream.url, problem=str(error))
+                        continue
+                    try:
+                        yield response
+                    finally:
+                        await response.aclose()
+                return
+            finally:
+                upstream.open -= 1
+        raise NoWorker(
+            f"none of the {len(self._all)} vLLM servers can be connected; try again when one is up", retry_after_s=1.0
+        )
+
+
+def _base(url: str) -> str:
+    """The URL that paths are appended to; the `/v1` that clients of OpenAI's take may be given."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise InvalidRequest(f"--upstream {url!r} is no address such as http://127.0.0.1:8000", param="upstream")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+@contextmanager
+def _named(upstream: Upstream) -> Iterator[None]:
+    try:
+        yield
+    except httpx.TimeoutException as error:
+        raise DeadlineExceeded(f"vLLM at {upstream.url} sent nothing for too long; try again later") from error
+    except httpx.TransportError as error:
+        raise WorkerCrashed(
+            f"vLLM at {upstream.url} broke off ({error or type(error).__name__}); the request may have been carried "
+            "out. Try again",
+            retry_after_s=1.0,
+        ) from error
