@@ -489,7 +489,8 @@ class Engine:
             self.require_own(cache)
             transforms = cache.identity.transforms
             coder = self.coder_of(transforms) if transforms else None
-            heads = None if self.passes.ranks is None else self.passes.ranks.own(self.kv_heads)
+            ranks = self.passes.ranks
+            heads = None if ranks is None else ranks.heads_of(ranks.rank, self.kv_heads)
             found = Attachment(cache, self.passes.devices.layers, self.rotate, coder, heads=heads)
             self._attachments[cache] = found
         return found

@@ -135,7 +135,7 @@ def require_shared(name: str, ranks: int, device: str) -> None:
 
 
 def shares_models() -> bool:
-    """Whether the installed transformers loads parts of a model (from 5.18 on)."""
+    """Whether the installed transformers can load a process's part of a model: 5.24 can, 5.2 cannot."""
     from transformers.distributed import DistributedConfig
 
     return "tp_size" in DistributedConfig.__dataclass_fields__

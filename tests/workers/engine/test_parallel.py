@@ -388,7 +388,7 @@ def test_a_rank_that_is_killed_is_named(when, document):
 
 @pytest.mark.usefixtures("ungrouped")
 def test_a_rank_that_fails_alone_ends_and_is_named(document):
-    """Rank 1 gets a policy that no registry of its has: it fails, and does not wait for rank 0 for ever."""
+    """Rank 1 has forgotten the document of a step: it fails, and rank 0 does not wait for it for ever."""
     engine = ParallelEngine.load("kvshelf-tiny", ranks=2)
     cache = engine.compress(document.text[:2000], policy="full")
     attached = engine.attach(cache)

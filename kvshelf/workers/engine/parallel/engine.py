@@ -128,10 +128,9 @@ class ParallelEngine(Engine):
         if document.number in self._known:
             return
         layers = document.layers(wait)
-        own, number = self.kv_heads // self.lead.size, document.number
-        parts = (
-            tuple(cut(layer, rank * own, (rank + 1) * own) for layer in layers) for rank in range(1, self.lead.size)
-        )
+        number, others = document.number, range(1, self.lead.size)
+        heads = (self.lead.heads_of(rank, self.kv_heads) for rank in others)
+        parts = (tuple(cut(layer, *of_rank) for layer in layers) for of_rank in heads)
         told = (document.num_tokens, document.next_position, document.identity)
         with self.lead.together(*(Attach(number, CompressedCache(part, *told)) for part in parts)):
             self._known.add(number)

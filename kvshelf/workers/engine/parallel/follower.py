@@ -1,11 +1,10 @@
-"""A rank other than 0: does what rank 0 asks, with its own heads. Started by `leading.start` as a process of its own.
+"""A rank other than 0: does what rank 0 asks, with its own heads. `LeadingRank.started` starts its process.
 
 It ends when rank 0 does, when it fails where the others do not, and when rank 0 says so by closing the pipe.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import threading
@@ -46,11 +45,9 @@ from kvshelf.workers.engine.quality import ask
 from kvshelf.workers.model import loading as models
 from kvshelf.workers.model.prepacking import prepack
 
-_LOG = logging.getLogger(__name__)
-
 SETTLE_S: Final = 8.0
-"""A failed rank waits so long for rank 0 to fail as well. If it does not, it waits for this rank in vain: then this one
-ends, which rank 0 notices."""
+"""A failed rank waits so long for `Settled`. Without it, rank 0 is inside the operation and waits for this rank in
+vain: then this rank ends, which rank 0 notices."""
 
 _UNBOUNDED: Final = 1 << 40
 
@@ -69,6 +66,8 @@ class Start:
 
 
 class FollowingRank(SharedModel):
+    """The place of this process, which sends its reduced layers to rank 0."""
+
     def __init__(self, start: Start, channel: Channel) -> None:
         super().__init__(start.rank, start.size)
         self._channel = channel
@@ -136,9 +135,7 @@ class Follower:
                 with torch.no_grad(), self._engine.attached_to(self._documents[number]) as past:
                     ask(self._engine.model, probe, past)
             case Step(answers):
-                told = self._batch.step([self._continued(each) for each in answers])
-                for error in (each for each in told if isinstance(each, Exception)):
-                    _LOG.debug("an answer ended with an error, as on rank 0: %s", error)
+                self._batch.step([self._continued(each) for each in answers])
 
     def _continued(self, step: AnswerStep) -> Generation:
         """The answer as rank 0 has it: this rank chooses no tokens."""

@@ -26,10 +26,10 @@ class SharedModel(ABC):
         self.rank = rank
         self.size = size
 
-    def own(self, kv_heads: int) -> tuple[int, int]:
-        """The first KV head of this process, and the one behind its last, of `kv_heads` of the whole model."""
+    def heads_of(self, rank: int, kv_heads: int) -> tuple[int, int]:
+        """The first KV head of a rank, and the one behind its last, of `kv_heads` of the whole model."""
         each = kv_heads // self.size
-        return self.rank * each, (self.rank + 1) * each
+        return rank * each, (rank + 1) * each
 
     def gathered(self, of_heads: Tensor) -> Tensor:
         gathered = of_heads.new_empty(self.size * of_heads.shape[0], *of_heads.shape[1:])
