@@ -89,13 +89,15 @@ def test_the_page_asks_for_a_key_and_keeps_it_out_of_addresses(guarded: Guarded,
 
 
 def test_a_stopped_answer_hangs_up(guarded: Guarded, open_page: OpenPage) -> None:
-    """The random model of this service never ends an answer by itself."""
+    """The random model of this service never ends an answer by itself; a slow connection makes it last a minute."""
     headers = {"authorization": f"Bearer {guarded.one}"}
     with httpx.Client(base_url=guarded.url, headers=headers, timeout=120) as http:
         cache = http.post("/v1/caches", json={"document": "The quay is long. " * 20}).json()["id"]
         page = open_page(f"ask/{cache}", url=guarded.url)
         enter(page, guarded.one)
         page.get_by_label("Question").fill("Tell me all of it.")
+        slow = {"offline": False, "latency": 0, "downloadThroughput": 10_000, "uploadThroughput": 100_000}
+        page.context.new_cdp_session(page).send("Network.emulateNetworkConditions", slow)
         page.get_by_label("Maximum tokens").fill("4096")
         page.get_by_role("button", name="Ask").click()
         page.wait_for_function("() => document.querySelector('.answer .text').textContent.length > 20")

@@ -99,6 +99,7 @@ function useAnswer(asked, id) {
       let text = "";
       let firstMs = null;
       for await (const event of ask(id, { prompt: asked.prompt, max_tokens: asked.maxTokens }, { signal })) {
+        signal.throwIfAborted(); // events that have arrived before Stop are not shown after it
         firstMs ??= performance.now() - started;
         if (event.object === "answer.delta") text += event.text;
         tell(event.object === "answer.delta" ? { text, firstMs } : { text: event.text, answer: event, firstMs });
