@@ -59,10 +59,10 @@ class Blobs(abc.ABC):
     """
 
     home: str
-    """The name of this place in a receipt: "disk" or "redis"."""
+    """The name of this place in a receipt: "disk", "redis" or "objects"."""
 
-    cheap_to_walk: ClassVar[bool]
-    """Whether every sweep may call `found`."""
+    walk_every_s: ClassVar[float | None]
+    """Seconds between the sweeps that may call `found`; 0: each may. None: nothing stays there that nobody knows."""
 
     read_ahead: ClassVar[bool]
     """Whether it pays to read an opened file on a second thread while the first hashes. If another process sends the
@@ -116,11 +116,15 @@ class Blobs(abc.ABC):
 
     @abc.abstractmethod
     def remove(self, name: str, nbytes: int) -> bool:
-        """Remove the bytes, quarantined or not; open readers keep them. False if there were none."""
+        """Remove the bytes, quarantined or not; open readers keep them. Does nothing if there are none.
+
+        False: they are still there for a reader, and have no new ones. The caller tries again later.
+        """
 
     @abc.abstractmethod
     def set_aside(self, name: str, nbytes: int) -> None:
-        """Quarantine the bytes: keep them for inspection, hidden from `open`. Does nothing if there are none."""
+        """Keep the bytes of a corrupt cache for inspection, hidden from `open` where hiding them costs no copy. Does
+        nothing if there are none."""
 
     @abc.abstractmethod
     def is_read(self, name: str) -> bool:

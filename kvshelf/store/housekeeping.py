@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 from kvshelf.errors import StorageFull
 from kvshelf.store.blobs import Blobs
-from kvshelf.store.index import Entry, Index
+from kvshelf.store.index import Entry, Index, Writing
 
 ORPHAN_GRACE_S: Final = 3600.0
 """How long bytes without an entry or a registered write stay: a power cut may have lost the registration of a write
@@ -42,16 +42,17 @@ def bury(index: Index, blobs: Blobs, entry: Entry, state: Literal["expired", "ev
     return buried
 
 
-def discard(index: Index, blobs: Blobs, entry: Entry) -> None:
-    """Remove the bytes of a replaced or buried entry, then their registration. After a crash, a sweep does it."""
-    _remove(blobs, entry)
-    if entry.name is not None:
-        index.abandon(entry.name)
+def discard(index: Index, blobs: Blobs, names: Entry | Writing) -> None:
+    """Remove the bytes of a replaced or buried entry, or of a write, then their registration. After a crash, a sweep
+    does it."""
+    if _remove(blobs, names) and names.name is not None:
+        index.abandon(names.name)
 
 
-def _remove(blobs: Blobs, entry: Entry) -> None:
-    for name, nbytes in entry.names():
-        blobs.remove(name, nbytes)
+def _remove(blobs: Blobs, names: Entry | Writing) -> bool:
+    """Whether all bytes are gone. If a reader keeps some a while, they stay registered, and a sweep removes them."""
+    gone = [blobs.remove(name, nbytes) for name, nbytes in names.names()]
+    return all(gone)
 
 
 def make_room(index: Index, blobs: Blobs, nbytes: int, now: float) -> int:
@@ -79,14 +80,14 @@ def make_room(index: Index, blobs: Blobs, nbytes: int, now: float) -> int:
 
 def reclaim(index: Index, blobs: Blobs) -> int:
     """Remove the bytes of abandoned writes; returns how many."""
-    abandoned = index.abandoned()
-    for writing in abandoned:
+    count = 0
+    for writing in index.abandoned():
         # The registration goes last, so that the next sweep finishes after a crash here. The writer itself can publish
         # nothing: its lease has run out.
-        for name, nbytes in writing.names():
-            blobs.remove(name, nbytes)
-        index.abandon(writing.name)
-    return len(abandoned)
+        if _remove(blobs, writing):
+            index.abandon(writing.name)
+            count += 1
+    return count
 
 
 def remove_orphans(index: Index, blobs: Blobs) -> int:

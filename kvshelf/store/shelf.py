@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -50,6 +51,7 @@ class Shelf(Store):
         self._blobs = blobs
         self._rules = rules or Rules()
         self._now = now
+        self._walked_at = -math.inf
         self._reader = Reader(index, blobs, self._rules, now)
         self._writer = Writer(index, blobs, self._rules, now, on_step)
         bodies = Bodies(index, blobs, self._writer, self._rules)
@@ -304,7 +306,9 @@ class Shelf(Store):
     def sweep(self, now: float | None = None) -> Swept:
         now = self._now() if now is None else now
         orphans = housekeeping.reclaim(self._index, self._blobs)
-        if self._blobs.cheap_to_walk:
+        every_s = self._blobs.walk_every_s
+        if every_s is not None and time.monotonic() - self._walked_at >= every_s:
+            self._walked_at = time.monotonic()
             orphans += housekeeping.remove_orphans(self._index, self._blobs)
         jobs = self._index.jobs
         swept = Swept(

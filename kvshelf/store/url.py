@@ -3,11 +3,12 @@
     disk:///var/lib/kvshelf                               a folder
     redis://host:6379/0                                   a Redis server; all forms: `kvshelf.store.redis.address`
     ram:2GiB+disk:///var/lib/kvshelf                      copies in memory before a folder
+    redis://host?blobs=s3://bucket/prefix                 an index in Redis, blobs in object storage; so with disk:
     ram:2GiB+disk:///scratch?max=200GiB+redis://host      copies in memory and on a local disk before Redis
 
 The last one is the home, the source of truth. The others are tiers of copies and may vanish. `max` is a budget in
 bytes: a tier drops copies to stay within it, and a home evicts caches that are not pinned (`CacheExpired`, reason
-"evicted").
+"evicted"). The parameters of a URL after `blobs=` are percent-encoded: s3://bucket/prefix%3Fregion=eu-central-1.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -24,6 +26,7 @@ from kvshelf.errors import InvalidRequest, nearest
 from kvshelf.store.base import Store
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.index import Quota
+from kvshelf.store.leases import MakeBlobs
 from kvshelf.store.private import without_secret
 from kvshelf.store.rules import Rules
 from kvshelf.store.sealing.keyring import Keyring
@@ -38,6 +41,7 @@ _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)([KMGT]i?)?B?")
 _UNITS: Final = {"": 1} | {
     prefix + suffix: base**power for power, prefix in enumerate("KMGT", 1) for suffix, base in (("", 1000), ("i", 1024))
 }
+_OBJECTS: Final = ("s3", "gs", "az")
 _REDIS: Final = tuple(f"redis{tls}{kind}" for tls in ("", "s") for kind in ("", "-sentinel", "-cluster"))
 
 
@@ -99,6 +103,8 @@ def _tiered(url: str, tiers: Sequence[str], home_url: str, rules: Rules) -> Tier
 def _disk_tier(url: str) -> tuple[Path, int]:
     """The folder of a tier, and its bytes."""
     rest, budget = _budget(url)
+    if _parameter(url, "blobs")[1] is not None:
+        raise _refused(url, "a tier of copies keeps them in its folder; blobs= belongs to the home")
     if budget is None:
         raise _refused(url, "a tier must know how much it may take; write disk:///scratch?max=200GiB")
     return _folder(rest), budget
@@ -106,20 +112,36 @@ def _disk_tier(url: str) -> tuple[Path, int]:
 
 def _home(url: str, rules: Rules, key: bytes | None = None) -> Shelf:
     rest, budget = _budget(url)
+    rest, objects = _parameter(rest, "blobs")
+    blobs = None if objects is None else _objects(objects, patient=key is not None)
     scheme = urlsplit(rest).scheme
     rules = replace(rules, quota=replace(rules.quota, budget_bytes=budget))
     if scheme == "disk":
-        return DiskStore.open(_folder(rest), rules=rules, key=key)
+        return DiskStore.open(_folder(rest), rules=rules, key=key, blobs=blobs)
     if scheme in _REDIS:
         from kvshelf.store.redis import RedisStore  # half a second of imports, which a folder does not need
 
-        return RedisStore.open(rest, rules=rules, key=key)
+        return RedisStore.open(rest, rules=rules, key=key, blobs=blobs)
     if scheme == "ram":
         raise _refused(url, "the last part is the home, and memory cannot be one: join it as in ram:2GiB+disk:///path")
+    if scheme in _OBJECTS:
+        raise _refused(
+            url,
+            "object storage keeps blobs, and their index needs a place that can change in one step: write "
+            f"redis://host:6379/0?blobs={without_secret(rest)} or disk:///absolute/path?blobs={without_secret(rest)}",
+        )
     parts = urlsplit(rest)
     if not scheme and not parts.netloc and parts.path.startswith(("/", ".")):  # anything else may hold a password
         raise _refused(url, f"it is a path; did you mean disk://{Path(rest).absolute()}")
     raise _refused(url, f"unknown scheme {scheme!r}{nearest(scheme, ('disk', 'ram', *_REDIS))}")
+
+
+def _objects(url: str, *, patient: bool) -> MakeBlobs:
+    """How the blobs at a URL of object storage are opened."""
+    from kvshelf.store.objects import address  # obstore, which other homes do not need
+    from kvshelf.store.objects.blobs import ObjectBlobs
+
+    return partial(ObjectBlobs.open_at, address.parse(url), patient=patient)
 
 
 def _folder(url: str) -> Path:
@@ -136,15 +158,20 @@ def _folder(url: str) -> Path:
 
 def _budget(url: str) -> tuple[str, int | None]:
     """A URL without its parameter `max`, and the bytes that `max` allows."""
+    rest, size = _parameter(url, "max")
+    return rest, None if size is None else _size(url, size)
+
+
+def _parameter(url: str, wanted: str) -> tuple[str, str | None]:
+    """A URL without one of its parameters, and the value of that, None if it is not given."""
     base, mark, query = url.partition("?")
     if not mark:
         return url, None
-    given = parse_qsl(query, keep_blank_values=True)
-    sizes = [value for name, value in given if name == "max"]
-    if len(sizes) > 1:
-        raise _refused(url, "max is given twice")
-    rest = "&".join(part for part in query.split("&") if part.split("=")[0] != "max")
-    return f"{base}?{rest}" if rest else base, _size(url, sizes[0]) if sizes else None
+    values = [value for name, value in parse_qsl(query, keep_blank_values=True) if name == wanted]
+    if len(values) > 1:
+        raise _refused(url, f"{wanted} is given twice")
+    rest = "&".join(part for part in query.split("&") if part.split("=")[0] != wanted)
+    return f"{base}?{rest}" if rest else base, values[0] if values else None
 
 
 def _size(url: str, text: str) -> int:
@@ -159,6 +186,7 @@ def _size(url: str, text: str) -> int:
 def _refused(url: str, why: str) -> InvalidRequest:
     return InvalidRequest(
         f"cannot open the store {without_secret(url)!r}: {why}. A store is disk:///absolute/path or "
-        "redis://host:6379/0, with copies before it as in ram:2GiB+disk:///scratch?max=200GiB+redis://host",
+        "redis://host:6379/0, with its blobs in object storage as in redis://host?blobs=s3://bucket/prefix, and with "
+        "copies before it as in ram:2GiB+disk:///scratch?max=200GiB+redis://host",
         param="store",
     )

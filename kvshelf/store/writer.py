@@ -227,9 +227,7 @@ class Writer:
 
     def discard(self, writing: Writing) -> None:
         """Remove the bytes of a write, then its registration."""
-        for name, nbytes in writing.names():
-            self._blobs.remove(name, nbytes)
-        self._index.abandon(writing.name)
+        housekeeping.discard(self._index, self._blobs, writing)
 
 
 def is_whole(blobs: Blobs, entry: Entry) -> bool:

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from kvshelf.store.disk import DiskStore
-from tests.store.places import Clock, DiskPlace, Place, RedisPlace
+from tests.store.objects.servers import ENVIRONMENT, MotoServer, S3Server
+from tests.store.places import Clock, DiskPlace, ObjectsPlace, Place, RedisPlace
 from tests.store.redis.servers import ValkeyServer
 
 
@@ -35,9 +36,19 @@ def shared_valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeySe
         yield server
 
 
-@pytest.fixture(params=["disk", "redis"])
+@pytest.fixture(scope="session")
+def shared_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A server for all tests that neither stop nor fill it; the environment has its credentials meanwhile."""
+    with pytest.MonkeyPatch.context() as patch, MotoServer(tmp_path_factory.mktemp("s3")) as server:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        yield server
+
+
+@pytest.fixture(params=["disk", "redis", "objects"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     """An empty place for a shelf, of every kind of home."""
-    if request.param == "disk":
-        return DiskPlace(tmp_path / "home")
-    return RedisPlace(request.getfixturevalue("shared_valkey"))
+    if request.param == "redis":
+        return RedisPlace(request.getfixturevalue("shared_valkey"))
+    disk = DiskPlace(tmp_path / "home")
+    return disk if request.param == "disk" else ObjectsPlace(disk, request.getfixturevalue("shared_s3"))

@@ -64,7 +64,7 @@ def disk_home(folder: Path) -> Home:
     def connect(lease_s: float) -> Index:
         folder.mkdir(parents=True, exist_ok=True)
         database = Database(folder, 30.0)
-        return SqliteIndex(database, database.create(None), clock, lease_s)
+        return SqliteIndex(database, database.create(None)[0], clock, lease_s)
 
     return Home(connect, lambda: Folder.open_in(folder), clock, clock.wait, 1.0)
 

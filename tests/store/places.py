@@ -6,6 +6,7 @@ import abc
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ import redis
 from kvshelf.store.blobs import WRITE_LEASE_S
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.manifest import Manifest
+from kvshelf.store.leases import READ_LEASE_S
+from kvshelf.store.objects import address
+from kvshelf.store.objects.blobs import ObjectBlobs
 from kvshelf.store.redis import RedisStore
-from kvshelf.store.redis.blobs import READ_LEASE_S
 from kvshelf.store.shelf import Shelf
+from tests.store.objects.servers import BUCKET, S3Server
 from tests.store.redis.servers import ValkeyServer
 
 
@@ -141,6 +145,46 @@ class RedisPlace(Place):
         for key in client.keys(f"{{{self.prefix}/*}}:*"):
             if _goes_by_itself(client, key):
                 client.delete(key)
+
+
+class ObjectsPlace(Place):
+    """Blobs under a prefix of their own on a server that others may use; the index is that of another place."""
+
+    kind = "objects"
+
+    def __init__(self, index: Place, server: S3Server) -> None:
+        self.index = index
+        self.server = server
+        self.prefix = f"test-{secrets.token_hex(8)}"
+        self.address = address.parse(server.url(self.prefix))
+
+    def open(self, **options: Any) -> Shelf:
+        return self.index.open(blobs=partial(ObjectBlobs.open_at, self.address), **options)
+
+    def names(self) -> set[str]:
+        return {Path(key).stem for key in self.server.keys(self.prefix) if key.endswith(".kvb")}
+
+    def contents(self) -> Iterator[bytes]:
+        yield from self.index.contents()
+        for key in self.server.keys(self.prefix):
+            yield self._read(key)
+
+    def change(self, manifest: Manifest, how: Callable[[bytearray], bytearray | None]) -> None:
+        own = manifest.id.removeprefix("kvs_")
+        blobs = {key: self._read(key) for key in self.server.keys(self.prefix) if f"/{own}-" in key}
+        key = max(blobs, key=lambda each: len(blobs[each]))
+        changed = how(bytearray(blobs[key]))
+        if changed is None:
+            self.server.client().delete_object(Bucket=BUCKET, Key=key)
+        else:
+            self.server.client().put_object(Bucket=BUCKET, Key=key, Body=bytes(changed))
+
+    def let_leases_run_out(self, clock: Clock) -> None:
+        self.index.let_leases_run_out(clock)
+
+    def _read(self, key: str) -> bytes:
+        data: bytes = self.server.client().get_object(Bucket=BUCKET, Key=key)["Body"].read()
+        return data
 
 
 def _goes_by_itself(client: redis.Redis, key: bytes) -> bool:

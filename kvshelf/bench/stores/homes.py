@@ -79,7 +79,7 @@ class DiskHome:
         shelf = self._folder / "shelf"
         shelf.mkdir(mode=0o700, exist_ok=True)
         database = Database(shelf, _BUSY_S)
-        return SqliteIndex(database, database.create(None), time.time), Folder.open_in(shelf)
+        return SqliteIndex(database, database.create(None)[0], time.time), Folder.open_in(shelf)
 
     def bare(self, packed: PackedBlob) -> Bare:
         return BareFile(self._folder / "bare", packed)

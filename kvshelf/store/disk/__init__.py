@@ -4,6 +4,8 @@
     <home>/blobs/<digest>-<random>.kvb
     <home>/quarantine/            files found corrupt, kept for inspection until their cache is deleted or put again
 
+With `blobs`, the blobs lie elsewhere, and the folder has the index alone.
+
 Several processes may use one home; it must lie on a local file system, as SQLite's WAL demands.
 """
 
@@ -19,6 +21,8 @@ from kvshelf.store.disk.database import Database
 from kvshelf.store.disk.faults import translated
 from kvshelf.store.disk.folder import Folder
 from kvshelf.store.disk.index import SqliteIndex
+from kvshelf.store.disk.leases import SqliteLeases
+from kvshelf.store.leases import MakeBlobs, require_place, where
 from kvshelf.store.rules import Rules
 from kvshelf.store.shelf import Shelf
 
@@ -39,18 +43,22 @@ class DiskStore(Shelf):
         write_lease_s: float = WRITE_LEASE_S,
         now: Callable[[], float] = time.time,
         on_step: Step = lambda _: None,
+        blobs: MakeBlobs | None = None,
     ) -> Self:
         """Open the shelf in a folder; both are created if missing. Raises `StoreUnavailable`, `StorageFull`.
 
         key: the key of content addresses for a new folder (32 bytes; random if None). busy_s: how long a writer waits
-        for the lock. write_lease_s: how long a writer may be silent. now: the wall clock, Unix seconds. Open the store
-        after forking: connections do not survive a fork.
+        for the lock. write_lease_s: how long a writer may be silent. now: the wall clock, Unix seconds. blobs: opens
+        the place of the blobs, if it is not this folder; `InvalidRequest` if the home was made otherwise. Open the
+        store after forking: connections do not survive a fork.
         """
         with translated(home):
             home.mkdir(mode=0o700, parents=True, exist_ok=True)
             database = Database(home, busy_s)
-            key = database.create(key)
-            folder = Folder.open_in(home)
-        shelf = cls(SqliteIndex(database, key, now, write_lease_s), folder, rules=rules, now=now, on_step=on_step)
+            found, place = database.create(key, where(blobs))
+            require_place(f"the shelf at {home}", place, blobs)
+            index = SqliteIndex(database, found, now, write_lease_s)
+            opened = Folder.open_in(home) if blobs is None else blobs(index, SqliteLeases(database, now))
+        shelf = cls(index, opened, rules=rules, now=now, on_step=on_step)
         shelf.home = home
         return shelf

@@ -19,7 +19,7 @@ from kvshelf.store.disk.faults import translated
 
 FILE_NAME = "shelf.sqlite3"
 
-HOME_FORMAT: Final = 3
+HOME_FORMAT: Final = 4
 """Incremented when the tables change in a way that older versions cannot work with."""
 
 _TABLES: Final = files(__package__).joinpath("schema.sql").read_text("utf-8")
@@ -52,8 +52,10 @@ class Database:
         self._inode = 0
         self._idle: queue.LifoQueue[sqlite3.Connection] = queue.LifoQueue()
 
-    def create(self, key: bytes | None) -> bytes:
-        """Make the tables if they are missing; returns the home's secret key: `key` in a new home, or a random one.
+    def create(self, key: bytes | None, blobs: str = "beside") -> tuple[bytes, str]:
+        """Make the tables if they are missing; returns the home's secret key and where its blobs lie.
+
+        Both are kept in a new home; its key is random if None.
 
         Two processes may start at once: the folder itself is locked meanwhile, and the kernel releases the lock when a
         process dies.
@@ -63,7 +65,7 @@ class Database:
             try:
                 fcntl.flock(folder, fcntl.LOCK_EX)
                 self._require_private_file()
-                return self._initialise(key or secrets.token_bytes(32))
+                return self._initialise(key or secrets.token_bytes(32), blobs)
             finally:
                 os.close(folder)
 
@@ -136,7 +138,7 @@ class Database:
             raise StoreUnavailable(f"{self._path} cannot be written: the disk is read-only, or it is another user's")
         self._inode = found.st_ino
 
-    def _initialise(self, key: bytes) -> bytes:
+    def _initialise(self, key: bytes, blobs: str) -> tuple[bytes, str]:
         connection = self._connect()
         try:
             if not connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'meta'").fetchone():
@@ -144,14 +146,15 @@ class Database:
                 connection.executescript(f"BEGIN IMMEDIATE;{_TABLES}")
                 connection.execute("INSERT INTO meta VALUES ('format', ?)", (str(HOME_FORMAT).encode(),))
                 connection.execute("INSERT INTO meta VALUES ('key', ?)", (key,))
+                connection.execute("INSERT INTO meta VALUES ('blobs', ?)", (blobs.encode(),))
                 connection.execute("COMMIT")
-            row = connection.execute("SELECT value FROM meta WHERE name = 'format'").fetchone()
-            found = "?" if row is None else bytes(row["value"]).decode(errors="replace")
+            meta = {name: bytes(value) for name, value in connection.execute("SELECT name, value FROM meta")}
+            found = meta.get("format", b"?").decode(errors="replace")
             if found != str(HOME_FORMAT):
                 raise StoreUnavailable(
                     f"the shelf at {self._home} has home format {found}, this version of kvshelf works with "
                     f"{HOME_FORMAT}: upgrade kvshelf or use another folder"
                 )
-            return bytes(connection.execute("SELECT value FROM meta WHERE name = 'key'").fetchone()["value"])
+            return meta["key"], meta["blobs"].decode()
         finally:
             connection.close()

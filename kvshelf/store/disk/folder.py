@@ -30,7 +30,7 @@ class Folder(Blobs):
     """
 
     home = "disk"
-    cheap_to_walk = True
+    walk_every_s = 0.0
     read_ahead = True
 
     def __init__(self, path: Path, blobs: int, quarantine: int) -> None:
@@ -99,8 +99,9 @@ class Folder(Blobs):
 
     def remove(self, name: str, nbytes: int) -> bool:  # noqa: ARG002
         with self._translated():
-            removed = [_unlink(_file_name(name), folder) for folder in (self._blobs, self._quarantine)]
-        return any(removed)
+            for folder in (self._blobs, self._quarantine):
+                _unlink(_file_name(name), folder)
+        return True
 
     def set_aside(self, name: str, nbytes: int) -> None:  # noqa: ARG002
         file = _file_name(name)
@@ -177,12 +178,11 @@ def _file_name(name: str) -> str:
     return name + _SUFFIX
 
 
-def _unlink(file: str, folder: int) -> bool:
-    try:
+def _unlink(file: str, folder: int) -> None:
+    with suppress(
+        FileNotFoundError, IsADirectoryError
+    ):  # a folder in a blob's place is not ours; `problems` reports it
         os.unlink(file, dir_fd=folder)
-    except (FileNotFoundError, IsADirectoryError):
-        return False  # a folder in a blob's place is not ours; `problems` reports it
-    return True
 
 
 def _write_all(file: FileIO, buffer: memoryview) -> None:

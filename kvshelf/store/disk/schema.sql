@@ -61,6 +61,15 @@ CREATE TABLE writes (
 CREATE INDEX writes_of_tenant ON writes (tenant);
 CREATE INDEX writes_of_cache ON writes (id);
 
+-- Readers of bytes that lie in object storage (kvshelf.store.leases).
+CREATE TABLE readers (
+    name TEXT NOT NULL,
+    token TEXT NOT NULL,
+    lease_until REAL NOT NULL,
+    PRIMARY KEY (name, token)
+) STRICT, WITHOUT ROWID;
+CREATE INDEX readers_by_end ON readers (lease_until);
+
 -- Counted by the database itself, so that a quota costs one row to check and no path can forget to count.
 CREATE TABLE usage (tenant TEXT PRIMARY KEY, caches INTEGER NOT NULL, bytes INTEGER NOT NULL) STRICT, WITHOUT ROWID;
 CREATE TRIGGER usage_of_new AFTER INSERT ON caches WHEN new.state = 'ready' BEGIN

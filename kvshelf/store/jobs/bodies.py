@@ -95,8 +95,8 @@ class Bodies:
     def remove(self, body: Body) -> None:
         """Remove a body that no item holds any more. If the home does not work, a sweep removes it."""
         with suppress(StoreError):
-            self._blobs.remove(body.name, body.stored_bytes)
-            self._index.abandon(body.name)
+            if self._blobs.remove(body.name, body.stored_bytes):
+                self._index.abandon(body.name)
 
 
 def digest_of(file: RawIOBase | BinaryIO) -> str:

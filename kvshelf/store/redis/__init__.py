@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable
 from typing import Self
 
-from kvshelf.store.blobs import WRITE_LEASE_S, Step
+from kvshelf.store.blobs import WRITE_LEASE_S, Blobs, Step
+from kvshelf.store.leases import MakeBlobs
 from kvshelf.store.redis import address
 from kvshelf.store.redis.blobs import RedisBlobs
 from kvshelf.store.redis.index import RedisIndex
+from kvshelf.store.redis.leases import RedisLeases
 from kvshelf.store.redis.link import RedisLink
 from kvshelf.store.rules import Rules
 from kvshelf.store.shelf import Shelf
@@ -32,19 +34,23 @@ class RedisStore(Shelf):
         write_lease_s: float = WRITE_LEASE_S,
         now: Callable[[], float] = time.time,
         on_step: Step = lambda _: None,
+        blobs: MakeBlobs | None = None,
     ) -> Self:
         """Open the shelf at a URL (`kvshelf.store.redis.address`), or create it.
 
         key: the key of content addresses for an empty home (32 bytes; random if None). write_lease_s: how long a writer
-        may be silent. now: the wall clock, Unix seconds. Open it after forking. Raises `InvalidRequest`,
-        `StoreUnavailable`.
+        may be silent. now: the wall clock, Unix seconds. blobs: opens the place of the blobs, if it is not this Redis.
+        Open it after forking. Raises `InvalidRequest`, `StoreUnavailable`.
         """
         place = address.parse(url)
         link = RedisLink(place)
         try:
-            index = RedisIndex.open(link, place.prefix, key, write_lease_s=write_lease_s)
+            index = RedisIndex.open(link, place.prefix, key, write_lease_s=write_lease_s, blobs=blobs)
+            if blobs is None:
+                opened: Blobs = RedisBlobs(link, place.prefix, write_lease_s)
+            else:
+                opened = blobs(index, RedisLeases(link, place.prefix))
         except BaseException:
             link.close()
             raise
-        blobs = RedisBlobs(link, place.prefix, write_lease_s)
-        return cls(index, blobs, rules=rules, now=now, on_step=on_step)
+        return cls(index, opened, rules=rules, now=now, on_step=on_step)

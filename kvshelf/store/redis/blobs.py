@@ -20,15 +20,13 @@ from typing import Final
 
 from kvshelf.errors import BlobError, StoreUnavailable
 from kvshelf.store.blobs import MARGIN_S, WRITE_LEASE_S, Blobs, Health, Step, is_name
+from kvshelf.store.leases import READ_LEASE_S
 from kvshelf.store.redis.file import Piece, RedisFile, ends_of
 from kvshelf.store.redis.link import RedisLink
 from kvshelf.store.redis.wire import Command, Garbled, Part, Refused, Reply, Wire
 
 CHUNK: Final = 4 << 20
 """Bytes. Part of the format: another size does not find existing chunks."""
-
-READ_LEASE_S: Final = 60.0
-"""How long a removed name stays readable for a reader that has gone silent."""
 
 _UNANSWERED: Final = 2  # chunks sent before waiting for the answer to the first
 
@@ -39,7 +37,7 @@ class RedisBlobs(Blobs):
     """See `Blobs` for the contract. A reader that reads nothing for `read_lease_s` loses its lease."""
 
     home = "redis"
-    cheap_to_walk = False
+    walk_every_s = None  # what nobody knows expires
     read_ahead = False
 
     def __init__(
@@ -117,7 +115,8 @@ class RedisBlobs(Blobs):
 
     def remove(self, name: str, nbytes: int) -> bool:
         keys = [self._key(name, "readers"), *self._chunks(name, nbytes), *self._chunks(name, nbytes, "aside:")]
-        return bool(self._run("remove", keys))
+        self._run("remove", keys)
+        return True
 
     def set_aside(self, name: str, nbytes: int) -> None:
         both = zip(self._chunks(name, nbytes), self._chunks(name, nbytes, "aside:"), strict=True)

@@ -8,7 +8,7 @@
 --
 -- Keys, after `{prefix}:`. "<ids> by <field>" is a sorted set whose scores are that field.
 --
---   home             hash: format, key, incarnation; seq, the last one given out; clock, the clock of eviction
+--   home             hash: format, key, incarnation, blobs (where they lie); seq, the last one given out; clock, the clock of eviction
 --   c:<id>           hash: the fields of an Entry except `text`
 --   m:<id>           string: the manifest as JSON
 --   stored           ready and corrupt ids by seq
@@ -460,9 +460,9 @@ end
 
 function operations.open()
   if call('EXISTS', HOME) == 0 then
-    call('HSET', HOME, 'format', a.format, 'key', a.key, 'incarnation', a.incarnation)
+    call('HSET', HOME, 'format', a.format, 'key', a.key, 'incarnation', a.incarnation, 'blobs', a.blobs)
   end
-  return {'home', call('HMGET', HOME, 'format', 'key', 'incarnation')}
+  return {'home', call('HMGET', HOME, 'format', 'key', 'incarnation', 'blobs')}
 end
 
 -- The audit, for problems(): compares each stored entry with every key that must list it.

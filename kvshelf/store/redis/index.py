@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, Self
 from kvshelf.errors import StoreUnavailable
 from kvshelf.store.blobs import WRITE_LEASE_S
 from kvshelf.store.index import KEEP_ENDED_S, Entry, Index, Query, Quota, Writing, lapsed
+from kvshelf.store.leases import MakeBlobs, require_place, where
 from kvshelf.store.manifest import Manifest, Usage
 from kvshelf.store.redis.entries import (
     listings_of,
@@ -27,7 +28,7 @@ from kvshelf.store.redis.jobs import RedisJobs
 from kvshelf.store.redis.link import RedisLink
 from kvshelf.store.redis.script import Script, Value
 
-HOME_FORMAT: Final = 2
+HOME_FORMAT: Final = 3
 """Incremented when the keys change in a way that older versions cannot read, or leave out what this one looks for."""
 
 _BATCH: Final = 100
@@ -55,24 +56,33 @@ _REPLIES: Final = {
 class RedisIndex(Index):
     """See `Index`. Made by `open`. Also raises `StoreUnavailable` for foreign values under our keys."""
 
-    def __init__(self, link: RedisLink, prefix: str, write_lease_s: float) -> None:
+    def __init__(self, link: RedisLink, prefix: str, write_lease_s: float, blobs: MakeBlobs | None) -> None:
         self.jobs = RedisJobs(link, prefix)
         self.write_lease_s = write_lease_s
         self._lease_ms = round(write_lease_s * 1000)
         self._link = link
+        self._blobs = blobs
         self._home = f"{{{prefix}}}:home"
         self._script = Script(link, "index.lua", self._home, _REPLIES)
 
     @classmethod
     def open(
-        cls, link: RedisLink, prefix: str, key: bytes | None = None, *, write_lease_s: float = WRITE_LEASE_S
+        cls,
+        link: RedisLink,
+        prefix: str,
+        key: bytes | None = None,
+        *,
+        write_lease_s: float = WRITE_LEASE_S,
+        blobs: MakeBlobs | None = None,
     ) -> Self:
         """Connect to the home of a prefix, or create it.
 
         key: the key of content addresses for an empty home; random if None. With a key (a tier keeps its own), an
         unreachable home raises nothing here: the first operation that reaches the home reads its key and incarnation.
+        blobs: how the place of the blobs is opened, if they are not in this Redis; `InvalidRequest` if the home was
+        made otherwise.
         """
-        index = cls(link, prefix, write_lease_s)
+        index = cls(link, prefix, write_lease_s, blobs)
         try:
             index.key, index.incarnation = index._enter(key or secrets.token_bytes(32))
         except StoreUnavailable:
@@ -223,14 +233,15 @@ class RedisIndex(Index):
     def _enter(self, key: bytes) -> tuple[bytes, str]:
         """Key and incarnation of the home. The first caller creates an empty home, with `key`."""
         fresh: dict[str, Value] = {"format": HOME_FORMAT, "key": key, "incarnation": secrets.token_hex(8)}
-        home_format, found, incarnation = self._script.run("open", "", **fresh)[1]
+        home_format, found, incarnation, place = self._script.run("open", "", **fresh, blobs=where(self._blobs))[1]
         if home_format != str(HOME_FORMAT).encode():
             raise StoreUnavailable(
                 f"the shelf in Redis has home format {(home_format or b'?').decode(errors='replace')}, this version of "
                 f"kvshelf works with {HOME_FORMAT}: upgrade kvshelf or use another prefix"
             )
-        if found is None or len(found) != 32 or not incarnation:
+        if found is None or len(found) != 32 or not incarnation or not place:
             raise StoreUnavailable(f"{self._home} in Redis is not what kvshelf wrote there; use another prefix")
+        require_place("the shelf in Redis", place.decode(errors="replace"), self._blobs)
         return found, incarnation.decode()
 
     def _enter_again(self) -> None:

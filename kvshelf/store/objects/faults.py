@@ -1,0 +1,63 @@
+"""Errors of obstore, translated into ours. The only place that does so."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
+
+from kvshelf.errors import StorageFull, StoreUnavailable
+from kvshelf.store.objects.address import ObjectPlace
+
+_CODE: Final = re.compile(r"<Code>([A-Za-z]+)</Code>")
+_STATUS: Final = re.compile(r"\b([45][0-9]{2} [A-Z][A-Za-z ]+)")
+_EMPTY: Final = re.compile(r"InvalidRange|\b416 ")
+_FULL: Final = re.compile(r"StorageFull|QuotaExceeded|InsufficientStorage|\b507 ")
+_NO_BUCKET: Final = re.compile(r"NoSuchBucket|InvalidBucketName")
+_CREDENTIALS: Final = (
+    "check the rights of the credentials in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, or the role of "
+    "the machine): kvshelf gets, puts, lists and deletes objects below the prefix"
+)
+
+
+class EmptyObject(Exception):
+    """A range of an object was asked for, but the object has no byte there."""
+
+
+@contextmanager
+def translated(place: ObjectPlace) -> Iterator[None]:
+    """Inside the block, errors of obstore become `StoreUnavailable` or `StorageFull`.
+
+    `AlreadyExistsError` passes, and `FileNotFoundError` if an object is missing; a missing bucket becomes
+    `StoreUnavailable` where the server tells the two apart.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        if _NO_BUCKET.search(str(error)):
+            raise StoreUnavailable(f"there is no bucket {place.bucket!r} for {place}; create it first") from error
+        raise
+    except AlreadyExistsError:
+        raise
+    except (PermissionDeniedError, UnauthenticatedError) as error:
+        why = f" ({found[1]})" if (found := _CODE.search(str(error))) else ""
+        raise StoreUnavailable(f"{place} refuses access{why}; {_CREDENTIALS}") from error
+    except BaseError as error:
+        text = str(error)
+        if _EMPTY.search(text):
+            raise EmptyObject from error
+        if _FULL.search(text):
+            raise StorageFull(f"cannot write to {place}: its space or quota is used up. Delete caches.") from error
+        if _NO_BUCKET.search(text):
+            raise StoreUnavailable(f"there is no bucket {place.bucket!r} for {place}; create it first") from error
+        raise StoreUnavailable(f"{place} does not work: {_short(text)}") from error
+
+
+def _short(text: str) -> str:
+    """What a server or a connection said, without the library's nested descriptions."""
+    if found := _CODE.search(text) or _STATUS.search(text):
+        return found[1]
+    return text.partition("\n\nDebug source")[0].strip().splitlines()[-1][-200:]
