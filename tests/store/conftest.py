@@ -9,6 +9,7 @@ from kvshelf.store.disk import DiskStore
 from tests.store.objects.servers import ENVIRONMENT, MotoServer, S3Server
 from tests.store.places import Clock, DiskPlace, ObjectsPlace, Place, RedisPlace
 from tests.store.redis.servers import ValkeyServer
+from tests.store.zygote import Zygote
 
 
 @pytest.fixture
@@ -45,10 +46,18 @@ def shared_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def zygote(shared_s3: S3Server) -> Iterator[Zygote]:  # noqa: ARG001 - it has the credentials from the environment
+    with Zygote() as zygote:
+        yield zygote
+
+
 @pytest.fixture(params=["disk", "redis", "objects"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     """An empty place for a shelf, of every kind of home."""
     if request.param == "redis":
         return RedisPlace(request.getfixturevalue("shared_valkey"))
     disk = DiskPlace(tmp_path / "home")
-    return disk if request.param == "disk" else ObjectsPlace(disk, request.getfixturevalue("shared_s3"))
+    if request.param == "disk":
+        return disk
+    return ObjectsPlace(disk, request.getfixturevalue("shared_s3"), request.getfixturevalue("zygote").start)

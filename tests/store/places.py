@@ -14,13 +14,14 @@ import redis
 
 from kvshelf.store.blobs import WRITE_LEASE_S
 from kvshelf.store.disk import DiskStore
-from kvshelf.store.manifest import Manifest
 from kvshelf.store.leases import READ_LEASE_S
+from kvshelf.store.manifest import Manifest
 from kvshelf.store.objects import address
 from kvshelf.store.objects.blobs import ObjectBlobs
 from kvshelf.store.redis import RedisStore
 from kvshelf.store.shelf import Shelf
 from tests.store.objects.servers import BUCKET, S3Server
+from tests.store.processes import Child, start_child
 from tests.store.redis.servers import ValkeyServer
 
 
@@ -42,6 +43,10 @@ class Place(abc.ABC):
     @abc.abstractmethod
     def open(self, **options: Any) -> Shelf:
         """A store on this place; options of `DiskStore.open` that all homes have."""
+
+    def start(self, work: Callable[[], None]) -> Child:
+        """Do `work` in a child process, which must open a store of its own."""
+        return start_child(work)
 
     @abc.abstractmethod
     def names(self) -> set[str]:
@@ -152,11 +157,19 @@ class ObjectsPlace(Place):
 
     kind = "objects"
 
-    def __init__(self, index: Place, server: S3Server) -> None:
+    def __init__(self, index: Place, server: S3Server, start: Callable[[Callable[[], None]], Child]) -> None:
+        """start: see `Place.start`; by something other than a fork of this process, which may have used the server."""
         self.index = index
         self.server = server
+        self._start = start
         self.prefix = f"test-{secrets.token_hex(8)}"
         self.address = address.parse(server.url(self.prefix))
+
+    def __getstate__(self) -> dict[str, Any]:  # a child opens stores, and starts no processes
+        return {name: value for name, value in vars(self).items() if name in ("index", "prefix", "address")}
+
+    def start(self, work: Callable[[], None]) -> Child:
+        return self._start(work)
 
     def open(self, **options: Any) -> Shelf:
         return self.index.open(blobs=partial(ObjectBlobs.open_at, self.address), **options)

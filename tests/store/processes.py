@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 
-@dataclass(frozen=True)
 class Child:
-    pid: int
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
 
     def kill(self) -> None:
         """kill -9."""
@@ -22,6 +23,13 @@ class Child:
     def wait(self) -> int:
         """The exit status, negative for the signal that ended it."""
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def wait_until_stopped(self) -> None:
+        """Until a SIGSTOP has stopped it."""
+        deadline = time.monotonic() + 280
+        while Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            assert time.monotonic() < deadline, "the child has not stopped"
+            time.sleep(0.01)
 
 
 def start_child(work: Callable[[], None]) -> Child:

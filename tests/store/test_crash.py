@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-import select
 import signal
 import time
 from collections.abc import Callable
@@ -21,30 +20,31 @@ from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.disk import DiskStore
 from tests.store.caches import make_cache, require_equal
 from tests.store.places import Clock, Place, cut
-from tests.store.processes import start_child
 
 STEPS = ("created", "written", "synced", "verified", "published", "replaced")
 
 
 class Log:
-    """A pipe from the writing child: one short line per event, written whole or not at all by the kernel."""
+    """A file of the writing child: one short line per event, appended whole or not at all by the kernel."""
 
-    def __init__(self) -> None:
-        self._read, self._write = os.pipe()
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.write_bytes(b"")
 
     def say(self, event: str) -> None:
-        os.write(self._write, f"{event}\n".encode())
+        with self._path.open("ab", buffering=0) as file:
+            file.write(f"{event}\n".encode())
 
     def await_first(self) -> None:
         """Until something was said."""
-        ready, _, _ = select.select([self._read], [], [], 60)
-        assert ready, "the child has not begun"
+        deadline = time.monotonic() + 60
+        while not self._path.stat().st_size:
+            assert time.monotonic() < deadline, "the child has not begun"
+            time.sleep(0.001)
 
     def lines(self) -> list[list[str]]:
         """All that was said; the child must be dead."""
-        os.close(self._write)
-        with os.fdopen(self._read) as file:
-            return [line.split() for line in file.read().splitlines()]
+        return [line.split() for line in self._path.read_text().splitlines()]
 
 
 class LateClock(Clock):
@@ -99,7 +99,7 @@ def test_killed_at_a_named_point(place: Place, step: str, before: str) -> None:
         with place.open(on_step=kill_at(step)) as store:
             store.put(cache)
 
-    assert start_child(child).wait() == -signal.SIGKILL
+    assert place.start(child).wait() == -signal.SIGKILL
     published = STEPS.index(step) >= STEPS.index("published")
     with place.open() as store:
         if before == "expired" and not published:
@@ -117,7 +117,7 @@ def test_killed_at_a_named_point(place: Place, step: str, before: str) -> None:
         require_equal(cache, store.get(cache_id))
 
 
-def test_killed_at_random_moments(place: Place, soak: bool) -> None:
+def test_killed_at_random_moments(place: Place, tmp_path: Path, soak: bool) -> None:
     """The child puts, replaces and deletes caches as fast as it can; each run goes on with the shelf the last one left.
 
     A kill between two calls would prove little, so the others are counted: calls take nearly all of the child's time,
@@ -132,7 +132,7 @@ def test_killed_at_random_moments(place: Place, soak: bool) -> None:
     gone: set[str] = set()
     inside = 0
     for _ in range(rounds):
-        log, order = Log(), rng.choices(list(caches), k=1000)
+        log, order = Log(tmp_path / "log"), rng.choices(list(caches), k=1000)
 
         def child(log: Log = log, order: list[str] = order) -> None:
             with place.open() as store:
@@ -145,7 +145,7 @@ def test_killed_at_random_moments(place: Place, soak: bool) -> None:
                         store.put(caches[cache_id])
                         log.say(f"put {cache_id}")
 
-        writer = start_child(child)
+        writer = place.start(child)
         log.await_first()
         time.sleep(rng.uniform(0, 0.25))
         writer.kill()
@@ -180,8 +180,8 @@ def test_a_writer_that_was_stopped_past_its_lease_cannot_publish(place: Place, m
             except StoreUnavailable as error:
                 os._exit(42 if "put it again" in error.message else 43)
 
-    writer = start_child(child)
-    os.waitpid(writer.pid, os.WUNTRACED)
+    writer = place.start(child)
+    writer.wait_until_stopped()
     time.sleep(lease_s + 0.2)
     with place.open(write_lease_s=lease_s) as store:
         if meanwhile == "a sweep":

@@ -20,14 +20,16 @@ from kvshelf.errors import CacheCorrupt, CacheExpired, CacheNotFound, KvshelfErr
 from kvshelf.store.index import Quota
 from kvshelf.store.rules import Rules
 from tests.store.caches import make_cache, require_equal
-from tests.store.places import Clock, DiskPlace, Place, RedisPlace, cut, flip, gone
-from tests.store.processes import start_child
+from tests.store.objects.servers import S3Server
+from tests.store.places import Clock, DiskPlace, ObjectsPlace, Place, RedisPlace, cut, flip, gone
 from tests.store.redis.servers import ValkeyServer
+from tests.store.zygote import Zygote
 
 CACHES = [make_cache(seed, num_tokens=9, lengths=((4, 4),), dims=(2, 3)) for seed in range(4)]
 COSTS = {"me": (1.0, 1.37, 1.93, 2.71), "you": (1.11, 1.51, 2.17, 3.07)}  # s; no two priorities ever meet
 SIZE = len(CACHES[0].to_bytes())
 BUDGET = 5 * SIZE
+RULES = Rules(quota=Quota(budget_bytes=BUDGET))
 STEPS = ("created", "written", "synced", "verified", "published", "replaced")
 
 which = st.integers(0, len(CACHES) - 1)
@@ -64,7 +66,7 @@ class ShelfMachine(RuleBasedStateMachine):
         self.store = self.open()
 
     def open(self, **options: object):  # type: ignore[no-untyped-def]
-        return self.place.open(now=self.clock, rules=Rules(quota=Quota(budget_bytes=BUDGET)), **options)
+        return self.place.open(now=self.clock, rules=RULES, **options)
 
     def teardown(self) -> None:
         self.store.close()
@@ -163,13 +165,15 @@ class ShelfMachine(RuleBasedStateMachine):
             if name == step:
                 os.kill(os.getpid(), signal.SIGKILL)
 
+        place, clock, rules = self.place, self.clock, RULES
+
         def work() -> None:
-            with self.open(on_step=die) as store:
+            with place.open(now=clock, rules=rules, on_step=die) as store:
                 store.put(
                     CACHES[seed], tenant=tenant, labels={"l": "a"}, timings=Timings(prefill_s=COSTS[tenant][seed])
                 )
 
-        status = start_child(work).wait()
+        status = self.place.start(work).wait()
         assert (status == -signal.SIGKILL) == room, "without room it ends with StorageFull before the first step"
         if room and STEPS.index(step) >= STEPS.index("published"):
             self.stored(seed, tenant, None, "a", False)
@@ -289,3 +293,10 @@ def test_any_order_of_calls_in_redis(soak: bool, shared_valkey: ValkeyServer) ->
         make_place = staticmethod(lambda _: RedisPlace(shared_valkey))
 
     run(InRedis, soak)
+
+
+def test_any_order_of_calls_on_objects(soak: bool, shared_s3: S3Server, zygote: Zygote) -> None:
+    class OnObjects(ShelfMachine):
+        make_place = staticmethod(lambda folder: ObjectsPlace(DiskPlace(folder / "home"), shared_s3, zygote.start))
+
+    run(OnObjects, soak)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -16,27 +15,26 @@ from kvshelf.store.rules import Rules
 from kvshelf.store.shelf import Shelf
 from tests.store.caches import make_cache, require_equal
 from tests.store.places import Place
-from tests.store.processes import start_child
 
 
 class Gate:
     """Lets children that wait at it go at the same moment."""
 
-    def __init__(self) -> None:
-        self._read, self._write = os.pipe()
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.unlink(missing_ok=True)
 
     def wait(self) -> None:
-        os.close(self._write)
-        os.read(self._read, 1)  # the end of the file, when the last writer closes
+        while not self._path.exists():
+            time.sleep(0.0005)
 
     def open(self) -> None:
-        os.close(self._write)
-        os.close(self._read)
+        self._path.touch()
 
 
-def at_once(count: int, work: Callable[[int], None]) -> None:
+def at_once(place: Place, folder: Path, count: int, work: Callable[[int], None]) -> None:
     """Run `work(0)`, `work(1)`, ... in processes of their own, started at the same moment."""
-    gate = Gate()
+    gate = Gate(folder / "gate")
 
     def child(number: int) -> Callable[[], None]:
         def run() -> None:
@@ -45,7 +43,7 @@ def at_once(count: int, work: Callable[[int], None]) -> None:
 
         return run
 
-    children = [start_child(child(number)) for number in range(count)]
+    children = [place.start(child(number)) for number in range(count)]
     gate.open()
     assert [process.wait() for process in children] == [0] * count
 
@@ -58,7 +56,7 @@ def test_a_new_home_gets_one_key(tmp_path: Path, place: Place, attempt: int) -> 
         with place.open() as store:
             (tmp_path / f"id{number}").write_text(store.cache_id(identity))
 
-    at_once(4, work)
+    at_once(place, tmp_path, 4, work)
     assert len({(tmp_path / f"id{number}").read_text() for number in range(4)}) == 1
 
 
@@ -72,7 +70,7 @@ def test_two_writers_of_one_cache_agree(tmp_path: Path, place: Place, attempt: i
             (tmp_path / f"manifest{number}").write_text(store.put(cache, name=f"writer {number}").model_dump_json())
             require_equal(cache, store.get(store.cache_id(cache.identity)))
 
-    at_once(2, work)
+    at_once(place, tmp_path, 2, work)
     assert (tmp_path / "manifest0").read_text() == (tmp_path / "manifest1").read_text()
     assert len(place.names()) == 1, "the loser's bytes are gone"
     with place.open() as store:
@@ -92,7 +90,7 @@ def test_a_reader_beside_a_writer_that_deletes_and_puts_again(place: Place, tmp_
                 store.put(cache)
                 store.delete(cache_id)
 
-    writer = start_child(work)
+    writer = place.start(work)
     found = missing = 0
     with place.open() as store:
         soon, late = time.monotonic() + 1.5, time.monotonic() + 60
@@ -110,7 +108,7 @@ def test_a_reader_beside_a_writer_that_deletes_and_puts_again(place: Place, tmp_
     assert min(found, missing) > 0
 
 
-def test_writers_on_a_full_shelf_evict_and_none_is_refused(place: Place, soak: bool) -> None:
+def test_writers_on_a_full_shelf_evict_and_none_is_refused(place: Place, tmp_path: Path, soak: bool) -> None:
     """There is room for three times as many caches as are written at once."""
     rules = Rules(quota=Quota(budget_bytes=12 * len(make_cache().to_bytes())))
     place.open().close()
@@ -120,7 +118,7 @@ def test_writers_on_a_full_shelf_evict_and_none_is_refused(place: Place, soak: b
             for seed in range(number, 400 if soak else 80, 4):
                 store.put(make_cache(seed))
 
-    at_once(4, work)
+    at_once(place, tmp_path, 4, work)
     with place.open() as store:
         assert store.usage().caches == len(place.names()) == 12
         assert store.check() == []
@@ -163,7 +161,7 @@ def test_one_of_many_gets_the_lease(place: Place, tmp_path: Path) -> None:
             except StateConflict:
                 pass
 
-    at_once(6, work)
+    at_once(place, tmp_path, 6, work)
     assert len(list(tmp_path.glob("won*"))) == 1
     with place.open() as store:
         assert store.requests.get("req_1", tenant="me").attempts == 1

@@ -1,4 +1,4 @@
-"""Real servers that speak S3, in processes of their own: moto, which knows S3's rules in detail, and SeaweedFS, which people run.
+"""Real servers that speak S3, in processes of their own: moto, which knows S3's rules in detail, and SeaweedFS.
 
 with MotoServer(tmp_path) as server:            # on a free port of 127.0.0.1, with an empty bucket "shelves"
     server.url("prefix")                        # s3://shelves/prefix?endpoint=...
@@ -113,7 +113,7 @@ class MotoServer(S3Server):
 
 
 class SeaweedServer(S3Server):
-    """SeaweedFS keeps its objects in a folder: a killed one has them when it starts again. Refuses other credentials."""
+    """Keeps its objects in a folder: a killed one has them when it starts again. Refuses other credentials."""
 
     name = "seaweedfs"
 
