@@ -15,6 +15,7 @@ from kvshelf.store.objects.address import ObjectPlace
 _CODE: Final = re.compile(r"<Code>([A-Za-z]+)</Code>")
 _STATUS: Final = re.compile(r"\b([45][0-9]{2} [A-Z][A-Za-z ]+)")
 _EMPTY: Final = re.compile(r"InvalidRange|\b416 ")
+_CAUSE: Final = re.compile(r"(Connection refused|TimedOut|timed out|dns error|invalid peer certificate)")
 _FULL: Final = re.compile(r"StorageFull|QuotaExceeded|InsufficientStorage|\b507 ")
 _NO_BUCKET: Final = re.compile(r"NoSuchBucket|InvalidBucketName")
 _CREDENTIALS: Final = (
@@ -60,4 +61,6 @@ def _short(text: str) -> str:
     """What a server or a connection said, without the library's nested descriptions."""
     if found := _CODE.search(text) or _STATUS.search(text):
         return found[1]
-    return text.partition("\n\nDebug source")[0].strip().splitlines()[-1][-200:]
+    said = text.partition("\n\nDebug source")[0].strip().rpartition(" - ")[2][:200]
+    cause = _CAUSE.search(text)
+    return f"{said} ({cause[1]})" if cause else said

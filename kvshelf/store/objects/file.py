@@ -97,7 +97,11 @@ class ObjectFile(SeekableFile):
         if self._stream is None or not self._stream.has(position):
             self._end_stream()
             self._stream = _Stream(self._fetch, position, self._stop)
-        return self._stream.read(position)
+        try:
+            return self._stream.read(position)
+        except BaseException:
+            self._end_stream()  # the next read asks anew: the outage may be over
+            raise
 
     def _end_stream(self) -> None:
         if self._stream is not None:

@@ -130,7 +130,13 @@ class SeaweedServer(S3Server):
         options = {"dir": home, "ip": "127.0.0.1", "ip.bind": "127.0.0.1", "s3.config": config, "s3.port": self.port}
         for part, port in zip(("master", "volume", "filer"), self._ports, strict=True):
             options |= {f"{part}.port": port, f"{part}.port.grpc": port + 10_000}
-        options |= {"s3.port.grpc": self.port + 10_000, "s3.autoCreateBucket": "false", "s3.iam": "false"}
+        options |= {
+            "s3.port.grpc": self.port + 10_000,
+            "s3.autoCreateBucket": "false",
+            "s3.iam": "false",
+            "s3.port.iceberg": 0,
+            "s3.port.lance": 0,
+        }
         options |= {"volume.max": 50, "master.volumeSizeLimitMB": 1024, "master.telemetry": "false"}
         return [binary, "server", "-s3", *(f"-{name}={value}" for name, value in options.items())]
 
