@@ -251,6 +251,7 @@ def test_lists_may_be_late(
 # Outages
 
 
+@pytest.mark.faults
 def test_kill_9_of_the_server_and_its_return(tmp_path: Path, open_shelf: OpenShelf) -> None:
     """What was acknowledged is there afterwards; meanwhile every call has a named error, and the shelf goes on."""
     with SeaweedServer(tmp_path) as server:
