@@ -210,9 +210,9 @@ def test_an_index_that_is_not_one(home: Path) -> None:
 def test_a_home_of_a_later_version(home: Path) -> None:
     DiskStore.open(home).close()
     with sqlite3.connect(home / "shelf.sqlite3") as connection:
-        connection.execute("UPDATE meta SET value = x'34' WHERE name = 'format'")
+        connection.execute("UPDATE meta SET value = x'39' WHERE name = 'format'")
     connection.close()
-    with pytest.raises(StoreUnavailable, match=r"home format 4.*works with 3"):
+    with pytest.raises(StoreUnavailable, match=r"home format 9.*works with 4"):
         DiskStore.open(home)
 
 

@@ -73,7 +73,6 @@ def test_what_is_written_is_read(blobs: RedisBlobs, valkey: ValkeyServer, nbytes
         assert memory == data
         assert file.readinto(bytearray(1)) == 0
     assert blobs.remove(name, nbytes)
-    assert not blobs.remove(name, nbytes)
     assert not blobs.holds(name, nbytes)
     assert blobs.open(name, nbytes) is None
     assert valkey.client().dbsize() == 0

@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -32,7 +32,6 @@ from kvshelf.store.tiers.tier import Tier
 from kvshelf.store.tiers.tiered import TieredStore
 from tests.store.caches import golden_caches, make_cache, require_equal
 from tests.store.places import Clock, DiskPlace, Place, flip, gone
-from tests.store.processes import run_in_child
 from tests.store.redis.servers import PATIENT, ValkeyServer, wait_until
 
 SIZE = len(make_cache().to_bytes())
@@ -59,21 +58,34 @@ class Node:
                 assert tier.drop(manifest.id, manifest.tenant)
 
 
+def put_tiers(
+    home: Shelf,
+    near: Path,
+    clock: Clock,
+    *,
+    machine: str = "a",
+    ram: int = 1 << 20,
+    disk: int = 1 << 20,
+    **options: Any,
+) -> Node:
+    """Put tiers before a home; one machine by its name has one folder."""
+    folder = near / f"scratch-{machine}"
+    memory = RamTier(ram, now=clock)
+    tier = DiskTier.open(folder, disk, key=home.key, now=clock, **options)
+    return Node(TieredStore(home, [memory, tier]), home, memory, tier, DiskPlace(folder))
+
+
 @pytest.fixture
 def build(clock: Clock, tmp_path: Path) -> Iterator[Callable[..., Node]]:
-    """Puts tiers before a home; one machine by its name has one folder."""
-    stores: list[TieredStore] = []
+    """`put_tiers`, closed when the test ends."""
+    with ExitStack() as stack:
 
-    def build(home: Shelf, *, machine: str = "a", ram: int = 1 << 20, disk: int = 1 << 20, **options: Any) -> Node:
-        folder = tmp_path / f"scratch-{machine}"
-        memory = RamTier(ram, now=clock)
-        tier = DiskTier.open(folder, disk, key=home.key, now=clock, **options)
-        stores.append(TieredStore(home, [memory, tier]))
-        return Node(stores[-1], home, memory, tier, DiskPlace(folder))
+        def build(home: Shelf, **options: Any) -> Node:
+            node = put_tiers(home, tmp_path, clock, **options)
+            stack.callback(node.store.close)
+            return node
 
-    yield build
-    for store in stores:
-        store.close()
+        yield build
 
 
 @pytest.fixture
@@ -913,7 +925,9 @@ def test_a_home_is_no_tier(home: Path, store: DiskStore) -> None:
     store.get(manifest.id)
 
 
-def test_processes_share_a_tier_on_the_disk(place: Place, clock: Clock, build: Callable[..., Node]) -> None:
+def test_processes_share_a_tier_on_the_disk(
+    place: Place, clock: Clock, tmp_path: Path, build: Callable[..., Node]
+) -> None:
     """What one process put, another reads from its machine's folder; what one deletes is gone for both."""
     node = build(open_home(place, clock))
     manifests = [node.store.put(make_cache(seed)) for seed in range(2)]
@@ -922,12 +936,12 @@ def test_processes_share_a_tier_on_the_disk(place: Place, clock: Clock, build: C
         place.change(manifest, gone)
 
     def work() -> None:
-        other = build(open_home(place, clock))
+        other = put_tiers(open_home(place, clock), tmp_path, clock)
         require_equal(make_cache(0), other.store.get(manifests[0].id))
         assert other.store.put(make_cache(2)).id
         other.store.delete(manifests[1].id)
 
-    run_in_child(work)
+    assert place.start(work).wait() == 0
     third = node.store.cache_id(make_cache(2).identity)
     assert {m.id for m in node.disk.manifests()} == {manifests[0].id, third}
     assert fates(node.store, [manifests[0].id, manifests[1].id, third]) == ["ok", "cache_not_found", "ok"]
