@@ -88,7 +88,7 @@ class ObjectBlobs(Blobs):
         try:
             with translated(self._place):
                 if nbytes <= _PART:
-                    obstore.put(self._store, path, b"".join(content), mode="create")
+                    self._create(path, b"".join(content))
                 else:
                     self._upload(path, content, nbytes)
         except (AlreadyExistsError, FileExistsError) as error:
@@ -185,6 +185,15 @@ class ObjectBlobs(Blobs):
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     # Objects
+
+    def _create(self, path: str, content: bytes) -> None:
+        """In one request, on the condition that there is no such object."""
+        try:
+            obstore.put(self._store, path, content, mode="create")
+        except AlreadyExistsError:
+            # obstore repeats a request whose answer was lost, and then finds its own object.
+            if memoryview(obstore.get(self._store, path).bytes()) != memoryview(content):
+                raise
 
     def _upload(self, path: str, content: Iterable[memoryview], nbytes: int) -> None:
         """In parts, several at once. A failed upload is aborted; that of a dead writer stays until the bucket's rule

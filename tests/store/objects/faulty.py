@@ -24,7 +24,7 @@ ERROR = "<?xml version='1.0'?><Error><Code>{code}</Code><Message>as the test wan
 class Fault:
     """What happens to the next `times` requests with this method and this text in their path.
 
-    delay_s: wait before they are sent on. status, code: answer this without asking the server. cut: send so many bytes
+    delay_s: wait before they are sent on. mute: send them on, and close the connection without an answer. status, code: answer this without asking the server. cut: send so many bytes
     of the body, then close the connection. lie: change the body's bytes. stale: give the answer that the same request
     got before.
     """
@@ -36,6 +36,7 @@ class Fault:
     status: int | None = None
     code: str = "InternalError"
     cut: int | None = None
+    mute: bool = False
     lie: bool = False
     stale: bool = False
 
@@ -79,7 +80,10 @@ class FaultyProxy:
         self.requests.append(key)
         fault = self._fault(*key)
         time.sleep(fault.delay_s)
-        if fault.status is not None:
+        if fault.mute:
+            self._ask(request, body)
+            request.close_connection = True
+        elif fault.status is not None:
             xml = ERROR.format(code=fault.code).encode()
             self._answer(request, fault.status, [("Content-Type", "application/xml")], xml, fault)
         elif fault.stale and key in self.answers:
