@@ -118,7 +118,7 @@ def speed(
 
 @contextmanager
 def _opened(urls: list[str]) -> Iterator[dict[str, Store]]:
-    """A disk store in a temporary folder, and each of `urls` under its scheme: `redis`, the next one `redis-2`.
+    """A disk store in a temporary folder, and each of `urls` under its kind: `redis`, the next one `redis-2`, `objects`.
 
     Never under its URL, which may have a password in it.
     """
@@ -128,8 +128,8 @@ def _opened(urls: list[str]) -> Iterator[dict[str, Store]]:
         homes: dict[str, Store] = {}
         named = Counter[str]()
         for url in (f"disk://{folder}/shelf", *urls):
-            scheme = url.partition(":")[0]
-            named[scheme] += 1
-            name = scheme if named[scheme] == 1 else f"{scheme}-{named[scheme]}"
+            kind = "objects" if "blobs=" in url else url.partition(":")[0]
+            named[kind] += 1
+            name = kind if named[kind] == 1 else f"{kind}-{named[kind]}"
             homes[name] = open_stores.enter_context(open_store(url))
         yield homes

@@ -24,9 +24,9 @@ ERROR = "<?xml version='1.0'?><Error><Code>{code}</Code><Message>as the test wan
 class Fault:
     """What happens to the next `times` requests with this method and this text in their path.
 
-    delay_s: wait before they are sent on. mute: send them on, and close the connection without an answer. status, code: answer this without asking the server. cut: send so many bytes
-    of the body, then close the connection. lie: change the body's bytes. stale: give the answer that the same request
-    got before.
+    delay_s: wait before they are sent on. mute: send them on, and close the connection without an answer. status, code:
+    answer this without asking the server. cut: send so many bytes of the body, then close the connection. lie: change
+    the body's bytes. stale: give the answer that the same request got before.
     """
 
     method: str
