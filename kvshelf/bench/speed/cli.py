@@ -118,7 +118,7 @@ def speed(
 
 @contextmanager
 def _opened(urls: list[str]) -> Iterator[dict[str, Store]]:
-    """A disk store in a temporary folder, and each of `urls` under its kind: `redis`, the next one `redis-2`, `objects`.
+    """A disk store in a temporary folder, and each of `urls` by its kind: `redis`, the next one `redis-2`, `objects`.
 
     Never under its URL, which may have a password in it.
     """
