@@ -18,6 +18,7 @@ _EMPTY: Final = re.compile(r"InvalidRange|\b416 ")
 _CAUSE: Final = re.compile(r"(Connection refused|TimedOut|timed out|dns error|invalid peer certificate)")
 _FULL: Final = re.compile(r"StorageFull|QuotaExceeded|InsufficientStorage|\b507 ")
 _NO_BUCKET: Final = re.compile(r"NoSuchBucket|InvalidBucketName")
+_ROLE: Final = re.compile(r"/latest/(?:api|meta-data)/|AssumeRoleWithWebIdentity|/v2/credentials/")
 _CREDENTIALS: Final = (
     "check the rights of the credentials in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, or the role of "
     "the machine): kvshelf gets, puts, lists and deletes objects below the prefix"
@@ -50,6 +51,11 @@ def translated(place: ObjectPlace) -> Iterator[None]:
         text = str(error)
         if _EMPTY.search(text):
             raise EmptyObject from error
+        if _ROLE.search(text):
+            raise StoreUnavailable(
+                f"there are no credentials for {place}: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are not in the "
+                f"environment of this process, and this machine has no role ({_short(text)})"
+            ) from error
         if _FULL.search(text):
             raise StorageFull(f"cannot write to {place}: its space or quota is used up. Delete caches.") from error
         if _NO_BUCKET.search(text):

@@ -152,6 +152,23 @@ def test_two_shelves_in_one_prefix_do_not_meet(
     assert "is of another index" in one.check()[0]
 
 
+def test_no_credentials_and_others_than_the_server_knows(
+    seaweed: S3Server, tmp_path: Path, prefix: str, open_shelf: OpenShelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = seaweed.url(prefix, timeout_s=1)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another-secret")
+    with pytest.raises(
+        StoreUnavailable, match=r"refuses access \(SignatureDoesNotMatch\).*AWS_ACCESS_KEY_ID"
+    ) as caught:
+        open_shelf(DiskPlace(tmp_path / "home"), url)
+    assert "another-secret" not in caught.value.message
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")  # where a machine's role would be asked for
+    with pytest.raises(StoreUnavailable, match=r"no credentials for .*AWS_ACCESS_KEY_ID.*no role"):
+        open_shelf(DiskPlace(tmp_path / "home"), url)
+
+
 # An index that is lost
 
 
