@@ -1,8 +1,10 @@
-"""Times to the first token of a question in vLLM: after its own prefill of the document, and from the shelf.
+"""vLLM with its own prefill beside vLLM that reads the shelf: first tokens, and many questions at once.
 
-    python -m scripts.measure_vllm --tokens 1000 2000 4000
+    python -m scripts.measure_vllm --tokens 1000 2000 4000      # the first token of one question
+    python -m scripts.measure_vllm --documents 32               # as many questions at once, on a document each
 
-The model is the random one of 8 layers of `kvshelf bench speed`, in fp32. Needs the environment of `make test-vllm`.
+The second one also asks kvshelf's own engine, which reads the same shelf, in the same process and in turn. The model is
+the random one of 8 layers of `kvshelf bench speed`, in fp32. Needs the environment of `make test-vllm`.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import random
 import shutil
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +25,18 @@ from vllm.config import KVTransferConfig
 from kvshelf import Engine, open_store
 from kvshelf.bench.speed.subject import save_random_model
 from kvshelf.integrations.vllm.request import ShelfRequest
+from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.base import Store
+from kvshelf.store.manifest import Manifest
+from kvshelf.workers.engine.decode.generation import Sampling
 from kvshelf.workers.model.source import bundled_folder
+from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
+
+Draw = Callable[[int], list[int]]
 
 QUESTION = 32
+DOCUMENT = 1024
+ANSWER = 32
 ROUNDS = 5
 """Of which the fastest counts, because neighbours only add time."""
 WAYS: dict[str, dict[str, Any]] = {
@@ -42,9 +54,100 @@ def first_token_s(llm: LLM, prompt: dict[str, Any], extra: dict[str, Any]) -> fl
     return time.perf_counter() - started
 
 
+def first_tokens(llm: LLM, engine: Engine, store: Store, draw: Draw, lengths: Sequence[int]) -> None:
+    for tokens in lengths:
+        times: dict[str, list[tuple[float, float]]] = {}
+        for _ in range(ROUNDS + 1):  # the first one warms up
+            document = draw(tokens)
+            asked = [{"prompt_token_ids": document + draw(QUESTION)} for _ in range(2)]
+            first, again = (first_token_s(llm, prompt, {}) for prompt in asked)
+            times.setdefault("vLLM", []).append((first, again))
+            for name, how in WAYS.items():
+                cache = stored(engine, store, document, how)
+                requests = [ShelfRequest(cache.id, cache.kept_tokens, tuple(draw(QUESTION))) for _ in range(2)]
+                first, again = (first_token_s(llm, *request.offline) for request in requests)
+                times.setdefault(name, []).append((first, again))
+        for name, pairs in times.items():
+            first, again = (1000 * min(each) for each in zip(*pairs[1:], strict=True))
+            print(f"{tokens} tokens, {name}: {first:.0f} ms, again {again:.0f} ms", flush=True)
+
+
+def questions_at_once(llm: LLM, engine: Engine, store: Store, draw: Draw, count: int) -> None:
+    """New tokens a second of all answers. The first questions find nothing in a prefix cache or in the engine's memory,
+    the second ones find all documents there."""
+    scheduler = Scheduler(engine, SchedulerLimits(max_open=count, max_waiting=count))
+    scheduler.start()
+    taken: dict[str, list[tuple[float, float]]] = {}
+    for _ in range(ROUNDS + 1):
+        documents = [draw(DOCUMENT) for _ in range(count)]
+        asks: dict[str, Callable[[list[list[int]]], None]] = {"vLLM alone": by_vllm(llm, documents)}
+        for name, how in WAYS.items():
+            manifests = [stored(engine, store, document, how) for document in documents]
+            asks[f"vLLM, shelf: {name}"] = by_connector(llm, manifests)
+            asks[f"kvshelf: {name}"] = by_engine(scheduler, store, manifests)
+        for name, ask in asks.items():
+            pair = []
+            for _ in range(2):
+                asked = [draw(QUESTION) for _ in range(count)]
+                started = time.perf_counter()
+                ask(asked)
+                pair.append(time.perf_counter() - started)
+            taken.setdefault(name, []).append((pair[0], pair[1]))
+    scheduler.stop()
+    for name, pairs in taken.items():
+        first, again = (count * ANSWER / min(each) for each in zip(*pairs[1:], strict=True))
+        print(f"{count} questions, {name}: {first:.0f} tokens/s, again {again:.0f} tokens/s", flush=True)
+
+
+def by_vllm(llm: LLM, documents: Sequence[list[int]]) -> Callable[[list[list[int]]], None]:
+    def ask(questions: list[list[int]]) -> None:
+        prompts = [{"prompt_token_ids": document + asked} for document, asked in zip(documents, questions, strict=True)]
+        outputs = llm.generate(prompts, answers({}), use_tqdm=False)
+        assert all(len(output.outputs[0].token_ids) == ANSWER for output in outputs)
+
+    return ask
+
+
+def by_connector(llm: LLM, manifests: Sequence[Manifest]) -> Callable[[list[list[int]]], None]:
+    def ask(questions: list[list[int]]) -> None:
+        asked = zip(manifests, questions, strict=True)
+        requests = [ShelfRequest(each.id, each.kept_tokens, tuple(ids)).offline for each, ids in asked]
+        prompts, extras = zip(*requests, strict=True)
+        outputs = llm.generate(list(prompts), [answers(extra) for extra in extras], use_tqdm=False)
+        assert all(len(output.outputs[0].token_ids) == ANSWER for output in outputs)
+
+    return ask
+
+
+def by_engine(scheduler: Scheduler, store: Store, manifests: Sequence[Manifest]) -> Callable[[list[list[int]]], None]:
+    resident: dict[str, CompressedCache] = {}
+
+    def ask(questions: list[list[int]]) -> None:
+        tickets = []
+        for manifest, asked in zip(manifests, questions, strict=True):
+            if manifest.id not in resident:
+                resident[manifest.id] = store.get(manifest.id)
+            tickets.append(scheduler.generate(resident[manifest.id], asked, Sampling(max_tokens=ANSWER)))
+        assert all(len(ticket.future.result().token_ids) == ANSWER for ticket in tickets)
+
+    return ask
+
+
+def answers(extra: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False, extra_args=extra)
+
+
+def stored(engine: Engine, store: Store, document: list[int], how: dict[str, Any]) -> Manifest:
+    options = {"codec": "none"} | how
+    codec = options.pop("codec")
+    with torch.no_grad():
+        return store.put(engine.compress(document, **options), codec=codec)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1000, 2000, 4000])
+    parser.add_argument("--documents", type=int, help="how many documents, and questions at once")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as home, open_store(f"disk://{home}/shelf") as store:
         folder = Path(home) / "model"
@@ -58,31 +161,17 @@ def main() -> None:
             kv_role="kv_consumer",
             kv_connector_extra_config={"store": f"disk://{home}/shelf"},
         )
-        longest = max(given.tokens) + 2 * QUESTION
+        longest = max([DOCUMENT + ANSWER] if given.documents else given.tokens) + 2 * QUESTION
         llm = LLM(str(folder), dtype="float32", max_model_len=longest, kv_transfer_config=connector, seed=0)
         drawn = random.Random(0)
 
         def ids(count: int) -> list[int]:
             return [drawn.randrange(5, engine.model.config.vocab_size) for _ in range(count)]
 
-        for tokens in given.tokens:
-            times: dict[str, list[tuple[float, float]]] = {}
-            for _ in range(ROUNDS + 1):  # the first one warms up
-                document = ids(tokens)
-                asked = [{"prompt_token_ids": document + ids(QUESTION)} for _ in range(2)]
-                first, again = (first_token_s(llm, prompt, {}) for prompt in asked)
-                times.setdefault("vLLM", []).append((first, again))
-                for name, how in WAYS.items():
-                    options = {"codec": "none"} | how
-                    codec = options.pop("codec")
-                    with torch.no_grad():
-                        cache = store.put(engine.compress(document, **options), codec=codec)
-                    requests = [ShelfRequest(cache.id, cache.kept_tokens, tuple(ids(QUESTION))) for _ in range(2)]
-                    first, again = (first_token_s(llm, *request.offline) for request in requests)
-                    times.setdefault(name, []).append((first, again))
-            for name, pairs in times.items():
-                first, again = (1000 * min(each) for each in zip(*pairs[1:], strict=True))
-                print(f"{tokens} tokens, {name}: {first:.0f} ms, again {again:.0f} ms", flush=True)
+        if given.documents:
+            questions_at_once(llm, engine, store, ids, given.documents)
+        else:
+            first_tokens(llm, engine, store, ids, given.tokens)
 
 
 if __name__ == "__main__":
