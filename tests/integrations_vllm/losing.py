@@ -14,7 +14,7 @@ from kvshelf.integrations.vllm.step import Step
 before_load: list[Callable[[], Any]] = []
 """Called once, after the next step with a load was scheduled. For a vLLM in this process."""
 
-KILLS = "KVSHELF_TEST_KILLS"
+KILLS = "LOSING_CONNECTOR_KILLS"
 """Names a file. If it is there then, the process whose id it holds is killed. For a vLLM in other processes."""
 
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from kvshelf.store.url import open_store
 from kvshelf.workers.engine.engine import Engine
 from tests.integrations_vllm import losing
 from tests.integrations_vllm.conftest import MODULE, Serving, document, served
-from tests.store.redis.servers import ValkeyServer
+from tests.store.redis.servers import ValkeyServer, wait_until
 
 LONG = 1000
 
@@ -93,6 +93,19 @@ def _answer(client: openai.OpenAI, cache: Manifest) -> list[int]:
         extra_body={"cache_id": cache.id, "ignore_eos": True, "return_token_ids": True},
     )  # fmt: skip
     return list(said.choices[0].token_ids)
+
+
+def _answer_soon(client: openai.OpenAI, cache: Manifest) -> list[int]:
+    """As `_answer`, from a store that has just come back: for a second, who saw it down does not ask it again."""
+    said: list[int] = []
+
+    def answers() -> bool:
+        with suppress(openai.APIStatusError):
+            said.extend(_answer(client, cache))
+        return bool(said)
+
+    wait_until(answers, "the store answers again")
+    return said
 
 
 def _broken_off(stream: Any, act: Callable[[], object]) -> None:
@@ -180,7 +193,7 @@ def test_a_store_that_is_killed_between_scheduling_and_load_is_named(real: Real)
         assert str(refused.value.request_id) in told
         real.valkey.kill()
         real.valkey.start()
-        assert _answer(client, cache) == right
+        assert _answer_soon(client, cache) == right
 
 
 def test_a_killed_store_ends_no_answer_that_has_begun(real: Real) -> None:
@@ -193,7 +206,7 @@ def test_a_killed_store_ends_no_answer_that_has_begun(real: Real) -> None:
         assert (down.value.status_code, down.value.code) == (503, "store_unavailable")
         assert process.poll() is None
         real.valkey.start()
-        assert _answer(client, other) == right
+        assert _answer_soon(client, other) == right
 
 
 def test_a_killed_proxy_leaves_vllm_serving(real: Real) -> None:
