@@ -55,7 +55,7 @@ class Server:
         answer = self.http.post("/v1/completions", json=body)
         assert (answer.status_code, answer.json()["error"]["type"]) == (500, "InternalServerError")
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if REFUSED in line]
-        assert len(lines) == before + 1
+        assert len(lines) > before, "of the scheduler, or of each worker"
         return lines[-1]
 
     def preemptions(self) -> float:
@@ -152,23 +152,40 @@ def _streamed(server: Server, body: dict[str, Any], begun: Barrier) -> tuple[lis
     raise AssertionError("the answer did not end")
 
 
-def test_a_preempted_request_loads_again_and_fails_if_its_cache_has_gone(server: Server) -> None:
-    """Never does it compute on stand-ins. With both caches gone, the request that was not preempted is answered."""
+def _both(server: Server, *, delete: bool) -> tuple[list[str], bool]:
+    """How two answers end that push each other out, and whether their caches were gone by then, if they were to be.
+    Every token is checked."""
     question = "What is the access code of the amber falcon?"
-    for delete in (False, True):
-        caches = [server.own.put(document(number).text, policy="full") for number in (62, 63)]
-        own = [server.own.own(cache, question, LONG) for cache in caches]
-        before = server.preemptions()
+    caches = [server.own.put(document(number).text, policy="full") for number in (62, 78)]
+    own = [server.own.own(cache, question, LONG) for cache in caches]
+    before, in_time = server.preemptions(), True
 
-        def remove(caches: list[Manifest] = caches, delete: bool = delete) -> None:
-            for cache in caches if delete else ():
-                server.own.store.delete(cache.id)
+    def remove() -> None:
+        nonlocal in_time
+        for cache in caches if delete else ():
+            server.own.store.delete(cache.id)
+        in_time = server.preemptions() == before
 
-        begun = Barrier(2, action=remove)
-        bodies = [server.body(cache, question, max_tokens=LONG) for cache in caches]
-        with ThreadPoolExecutor(2) as pool:
-            ends = list(pool.map(_streamed, [server] * 2, bodies, [begun] * 2))
-        assert server.preemptions() > before
-        assert sorted(end for _, end in ends) == (["error", "length"] if delete else ["length"] * 2)
-        for (ids, end), right in zip(ends, own, strict=True):
-            assert ids == (right if end == "length" else right[: len(ids)])
+    begun = Barrier(2, action=remove)
+    bodies = [server.body(cache, question, max_tokens=LONG) for cache in caches]
+    with ThreadPoolExecutor(2) as pool:
+        ends = list(pool.map(_streamed, [server] * 2, bodies, [begun] * 2))
+    assert server.preemptions() > before
+    for (ids, end), right in zip(ends, own, strict=True):
+        assert ids == (right if end == "length" else right[: len(ids)])
+    return sorted(end for _, end in ends), in_time
+
+
+def test_a_preempted_request_loads_again(server: Server) -> None:
+    ends, _ = _both(server, delete=False)
+    assert ends == ["length", "length"]
+
+
+def test_a_preempted_request_fails_if_its_cache_has_gone(server: Server) -> None:
+    """Never does it compute on stand-ins. The request that was not preempted is answered."""
+    for _ in range(5):  # on a busy machine the caches may be deleted too late
+        ends, in_time = _both(server, delete=True)
+        if in_time:
+            break
+    assert in_time
+    assert ends == ["error", "length"]
