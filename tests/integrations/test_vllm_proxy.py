@@ -296,6 +296,7 @@ def test_a_server_that_does_not_connect_rests() -> None:
     urls = [f"http://s{number}:1/v1/" for number in range(4)]
     upstreams = Upstreams(urls, silence_s=1, metrics=ProxyMetrics(), clock=lambda: now[0])
     first, second, *_ = upstreams.order("a")
+    assert Upstream("http://me:secret@host:1/one").name == "host:1/one"
     assert first.url.endswith(":1")
     assert {upstreams.order(f"{key}")[0] for key in range(64)} == set(upstreams.order(None))
     first.rests_until = REST_S

@@ -97,8 +97,9 @@ def test_the_tenant_is_that_of_the_settings_the_key_or_the_request(tmp_path: Pat
     with pytest.raises(Unauthorized, match="revoked"):
         keyed.of(Named("c", api_key=key))
     assert Tenants(ShelfSettings("disk:///x", trust_tenant=True)).of(Named("c", tenant="acme")) == "acme"
-    with pytest.raises(InvalidRequest, match="name the tenant"):
-        Tenants(ShelfSettings("disk:///x", trust_tenant=True)).of(Named("c"))
+    for nobody in (None, ""):
+        with pytest.raises(InvalidRequest, match="name the tenant"):
+            Tenants(ShelfSettings("disk:///x", trust_tenant=True)).of(Named("c", tenant=nobody))
     assert Tenants(ShelfSettings("disk:///x")).of(Named("c")) == "default"
     with pytest.raises(Forbidden, match="another tenant"):
         Tenants(ShelfSettings("disk:///x", tenant="acme")).of(Named("c", tenant="default"))

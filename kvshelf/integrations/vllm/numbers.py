@@ -8,7 +8,7 @@ from kvshelf.service.observe.questions import QuestionMetrics
 
 
 class ProxyMetrics(QuestionMetrics):
-    """The instruments of one proxy. upstream: host and port of a vLLM server, as given at the start."""
+    """The instruments of one proxy. upstream: the name of a vLLM server, all given at the start."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -215,6 +215,7 @@ class _Passed(Response):
         except KvshelfError as error:
             if not begun:
                 raise
+            logs.note(code=error.code)
             log.warning("an answer was cut off", code=error.code, problem=error.message)  # uvicorn ends the connection
 
 

@@ -31,11 +31,13 @@ class Tenants:
         only one, and `InvalidRequest` for a request without its tenant."""
         if self._keys is not None:
             return self._holder(self._keys, named.api_key)
-        if not self._trusting and named.tenant not in (None, self._only):
+        if self._trusting:
+            if not named.tenant:
+                raise InvalidRequest(f"kv_transfer_params.{FIELD} must name the tenant", param="tenant")
+            return named.tenant
+        if named.tenant not in (None, self._only):
             raise Forbidden("this vLLM reads the caches of another tenant than that of the request; see trust_tenant")
-        if self._trusting and named.tenant is None:
-            raise InvalidRequest(f"kv_transfer_params.{FIELD} must name the tenant", param="tenant")
-        return named.tenant or self._only
+        return self._only
 
     def _holder(self, keys: LiveKeys, key: str | None) -> str:
         if key is None:

@@ -41,8 +41,9 @@ class Upstream:
 
     @property
     def name(self) -> str:
-        """Host and port, for metrics and the log: a URL may hold a password."""
-        return urlsplit(self.url).netloc.rpartition("@")[2]
+        """Its address for metrics and the log, where a password must not be."""
+        parts = urlsplit(self.url)
+        return parts.netloc.rpartition("@")[2] + parts.path
 
     def weight(self, key: str) -> bytes:
         """The server with the largest one owns the key: without another server only that one's keys move."""
