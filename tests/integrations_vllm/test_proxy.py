@@ -17,18 +17,22 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from transformers import AutoTokenizer
 
+from kvshelf.integrations.vllm import shelf_request
 from kvshelf.service.access.keyfile import KeyFile
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.rules import Rules
 from kvshelf.store.sealing.keyring import Keyring
 from kvshelf.store.url import open_store
 from kvshelf.workers.engine.engine import Engine
+from tests.conftest import TOKENIZER
 from tests.integrations_vllm import losing
 from tests.integrations_vllm.conftest import MODULE, Serving, document, served
 from tests.store.redis.servers import ValkeyServer, wait_until
 
-LONG = 1000
+LONG = 1900
+"""Tokens of an answer that is still going on when something is killed: seconds of this small model."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,11 @@ def real(tiny: Engine, model_folder: Path, shelf: dict[str, str], tmp_path_facto
         ):
             own = Serving(None, tiny, store, folder)
             yield Real(process, address, log, given, valkey, victim, own)
+
+
+def _refusals(real: Real) -> list[str]:
+    """The lines of vLLM's log that say why."""
+    return [line for line in real.log.read_text(errors="replace").splitlines() if "refused" in line and "code=" in line]
 
 
 def _long(client: openai.OpenAI, cache: Manifest) -> Any:
@@ -156,8 +165,9 @@ def test_what_vllm_refuses_has_a_code_and_the_id_that_its_log_has(real: Real) ->
                     extra_body={"cache_id": ragged.id},
                 )  # fmt: skip
             assert (refused.value.status_code, refused.value.code) == (424, "cache_unusable")
-            told = [line for line in real.log.read_text(errors="replace").splitlines() if "policy_unsupported" in line]
-            assert str(refused.value.request_id) in told[-1]
+            told = _refusals(real)[-1]
+            assert "policy_unsupported" in told
+            assert str(refused.value.request_id) in told
 
 
 def test_callers_of_two_tenants_ask_their_own_caches(real: Real, tmp_path: Path) -> None:
@@ -187,13 +197,25 @@ def test_a_store_that_is_killed_between_scheduling_and_load_is_named(real: Real)
             _answer(client, cache)
         assert (refused.value.status_code, refused.value.code) == (503, "store_unavailable")
         assert not real.victim.exists()
-        (told,) = [
-            line for line in real.log.read_text(errors="replace").splitlines() if "code=store_unavailable" in line
-        ]
+        told = _refusals(real)[-1]
+        assert "code=store_unavailable" in told
         assert str(refused.value.request_id) in told
         real.valkey.kill()
         real.valkey.start()
         assert _answer_soon(client, cache) == right
+
+
+def test_a_store_that_hangs_is_named_and_other_requests_are_answered(real: Real) -> None:
+    """Asked past the proxy, which would wait for the store itself."""
+    cache = real.own.put(document(88).text, policy="full")
+    body = shelf_request(cache, "Why?", AutoTokenizer.from_pretrained(TOKENIZER)).body(None, max_tokens=2)
+    real.valkey.pause()
+    with httpx.Client(base_url=real.url, timeout=60) as http:
+        assert http.post("/v1/completions", json=body).status_code == 500
+        assert "code=store_unavailable" in _refusals(real)[-1]
+        assert http.post("/v1/completions", json={"prompt": "Why?", "max_tokens": 2}).is_success
+        real.valkey.resume()
+        wait_until(lambda: http.post("/v1/completions", json=body).is_success, "the store answers again")
 
 
 def test_a_killed_store_ends_no_answer_that_has_begun(real: Real) -> None:

@@ -133,6 +133,22 @@ def test_a_key_opens_the_caches_of_its_tenant_and_no_others(server: Server) -> N
     assert [secret for secret in (key, server.key, writes, old) if secret[22:] in said] == []
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"kv_transfer_params": {"kvshelf": "kvs_1"}},
+        {"kv_transfer_params": {"kvshelf": None}},
+        {"kv_transfer_params": {"kvshelf": {"cache_id": "kvs_1", "api_key": ["kvsk_1"]}}},
+        {"vllm_xargs": {"kv_transfer_params": "kvshelf"}},
+    ],
+    ids=str,
+)
+def test_parameters_of_another_kind_fail_their_request_alone(server: Server, given: dict[str, Any]) -> None:
+    plain = {"model": server.model, "prompt": "Why?", "max_tokens": 2}
+    assert server.http.post("/v1/completions", json=plain | given).status_code >= 400
+    assert server.http.post("/v1/completions", json=plain).is_success
+
+
 def _streamed(server: Server, body: dict[str, Any], begun: Barrier) -> tuple[list[int], str]:
     """The tokens of an answer, and how it ended. `begun` waits for the first token of each."""
     ids: list[int] = []
