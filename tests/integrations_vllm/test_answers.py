@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -110,6 +111,17 @@ def test_no_document_gets_the_pages_of_another_of_its_length(serving: Serving) -
         assert list(output.outputs[0].token_ids) == serving.own(cache, QUESTION)
         said.append(output.outputs[0].token_ids)
     assert said[0] != said[1]
+
+
+def test_two_answers_from_one_set_of_parameters(serving: Serving) -> None:
+    """vLLM in one process shares them with its caller, and they lose their key on the way."""
+    cache = serving.put(document(23).text, policy="full")
+    prompt, extra = serving.request(cache, QUESTION).offline
+    before = deepcopy(extra)
+    for _ in range(2):
+        (output,) = serving.ask((prompt, extra), n=2, temperature=1, top_k=1)
+        assert [list(each.token_ids) for each in output.outputs] == [serving.own(cache, QUESTION)] * 2
+    assert extra == before
 
 
 def test_a_prompt_without_a_cache_is_vllms_own(serving: Serving) -> None:
