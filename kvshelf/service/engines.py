@@ -15,7 +15,8 @@ from kvshelf.api import CreateCache, CreationProgress, Estimate, EstimateObject,
 from kvshelf.errors import RequestTimeout
 from kvshelf.service.fair_queue import FairQueue
 from kvshelf.service.observe.logs import note
-from kvshelf.service.observe.metrics import Metrics, result_of
+from kvshelf.service.observe.metrics import Metrics
+from kvshelf.service.observe.questions import result_of
 from kvshelf.service.observe.tracing import add_phases
 from kvshelf.service.settings import Settings
 from kvshelf.workers.cluster.remote import RemoteEngine

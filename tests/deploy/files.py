@@ -14,6 +14,7 @@ DEPLOY = ROOT / "deploy"
 
 COMPOSE = DEPLOY / "compose.yaml"
 COMPOSE_CUDA = DEPLOY / "compose.cuda.yaml"
+COMPOSE_VLLM = DEPLOY / "compose.vllm.yaml"
 DOCKERFILE = DEPLOY / "Dockerfile"
 KUBERNETES = sorted(path for path in (DEPLOY / "kubernetes").glob("*.yaml") if path.name != "kustomization.yaml")
 RAY_UP = DEPLOY / "ray-cluster.yaml"

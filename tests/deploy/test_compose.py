@@ -1,4 +1,4 @@
-"""deploy/compose.yaml: by the Compose Specification's schema, and what the schema cannot know."""
+"""deploy/compose*.yaml: by the Compose Specification's schema, and what the schema cannot know."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import subprocess
+from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,20 @@ import pytest
 from jsonschema.validators import validator_for
 
 from kvshelf.errors import StoreUnavailable
+from kvshelf.integrations.vllm.settings import TESTED, ShelfSettings
 from kvshelf.store.redis.address import parse
 from kvshelf.store.redis.link import RedisLink, ServerFacts
-from tests.deploy.files import COMPOSE, COMPOSE_CUDA, DEPLOY, DOCKERFILE, documents, environment_of, objects
+from tests.deploy.files import (
+    COMPOSE,
+    COMPOSE_CUDA,
+    COMPOSE_VLLM,
+    DEPLOY,
+    DOCKERFILE,
+    documents,
+    environment_of,
+    image_of,
+    objects,
+)
 from tests.store.redis.servers import binary, free_port, wait_until
 
 SCHEMA = files("check_jsonschema") / "builtin_schemas" / "vendor" / "compose-spec.json"
@@ -33,7 +45,7 @@ def problems(content: dict[str, Any]) -> list[str]:
     return [f"{'/'.join(map(str, error.absolute_path))}: {error.message}" for error in validator.iter_errors(content)]
 
 
-@pytest.mark.parametrize("path", [COMPOSE, COMPOSE_CUDA], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [COMPOSE, COMPOSE_CUDA, COMPOSE_VLLM], ids=lambda path: path.name)
 def test_the_file_is_one_of_compose(path: Path) -> None:
     assert problems(compose(path)) == []
 
@@ -44,18 +56,20 @@ def test_the_schema_sees_a_typing_error() -> None:
     assert len(problems(content)) == 1
 
 
-def test_services_name_what_is_there() -> None:
-    content = compose()
-    for service in content["services"].values():
+@pytest.mark.parametrize("path", [COMPOSE, COMPOSE_VLLM], ids=lambda path: path.name)
+def test_services_name_what_is_there(path: Path) -> None:
+    volumes, names = compose()["volumes"], compose()["services"].keys() | compose(path)["services"].keys()
+    for service in compose(path)["services"].values():
         depends = service.get("depends_on", {})
-        assert set(depends) <= content["services"].keys()
+        assert set(depends) <= names
         for volume in service.get("volumes", ()):
             source = volume.split(":")[0]
-            assert (DEPLOY / source).exists() if source.startswith(".") else source in content["volumes"]
+            assert (DEPLOY / source).exists() if source.startswith(".") else source in volumes
         if build := service.get("build"):
-            assert build["target"] in ("cpu", "cuda")
+            assert image_of(build["target"])
+            assert service["image"] == f"kvshelf:{build['target']}"
             assert (DEPLOY / build["context"] / build["dockerfile"]).samefile(DOCKERFILE)
-    assert compose(COMPOSE_CUDA)["services"].keys() <= content["services"].keys()
+    assert compose(COMPOSE_CUDA)["services"].keys() <= compose()["services"].keys()
 
 
 def test_who_waits_for_health_waits_for_somebody_who_tells_it() -> None:
@@ -65,21 +79,24 @@ def test_who_waits_for_health_waits_for_somebody_who_tells_it() -> None:
     healthy = [name for name, how in waits if how["condition"] == "service_healthy"]
     assert len(healthy) == 3
     assert [name for name in healthy if "test" not in services[name]["healthcheck"]] == []
+    assert "test" in compose(COMPOSE_VLLM)["services"]["vllm"]["healthcheck"]
 
 
-def test_images_of_others_are_pinned_and_nothing_is_open_to_the_network() -> None:
-    for service in compose()["services"].values():
-        assert re.search(r":(cpu|cuda|v?\d+\.\d+\.\d+[\w.-]*)$", service["image"])
+@pytest.mark.parametrize("path", [COMPOSE, COMPOSE_VLLM], ids=lambda path: path.name)
+def test_images_of_others_are_pinned_and_nothing_is_open_to_the_network(path: Path) -> None:
+    for service in (each for each in compose(path)["services"].values() if "image" in each):
+        assert re.search(r":(cpu|cuda|vllm|v?\d+\.\d+\.\d+[\w.-]*)$", service["image"])
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
         assert service["cap_drop"] == ["ALL"]
 
 
 def test_secrets_have_no_default() -> None:
-    names = re.findall(r"\$\{(\w*(?:PASSWORD|TOKEN)\w*)", COMPOSE.read_text())
-    assert names
+    text = COMPOSE.read_text() + COMPOSE_VLLM.read_text()
+    names = re.findall(r"\$\{(\w*(?:PASSWORD|TOKEN|API_KEY)\w*)", text)
+    assert "VLLM_API_KEY" in names
     for name in names:
-        assert re.search(rf"\$\{{{name}:\?", COMPOSE.read_text()), name
-        assert not re.search(rf"\$\{{{name}:?-", COMPOSE.read_text()), name
+        assert re.search(rf"\$\{{{name}:\?", text), name
+        assert not re.search(rf"\$\{{{name}:?-", text), name
 
 
 def test_all_nodes_of_ray_have_its_token() -> None:
@@ -97,6 +114,21 @@ def test_volumes_lie_where_the_image_keeps_its_files() -> None:
     made = re.findall(r"install --directory [^&\n]*", DOCKERFILE.read_text().replace("\\\n", " "))
     folders = {f"{home}/{folder}" for line in made for folder in re.sub(r"--\S+ (\d+)?", "", line).split()[1:]}
     assert mounts <= folders, "a volume over a folder that the image does not have would belong to root"
+
+
+def test_only_the_proxy_reaches_a_vllm_that_believes_the_tenant_of_a_request() -> None:
+    services = compose()["services"] | compose(COMPOSE_VLLM)["services"]
+    words = services["vllm"]["command"]
+    transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
+    assert import_module(transfer["kv_connector_module_path"]).__all__[0] == transfer["kv_connector"]
+    given = transfer["kv_connector_extra_config"]
+    assert ShelfSettings.parse(given | {"store": services["vllm"]["environment"]["KVSHELF_STORE"]}).trust_tenant
+    beside = {name for name, each in services.items() if "vllm" in each.get("networks", ["default"])}
+    assert beside == {"vllm", "vllm-proxy", "valkey"}
+    assert "ports" not in services["vllm"]
+    assert services["vllm"]["environment"].keys() >= {"VLLM_API_KEY"} <= services["vllm-proxy"]["environment"].keys()
+    (version,) = re.findall(r"^ARG VLLM=v(\d+\.\d+)\.\d+$", DOCKERFILE.read_text(), re.M)
+    assert version in TESTED
 
 
 def valkey_commands() -> dict[str, list[str]]:

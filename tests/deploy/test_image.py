@@ -40,7 +40,7 @@ def test_the_final_images_have_no_tools_but_what_a_kernel_needs() -> None:
     assert packages["cpu"] == {reached}
     assert packages["cuda"] == {reached, "gcc libc6-dev "}
     assert "gcc libc6-dev" in image_of("wheel")  # for the wheel alone
-    for stage in ("cpu", "cuda"):
+    for stage in ("cpu", "cuda", "vllm"):
         assert re.findall(r"^USER (.*)$", image_of(stage), re.M)[-1] == f"{USER}:{USER}"
         assert "HEALTHCHECK" in image_of(stage)
     assert re.search(r"^ARG PYTHON=\d+\.\d+\.\d+-slim", DOCKERFILE.read_text(), re.M)

@@ -17,7 +17,7 @@ from tests.deploy.files import DEPLOY, every_file
 # A command as it stands in a shell line, in a list of YAML, or in a unit: its words until the line or the list ends.
 WORDS = r"((?:[ ,\[]+\S+)*)"
 KVSHELF = re.compile(
-    rf"(?<![\w/.:-])(?:/opt/kvshelf/bin/)?kvshelf (?!kvshelf|on\b)([a-z]+)\b{WORDS}"
+    rf"(?<![\w/.:-])(?:/opt/kvshelf/bin/)?kvshelf (?!kvshelf|on\b)([a-z][a-z-]*)\b{WORDS}"
 )  # not in prose, nor a folder
 RAY = re.compile(rf"(?<![\w/.-])ray (start|stop|health-check|up)\b{WORDS}")
 OPTION = re.compile(r"(?<=[\s,\[])--[a-z][a-z-]*")
@@ -58,6 +58,7 @@ def test_commands_and_settings_exist(path: Path) -> None:
 def test_the_words_are_found_where_they_stand() -> None:
     found = {(path.name, name) for path in every_file() for name, _ in KVSHELF.findall(shell_lines(path))}
     assert {("kvshelf.service", "serve"), ("front-end.sh", "serve"), ("compose.yaml", "keys")} <= found
+    assert ("compose.vllm.yaml", "vllm-proxy") in found
     assert {("ray-cluster.yaml", "serve"), ("kustomization.yaml", "keys")} <= found
     head = [rest for name, rest in RAY.findall(shell_lines(DEPLOY / "compose.yaml")) if name == "start"]
     assert any("--object-store-memory" in rest and "--head" in rest for rest in head)

@@ -15,12 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import openai
 import pytest
 import uvicorn
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -28,7 +29,8 @@ from starlette.routing import Route
 
 from kvshelf import Engine, open_store
 from kvshelf.errors import InvalidRequest
-from kvshelf.integrations.vllm.upstreams import REST_S, SLACK, Upstreams
+from kvshelf.integrations.vllm.numbers import ProxyMetrics
+from kvshelf.integrations.vllm.upstreams import REST_S, SLACK, Upstream, Upstreams
 from kvshelf.service.access.keyfile import KeyFile
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
@@ -99,12 +101,14 @@ def _event(**fields: Any) -> str:
 
 
 @contextmanager
-def proxy(store: str, upstreams: Sequence[str], *options: str, **environment: str) -> Iterator[str]:
+def proxy(
+    store: str, upstreams: Sequence[str], *options: str, log: IO[str] | None = None, **environment: str
+) -> Iterator[str]:
     """The address of a running proxy."""
     command = [sys.executable, "-m", "kvshelf", "vllm-proxy", "--store", store, "--model", "kvshelf-tiny"]
     command += ["--port", "0", *options, *(part for url in upstreams for part in ("--upstream", url))]
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("KVSHELF_", "VLLM_"))}
-    process = subprocess.Popen(command, env=clean | environment, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, env=clean | environment, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
         assert process.stdout is not None
         yield process.stdout.readline().split()[-1]
@@ -179,7 +183,8 @@ def test_openais_client_asks_a_cache(url: str, cache: Manifest, peers: dict[str,
     (bodies,) = [peer.bodies for peer in peers.values() if peer.bodies]
     assert bodies[0] == {
         "model": None, "prompt": [0] * cache.kept_tokens + question, "cache_salt": cache.id, "max_tokens": 9,
-        "kv_transfer_params": {"kvshelf": {"cache_id": cache.id}}, "temperature": 0.0, "top_p": 1.0,
+        "kv_transfer_params": {"kvshelf": {"cache_id": cache.id, "tenant": "default"}}, "temperature": 0.0,
+        "top_p": 1.0,
     }  # fmt: skip
 
 
@@ -289,8 +294,9 @@ def test_a_caller_that_hangs_up_frees_the_server(http: httpx.Client, cache: Mani
 def test_a_server_that_does_not_connect_rests() -> None:
     now = [0.0]
     urls = [f"http://s{number}:1/v1/" for number in range(4)]
-    upstreams = Upstreams(urls, silence_s=1, clock=lambda: now[0])
+    upstreams = Upstreams(urls, silence_s=1, metrics=ProxyMetrics(), clock=lambda: now[0])
     first, second, *_ = upstreams.order("a")
+    assert Upstream("http://me:secret@host:1/one").name == "host:1/one"
     assert first.url.endswith(":1")
     assert {upstreams.order(f"{key}")[0] for key in range(64)} == set(upstreams.order(None))
     first.rests_until = REST_S
@@ -302,7 +308,7 @@ def test_a_server_that_does_not_connect_rests() -> None:
     first.open += 1
     assert upstreams.order("a")[0] is not first
     with pytest.raises(InvalidRequest, match="address"):
-        Upstreams(["localhost:8000"], silence_s=1)
+        Upstreams(["localhost:8000"], silence_s=1, metrics=ProxyMetrics())
 
 
 def test_with_all_servers_down_and_with_keys(home: str, cache: Manifest, tmp_path: Path) -> None:
@@ -319,6 +325,60 @@ def test_with_all_servers_down_and_with_keys(home: str, cache: Manifest, tmp_pat
         http.headers["authorization"] = f"Bearer {key}"
         assert code(ask(http, cache.id)) == (503, "no_worker")
         assert code(http.post("/v1/completions", json={})) == (503, "no_worker")
+
+
+def test_metrics_and_one_log_line_per_request(
+    home: str, cache: Manifest, peers: dict[str, Peer], tmp_path: Path
+) -> None:
+    peer = next(iter(peers))
+    gone = next(url for url in iter(dead, None) if Upstream(url).weight(cache.id) > Upstream(peer).weight(cache.id))
+    file = KeyFile(tmp_path / "keys")
+    (_, key), (_, admin) = file.create("default", ["read"]), file.create("ops", ["admin"])
+    with (
+        (tmp_path / "log").open("w") as log,
+        proxy(home, [gone, peer], "--api-key-file", str(file.path), log=log) as address,
+        httpx.Client(base_url=address, timeout=60) as http,
+    ):
+        assert code(ask(http, cache.id)) == (401, "unauthorized")
+        http.headers["authorization"] = f"Bearer {key}"
+        assert ask(http, cache.id).is_success
+        assert ask(http, cache.id, stream=True).is_success
+        assert http.post("/v1/completions", json={"cache_id": cache.id, "prompt": "Which code?"}).is_success
+        assert code(ask(http, "kvs_" + "0" * 40)) == (404, "cache_not_found")
+        assert code(ask(http, cache.id, seed=FAILS)) == (424, "cache_unusable")
+        assert ask(http, cache.id, seed=BREAKS_OFF, stream=True).is_success
+        assert http.post("/v1/completions", json={"seed": REFUSES}).status_code == 400
+        assert code(http.get("/metrics")) == (403, "forbidden")
+        text = http.get("/metrics", headers={"authorization": f"Bearer {admin}"}).text
+    written = (tmp_path / "log").read_text()
+    lines = [json.loads(line) for line in written.splitlines()]
+    assert not any(secret in written for secret in (key[22:], admin[22:], "Which code", "amber"))
+    numbers = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    results = {labels[0]: value for (name, *labels), value in numbers.items() if name == "kvshelf_queries_total"}
+    assert results == {
+        "answered": 3, "cache_not_found": 1, "cache_unusable": 1, "unauthorized": 1, "worker_crashed": 1
+    }  # fmt: skip
+    assert numbers["kvshelf_cache_misses_total", "not_found"] == 1
+    assert numbers["kvshelf_tokens_saved_total", cache.model] == 3 * cache.num_tokens
+    assert numbers["kvshelf_http_requests_total", "POST", "/v1/chat/completions", "424"] == 1
+    name, down = peer.removeprefix("http://"), gone.removeprefix("http://")
+    sent = {labels[0]: value for (each, *labels), value in numbers.items()
+            if each == "kvshelf_upstream_requests_total" and labels[1] == name}  # fmt: skip
+    assert sent == {"200": 3, "400": 1, "500": 1, "worker_crashed": 1}
+    assert (numbers["kvshelf_upstream_up", name], numbers["kvshelf_upstream_up", down]) == (1, 0)
+    assert numbers["kvshelf_upstream_in_flight", name] == 0
+    assert numbers["kvshelf_upstream_requests_total", "not_connected", down] >= 1
+    told = [line for line in lines if line["event"] == "request"]
+    assert [(line["status"], line.get("code")) for line in told] == [
+        (401, "unauthorized"), (200, None), (200, None), (200, None), (404, "cache_not_found"),
+        (424, "cache_unusable"), (200, "worker_crashed"), (400, None), (403, "forbidden"), (200, None),
+    ]  # fmt: skip
+    about = {"cache_id": cache.id, "upstream": name, "tenant": "default", "cache_read_tokens": cache.num_tokens}
+    assert about.items() <= told[1].items()
 
 
 @pytest.mark.parametrize(

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer, MistralConfig, MistralForCausalLM
 
 from kvshelf import Engine, open_store
-from kvshelf.errors import InvalidRequest, MissingExtra, ModelMismatch, PolicyUnsupported
+from kvshelf.errors import Forbidden, InvalidRequest, MissingExtra, ModelMismatch, PolicyUnsupported, Unauthorized
 from kvshelf.integrations.vllm import shelf_request
 from kvshelf.integrations.vllm.model import ReadingModel
+from kvshelf.integrations.vllm.request import Named
 from kvshelf.integrations.vllm.settings import ShelfSettings, require_tested
+from kvshelf.integrations.vllm.tenants import HiddenKeys, Tenants
+from kvshelf.service.access.keyfile import KeyFile
+from kvshelf.service.access.keys import REREAD_S
 from tests.conftest import TOKENIZER, save_random_model
 
 CHAT = [{"role": "user", "content": "Why?"}]
@@ -29,7 +36,10 @@ def test_a_request_has_a_stand_in_for_each_entry_and_the_engines_question(tiny: 
             for prompt in ("Which code?", [5, 6]) if layout == "plain" else ("Which code?", CHAT):
                 request = shelf_request(manifest, prompt, tokenizer)
                 assert request.prompt_token_ids == [0] * cache.kept_tokens + tiny.encode_query(cache, prompt)
-    salted = {"cache_salt": manifest.id, "kv_transfer_params": {"kvshelf": {"cache_id": manifest.id}}}
+    salted = {
+        "cache_salt": manifest.id,
+        "kv_transfer_params": {"kvshelf": {"cache_id": manifest.id, "tenant": "default"}},
+    }
     assert request.body("m", max_tokens=3) == salted | {
         "model": "m",
         "prompt": request.prompt_token_ids,
@@ -37,6 +47,9 @@ def test_a_request_has_a_stand_in_for_each_entry_and_the_engines_question(tiny: 
     }
     prompt, extra = request.offline
     assert prompt | extra == salted | {"prompt_token_ids": request.prompt_token_ids}
+    keyed = shelf_request(manifest, "Which code?", tokenizer, api_key="kvsk_1_2")
+    assert keyed.kv_transfer_params == {"kvshelf": {"cache_id": manifest.id, "api_key": "kvsk_1_2"}}
+    assert "kvsk" not in repr(keyed)
 
 
 def test_another_tokenizer_or_template_and_an_empty_question_are_refused(tiny: Engine, tmp_path: Path) -> None:
@@ -59,11 +72,53 @@ def test_settings_are_checked_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, "needs store"),
         ({"stor": "disk:///x"}, "stor is unknown .did you mean 'store'"),
         ({"store": "disk:///x", "tenant": 3}, "tenant must be a text"),
+        ({"store": "disk:///x", "trust_tenant": "yes"}, "trust_tenant must be true or false"),
+        ({"store": "disk:///x", "tenant": "a", "api_key_file": "/k"}, "one of tenant and api_key_file"),
     ):
         with pytest.raises(InvalidRequest, match=said):
             ShelfSettings.parse(given)
     monkeypatch.setenv("KVSHELF_STORE", "disk:///y")
     assert ShelfSettings.parse({"tenant": "you"}) == ShelfSettings("disk:///y", tenant="you")
+
+
+def test_the_tenant_is_that_of_the_settings_the_key_or_the_request(tmp_path: Path) -> None:
+    file = KeyFile(tmp_path / "keys")
+    record, key = file.create("acme", ["read"])
+    _, writer = file.create("acme", ["write"])
+    keyed = Tenants(ShelfSettings("disk:///x", api_key_file=str(file.path)))
+    assert keyed.of(Named("c", api_key=key)) == "acme"
+    assert keyed.of(Named("c", tenant="others", api_key=key)) == "acme"
+    for given, error in ((None, Unauthorized), (key[:-1] + "x", Unauthorized), (writer, Forbidden)):
+        with pytest.raises(error) as refused:
+            keyed.of(Named("c", tenant="acme", api_key=given))
+        assert key[22:] not in str(refused.value)
+    file.revoke(record.id)
+    time.sleep(2 * REREAD_S)
+    with pytest.raises(Unauthorized, match="revoked"):
+        keyed.of(Named("c", api_key=key))
+    assert Tenants(ShelfSettings("disk:///x", trust_tenant=True)).of(Named("c", tenant="acme")) == "acme"
+    for nobody in (None, ""):
+        with pytest.raises(InvalidRequest, match="name the tenant"):
+            Tenants(ShelfSettings("disk:///x", trust_tenant=True)).of(Named("c", tenant=nobody))
+    assert Tenants(ShelfSettings("disk:///x")).of(Named("c")) == "default"
+    with pytest.raises(Forbidden, match="another tenant"):
+        Tenants(ShelfSettings("disk:///x", tenant="acme")).of(Named("c", tenant="default"))
+    with pytest.raises(InvalidRequest, match="cannot be used"):
+        Tenants(ShelfSettings("disk:///x", api_key_file=str(tmp_path / "none")))
+
+
+@pytest.mark.parametrize("given", [None, "kvs_1", {}, {"cache_id": 1}, {"cache_id": "c", "api_key": ["kvsk_secret"]},
+                                   {"cache_id": "c", "kvsk_secret": "x"}])  # fmt: skip
+def test_what_names_no_cache_is_refused_without_what_it_holds(given: Any) -> None:
+    with pytest.raises(InvalidRequest, match="object of texts") as refused:
+        Named.parse(given)
+    assert "secret" not in str(refused.value)
+
+
+def test_no_log_line_of_vllm_has_a_key() -> None:
+    line = logging.LogRecord("vllm", logging.INFO, "", 1, "params: %s", ({"api_key": "kvsk_ab_cd", "n": 1},), None)
+    assert HiddenKeys().filter(line)
+    assert line.getMessage() == "params: {'api_key': 'kvsk_...', 'n': 1}"
 
 
 def test_an_untested_version_needs_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,8 +63,11 @@ class Serving:
         (path,) = (self.home / "blobs").glob(f"{cache.id.removeprefix('kvs_')}-*.kvb")
         return path
 
-    def put(self, text: str, *, codec: str = "none", ttl_s: float | None = None, **how: Any) -> Manifest:
-        return self.store.put(self.engine.encoded(self.engine.compress(text, **how), codec), codec=codec, ttl_s=ttl_s)
+    def put(
+        self, text: str, *, codec: str = "none", ttl_s: float | None = None, tenant: str = "default", **how: Any
+    ) -> Manifest:
+        encoded = self.engine.encoded(self.engine.compress(text, **how), codec)
+        return self.store.put(encoded, codec=codec, ttl_s=ttl_s, tenant=tenant)
 
     def ask(self, *requests: Any, **sampling: Any) -> list[Any]:
         """The outputs of vLLM for requests of `shelf_request`, or for pairs as `offline`; all in one call."""
@@ -82,7 +85,7 @@ class Serving:
 
     def own(self, cache: Manifest, question: str, tokens: int = 12) -> list[int]:
         """The greedy answer of kvshelf's engine from the same cache, exported to the places 0 to K - 1."""
-        stored = self.store.get(cache.id)
+        stored = self.store.get(cache.id, tenant=cache.tenant)
         past, ids, said = self.engine.export(stored), self.engine.encode_query(stored, question), []
         with torch.no_grad():
             for _ in range(tokens):
@@ -146,21 +149,26 @@ def serving(tiny: Engine, model_folder: Path, shelf: dict[str, str], store: Stor
 
 @contextmanager
 def served(
-    model_folder: Path, shelf: dict[str, str], log: Path, *options: str
+    model_folder: Path,
+    shelf: dict[str, Any],
+    log: Path,
+    *options: str,
+    connector: tuple[str, str] = ("ShelfConnector", "kvshelf.integrations.vllm"),
 ) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """vLLM as a server, and its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    connector = {
-        "kv_connector": "ShelfConnector",
-        "kv_connector_module_path": "kvshelf.integrations.vllm",
+    name, module = connector
+    transfer = {
+        "kv_connector": name,
+        "kv_connector_module_path": module,
         "kv_role": "kv_consumer",
         "kv_connector_extra_config": shelf,
     }
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_folder)]
     command += ["--dtype", "float32", "--enforce-eager", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--kv-transfer-config", json.dumps(connector), *options]
+    command += ["--kv-transfer-config", json.dumps(transfer), *options]
     cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     with log.open("w") as written:
         process = subprocess.Popen(

@@ -1,4 +1,5 @@
-"""The proxy before a real vLLM: OpenAI's client through it, and what is left when one of the two is killed."""
+"""The proxy before a real vLLM, on a sealed shelf in Redis behind memory: OpenAI's client through it, callers of two
+tenants, and what is left when the store, the proxy or vLLM is killed."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,31 +17,43 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from transformers import AutoTokenizer
 
-from kvshelf.store.base import Store
+from kvshelf.integrations.vllm import shelf_request
+from kvshelf.service.access.keyfile import KeyFile
 from kvshelf.store.manifest import Manifest
+from kvshelf.store.rules import Rules
+from kvshelf.store.sealing.keyring import Keyring
+from kvshelf.store.url import open_store
 from kvshelf.workers.engine.engine import Engine
-from tests.integrations_vllm.conftest import Serving, document, served
+from tests.conftest import TOKENIZER
+from tests.integrations_vllm import losing
+from tests.integrations_vllm.conftest import MODULE, Serving, document, served
+from tests.store.redis.servers import ValkeyServer, wait_until
 
-LONG = 1000
+LONG = 1900
+"""Tokens of an answer that is still going on when something is killed: seconds of this small model."""
 
 
 @dataclass(frozen=True)
 class Real:
-    """A vLLM, its address and log, the shelf that it reads, and kvshelf's engine."""
+    """A vLLM, its address and log, the server of the shelf that it reads, and kvshelf's engine. victim: a file, see
+    `losing.KILLS`."""
 
     vllm: subprocess.Popen[bytes]
     url: str
     log: Path
-    shelf: dict[str, str]
+    shelf: dict[str, Any]
+    valkey: ValkeyServer
+    victim: Path
     own: Serving
 
     @contextmanager
-    def proxied(self) -> Iterator[tuple[subprocess.Popen[str], openai.OpenAI]]:
+    def proxied(self, *options: str) -> Iterator[tuple[subprocess.Popen[str], openai.OpenAI]]:
         """A proxy before it, and a client of the proxy."""
         command = [sys.executable, "-m", "kvshelf", "vllm-proxy", "--upstream", self.url, "--model", "kvshelf-tiny"]
         command += ["--store", self.shelf["store"], "--encryption-key-file", self.shelf["encryption_key_file"]]
-        process = subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen([*command, "--port", "0", *options], stdout=subprocess.PIPE, text=True)
         try:
             assert process.stdout is not None
             url = process.stdout.readline().split()[-1]
@@ -51,13 +64,27 @@ class Real:
 
 
 @pytest.fixture(scope="module")
-def real(
-    tiny: Engine, model_folder: Path, shelf: dict[str, str], store: Store, tmp_path_factory: Any
-) -> Iterator[Real]:
-    log = tmp_path_factory.mktemp("proxy") / "log"
-    with served(model_folder, shelf, log, "--max-model-len", "3072") as (process, url):
-        own = Serving(None, tiny, store, Path(shelf["store"].removeprefix("disk://")))
-        yield Real(process, url, log, shelf, own)
+def real(tiny: Engine, model_folder: Path, shelf: dict[str, str], tmp_path_factory: Any) -> Iterator[Real]:
+    folder = tmp_path_factory.mktemp("proxy")
+    log, victim, key = folder / "log", folder / "victim", shelf["encryption_key_file"]
+    with ValkeyServer(folder, appendonly="yes", appendfsync="always") as valkey, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(losing.KILLS, str(victim))
+        url = f"ram:64MiB+{valkey.url}?timeout_s=5"
+        given = {"store": url, "encryption_key_file": key, "trust_tenant": True}
+        with (
+            served(model_folder, given, log, "--max-model-len", "3072", connector=("LosingConnector", MODULE)) as (
+                process,
+                address,
+            ),
+            open_store(url, rules=Rules(keyring=Keyring.read(key))) as store,
+        ):
+            own = Serving(None, tiny, store, folder)
+            yield Real(process, address, log, given, valkey, victim, own)
+
+
+def _refusals(real: Real) -> list[str]:
+    """The lines of vLLM's log that say why."""
+    return [line for line in real.log.read_text(errors="replace").splitlines() if "refused" in line and "code=" in line]
 
 
 def _long(client: openai.OpenAI, cache: Manifest) -> Any:
@@ -66,6 +93,28 @@ def _long(client: openai.OpenAI, cache: Manifest) -> Any:
     return client.completions.create(
         model=cache.model, prompt="Why?", max_tokens=LONG, stream=True, temperature=0, extra_body=behind
     )
+
+
+def _answer(client: openai.OpenAI, cache: Manifest) -> list[int]:
+    """12 tokens."""
+    said: Any = client.completions.create(
+        model=cache.model, prompt="Why?", max_tokens=12, temperature=0,
+        extra_body={"cache_id": cache.id, "ignore_eos": True, "return_token_ids": True},
+    )  # fmt: skip
+    return list(said.choices[0].token_ids)
+
+
+def _answer_soon(client: openai.OpenAI, cache: Manifest) -> list[int]:
+    """As `_answer`, from a store that has just come back: for a second, who saw it down does not ask it again."""
+    said: list[int] = []
+
+    def answers() -> bool:
+        with suppress(openai.APIStatusError):
+            said.extend(_answer(client, cache))
+        return bool(said)
+
+    wait_until(answers, "the store answers again")
+    return said
 
 
 def _broken_off(stream: Any, act: Callable[[], object]) -> None:
@@ -116,8 +165,70 @@ def test_what_vllm_refuses_has_a_code_and_the_id_that_its_log_has(real: Real) ->
                     extra_body={"cache_id": ragged.id},
                 )  # fmt: skip
             assert (refused.value.status_code, refused.value.code) == (424, "cache_unusable")
-            told = [line for line in real.log.read_text(errors="replace").splitlines() if "policy_unsupported" in line]
-            assert str(refused.value.request_id) in told[-1]
+            told = _refusals(real)[-1]
+            assert "policy_unsupported" in told
+            assert str(refused.value.request_id) in told
+
+
+def test_callers_of_two_tenants_ask_their_own_caches(real: Real, tmp_path: Path) -> None:
+    """vLLM believes the proxy, which knows the tenant by the caller's key; the key goes no further."""
+    file, asked = KeyFile(tmp_path / "keys"), document(84)
+    keys = {tenant: file.create(tenant, ["read"])[1] for tenant in ("acme", "others")}
+    caches = {tenant: real.own.put(asked.text, policy="full", tenant=tenant) for tenant in keys}
+    with real.proxied("--api-key-file", str(file.path)) as (_, client):
+        for tenant, key in keys.items():
+            for owner, cache in caches.items():
+                caller = client.with_options(api_key=key)
+                if owner == tenant:
+                    assert _answer(caller, cache) == real.own.own(cache, "Why?")
+                else:
+                    with pytest.raises(openai.NotFoundError) as refused:
+                        _answer(caller, cache)
+                    assert refused.value.code == "cache_not_found"
+    assert [key for key in keys.values() if key[22:] in real.log.read_text(errors="replace")] == []
+
+
+def test_a_store_that_is_killed_between_scheduling_and_load_is_named(real: Real) -> None:
+    cache = real.own.put(document(85).text, policy="full")
+    right = real.own.own(cache, "Why?")
+    with real.proxied() as (_, client):
+        real.victim.write_text(str(real.valkey.client().info("server")["process_id"]))
+        with pytest.raises(openai.APIStatusError) as refused:
+            _answer(client, cache)
+        assert (refused.value.status_code, refused.value.code) == (503, "store_unavailable")
+        assert not real.victim.exists()
+        told = _refusals(real)[-1]
+        assert "code=store_unavailable" in told
+        assert str(refused.value.request_id) in told
+        real.valkey.kill()
+        real.valkey.start()
+        assert _answer_soon(client, cache) == right
+
+
+def test_a_store_that_hangs_is_named_and_other_requests_are_answered(real: Real) -> None:
+    """Asked past the proxy, which would wait for the store itself."""
+    cache = real.own.put(document(88).text, policy="full")
+    body = shelf_request(cache, "Why?", AutoTokenizer.from_pretrained(TOKENIZER)).body(None, max_tokens=2)
+    real.valkey.pause()
+    with httpx.Client(base_url=real.url, timeout=60) as http:
+        assert http.post("/v1/completions", json=body).status_code == 500
+        assert "code=store_unavailable" in _refusals(real)[-1]
+        assert http.post("/v1/completions", json={"prompt": "Why?", "max_tokens": 2}).is_success
+        real.valkey.resume()
+        wait_until(lambda: http.post("/v1/completions", json=body).is_success, "the store answers again")
+
+
+def test_a_killed_store_ends_no_answer_that_has_begun(real: Real) -> None:
+    begun, other = (real.own.put(document(number).text, policy="full") for number in (86, 87))
+    right = real.own.own(other, "Why?")
+    with real.proxied() as (process, client):
+        _broken_off(_long(client, begun), real.valkey.kill)
+        with pytest.raises(openai.APIStatusError) as down:
+            _answer(client, other)
+        assert (down.value.status_code, down.value.code) == (503, "store_unavailable")
+        assert process.poll() is None
+        real.valkey.start()
+        assert _answer_soon(client, other) == right
 
 
 def test_a_killed_proxy_leaves_vllm_serving(real: Real) -> None:

@@ -73,6 +73,23 @@ def test_a_cache_that_is_deleted_after_it_was_scheduled(serving: Serving, refuse
     refused(serving.request(cache, QUESTION), "cache_not_found")
 
 
+def test_a_cache_that_expires_after_it_was_scheduled(serving: Serving, refused: Any) -> None:
+    cache = serving.put(document(59).text, policy="full", ttl_s=8)
+    losing.before_load.append(lambda: time.sleep(max(0, (cache.expires_at or 0) - time.time()) + 0.1))
+    refused(serving.request(cache, QUESTION), "cache_expired")
+
+
+def test_another_tenant_than_the_only_one(serving: Serving, good: Manifest, refused: Any) -> None:
+    refused(replace(serving.request(good, QUESTION), tenant="you"), "forbidden")
+
+
+def test_a_key_where_none_is_asked_for_is_in_no_log(serving: Serving, good: Manifest, refused: Any) -> None:
+    said = refused(
+        replace(serving.request(good, QUESTION), api_key="kvsk_secret", cache_id="kvs_none"), "cache_not_found"
+    )
+    assert "secret" not in said
+
+
 def test_a_damaged_layer_behind_sound_ones(serving: Serving, refused: Any) -> None:
     cache = serving.put(document(53).text, policy="full")
     blob = serving.blob(cache)
@@ -126,7 +143,7 @@ def test_a_prompt_that_is_not_of_shelf_request(serving: Serving, good: Manifest,
         "no question": ids[: good.kept_tokens],
     }
     if change == "an unknown field":
-        extra = {"kv_transfer_params": {"kvshelf": {"cache_id": good.id, "tenant": "you"}}}
+        extra = {"kv_transfer_params": {"kvshelf": {"cache_id": good.id, "user": "you"}}}
     refused((prompt | {"prompt_token_ids": given.get(change, ids)}, extra), "invalid_request")
 
 

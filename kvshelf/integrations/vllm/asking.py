@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,12 @@ import structlog
 
 from kvshelf.api import Usage
 from kvshelf.errors import CacheUnusable, InvalidRequest, KvshelfError, WorkerCrashed
+from kvshelf.integrations.vllm.numbers import ProxyMetrics
 from kvshelf.integrations.vllm.request import Questions, ShelfRequest
 from kvshelf.integrations.vllm.upstreams import Upstreams
 from kvshelf.service.http.completions import Ending
 from kvshelf.service.http.waiting import off_loop
+from kvshelf.service.observe.logs import note
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.engine.inputs.encode import Prompt
@@ -46,28 +48,67 @@ class Asked:
 class Asking:
     """Asks vLLM servers about the caches of a store. Errors of the store are raised before a server is asked."""
 
-    def __init__(self, store: Store, questions: Questions, upstreams: Upstreams) -> None:
+    def __init__(self, store: Store, questions: Questions, upstreams: Upstreams, metrics: ProxyMetrics) -> None:
         self._store = store
         self._questions = questions
         self._upstreams = upstreams
+        self._metrics = metrics
 
     async def prepare(
         self, cache_id: str, tenant: str, prompt: Prompt, model: str | None, fields: dict[str, Any]
     ) -> Asked:
         """model: None, the cache's, or as vLLM names it. fields: others of vLLM's body. Raises as `Store.stat` and
         `shelf_request` do."""
-        cache = await off_loop(self._store.stat, cache_id, tenant=tenant)
-        request = await off_loop(self._questions.request, cache, prompt)
+        with self._metrics.asking():
+            cache = await off_loop(self._store.stat, cache_id, tenant=tenant)
+            request = await off_loop(self._questions.request, cache, prompt)
+        note(cache_id=cache.id, cache_read_tokens=cache.num_tokens, prefill_tokens=len(request.question))
         return Asked(cache, request, request.body(None if model == cache.model else model, **fields))
 
     async def whole(self, asked: Asked) -> dict[str, Any]:
         """vLLM's answer."""
+        with self._counted(asked):
+            return await self._whole(asked)
+
+    async def text(self, asked: Asked) -> tuple[str, Ending]:
+        """The text of vLLM's only answer, and its ending."""
+        with self._counted(asked):
+            answer = await self._whole(asked)
+            (choice,) = answer["choices"]
+            return choice["text"], asked.ending(choice["finish_reason"], answer["usage"])
+
+    async def events(self, asked: Asked) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of vLLM's stream, without its end."""
+        with self._counted(asked):
+            async with aclosing(self._events(asked)) as events:
+                async for event in events:
+                    yield event
+
+    async def pieces(self, asked: Asked) -> AsyncGenerator[str | Ending, None]:
+        """The text of one streamed answer, and its ending."""
+        reason = usage = None
+        with self._counted(asked):
+            async with aclosing(self._events(asked)) as events:
+                async for event in events:
+                    usage = event.get("usage") or usage
+                    for choice in event["choices"]:
+                        reason = choice["finish_reason"] or reason
+                        if choice["text"]:
+                            yield choice["text"]
+            yield asked.ending(reason, usage)
+
+    @contextmanager
+    def _counted(self, asked: Asked) -> Iterator[None]:
+        with self._metrics.asking():
+            yield
+        self._metrics.answered(asked.cache.model, asked.cache.num_tokens, len(asked.request.question))
+
+    async def _whole(self, asked: Asked) -> dict[str, Any]:
         async with self._sent(asked) as response:
             answer: dict[str, Any] = json.loads(await response.aread())
             return answer
 
-    async def events(self, asked: Asked) -> AsyncGenerator[dict[str, Any], None]:
-        """The events of vLLM's stream, without its end."""
+    async def _events(self, asked: Asked) -> AsyncGenerator[dict[str, Any], None]:
         async with self._sent(asked) as response:
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
@@ -75,18 +116,6 @@ class Asking:
                     if "error" in event:
                         raise _Failed(500, event)
                     yield event
-
-    async def pieces(self, asked: Asked) -> AsyncGenerator[str | Ending, None]:
-        """The text of one streamed answer, and its ending."""
-        reason = usage = None
-        async with aclosing(self.events(asked)) as events:
-            async for event in events:
-                usage = event.get("usage") or usage
-                for choice in event["choices"]:
-                    reason = choice["finish_reason"] or reason
-                    if choice["text"]:
-                        yield choice["text"]
-        yield asked.ending(reason, usage)
 
     @asynccontextmanager
     async def _sent(self, asked: Asked) -> AsyncIterator[httpx.Response]:

@@ -17,6 +17,9 @@ from kvshelf.integrations.vllm.model import ReadingModel
 from kvshelf.integrations.vllm.scheduling import ShelfScheduler
 from kvshelf.integrations.vllm.settings import ShelfSettings, require_supported, require_tested
 from kvshelf.integrations.vllm.step import Step
+from kvshelf.integrations.vllm.tenants import HiddenKeys
+
+HiddenKeys().install()  # vLLM imports this also where it receives requests, and makes no object there
 
 
 class ShelfConnector(KVConnectorBase_V1):  # type: ignore[misc]  # without vLLM its type is unknown

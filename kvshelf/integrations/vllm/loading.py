@@ -26,7 +26,6 @@ class ShelfWorker:
 
     def __init__(self, settings: ShelfSettings, model: ReadingModel, *, rank: int, workers: int, page: int) -> None:
         self._store = settings.home.open()
-        self._tenant = settings.tenant
         self._model = model
         self._rank, self._workers, self._page = rank, workers, page
         self._layers: Mapping[str, Any] = {}
@@ -52,7 +51,7 @@ class ShelfWorker:
         tail = self._tails.find(cache_id)
         if tail is not None and all(load.first >= self._full_pages(load) for load in loads):
             return tail
-        cache = self._store.open_cache(cache_id, tenant=self._tenant)
+        cache = self._store.open_cache(cache_id, tenant=loads[0].tenant)
         try:
             self._model.require_own(cache, self._store.transforms)
         except KvshelfError:

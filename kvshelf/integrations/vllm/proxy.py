@@ -12,8 +12,9 @@ from typing import Annotated, Any, Final
 
 import pydantic_core
 import structlog
-from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Header, Request, Response
 from fastapi.responses import JSONResponse
+from opentelemetry.trace import Tracer
 from pydantic import ConfigDict, Discriminator, Tag, model_validator
 from starlette.types import Receive, Scope, Send
 
@@ -30,10 +31,11 @@ from kvshelf.api.strict import (
 )
 from kvshelf.errors import InvalidRequest, KvshelfError
 from kvshelf.integrations.vllm.asking import Asking
+from kvshelf.integrations.vllm.numbers import ProxyMetrics
 from kvshelf.integrations.vllm.request import Questions
 from kvshelf.integrations.vllm.upstreams import Upstreams
 from kvshelf.service.access.keyfile import KeyFile
-from kvshelf.service.access.keys import REREAD_S, Access, LiveKeys, Reader
+from kvshelf.service.access.keys import REREAD_S, Access, Admin, LiveKeys, Reader
 from kvshelf.service.access.limits import TenantLimits
 from kvshelf.service.http import errors
 from kvshelf.service.http.completions import Completion, query_of, wants_usage
@@ -44,10 +46,11 @@ from kvshelf.service.http.server import HttpServer, cut_off_unread
 from kvshelf.service.http.waiting import off_loop, until_hangup
 from kvshelf.service.loops import repeat
 from kvshelf.service.observe import logs
+from kvshelf.service.observe.telemetry import ObservedRequests
+from kvshelf.service.observe.tracing import tracer_to
 from kvshelf.service.process.supervisor import Place, bound
 from kvshelf.service.settings import Settings
 from kvshelf.service.storage import store_config
-from kvshelf.store.base import Store
 from kvshelf.workers.model.loading import load_tokenizer
 
 log = structlog.get_logger("kvshelf.vllm")
@@ -117,9 +120,7 @@ async def chat(request: Request, asking: InAsking, caller: Reader) -> Response:
     completion = Completion(asked.cache.model)
     if body.stream:
         return await event_stream(request, completion.chunks(asking.pieces(asked), with_usage=wants_usage(body)))
-    answer = await until_hangup(request, asking.whole(asked))
-    (choice,) = answer["choices"]
-    return JSONResponse(completion.whole(choice["text"], asked.ending(choice["finish_reason"], answer["usage"])))
+    return JSONResponse(completion.whole(*await until_hangup(request, asking.text(asked))))
 
 
 @router.post("/v1/completions")
@@ -146,6 +147,14 @@ async def models(request: Request, _caller: Reader) -> Response:
 async def health(request: Request) -> Response:
     """Whether a server answers."""
     return await _passed(request)
+
+
+@router.get("/metrics")
+async def metrics(request: Request, _caller: Admin, accept: Annotated[str, Header()] = "") -> Response:
+    """The metrics of this proxy, in Prometheus' text format, or as OpenMetrics if the caller accepts it."""
+    numbers: ProxyMetrics = request.app.state.metrics
+    content, media_type = numbers.encoded(accept)
+    return Response(content, media_type=media_type)
 
 
 async def _read(request: Request) -> bytes:
@@ -206,11 +215,17 @@ class _Passed(Response):
         except KvshelfError as error:
             if not begun:
                 raise
+            logs.note(code=error.code)
             log.warning("an answer was cut off", code=error.code, problem=error.message)  # uvicorn ends the connection
 
 
 def create_app(
-    settings: Settings, store: Store, questions: Questions, upstreams: Upstreams, keys: LiveKeys | None
+    settings: Settings,
+    asking: Asking,
+    upstreams: Upstreams,
+    metrics: ProxyMetrics,
+    keys: LiveKeys | None,
+    tracer: Tracer,
 ) -> FastAPI:
     """The proxy as an application. Its lifespan closes `upstreams`."""
 
@@ -227,12 +242,12 @@ def create_app(
         await upstreams.close()
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
-    app.state.settings, app.state.upstreams = settings, upstreams
-    app.state.asking = Asking(store, questions, upstreams)
+    app.state.settings, app.state.asking, app.state.upstreams, app.state.metrics = settings, asking, upstreams, metrics
     app.include_router(router)
     limits = TenantLimits(settings.tenant_max_concurrent, None, max_held_bytes=settings.max_held_bytes)
     app.add_middleware(Access, keys=keys, allowed_hosts=settings.allowed_hosts, limits=limits)
     errors.install(app, router.routes, listed="the proxy has /v1/chat/completions, /v1/completions and /v1/models")
+    app.add_middleware(ObservedRequests, metrics=metrics, tracer=tracer)  # added last, so it wraps all others
     return app
 
 
@@ -240,11 +255,19 @@ def serve(settings: Settings, urls: Sequence[str], model: str) -> None:
     """Run the proxy until SIGINT or SIGTERM. model: whose tokenizer writes the questions. Raises a `KvshelfError` for
     settings, a store or a tokenizer that cannot be used."""
     logs.configure(settings.log_level)
-    upstreams = Upstreams(urls, silence_s=settings.request_deadline_s, api_key=os.environ.get("VLLM_API_KEY"))
+    metrics, api_key = ProxyMetrics(), os.environ.get("VLLM_API_KEY")
+    upstreams = Upstreams(urls, silence_s=settings.request_deadline_s, metrics=metrics, api_key=api_key)
     keys = None if settings.api_key_file is None else LiveKeys(KeyFile(settings.api_key_file))
     line, held = socket.socketpair()  # no supervisor: nobody ends the line
-    with store_config(settings).open() as store, bound(settings.host, settings.port) as listener, line, held:
-        app = create_app(settings, store, Questions(load_tokenizer(model)), upstreams, keys)
+    with (
+        store_config(settings).open() as store,
+        tracer_to(settings.otel_endpoint) as tracer,
+        bound(settings.host, settings.port) as listener,
+        line,
+        held,
+    ):
+        asking = Asking(store, Questions(load_tokenizer(model)), upstreams, metrics)
+        app = create_app(settings, asking, upstreams, metrics, keys, tracer)
         line.setblocking(False)
         cut_off_unread(listener, settings.unread_deadline_s)
         limits = ConnectionLimits(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Self
 
 from kvshelf.errors import InvalidRequest, ModelMismatch
@@ -21,13 +21,37 @@ ID_PREFIX: Final = "kvs_"
 
 
 @dataclass(frozen=True)
+class Named:
+    """The content of `FIELD`: a cache, and the caller's key or the tenant that the caller says it is of."""
+
+    cache_id: str
+    tenant: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def parse(cls, given: Any) -> Self:
+        """Raises `InvalidRequest`, without what was given: it may hold a key."""
+        names = [each.name for each in fields(cls)]
+        texts = isinstance(given, Mapping) and all(isinstance(value, str) for value in given.values())
+        if not texts or "cache_id" not in given or not given.keys() <= set(names):
+            raise InvalidRequest(
+                f"kv_transfer_params.{FIELD} must be an object of texts: cache_id, and tenant or api_key where this "
+                "vLLM asks for one",
+                param=f"kv_transfer_params.{FIELD}",
+            )
+        return cls(**given)
+
+
+@dataclass(frozen=True)
 class ShelfRequest:
     """A question to one cache, as vLLM takes it. entries: K, the entries of the cache in every head and layer.
-    question: the token ids behind them."""
+    question: the token ids behind them. tenant: of the cache, if known. api_key: the caller's, instead."""
 
     cache_id: str
     entries: int
     question: tuple[int, ...]
+    tenant: str | None = None
+    api_key: str | None = field(default=None, repr=False)
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -37,7 +61,8 @@ class ShelfRequest:
     @property
     def kv_transfer_params(self) -> dict[str, Any]:
         """What tells the connector of the cache."""
-        return {FIELD: {"cache_id": self.cache_id}}
+        who = {"tenant": self.tenant} if self.api_key is None else {"api_key": self.api_key}
+        return {FIELD: {"cache_id": self.cache_id} | {name: value for name, value in who.items() if value is not None}}
 
     @property
     def offline(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -56,9 +81,10 @@ class ShelfRequest:
         }
 
     @classmethod
-    def parse(cls, cache_id: str, entries: int, prompt: Sequence[int], salt: str | None) -> Self:
-        """The request that a server received for a cache of so many entries. Raises `InvalidRequest` for one that this
-        module does not build."""
+    def parse(cls, cache: Manifest, prompt: Sequence[int], salt: str | None) -> Self:
+        """The request that a server received for a cache. Raises `InvalidRequest` for one that this module does not
+        build."""
+        cache_id, entries = cache.id, cache.kept_tokens
         if salt != cache_id:
             raise InvalidRequest(
                 f"cache_salt is {salt!r}; it must be the cache's id {cache_id}, because without it vLLM takes the "
@@ -71,17 +97,7 @@ class ShelfRequest:
                 "then the question; build it with kvshelf.integrations.vllm.shelf_request",
                 param="prompt",
             )
-        return cls(cache_id, entries, tuple(prompt[entries:]))
-
-
-def cache_id_of(given: Any) -> str:
-    """The cache that the content of `FIELD` names. Raises `InvalidRequest`."""
-    if not isinstance(given, Mapping) or set(given) != {"cache_id"} or not isinstance(given["cache_id"], str):
-        raise InvalidRequest(
-            f'kv_transfer_params.{FIELD} is {given!r}; it must be {{"cache_id": "{ID_PREFIX}..."}}',
-            param=f"kv_transfer_params.{FIELD}",
-        )
-    return given["cache_id"]
+        return cls(cache_id, entries, tuple(prompt[entries:]), cache.tenant)
 
 
 class Questions:
@@ -95,21 +111,23 @@ class Questions:
     def request(self, cache: Manifest, prompt: Prompt) -> ShelfRequest:
         """As `shelf_request`."""
         made = cache.identity["model"]
-        for field, ours in zip(("tokenizer", "template"), self._digests, strict=True):
-            if made[field] not in ("", ours):
+        for part, ours in zip(("tokenizer", "template"), self._digests, strict=True):
+            if made[part] not in ("", ours):
                 raise ModelMismatch(
-                    f"cache {cache.id} was made by {made['name']!r} with another {field} than the one given; load the "
+                    f"cache {cache.id} was made by {made['name']!r} with another {part} than the one given; load the "
                     "tokenizer from that model's folder",
-                    field=field,
+                    field=part,
                 )
         encoder = Encoder(cache.model, self._text, cache.num_tokens, self._vocabulary)
-        return ShelfRequest(cache.id, cache.kept_tokens, tuple(encoder.query(cache.identity["boundary"], prompt)))
+        question = tuple(encoder.query(cache.identity["boundary"], prompt))
+        return ShelfRequest(cache.id, cache.kept_tokens, question, cache.tenant)
 
 
-def shelf_request(cache: Manifest, prompt: Prompt, tokenizer: Any) -> ShelfRequest:
+def shelf_request(cache: Manifest, prompt: Prompt, tokenizer: Any, *, api_key: str | None = None) -> ShelfRequest:
     """The request that asks `prompt` (a text, messages or token ids) of a cache, as `Engine.encode_query` writes it.
 
-    cache: what `store.stat(cache_id)` gives. tokenizer: the model's, from transformers. Raises `InvalidRequest` for a
+    cache: what `store.stat(cache_id)` gives. tokenizer: the model's, from transformers. api_key: the caller's, for a
+    vLLM that asks for keys; without it the request names the cache's tenant. Raises `InvalidRequest` for a
     prompt that cannot be asked, and `ModelMismatch` for another tokenizer or template than the document's.
     """
-    return Questions(tokenizer).request(cache, prompt)
+    return replace(Questions(tokenizer).request(cache, prompt), api_key=api_key)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
+from copy import copy
 from typing import Any
 
 import structlog
 
 from kvshelf.errors import InvalidRequest, KvshelfError
-from kvshelf.integrations.vllm.request import FIELD, ID_PREFIX, ShelfRequest, cache_id_of
+from kvshelf.integrations.vllm.request import FIELD, ID_PREFIX, Named, ShelfRequest
 from kvshelf.integrations.vllm.settings import ShelfSettings
 from kvshelf.integrations.vllm.step import Load, Step
+from kvshelf.integrations.vllm.tenants import Tenants
 
 log = structlog.get_logger("kvshelf.vllm")
 
@@ -24,35 +27,46 @@ class ShelfScheduler:
 
     def __init__(self, settings: ShelfSettings) -> None:
         self._store = settings.home.open()
-        self._tenant = settings.tenant
+        self._tenants = Tenants(settings)
+        self._named: dict[str, tuple[str, str] | KvshelfError] = {}
         self._decided: dict[str, ShelfRequest | KvshelfError] = {}
         self._step = Step()
 
     def arrived(self, request: Any) -> None:
-        """Have vLLM ask for every request of ours. It would not for prompt logprobs, and compute the stand-ins."""
-        if _is_ours(request):
-            request.skip_reading_prefix_cache = False
+        """Find out which cache of which tenant a request names, and let go of its key, which the workers are not to
+        get. Have vLLM ask for every request of ours. It would not for prompt logprobs, and compute the stand-ins."""
+        if not _is_ours(request):
+            return
+        request.skip_reading_prefix_cache = False
+        try:
+            named = Named.parse(_params(request).get(FIELD))
+            self._named[request.request_id] = named.cache_id, self._tenants.of(named)
+        except KvshelfError as error:
+            self._named[request.request_id] = error
+        _without_params(request)
 
     def matched(self, request: Any, computed: int) -> tuple[int, bool]:
         """Entries that the shelf has behind the `computed` in vLLM's pages, and whether they come between steps."""
-        if not _is_ours(request):
+        named = self._named.get(request.request_id)
+        if named is None:
             return 0, False
         try:
-            asked = self._decided[request.request_id] = self._checked(request)
+            if isinstance(named, KvshelfError):
+                raise named
+            asked = self._decided[request.request_id] = self._checked(request, *named)
         except KvshelfError as error:
             self._decided[request.request_id] = error
             return _REFUSED
         return max(0, asked.entries - computed), False
 
-    def _checked(self, request: Any) -> ShelfRequest:
-        cache_id = cache_id_of((request.kv_transfer_params or {}).get(FIELD))
+    def _checked(self, request: Any, cache_id: str, tenant: str) -> ShelfRequest:
         sampling = request.sampling_params
         if request.lora_request is not None:
             raise InvalidRequest("an adapter changes the keys and values of the document", param="lora_request")
         if sampling is None or sampling.skip_reading_prefix_cache:
             raise InvalidRequest("a stored document has no logprobs and gives no embedding", param="prompt_logprobs")
-        entries = self._store.stat(cache_id, tenant=self._tenant).kept_tokens
-        return ShelfRequest.parse(cache_id, entries, request.prompt_token_ids or (), request.cache_salt)
+        cache = self._store.stat(cache_id, tenant=tenant)
+        return ShelfRequest.parse(cache, request.prompt_token_ids or (), request.cache_salt)
 
     def allocated(self, request: Any, pages: list[int], tokens: int) -> None:
         """`tokens` of a request are to be loaded in this step."""
@@ -61,17 +75,20 @@ class ShelfScheduler:
             log.error("refused", request_id=request.request_id, code=asked.code, error=str(asked))
             self._step.refused.append(request.request_id)
         elif asked is not None and tokens:
+            assert asked.tenant is not None, "as its manifest names it"
             with suppress(KvshelfError):  # a use that is not counted harms no answer
-                self._store.touch(asked.cache_id, tenant=self._tenant)
-            first = asked.entries - tokens
-            self._step.loads.append(Load(request.request_id, asked.cache_id, first, asked.entries, tuple(pages)))
+                self._store.touch(asked.cache_id, tenant=asked.tenant)
+            first, entries = asked.entries - tokens, asked.entries
+            load = Load(request.request_id, asked.cache_id, asked.tenant, first, entries, tuple(pages))
+            self._step.loads.append(load)
 
     def take_step(self) -> Step:
         step, self._step = self._step, Step()
         return step
 
     def finished(self, request: Any) -> None:
-        self._decided.pop(request.request_id, None)
+        for found in (self._named, self._decided):
+            found.pop(request.request_id, None)
 
     def close(self) -> None:
         self._store.close()
@@ -79,4 +96,17 @@ class ShelfScheduler:
 
 def _is_ours(request: Any) -> bool:
     """Also with the salt alone: the pages of a document are for those who name it to the shelf."""
-    return FIELD in (request.kv_transfer_params or {}) or (request.cache_salt or "").startswith(ID_PREFIX)
+    return FIELD in _params(request) or (request.cache_salt or "").startswith(ID_PREFIX)
+
+
+def _params(request: Any) -> Mapping[str, Any]:
+    given = request.kv_transfer_params
+    return given if isinstance(given, Mapping) else {}
+
+
+def _without_params(request: Any) -> None:
+    """Copies, because vLLM in one process shares them with its caller, who may send them again."""
+    request.kv_transfer_params = {}
+    if request.sampling_params is not None and request.sampling_params.extra_args is not None:
+        request.sampling_params = copy(request.sampling_params)
+        request.sampling_params.extra_args = dict(request.sampling_params.extra_args, kv_transfer_params={})

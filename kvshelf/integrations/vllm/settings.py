@@ -20,20 +20,30 @@ UNTESTED: Final = "KVSHELF_VLLM_UNTESTED"
 @dataclass(frozen=True)
 class ShelfSettings:
     """`kv_connector_extra_config` of vLLM. store: the URL of the shelf, by default `KVSHELF_STORE` of the environment.
-    encryption_key_file: absolute path of the keys of a sealed one. tenant: whose caches may be asked."""
+    encryption_key_file: absolute path of the keys of a sealed one.
+
+    One of three says whose caches may be asked. tenant: that one's, by default `default`. api_key_file: absolute path
+    of the service's keys, of which each request brings one. trust_tenant: of the tenant that the request names.
+    """
 
     store: str
     encryption_key_file: str | None = None
-    tenant: str = "default"
+    tenant: str | None = None
+    api_key_file: str | None = None
+    trust_tenant: bool = False
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> Self:
-        """Raises `InvalidRequest` for an unknown field, a wrong type or no store."""
+        """Raises `InvalidRequest` for an unknown field, a wrong type, two ways to a tenant or no store."""
         names = [field.name for field in fields(cls)]
         for name, value in given.items():
-            if name not in names or not isinstance(value, str):
-                why = "must be a text" if name in names else f"is unknown{nearest(name, names)}"
+            kind, what = (bool, "true or false") if name == "trust_tenant" else (str, "a text")
+            if name not in names or not isinstance(value, kind):
+                why = f"must be {what}" if name in names else f"is unknown{nearest(name, names)}"
                 raise InvalidRequest(f"kv_connector_extra_config: {name} {why}", param=name)
+        ways = [name for name in ("tenant", "api_key_file", "trust_tenant") if given.get(name)]
+        if len(ways) > 1:
+            raise InvalidRequest(f"kv_connector_extra_config takes one of {' and '.join(ways)}", param=ways[1])
         store = given.get("store", os.environ.get("KVSHELF_STORE"))
         if store is None:
             raise InvalidRequest(

@@ -9,11 +9,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 @dataclass(frozen=True)
 class Load:
-    """The entries `first` to `entries` (excluded) of a cache go to vLLM's pages of a request. pages: all of the
-    request, from its first token on."""
+    """The entries `first` to `entries` (excluded) of a tenant's cache go to vLLM's pages of a request. pages: all of
+    the request, from its first token on."""
 
     request_id: str
     cache_id: str
+    tenant: str
     first: int
     entries: int
     pages: tuple[int, ...]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 from urllib.parse import urlsplit
 
 import httpx
 import structlog
 
-from kvshelf.errors import DeadlineExceeded, InvalidRequest, NoWorker, WorkerCrashed
+from kvshelf.errors import DeadlineExceeded, InvalidRequest, KvshelfError, NoWorker, WorkerCrashed
+from kvshelf.integrations.vllm.numbers import ProxyMetrics
+from kvshelf.service.observe.logs import note
 
 log = structlog.get_logger("kvshelf.vllm")
 
@@ -35,6 +39,12 @@ class Upstream:
     open: int = 0
     rests_until: float = 0.0
 
+    @property
+    def name(self) -> str:
+        """Its address for metrics and the log, where a password must not be."""
+        parts = urlsplit(self.url)
+        return parts.netloc.rpartition("@")[2] + parts.path
+
     def weight(self, key: str) -> bytes:
         """The server with the largest one owns the key: without another server only that one's keys move."""
         return hashlib.sha256(f"{self.url} {key}".encode()).digest()
@@ -44,7 +54,7 @@ class Upstreams:
     """Sends requests to one of several servers. silence_s: how long one may send nothing. Raises `InvalidRequest` for
     what is no HTTP URL.
 
-    api_key: what the servers ask for; a caller's own is for the proxy alone.
+    metrics: count the requests. api_key: what the servers ask for; a caller's own is for the proxy alone.
     """
 
     def __init__(
@@ -52,11 +62,15 @@ class Upstreams:
         urls: Sequence[str],
         *,
         silence_s: float,
+        metrics: ProxyMetrics,
         api_key: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._all = [Upstream(_base(url)) for url in dict.fromkeys(urls)]
         self._clock = clock
+        self._metrics = metrics
+        for each in self._all:
+            metrics.watch(each.name, partial(getattr, each, "open"), partial(self._is_up, each))
         # Each request gets its own connection. One that was kept may just be closing, and a request that fails on it
         # could not be told from one that vLLM has begun.
         self._http = httpx.AsyncClient(
@@ -87,25 +101,50 @@ class Upstreams:
         `WorkerCrashed` and `DeadlineExceeded` if the server breaks off or is silent, also while the body is read."""
         for upstream in self.order(key):
             request = self._http.build_request(method, upstream.url + path, headers=headers, content=content)
-            upstream.open += 1
-            try:
-                with _named(upstream):
-                    try:
-                        response = await self._http.send(request, stream=True)
-                    except (httpx.ConnectError, httpx.ConnectTimeout) as error:  # the request cannot have begun
-                        upstream.rests_until = self._clock() + REST_S
-                        log.warning("vLLM does not connect", upstream=upstream.url, problem=str(error))
-                        continue
-                    try:
-                        yield response
-                    finally:
-                        await response.aclose()
-                return
-            finally:
-                upstream.open -= 1
+            with self._counted(upstream) as sent, _named(upstream):
+                try:
+                    response = await self._http.send(request, stream=True)
+                except (httpx.ConnectError, httpx.ConnectTimeout) as error:  # the request cannot have begun
+                    upstream.rests_until = self._clock() + REST_S
+                    log.warning("vLLM does not connect", upstream=upstream.name, problem=str(error))
+                    continue
+                sent.result = str(response.status_code)
+                try:
+                    yield response
+                finally:
+                    await response.aclose()
+            return
         raise NoWorker(
             f"none of the {len(self._all)} vLLM servers can be connected; try again when one is up", retry_after_s=1.0
         )
+
+    @contextmanager
+    def _counted(self, upstream: Upstream) -> Iterator[_Sent]:
+        """Wraps a request to a server."""
+        sent = _Sent()
+        upstream.open += 1
+        note(upstream=upstream.name)
+        try:
+            yield sent
+        except KvshelfError as error:
+            sent.result = error.code
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            sent.result = "cancelled"
+            raise
+        finally:
+            upstream.open -= 1
+            self._metrics.sent(upstream.name, sent.result)
+
+    def _is_up(self, upstream: Upstream) -> float:
+        return float(upstream.rests_until <= self._clock())
+
+
+@dataclass
+class _Sent:
+    """What became of a request to a server, as its metric says."""
+
+    result: str = "not_connected"
 
 
 def _base(url: str) -> str:
@@ -121,10 +160,10 @@ def _named(upstream: Upstream) -> Iterator[None]:
     try:
         yield
     except httpx.TimeoutException as error:
-        raise DeadlineExceeded(f"vLLM at {upstream.url} sent nothing for too long; try again later") from error
+        raise DeadlineExceeded(f"vLLM at {upstream.name} sent nothing for too long; try again later") from error
     except httpx.TransportError as error:
         raise WorkerCrashed(
-            f"vLLM at {upstream.url} broke off ({error or type(error).__name__}); the request may have been carried "
+            f"vLLM at {upstream.name} broke off ({error or type(error).__name__}); the request may have been carried "
             "out. Try again",
             retry_after_s=1.0,
         ) from error

@@ -38,6 +38,14 @@ class Caller:
     scopes: frozenset[Scope]
     key_id: str | None
 
+    def require(self, scope: Scope) -> None:
+        """Raises `Forbidden` without the scope."""
+        if scope not in self.scopes:
+            raise Forbidden(
+                f"this needs a key with the scope {scope!r}; the key {self.key_id} has "
+                f"{', '.join(each for each in SCOPES if each in self.scopes)}"
+            )
+
 
 ANYONE: Final = Caller("default", frozenset(SCOPES), None)
 """Every caller of a service without keys, see `require_local`. All have one tenant; Authorization is ignored."""
@@ -46,11 +54,7 @@ ANYONE: Final = Caller("default", frozenset(SCOPES), None)
 def _with_scope(scope: Scope) -> Callable[[Request], Caller]:
     def caller(request: Request) -> Caller:
         found: Caller = request.state.caller
-        if scope not in found.scopes:
-            raise Forbidden(
-                f"this needs a key with the scope {scope!r}; the key {found.key_id} has "
-                f"{', '.join(each for each in SCOPES if each in found.scopes)}"
-            )
+        found.require(scope)
         return found
 
     return caller
@@ -84,7 +88,11 @@ class LiveKeys:
         scheme, _, key = given[0].partition(" ")
         if len(given) > 1 or scheme.lower() != "bearer":
             raise Unauthorized("send one Authorization header, of the form: Bearer kvsk_...")
-        record = self._keys.identify(key.strip())
+        return self.holder(key.strip())
+
+    def holder(self, key: str) -> Caller:
+        """Whose key this is. Raises `Unauthorized`."""
+        record = self._keys.identify(key)
         return Caller(record.tenant, frozenset(record.scopes), record.id)
 
     def reread(self) -> None:

@@ -1,8 +1,4 @@
-"""Counters and timers of the service, for Prometheus.
-
-Labels are few and have known values: route templates, names of models and policies, error codes. They never contain an
-id or a tenant, because readers of the metrics must not learn about tenants.
-"""
+"""Counters and timers of the service, for Prometheus."""
 
 from __future__ import annotations
 
@@ -13,11 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import Histogram
 
 from kvshelf.corpus.run.progress import Progress
-from kvshelf.errors import CacheNotFound, KvshelfError, StoreUnavailable
-from kvshelf.service.http.errors import miss_reason
+from kvshelf.errors import KvshelfError
+from kvshelf.service.observe.questions import QuestionMetrics, result_of
 from kvshelf.store.base import Store
 from kvshelf.workers.replica.results import Created, Phase, Reply
 
@@ -25,33 +21,16 @@ USAGE_AGE_S: Final = 5.0
 """Maximum age of the shelf's numbers, so that frequent scrapes do not load the store."""
 
 _USAGE_PATIENCE_S = 2.0
-_SECONDS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _AGREEMENTS = (0.25, 0.5, 0.75, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 1)
 _PLACES = ("memory", "ram", "disk", "home")
-_REASONS = ("not_found", "expired", "evicted", "corrupt", "version", "model_changed", "store_unavailable")
-_METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
 
 
-class Metrics:
-    """The instruments of one front end, in their own registry, so that two apps in one process do not mix numbers."""
+class Metrics(QuestionMetrics):
+    """The instruments of one front end."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
-        ProcessCollector(registry=registry)
-
-        def counter(name: str, about: str, *labels: str) -> Counter:
-            return Counter(f"kvshelf_{name}", about, labels, registry=registry)
-
-        def gauge(name: str, about: str, *labels: str) -> Gauge:
-            return Gauge(f"kvshelf_{name}", about, labels, registry=registry)
-
-        def histogram(name: str, about: str, *labels: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
-            return Histogram(f"kvshelf_{name}", about, labels, registry=registry, buckets=buckets)
-
-        self._requests = counter("http_requests", "answered HTTP requests", "route", "method", "status")
-        self._request_s = histogram(
-            "http_request_seconds", "from a request's head to its answer's end", "route", "method"
-        )
+        super().__init__()
+        counter, gauge, histogram = self._counter, self._gauge, self._histogram
         self._creations = counter("creations", "by result: new, existing or an error code", "model", "policy", "result")
         self._creation_s = histogram(
             "creation_phase_seconds", "phases of creations that made a cache", "model", "phase"
@@ -63,11 +42,7 @@ class Metrics:
         self._stored_bytes = counter("stored_bytes", "bytes of new caches as stored", "model")
         about = "share of the cues on which new caches agree with the full cache"
         self._agreement = histogram("quality_agreement", about, "model", "policy", buckets=_AGREEMENTS)
-        self._queries = counter("queries", "queries by result: answered or an error code", "result")
         self._hits = counter("cache_hits", "queries by the place of their cache", "read_from")
-        self._misses = counter("cache_misses", "queries whose cache could not be used", "reason")
-        self._tokens_saved = counter("tokens_saved", "document tokens read from caches instead of prefilled", "model")
-        self._prefill_tokens = counter("prefill_tokens", "tokens of questions", "model")
         self._completion_tokens = counter("completion_tokens", "tokens of answers", "model")
         self._answer_s = histogram("answer_phase_seconds", "phases of answers", "model", "phase")
         self._first_token_s = histogram("first_token_seconds", "from a question's arrival to its first token", "model")
@@ -82,16 +57,8 @@ class Metrics:
         self._caches = gauge("caches", "caches on the shelf; NaN if unknown")
         self._shelf_bytes = gauge("shelf_bytes", "bytes of all caches on the shelf; NaN if unknown")
         self._usage_until = -math.inf
-        # Create these labels at once: a counter that only appears with its first count shows no rate for that count.
-        for counted, names in ((self._hits, _PLACES), (self._misses, _REASONS)):
-            for name in names:
-                counted.labels(name)
-
-    def request(self, route: str, method: str, status: int, seconds: float) -> None:
-        """Records a finished HTTP request. `route` is a path template; `method` may be any text."""
-        method = method if method in _METHODS else "other"
-        self._requests.labels(route, method, status).inc()
-        self._request_s.labels(route, method).observe(seconds)
+        for place in _PLACES:  # at once, as those of the misses
+            self._hits.labels(place)
 
     @contextmanager
     def creating(self, model: str, policy: str) -> Iterator[None]:
@@ -114,22 +81,6 @@ class Metrics:
             if manifest.quality is not None:
                 self._agreement.labels(model, manifest.policy).observe(manifest.quality.agreement)
         _observe(self._creation_s, model, created.phases)
-
-    @contextmanager
-    def asking(self) -> Iterator[None]:
-        """Wraps a query. If it fails, counts it, and counts a miss if the cache could not be used."""
-        try:
-            yield
-        except BaseException as exc:
-            self._queries.labels(result_of(exc)).inc()
-            reason = _miss(exc)
-            if reason is not None:
-                self._misses.labels(reason).inc()
-            raise
-
-    def turned_away(self, code: str) -> None:
-        """Records a question that was refused before its route, by access control or limits."""
-        self._queries.labels(code).inc()
 
     def answered(self, model: str, replies: Sequence[Reply]) -> None:
         """Records an answered query of one or several prompts on one cache."""
@@ -179,22 +130,6 @@ class Metrics:
         self._store_up.set(up)
         self._caches.set(caches)
         self._shelf_bytes.set(nbytes)
-
-
-def result_of(exc: BaseException) -> str:
-    """The result of failed work as a label: an error code, `internal` or `cancelled`."""
-    if isinstance(exc, KvshelfError):
-        return exc.code
-    return "internal" if isinstance(exc, Exception) else "cancelled"  # its task or its stream was cancelled
-
-
-def _miss(exc: BaseException) -> str | None:
-    """Why a cache could not be used; None for other errors."""
-    if isinstance(exc, CacheNotFound):
-        return "not_found"
-    if isinstance(exc, StoreUnavailable):
-        return "store_unavailable"
-    return miss_reason(exc) if isinstance(exc, KvshelfError) else None
 
 
 def _observe(histogram: Histogram, model: str, phases: Sequence[Phase]) -> None:

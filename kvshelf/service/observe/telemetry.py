@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvshelf.errors import Forbidden, RateLimited, Unauthorized
 from kvshelf.service.observe.logs import collecting
-from kvshelf.service.observe.metrics import Metrics
+from kvshelf.service.observe.questions import QuestionMetrics
 
 log = structlog.get_logger("kvshelf.service")
 
@@ -27,7 +27,7 @@ MALFORMED = "malformed"
 """Replaces a malformed id in the log."""
 
 _ID = re.compile(r"(kvs|req|file|batch)_[0-9a-f]{16,64}")
-_QUESTION = re.compile(r"/v1/caches/[^/]+/query|/v1/chat/completions")
+_QUESTION = re.compile(r"/v1/caches/[^/]+/query|/v1/(chat/)?completions")
 _AT_THE_DOOR = (Forbidden.code, RateLimited.code, Unauthorized.code)
 
 
@@ -37,7 +37,7 @@ class ObservedRequests:
     It is the outermost middleware, so that it also sees the answers of all other middleware.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, tracer: Tracer) -> None:
+    def __init__(self, app: ASGIApp, metrics: QuestionMetrics, tracer: Tracer) -> None:
         self.app = app
         self._metrics = metrics
         self._tracer = tracer

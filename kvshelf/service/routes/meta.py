@@ -7,7 +7,6 @@ from typing import Annotated
 
 from fastapi import APIRouter, Header, Response
 from fastapi.responses import JSONResponse
-from prometheus_client.exposition import choose_encoder
 
 from kvshelf.api import Limits, ModelList, PolicyList, PolicyObject, Readiness, ReadyPart, TenantAllowances
 from kvshelf.api.strict import MAX_PROMPTS
@@ -152,5 +151,5 @@ async def metrics(_: Admin, service: InService, accept: Annotated[str, Header()]
         service.metrics.read_queues(model, engine.remote.running, service.settings.replicas, engine.waiting)
     service.metrics.read_jobs(service.background.counts, service.batches.counts)
     await service.metrics.read_shelf(service.store)
-    encode, media_type = choose_encoder(accept)
-    return Response(encode(service.metrics.registry), media_type=media_type)
+    content, media_type = service.metrics.encoded(accept)
+    return Response(content, media_type=media_type)
