@@ -24,6 +24,7 @@ from kvshelf.workers.engine.parallel.engine import ParallelEngine
 from kvshelf.workers.model.loading import shares_models
 from kvshelf.workers.model.prepacking import prepack
 from kvshelf.workers.policies import POLICIES
+from tests.amounts import SOAK
 from tests.conftest import copy_tokenizer
 
 pytestmark = pytest.mark.skipif(
@@ -269,7 +270,7 @@ MODELS = {
     "llama": {"num_key_value_heads": 4},
     "qwen3_moe": {"num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "gemma2": {"num_key_value_heads": 2, "sliding_window": 24},  # soft caps, windows
-    "gemma3_text": {
+    "gemma3_text": {  # as gemma2, in a soak
         "num_key_value_heads": 2,
         "sliding_window": 24,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -295,7 +296,8 @@ def save_small(folder, kind, **more):
 
 
 @pytest.mark.parametrize(
-    ("kind", "ranks"), [("llama", 4), ("qwen3_moe", 2), ("gemma2", 2), ("gemma3_text", 2), ("llama4_text", 2)]
+    ("kind", "ranks"),
+    [("llama", 4), ("qwen3_moe", 2), ("gemma2", 2), ("llama4_text", 2), *([("gemma3_text", 2)] if SOAK else [])],
 )
 @pytest.mark.usefixtures("ungrouped")
 def test_small_models(kind, ranks, tmp_path):
