@@ -34,7 +34,7 @@ def form_in(folder: Path) -> str:
 @needs_compiler
 def test_with_a_compiler_it_is_one_of_its_platform_and_its_library_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "src").mkdir()
-    # The last of two levels counts: that of the sources takes ten times as long. What it makes is test_native.py's.
+    # The last level of optimization counts, and the usual one takes twice as long; what it makes is tested elsewhere.
     quick = tmp_path / "cc"
     quick.write_text(f'#!/bin/sh\nexec {shlex.join(compiler())} "$@" -O0\n')
     quick.chmod(0o755)

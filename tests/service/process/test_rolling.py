@@ -135,7 +135,8 @@ def test_no_request_is_lost_when_one_server_takes_over_from_another(tmp_path: Pa
         url = process.stdout.readline().split()[-1]
         fast, other, slow = (stack.enter_context(httpx.Client()) for _ in range(3))
         ways = [lambda: get(fast, "/"), lambda: get(other, "/"), lambda: get(slow, "/slowly")]
-        # With pauses the restarts take a third of the time, and there still are requests at every moment of them.
+        # Without pauses, clients take the processor from the servers that start. With them there still are requests at
+        # every moment of a restart.
         crowd = Crowd([*ways, lambda: get(httpx, "/"), lambda: get(httpx, "/")], pause_s=0 if soak else 0.01)
         stack.callback(crowd.leave)
         for _ in range(50 if soak else 2):
