@@ -30,7 +30,7 @@ model = LlamaForCausalLM(LlamaConfig(
     hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     head_dim=16, vocab_size=64, max_position_embeddings=256, eos_token_id=None))
 engine = Engine(model.eval())
-document = torch.randint(64, (60,)).tolist()
+document = torch.randint(64, (40,)).tolist()
 policies = {"snapkv": {"window": 8}, "lagkv": {"lag": 8}, "h2o": {}, "ems": {"window": 8, "tau": 0.3},
             "ada": {"window": 8}, "keydiff": {}}
 for form in sys.argv[1:]:

@@ -89,7 +89,7 @@ def test_another_tenant_s_thing_takes_as_long_as_none(place: Place, what: str, s
     draw = random.Random(18)
     with place.open() as store:
         store.put(make_cache(1), tenant="me", labels={"case": "mine"})
-        for seed in range(2, 2000 if soak else 300):
+        for seed in range(2, 2000 if soak else 150):
             store.put(make_cache(seed), tenant="them", name="theirs.txt", labels={"case": "theirs"})
         theirs = make(store)
         pairs: list[tuple[float, float]] = []

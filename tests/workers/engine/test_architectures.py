@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Final
@@ -17,6 +16,7 @@ from kvshelf.bench.models.small import TYPES, small_model
 from kvshelf.bench.models.trial import EXACT, NOT_BUILT, REFUSED, tried
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.workers.engine.engine import Engine
+from tests.amounts import amount
 
 PAGE: Final = (Path(__file__).resolve().parents[3] / "docs" / "models.md").read_text()
 OUTCOMES: Final = {"taken": EXACT, "refused": REFUSED, "not tried": NOT_BUILT}
@@ -39,9 +39,9 @@ LATER: Final = {"codegen", "ctrl", "gemma3n_text", "gptj"} | LATENT | WITH_STATE
 """Types that the page calls taken and kvshelf refuses with the oldest transformers allowed, whose attention differs, or
 whose cache does."""
 
-STRIDE: Final = 1 if os.environ.get("KVSHELF_SOAK") == "1" else 2
+STRIDE: Final = amount(4, 1)
 SAMPLE: Final = [(what, why, each) for what, why, types in ROWS for each in types[::STRIDE]]
-"""The first type of each row and each second after it; all in a soak."""
+"""The first type of each row and each fourth after it; all in a soak."""
 
 
 @pytest.mark.parametrize(("what", "why", "model_type"), SAMPLE, ids=[each for *_, each in SAMPLE])

@@ -30,6 +30,7 @@ from kvshelf.workers.model.loading import state_bytes
 from kvshelf.workers.model.source import bundled_folder
 from kvshelf.workers.replica.create.sizes import Shape
 from kvshelf.workers.replica.inspect import kept_tokens
+from tests.amounts import SOAK, amount
 from tests.workers.engine.asking import ids, logits_behind
 
 pytestmark = pytest.mark.skipif(
@@ -48,7 +49,10 @@ def engine_of(family: str) -> Engine:
     return Engine(small_model(family), name="m")
 
 
-@pytest.fixture(params=["qwen3_next", "falcon_h1", "lfm2", "minimax"])
+MECHANISMS = ["qwen3_next", "falcon_h1", "lfm2", "minimax"]
+
+
+@pytest.fixture(scope="module", params=MECHANISMS)
 def engine(request: pytest.FixtureRequest) -> Engine:
     return engine_of(request.param)
 
@@ -57,12 +61,12 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 @pytest.mark.parametrize("tokens", [2, 100])
 def test_a_document_says_what_it_says_when_it_is_read_again(family: str, tokens: int) -> None:
     """Through bytes; a token at a time and many. A document shorter than the convolution's kernel, too."""
-    engine, document, behind = engine_of(family), ids(tokens), ids(60, seed=2)
+    engine, document, behind = engine_of(family), ids(tokens), ids(40, seed=2)
     with torch.no_grad():
         expected = engine.model(torch.tensor([document + behind]), use_cache=False).logits[0, tokens:]
     cache = CompressedCache.from_bytes(engine.compress(document, policy="full").to_bytes())
     assert any(isinstance(layer, States) and layer.states for layer in cache.layers)
-    for pieces in ([60], [1] * 60, [5, 1, 30, 1, 23]):
+    for pieces in ([40], [1] * 40, [5, 1, 20, 1, 13]):
         found = logits_behind(engine, cache, behind, pieces)
         torch.testing.assert_close(found, expected, atol=1e-4 * float(expected.abs().max()), rtol=1e-3)
 
@@ -71,9 +75,15 @@ POLICIES = [
     "keydiff", "snapkv", "pyramidkv", "cake", "kvzip", "kvcues", "ems", "tova", "streaming_llm", "expected_attention",
     "dapq", "lagkv", "knorm", "sage", "localkv", "h2o",
 ]  # fmt: skip
+KINDS = ["keydiff", "snapkv", "pyramidkv", "kvzip", "ems"]
+"""One of scores alone, one that reads queries, one of budgets by layer, one of probe passes, one that merges."""
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("engine", "policy"),
+    [(each, policy) for each in MECHANISMS for policy in (POLICIES if each == MECHANISMS[0] or SOAK else KINDS)],
+    indirect=["engine"],
+)
 def test_policies_reduce_entries_and_leave_states(engine: Engine, policy: str) -> None:
     document = ids(100)
     cache = engine.compress(document, policy=policy, compression_ratio=0.5)
@@ -104,25 +114,26 @@ def test_answers_in_a_batch_are_those_alone(family: str) -> None:
         for policy in ({"policy": "full"}, {"policy": "keydiff", "compression_ratio": 0.5})
     ]
     questions = [ids(1 + 9 * i % 40, seed=50 + i) for i in range(8)]
-    expected = []
-    for i, question in enumerate(questions):
-        document, policy = documents[i % len(documents)]
-        expected.append(plain.answer(plain.compress(document, **policy), question, max_new_tokens=12).token_ids)
+    alone = [plain.compress(document, **policy) for document, policy in documents]
+    expected = [
+        plain.answer(alone[i % len(alone)], question, max_new_tokens=6).token_ids
+        for i, question in enumerate(questions)
+    ]
     batch = engine.batch()
     caches = [engine.compress(document, **policy) for document, policy in documents]
-    asked = [engine.start(caches[i % len(caches)], question, Sampling(12)) for i, question in enumerate(questions)]
+    asked = [engine.start(caches[i % len(caches)], question, Sampling(6)) for i, question in enumerate(questions)]
     for step in range(60):
-        if open_ones := [g for i, g in enumerate(asked) if not g.finished and step >= 3 * i]:
+        if open_ones := [g for i, g in enumerate(asked) if not g.finished and step >= 2 * i]:
             batch.step(open_ones)
     assert [generation.token_ids for generation in asked] == expected
 
 
-def test_a_hundred_questions_leave_the_stored_bytes_as_they_are(engine: Engine) -> None:
+def test_many_questions_leave_the_stored_bytes_as_they_are(engine: Engine) -> None:
     """Two documents, whose questions come in turn: also conversations do not see each other."""
     caches = [engine.compress(ids(60, seed=n), policy="full") for n in (1, 2)]
     before = [cache.to_bytes() for cache in caches]
     first = [engine.answer(cache, ids(5), max_new_tokens=6).token_ids for cache in caches]
-    for turn in range(50):
+    for turn in range(amount(14, 50)):  # with questions of each length twice, in a soak a hundred
         asked = [(cache, ids(1 + turn % 7, seed=turn)) for cache in caches]
         engine.answer_all(asked, max_new_tokens=3)
     assert [cache.to_bytes() for cache in caches] == before

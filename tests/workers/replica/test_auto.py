@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pickle
 import random
@@ -29,24 +30,35 @@ def everything(tiny, prose):
     return list(zip(levels, tiny.run_levels(levels), strict=True))
 
 
+@pytest.fixture(scope="module")
+def chosen(tiny, prose):
+    """What is chosen under a floor; each run of all candidates takes seconds."""
+
+    @functools.cache
+    def of(floor):
+        return auto(tiny, prose, target=Target(floor)).run(tiny)
+
+    return of
+
+
 @pytest.mark.parametrize("min_quality", [0.8, 0.9, MIN_QUALITY, 1.0])
-def test_it_is_the_smallest_of_all_that_are_good_enough(tiny, prose, everything, min_quality):
+def test_it_is_the_smallest_of_all_that_are_good_enough(everything, chosen, min_quality):
     good = [
         (made.cache.pack().nbytes, level)
         for level, made in everything
         if level.keeps_all or made.quality.low >= min_quality
     ]
     least = min(nbytes for nbytes, _ in good)
-    choice = auto(tiny, prose, target=Target(min_quality)).run(tiny)
+    choice = chosen(min_quality)
     assert choice.compression.cache.pack().nbytes == least
     assert choice.level.keeps_all or choice.compression.quality.low >= min_quality
     assert choice.compression.cache.identity == choice.level.identity
     assert choice.compression.cache.codec == choice.level.codec
 
 
-def test_floors_differ_so_choices_do(tiny, prose):
+def test_floors_differ_so_choices_do(chosen):
     """Otherwise the test above shows nothing."""
-    sizes = [auto(tiny, prose, target=Target(floor)).run(tiny).compression.cache.pack().nbytes for floor in (0.0, 1.0)]
+    sizes = [chosen(floor).compression.cache.pack().nbytes for floor in (0.0, 1.0)]
     assert sizes[0] < sizes[1]
 
 
@@ -66,9 +78,9 @@ def test_it_says_what_it_tried(tiny, prose, everything):
     assert all(one["quality"]["low"] < MIN_QUALITY for one in smaller)
 
 
-def test_what_could_not_be_smaller_is_not_made(tiny, prose):
+def test_what_could_not_be_smaller_is_not_made(chosen):
     """With no floor the smallest of the first prefill is kept, and the dear one is not run at all."""
-    choice = auto(tiny, prose, target=Target(0.0)).run(tiny)
+    choice = chosen(0.0)
     assert (choice.level.job.policy.name, choice.level.job.budget.compression_ratio) == ("keydiff", 0.9375)
     assert [one.quality is not None for one in choice.tried].count(True) == 1
     dear = [one for one in choice.tried if one.policy in ("kvzip", "kvcues")]
@@ -160,11 +172,12 @@ def test_what_is_known_says_what_would_be_chosen_or_nothing(everything, tried, f
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.9, MIN_QUALITY])
-def test_what_one_choice_has_tried_makes_the_same_choice_again(tiny, prose, floor):
-    selection = auto(tiny, prose, target=Target(floor))
-    choice = selection.run(tiny)
+def test_what_one_choice_has_tried_makes_the_same_choice_again(tiny, prose, chosen, floor):
+    selection, choice = auto(tiny, prose, target=Target(floor)), chosen(floor)
     told = [Tried.model_validate_json(one.model_dump_json()) for one in choice.tried]
-    assert selection.known(told) is choice.level
+    known = selection.known(told)
+    assert known in selection.levels
+    assert (known.job.identity, known.codec) == (choice.level.job.identity, choice.level.codec)
     assert selection.known([None] * len(told)) is None
 
 
