@@ -153,7 +153,7 @@ class Database:
             if found != str(HOME_FORMAT):
                 raise StoreUnavailable(
                     f"the shelf at {self._home} has home format {found}, this version of kvshelf works with "
-                    f"{HOME_FORMAT}: upgrade kvshelf or use another folder"
+                    f"{HOME_FORMAT}: use the version that made it, or another folder"
                 )
             return meta["key"], meta["blobs"].decode()
         finally:

@@ -237,7 +237,7 @@ class RedisIndex(Index):
         if home_format != str(HOME_FORMAT).encode():
             raise StoreUnavailable(
                 f"the shelf in Redis has home format {(home_format or b'?').decode(errors='replace')}, this version of "
-                f"kvshelf works with {HOME_FORMAT}: upgrade kvshelf or use another prefix"
+                f"kvshelf works with {HOME_FORMAT}: use the version that made it, or another prefix"
             )
         if found is None or len(found) != 32 or not incarnation or not place:
             raise StoreUnavailable(f"{self._home} in Redis is not what kvshelf wrote there; use another prefix")
