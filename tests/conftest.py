@@ -25,6 +25,7 @@ from kvshelf.workers.cluster.connect import prepare_environment
 if TYPE_CHECKING:
     from kvshelf.workers.engine.engine import Engine
     from tests.collector import Collector
+    from tests.store.objects.servers import S3Server
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -269,6 +270,17 @@ def collector() -> Iterator[Collector]:
     with Collector() as running, pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")  # milliseconds until a span is sent
         yield running
+
+
+@pytest.fixture(scope="session")
+def shared_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A server for all tests that neither stop nor fill it; the environment has its credentials meanwhile."""
+    from tests.store.objects.servers import ENVIRONMENT, MotoServer
+
+    with pytest.MonkeyPatch.context() as patch, MotoServer(tmp_path_factory.mktemp("s3")) as server:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        yield server
 
 
 @pytest.fixture(scope="session")

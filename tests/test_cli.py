@@ -220,6 +220,7 @@ def light() -> str:
         (["policies", "kvzip"], "PARAMETER"),
         (["plan", "--policy", "kvzip"], "tokens a second, each GPU"),
         (["plan", "--model", "qwen3-8b", "--codec", "klt", "--gpus", "8", "--simulate"], "A RUN ON PAPER"),
+        (["plan", "--home", "objects", "--simulate"], "PUT requests to S3"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -365,7 +366,7 @@ def test_a_key_that_would_outlive_the_calendar_is_refused(ttl: str, tmp_path: Pa
     assert not (tmp_path / "keys.json").exists()
 
 
-@pytest.mark.parametrize("option", ["--tokens-per-s", "--hours", "--server-memory-gb"])
+@pytest.mark.parametrize("option", ["--tokens-per-s", "--hours", "--server-memory-gb", "--gb-month-price"])
 def test_a_plan_is_made_with_numbers(option: str) -> None:
     done = run("plan", option, "nan")
     assert done.exit_code == 2

@@ -67,7 +67,8 @@ def run_page(page: Path, language: str, folder: Path, url: str) -> str:
     (folder / "report.txt").write_text(report.text)
     code = "\n".join(blocks(page, language))
     if language == "bash":
-        return run(["bash", "-c", runnable(code, url)], folder, url)
+        own = code.replace("disk:///tmp/kvshelf-shelf", f"disk://{folder}/shelf")  # one in /tmp may be an old format's
+        return run(["bash", "-c", runnable(own, url)], folder, url)
     return run([sys.executable, "-c", code.replace("disk:///tmp/kvshelf-docs", f"disk://{folder}/home")], folder, url)
 
 

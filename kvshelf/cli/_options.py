@@ -27,7 +27,11 @@ def _warned(store: str | None) -> str | None:
 
 Store = Annotated[
     str | None,
-    typer.Option("--store", callback=_warned, help="URL of the store, such as disk:///var/lib/kvshelf."),
+    typer.Option(
+        "--store",
+        callback=_warned,
+        help="URL of the store, such as disk:///var/lib/kvshelf or redis://host?blobs=s3://bucket/prefix.",
+    ),
 ]
 KeyFile = Annotated[
     Path | None,

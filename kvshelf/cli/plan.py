@@ -36,7 +36,8 @@ def plan(
     tokens_per_s: Annotated[float | None, typer.Option(min=0.001, help="Of one GPU, compression included.")] = None,
     rates: Annotated[Path | None, typer.Option(help=_SPEED)] = None,
     shared_rates: Annotated[Path | None, typer.Option(help="From `kvshelf bench rates`.  [default: built in]")] = None,
-    home: Annotated[str, typer.Option(help="redis or disk.")] = "redis",
+    home: Annotated[str, typer.Option(help="redis, disk, or objects: an index in Redis, blobs in S3.")] = "redis",
+    gb_month_price: Annotated[float | None, typer.Option(min=0, help="Of 10^9 stored bytes, in any currency.")] = None,
     simulate: Annotated[bool, typer.Option("--simulate", help="Simulate a run with failures.")] = False,
     servers: Annotated[int, typer.Option(min=1, help="Redis servers.")] = 1,
     server_memory_gb: Annotated[float, typer.Option(min=0.1, help="Memory for caches of one Redis server.")] = 512.0,
@@ -50,7 +51,7 @@ def plan(
     seed: Annotated[int, typer.Option(help="Seed of the simulation.")] = 0,
     as_json: _options.AsJson = False,
 ) -> None:
-    """Say what a corpus takes: documents an hour, GPUs, bytes, Redis memory, network. Nothing is run.
+    """Say what a corpus takes: documents an hour, GPUs, bytes, memory, network, requests. Nothing is run.
 
     --simulate adds the resources that all GPUs share, the fullest first, and a run with failures.
     """
@@ -58,17 +59,20 @@ def plan(
         from kvshelf.corpus import plan as paper
 
         numbers = {"--tokens-per-s": tokens_per_s, "--hours": hours, "--server-memory-gb": server_memory_gb}
+        numbers |= {"--gb-month-price": gb_month_price}
         for option, number in numbers.items():
             if number is not None and not math.isfinite(number):
                 raise InvalidRequest(f"{option} is {number}, which is no number to plan with", param=option)
         if simulate and home == "disk":
-            raise InvalidRequest("a shelf in a folder is one machine's; --simulate is of a Redis home", param="--home")
+            raise InvalidRequest(
+                "a shelf in a folder is one machine's; --simulate is of redis or objects", param="--home"
+            )
         shape = paper.shape_of(model)
         shared = paper.MEASURED if shared_rates is None else paper.SharedRates.read(shared_rates)
         corpus = paper.read_lengths(lengths, documents) if lengths else ((tokens, documents or 1_000_000),)
         work = paper.Work(policy, compression_ratio, budget_tokens, codec, home)
         speed = paper.Speed.of(shape, policy, tokens_per_s, rates)
-        found = paper.make_plan(corpus, shape, work, speed, shared, gpus, hours)
+        found = paper.make_plan(corpus, shape, work, speed, shared, gpus, hours, gb_month_price)
         report: dict[str, Any] = {"plan": asdict(found)}
         tables = [_plan_table(found)]
         if simulate:
@@ -106,6 +110,11 @@ def _plan_table(found: Plan) -> Table:
         ("memory of Redis", "none" if found.redis_memory_bytes is None else _size(found.redis_memory_bytes)),
         ("network to the home", f"{_size(found.network_bytes_per_s)} a second"),
     ]
+    if found.puts:
+        puts, gets = (f"{each / found.documents:,.3g}" for each in (found.puts, found.gets))
+        rows.append(("requests to object storage", f"{puts} PUT and {gets} GET a document"))
+    if found.month_price is not None:
+        rows.append(("price of the storage", f"{found.month_price:,.0f} a month"))
     return _common.table(("", ""), rows, numbers=[1])
 
 

@@ -1,4 +1,4 @@
-"""Plans a corpus on paper: GPUs, hours, bytes, Redis memory and network; and simulates a fleet with failures."""
+"""Plans a corpus on paper: GPUs, hours, bytes, memory, network, requests; and simulates a fleet with failures."""
 
 from __future__ import annotations
 
@@ -52,6 +52,11 @@ ATTEMPTS: Final = 3
 _IN_FLIGHT: Final = 2
 """Documents a replica has begun: one in prefill, one being written."""
 FOLDERS: Final = "file system, were it a folder on each node"
+
+S3_PUTS_PER_S: Final = 3500
+S3_GETS_PER_S: Final = 5500
+"""What S3 takes at least for each partitioned prefix, as AWS publishes it: PUT, COPY, POST and DELETE requests, and GET
+and HEAD requests. It makes more partitions of a prefix as the rate grows, over half an hour or more."""
 
 
 @dataclass(frozen=True)
@@ -125,9 +130,25 @@ def read_lengths(path: Path, documents: int | None) -> Lengths:
     return tuple((tokens, max(1, round(count * factor))) for tokens, count in found)
 
 
+def object_requests(nbytes: int) -> tuple[int, int]:
+    """PUT and POST requests, then GET and HEAD requests, for a blob in object storage: written, and read back.
+
+    The sizes are those of `kvshelf.store.objects`, which needs an extra. To read a blob takes as many GETs as to read
+    it back.
+    """
+    parts = math.ceil(nbytes / (16 << 20))
+    puts, gets = (1, 0) if parts == 1 else (parts + 2, 1)  # beginning and end of the upload; is the name taken?
+    gets += 1  # the head
+    rest, size = nbytes - (256 << 10) - 64, 1 << 20
+    gets += rest > 0  # the tail
+    while rest > 0:
+        rest, size, gets = rest - size, min(2 * size, 8 << 20), gets + 1
+    return puts, gets
+
+
 @dataclass(frozen=True)
 class Work:
-    """What is done with each document, fields as in `CreateCache`; home: where its cache goes, redis or disk."""
+    """What is done with each document, fields as in `CreateCache`; home: where its cache goes, one of `HOMES`."""
 
     policy: str = "keydiff"
     compression_ratio: float | None = None
@@ -142,6 +163,9 @@ class Work:
         ratio, tokens = self.compression_ratio, self.budget_tokens
         return Budget.resolve(num_tokens, compression_ratio=ratio, budget_tokens=tokens).tokens
 
+
+HOMES: Final = ("redis", "disk", "objects")
+"""In Redis, in a folder, or in object storage with an index in Redis."""
 
 _ASSUMED: Final = (
     f"ASSUMED: a GPU does {ASSUMED_FLOPS['cuda']:.0e} operations a second, low on purpose, two for each weight and "
@@ -193,7 +217,8 @@ class Speed:
 class Plan:
     """What a corpus takes: `gpus` GPUs for `hours` hours. Figures per second hold while all GPUs work.
 
-    home_bytes: of manifests, index and job table.
+    home_bytes: of manifests, index and job table. puts, gets: requests to object storage, with POSTs and HEADs.
+    month_price: of the stored bytes, in the currency of the price that was given.
     """
 
     documents: int
@@ -209,6 +234,9 @@ class Plan:
     home_bytes: float
     redis_memory_bytes: float | None
     network_bytes_per_s: float
+    puts: int
+    gets: int
+    month_price: float | None
     assumptions: tuple[str, ...]
 
 
@@ -222,20 +250,30 @@ def shape_of(model: str) -> Shape:
 
 
 def make_plan(
-    lengths: Lengths, shape: Shape, work: Work, speed: Speed, rates: SharedRates, gpus: int | None, hours: float | None
+    lengths: Lengths,
+    shape: Shape,
+    work: Work,
+    speed: Speed,
+    rates: SharedRates,
+    gpus: int | None,
+    hours: float | None,
+    gb_month_price: float | None = None,
 ) -> Plan:
     """Compute a plan. Raises `InvalidRequest` for a bad policy, ratio, codec or home, or both `gpus` and `hours`."""
-    if work.home not in ("redis", "disk"):
-        raise InvalidRequest(f"--home {work.home!r} is no home to plan with; redis or disk", param="--home")
+    if work.home not in HOMES:
+        raise InvalidRequest(f"--home {work.home!r:.40} is no home to plan with; {', '.join(HOMES)}", param="--home")
     if gpus is not None and hours is not None:
         raise InvalidRequest("--gpus and --hours answer each other; give one", param="--hours")
     Codec.parse(work.codec)
     documents, all_tokens = sum(count for _, count in lengths), sum(tokens * count for tokens, count in lengths)
-    stored = sum(count * shape.stored_bytes(tokens, work.kept(tokens), work.codec) for tokens, count in lengths)
+    blobs = [(shape.stored_bytes(tokens, work.kept(tokens), work.codec), count) for tokens, count in lengths]
+    stored = sum(nbytes * count for nbytes, count in blobs)
+    requests = [object_requests(nbytes) if work.home == "objects" else (0, 0) for nbytes, _ in blobs]
+    puts, gets = (sum(each[i] * count for each, (_, count) in zip(requests, blobs, strict=True)) for i in range(2))
     gpu_hours = all_tokens / speed.tokens_per_s / 3600
     gpus = gpus or (1 if hours is None else max(1, math.ceil(gpu_hours / hours)))
-    in_redis, took = work.home == "redis", gpu_hours / gpus
-    index = documents * (rates.redis_document_bytes if in_redis else rates.disk_document_bytes)
+    in_folder, took = work.home == "disk", gpu_hours / gpus
+    index = documents * (rates.disk_document_bytes if in_folder else rates.redis_document_bytes)
     assumptions = [
         speed.basis,
         "A GPU's tokens per second do not depend on the length: longer documents than those measured take longer.",
@@ -243,6 +281,13 @@ def make_plan(
         "Sizes are those of docs/format.md; every head keeps as many entries.",
         "No document fails, none is a copy of another, and GPUs never wait: `--simulate` tells what stands in the way.",
     ]
+    if puts:
+        assumptions.append(
+            f"S3 takes {S3_PUTS_PER_S:,} PUT and {S3_GETS_PER_S:,} GET requests a second for each shelf, the least for "
+            "a prefix that AWS publishes. A question's first read takes the GETs again."
+        )
+    if gb_month_price is not None:
+        assumptions.append(f"{gb_month_price:g} for a month of 10^9 bytes, as given; requests and traffic cost extra.")
     if len(lengths) == 1:
         assumptions.append("All documents are of one length; `--lengths FILE` takes a histogram.")
     return Plan(
@@ -257,8 +302,11 @@ def make_plan(
         bytes_full_16bit=sum(count * shape.full_16bit_bytes(tokens) for tokens, count in lengths),
         bytes_stored=stored,
         home_bytes=index,
-        redis_memory_bytes=stored + index if in_redis else None,
-        network_bytes_per_s=stored / took / 3600 if in_redis else 0.0,
+        redis_memory_bytes={"redis": stored + index, "disk": None, "objects": index}[work.home],
+        network_bytes_per_s=0.0 if in_folder else stored / took / 3600,
+        puts=puts,
+        gets=gets,
+        month_price=None if gb_month_price is None else gb_month_price * stored / 1e9,
         assumptions=tuple(assumptions),
     )
 
@@ -305,19 +353,30 @@ class SharedResource:
 
 
 def shared_resources(plan: Plan, fleet: Fleet, rates: SharedRates) -> list[SharedResource]:
-    """The fullest first. The plan must have a home in Redis and as many GPUs as the fleet."""
+    """The fullest first. The plan must have a home that is not a folder, and as many GPUs as the fleet."""
     rate, mb_per_s = plan.documents_per_hour / 3600, plan.bytes_stored / plan.hours / 3600 / 1e6
     nodes = math.ceil(fleet.gpus / fleet.gpus_per_node)
-    memory = (plan.bytes_stored + plan.home_bytes) / (fleet.servers * fleet.server_memory_bytes)
+    assert plan.redis_memory_bytes is not None
+    memory = plan.redis_memory_bytes / (fleet.servers * fleet.server_memory_bytes)
     wire = mb_per_s * 8e-3  # Gbit a second
     heads = fleet.gpus / fleet.services
-    clusters = "several Ray clusters, each with a part of the corpus"
+    clusters, shelves = "several Ray clusters, each with a part of the corpus", "several shelves: ?prefix=a, ?prefix=b"
     index_s = rate * rates.redis_document_s / fleet.shelves
-    found: list[tuple[Any, ...]] = [
+    of_home: list[tuple[Any, ...]] = [
         ("memory of the Redis servers", memory, "more of it removed, --codec int4, more servers", False),
         ("network of the Redis servers", wire / (fleet.servers * fleet.server_gbit), "more servers: redis-cluster://"),
         ("threads of the Redis servers, for bytes", mb_per_s * rates.redis_mb_s / fleet.servers, "more servers"),
-        ("thread of the Redis server with the index", index_s, "several shelves: ?prefix=a, ?prefix=b"),
+    ]
+    if plan.puts:
+        puts, gets = (rate * each / plan.documents / fleet.shelves for each in (plan.puts, plan.gets))
+        of_home = [
+            ("memory of the Redis servers", memory, "more servers, with several shelves", False),
+            ("PUT requests to S3", puts / S3_PUTS_PER_S, shelves),
+            ("GET requests to S3", gets / S3_GETS_PER_S, shelves),
+        ]
+    found = [
+        *of_home,
+        ("thread of the Redis server with the index", index_s, shelves),
         ("network of a node", wire / (nodes * fleet.node_gbit), "fewer GPUs in a node", True, True),
         ("Serve's controller", heads * rates.controller_replica_s, clusters),
         ("GCS of the Ray head", heads * rates.gcs_replica_s, clusters),

@@ -9,12 +9,14 @@ import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from kvshelf.bench.stores.store import random_cache
 from kvshelf.cli import app
 from kvshelf.corpus.plan import (
     ATTEMPTS,
@@ -28,15 +30,19 @@ from kvshelf.corpus.plan import (
     Speed,
     Work,
     make_plan,
+    object_requests,
     read_lengths,
     shape_of,
     shared_resources,
     simulate,
 )
 from kvshelf.errors import InvalidRequest
+from kvshelf.store.url import open_store
 from kvshelf.workers.model.source import bundled_folder
 from kvshelf.workers.policies.known import compress_share
 from kvshelf.workers.replica.create.sizes import Shape
+from tests.store.objects.faulty import FaultyProxy
+from tests.store.objects.servers import BUCKET, S3Server
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = ROOT / "docs" / "scale.md"
@@ -91,6 +97,43 @@ def test_a_folder_takes_no_memory_of_redis_and_no_network() -> None:
     assert plan.redis_memory_bytes is None
     assert plan.network_bytes_per_s == 0
     assert plan.home_bytes == 10**6 * MEASURED.disk_document_bytes
+
+
+def test_objects_leave_the_index_in_redis_and_take_requests() -> None:
+    plan = planned(work=Work(compression_ratio=0.75, home="objects"), gb_month_price=0.02)
+    assert plan.redis_memory_bytes == plan.home_bytes == 10**6 * MEASURED.redis_document_bytes
+    assert plan.network_bytes_per_s == pytest.approx(plan.bytes_stored / (plan.hours * 3600))
+    assert plan.bytes_stored == pytest.approx(134.36e12, rel=1e-3)
+    # Each has 9 parts of 16 MiB, and ranges of 1, 2, 4 and 16 x 8 MiB behind its head.
+    assert (plan.puts, plan.gets) == (11 * 10**6, 22 * 10**6)
+    assert plan.month_price == pytest.approx(134_360 * 0.02, rel=1e-3)
+    both = planned(lengths=((4096, 7), (100, 3)), work=Work(compression_ratio=0.75, home="objects"))
+    assert (both.puts, both.gets) == (7 * 11 + 3 * 1, 7 * 22 + 3 * 4)  # 3.3 MB: head, tail, ranges of 1 and 2 MiB
+    assert (planned().puts, planned().gets) == (0, 0)
+
+
+@pytest.mark.parametrize("megabytes", [0.1, 0.5, 9, 16.7, 17, 34, 70])
+def test_requests_to_object_storage_are_as_many_as_are_planned(
+    megabytes: float, tmp_path: Path, shared_s3: S3Server
+) -> None:
+    with FaultyProxy(shared_s3) as proxy:
+        blobs = quote(f"s3://{BUCKET}/plan?endpoint={proxy.endpoint}", safe="")
+        with open_store(f"disk://{tmp_path}/home?blobs={blobs}") as store:
+
+            def requests() -> tuple[int, int]:
+                methods = [method for method, _ in proxy.requests]
+                proxy.requests.clear()
+                return sum(each in ("PUT", "POST") for each in methods), sum(
+                    each in ("GET", "HEAD") for each in methods
+                )
+
+            requests()
+            stored = store.put(random_cache(megabytes, 2))
+            nbytes = stored.bytes_stored
+            puts, gets = object_requests(nbytes)
+            assert requests() == (puts, gets)
+            store.get(stored.id)
+            assert requests() == (0, gets - (puts > 1))  # without the HEAD of an upload in parts
 
 
 def test_lengths_are_added_up_one_by_one() -> None:
@@ -178,7 +221,7 @@ def test_measured_rates_are_used_and_foreign_files_refused(tmp_path: Path) -> No
     [
         "--gpus 1 --hours 1", "--home tape", "--home disk --simulate", "--tokens-per-s 1 --rates x", "--codec x",
         "--policy x", "--compression-ratio 1", "--budget-tokens 0", "--lengths /nowhere", "--rates /nowhere",
-        "--shared-rates /nowhere", "--model /nowhere", "--documents 0",
+        "--shared-rates /nowhere", "--model /nowhere", "--documents 0", "--gb-month-price -1",
     ],
 )  # fmt: skip
 def test_what_is_no_plan_is_refused(words: str) -> None:
@@ -247,6 +290,21 @@ def test_each_setting_moves_the_resource_that_names_it() -> None:
             assert used(name, **{change: 4}) == pytest.approx(before[name].used / 4), name
     first = max(before.values(), key=lambda part: part.used)
     assert shared_resources(plan, Fleet(), MEASURED)[0] == first
+
+
+def test_requests_to_s3_are_those_a_second_and_shelves_share_them() -> None:
+    plan = planned(gpus=1000, work=Work(compression_ratio=0.75, home="objects"))
+    puts_per_s = plan.documents_per_hour / 3600 * 11
+    for shelves in (1, 4):
+        found = {part.name: part for part in shared_resources(plan, Fleet(shelves=shelves), MEASURED)}
+        assert found["PUT requests to S3"].used == pytest.approx(puts_per_s / 3500 / shelves)
+        assert found["GET requests to S3"].used == pytest.approx(puts_per_s / 11 * 22 / 5500 / shelves)
+        assert found["memory of the Redis servers"].used == pytest.approx(plan.home_bytes / 512e9)
+        assert "network of the Redis servers" not in found
+    roomy = replace(ROOMY, gpus=1000, shelves=1, node_mtbf_h=1e12, poison=0.0)
+    slow = simulate(plan, roomy, replace(MEASURED, redis_document_s=0.0))
+    assert slow.slowed_h == {"GET requests to S3": pytest.approx(slow.hours)}
+    assert slow.hours == pytest.approx(plan.documents * 22 / 5500 / 3600)
 
 
 def test_a_resource_is_full_at_the_gpus_that_are_said_and_no_number_of_them_fills_the_others() -> None:

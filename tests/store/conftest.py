@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvshelf.store.disk import DiskStore
-from tests.store.objects.servers import ENVIRONMENT, MotoServer, S3Server
+from tests.store.objects.servers import S3Server
 from tests.store.places import Clock, DiskPlace, ObjectsPlace, Place, RedisPlace
 from tests.store.redis.servers import ValkeyServer
 from tests.store.zygote import Zygote
@@ -34,15 +34,6 @@ def store(home: Path, clock: Clock) -> Iterator[DiskStore]:
 def shared_valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
     """A server for all tests that neither stop nor fill it."""
     with ValkeyServer(tmp_path_factory.mktemp("valkey")) as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def shared_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """A server for all tests that neither stop nor fill it; the environment has its credentials meanwhile."""
-    with pytest.MonkeyPatch.context() as patch, MotoServer(tmp_path_factory.mktemp("s3")) as server:
-        for name, value in ENVIRONMENT.items():
-            patch.setenv(name, value)
         yield server
 
 

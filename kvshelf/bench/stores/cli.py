@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from functools import partial
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -27,7 +28,8 @@ def store(
         list[str] | None,
         typer.Option(
             "--store",
-            help="disk:///folder or redis://host to make a shelf in, may be repeated.  [default: a temporary folder]",
+            help="disk:///folder or redis://host to make a shelf in, also with ?blobs=s3://bucket/prefix; may be "
+            "repeated.  [default: a temporary folder]",
         ),
     ] = None,
     parts: Annotated[str, typer.Option("--parts", help="Comma-separated.")] = ",".join(PARTS),
@@ -39,9 +41,9 @@ def store(
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Put and get beside plain files and redis-py, and a shelf of very many caches.
+    """Put and get beside plain files, redis-py and obstore, and a shelf of very many caches.
 
-    Every shelf is the bench's own, in the folder or the Redis that is named, and is removed in the end.
+    Every shelf is the bench's own, in the folder, Redis or bucket that is named, and is removed in the end.
     """
     with needs_extra("serve", "the bench"):
         import torch
@@ -76,7 +78,7 @@ def store(
 
 
 def rates(
-    redis: Annotated[str, typer.Option("--redis", help="redis://host to make a shelf in.")],
+    redis: Annotated[str, typer.Option("--redis", help="redis://host to make a shelf in, also with ?blobs=s3://...")],
     folder: Annotated[
         str | None, typer.Option("--folder", help="disk:///folder to make another in.  [default: a temporary one]")
     ] = None,
@@ -125,23 +127,26 @@ def _ways_table(found: list[Throughput]) -> Table:
     """One home: a row for each size and way."""
     from kvshelf.bench.stores.store import FIRST_LAYER, OURS
 
-    table = Table("MB", "way", "GB/s", "time", "CPU time", "ours / it", "in CPU time")
-    where = "files in the page cache" if found[0].home == "disk" else f"CPU time without the server's, {_redis_py()}"
-    table.title = f"{found[0].home}: caches of {found[0].layers} layers, bfloat16, {where}"
+    table = Table("MB", "way", "MB/s", "time", "CPU time", "ours / it", "in CPU time")
+    table.title = f"{found[0].home}: caches of {found[0].layers} layers, bfloat16, {_medium(found[0].home)}"
     for size in found:
         for name, way in size.ways.items():
-            rate = "" if name == FIRST_LAYER else f"{size.nbytes / way.wall_s.median / 1e9:.2f}"
+            rate = "" if name == FIRST_LAYER else f"{size.nbytes / way.wall_s.median / 1e6:,.0f}"
             ours = ("", "") if name in OURS else (ratio(way.ours), ratio(way.ours_cpu))
             table.add_row(f"{size.nbytes / 1e6:,.1f}", name, rate, _ms(way.wall_s), _ms(way.cpu_s), *ours)
         table.add_section()
     return table
 
 
-def _redis_py() -> str:
-    """The parser of redis-py, which changes its speed by a factor of two."""
+def _medium(home: str) -> str:
+    """What the reader of a home's table must know: the parser of redis-py changes its speed by a factor of two."""
+    if home == "disk":
+        return "files in the page cache"
+    if home != "redis":
+        return f"CPU time without the server's, obstore {version('obstore')}"
     from redis.utils import HIREDIS_AVAILABLE
 
-    return f"redis-py {'with' if HIREDIS_AVAILABLE else 'without'} hiredis"
+    return f"CPU time without the server's, redis-py {'with' if HIREDIS_AVAILABLE else 'without'} hiredis"
 
 
 def _steps_table(found: list[Throughput]) -> Table:

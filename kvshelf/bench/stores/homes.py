@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -22,12 +23,15 @@ from kvshelf.store.blobs import Blobs
 from kvshelf.store.disk.database import Database
 from kvshelf.store.disk.folder import Folder
 from kvshelf.store.disk.index import SqliteIndex
+from kvshelf.store.disk.leases import SqliteLeases
 from kvshelf.store.index import Index
+from kvshelf.store.leases import MakeBlobs, where
 
 if TYPE_CHECKING:
     import socket
 
     import redis
+    from obstore.store import ObjectStore
 
 Ways = dict[str, Callable[[], object]]
 
@@ -39,12 +43,14 @@ _DRAIN: Final = 1000  # keys that are removed at once
 
 @contextmanager
 def made_in(url: str | None) -> Iterator[Home]:
-    """A home in the place of a URL, `disk:///folder` or `redis://host`; without one, in a temporary folder.
+    """A home in the place of a URL, `disk:///folder` or `redis://host`, also with `?blobs=s3://bucket/prefix`.
+
+    Without a URL, in a temporary folder.
 
     It is removed when the block ends; everything else in the place stays. Raises `InvalidRequest`.
     """
     home = DiskHome(Path(tempfile.gettempdir())) if url is None else _home(url)
-    with nullcontext() if isinstance(home, DiskHome) else home.translated():
+    with home.translated():
         try:
             yield home
         finally:
@@ -53,18 +59,30 @@ def made_in(url: str | None) -> Iterator[Home]:
 
 def _home(url: str) -> Home:
     parts = urlsplit(url)
+    query = dict(parse_qsl(parts.query))
+    if (blobs := query.pop("blobs", None)) is not None:
+        return ObjectsHome(parts._replace(query=urlencode(query)).geturl(), blobs)
+    return _index_home(url)
+
+
+def _index_home(url: str) -> DiskHome | RedisHome:
+    parts = urlsplit(url)
     if parts.scheme == "disk":
         return DiskHome(Path(unquote(parts.path)))
     if parts.scheme in ("redis", "rediss"):
         return RedisHome(url)
     raise InvalidRequest(
-        f"--store: {parts.scheme!r:.40} is no home that can be measured; give disk:///folder or redis://host:6379/0",
+        f"--store: {parts.scheme!r:.40} is no home that can be measured; give disk:///folder or redis://host:6379/0, "
+        "also with ?blobs=s3://bucket/prefix",
         param="store",
     )
 
 
 class DiskHome:
-    """A shelf of the bench's own in a folder: `url` opens it, `bare` writes the same bytes next to it."""
+    """A shelf of the bench's own in a folder: `url` opens it, `bare` writes the same bytes next to it.
+
+    index_url: names the place of its index alone.
+    """
 
     name = "disk"
 
@@ -72,14 +90,15 @@ class DiskHome:
         if not place.is_dir():
             raise InvalidRequest(f"--store: there is no folder {str(place)!r} to make a shelf in", param="store")
         self._folder = Path(tempfile.mkdtemp(prefix="kvshelf-bench-", dir=place.absolute()))
-        self.url = f"disk://{quote(str(self._folder / 'shelf'))}"
+        self.url = self.index_url = f"disk://{quote(str(self._folder / 'shelf'))}"
 
-    def open(self) -> tuple[Index, Blobs]:
-        """The two halves of a `Shelf`, to publish manifests without writing caches."""
+    def open(self, blobs: MakeBlobs | None = None) -> tuple[Index, Blobs]:
+        """The two halves of a `Shelf`, to publish manifests without writing caches. blobs: as of `DiskStore.open`."""
         shelf = self._folder / "shelf"
         shelf.mkdir(mode=0o700, exist_ok=True)
         database = Database(shelf, _BUSY_S)
-        return SqliteIndex(database, database.create(None)[0], time.time), Folder.open_in(shelf)
+        index = SqliteIndex(database, database.create(None, where(blobs))[0], time.time)
+        return index, Folder.open_in(shelf) if blobs is None else blobs(index, SqliteLeases(database, time.time))
 
     def bare(self, packed: PackedBlob) -> Bare:
         return BareFile(self._folder / "bare", packed)
@@ -87,6 +106,10 @@ class DiskHome:
     def remove(self) -> None:
         """Remove everything that this home made."""
         shutil.rmtree(self._folder)
+
+    def translated(self) -> AbstractContextManager[None]:
+        """Inside the block, errors of a client are raised as errors of a store."""
+        return nullcontext()
 
 
 class BareFile:
@@ -144,18 +167,22 @@ class RedisHome:
         self._prefix = f"kvshelf-bench-{secrets.token_hex(4)}"
         parts = urlsplit(url)
         query = dict(parse_qsl(parts.query)) | {"prefix": self._prefix}
-        self.url = parts._replace(query=urlencode(query)).geturl()
+        self.url = self.index_url = parts._replace(query=urlencode(query)).geturl()
         address.parse(url)  # check the given URL: the changes above must not hide its errors
         self._address = address.parse(self.url)
         self._client = self._connected()
 
-    def open(self) -> tuple[Index, Blobs]:
+    def open(self, blobs: MakeBlobs | None = None) -> tuple[Index, Blobs]:
         from kvshelf.store.redis.blobs import RedisBlobs
         from kvshelf.store.redis.index import RedisIndex
+        from kvshelf.store.redis.leases import RedisLeases
         from kvshelf.store.redis.link import RedisLink
 
         link = RedisLink(self._address)
-        return RedisIndex.open(link, self._prefix, None), RedisBlobs(link, self._prefix)
+        index = RedisIndex.open(link, self._prefix, None, blobs=blobs)
+        if blobs is None:
+            return index, RedisBlobs(link, self._prefix)
+        return index, blobs(index, RedisLeases(link, self._prefix))
 
     def bare(self, packed: PackedBlob) -> Bare:
         return BareValues(self._client, f"{{{self._prefix}}}:bare", packed)
@@ -167,7 +194,6 @@ class RedisHome:
         self._client.close()
 
     def translated(self) -> AbstractContextManager[None]:
-        """Inside the block, errors of redis-py are raised as errors of a store."""
         from kvshelf.store.redis.faults import translated
 
         return translated(self._address)
@@ -252,5 +278,84 @@ def _fill(receive: Callable[[memoryview], int], buffer: memoryview) -> None:
         buffer = buffer[count:]
 
 
-Home = DiskHome | RedisHome
-Bare = BareFile | BareValues
+class ObjectsHome:
+    """As `DiskHome`, with its index in a home of another kind, and its blobs under a prefix of a bucket."""
+
+    def __init__(self, index_url: str, objects_url: str) -> None:
+        from kvshelf.store.objects import address
+
+        address.parse(objects_url)  # before the index is made
+        place, mark, query = objects_url.partition("?")
+        own = f"{place.rstrip('/')}/kvshelf-bench-{secrets.token_hex(4)}{mark}{query}"
+        self._address = address.parse(own)
+        self._store = self._connected()
+        self._index = _index_home(index_url)
+        self.name = f"objects, index in {self._index.name}"
+        self.index_url = self._index.url
+        self.url = f"{self.index_url}{'&' if '?' in self.index_url else '?'}{urlencode({'blobs': own})}"
+
+    def open(self) -> tuple[Index, Blobs]:
+        from kvshelf.store.objects.blobs import ObjectBlobs
+
+        return self._index.open(partial(ObjectBlobs.open_at, self._address))
+
+    def bare(self, packed: PackedBlob) -> Bare:
+        return BareObject(self._store, packed)
+
+    def remove(self) -> None:
+        import obstore
+
+        try:
+            for chunk in obstore.list(self._store):
+                obstore.delete(self._store, [each["path"] for each in chunk])
+        finally:
+            self._index.remove()
+
+    @contextmanager
+    def translated(self) -> Iterator[None]:
+        from kvshelf.store.objects.faults import translated
+
+        with self._index.translated(), translated(self._address):
+            yield
+
+    def _connected(self) -> ObjectStore:
+        """A plain client of obstore, as written without kvshelf. Credentials come from the environment."""
+        from obstore.store import from_url
+
+        given = {"endpoint": self._address.endpoint, "region": self._address.region}
+        config: Any = {name: value for name, value in given.items() if value is not None}
+        store: ObjectStore = from_url(str(self._address), config=config, client_options={"allow_http": True})
+        return store
+
+
+class BareObject:
+    """As `BareFile`, with the bytes as one object: in one request as they are read, in parts as they are written."""
+
+    limit = "obstore get, digest"
+    peer = "obstore get"
+
+    def __init__(self, store: ObjectStore, packed: PackedBlob) -> None:
+        import obstore
+
+        self._store = store
+        whole = b"".join(packed.buffers)
+        self.writes: Ways = {"obstore put": lambda: obstore.put(store, "bare", whole)}
+        self.reads: Ways = {self.limit: lambda: self._read(digest=True), self.peer: self._read}
+        obstore.put(store, "bare", whole)
+
+    def remove(self) -> None:
+        import obstore
+
+        obstore.delete(self._store, "bare")
+
+    def _read(self, *, digest: bool = False) -> memoryview:
+        import obstore
+
+        data = memoryview(obstore.get(self._store, "bare").bytes())
+        if digest:
+            blake3(data).digest()
+        return data
+
+
+Home = DiskHome | RedisHome | ObjectsHome
+Bare = BareFile | BareValues | BareObject

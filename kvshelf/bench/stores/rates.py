@@ -12,7 +12,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 from kvshelf.bench.measure import processor_s
 from kvshelf.bench.stores.homes import Home
@@ -39,8 +39,8 @@ class HomeRates:
     """Of one home: seconds per document with a small cache, including its request and manifest.
 
     clock_s: by the clock, one writer. process_s: processor time of the writer. server_s: of the Redis server, None for
-    a folder. server_s_per_mb: what a megabyte of blob adds to that. index_bytes: kept per document besides its blob,
-    in the server's memory or in the database.
+    a folder. server_s_per_mb: what a megabyte of blob adds to that; nothing but noise if blobs are in object storage.
+    index_bytes: kept per document besides its blob, in the server's memory or in the database.
     """
 
     home: str
@@ -66,7 +66,7 @@ def home_rates(home: Home, documents: int) -> HomeRates:
         server_large, _ = _usage(home)
     each_small, each_large = (server_small - server) / documents, (server_large - server_small) / fewer
     per_mb = (each_large - each_small) / (large.pack().nbytes - small_bytes) * 1e6
-    redis = home.name == "redis"
+    redis = home.index_url.startswith("redis")
     return HomeRates(
         home.name,
         documents,
@@ -74,7 +74,7 @@ def home_rates(home: Home, documents: int) -> HomeRates:
         process_s / documents,
         each_small if redis else None,
         per_mb if redis else None,
-        (kept_small - kept) / documents - (small_bytes if redis else 0),
+        (kept_small - kept) / documents - (small_bytes if home.name == "redis" else 0),
     )
 
 
@@ -94,13 +94,13 @@ def _usage(home: Home) -> tuple[float, float]:
 
     The database is counted by its pages, those in its WAL included. The WAL itself does not grow with the documents.
     """
-    if home.name == "redis":
-        link = RedisLink(parse(home.url))
+    if home.index_url.startswith("redis"):
+        link = RedisLink(parse(home.index_url))
         text = b"".join(bytes(link.call(b"INFO", section)) for section in (b"cpu", b"memory")).decode()
         link.close()
         facts = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
         return float(facts["used_cpu_user"]) + float(facts["used_cpu_sys"]), float(facts["used_memory"])
-    path = Path(unquote(home.url.removeprefix("disk://"))) / FILE_NAME
+    path = Path(unquote(urlsplit(home.index_url).path)) / FILE_NAME
     with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
         pages, page_bytes = (connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size"))
     return 0.0, float(pages * page_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -11,6 +12,8 @@ from kvshelf.bench.stores.homes import made_in
 from kvshelf.bench.stores.rates import home_rates, journal_s
 from kvshelf.corpus.row import Row
 from kvshelf.corpus.run.journal import FileJournal
+from tests.store.objects.servers import S3Server
+from tests.store.redis.servers import ValkeyServer
 
 
 def test_what_a_folder_keeps_of_a_document_is_the_same_however_many_there_are(tmp_path: Path) -> None:
@@ -24,6 +27,21 @@ def test_what_a_folder_keeps_of_a_document_is_the_same_however_many_there_are(tm
     few, many = found
     assert 1000 < many < 10_000  # a manifest of 32 layers, once; and its entries in index and job table
     assert few == pytest.approx(many, rel=0.5)
+
+
+def test_what_a_redis_keeps_of_a_document_is_its_index_alone_wherever_the_blobs_are(
+    tmp_path: Path, shared_s3: S3Server
+) -> None:
+    found = {}
+    with ValkeyServer(tmp_path) as server:
+        for query in ("", f"?blobs={quote(shared_s3.url('rates'), safe='')}"):
+            with made_in(f"{server.url}{query}") as home:
+                found[home.name] = home_rates(home, 50)
+    in_redis, in_objects = found.values()
+    assert 2000 < in_redis.index_bytes < 10_000  # a blob has 10 kB
+    assert 2000 < in_objects.index_bytes < 10_000
+    assert in_objects.server_s is not None
+    assert in_objects.server_s > 0
 
 
 def test_a_journal_is_given_as_many_results_as_it_is_divided_by(monkeypatch: pytest.MonkeyPatch) -> None:

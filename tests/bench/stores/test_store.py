@@ -1,4 +1,4 @@
-"""`kvshelf bench store` on a folder and on a real server: it times what it names, and removes its shelves."""
+"""`kvshelf bench store` on a folder and on real servers: it times what it names, and removes its shelves."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from urllib.parse import quote
 
+import obstore
 import pytest
 from typer.testing import CliRunner
 
 from kvshelf.bench.cli import app
 from kvshelf.bench.measure import status_bytes
-from kvshelf.bench.stores.homes import Bare, BareFile, BareValues, made_in
+from kvshelf.bench.stores.homes import Bare, BareFile, BareObject, BareValues, made_in
 from kvshelf.bench.stores.manifests import OF_DOCUMENT, manifests
 from kvshelf.bench.stores.store import GET, OURS, PUT, STEPS, _put, _Steps, random_cache, throughput
 from kvshelf.errors import InvalidRequest, KvshelfError, StoreUnavailable
 from kvshelf.kernels.dispatch import cpu_form
 from kvshelf.store.shelf import Shelf
 from kvshelf.store.url import open_store
+from tests.store.objects.servers import BUCKET, S3Server
 from tests.store.redis.servers import ValkeyServer, free_port
 
 SMALL = ["--sizes", "0.1,0.3", "--layers", "2", "--rounds", "2", "--manifests", "30"]
@@ -32,36 +35,58 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
         yield running
 
 
-@pytest.fixture(params=["disk", "redis"])
+@pytest.fixture(params=["disk", "redis", "objects, index in disk", "objects, index in redis"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The URL under which the bench makes its shelf."""
-    if request.param == "disk":
-        return f"disk://{tmp_path}"
-    server: ValkeyServer = request.getfixturevalue("server")
-    return f"{server.url}?timeout_s=10"
+    objects, _, index = request.param.rpartition("objects, index in ")
+    if index == "disk":
+        url = f"disk://{tmp_path}?"
+    else:
+        server: ValkeyServer = request.getfixturevalue("server")
+        url = f"{server.url}?timeout_s=10&"
+    return f"{url}{blobs_in(request.getfixturevalue('shared_s3'))}" if objects else url[:-1]
 
 
-def test_the_command_measures_every_home_says_what_and_leaves_nothing(tmp_path: Path, server: ValkeyServer) -> None:
+def blobs_in(server: S3Server) -> str:
+    return f"blobs={quote(server.url('bench'), safe='')}"
+
+
+def test_the_command_measures_every_home_says_what_and_leaves_nothing(
+    tmp_path: Path, server: ValkeyServer, shared_s3: S3Server
+) -> None:
+    shared_s3.client().put_object(Bucket=BUCKET, Key="bench/theirs", Body=b"somebody else's")
     with server.client() as client:
         client.set("{kvshelf}:home", "somebody else's")
     place, report = tmp_path / "place", tmp_path / "report.json"
     place.mkdir()
-    places = ["--store", f"disk://{place}", "--store", f"{server.url}?timeout_s=10", "--output", str(report)]
+    places = ["--store", f"disk://{place}", "--store", f"{server.url}?timeout_s=10"]
+    places += ["--store", f"{server.url}?timeout_s=10&{blobs_in(shared_s3)}", "--output", str(report)]
     done = CliRunner().invoke(app, ["store", *SMALL, *places])
     assert done.exit_code == 0, done.output
-    for said in ("page cache", "2 layers", "of 30 caches", "read back", "cores, load", f"on a CPU: {cpu_form()}"):
+    for said in (
+        "page cache",
+        "2 layers",
+        "of 30 caches",
+        "read back",
+        "obstore 0.",
+        "cores, load",
+        f"on a CPU: {cpu_form()}",
+    ):
         assert said in done.stdout
     found = json.loads(report.read_text())
     assert found["layers"] == 2
     assert [(row["home"], round(row["nbytes"] / 1e6, 1)) for row in found["throughput"]] == [
-        ("disk", 0.1), ("disk", 0.3), ("redis", 0.1), ("redis", 0.3)
+        ("disk", 0.1), ("disk", 0.3), ("redis", 0.1), ("redis", 0.3),
+        ("objects, index in redis", 0.1), ("objects, index in redis", 0.3),
     ]  # fmt: skip
     for row in found["throughput"]:
         assert {*OURS, row["limit"]} <= row["ways"].keys()
         assert row["peer"] is None or row["peer"] in row["ways"]
         assert all(way["wall_s"]["low"] > 0 for way in row["ways"].values())
-    assert [(row["home"], row["count"]) for row in found["manifests"]] == [("disk", 30), ("redis", 30)]
+    homes = ["disk", "redis", "objects, index in redis"]
+    assert [(row["home"], row["count"]) for row in found["manifests"]] == [(home, 30) for home in homes]
     assert not list(place.iterdir())
+    assert shared_s3.keys("bench") == ["bench/theirs"]
     with server.client() as client:
         assert client.keys() == [b"{kvshelf}:home"]
         client.flushall()
@@ -93,6 +118,9 @@ def test_bad_options_are_refused(options: list[str]) -> None:
         ("disk:///no/such/folder", InvalidRequest),
         ("redis://:secret@localhost?timeout_s=never", InvalidRequest),
         ("redis-cluster://:secret@localhost", InvalidRequest),
+        ("disk:///tmp?blobs=s3://key:secret@bucket/prefix", InvalidRequest),
+        ("disk:///no/such/folder?blobs=s3://bucket/prefix", InvalidRequest),
+        ("s3://bucket/prefix", InvalidRequest),
         pytest.param(f"redis://:secret@127.0.0.1:{free_port()}", StoreUnavailable, id="nobody-there"),
     ],
 )
@@ -100,6 +128,16 @@ def test_places_that_cannot_be_measured_are_refused(url: str, error: type[Kvshel
     with pytest.raises(error) as refusal, made_in(url):
         pass
     assert "secret" not in str(refusal.value)
+
+
+def test_a_missing_bucket_is_said_and_leaves_nothing(tmp_path: Path, shared_s3: S3Server) -> None:
+    nobody = quote(shared_s3.url(bucket="nobody"), safe="")
+    with (
+        pytest.raises(StoreUnavailable, match="no bucket 'nobody'"),
+        made_in(f"disk://{tmp_path}?blobs={nobody}") as home,
+    ):
+        home.open()
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_default_place_is_a_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,16 +159,19 @@ def test_the_ways_without_kvshelf_move_the_same_bytes(place: str) -> None:
     whole = b"".join(packed.buffers)
     with made_in(place) as home:
         bare = home.bare(packed)
-        assert isinstance(bare, BareFile | BareValues)
+        assert isinstance(bare, BareFile | BareValues | BareObject)
         for name, way in {**bare.writes, **bare.reads}.items():
-            bare._reused[:] = bytes(packed.nbytes)
+            if not isinstance(bare, BareObject):
+                bare._reused[:] = bytes(packed.nbytes)
             found = way()
             if isinstance(found, list):
                 found = b"".join(found)
             if isinstance(found, bytes | memoryview):
                 assert found == whole, name
-            elif name == bare.limit:
+            elif name == bare.limit and not isinstance(bare, BareObject):
                 assert bare._reused == whole
+            else:
+                assert name in bare.writes
 
 
 def test_what_the_ways_without_kvshelf_write_is_not_there_before(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +181,8 @@ def test_what_the_ways_without_kvshelf_write_is_not_there_before(place: str, mon
     def is_there(bare: Bare) -> bool:
         if isinstance(bare, BareFile):
             return bare._path.exists()
+        if isinstance(bare, BareObject):
+            return any(each["path"] == "bare" for each in obstore.list(bare._store).collect())
         assert isinstance(bare, BareValues)
         return bool(bare._client.exists(bare._key))
 
