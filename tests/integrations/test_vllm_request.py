@@ -74,11 +74,20 @@ def test_settings_are_checked_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"store": "disk:///x", "tenant": 3}, "tenant must be a text"),
         ({"store": "disk:///x", "trust_tenant": "yes"}, "trust_tenant must be true or false"),
         ({"store": "disk:///x", "tenant": "a", "api_key_file": "/k"}, "one of tenant and api_key_file"),
+        ({"service": "http://x", "store": "disk:///x"}, "store does not go together with service"),
+        ({"service": "http://x", "encryption_key_file": "/k"}, "encryption_key_file does not go together"),
+        ({"service": "http://x", "api_key_file": "/k"}, "api_key_file does not go together"),
+        ({"service": "http://x", "trust_tenant": True}, "trust_tenant does not go together"),
+        ({"service": "disk:///x"}, "service must be an address"),
+        ({"service": "http://:kvsk_secret@x"}, "service must be an address"),
+        ({"service": "http://x?key=kvsk_secret"}, "service must be an address"),
     ):
-        with pytest.raises(InvalidRequest, match=said):
+        with pytest.raises(InvalidRequest, match=said) as refused:
             ShelfSettings.parse(given)
+        assert "secret" not in str(refused.value)
     monkeypatch.setenv("KVSHELF_STORE", "disk:///y")
     assert ShelfSettings.parse({"tenant": "you"}) == ShelfSettings("disk:///y", tenant="you")
+    assert ShelfSettings.parse({"service": "http://x"}).store is None, "the environment is not asked"
 
 
 def test_the_tenant_is_that_of_the_settings_the_key_or_the_request(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ class ShelfWorker:
     entries of a page of vLLM."""
 
     def __init__(self, settings: ShelfSettings, model: ReadingModel, *, rank: int, workers: int, page: int) -> None:
-        self._store = settings.home.open()
+        self._store = settings.open()
         self._model = model
         self._rank, self._workers, self._page = rank, workers, page
         self._layers: Mapping[str, Any] = {}

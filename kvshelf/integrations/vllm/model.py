@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -46,9 +47,9 @@ class ReadingModel:
         coders = {engine.coder.transforms.digest: engine.coder} if engine.has_transforms else {}
         return cls(engine.identity, engine.layer_shapes, engine.rope, coders)
 
-    def require_own(self, cache: ArrivingCache, kept: KeptTransforms) -> None:
+    def require_own(self, cache: ArrivingCache, kept: KeptTransforms | Mapping[str, bytes]) -> None:
         """Raises `ModelMismatch` for a cache of another model, weights, dtype or tokenizer, or under transforms that
-        are neither the model's nor `kept` on the shelf, and `BlobError` for one that this model cannot have made."""
+        are neither the model's nor `kept`, and `BlobError` for one that this model cannot have made."""
         self.identity.require_match(cache.identity.model)
         cache.shape.require_bounds(self.identity)
         cache.shape.require_layers(self.layers)
@@ -57,8 +58,8 @@ class ReadingModel:
             data = kept.get(wanted)
             if data is None or self.rope is None:
                 raise ModelMismatch(
-                    f"the cache is under codec klt with the transforms {wanted[:16]}, which are neither on the shelf "
-                    f"nor those of {self.identity.name!r} here",
+                    f"the cache is under codec klt with the transforms {wanted[:16]}, which come neither from "
+                    f"the shelf nor with {self.identity.name!r} here",
                     transforms=wanted,
                 )
             found = Transforms.from_bytes(data)

@@ -43,6 +43,15 @@ class Named:
 
 
 @dataclass(frozen=True)
+class Told:
+    """What a service tells of a cache. tenant: whose key asked it."""
+
+    id: str
+    kept_tokens: int
+    tenant: str
+
+
+@dataclass(frozen=True)
 class ShelfRequest:
     """A question to one cache, as vLLM takes it. entries: K, the entries of the cache in every head and layer.
     question: the token ids behind them. tenant: of the cache, if known. api_key: the caller's, instead."""
@@ -81,7 +90,7 @@ class ShelfRequest:
         }
 
     @classmethod
-    def parse(cls, cache: Manifest, prompt: Sequence[int], salt: str | None) -> Self:
+    def parse(cls, cache: Manifest | Told, prompt: Sequence[int], salt: str | None) -> Self:
         """The request that a server received for a cache. Raises `InvalidRequest` for one that this module does not
         build."""
         cache_id, entries = cache.id, cache.kept_tokens

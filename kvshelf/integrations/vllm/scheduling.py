@@ -26,7 +26,7 @@ class ShelfScheduler:
     """Decides by the index of the shelf alone; no blob is read."""
 
     def __init__(self, settings: ShelfSettings) -> None:
-        self._store = settings.home.open()
+        self._store = settings.open()
         self._tenants = Tenants(settings)
         self._named: dict[str, tuple[str, str] | KvshelfError] = {}
         self._decided: dict[str, ShelfRequest | KvshelfError] = {}

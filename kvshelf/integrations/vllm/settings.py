@@ -6,8 +6,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, Self
+from urllib.parse import urlsplit
 
 from kvshelf.errors import InvalidRequest, MissingExtra, PolicyUnsupported, nearest
+from kvshelf.integrations.vllm.service import ServiceShelf
+from kvshelf.store.base import Store
 from kvshelf.store.url import StoreConfig
 
 TESTED: Final = ("0.32",)
@@ -20,13 +23,15 @@ UNTESTED: Final = "KVSHELF_VLLM_UNTESTED"
 @dataclass(frozen=True)
 class ShelfSettings:
     """`kv_connector_extra_config` of vLLM. store: the URL of the shelf, by default `KVSHELF_STORE` of the environment.
-    encryption_key_file: absolute path of the keys of a sealed one.
+    encryption_key_file: absolute path of the keys of a sealed one. service: instead, the URL of a kvshelf service, to
+    which `KVSHELF_API_KEY` of the environment is the key; its tenant's caches may be asked, and `tenant` names it.
 
     One of three says whose caches may be asked. tenant: that one's, by default `default`. api_key_file: absolute path
     of the service's keys, of which each request brings one. trust_tenant: of the tenant that the request names.
     """
 
-    store: str
+    store: str | None = None
+    service: str | None = None
     encryption_key_file: str | None = None
     tenant: str | None = None
     api_key_file: str | None = None
@@ -34,7 +39,7 @@ class ShelfSettings:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> Self:
-        """Raises `InvalidRequest` for an unknown field, a wrong type, two ways to a tenant or no store."""
+        """Raises `InvalidRequest` for an unknown field, a wrong type, two ways to a tenant, no shelf or two."""
         names = [field.name for field in fields(cls)]
         for name, value in given.items():
             kind, what = (bool, "true or false") if name == "trust_tenant" else (str, "a text")
@@ -44,17 +49,41 @@ class ShelfSettings:
         ways = [name for name in ("tenant", "api_key_file", "trust_tenant") if given.get(name)]
         if len(ways) > 1:
             raise InvalidRequest(f"kv_connector_extra_config takes one of {' and '.join(ways)}", param=ways[1])
+        if given.get("service"):
+            return cls._of_service(given)
         store = given.get("store", os.environ.get("KVSHELF_STORE"))
         if store is None:
             raise InvalidRequest(
-                "kv_connector_extra_config needs store, the URL of the shelf, or the environment KVSHELF_STORE",
+                "kv_connector_extra_config needs store, the URL of the shelf, or the environment KVSHELF_STORE; or "
+                "service, the URL of a kvshelf service",
                 param="store",
             )
         return cls(**{**given, "store": store})
 
-    @property
-    def home(self) -> StoreConfig:
-        return StoreConfig(self.store, encryption_key_file=self.encryption_key_file)
+    @classmethod
+    def _of_service(cls, given: Mapping[str, Any]) -> Self:
+        for name in ("store", "encryption_key_file", "api_key_file", "trust_tenant"):
+            if given.get(name):
+                raise InvalidRequest(
+                    f"kv_connector_extra_config: {name} does not go together with service, which has its shelf and "
+                    "one tenant, that of its key",
+                    param=name,
+                )
+        parts = urlsplit(given["service"])
+        if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc or parts.query:
+            raise InvalidRequest(
+                "kv_connector_extra_config: service must be an address such as http://kvshelf:8765, without a password "
+                "or a key; the key is taken from the environment KVSHELF_API_KEY",
+                param="service",
+            )
+        return cls(**given)
+
+    def open(self) -> Store | ServiceShelf:
+        """Raises as `StoreConfig.open` does. A service that does not answer raises nothing here."""
+        if self.service is not None:
+            return ServiceShelf(self.service)
+        assert self.store is not None, "as `parse` gives it"
+        return StoreConfig(self.store, encryption_key_file=self.encryption_key_file).open()
 
 
 def require_tested(version: str) -> None:
