@@ -20,7 +20,7 @@ from kvshelf.kernels.native import Part
 from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, Prefix, Scratch, SuffixRows, attention_part
 from kvshelf.store.artifact.records import State
 from kvshelf.workers.engine.attention.attached import AttachedStates, PassingLayer, in_line
-from kvshelf.workers.engine.attention.attachment import Attachment, Wait, block
+from kvshelf.workers.engine.attention.attachment import Attached, Wait, block
 from kvshelf.workers.engine.attention.latents import Absorbed, Handover, LatentStates
 from kvshelf.workers.engine.attention.states import Source, StatefulCache, StateLayer, alone, together
 from kvshelf.workers.engine.decode.generation import Checkpoint, Generation
@@ -184,9 +184,9 @@ def _steps(
     return [_Step.of(list(same), pool, devices) for _, same in groupby(counts, key=lambda each: each[1])]
 
 
-def _shares(places: Sequence[_Place]) -> tuple[list[Attachment], tuple[int, ...]]:
+def _shares(places: Sequence[_Place]) -> tuple[list[Attached], tuple[int, ...]]:
     """The documents in the order of the batch, and how many tokens see each."""
-    documents: list[Attachment] = []
+    documents: list[Attached] = []
     counts: list[int] = []
     for place in places:
         if not documents or documents[-1] is not place.generation.document:

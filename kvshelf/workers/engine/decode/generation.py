@@ -13,7 +13,7 @@ from torch import Tensor
 from kvshelf.api import Usage
 from kvshelf.api.strict import FinishReason
 from kvshelf.errors import InvalidRequest
-from kvshelf.workers.engine.attention.attachment import Attachment
+from kvshelf.workers.engine.attention.attachment import Attached
 from kvshelf.workers.engine.decode.detokenizer import Detokenizer
 from kvshelf.workers.engine.decode.suffixes import SuffixRow
 
@@ -60,7 +60,7 @@ class Generation:
 
     def __init__(
         self,
-        document: Attachment,
+        document: Attached,
         query: Sequence[int],
         sampling: Sampling,
         *,
