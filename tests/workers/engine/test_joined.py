@@ -3,6 +3,7 @@ longest."""
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
@@ -15,6 +16,7 @@ from kvshelf.bench.quality.retrieval import counter
 from kvshelf.bench.quality.tasks import make_document
 from kvshelf.errors import InvalidRequest, ModelMismatch, PolicyUnsupported
 from kvshelf.workers.engine.attention.states import SUPPORTED
+from kvshelf.workers.engine.decode import batch as batch_module
 from kvshelf.workers.engine.decode.generation import Sampling
 from kvshelf.workers.engine.engine import Engine
 from tests.amounts import amount
@@ -127,6 +129,56 @@ def test_questions_of_the_same_documents_read_them_once(llama, caches):
     assert llama.engine.joined(documents) is llama.engine.joined(documents)
 
 
+def test_sources_are_the_masses_of_a_softmax_over_everything(llama):
+    """Of the question's tokens, in fp64, by the model's own eager attention under a mask that keeps documents apart.
+
+    Answers do not count, nor does what the question gives to itself."""
+    documents, question = [llama.ids[:90], llama.ids[100:230], llama.ids[240:250]], llama.ids[30:47]
+    caches = [llama.engine.compress(document, policy="full") for document in documents]
+    answer = llama.engine.answer(caches, question, max_new_tokens=5)
+    tokens, mask, positions = apart(documents, question)
+    model = copy.deepcopy(llama.model).double()
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        layers = model(
+            torch.tensor([tokens]), attention_mask=mask.double(), position_ids=positions, output_attentions=True
+        ).attentions
+    asked = torch.stack(layers)[:, 0, :, -len(question) :].mean((0, 1, 2))  # [T], of layers, heads and tokens
+    masses = torch.stack([part.sum() for part in asked.split([*map(len, documents), len(question)])])[:-1]
+    expected = masses / masses.sum()
+    assert max(expected) > 2 * min(expected)  # equal shares would say nothing
+    assert answer.sources == pytest.approx(expected.tolist(), abs=1e-5)
+    assert sum(answer.sources) == pytest.approx(1)
+
+
+def test_sources_do_not_depend_on_steps_neighbours_or_order(llama, caches, monkeypatch):
+    question = llama.ids[30:70]
+    alone = llama.engine.answer(caches[:3], question, max_new_tokens=3)
+    turned = llama.engine.answer([caches[i] for i in (2, 0, 1)], question, max_new_tokens=3)
+    assert turned.sources == pytest.approx([alone.sources[i] for i in (2, 0, 1)], abs=1e-6)
+    monkeypatch.setattr(batch_module, "MAX_NEW_TOKENS", 16)
+    asked = [(caches[:3], question), (caches[0], question[:5]), (caches[1:3], question)]
+    in_pieces, single, two = llama.engine.answer_all(asked, max_new_tokens=3)
+    assert in_pieces.token_ids == alone.token_ids
+    assert in_pieces.sources == pytest.approx(alone.sources, abs=1e-6)
+    assert single.sources == (1.0,)
+    assert len(two.sources) == 2
+
+
+def test_a_question_about_several_has_a_pass_of_its_own_and_its_answer_none(llama, caches):
+    """Rows of one document step together meanwhile, and the answer's tokens step with them."""
+    counted = []
+    handle = llama.model.get_input_embeddings().register_forward_hook(lambda *call: counted.append(call[1][0].numel()))
+    batch = llama.engine.batch()
+    rows = [llama.engine.start(llama.engine.attach(cache), llama.ids[:9], Sampling(4)) for cache in caches[:3]]
+    joined = llama.engine.joined([llama.engine.attach(cache) for cache in caches[:2]])
+    rows.append(llama.engine.start(joined, llama.ids[:7], Sampling(4)))
+    while open_ones := [row for row in rows if not row.finished]:
+        batch.step(open_ones)
+    handle.remove()
+    assert counted == [27, 7] + [4] * 3
+
+
 def test_bad_documents_are_refused_by_name(llama, caches, tiny):
     engine = llama.engine
     with pytest.raises(InvalidRequest, match="no document"):
@@ -212,3 +264,5 @@ def test_facts_of_three_documents_are_found_among_all(tiny, codec):
     answers = tiny.answer_all([(caches, question.text) for question in asked], max_new_tokens=14)
     right = sum(answer.text.strip() == question.answer for answer, question in zip(answers, asked, strict=True))
     assert right >= len(asked) - amount(1, 3)
+    of_right = [answer.sources[n * 3 // len(asked)] for n, answer in enumerate(answers)]
+    assert sum(of_right) / len(asked) > 0.36  # a third, if sources told nothing
