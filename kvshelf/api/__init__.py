@@ -37,6 +37,7 @@ from kvshelf.api.queries import AnswerList as AnswerList
 from kvshelf.api.queries import AnswerObject as AnswerObject
 from kvshelf.api.queries import Comparison as Comparison
 from kvshelf.api.queries import Query as Query
+from kvshelf.api.queries import Source as Source
 from kvshelf.api.queries import Usage as Usage
 from kvshelf.api.service import Allowance as Allowance
 from kvshelf.api.service import Limits as Limits

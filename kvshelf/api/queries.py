@@ -92,6 +92,14 @@ class AnswerList(ListBody):
     data: list[AnswerObject]
 
 
+class Source(ResponseBody):
+    """`share`: of the attention that the question gave to documents, the part that went to this one: a mean over
+    layers, heads and the question's tokens. The shares of an answer add up to 1."""
+
+    cache_id: str
+    share: float
+
+
 class AnswerDelta(ResponseBody):
     """One piece of a streamed answer. The joined pieces are the text of the answer that follows."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from kvshelf.kernels.prefix_attention import (
     StackedPrefix,
     StreamedPrefix,
     SuffixRows,
+    attention_by_document,
     causal_attention,
+    eager,
     prefix_attention,
     reference,
 )
@@ -449,3 +452,44 @@ def test_causal_attention_by_rules(given, tokens):
     if rules.sinks is not None:
         logits = torch.cat([logits, rules.sinks.double()[:, None, None].expand(-1, tokens, 1)], dim=2)
     assert error(lse[0], logits.logsumexp(2)) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"softcap": 0.7, "sinks": RULES["all"]["sinks"]}], ids=["plain", "softcap, sinks"]
+)
+@pytest.mark.parametrize("rows_at_once", [1, 21, 2048])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_masses_of_documents_are_those_of_one_softmax(given, rows_at_once, dtype, monkeypatch):
+    """Documents of every kind of prefix, one of two prefixes and one without entries, a few at a time or all."""
+    monkeypatch.setattr(eager, "_ROWS_OF_DOCUMENTS", rows_at_once)
+    documents = [
+        (packed([40, 7], 16, 16, dtype),),
+        (packed([1100, 7], 16, 16, dtype, seed=2, bits=4), packed([0, 3], 16, 16, dtype, seed=3)),
+        (packed([0, 0], 16, 16, dtype, seed=5),),
+        (merged([7, 5], [29, 8], 16, 16, dtype, seed=6),),
+        (packed([9, 9], 16, 16, dtype, seed=4),),
+    ]
+    layout = one_document(7, length=10)
+    queries, suffixes = random(7, 4, 16, dtype=dtype, seed=1) * 2, states(layout, 2, 16, 16, dtype)
+    out, masses = attention_by_document(queries, documents, suffixes, layout, rules_of(**given))
+    whole = [tuple(prefix for document in documents for prefix in document)]
+    expected = reference.prefix_attention(queries, whole, suffixes, layout, rules_of(**given))
+    assert out.dtype == dtype
+    assert error(out, expected) < TOLERANCE[dtype]
+    assert error(masses, masses_of(queries, documents, suffixes[0][0], rules_of(**given))) < TOLERANCE[dtype]
+    assert masses[2].max() == 0
+
+
+def masses_of(queries, documents, suffix, rules):
+    """`[documents, N, q_heads]` fp64: the 7 queries are the last of a suffix of 10."""
+    masses = torch.zeros(len(documents), *queries.shape[:2], dtype=torch.float64)
+    for t, h in product(range(7), range(4)):
+        keys = [torch.cat([reference.token_states(p, h // 2)[0] for p in document]) for document in documents]
+        own = suffix[0, h // 2, : 10 - 7 + t + 1].double()
+        logits = rules.scale * torch.cat([*keys, own]) @ queries[t, h].double()
+        if rules.softcap:
+            logits = rules.softcap * torch.tanh(logits / rules.softcap)
+        sinks = [] if rules.sinks is None else [rules.sinks[h : h + 1].double()]
+        weights = torch.softmax(torch.cat([logits, *sinks]), dim=0)[: len(logits)]
+        masses[:, t, h] = torch.stack([part.sum() for part in weights.split([*map(len, keys), len(own)])])[:-1]
+    return masses

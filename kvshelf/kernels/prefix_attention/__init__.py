@@ -39,6 +39,7 @@ __all__ = [
     "StackedPrefix",
     "StreamedPrefix",
     "SuffixRows",
+    "attention_by_document",
     "attention_part",
     "causal_attention",
     "prefix_attention",
@@ -57,6 +58,28 @@ def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, rules: Logit
     attend = getattr(form, "causal_attention", eager.causal_attention)  # two forms are for prefixes alone
     found: tuple[Tensor, Tensor] = attend(queries, keys, values, rules)
     return found
+
+
+def attention_by_document(
+    queries: Tensor,
+    documents: Sequence[Sequence[Prefix]],
+    suffixes: Sequence[tuple[Tensor, Tensor]],
+    layout: BatchLayout,
+    rules: LogitRules,
+) -> tuple[Tensor, Tensor]:
+    """Attention of tokens that all see several documents, and how much of it goes to each document.
+
+    queries: `[N, q_heads, D]`. documents: the prefixes of each, all visible to every token: the rules have no window
+    and no chunk. suffixes and layout as in `prefix_attention`. Returns the output `[N, q_heads, Dv]` in the dtype of
+    the queries and masses `[documents, N, q_heads]` fp32, which add up to 1 with those of suffix and sinks.
+
+    Bytes and FLOPs are those of `prefix_attention`, but that it writes N * q_heads * Dv numbers for each document. On a
+    GPU it is made of torch's operations.
+    """
+    form = implementation("prefix_attention", queries.device)
+    over_prefixes = getattr(form, "attend_shares", eager.attend_shares)  # two forms give no log-sum-exps
+    out, masses = eager.attend_by_document(over_prefixes, queries, documents, suffixes, layout, rules)
+    return out.to(queries.dtype), masses
 
 
 def prefix_attention(

@@ -32,6 +32,9 @@ _QUERIES_PER_BLOCK = 512
 """Longer questions attend to their own suffix in blocks of rows, so that the causal mask stays small."""
 
 
+_ROWS_OF_DOCUMENTS = 2048
+"""Rows of results at once where a question reads several documents: a call for many short ones, or for a few."""
+
 AttendShares = Callable[[Tensor, Sequence[Sequence[Prefix]], int, BatchLayout, LogitRules], tuple[Tensor, Tensor]]
 """`attend_shares` below, or another form of it."""
 
@@ -83,6 +86,33 @@ def attend_both(
         out, lse = combine(*over_prefixes(grouped, prefixes, value_dim, layout, rules), out, lse)
     out, _ = with_sinks(out, lse, rules)
     return out.to(queries.dtype).reshape(num_tokens, q_heads, value_dim)
+
+
+def attend_by_document(
+    over_prefixes: AttendShares,
+    queries: Tensor,
+    documents: Sequence[Sequence[Prefix]],
+    suffixes: Sequence[tuple[Tensor, Tensor]],
+    layout: BatchLayout,
+    rules: LogitRules,
+) -> tuple[Tensor, Tensor]:
+    """See `kvshelf.kernels.prefix_attention.attention_by_document`. Each document is a share of the same tokens."""
+    num_tokens, q_heads, dim = queries.shape
+    kv_heads, value_dim = suffixes[0][1].shape[1], suffixes[0][1].shape[3]
+    grouped = queries.reshape(num_tokens, kv_heads, -1, dim)  # [N, kv_heads, group, D]
+    out, lse = _attend_suffixes(grouped, suffixes, layout, rules)
+    lses: list[Tensor] = []
+    at_once = max(1, _ROWS_OF_DOCUMENTS // num_tokens)
+    for first in range(0, len(documents), at_once):
+        some = documents[first : first + at_once]
+        shares = BatchLayout((num_tokens,) * len(some), (), layout.device)
+        found = over_prefixes(grouped.repeat(len(some), 1, 1, 1), some, value_dim, shares, rules)
+        for own_out, own_lse in zip(*(torch.split(each, num_tokens) for each in found), strict=True):
+            out, lse = combine(out, lse, own_out, own_lse)
+            lses.append(own_lse)
+    out, lse = with_sinks(out, lse, rules)
+    masses = torch.stack(lses).sub_(lse).exp_()  # [documents, N, kv_heads, group]
+    return out.reshape(num_tokens, q_heads, value_dim), masses.flatten(2)
 
 
 def attend_shares(

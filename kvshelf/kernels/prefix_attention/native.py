@@ -51,13 +51,13 @@ def prefix_attention(
     rules = rules.within(layout)
     grouped = queries.reshape(num_tokens, suffixes[0][0].shape[1], -1, dim)  # [N, kv_heads, group, D]
     if not _takes_all(grouped, suffixes, layout):
-        return eager.attend_both(_attend_shares, queries, prefixes, suffixes, layout, rules)
+        return eager.attend_both(attend_shares, queries, prefixes, suffixes, layout, rules)
     grouped = grouped.contiguous()
     if all(_ours(grouped, prefixes, layout)):
         out, lse = _room_for(grouped)
         run_parts([_part(grouped, prefixes, suffixes, layout, rules, (out, lse))])
     else:
-        out, lse = _attend_shares(grouped, prefixes, dim, layout, rules)
+        out, lse = attend_shares(grouped, prefixes, dim, layout, rules)
         out = out.float().contiguous()
         run_parts([_part(grouped, (), suffixes, layout, rules, (out, lse.contiguous()))])
     return out.to(queries.dtype).view(num_tokens, q_heads, dim)
@@ -142,7 +142,7 @@ def _fits(queries: Tensor, dim: int, rows: int) -> bool:
     return few and queries.dtype in TYPES and queries.shape[-1] == dim and dim in WIDTHS
 
 
-def _attend_shares(
+def attend_shares(
     queries: Tensor, prefixes: Sequence[Sequence[Prefix]], value_dim: int, layout: BatchLayout, rules: LogitRules
 ) -> tuple[Tensor, Tensor]:
     """See `eager.attend_shares`. `eager` fills in the shares that C cannot compute."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from kvshelf.store.artifact.packed import Rotate
 from kvshelf.store.artifact.shape import LayerShape
 from kvshelf.store.artifact.transforms import Transforms
 from kvshelf.workers.engine.attention.attached import AttachedCache
-from kvshelf.workers.engine.attention.attachment import Attachment
+from kvshelf.workers.engine.attention.attachment import Attached, Attachment, JointAttachment
 from kvshelf.workers.engine.attention.function import kvshelf_attention
 from kvshelf.workers.engine.attention.inspection import layer_shapes
 from kvshelf.workers.engine.decode.batch import DecodeBatch
@@ -37,6 +37,7 @@ from kvshelf.workers.engine.inputs.job import Job, Level, shared
 from kvshelf.workers.engine.inputs.prepare import Preparer
 from kvshelf.workers.engine.inputs.requirements import (
     require_budget_taken,
+    require_joinable,
     require_own_heads,
     require_questions_taken,
 )
@@ -58,12 +59,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Compression", "Engine", "Prefill"]
 
+Asked = CompressedCache | Sequence[CompressedCache]
+"""The cache of the document that a question is about, or those of several: see `Engine.joined`."""
+
 
 class Engine:
     """A causal language model of transformers, its tokenizer, and what kvshelf does with them.
 
-    One thread owns the model; only `prepare`, `encode_document`, `split`, `encode_query`, `attach` and `start` are
-    thread-safe. The model keeps its own attention function; a call selects kvshelf's while it runs.
+    One thread owns the model; only `prepare`, `encode_document`, `split`, `encode_query`, `attach`, `joined` and
+    `start` are thread-safe. The model keeps its own attention function; a call selects kvshelf's while it runs.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class Engine:
         plain = all(kind.attends and not kind.states and not kind.latents for kind in self.kinds)
         self.passes = Passes(model, recordable=self._alike and plain and ranks is None, ranks=ranks)
         self._attachments: WeakKeyDictionary[CompressedCache | ArrivingCache, Attachment] = WeakKeyDictionary()
+        self._joined: WeakValueDictionary[tuple[int, ...], JointAttachment] = WeakValueDictionary()
         self._coders: dict[str, Coder] = {}
         self._encoder = Encoder(self.name, self.text, self.max_tokens, model.config.vocab_size)
         self._preparer = Preparer(model, self.name, self.identity, self.rope, self.max_tokens, self.kinds)
@@ -468,7 +473,7 @@ class Engine:
         own = own_class(self.model)
         return exported if own is None else cache_class(Cache, self.model)(layers=exported.layers)
 
-    def encode_query(self, cache: CompressedCache | Attachment, prompt: Prompt) -> list[int]:
+    def encode_query(self, cache: CompressedCache | Attached, prompt: Prompt) -> list[int]:
         """Token ids that ask `prompt` (a text, messages, or ids to append as they are) after this cache.
         Thread-safe."""
         return self._encoder.query(cache.identity.boundary, prompt)
@@ -495,6 +500,31 @@ class Engine:
             self._attachments[cache] = found
         return found
 
+    def joined(self, documents: Sequence[Attachment]) -> Attached:
+        """Several documents for one question, whose tokens see all of each. Thread-safe.
+
+        Each document stays at its own positions and sees no other; the question stands behind the longest. One document
+        is itself; the same documents in the same order are one object, so that a batch reads them once for all their
+        questions. Raises `InvalidRequest` for none, for one twice and for documents that a question continues in
+        different ways; `PolicyUnsupported` for a model with recurrent states, windows or chunks, with positions that
+        change with the length, or in several processes.
+        """
+        if len(documents) == 1:
+            return documents[0]
+        key = tuple(document.number for document in documents)
+        if len(set(key)) < max(1, len(key)):
+            found = "a document is given twice" if key else "no document is given"
+            raise InvalidRequest(f"{found}; give each document of the question once", param="cache_ids")
+        require_joinable(self.kinds, self.name, moves=self.one_by_one, ranks=self.passes.ranks is not None)
+        boundaries = sorted({document.identity.boundary for document in documents})
+        if len(boundaries) > 1:
+            raise InvalidRequest(
+                f"the documents end as {' and '.join(boundaries)}, which one question cannot continue; ask documents "
+                "of one layout together",
+                param="cache_ids",
+            )
+        return self._joined.setdefault(key, JointAttachment(documents))
+
     @property
     def rotate(self) -> Rotate | None:
         """The model's RoPE, for keys that are stored without it; None where it is not known."""
@@ -511,7 +541,7 @@ class Engine:
 
     def start(
         self,
-        cache: CompressedCache | Attachment,
+        cache: CompressedCache | Attached,
         query: Sequence[int],
         sampling: Sampling | None = None,
     ) -> Generation:
@@ -520,8 +550,8 @@ class Engine:
         The answer ends early, with finish reason "length", where the model's longest sequence is reached.
         """
         sampling = sampling or Sampling()
-        document = cache if isinstance(cache, Attachment) else self.attach(cache)
-        longest = self._longest(document)
+        document = cache if isinstance(cache, Attached) else self.attach(cache)
+        longest = min(map(self._longest, document.parts))
         room = longest - document.next_position - len(query)
         if not query:
             raise InvalidRequest("the question is empty; ask something", param="prompt")
@@ -536,7 +566,7 @@ class Engine:
 
     def answer(
         self,
-        cache: CompressedCache,
+        cache: Asked,
         prompt: Prompt,
         *,
         max_new_tokens: int = 32,
@@ -545,7 +575,8 @@ class Engine:
         seed: int | None = None,
         stop: Sequence[str] = (),
     ) -> Answer:
-        """Ask and wait. Greedy unless a temperature is given."""
+        """Ask one document, or several together (a list of caches, see `joined`), and wait. Greedy unless a temperature
+        is given."""
         (answer,) = self.answer_all(
             [(cache, prompt)],
             max_new_tokens=max_new_tokens,
@@ -558,7 +589,7 @@ class Engine:
 
     def answer_all(
         self,
-        asked: Sequence[tuple[CompressedCache, Prompt]],
+        asked: Sequence[tuple[Asked, Prompt]],
         *,
         max_new_tokens: int = 32,
         temperature: float = 0.0,
@@ -573,13 +604,18 @@ class Engine:
         """
         sampling = Sampling(max_new_tokens, temperature, top_p, seed, tuple(stop))
         batch = self.batch()
-        answers = [self.start(cache, self.encode_query(cache, prompt), sampling) for cache, prompt in asked]
+        attached = [(self._attached(caches), prompt) for caches, prompt in asked]
+        answers = [self.start(document, self.encode_query(document, prompt), sampling) for document, prompt in attached]
         with kvshelf_attention(self.model):  # otherwise each step would select and restore it
             while open_ones := [answer for answer in answers if not answer.finished]:
                 for told in batch.step(open_ones):
                     if isinstance(told, Exception):
                         raise told
         return [answer.answer() for answer in answers]
+
+    def _attached(self, asked: Asked) -> Attached:
+        caches = [asked] if isinstance(asked, CompressedCache) else asked
+        return self.joined([self.attach(cache) for cache in caches])
 
     def _longest(self, document: Attachment) -> int:
         """Most tokens of a sequence that begins with this document. A LongRoPE may rotate longer ones by other

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 import structlog
 
-from kvshelf.api import Query
+from kvshelf.api import Query, Source
 from kvshelf.errors import DeadlineExceeded, KvshelfError
 from kvshelf.store.base import Store
-from kvshelf.workers.engine.attention.attachment import Attachment
+from kvshelf.workers.engine.attention.attachment import Attached
 from kvshelf.workers.engine.decode.generation import Answer, Sampling
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.replica.calls import Threads, called_as
@@ -44,11 +44,18 @@ class Questions:
         self.residents.close()
 
     async def query(
-        self, cache_id: str, query: Query, *, tenant: str, deadline_s: float | None = None, origin: str = ""
+        self,
+        caches: str | Sequence[str],
+        query: Query,
+        *,
+        tenant: str,
+        deadline_s: float | None = None,
+        origin: str = "",
     ) -> Reply:
-        """Answer the one prompt of a query: callers ask several one by one, so that tenants take turns."""
+        """Answer the one prompt of a query about a cache, or about several together: callers ask several prompts one by
+        one, so that tenants take turns."""
         with called_as(origin):
-            async with self._loaded(cache_id, tenant, deadline_s) as loaded:
+            async with self._loaded(caches, tenant, deadline_s) as loaded:
                 ids = await self._encode(loaded.document, query)
                 ticket = self.scheduler.generate(
                     loaded.document, ids, _sampling(query), tenant=tenant, deadline_s=deadline_s
@@ -59,11 +66,17 @@ class Questions:
                     ticket.cancel()
 
     async def stream(
-        self, cache_id: str, query: Query, *, tenant: str, deadline_s: float | None = None, origin: str = ""
+        self,
+        caches: str | Sequence[str],
+        query: Query,
+        *,
+        tenant: str,
+        deadline_s: float | None = None,
+        origin: str = "",
     ) -> AsyncIterator[str | Reply]:
         """Pieces of the answer to the prompt as they become final, then the answer. Closing the iterator cancels it."""
         with called_as(origin):
-            async with self._loaded(cache_id, tenant, deadline_s) as loaded:
+            async with self._loaded(caches, tenant, deadline_s) as loaded:
                 ids = await self._encode(loaded.document, query)
                 pieces: asyncio.Queue[str | None] = asyncio.Queue()
                 loop = asyncio.get_running_loop()
@@ -83,49 +96,64 @@ class Questions:
                     ticket.cancel()
 
     @asynccontextmanager
-    async def _loaded(self, cache_id: str, tenant: str, deadline_s: float | None) -> AsyncIterator[_Loaded]:
+    async def _loaded(
+        self, caches: str | Sequence[str], tenant: str, deadline_s: float | None
+    ) -> AsyncIterator[_Loaded]:
         if self._evicting is None:  # begun here: the event loop of the first question is the one that will run it
             self._evicting = asyncio.ensure_future(self.residents.evict_idle_forever())
         started = time.monotonic()
+        cache_ids = [caches] if isinstance(caches, str) else caches
         async with AsyncExitStack() as stack:
             try:
                 async with asyncio.timeout(deadline_s):
-                    using = self.residents.using(cache_id, tenant)
-                    resident, there = await stack.enter_async_context(using)
+                    held = await stack.enter_async_context(self.residents.using_all(cache_ids, tenant))
             except TimeoutError as exc:
                 raise DeadlineExceeded(
                     f"the cache could not be had within {deadline_s} s: the store is slow, or the memory for caches is "
                     "full of others that are being asked; try again"
                 ) from exc
-            self.threads.submit(_touch, self.store, cache_id, tenant)
-            yield _Loaded(cache_id, resident, there, started, time.monotonic() - started)
+            for cache_id in cache_ids:
+                self.threads.submit(_touch, self.store, cache_id, tenant)
+            document = self.engine.joined([resident.document for resident, _ in held])
+            loaded = _Loaded(dict(zip(cache_ids, held, strict=True)), document, started, time.monotonic() - started)
+            try:
+                yield loaded
+            except KvshelfError as error:
+                if (failed := loaded.failed) is not None:
+                    error.details["cache_id"] = failed
+                raise
 
-    async def _encode(self, document: Attachment, query: Query) -> list[int]:
+    async def _encode(self, document: Attached, query: Query) -> list[int]:
         return await self.threads.run(self.engine.encode_query, document, _prompt(query))
 
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A cache to query. It may still be arriving; every answer waits for all of it.
+    """The caches to query, by id, each with whether it was in memory. They may still be arriving; every answer waits
+    for all of them.
 
-    started: the time of the request, of `time.monotonic`. found_s: seconds until the cache was found in memory or began
-    to arrive.
+    document: they, as the question sees them. started: the time of the request, of `time.monotonic`. found_s: seconds
+    until the caches were found in memory or began to arrive.
     """
 
-    cache_id: str
-    resident: Resident
-    was_there: bool
+    held: dict[str, tuple[Resident, bool]]
+    document: Attached
     started: float
     found_s: float
 
     @property
-    def document(self) -> Attachment:
-        return self.resident.document
+    def failed(self) -> str | None:
+        """Of several caches, one that could not be read."""
+        unread = (cache_id for cache_id, (resident, _) in self.held.items() if resident.document.failed)
+        return next(unread, None) if len(self.held) > 1 else None
 
     def reply(self, answer: Answer, ticket: Ticket[Answer]) -> Reply:
         """The reply for an answer that has just ended."""
         identity = self.document.identity
-        load_s = self.found_s + (0.0 if self.was_there else self.resident.read_s)
+        read = [resident for resident, was_there in self.held.values() if not was_there]
+        slowest = max(read, key=lambda resident: resident.read_s, default=None)
+        read_from, read_s = ("memory", 0.0) if slowest is None else (slowest.place, slowest.read_s)
+        load_s = self.found_s + read_s
         asked_s = ticket.submitted - self.started
         begun_s, first_s = asked_s + ticket.queue_s, asked_s + ticket.first_s
         phases = (
@@ -134,11 +162,13 @@ class _Loaded:
             Phase("prefill", begun_s, first_s - begun_s),
             Phase("decode", first_s, time.monotonic() - self.started - first_s),
         )
-        read_from = "memory" if self.was_there else self.resident.place
-        log.info("answered", cache_id=self.cache_id, read_from=read_from, **dict(answer.usage), **rounded(phases))
+        shares = dict(zip(self.held, answer.sources, strict=True))
+        longest = next(id for id, (resident, _) in self.held.items() if resident.document.identity is identity)
+        several = {"caches": len(shares)} if len(shares) > 1 else {}
+        log.info("answered", cache_id=longest, read_from=read_from, **several, **dict(answer.usage), **rounded(phases))
         return Reply(
             id="ans_" + secrets.token_hex(12),
-            cache_id=self.cache_id,
+            cache_id=longest,
             text=answer.text,
             finish_reason=answer.finish_reason,
             usage=answer.usage,
@@ -148,6 +178,7 @@ class _Loaded:
             token_ids=answer.token_ids,
             read_from=read_from,
             phases=phases,
+            sources=tuple(Source(cache_id=id, share=share) for id, share in shares.items()),
         )
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import NoReturn, TypeVar
 
+from kvshelf.errors import InvalidRequest, KvshelfError
 from kvshelf.store.artifact.arriving import ArrivingCache
 from kvshelf.store.base import Store
 from kvshelf.workers.engine.attention.attachment import Attachment
@@ -47,6 +48,10 @@ class Resident:
     read_s: float = 0.0
 
 
+class _NeverRoom(Exception):
+    """The caches that a question holds, and one more that it wants, do not fit into the memory for caches."""
+
+
 class Residents:
     """The caches that one replica holds, by tenant and id. Its methods run on the replica's event loop; reading and
     everything else that touches the store runs on its threads."""
@@ -61,6 +66,7 @@ class Residents:
         self._held: OrderedDict[tuple[str, str], Resident] = OrderedDict()
         self._opening: SingleFlight[Resident] = SingleFlight()
         self._freed = asyncio.Condition()
+        self._taking = asyncio.Lock()
 
     @property
     def nbytes(self) -> int:
@@ -71,13 +77,41 @@ class Residents:
         return len(self._held)
 
     @asynccontextmanager
-    async def using(self, cache_id: str, tenant: str) -> AsyncIterator[tuple[Resident, bool]]:
+    async def using_all(self, cache_ids: Sequence[str], tenant: str) -> AsyncIterator[list[tuple[Resident, bool]]]:
+        """The caches of one question, each as `using` gives it; they are read side by side.
+
+        Only one question at a time takes several: of two that hold some each, neither would get room for the rest.
+        Where there are several, errors name theirs in `details["cache_id"]`. Raises as `using`, and `InvalidRequest`
+        for caches that do not fit into memory together.
+        """
+        held: list[tuple[Resident, bool]] = []
+        async with AsyncExitStack() as stack:
+            async with self._taking if len(cache_ids) > 1 else nullcontext():
+                for cache_id in cache_ids:
+                    beside = sum(resident.document.nbytes for resident, _ in held)
+                    try:
+                        held.append(await stack.enter_async_context(self.using(cache_id, tenant, beside=beside)))
+                    except _NeverRoom:
+                        raise InvalidRequest(
+                            f"of the {len(cache_ids)} documents of this question, {len(held)} take {beside} bytes in "
+                            f"memory, and with the next the {self._limits.max_bytes} of this worker are not enough; "
+                            "ask fewer at once",
+                            param="cache_ids",
+                        ) from None
+                    except KvshelfError as error:
+                        if len(cache_ids) > 1:
+                            error.details["cache_id"] = cache_id
+                        raise
+            yield held
+
+    @asynccontextmanager
+    async def using(self, cache_id: str, tenant: str, *, beside: int = 0) -> AsyncIterator[tuple[Resident, bool]]:
         """The cache for the length of a block, and whether it was in memory already.
 
-        It may still be arriving; a layer that cannot be read raises where it is used. Raises what `Store.open_cache`
-        raises, and `ModelMismatch`.
+        It may still be arriving; a layer that cannot be read raises where it is used. beside: bytes of the caches that
+        the same question holds. Raises what `Store.open_cache` raises, and `ModelMismatch`.
         """
-        resident, there = await self._acquire(cache_id, tenant)
+        resident, there = await self._acquire(cache_id, tenant, beside)
         try:
             yield resident, there
         finally:
@@ -106,13 +140,19 @@ class Residents:
         self._held.clear()
         self._readers.shutdown(wait=False, cancel_futures=True)
 
-    async def _acquire(self, cache_id: str, tenant: str) -> tuple[Resident, bool]:
+    async def _acquire(self, cache_id: str, tenant: str, beside: int) -> tuple[Resident, bool]:
         key, there = (tenant, cache_id), True
         while True:
             resident = self._held.get(key)
             if resident is None:
                 there = False
-                _, began = await self._opening.join(f"{tenant}/{cache_id}", lambda: self._open(cache_id, tenant))
+                try:
+                    name = f"{tenant}/{cache_id}"
+                    _, began = await self._opening.join(name, lambda: self._open(cache_id, tenant, beside))
+                except _NeverRoom:
+                    if beside:
+                        raise
+                    continue  # it was another question that holds too much
                 if not began:  # the call read the manifest before this question came, so ask the store again
                     continue
                 # Taken from the table, not from the shared call: another cache may have needed its room meanwhile.
@@ -133,11 +173,11 @@ class Residents:
         manifest = await self._off_loop(lambda: self._store.stat(cache_id, tenant=tenant))
         return resident.digest == manifest.blob_digest and not resident.document.failed
 
-    async def _open(self, cache_id: str, tenant: str) -> Resident:
+    async def _open(self, cache_id: str, tenant: str, beside: int) -> Resident:
         arriving = await self._off_loop(lambda: self._store.open_cache(cache_id, tenant=tenant))
         try:
             document = await self._off_loop(lambda: self._attach(arriving))
-            await self._make_room(arriving.attached_bytes)
+            await self._make_room(arriving.attached_bytes, beside)
         except BaseException:
             arriving.close()
             raise
@@ -146,7 +186,9 @@ class Residents:
         self._readers.submit(_read, arriving, resident)
         return resident
 
-    async def _make_room(self, nbytes: int) -> None:
+    async def _make_room(self, nbytes: int, beside: int) -> None:
+        if beside and beside + nbytes > self._limits.max_bytes:
+            raise _NeverRoom
         async with self._freed:
             while self._held and self.nbytes + nbytes > self._limits.max_bytes:
                 idle = next(((key, held) for key, held in self._held.items() if not held.users), None)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from pydantic import Field
 
-from kvshelf.api import AnswerObject
+from kvshelf.api import AnswerObject, Source
 from kvshelf.store.manifest import Manifest
 
 
@@ -75,13 +75,15 @@ class Reply(AnswerObject):
     """An answer as the API reports it, with fields for the service alone, which are not serialized.
 
     token_ids: including the end token, if there is one. read_from: "memory", or where the blob was read, as
-    `ArrivingCache.place`. phases: load, queue, prefill (up to the first token), decode. The later ones may begin before
-    the last layer is loaded.
+    `ArrivingCache.place`; of several caches that of the slowest. phases: load, queue, prefill (up to the first token),
+    decode. The later ones may begin before the last layer is loaded. sources: the caches that were asked; of several,
+    the longest is `cache_id`, with its `policy` and `compression_ratio`.
     """
 
     token_ids: list[int] = Field(exclude=True)
     read_from: str = Field(exclude=True)
     phases: tuple[Phase, ...] = Field(exclude=True)
+    sources: tuple[Source, ...] = Field((), exclude=True)
 
     @property
     def first_token_s(self) -> float:

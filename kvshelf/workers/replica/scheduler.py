@@ -29,7 +29,7 @@ from kvshelf.workers.replica.ticket import Ticket
 
 if TYPE_CHECKING:
     from kvshelf.store.artifact.cache import CompressedCache
-    from kvshelf.workers.engine.attention.attachment import Attachment, Wait
+    from kvshelf.workers.engine.attention.attachment import Attached, Wait
     from kvshelf.workers.engine.decode.generation import Answer, Sampling
     from kvshelf.workers.engine.engine import Engine
 
@@ -91,7 +91,7 @@ class Scheduler:
 
     def generate(
         self,
-        cache: CompressedCache | Attachment,
+        cache: CompressedCache | Attached,
         query: Sequence[int],
         sampling: Sampling,
         *,

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvshelf.api import CreateCache, Query
 from kvshelf.errors import (
     CacheCorrupt,
+    CacheExpired,
     CacheNotFound,
     DeadlineExceeded,
     DocumentTooLong,
@@ -218,6 +219,93 @@ async def test_no_room_for_a_cache_is_an_error_in_time(engine: Watched, tmp_path
             await replica.query(second, asked("tide"), tenant="default", deadline_s=0.3)
         await stream.aclose()
         assert await replica.query(second, asked("tide"), tenant="default")
+    finally:
+        replica.stop()
+
+
+async def several(replica: Replica) -> list[str]:
+    """Three caches: of different lengths, policies and codecs."""
+    specs = [
+        spec(policy="full"),
+        spec(document=DOCUMENT * 2, policy="keydiff", codec="int4"),
+        spec(document="A lighthouse stands on the point. " * 9, policy="full", codec="int8"),
+    ]
+    return [(await replica.create(each, tenant="default")).manifest.id for each in specs]
+
+
+async def test_several_documents_are_one_question(replica: Replica, engine: Watched) -> None:
+    """The engine's answer over the same caches, whole and in pieces, cold and from memory; and the ids of sources."""
+    ids = await several(replica)
+    caches = [replica._store.get(id) for id in ids]
+    right = engine.answer(caches, "Who keeps the green book?", max_new_tokens=8)
+    query = asked("Who keeps the green book?")
+    cold = await replica.query(ids, query, tenant="default")
+    *texts, warm = [piece async for piece in replica.stream(ids, query, tenant="default")]
+    assert isinstance(warm, Reply)
+    assert "".join(texts) == warm.text  # type: ignore[arg-type]  # all but the last are text
+    for reply in (cold, warm):
+        assert (reply.text, reply.token_ids, reply.usage) == (right.text, right.token_ids, right.usage)
+        assert [source.cache_id for source in reply.sources] == ids
+        assert [source.share for source in reply.sources] == pytest.approx(list(right.sources), abs=1e-6)
+        assert reply.cache_id == ids[1]
+    assert (cold.read_from, warm.read_from) == ("home", "memory")
+    assert len(replica._questions.residents) == 3
+    assert not any(resident.users for resident in replica._questions.residents._held.values())
+
+
+async def test_an_error_names_the_cache_that_it_is_of(replica: Replica, other_engine: Engine, tmp_path: Path) -> None:
+    """A flipped bit, found while layers arrive; another model; deleted or expired after the service looked."""
+    ids = await several(replica)
+    blob = max((tmp_path / "home" / "blobs").iterdir(), key=lambda path: path.stat().st_size)
+    data = bytearray(blob.read_bytes())
+    data[len(data) // 2] ^= 1
+    blob.write_bytes(data)
+    damaged = max(ids, key=lambda id: replica._store.stat(id, tenant="default").bytes_stored)
+    with pytest.raises(CacheCorrupt) as corrupt:
+        await replica.query(ids, asked("tide"), tenant="default")
+    assert corrupt.value.details["cache_id"] == damaged
+    sound = [id for id in ids if id != damaged]
+    assert await replica.query(sound, asked("tide"), tenant="default")
+
+    put, compress = replica._store.put, other_engine.compress
+    foreign = put(compress(DOCUMENT), tenant="default").id
+    late = put(replica._engine.compress(DOCUMENT + "!"), tenant="default", expires_at=time.time() + 0.01).id
+    await asyncio.sleep(0.02)
+    for error, named in ((ModelMismatch, foreign), (CacheExpired, late), (CacheNotFound, "kvs_" + "0" * 40)):
+        with pytest.raises(error) as refused:
+            await replica.query([sound[0], named, sound[1]], asked("tide"), tenant="default")
+        assert refused.value.details["cache_id"] == named
+    assert not any(resident.users for resident in replica._questions.residents._held.values())
+
+
+async def test_leaving_a_stream_about_several_ends_its_work_and_lets_go_of_all(replica: Replica) -> None:
+    ids = await several(replica)
+    stream = replica.stream(ids, asked("tide", max_tokens=10_000), tenant="default")
+    await anext(stream)
+    assert all(replica._questions.residents._held["default", id].users == 1 for id in ids)
+    await stream.aclose()
+    end = time.monotonic() + 30
+    while replica._scheduler._open and time.monotonic() < end:
+        await asyncio.sleep(0.01)
+    assert not replica._scheduler._open
+    assert not any(resident.users for resident in replica._questions.residents._held.values())
+
+
+async def test_documents_that_memory_never_holds_together_are_refused_at_once(engine: Watched, tmp_path: Path) -> None:
+    """And the others wait for no one: questions about two of three, with memory for two, all come through."""
+    documents = [DOCUMENT + text for text in "abc"]
+    nbytes = engine.attach(engine.compress(documents[0], policy="full")).nbytes
+    limits = ResidentLimits(max_bytes=int(2.5 * nbytes))
+    replica = Replica(engine, DiskStore.open(tmp_path / "home"), Scheduler(engine), limits)
+    replica.start()
+    try:
+        made = [await replica.create(spec(document=text, policy="full"), tenant="default") for text in documents]
+        ids = [each.manifest.id for each in made]
+        with pytest.raises(InvalidRequest, match="of the 3 documents of this question, 2 take"):
+            await replica.query(ids, asked("tide"), tenant="default", deadline_s=20)
+        pairs = [[ids[0], ids[1]], [ids[1], ids[2]], [ids[2], ids[0]], [ids[1], ids[0]]]
+        asking = (replica.query(pair, asked("tide"), tenant="default", deadline_s=60) for pair in pairs)
+        assert len(await asyncio.gather(*asking)) == 4
     finally:
         replica.stop()
 

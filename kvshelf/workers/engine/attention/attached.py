@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from kvshelf.errors import InvalidRequest, StateConflict
-from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, Prefix, SuffixRows, prefix_attention
+from kvshelf.kernels.prefix_attention import (
+    BatchLayout,
+    LogitRules,
+    Prefix,
+    SuffixRows,
+    attention_by_document,
+    prefix_attention,
+)
 from kvshelf.workers.engine.attention.attachment import Attachment
 from kvshelf.workers.engine.attention.latents import Absorbed, Handover, LatentStates
 from kvshelf.workers.engine.attention.states import Source, StatefulCache, StateLayer, together
@@ -348,7 +355,8 @@ class AttachedStates:
 
     prefixes, suffixes and layout are those of `prefix_attention`. `new_keys` `[B, kv_heads, T, D]` and `new_values` are
     those of this call's tokens. `first_position`: where the call has to begin; None if the caller has set the
-    positions.
+    positions. `weigh`: where given, all tokens see all documents, prefixes are those of each, and it is called with the
+    masses of `attention_by_document`.
     """
 
     prefixes: Sequence[Sequence[Prefix]]
@@ -357,13 +365,18 @@ class AttachedStates:
     new_keys: Tensor
     new_values: Tensor
     first_position: int | None
+    weigh: Callable[[Tensor], None] | None = None
 
     def attend(self, queries: Tensor, rules: LogitRules) -> Tensor:
         """Attention of this call's queries `[B, q_heads, T, D]` over document and suffix. Returns `[B, T, q_heads,
         Dv]`."""
         batch, heads, new, dim = queries.shape
         flat = queries.transpose(1, 2).reshape(batch * new, heads, dim)
-        out = prefix_attention(flat, self.prefixes, self.suffixes, self.layout, rules)
+        if self.weigh is None:
+            out = prefix_attention(flat, self.prefixes, self.suffixes, self.layout, rules)
+        else:
+            out, masses = attention_by_document(flat, self.prefixes, self.suffixes, self.layout, rules)
+            self.weigh(masses)
         return out.view(batch, new, heads, -1)
 
     def check_positions(self, position_ids: Tensor | None) -> None:

@@ -66,6 +66,11 @@ class Attachment:
         self._arrived = False
 
     @property
+    def parts(self) -> tuple[Attachment, ...]:
+        """The documents of which this is made: itself alone."""
+        return (self,)
+
+    @property
     def num_layers(self) -> int:
         return len(self._records)
 
@@ -121,6 +126,39 @@ class Attachment:
         while not self._records[layer].done():
             wait(self._records[layer])
         return self._records[layer].result()
+
+
+class JointAttachment:
+    """Several documents that one question sees: to a batch they are one, whose prefixes are those of all.
+
+    Each stays at its own positions, none sees another, and the question stands behind the longest. Their layers attend
+    to every entry; `Engine.joined` refuses others.
+    """
+
+    def __init__(self, parts: Sequence[Attachment]) -> None:
+        longest = max(parts, key=lambda part: part.next_position)
+        self.parts = tuple(parts)
+        self.number = next(_NUMBERS)
+        self.identity = longest.identity
+        self.num_tokens = sum(part.num_tokens for part in parts)
+        self.next_position = longest.next_position
+
+    @property
+    def arrived(self) -> bool:
+        """Whether every layer of each document has arrived or failed."""
+        return all(part.arrived for part in self.parts)
+
+    def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:
+        """Of all documents, in order. `wait` and errors as for an `Attachment`."""
+        return tuple(prefix for part in self.parts for prefix in part.prefixes(layer, wait))
+
+    def states(self, layer: int, wait: Wait = block) -> tuple[State, ...]:  # noqa: ARG002
+        """None: states of several documents cannot be joined."""
+        return ()
+
+
+Attached = Attachment | JointAttachment
+"""What the tokens of a question see before their own."""
 
 
 def _decoded(

@@ -2,7 +2,8 @@
 
 A step takes the next token of every answer, or the question of a new one. The tokens of a row see the row's document
 and the row's suffix, at the row's positions. Rows that share a document are adjacent, so that its prefix is read once.
-Only suffixes are padded, and no prefix is copied.
+Only suffixes are padded, and no prefix is copied. A question about several documents has a pass of its own, in which
+attention also tells how much of it goes to each.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvshelf.kernels.native import Part
 from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, Prefix, Scratch, SuffixRows, attention_part
 from kvshelf.store.artifact.records import State
 from kvshelf.workers.engine.attention.attached import AttachedStates, PassingLayer, in_line
-from kvshelf.workers.engine.attention.attachment import Attachment, Wait, block
+from kvshelf.workers.engine.attention.attachment import Attached, Wait, block
 from kvshelf.workers.engine.attention.latents import Absorbed, Handover, LatentStates
 from kvshelf.workers.engine.attention.states import Source, StatefulCache, StateLayer, alone, together
 from kvshelf.workers.engine.decode.generation import Checkpoint, Generation
@@ -57,7 +58,8 @@ class DecodeBatch:
     def step(
         self, generations: Sequence[Generation], checkpoint: Checkpoint | None = None, wait: Wait = block
     ) -> list[str | Exception]:
-        """Run one forward pass; with recurrent states, one for all rows of equally many tokens. Returns, for each
+        """Run one forward pass, and one for each question about several documents; with recurrent states, one for all
+        rows of equally many tokens. Returns, for each
         answer, the text that became final (possibly "") or its error.
 
         An answer that had an error is over: `leave` is all that may follow. `checkpoint` is called after each layer and
@@ -74,6 +76,7 @@ class DecodeBatch:
         told: dict[int, str | Exception] = {}
         for step, (logits, likeliest, states) in zip(steps, passed, strict=True):
             for place in step.places:
+                place.generation.weighed(step.masses)
                 place.generation.appended(place.count)
             for row, place in enumerate(step.places if self._with_states else ()):
                 place.generation.row.states = [alone(of_layer, row) for of_layer in states]
@@ -146,6 +149,12 @@ class _Step:
         last = [p.first + p.count - 1 for p in places if p.complete]
         self.last_tokens = torch.tensor(last, dtype=torch.int64, device=devices.inputs)  # an empty list would be floats
         self.documents, shares = _shares(places)
+        weighing = places[0].generation.weighing
+        self.read = self.documents[0].parts if weighing else self.documents
+        """Whose prefixes its attention reads, one after the other."""
+        self.weigh = self._weigh if weighing else None
+        self.masses: list[Tensor] = []
+        """Of the documents of a question about several, `[documents]` in each layer: sums over its tokens."""
         starts = tuple(document.next_position for document in self.documents)
         made = []
         for device in devices.each:
@@ -155,6 +164,9 @@ class _Step:
         """Of each layer, on its device."""
         self.memory = (*self.documents, shares, *(group.memory for group in self.here[0].groups))
         """What its attentions have addresses of: the same in the next step, but for the lengths of suffixes."""
+
+    def _weigh(self, masses: Tensor) -> None:
+        self.masses.append(masses.mean(2).sum(1))  # of [documents, N, q_heads]
 
     @classmethod
     def of(cls, counts: Sequence[tuple[Generation, int]], pool: SuffixPool, devices: Devices) -> _Step:
@@ -170,8 +182,9 @@ class _Step:
 def _steps(
     generations: Sequence[Generation], pool: SuffixPool, devices: Devices, most: int, *, together: bool
 ) -> list[_Step]:
-    """One step of all answers; where they cannot be `together`, one for all with equally many tokens. Each row gets one
-    token; the rest of `most` goes to the shortest questions first, so that a long question delays only itself."""
+    """One step of all answers but for questions about several documents; where rows cannot be `together`, one for all
+    with equally many tokens. Each row gets one token; the rest of `most` goes to the shortest questions first, so that
+    a long question delays only itself."""
     left = max(0, most - len(generations))
     counts: list[tuple[Generation, int]] = []
     for generation in sorted(generations, key=lambda g: len(g.pending)):
@@ -179,14 +192,17 @@ def _steps(
         more = min(len(generation.pending) - 1, left)
         left -= more
         counts.append((generation, 1 + more))
-    if together:
-        return [_Step.of(counts, pool, devices)]
-    return [_Step.of(list(same), pool, devices) for _, same in groupby(counts, key=lambda each: each[1])]
+
+    def alike(each: tuple[Generation, int]) -> tuple[int, int]:
+        generation, count = each
+        return 0 if together else count, id(generation) if generation.weighing else 0
+
+    return [_Step.of(list(same), pool, devices) for _, same in groupby(sorted(counts, key=alike), key=alike)]
 
 
-def _shares(places: Sequence[_Place]) -> tuple[list[Attachment], tuple[int, ...]]:
+def _shares(places: Sequence[_Place]) -> tuple[list[Attached], tuple[int, ...]]:
     """The documents in the order of the batch, and how many tokens see each."""
-    documents: list[Attachment] = []
+    documents: list[Attached] = []
     counts: list[int] = []
     for place in places:
         if not documents or documents[-1] is not place.generation.document:
@@ -275,11 +291,11 @@ class _BatchLayer(PassingLayer):
         given = [in_line(states) for states in (key_states, value_states)]
         written = (group.write(self._index, *given) for group in groups)
         suffixes = [(keys, values) for keys, values in written]
-        states = AttachedStates(prefixes, suffixes, layout, key_states, value_states, first_position=None)
+        states = AttachedStates(prefixes, suffixes, layout, key_states, value_states, None, self._step.weigh)
         return states, states
 
     def _prefixes(self) -> list[tuple[Prefix, ...]]:
-        return [document.prefixes(self._index, self._wait) for document in self._step.documents]
+        return [document.prefixes(self._index, self._wait) for document in self._step.read]
 
 
 class _BatchStateLayer(StateLayer, _BatchLayer):
@@ -304,7 +320,7 @@ class _LatentBatchLayer(_BatchLayer):
         joined, rank = torch.cat([key_states, value_states], dim=-1), key_states.shape[-1]
         written = (group.write(self._index, in_line(joined)) for group in groups)
         suffixes = [(keys, keys[..., :rank]) for (keys,) in written]
-        past = AttachedStates(prefixes, suffixes, layout, joined, key_states, first_position=None)
+        past = AttachedStates(prefixes, suffixes, layout, joined, key_states, None, self._step.weigh)
         self._handover.give(self._index, LatentStates(key_states, value_states, (past, self._absorbed)))
         return key_states, value_states
 
@@ -358,7 +374,7 @@ class _StepPast:
         layers = [self._layer(index, kind) for index, kind in enumerate(kinds)]
         self.cache = cache_class(StatefulCache, passes.model)(layers=layers)
         self.checkpoint = checkpoint
-        self.planned = all(document.arrived for document in step.documents)
+        self.planned = step.weigh is None and all(document.arrived for document in step.documents)
 
     def _layer(self, index: int, kind: LayerKind) -> StateLayer | _BatchLayer:
         def source() -> list[State]:

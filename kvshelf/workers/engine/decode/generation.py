@@ -13,7 +13,7 @@ from torch import Tensor
 from kvshelf.api import Usage
 from kvshelf.api.strict import FinishReason
 from kvshelf.errors import InvalidRequest
-from kvshelf.workers.engine.attention.attachment import Attachment
+from kvshelf.workers.engine.attention.attachment import Attached
 from kvshelf.workers.engine.decode.detokenizer import Detokenizer
 from kvshelf.workers.engine.decode.suffixes import SuffixRow
 
@@ -44,12 +44,14 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Answer:
-    """A finished answer. `token_ids` include the end token where there is one; `text` does not."""
+    """A finished answer. `token_ids` include the end token where there is one; `text` does not. sources: as
+    `Generation.sources`."""
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     usage: Usage
+    sources: tuple[float, ...]
 
 
 class Generation:
@@ -60,7 +62,7 @@ class Generation:
 
     def __init__(
         self,
-        document: Attachment,
+        document: Attached,
         query: Sequence[int],
         sampling: Sampling,
         *,
@@ -77,6 +79,7 @@ class Generation:
         self._text = _TextStream(decoder, sampling.stop)
         self._room = min(sampling.max_tokens, room)
         self._prefill_tokens = 0
+        self._masses: list[Tensor] = []
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
 
@@ -89,6 +92,25 @@ class Generation:
     def next_position(self) -> int:
         """Position of the first pending token."""
         return self.document.next_position + self.row.length
+
+    @property
+    def weighing(self) -> bool:
+        """Whether its next tokens are of a question about several documents, whose parts in it are to be told."""
+        return len(self.document.parts) > 1 and not self.token_ids
+
+    def weighed(self, masses: Sequence[Tensor]) -> None:
+        """Take the attention mass of each document, `[documents]`, of each layer of a step."""
+        self._masses += masses
+
+    @property
+    def sources(self) -> tuple[float, ...]:
+        """The share of each document in the attention that the question gave to documents, in their order: means over
+        layers, heads and the question's tokens. They add up to 1."""
+        documents = len(self.document.parts)
+        total = torch.full((documents,), torch.finfo(torch.float64).tiny, dtype=torch.float64)  # never 0 / 0
+        for masses in self._masses:
+            total += masses.cpu()
+        return tuple((total / total.sum()).tolist())
 
     @property
     def samples(self) -> bool:
@@ -129,7 +151,7 @@ class Generation:
     def answer(self) -> Answer:
         """The finished answer."""
         assert self.finish_reason is not None
-        return Answer(self._text.text, list(self.token_ids), self.finish_reason, self.usage())
+        return Answer(self._text.text, list(self.token_ids), self.finish_reason, self.usage(), self.sources)
 
     def usage(self) -> Usage:
         """The tokens counted so far."""

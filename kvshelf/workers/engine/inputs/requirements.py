@@ -134,6 +134,22 @@ def _stored_whole(kinds: Sequence[LayerKind]) -> str:
     return "a sliding window" if all(kind.chunk is None for kind in kinds) else "chunked attention"
 
 
+def require_joinable(kinds: Sequence[LayerKind], name: str, *, moves: bool, ranks: bool) -> None:
+    """Refuse several documents in one question to a model in which they would not be what each is by itself. moves:
+    whether a key may have other frequencies in a longer document. ranks: whether processes share the model."""
+    if any(kind.states for kind in kinds):
+        why = "has recurrent states, and those behind several documents cannot be joined"
+    elif not all(kind.sees_all for kind in kinds):
+        why = f"has layers with {_stored_whole(kinds)}, which reach back from the longest document alone"
+    elif moves:
+        why = "has positions that may change with a document's length"
+    elif ranks:
+        why = "runs in several processes, which take one document a question"
+    else:
+        return
+    raise PolicyUnsupported(f"{name!r} {why}; ask each document by itself", param="cache_ids")
+
+
 def require_window(layer: int, found: int | None, told: int | None) -> None:
     """Refuse a model with a layer that has another window than its configuration tells."""
     if found != told:

@@ -170,7 +170,8 @@ class _SharedBatch(DecodeBatch):
         if self._one_by_one and len(generations) > 1:
             return super().step(generations, checkpoint, wait)
         (checkpoint or _nothing)()
-        for document in {generation.document.number: generation.document for generation in generations}.values():
+        documents = {part.number: part for generation in generations for part in generation.document.parts}
+        for document in documents.values():
             self._engine.share(document, wait)
         with self._engine.lead.together(Step([self._engine.told(generation) for generation in generations])):
             return super().step(generations)
