@@ -50,7 +50,7 @@ def test_an_unknown_type_is_refused() -> None:
 
 
 _USAGE = Usage(cache_read_tokens=100, prefill_tokens=9, completion_tokens=4)
-_ANSWER = Answer("", [7, 7, 7, 7], "length", _USAGE)
+_ANSWER = Answer("", [7, 7, 7, 7], "length", _USAGE, (1.0,))
 
 
 class _OtherDocument(Engine):
