@@ -250,6 +250,13 @@ def test_what_is_left_is_forgotten_by_all(two, document, both):
     assert not two.lead._dropped
 
 
+def test_several_documents_are_asked_of_one_process(two):
+    caches = [two.compress(f"The code of door {n} is {n}{n}{n}.", policy="full") for n in (4, 7)]
+    assert two.answer(caches[:1], "Which code?") == two.answer(caches[0], "Which code?")
+    with pytest.raises(PolicyUnsupported, match="several processes"):
+        two.answer(caches, "Which code?")
+
+
 def test_a_process_has_one_such_engine_at_a_time(two):
     assert two.lead.size == 2
     with pytest.raises(InvalidRequest, match=r"in a group of torch\.distributed already"):
@@ -428,10 +435,3 @@ def test_ranks_end_with_their_process(tmp_path):
     while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not os.path.exists(f"/proc/{pid}")
-
-
-def test_several_documents_are_asked_of_one_process(two):
-    caches = [two.compress(f"The code of door {n} is {n}{n}{n}.", policy="full") for n in (4, 7)]
-    assert two.answer(caches[:1], "Which code?") == two.answer(caches[0], "Which code?")
-    with pytest.raises(PolicyUnsupported, match="several processes"):
-        two.answer(caches, "Which code?")
