@@ -8,6 +8,8 @@ import random
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -23,6 +25,8 @@ from tests.amounts import amount
 from tests.workers.by_hand import Prefix, frequencies, greedy
 from tests.workers.engine.asking import ids
 from tests.workers.model.test_rope import random_model
+
+OLD = Version(transformers.__version__) < Version("5.24")
 
 KINDS = (
     ({"policy": "full"}, "none"),
@@ -216,6 +220,7 @@ def test_models_whose_documents_cannot_join_refuse_by_name(model, why):
         engine.answer(both, [5, 6])
 
 
+@pytest.mark.skipif(OLD, reason="older versions of transformers cache expanded keys and values")
 def test_latents_join_as_keys_and_values_do():
     """Against one forward of the model over all documents, which a mask keeps apart, each at its own positions."""
     config = AutoConfig.for_model(
