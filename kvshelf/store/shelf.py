@@ -13,7 +13,7 @@ from kvshelf.api import Timings
 from kvshelf.errors import BlobError, InvalidRequest, KvshelfError, QuotaExceeded
 from kvshelf.store import checks, housekeeping
 from kvshelf.store.artifact import blob, codecs
-from kvshelf.store.artifact.blob.frame import FORMAT_MAJOR
+from kvshelf.store.artifact.blob.frame import FORMAT_MAJOR, BlobSummary
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.base import Store
 from kvshelf.store.blobs import Blobs, Health, Step
@@ -188,17 +188,22 @@ class Shelf(Store):
             summary = blob.open_file(file, nbytes)  # type: ignore[arg-type]
             require_root(entry, summary.root)
             guard = partial(self._reader.quarantining, entry)
-            arriving = ArrivingCache(summary, file, guard, read_ahead=self._blobs.read_ahead)
-            if self.cache_id(arriving.identity, tenant=tenant, codec=arriving.codec) != cache_id:
-                raise BlobError("its blob belongs to another cache", reason="wrong_identity")
-            return arriving
+            self._require_address(cache_id, tenant, summary)
+            return ArrivingCache(summary, file, guard, read_ahead=self._blobs.read_ahead)
 
     def open_blob(self, cache_id: str, *, tenant: str = "default") -> BlobFile:
         with self._reader.opening(cache_id, tenant) as (entry, file, nbytes):
             summary = blob.verify_file(file, nbytes)  # type: ignore[arg-type]
             require_root(entry, summary.root)
+            self._require_address(cache_id, tenant, summary)
             file.seek(0)
             return BlobFile(BufferedReader(file), summary.nbytes, summary.root.hex())
+
+    def _require_address(self, cache_id: str, tenant: str, summary: BlobSummary) -> None:
+        """A sound blob, even one that the index names, must be that of its id."""
+        header = summary.header
+        if self.cache_id(header.to_identity(), tenant=tenant, codec=header.codec) != cache_id:
+            raise BlobError("its blob belongs to another cache", reason="wrong_identity")
 
     def source(self, cache_id: str, *, tenant: str = "default") -> str:
         return self._reader.source(self._reader.ready(cache_id, tenant))

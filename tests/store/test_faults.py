@@ -127,8 +127,11 @@ def test_a_put_notices_that_the_file_is_gone_or_short(shelf: DiskStore, home: Pa
     assert shelf.check() == []
 
 
+@pytest.mark.parametrize("read", [DiskStore.get, DiskStore.open_blob])
 @pytest.mark.parametrize("other", [{"cache": make_cache(1)}, {"cache": make_cache(0), "codec": "int4"}])
-def test_a_blob_under_another_id_is_refused(shelf: DiskStore, home: Path, other: dict[str, Any]) -> None:
+def test_a_blob_under_another_id_is_refused(
+    shelf: DiskStore, home: Path, other: dict[str, Any], read: Callable[..., object]
+) -> None:
     """An index that was tampered with: the row names another cache's file, or that of the same cache under another
     codec, with a manifest that fits it."""
     mine, theirs = shelf.put(make_cache(0), tenant="me"), shelf.put(**other, tenant="me")
@@ -140,7 +143,7 @@ def test_a_blob_under_another_id_is_refused(shelf: DiskStore, home: Path, other:
         )
     connection.close()
     with pytest.raises(CacheCorrupt) as refusal:
-        shelf.get(mine.id, tenant="me")
+        read(shelf, mine.id, tenant="me")
     assert refusal.value.details["reason"] == "wrong_identity"
 
 
