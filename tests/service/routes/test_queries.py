@@ -158,7 +158,7 @@ def test_a_caller_that_hangs_up_mid_stream_frees_the_model(
 def test_a_question_is_answered_while_a_long_document_is_prefilled(http: httpx.Client, cache: dict[str, Any]) -> None:
     """The document takes seconds; the question must not wait for its end."""
     headers = {"prefer": "respond-async"}
-    body = {"token_ids": [5 + n % 700 for n in range(16_000)], "policy": "streaming_llm"}
+    body = {"token_ids": [5 + n % 700 for n in range(16_000)], "policy": "kvzip"}
     request = http.post("/v1/caches", json=body, headers=headers).json()
     while (state := http.get(f"/v1/requests/{request['id']}").json()["state"]) == "queued":
         time.sleep(0.02)
@@ -171,10 +171,10 @@ def test_a_question_is_answered_while_a_long_document_is_prefilled(http: httpx.C
 
 
 def test_a_creation_whose_caller_hung_up_is_not_finished(http: httpx.Client) -> None:
-    """A prefill of seconds; the caller leaves in its first one. What is cancelled never reaches the shelf."""
-    body = {"token_ids": [5 + n % 800 for n in range(16_000)], "policy": "streaming_llm", "labels": {"caller": "gone"}}
+    """A compression of seconds; the caller leaves at its beginning. What is cancelled never reaches the shelf."""
+    body = {"token_ids": [5 + n % 800 for n in range(16_000)], "policy": "kvzip", "labels": {"caller": "gone"}}
     with pytest.raises(httpx.ReadTimeout):
-        http.post("/v1/caches", json=body, timeout=httpx.Timeout(60, read=0.5))
+        http.post("/v1/caches", json=body, timeout=httpx.Timeout(60, read=0.2))
     # Another compression has its turn only after the abandoned one has ended, one way or the other.
     assert http.post("/v1/caches", json={"document": "The next one, please. " * 3}).status_code in (200, 201)
     assert http.get("/v1/caches", params={"label.caller": "gone"}).json()["data"] == []
