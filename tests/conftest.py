@@ -274,12 +274,10 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="session")
 def shared_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """A server for all tests that neither stop nor fill it; the environment has its credentials meanwhile."""
-    from tests.store.objects.servers import ENVIRONMENT, MotoServer
+    """A server for all tests that neither stop nor fill it."""
+    from tests.store.objects.servers import MotoServer
 
-    with pytest.MonkeyPatch.context() as patch, MotoServer(tmp_path_factory.mktemp("s3")) as server:
-        for name, value in ENVIRONMENT.items():
-            patch.setenv(name, value)
+    with MotoServer(tmp_path_factory.mktemp("s3")) as server:
         yield server
 
 

@@ -12,12 +12,14 @@ After `StorageFull`, the step was not taken; after `StoreUnavailable`, it may ha
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-from kvshelf.errors import QuotaExceeded, StorageFull, StoreUnavailable
+from kvshelf.errors import InvalidRequest, QuotaExceeded, StorageFull, StoreUnavailable
+from kvshelf.store.blobs import Blobs
 from kvshelf.store.jobs.table import JobTable
+from kvshelf.store.leases import Leases
 from kvshelf.store.manifest import Manifest, Usage
 
 EntryState = Literal["ready", "corrupt", "expired", "evicted", "deleted"]
@@ -312,3 +314,22 @@ def lapsed() -> StoreUnavailable:
     """`stored=False` in its details: the store is healthy but this write failed. Callers give up a document after
     several such failures."""
     return StoreUnavailable("the cache took longer to write than a writer may be silent; put it again", stored=False)
+
+
+MakeBlobs = Callable[[Index, Leases], Blobs]
+"""Opens the place of a home's blobs, where that is not beside its index."""
+
+
+def blobs_place(blobs: MakeBlobs | None) -> str:
+    """How an index records where its blobs lie: "beside" it, or in "objects"."""
+    return "beside" if blobs is None else "objects"
+
+
+def require_blobs_place(home: str, recorded: str, blobs: MakeBlobs | None) -> None:
+    """Raises `InvalidRequest` if a home is opened with its blobs in another kind of place than they were written to:
+    every cache would seem to have lost its bytes."""
+    if recorded == blobs_place(blobs):
+        return
+    said = "has no blobs=" if blobs is None else "has blobs="
+    lie = "in object storage" if recorded == "objects" else "beside its index"
+    raise InvalidRequest(f"the blobs of {home} lie {lie}, and the URL of the store {said}", param="store")

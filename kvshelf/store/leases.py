@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
 from typing import Final
-
-from kvshelf.errors import InvalidRequest
-from kvshelf.store.blobs import Blobs
-from kvshelf.store.index import Index
 
 READ_LEASE_S: Final = 60.0
 """How long a removed name stays readable for a reader that has gone silent."""
@@ -43,22 +38,3 @@ class Leases(abc.ABC):
     def take(self, name: str) -> bool:
         """Take a name in order to remove its bytes: it gets no new readers. False: a reader has a lease still, and
         nothing was done."""
-
-
-MakeBlobs = Callable[[Index, Leases], Blobs]
-"""Opens the place of a home's blobs, where that is not beside its index."""
-
-
-def where(blobs: MakeBlobs | None) -> str:
-    """How an index remembers where its blobs lie: "beside" it, or in "objects"."""
-    return "beside" if blobs is None else "objects"
-
-
-def require_place(home: str, recorded: str, blobs: MakeBlobs | None) -> None:
-    """Raises `InvalidRequest` if a home is opened with its blobs in another kind of place than they were written to:
-    every cache would seem to have lost its bytes."""
-    if recorded == where(blobs):
-        return
-    said = "has no blobs=" if blobs is None else "has blobs="
-    lie = "in object storage" if recorded == "objects" else "beside its index"
-    raise InvalidRequest(f"the blobs of {home} lie {lie}, and the URL of the store {said}", param="store")

@@ -25,8 +25,8 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from kvshelf.errors import InvalidRequest, nearest
 from kvshelf.store.base import Store
 from kvshelf.store.disk import DiskStore
-from kvshelf.store.index import Quota
-from kvshelf.store.leases import MakeBlobs
+from kvshelf.store.index import MakeBlobs, Quota
+from kvshelf.store.objects import address as objects_address
 from kvshelf.store.private import without_secret
 from kvshelf.store.rules import Rules
 from kvshelf.store.sealing.keyring import Keyring
@@ -41,7 +41,6 @@ _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)([KMGT]i?)?B?")
 _UNITS: Final = {"": 1} | {
     prefix + suffix: base**power for power, prefix in enumerate("KMGT", 1) for suffix, base in (("", 1000), ("i", 1024))
 }
-_OBJECTS: Final = ("s3", "gs", "az")
 _REDIS: Final = tuple(f"redis{tls}{kind}" for tls in ("", "s") for kind in ("", "-sentinel", "-cluster"))
 
 
@@ -124,7 +123,7 @@ def _home(url: str, rules: Rules, key: bytes | None = None) -> Shelf:
         return RedisStore.open(rest, rules=rules, key=key, blobs=blobs)
     if scheme == "ram":
         raise _refused(url, "the last part is the home, and memory cannot be one: join it as in ram:2GiB+disk:///path")
-    if scheme in _OBJECTS:
+    if scheme in objects_address.SCHEMES:
         raise _refused(
             url,
             "object storage keeps blobs, and their index needs a place that can change in one step: write "
@@ -138,10 +137,9 @@ def _home(url: str, rules: Rules, key: bytes | None = None) -> Shelf:
 
 def _objects(url: str, *, patient: bool) -> MakeBlobs:
     """How the blobs at a URL of object storage are opened."""
-    from kvshelf.store.objects import address  # obstore, which other homes do not need
-    from kvshelf.store.objects.blobs import ObjectBlobs
+    from kvshelf.store.objects.blobs import ObjectBlobs  # obstore, which other homes do not need
 
-    return partial(ObjectBlobs.open_at, address.parse(url), patient=patient)
+    return partial(ObjectBlobs.open_at, objects_address.parse(url), patient=patient)
 
 
 def _folder(url: str) -> Path:

@@ -24,8 +24,7 @@ from kvshelf.store.disk.database import Database
 from kvshelf.store.disk.folder import Folder
 from kvshelf.store.disk.index import SqliteIndex
 from kvshelf.store.disk.leases import SqliteLeases
-from kvshelf.store.index import Index
-from kvshelf.store.leases import MakeBlobs, where
+from kvshelf.store.index import Index, MakeBlobs, blobs_place
 
 if TYPE_CHECKING:
     import socket
@@ -97,7 +96,7 @@ class DiskHome:
         shelf = self._folder / "shelf"
         shelf.mkdir(mode=0o700, exist_ok=True)
         database = Database(shelf, _BUSY_S)
-        index = SqliteIndex(database, database.create(None, where(blobs))[0], time.time)
+        index = SqliteIndex(database, database.create(None, blobs_place(blobs))[0], time.time)
         return index, Folder.open_in(shelf) if blobs is None else blobs(index, SqliteLeases(database, time.time))
 
     def bare(self, packed: PackedBlob) -> Bare:

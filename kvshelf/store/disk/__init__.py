@@ -22,7 +22,7 @@ from kvshelf.store.disk.faults import translated
 from kvshelf.store.disk.folder import Folder
 from kvshelf.store.disk.index import SqliteIndex
 from kvshelf.store.disk.leases import SqliteLeases
-from kvshelf.store.leases import MakeBlobs, require_place, where
+from kvshelf.store.index import MakeBlobs, blobs_place, require_blobs_place
 from kvshelf.store.rules import Rules
 from kvshelf.store.shelf import Shelf
 
@@ -55,8 +55,8 @@ class DiskStore(Shelf):
         with translated(home):
             home.mkdir(mode=0o700, parents=True, exist_ok=True)
             database = Database(home, busy_s)
-            found, place = database.create(key, where(blobs))
-            require_place(f"the shelf at {home}", place, blobs)
+            found, place = database.create(key, blobs_place(blobs))
+            require_blobs_place(f"the shelf at {home}", place, blobs)
             index = SqliteIndex(database, found, now, write_lease_s)
             opened = Folder.open_in(home) if blobs is None else blobs(index, SqliteLeases(database, now))
         shelf = cls(index, opened, rules=rules, now=now, on_step=on_step)

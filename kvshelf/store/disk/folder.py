@@ -179,9 +179,8 @@ def _file_name(name: str) -> str:
 
 
 def _unlink(file: str, folder: int) -> None:
-    with suppress(
-        FileNotFoundError, IsADirectoryError
-    ):  # a folder in a blob's place is not ours; `problems` reports it
+    # A folder in a blob's place is not ours; `problems` reports it.
+    with suppress(FileNotFoundError, IsADirectoryError):
         os.unlink(file, dir_fd=folder)
 
 

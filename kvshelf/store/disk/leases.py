@@ -9,7 +9,7 @@ from typing import Final
 from kvshelf.store.disk.database import Database
 from kvshelf.store.leases import READ_LEASE_S, TAKEN, TAKEN_S, Leases
 
-_READERS: Final = "SELECT 1 FROM readers WHERE name = ? AND (token = ?) = ? LIMIT 1"
+_FOUND: Final = "SELECT 1 FROM readers WHERE name = ? AND (token = ?) = ? AND lease_until > ? LIMIT 1"
 
 
 class SqliteLeases(Leases):
@@ -20,37 +20,29 @@ class SqliteLeases(Leases):
         self._now = now
 
     def hold(self, name: str, token: str) -> bool:
-        with self._database.write(durable=False) as tx:
-            self._forget_ended(tx)
-            if _has(tx, name, taken=True):
-                return False
-            self._put(tx, name, token, READ_LEASE_S)
-            return True
+        return self._entered(name, token, READ_LEASE_S, unless_taken=True)
 
     def release(self, name: str, token: str) -> None:
         with self._database.write(durable=False) as tx:
             tx.execute("DELETE FROM readers WHERE name = ? AND token = ?", (name, token))
 
     def held(self, name: str) -> bool:
-        with self._database.write(durable=False) as tx:
-            self._forget_ended(tx)
-            return _has(tx, name, taken=False)
+        with self._database.read() as connection:
+            return self._has(connection, name, taken=False)
 
     def take(self, name: str) -> bool:
+        return self._entered(name, TAKEN, TAKEN_S, unless_taken=False)
+
+    def _entered(self, name: str, token: str, lease_s: float, *, unless_taken: bool) -> bool:
+        """Enter a lease, unless the name is taken, or unless it has readers. Returns whether it was entered."""
+        now = self._now()
         with self._database.write(durable=False) as tx:
-            self._forget_ended(tx)
-            if _has(tx, name, taken=False):
+            tx.execute("DELETE FROM readers WHERE lease_until <= ?", (now,))
+            if self._has(tx, name, taken=unless_taken):
                 return False
-            self._put(tx, name, TAKEN, TAKEN_S)
+            tx.execute("INSERT OR REPLACE INTO readers VALUES (?, ?, ?)", (name, token, now + lease_s))
             return True
 
-    def _forget_ended(self, tx: sqlite3.Connection) -> None:
-        tx.execute("DELETE FROM readers WHERE lease_until <= ?", (self._now(),))
-
-    def _put(self, tx: sqlite3.Connection, name: str, token: str, lease_s: float) -> None:
-        tx.execute("INSERT OR REPLACE INTO readers VALUES (?, ?, ?)", (name, token, self._now() + lease_s))
-
-
-def _has(tx: sqlite3.Connection, name: str, *, taken: bool) -> bool:
-    """Whether a name is taken, or whether it has readers."""
-    return tx.execute(_READERS, (name, TAKEN, taken)).fetchone() is not None
+    def _has(self, connection: sqlite3.Connection, name: str, *, taken: bool) -> bool:
+        """Whether a name is taken, or whether it has readers."""
+        return connection.execute(_FOUND, (name, TAKEN, taken, self._now())).fetchone() is not None

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Self
 
 from kvshelf.store.blobs import WRITE_LEASE_S, Blobs, Step
-from kvshelf.store.leases import MakeBlobs
+from kvshelf.store.index import MakeBlobs
 from kvshelf.store.redis import address
 from kvshelf.store.redis.blobs import RedisBlobs
 from kvshelf.store.redis.index import RedisIndex

@@ -14,8 +14,18 @@ from typing import Any, Final, Literal, Self
 
 from kvshelf.errors import StoreUnavailable
 from kvshelf.store.blobs import WRITE_LEASE_S
-from kvshelf.store.index import KEEP_ENDED_S, Entry, Index, Query, Quota, Writing, lapsed
-from kvshelf.store.leases import MakeBlobs, require_place, where
+from kvshelf.store.index import (
+    KEEP_ENDED_S,
+    Entry,
+    Index,
+    MakeBlobs,
+    Query,
+    Quota,
+    Writing,
+    blobs_place,
+    lapsed,
+    require_blobs_place,
+)
 from kvshelf.store.manifest import Manifest, Usage
 from kvshelf.store.redis.entries import (
     listings_of,
@@ -233,7 +243,9 @@ class RedisIndex(Index):
     def _enter(self, key: bytes) -> tuple[bytes, str]:
         """Key and incarnation of the home. The first caller creates an empty home, with `key`."""
         fresh: dict[str, Value] = {"format": HOME_FORMAT, "key": key, "incarnation": secrets.token_hex(8)}
-        home_format, found, incarnation, place = self._script.run("open", "", **fresh, blobs=where(self._blobs))[1]
+        home_format, found, incarnation, place = self._script.run("open", "", **fresh, blobs=blobs_place(self._blobs))[
+            1
+        ]
         if home_format != str(HOME_FORMAT).encode():
             raise StoreUnavailable(
                 f"the shelf in Redis has home format {(home_format or b'?').decode(errors='replace')}, this version of "
@@ -241,7 +253,7 @@ class RedisIndex(Index):
             )
         if found is None or len(found) != 32 or not incarnation or not place:
             raise StoreUnavailable(f"{self._home} in Redis is not what kvshelf wrote there; use another prefix")
-        require_place("the shelf in Redis", place.decode(errors="replace"), self._blobs)
+        require_blobs_place("the shelf in Redis", place.decode(errors="replace"), self._blobs)
         return found, incarnation.decode()
 
     def _enter_again(self) -> None:

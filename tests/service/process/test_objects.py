@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.service.conftest import created, refused
-from tests.store.objects.servers import ENVIRONMENT, S3Server, SeaweedServer
+from tests.store.objects.servers import S3Server, SeaweedServer
 
 if TYPE_CHECKING:
     from tests.conftest import LiveService
@@ -27,9 +27,7 @@ QUESTION = {"prompt": "Who lit it?", "max_tokens": 2}
 
 @pytest.fixture(scope="module")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with pytest.MonkeyPatch.context() as patch, SeaweedServer(tmp_path_factory.mktemp("seaweed")) as server:
-        for name, value in ENVIRONMENT.items():
-            patch.setenv(name, value)
+    with SeaweedServer(tmp_path_factory.mktemp("seaweed")) as server:
         yield server
 
 

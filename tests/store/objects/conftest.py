@@ -12,7 +12,7 @@ from kvshelf.store.objects import address
 from kvshelf.store.objects.blobs import ObjectBlobs
 from kvshelf.store.shelf import Shelf
 from tests.store.objects.faulty import FaultyProxy
-from tests.store.objects.servers import ENVIRONMENT, S3Server, SeaweedServer
+from tests.store.objects.servers import S3Server, SeaweedServer
 from tests.store.places import DiskPlace, Place, RedisPlace
 
 OpenShelf = Callable[..., Shelf]
@@ -37,9 +37,7 @@ def index(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
 @pytest.fixture(scope="session")
 def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """SeaweedFS, for tests that do not stop it."""
-    with pytest.MonkeyPatch.context() as patch, SeaweedServer(tmp_path_factory.mktemp("seaweed")) as server:
-        for name, value in ENVIRONMENT.items():
-            patch.setenv(name, value)
+    with SeaweedServer(tmp_path_factory.mktemp("seaweed")) as server:
         yield server
 
 

@@ -1,6 +1,7 @@
 """Real servers that speak S3, in processes of their own: moto, which knows S3's rules in detail, and SeaweedFS.
 
-with MotoServer(tmp_path) as server:            # on a free port of 127.0.0.1, with an empty bucket "shelves"
+with MotoServer(tmp_path) as server:            # on a free port of 127.0.0.1, with an empty bucket "shelves"; its
+                                                # credentials are in the environment meanwhile
     server.url("prefix")                        # s3://shelves/prefix?endpoint=...
     server.client()                             # a plain boto3 client, to look and to damage
     server.pause(); server.resume()             # SIGSTOP, SIGCONT
@@ -24,6 +25,7 @@ from typing import Any, Self
 
 import boto3
 import httpx
+import pytest
 from botocore.config import Config
 
 from tests.store.redis.servers import free_port
@@ -41,6 +43,7 @@ class S3Server(abc.ABC):
         self.folder = folder
         self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
+        self._environment = pytest.MonkeyPatch()
 
     @abc.abstractmethod
     def command(self) -> Sequence[str]: ...
@@ -53,16 +56,19 @@ class S3Server(abc.ABC):
         return f"s3://{bucket}/{prefix}?endpoint={self.endpoint}&timeout_s={timeout_s:g}"
 
     def __enter__(self) -> Self:
+        for name, value in ENVIRONMENT.items():
+            self._environment.setenv(name, value)
         self.start()
         self.client().create_bucket(Bucket=BUCKET)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+        self._environment.undo()
 
     def start(self) -> None:
         with (self.folder / f"{self.name}.log").open("ab") as log:
-            self._process = subprocess.Popen(self.command(), stdout=log, stderr=log, env={**os.environ, **ENVIRONMENT})
+            self._process = subprocess.Popen(self.command(), stdout=log, stderr=log)
         deadline = time.monotonic() + START_S
         while True:
             try:

@@ -255,8 +255,7 @@ def test_a_reader_whose_lease_was_lost_stops(blobs: Blobs, monkeypatch: pytest.M
         assert file.read(MB) == data[:MB]
         assert isinstance(blobs, ObjectBlobs)
         assert isinstance(file, ObjectFile)
-        for token in [file._lease]:
-            token.release()
+        file._lease.release()
         assert blobs._leases.take(name)
         late = time.monotonic() + READ_LEASE_S
         monkeypatch.setattr(time, "monotonic", lambda: late)

@@ -59,8 +59,7 @@ class DecodeBatch:
         self, generations: Sequence[Generation], checkpoint: Checkpoint | None = None, wait: Wait = block
     ) -> list[str | Exception]:
         """Run one forward pass, and one for each question about several documents; with recurrent states, one for all
-        rows of equally many tokens. Returns, for each
-        answer, the text that became final (possibly "") or its error.
+        rows of equally many tokens. Returns, for each answer, the text that became final (possibly "") or its error.
 
         An answer that had an error is over: `leave` is all that may follow. `checkpoint` is called after each layer and
         may raise to abandon the step. If the step raises, every answer stays as it was; where rows have forward passes
