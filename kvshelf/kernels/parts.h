@@ -28,6 +28,6 @@ typedef struct Attention Attention;
 void run_rows(Member *member, const RowProgram *program);
 void run_attention(Member *member, const Attention *attention);
 int64_t phases_of_rows(const RowProgram *program);
-enum { PHASES_OF_ATTENTION = 3 };
+enum { PHASES_OF_ATTENTION = 4 };
 
 #endif

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kvshelf.kernels.choose import choose
 from kvshelf.kernels.prefix_attention.attend import CPU_ATTENTION, attend, capped, combine, rows_per_block
 from kvshelf.kernels.prefix_attention.prefixes import (
     BatchLayout,
@@ -19,9 +20,11 @@ from kvshelf.kernels.prefix_attention.prefixes import (
     MergedPrefix,
     PackedPrefix,
     Prefix,
+    SelectedPrefix,
     StackedPrefix,
     StreamedPrefix,
     SuffixRows,
+    choices_of,
 )
 from kvshelf.kernels.quantize.rows import HeadRows
 
@@ -135,6 +138,9 @@ prefix_attention = partial(attend_both, attend_shares)
 def attend_share(queries: Tensor, parts: Sequence[Prefix], value_dim: int, rules: LogitRules) -> tuple[Tensor, Tensor]:
     """`attend_shares` for the tokens of one share; `rules.since` is of these."""
     count, kv_heads, group, dim = queries.shape
+    for choice in choices_of(parts):
+        assert count == 1, "each token chooses for itself"
+        choose(queries.view(kv_heads * group, dim), choice)
     if rules.since is not None:
         assert len(parts) < 2, "the last tokens of a document are one prefix"
         rules = replace(rules, since=rules.since.repeat_interleave(group))
@@ -173,6 +179,8 @@ def attend_prefix(rows: Tensor, prefix: Prefix, rules: LogitRules) -> tuple[Tens
             heads = [_attend_packed(rows[0, h], prefix, h, lengths[h], rules) for h in range(len(lengths))]
         case StreamedPrefix(lengths=lengths):
             heads = [_attend_streamed(rows[0, h], prefix, h, lengths[h], rules) for h in range(len(lengths))]
+        case SelectedPrefix():
+            heads = [_attend_selected(rows[0, h], *prefix.head(h), rules) for h in range(len(prefix.lengths))]
         case MergedPrefix():
             heads = [_attend_merged(rows[0, h], *head, rules) for h, head in enumerate(prefix.heads)]
     return torch.stack([out.float() for out, _ in heads]).unsqueeze(0), torch.stack([lse for _, lse in heads])[None]
@@ -207,6 +215,13 @@ def _attend_streamed(
         block = prefix.block(head, start, min(start + _ROWS_PER_BLOCK, length))
         out, lse = combine(out, lse, *_attend_head(rows, *block, rules))
     return out, lse
+
+
+def _attend_selected(rows: Tensor, keys: Tensor, values: Tensor, rules: LogitRules) -> tuple[Tensor, Tensor]:
+    """A head of which nothing is chosen has no mass."""
+    if len(keys):
+        return _attend_head(rows, keys, values, rules)
+    return rows.new_zeros(len(rows), values.shape[1]), rows.new_full((len(rows),), -torch.inf, dtype=torch.float32)
 
 
 def _attend_merged(

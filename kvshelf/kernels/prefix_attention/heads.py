@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from kvshelf.kernels.prefix_attention.prefixes import MergedPrefix, PackedPrefix, Prefix, StackedPrefix
+from kvshelf.kernels.prefix_attention.prefixes import MergedPrefix, PackedPrefix, Prefix, SelectedPrefix, StackedPrefix
 from kvshelf.kernels.prefix_attention.slots import FoldedSlots, fold
 from kvshelf.kernels.quantize.rows import QuantizedRows, Rows
 
@@ -28,16 +28,18 @@ class RowKind(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """The memory layout that a launch is compiled for; all prefixes of a kind share it."""
+    """The memory layout that a launch is compiled for; all prefixes of a kind share it. selected: whether its rows are
+    those that a table names."""
 
     merged: bool
     keys: RowKind
     values: RowKind
+    selected: bool = False
 
     @property
     def plain(self) -> bool:
         """Whether a row is a token and is read as it is."""
-        return not (self.merged or self.keys.bits or self.values.bits)
+        return not (self.merged or self.selected or self.keys.bits or self.values.bits)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +57,7 @@ _HEADS: WeakKeyDictionary[Prefix, Heads] = WeakKeyDictionary()
 """Made once for each prefix: batches change more often than the documents in them."""
 
 
-def heads_of(prefix: PackedPrefix | StackedPrefix | MergedPrefix) -> Heads:
+def heads_of(prefix: PackedPrefix | StackedPrefix | MergedPrefix | SelectedPrefix) -> Heads:
     """The addresses and memory layout of a prefix; its tensors must keep these addresses."""
     heads = _HEADS.get(prefix)
     if heads is None:
@@ -63,8 +65,10 @@ def heads_of(prefix: PackedPrefix | StackedPrefix | MergedPrefix) -> Heads:
     return heads
 
 
-def _read(prefix: PackedPrefix | StackedPrefix | MergedPrefix) -> Heads:
+def _read(prefix: PackedPrefix | StackedPrefix | MergedPrefix | SelectedPrefix) -> Heads:
     match prefix:
+        case SelectedPrefix():
+            return _selected(prefix)
         case StackedPrefix(keys, values):
             of_keys, of_values = _stacked_rows(keys), _stacked_rows(values)
             lengths = (keys.shape[1],) * keys.shape[0]
@@ -81,6 +85,15 @@ def _read(prefix: PackedPrefix | StackedPrefix | MergedPrefix) -> Heads:
     columns = [[*k, *v, *s, rows] for k, v, s, rows in parts]
     kind = Kind(slots is not None, of_keys[0], of_values[0])
     return Heads(kind, tuple(lengths), torch.tensor(columns), slots)
+
+
+def _selected(prefix: SelectedPrefix) -> Heads:
+    """Those of the base, with the addresses of each head's rows and of their number."""
+    base, (rows, counts) = heads_of(prefix.base), (prefix.chosen.rows, prefix.chosen.counts)
+    columns = base.columns.clone()
+    columns[:, 6] = rows.data_ptr() + torch.arange(len(rows)) * rows.stride(0) * rows.itemsize
+    columns[:, 7] = counts.data_ptr() + torch.arange(len(rows)) * counts.itemsize
+    return Heads(base.kind._replace(selected=True), prefix.lengths, columns, None)
 
 
 def _stacked_rows(states: Tensor) -> tuple[RowKind, list[tuple[int, int, int]]]:

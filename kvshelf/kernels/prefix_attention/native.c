@@ -7,6 +7,7 @@
 
    Rows are dequantized a tile at a time, in the first-level cache: only their codes come from memory. */
 
+#include "choose/choose.h"
 #include "codes.h"
 #include "parts.h"
 #include "tiles.h"
@@ -29,10 +30,11 @@ typedef struct {
 /* Query rows `row` to `row + rows`, counted from those of `token`, at one head, over keys and values from `first` to
    `end`. result: the place of row 0 among the results; -1 for a suffix: its rows continue the softmax that stands in
    their place, the same as in the queries, and token t sees the first `visible + t` keys. before: keys before those of
-   a suffix that the run counts. */
+   a suffix that the run counts. chosen: the rows of the head that the run's keys are, ascending; 0: all of them. */
 typedef struct {
     HeadRows keys, values;
     int64_t first, end, token, head, row, rows, result, visible, before;
+    const int32_t *chosen;
 } Run;
 
 /* The place of a run's row among the rows of queries, and among results. */
@@ -83,11 +85,34 @@ typedef struct {
     int64_t stride;
 } Tile;
 
-/* The tile of `count` rows from `first` on. made: room for it, in fp32, where rows are codes. */
-INLINE Tile tile_of(const Call *a, const HeadRows *rows, const Layout *layout, int64_t first, int count, float *made) {
+/* Rows that lie apart, one behind the other. Neighbours among them are dequantized together. */
+static void gather(const Call *a, const HeadRows *rows, const Layout *layout, const int32_t *chosen, int count,
+                   float *made) {
+    const int64_t bytes = a->dim * (a->type == FP32 ? 4 : 2), step = layout->stride * (a->type == FP32 ? 4 : 2);
+    for (int from = 0, to; from < count; from = to) {
+        for (to = from + 1; to < count && chosen[to] == chosen[to - 1] + 1;) to++;
+        if (layout->bits) {
+            dequantize(rows, layout, chosen[from], to - from, a->dim, a->type, made + from * a->dim);
+            continue;
+        }
+        for (int r = from; r < to; r++)
+            memcpy((char *)made + r * bytes, (const char *)rows->data + chosen[r] * step, bytes);
+    }
+}
+
+/* The tile of `count` rows from `first` on, those that `chosen` names where it is given. made: room for it, in fp32,
+   where rows are codes or lie apart. */
+INLINE Tile tile_of(const Call *a, const HeadRows *rows, const Layout *layout, const int32_t *chosen, int64_t first,
+                    int count, float *made) {
     const int64_t width = a->type == FP32 ? 4 : 2;
-    if (!layout->bits) return (Tile){(const char *)rows->data + first * layout->stride * width, layout->stride};
-    dequantize(rows, layout, first, count, a->dim, a->type, made);
+    const int together = !chosen || chosen[first + count - 1] - chosen[first] == count - 1;
+    if (together && chosen) first = chosen[first];
+    if (together && !layout->bits)
+        return (Tile){(const char *)rows->data + first * layout->stride * width, layout->stride};
+    if (together)
+        dequantize(rows, layout, first, count, a->dim, a->type, made);
+    else
+        gather(a, rows, layout, chosen + first, count, made);
     return (Tile){(const char *)made, a->dim};
 }
 
@@ -112,8 +137,8 @@ INLINE void attend_few(const Call *a, const Run *run, const int rows, const int 
     }
     for (int64_t first = run->first; first < run->end; first += TILE) {
         const int count = run->end - first < TILE ? (int)(run->end - first) : TILE;
-        const Tile keys = tile_of(a, &run->keys, &a->key_layout, first, count, made[0]);
-        const Tile values = tile_of(a, &run->values, &a->value_layout, first, count, made[1]);
+        const Tile keys = tile_of(a, &run->keys, &a->key_layout, run->chosen, first, count, made[0]);
+        const Tile values = tile_of(a, &run->values, &a->value_layout, run->chosen, first, count, made[1]);
         for (int j = 0; j < count; j++) {
             for (int line = 0; line < dim * width && !quantized; line += 64)
                 __builtin_prefetch(values.data + j * values.stride * width + line, 0, 2);
@@ -208,8 +233,8 @@ static void attend_many(const Call *a, const Run *run) {
     }
     for (int64_t first = run->first; first < run->end; first += TILE) {
         const int count = run->end - first < TILE ? (int)(run->end - first) : TILE;
-        const Tile key_tile = tile_of(a, &run->keys, &a->key_layout, first, count, made[0]);
-        const Tile value_tile = tile_of(a, &run->values, &a->value_layout, first, count, made[1]);
+        const Tile key_tile = tile_of(a, &run->keys, &a->key_layout, run->chosen, first, count, made[0]);
+        const Tile value_tile = tile_of(a, &run->values, &a->value_layout, run->chosen, first, count, made[1]);
         const float *keys = (const float *)key_tile.data, *values = (const float *)value_tile.data;
         ask_for(values, value_tile.stride, dim);
         multiply(keys, key_tile.stride, dim, count, query, a->scale * LOG2_E, weights);
@@ -262,7 +287,8 @@ static void attend(const Call *a, const Run *run, int few) {
 }
 
 /* Columns of an item; see work.py. */
-enum { TOKEN = 0, ALL_ROWS = 1, FIRST_ROW = 2, HEAD = 3, FIRST = 4, END = 5, RESULT = 6, KEYS = 7, VALUES = 10, OF_HEAD = 17 };
+enum { TOKEN = 0, ALL_ROWS = 1, FIRST_ROW = 2, HEAD = 3, FIRST = 4, END = 5, RESULT = 6, KEYS = 7, VALUES = 10 };
+enum { CHOSEN = 13, NUMBER = 14, OF_HEAD = 17 };
 enum { COLUMNS = 18 };
 
 /* Runs of prefixes that lie alike in memory. items: [count, COLUMNS]. */
@@ -286,7 +312,8 @@ typedef struct {
    gave. keys, values: of the call's tokens, [N, kv_heads, D] with a step from token to token in elements, to be appended
    to the suffixes; 0 where they are there. shares: [shares, 1 + kv_heads], where the results of a share begin, and how
    many runs each head has; places: [N, 3], the share of a token, its place there, and the tokens of the share; see
-   work.py. softcap, since, sinks: see `LogitRules`; a softcap of 0 is none. */
+   work.py. softcap, since, sinks: see `LogitRules`; a softcap of 0 is none. choices: made first, each by the queries
+   of its token. */
 struct Attention {
     const void *queries;
     const char *keys, *values;
@@ -303,6 +330,9 @@ struct Attention {
     const int32_t *since;
     const float *sinks;
     int64_t type;
+    const Choice *choices;
+    const int64_t *choosers;
+    int64_t num_choices;
 };
 
 static Call call_of(const Attention *a, const Layout *key_layout, const Layout *value_layout, float *outs, float *lses) {
@@ -318,11 +348,12 @@ static HeadRows head_rows(const int64_t *columns) {
 static void attend_item(const Attention *a, const Launch *launch, int64_t i) {
     const Call call = call_of(a, &launch->key_layout, &launch->value_layout, a->outs, a->lses);
     const int64_t *item = launch->items + i * COLUMNS, left = item[ALL_ROWS] - item[FIRST_ROW];
-    const Run run = {
+    Run run = {
         .keys = head_rows(item + KEYS), .values = head_rows(item + VALUES), .first = item[FIRST], .end = item[END],
         .token = item[TOKEN], .head = item[HEAD], .row = item[FIRST_ROW], .rows = left < ROWS ? left : ROWS,
-        .result = item[RESULT], .before = item[OF_HEAD],
+        .result = item[RESULT], .before = item[OF_HEAD], .chosen = (const int32_t *)item[CHOSEN],
     };
+    if (run.chosen && run.end > *(const int32_t *)item[NUMBER]) run.end = *(const int32_t *)item[NUMBER];
     const Run seen = seen_of(&call, run);
     attend(&call, &seen, item[ALL_ROWS] <= FEW_ROWS);
 }
@@ -338,6 +369,15 @@ static void append(const Attention *a, const Suffixes *s, int64_t row) {
             memcpy(s->keys + key * width, a->keys + ((first + t) * a->key_step + own) * width, a->dim * width);
             memcpy(s->values + value * width, a->values + ((first + t) * a->value_step + own) * width, a->dim * width);
         }
+}
+
+/* Piece `i` of all choices and KV heads. */
+static void choose_one(const void *context, int64_t i) {
+    const Attention *a = context;
+    const int64_t which = i / a->kv_heads, width = a->type == FP32 ? 4 : 2;
+    Choice choice = a->choices[which];
+    choice.queries = (const char *)a->queries + a->choosers[which] * a->kv_heads * a->group * a->dim * width;
+    choose_rows(&choice, i % a->kv_heads);
 }
 
 /* Piece `i` of all rows that are appended to, and of all runs: these read no suffix. */
@@ -407,6 +447,7 @@ void run_attention(Member *member, const Attention *a) {
         blocks += s->rows * a->kv_heads * blocks_of(a, s);
     }
     for (const Launch *launch = a->launches; launch < a->launches + a->num_launches; launch++) runs += launch->count;
+    phase(member, a->num_choices * a->kv_heads, choose_one, a);
     phase(member, appended + runs, append_or_attend, a);
     phase(member, a->shares ? a->tokens : 0, unite_runs, a);
     phase(member, blocks, attend_suffixes, a);

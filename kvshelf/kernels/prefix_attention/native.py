@@ -19,6 +19,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from kvshelf.kernels.choose import Choice
+from kvshelf.kernels.choose import native as choosing
 from kvshelf.kernels.native import FEW_ROWS, LANES, TYPES, WIDTHS, Part, run_parts
 from kvshelf.kernels.prefix_attention import eager
 from kvshelf.kernels.prefix_attention.prefixes import (
@@ -26,8 +28,10 @@ from kvshelf.kernels.prefix_attention.prefixes import (
     LogitRules,
     PackedPrefix,
     Prefix,
+    SelectedPrefix,
     StackedPrefix,
     SuffixRows,
+    choices_of,
 )
 from kvshelf.kernels.prefix_attention.work import Setting, work_of
 from kvshelf.kernels.quantize.rows import QuantizedRows, Rows
@@ -176,6 +180,9 @@ def _is_ours(prefix: Prefix, queries: Tensor, rows: int) -> bool:
 
 
 def _looked_at(prefix: Prefix, queries: Tensor, rows: int) -> bool:
+    if isinstance(prefix, SelectedPrefix):
+        chosen = prefix.choice is None or choosing.takes(prefix.choice, queries.dtype)
+        return chosen and _is_ours(prefix.base, queries, rows)
     if not isinstance(prefix, PackedPrefix | StackedPrefix) or type(prefix.keys) is not type(prefix.values):
         return False
     return all(_takes_rows(queries, states, rows) for states in (prefix.keys, prefix.values))
@@ -227,7 +234,8 @@ class _Attention(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("outs", "lses", "shares", "places", "suffixes")),
         ("num_suffixes", ctypes.c_int64), ("out", ctypes.c_void_p), ("lse", ctypes.c_void_p),
         ("scale", ctypes.c_double), ("softcap", ctypes.c_double), ("since", ctypes.c_void_p),
-        ("sinks", ctypes.c_void_p), ("type", ctypes.c_int64),
+        ("sinks", ctypes.c_void_p), ("type", ctypes.c_int64), ("choices", ctypes.c_void_p),
+        ("choosers", ctypes.c_void_p), ("num_choices", ctypes.c_int64),
     )  # fmt: skip
 
 
@@ -265,6 +273,7 @@ def _attention(
     found.since, found.sinks = (0 if table is None else table.data_ptr() for table in (rules.since, rules.sinks))
     held: list[object] = [layout, suffixes, rules]
     lses, runs = tokens * kv_heads * group, 0
+    choices = _choices(prefixes, layout)
     if prefixes:
         table = work_of(
             prefixes, layout, Setting(kv_heads, group, dtype.itemsize, _RUNS * torch.get_num_threads(), _LEAST_RUN)
@@ -282,5 +291,19 @@ def _attention(
         each.keys, each.values, each.strides[:] = k.data_ptr(), v.data_ptr(), (*k.stride()[:3], *v.stride()[:3])
         each.table, each.rows, each.new = at.data_ptr(), len(at), rows.new
     found.suffixes, found.num_suffixes = ctypes.addressof(of_rows), len(of_rows)
-    memory, (found.lse, found.outs, found.lses) = scratch.room(lses, runs * dim, runs)
-    return found, [*held, of_rows, memory]
+    ranks = [kv_heads * choosing.most_units(choice) for choice, _ in choices]
+    memory, (found.lse, found.outs, found.lses, *of_ranks) = scratch.room(lses, runs * dim, runs, *ranks)
+    structs, tokens_of = (choosing.ChoiceStruct * len(choices))(), (ctypes.c_int64 * len(choices))()
+    for i, ((choice, token), ranks_at) in enumerate(zip(choices, of_ranks, strict=True)):
+        structs[i], points_to = choosing.struct_of(choice, dtype, (kv_heads, group, dim))
+        structs[i].ranks, tokens_of[i] = ranks_at, token
+        held.append(points_to)
+    found.choices, found.choosers = ctypes.addressof(structs), ctypes.addressof(tokens_of)
+    found.num_choices = len(choices)
+    return found, [*held, of_rows, memory, structs, tokens_of]
+
+
+def _choices(prefixes: Sequence[Sequence[Prefix]], layout: BatchLayout) -> list[tuple[Choice, int]]:
+    """The choices that an attention makes first, and the token that makes each."""
+    ends = zip(prefixes, layout.share_ends, strict=False)
+    return [(choice, end - 1) for parts, end in ends for choice in choices_of(parts)]

@@ -10,6 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from kvshelf.kernels.choose import Choice, Chosen
 from kvshelf.kernels.quantize.rows import HeadRows, Rows, by_head
 
 Block = Callable[[int, int, int], tuple[Tensor, Tensor]]
@@ -109,7 +110,38 @@ class MergedPrefix:
         )
 
 
-Prefix = PackedPrefix | StackedPrefix | StreamedPrefix | MergedPrefix
+@dataclass(frozen=True, eq=False)
+class SelectedPrefix:
+    """Some rows of a packed prefix, read in place: those in `chosen` when the attention runs.
+
+    choice: where given, the attention first chooses by its query, which overwrites `chosen`; several prefixes of a
+    share may have one choice. Such a share has one token. Bytes: what is chosen, and the summaries of the choice once.
+    """
+
+    base: PackedPrefix
+    chosen: Chosen
+    choice: Choice | None = None
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Most rows of each head."""
+        most = self.chosen.rows.shape[1]
+        return tuple(min(most, length) for length in self.base.lengths)
+
+    def head(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the chosen rows of a head, dequantized. Waits for the device."""
+        keys, values = self.base.heads[index]
+        rows = self.chosen.rows[index, : int(self.chosen.counts[index])].long()
+        return keys[rows], values[rows]
+
+
+Prefix = PackedPrefix | StackedPrefix | StreamedPrefix | MergedPrefix | SelectedPrefix
+
+
+def choices_of(prefixes: Sequence[Prefix]) -> list[Choice]:
+    """The choices that attention over these prefixes has to make first, each once."""
+    found = {id(p.choice): p.choice for p in prefixes if isinstance(p, SelectedPrefix) and p.choice is not None}
+    return list(found.values())
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,14 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvshelf.kernels.choose.reference import choose
 from kvshelf.kernels.prefix_attention.prefixes import (
     BatchLayout,
     LogitRules,
     MergedPrefix,
     PackedPrefix,
     Prefix,
+    SelectedPrefix,
     StackedPrefix,
     StreamedPrefix,
+    choices_of,
 )
 
 
@@ -34,6 +37,8 @@ def prefix_attention(
         for r, (first, length) in enumerate(zip(rows.first, rows.lengths, strict=True)):
             for t in range(rows.new if first >= 0 else 0):
                 visible = length - rows.new + t + 1
+                for choice in choices_of(prefixes[share_of[first + t]]):
+                    choose(queries[first + t], choice)
                 for h in range(q_heads):
                     kv = h // (q_heads // kv_heads)
                     parts = [token_states(prefix, kv) for prefix in prefixes[share_of[first + t]]]
@@ -64,6 +69,9 @@ def token_states(prefix: Prefix, head: int) -> tuple[Tensor, Tensor]:
         case StreamedPrefix(lengths=lengths, block=block):
             made_keys, made_values = block(head, 0, lengths[head])
             return made_keys.double(), made_values.double()
+        case SelectedPrefix():
+            keys, values = prefix.head(head)
+            return keys.double(), values.double()
         case MergedPrefix():
             keys, values, scales, classes = prefix.heads[head]
             return scales.double()[:, None] * keys[:].double()[classes], values[:].double()[classes]

@@ -9,7 +9,7 @@ import triton.language as tl
 @triton.jit
 def attend_splits(
     queries, items, outs, lses, token_stride, head_stride, scale,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HEADS: tl.constexpr, SLOTS: tl.constexpr,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HEADS: tl.constexpr, SLOTS: tl.constexpr, SELECTED: tl.constexpr,
     KEY_BITS: tl.constexpr, KEY_GROUP: tl.constexpr, KEY_BY_TOKENS: tl.constexpr,
     KEY_STRIDE: tl.constexpr, KEY_ALIGNED: tl.constexpr,
     VALUE_BITS: tl.constexpr, VALUE_GROUP: tl.constexpr, VALUE_BY_TOKENS: tl.constexpr,
@@ -21,7 +21,7 @@ def attend_splits(
 
     queries: `[N, q_heads, D]`. outs: `[scratch rows, Dv]` fp32, each the softmax of its split; lses: `[scratch rows]`
     fp32, its log-sum-exp to the base 2. scale: already times log2(e). HEADS: query heads of a KV head. SLOTS: slots of
-    a row of a merged prefix; 0 for other prefixes, whose rows are tokens.
+    a row of a merged prefix; 0 for other prefixes, whose rows are tokens. SELECTED: whether a table names the rows.
     """
     item = items + tl.program_id(0).to(tl.int64) * COLUMNS
     start, stop = tl.load(item + 4), tl.load(item + 5)
@@ -30,6 +30,9 @@ def attend_splits(
     if SLOTS > 0:
         classes, slot_scales, slot_stride, own = _slots_of(item)
         stop = tl.minimum(stop, own)
+    if SELECTED:
+        named = tl.load(item + 13).to(tl.pointer_type(tl.int32))
+        stop = tl.minimum(stop, tl.load(tl.load(item + 14).to(tl.pointer_type(tl.int32))).to(tl.int64))
     query, row, live = _queries_of(item, queries, token_stride, head_stride, DIM, HEADS, BLOCK_M, BLOCK_D)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)
@@ -40,14 +43,17 @@ def attend_splits(
         if SLOTS > 0:
             at_slots = slot_scales + rows
             rows = tl.load(classes + rows, mask=inside, other=0).to(tl.int64)
+        if SELECTED:
+            rows = tl.load(named + rows, mask=inside, other=0).to(tl.int64)
         key = load_rows(
             keys, key_scales, key_zeros, rows, inside, first, stop, query.dtype,
-            DIM, BLOCK_N, BLOCK_D, KEY_BITS, KEY_GROUP, KEY_BY_TOKENS, KEY_STRIDE, KEY_ALIGNED, SLOTS == 0,
+            DIM, BLOCK_N, BLOCK_D, KEY_BITS, KEY_GROUP, KEY_BY_TOKENS, KEY_STRIDE, KEY_ALIGNED,
+            SLOTS == 0 and not SELECTED,
         )  # fmt: skip
         value = load_rows(
             values, value_scales, value_zeros, rows, inside, first, stop, query.dtype,
             VALUE_DIM, BLOCK_N, BLOCK_DV, VALUE_BITS, VALUE_GROUP, VALUE_BY_TOKENS, VALUE_STRIDE, VALUE_ALIGNED,
-            SLOTS == 0,
+            SLOTS == 0 and not SELECTED,
         )  # fmt: skip
         logits = dot(query, tl.trans(key), UPCAST) * scale
         if SLOTS > 0:

@@ -40,9 +40,10 @@ import torch
 import triton
 from torch import Tensor
 
+from kvshelf.kernels.choose import choose
 from kvshelf.kernels.prefix_attention import eager
 from kvshelf.kernels.prefix_attention.heads import Kind
-from kvshelf.kernels.prefix_attention.prefixes import BatchLayout, LogitRules, Prefix
+from kvshelf.kernels.prefix_attention.prefixes import BatchLayout, LogitRules, Prefix, choices_of
 from kvshelf.kernels.prefix_attention.slots import SLOTS_PER_ROW
 from kvshelf.kernels.prefix_attention.splits import attend_splits
 from kvshelf.kernels.prefix_attention.union import attend_suffixes
@@ -70,6 +71,9 @@ def prefix_attention(
     kv_heads, value_dim = suffixes[0][1].shape[1], suffixes[0][1].shape[3]
     out = queries.new_empty(num_tokens, q_heads, value_dim)
     found = None
+    for parts, end in zip(prefixes, layout.share_ends, strict=True):
+        for choice in choices_of(parts):
+            choose(queries[end - 1], choice)
     if any(prefixes):
         setting = Setting(kv_heads, q_heads // kv_heads, queries.itemsize, _places(queries.device), least_split)
         table = work_of(prefixes, layout, setting)
@@ -171,7 +175,7 @@ def _attend_suffixes(
 def kind_constants(kind: Kind) -> dict[str, int | bool]:
     """The compile-time arguments of `attend_splits` that follow from the kind of prefix."""
     named = {"KEY": kind.keys, "VALUE": kind.values}
-    return {"SLOTS": SLOTS_PER_ROW if kind.merged else 0} | {
+    return {"SLOTS": SLOTS_PER_ROW if kind.merged else 0, "SELECTED": kind.selected} | {
         f"{name}_{field.upper()}": value for name, rows in named.items() for field, value in rows._asdict().items()
     }
 

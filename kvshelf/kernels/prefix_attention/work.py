@@ -29,8 +29,8 @@ COLUMNS = 18
 """int64 numbers of an item, which the kernel reads by place: 0 first token of the share, 1 query rows of the
 share, 2 first query row of the item, 3 KV head, 4 and 5 first row of the split and end, 6 where its results go; keys: 7
 address of the head, 8 and 9 of its scales and zeros; values: 10 to 12 likewise; slots: 13 address of the classes, 14 of
-the scales, 15 stride of the scales, 16 address of the head's bounds. 17 rows of the head
-in this prefix."""
+the scales, 15 stride of the scales, 16 address of the head's bounds; of a selected prefix, 13 address of the head's
+chosen rows, 14 of their number. 17 rows of the head in this prefix."""
 
 
 class Launch(NamedTuple):

@@ -1,0 +1,138 @@
+"""Which rows of a document a query reads: units of consecutive rows, scored from summaries, the best until a budget is
+full.
+
+    score[h, u] = group_g of (low[h, u] . q_g + scale * span[h, u] . (linear * q_g + relu * max(q_g, 0)))
+
+With low and scale * span the least value of a channel in a unit and its range, linear 0 and relu 1, this is an upper bound of
+q . k for every key of the unit (Quest, arXiv 2406.10774, section 3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvshelf.kernels.checks import require
+from kvshelf.kernels.dispatch import implementation
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """The units of one prefix, packed by head: head h owns `counts[h]` of them. They are made once, and never change.
+
+    low: `[units, W]` fp32 or bf16, the summaries. span: the same shape and dtype, or None; times `scale`. ends: `[units]`
+    int32, the row of the head behind the unit's last one. forced: `[units]` bool, read whatever their scores.
+    """
+
+    low: Tensor
+    span: Tensor | None
+    ends: Tensor
+    forced: Tensor
+    counts: tuple[int, ...]
+    scale: float = 1.0
+
+    @cached_property
+    def begins(self) -> tuple[int, ...]:
+        """The first unit of each head, and the end of the last head."""
+        return tuple(accumulate(self.counts, initial=0))
+
+    @cached_property
+    def sizes(self) -> Tensor:
+        """Rows of each unit, `[units]` int64."""
+        ends = self.ends.long()
+        before = torch.cat([ends.new_zeros(1), ends[:-1]])
+        before[[begin for begin, count in zip(self.begins, self.counts, strict=False) if count]] = 0
+        return ends - before
+
+    @cached_property
+    def longest(self) -> int:
+        """Rows of the head that has most."""
+        return int(self.ends.max()) if len(self.ends) else 0
+
+    @cached_property
+    def forced_rows(self) -> tuple[int, ...]:
+        """Rows of the forced units of each head."""
+        heads = torch.split(torch.where(self.forced, self.sizes, 0), list(self.counts))
+        return tuple(int(head.sum()) for head in heads)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in memory, but for summaries that are views of the prefix."""
+        tables = [self.low] if self.span is None else [self.low, self.span]
+        return sum(each.nbytes for each in (*tables, self.ends, self.forced))
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """The rows chosen of one prefix: head h reads `rows[h, :counts[h]]`, ascending.
+
+    rows: `[kv_heads, most]` int32, counts: `[kv_heads]` int32. Each choice overwrites both.
+    """
+
+    rows: Tensor
+    counts: Tensor
+
+    @classmethod
+    def room(cls, lengths: Sequence[int], budget: int, device: torch.device) -> Chosen:
+        """Room for the choice of a prefix whose heads have these rows."""
+        most = min(budget, max(lengths, default=0))
+        rows = torch.zeros(len(lengths), most, dtype=torch.int32, device=device)
+        return cls(rows, torch.zeros(len(lengths), dtype=torch.int32, device=device))
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """How a query chooses at one layer, over the units of all its prefixes together, and where the rows go.
+
+    budget: most rows of a KV head, of all prefixes, those of forced units included. linear,
+    relu, group: see the formula. columns: the channel of the query that each of the W columns stands for,
+    `[kv_heads, W]` int64; None: W is the head size. cut: whether the last unit is cut where the budget ends; otherwise
+    it is left out, with all that rank below it.
+    """
+
+    units: tuple[Units, ...]
+    chosen: tuple[Chosen, ...]
+    budget: int
+    linear: float = 0.0
+    relu: float = 0.0
+    group: Literal["max", "mean"] = "max"
+    columns: Tensor | None = None
+    cut: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.budget >= self.forced_rows, "the rows that are always read have no room"
+        assert all(
+            chosen.rows.shape[1] >= min(self.budget, units.longest)
+            for units, chosen in zip(self.units, self.chosen, strict=True)
+        )
+
+    @property
+    def forced_rows(self) -> int:
+        """Rows that a query reads whatever the scores, of the head that has most."""
+        return max(map(sum, zip(*(units.forced_rows for units in self.units), strict=True)))
+
+
+def choose(queries: Tensor, choice: Choice) -> None:
+    """Fill `choice.chosen` with what one token chooses. queries: `[q_heads, D]`, query head h reads KV head h //
+    (q_heads // kv_heads).
+
+    Units rank by score, those with a NaN or infinite score first; equal ones by the earlier prefix and the smaller
+    number. Bytes: each summary once. FLOPs: 4 * q_heads * units * W.
+    """
+    heads = len(choice.units[0].counts)
+    require(
+        queries.dim() == 2 and queries.shape[0] % heads == 0 and len(choice.units) == len(choice.chosen) > 0,
+        "choose",
+        f"queries must be [q_heads, D] of {heads} KV heads, and each prefix needs room for its rows",
+        queries=queries,
+    )
+    implementation("choose", queries.device).choose(queries, choice)
+
+
+__all__ = ["Choice", "Chosen", "Units", "choose"]

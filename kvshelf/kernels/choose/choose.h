@@ -1,0 +1,36 @@
+/* Which rows of prefixes a query reads; see `kvshelf.kernels.choose`. */
+
+#ifndef KVSHELF_CHOOSE_H
+#define KVSHELF_CHOOSE_H
+
+#include "native.h"
+
+/* The units of one prefix, and room for the rows chosen. low, span: [units, width]; span is 0 where there is none.
+   ends, forced: [units]. begin: [kv_heads + 1], the first unit of each head. rows: [kv_heads, most]; counts:
+   [kv_heads]. */
+typedef struct {
+    const void *low, *span;
+    const int32_t *ends;
+    const uint8_t *forced;
+    const int64_t *begin;
+    int32_t *rows, *counts;
+    int64_t most, type; /* type: of low and span */
+    double scale;       /* of span */
+} Units;
+
+/* The choice of one token. queries: [q_heads, dim], of `type`. columns: [kv_heads, width], or 0. ranks: room,
+   [kv_heads, most_units]. */
+typedef struct {
+    const Units *units;
+    int64_t num_units;
+    const void *queries;
+    const int64_t *columns;
+    int32_t *ranks;
+    int64_t most_units, kv_heads, group, dim, width, budget, type, mean, cut;
+    double linear, relu;
+} Choice;
+
+/* For KV head `head`. */
+void choose_rows(const Choice *choice, int64_t head);
+
+#endif

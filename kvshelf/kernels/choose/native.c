@@ -1,0 +1,151 @@
+/* Units by their scores, the best until a budget of rows is full. */
+
+#include "choose.h"
+
+enum { MOST_WIDTH = 256 };
+
+/* As ranks of `select/native.c`: ordered as the scores are, what is not finite above all. Above INT32_MIN, which is that
+   of forced units. */
+INLINE int32_t rank_of(float score) {
+    int32_t bits;
+    score += 0.0f;
+    memcpy(&bits, &score, sizeof bits);
+    if ((bits & 0x7f800000) == 0x7f800000) return INT32_MAX;
+    return bits ^ (bits >> 31 & INT32_MAX);
+}
+
+INLINE float number_at(const void *data, int64_t at, int64_t type) {
+    if (type == FP32) return ((const float *)data)[at];
+    const uint32_t bits = (uint32_t)((const uint16_t *)data)[at] << 16;
+    float number;
+    memcpy(&number, &bits, sizeof number);
+    return number;
+}
+
+/* The rows of `count` queries of a head from query `first` on, and what span is multiplied with. */
+static void features(const Choice *a, float scale, int64_t head, int64_t first, int64_t count, float *of_low,
+                     float *of_span) {
+    const float linear = (float)a->linear * scale, relu = (float)a->relu * scale;
+    for (int64_t g = 0; g < count; g++)
+        for (int64_t c = 0; c < a->width; c++) {
+            const int64_t channel = a->columns ? a->columns[head * a->width + c] : c;
+            const float q = number_at(a->queries, (head * a->group + first + g) * a->dim + channel, a->type);
+            of_low[g * a->width + c] = q;
+            of_span[g * a->width + c] = linear * q + (q > 0 ? relu * q : 0);
+        }
+}
+
+/* The scores of units `from` to `to` for up to FEW_ROWS queries, joined with what is in `scores`. */
+INLINE void score_as(const Choice *a, const Units *units, int64_t from, int64_t to, const float *of_low,
+                     const float *of_span, const int count, const int type, const int has_span, const int mean,
+                     float *scores) {
+    const int64_t width = a->width;
+    for (int64_t u = from; u < to; u++) {
+        Floats total[FEW_ROWS];
+        for (int g = 0; g < count; g++) total[g] = (Floats){0};
+        for (int64_t c = 0; c < width; c += LANES) {
+            const Floats low = load(units->low, u * width + c, type);
+            const Floats span = has_span ? load(units->span, u * width + c, type) : (Floats){0};
+            for (int g = 0; g < count; g++) {
+                total[g] += low * *(const FloatsAnywhere *)(of_low + g * width + c);
+                if (has_span) total[g] += span * *(const FloatsAnywhere *)(of_span + g * width + c);
+            }
+        }
+        float joined = scores[u - from];
+        for (int g = 0; g < count; g++) {
+            const float score = sum(total[g]);
+            joined = mean ? joined + score : score > joined || score != score ? score : joined;
+        }
+        scores[u - from] = joined;
+    }
+}
+
+static void score(const Choice *a, const Units *units, int64_t head, int64_t from, int64_t to, float *scores) {
+    float of_low[FEW_ROWS * MOST_WIDTH], of_span[FEW_ROWS * MOST_WIDTH];
+    for (int64_t i = 0; i < to - from; i++) scores[i] = a->mean ? 0 : -INFINITY;
+    for (int64_t first = 0; first < a->group; first += FEW_ROWS) {
+        const int count = a->group - first < FEW_ROWS ? (int)(a->group - first) : FEW_ROWS;
+        features(a, (float)units->scale, head, first, count, of_low, of_span);
+#define FORM(G, T, S)                                             \
+    if (count == G && units->type == T && (units->span != 0) == S) { \
+        score_as(a, units, from, to, of_low, of_span, G, T, S, (int)a->mean, scores); \
+        continue;                                                 \
+    }
+#define FORMS(T, S) FORM(1, T, S) FORM(2, T, S) FORM(4, T, S) FORM(8, T, S)
+        FORMS(FP32, 0) FORMS(FP32, 1) FORMS(BF16, 0) FORMS(BF16, 1)
+#undef FORMS
+#undef FORM
+        score_as(a, units, from, to, of_low, of_span, count, (int)units->type, units->span != 0, (int)a->mean, scores);
+    }
+    for (int64_t i = 0; i < to - from && a->mean; i++) scores[i] /= (float)a->group;
+}
+
+INLINE int64_t rows_of(const Units *units, int64_t first, int64_t unit) {
+    return units->ends[unit] - (unit > first ? units->ends[unit - 1] : 0);
+}
+
+/* Rows of the units of a head whose ranks are `least` or above. */
+static int64_t rows_from(const Choice *a, int64_t head, const int32_t *ranks, int32_t least) {
+    int64_t total = 0;
+    for (const Units *units = a->units; units < a->units + a->num_units; units++) {
+        const int64_t first = units->begin[head], count = units->begin[head + 1] - first;
+        for (int64_t i = 0; i < count; i++) total += ranks[i] >= least ? rows_of(units, first, first + i) : 0;
+        ranks += count;
+    }
+    return total;
+}
+
+/* The highest rank at which the units from it on have more rows than `room`; INT32_MIN if there is none: a bit at a
+   time. */
+static int32_t rank_beyond(const Choice *a, int64_t head, const int32_t *ranks, int64_t room) {
+    uint32_t found = 0;
+    for (uint32_t bit = (uint32_t)1 << 31; bit; bit >>= 1) {
+        const uint32_t raised = found | bit;
+        if (rows_from(a, head, ranks, (int32_t)(raised ^ 0x80000000)) > room) found = raised;
+    }
+    return (int32_t)(found ^ 0x80000000);
+}
+
+void choose_rows(const Choice *a, int64_t head) {
+    int32_t *ranks = a->ranks + head * a->most_units, *own = ranks;
+    int64_t room = a->budget;
+    for (const Units *units = a->units; units < a->units + a->num_units; units++) {
+        const int64_t first = units->begin[head], end = units->begin[head + 1];
+        score(a, units, head, first, end, (float *)own);
+        for (int64_t u = first; u < end; u++, own++) {
+            float found;
+            memcpy(&found, own, sizeof found);
+            *own = units->forced[u] ? INT32_MIN : rank_of(found);
+            room -= units->forced[u] ? rows_of(units, first, u) : 0;
+        }
+    }
+    room = room < 0 ? 0 : room;
+    const int32_t last = rank_beyond(a, head, ranks, room);
+    int64_t left = room - (last < INT32_MAX ? rows_from(a, head, ranks, last + 1) : 0);
+    own = ranks;
+    for (const Units *units = a->units; units < a->units + a->num_units; units++) {
+        const int64_t first = units->begin[head], end = units->begin[head + 1];
+        int32_t *rows = units->rows + head * units->most;
+        int64_t count = 0;
+        for (int64_t u = first; u < end; u++, own++) {
+            int64_t taken = rows_of(units, first, u);
+            if (!units->forced[u]) {
+                if (*own < last || *own == INT32_MIN) continue;
+                if (*own == last) {
+                    if (taken > left) {
+                        taken = a->cut ? left : 0;
+                        left = 0; /* and none that ranks below */
+                    } else
+                        left -= taken;
+                }
+            }
+            const int32_t begin = units->ends[u] - (int32_t)rows_of(units, first, u);
+            for (int64_t r = 0; r < taken; r++) rows[count++] = begin + (int32_t)r;
+        }
+        units->counts[head] = (int32_t)count;
+    }
+}
+
+static void choose_of(const void *context, int64_t head) { choose_rows(context, head); }
+
+EXPORT void kvshelf_choose(const Choice *choice, int threads) { for_each(choice->kv_heads, threads, choose_of, choice); }

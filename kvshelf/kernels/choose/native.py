@@ -1,0 +1,88 @@
+"""The choice in C, a call for all heads: see `native.c`. Torch's own operations take 15 of 20 microseconds each."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from kvshelf.kernels.choose import Choice, Units, eager
+from kvshelf.kernels.native import TYPES, WIDTHS, compiled
+
+
+def choose(queries: Tensor, choice: Choice) -> None:
+    """See `kvshelf.kernels.choose.choose`."""
+    if not takes(choice, queries.dtype):
+        return eager.choose(queries, choice)
+    queries = queries.contiguous()
+    heads, (q_heads, dim) = len(choice.units[0].counts), queries.shape
+    ranks = torch.empty(heads * most_units(choice), dtype=torch.int32)
+    found, _held = struct_of(choice, queries.dtype, (heads, q_heads // heads, dim))
+    found.queries, found.ranks = queries.data_ptr(), ranks.data_ptr()
+    compiled().kvshelf_choose(ctypes.byref(found), torch.get_num_threads())
+    return None
+
+
+def takes(choice: Choice, dtype: torch.dtype) -> bool:
+    """Whether C can choose so, by queries of this dtype."""
+    return dtype in TYPES and all(
+        table.dtype == units.low.dtype and table.dtype in TYPES and table.shape[1] in WIDTHS and table.is_contiguous()
+        for units in choice.units
+        for table in (units.low, units.span)
+        if table is not None
+    )
+
+
+def most_units(choice: Choice) -> int:
+    """Units of the head that has most, over all prefixes."""
+    return max(map(sum, zip(*(units.counts for units in choice.units), strict=True)))
+
+
+class _Units(ctypes.Structure):
+    """See `choose.h`, as for `ChoiceStruct`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("low", "span", "ends", "forced", "begin", "rows", "counts")),
+        ("most", ctypes.c_int64), ("type", ctypes.c_int64), ("scale", ctypes.c_double),
+    )  # fmt: skip
+
+
+class ChoiceStruct(ctypes.Structure):
+    _fields_ = (
+        ("units", ctypes.c_void_p), ("num_units", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("queries", "columns", "ranks")),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "most_units", "kv_heads", "group", "dim", "width", "budget", "type", "mean", "cut",
+            )
+        ),
+        ("linear", ctypes.c_double), ("relu", ctypes.c_double),
+    )  # fmt: skip
+
+
+def struct_of(choice: Choice, dtype: torch.dtype, shape: tuple[int, int, int]) -> tuple[ChoiceStruct, object]:
+    """The choice as C reads it, without the addresses of queries and ranks, and what it points to. shape: KV heads,
+    query heads of each, and channels of a query."""
+    heads, group, dim = shape
+    parts = (_Units * len(choice.units))()
+    begins = [(ctypes.c_int64 * len(units.begins))(*units.begins) for units in choice.units]
+    for part, units, chosen, begin in zip(parts, choice.units, choice.chosen, begins, strict=True):
+        part.low, part.ends, part.forced = _addresses(units)
+        part.span = 0 if units.span is None else units.span.data_ptr()
+        part.begin, part.type, part.scale = ctypes.addressof(begin), TYPES[units.low.dtype], units.scale
+        part.rows, part.counts, part.most = chosen.rows.data_ptr(), chosen.counts.data_ptr(), chosen.rows.shape[1]
+    found = ChoiceStruct(
+        units=ctypes.addressof(parts), num_units=len(parts), most_units=most_units(choice), kv_heads=heads, group=group,
+        dim=dim, width=choice.units[0].low.shape[1], budget=choice.budget, type=TYPES[dtype],
+        mean=choice.group == "mean", cut=choice.cut, linear=choice.linear, relu=choice.relu,
+        columns=0 if choice.columns is None else choice.columns.data_ptr(),
+    )  # fmt: skip
+    return found, (parts, begins, choice)
+
+
+def _addresses(units: Units) -> list[int]:
+    return [table.data_ptr() for table in (units.low, units.ends, units.forced)]
+
+

@@ -1,0 +1,55 @@
+"""The naive form: each score in fp64, Python's sort, one row at a time."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from kvshelf.kernels.choose import Choice
+
+
+def choose(queries: Tensor, choice: Choice) -> None:
+    """See `kvshelf.kernels.choose.choose`."""
+    heads = len(choice.units[0].counts)
+    for head in range(heads):
+        found = _units(queries.double().view(heads, -1, queries.shape[1])[head], choice, head)
+        left = choice.budget - sum(end - start for _, _, start, end, forced in found if forced)
+        rows: list[list[int]] = [[] for _ in choice.units]
+        for _, part, start, end, forced in sorted(found, key=lambda unit: (not unit[4], unit[0])):
+            size = end - start if forced or left >= end - start or not choice.cut else max(0, left)
+            if not forced and size > left:
+                break
+            rows[part] += range(start, start + size)
+            left -= 0 if forced else size
+        for chosen, own in zip(choice.chosen, rows, strict=True):
+            for n, row in enumerate(sorted(own)):
+                chosen.rows[head, n] = row
+            chosen.counts[head] = len(own)
+
+
+def _units(queries: Tensor, choice: Choice, head: int) -> list[tuple[float, int, int, int, bool]]:
+    """(what it is sorted by, prefix, first row, end, forced) of each unit of a head."""
+    found = []
+    for part, units in enumerate(choice.units):
+        start = 0
+        for u in range(units.begins[head], units.begins[head + 1]):
+            score = _score(queries, choice, part, u, head)
+            end = int(units.ends[u])
+            found.append((-score if math.isfinite(score) else -math.inf, part, start, end, bool(units.forced[u])))
+            start = end
+    return found
+
+
+def _score(queries: Tensor, choice: Choice, part: int, unit: int, head: int) -> float:
+    units, scores = choice.units[part], []
+    for query in queries:
+        own = query if choice.columns is None else query[choice.columns[head]]
+        score = (units.low[unit].double() @ own).item()
+        if units.span is not None:
+            feature = choice.linear * own + choice.relu * own.clamp_min(0)
+            score += units.scale * (units.span[unit].double() @ feature).item()
+        scores.append(score)
+    if not all(map(math.isfinite, scores)):
+        return math.nan
+    return max(scores) if choice.group == "max" else sum(scores) / len(scores)
