@@ -3,8 +3,8 @@ full.
 
     score[h, u] = group_g of (low[h, u] . q_g + scale * span[h, u] . (linear * q_g + relu * max(q_g, 0)))
 
-With low and scale * span the least value of a channel in a unit and its range, linear 0 and relu 1, this is an upper bound of
-q . k for every key of the unit (Quest, arXiv 2406.10774, section 3.2).
+With low and scale * span the least value of a channel in a unit and its range, linear 0 and relu 1, this is an upper
+bound of q . k for every key of the unit (Quest, arXiv 2406.10774, section 3.2).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from kvshelf.kernels.dispatch import implementation
 class Units:
     """The units of one prefix, packed by head: head h owns `counts[h]` of them. They are made once, and never change.
 
-    low: `[units, W]` fp32 or bf16, the summaries. span: the same shape and dtype, or None; times `scale`. ends: `[units]`
-    int32, the row of the head behind the unit's last one. forced: `[units]` bool, read whatever their scores.
+    low: `[units, W]` fp32 or bf16, the summaries. span: the same shape and dtype, or None; times `scale`. ends:
+    `[units]` int32, the row of the head behind the unit's last one. forced: `[units]` bool, read whatever their scores.
     """
 
     low: Tensor

@@ -53,6 +53,11 @@ class StackedPrefix:
     keys: Tensor
     values: Tensor
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Rows of each head."""
+        return (self.keys.shape[1],) * self.keys.shape[0]
+
     @cached_property
     def batched(self) -> tuple[Tensor, Tensor]:
         """Keys `[1, kv_heads, K, D]` and values, made once: a decode step reads hundreds of prefixes."""

@@ -30,6 +30,7 @@ from kvshelf.workers.engine.attention.function import kvshelf_attention
 from kvshelf.workers.engine.attention.inspection import layer_shapes
 from kvshelf.workers.engine.decode.batch import DecodeBatch
 from kvshelf.workers.engine.decode.generation import Answer, Checkpoint, Generation, Progress, Sampling
+from kvshelf.workers.engine.decode.selection import PolicySelection, Selection, UnitSelection, stored_entries
 from kvshelf.workers.engine.export import Positions, export
 from kvshelf.workers.engine.forward.passes import Passes
 from kvshelf.workers.engine.inputs.encode import Document, Encoder, Prompt
@@ -38,8 +39,10 @@ from kvshelf.workers.engine.inputs.prepare import Preparer
 from kvshelf.workers.engine.inputs.requirements import (
     require_budget_taken,
     require_joinable,
+    require_observable,
     require_own_heads,
     require_questions_taken,
+    require_selectable,
 )
 from kvshelf.workers.engine.parallel.ranks import SharedModel
 from kvshelf.workers.engine.prefill.prefill import Compression, Prefill, run_prefill, run_scores
@@ -51,8 +54,11 @@ from kvshelf.workers.model.layers import LayerKind, layer_kinds
 from kvshelf.workers.model.rope import Rope, changes_with_length, reach
 from kvshelf.workers.model.text import EncodedDocument, TextFormat
 from kvshelf.workers.policies import DEFAULT_POLICY, build
-from kvshelf.workers.policies.base import ScoringPolicy
+from kvshelf.workers.policies.base import Policy, ScoringPolicy
 from kvshelf.workers.policies.budgets import Budget
+from kvshelf.workers.selectors import build as build_selector
+from kvshelf.workers.selectors.base import UnitSelector
+from kvshelf.workers.selectors.by_policy import ByPolicy
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
@@ -66,8 +72,8 @@ Asked = CompressedCache | Sequence[CompressedCache]
 class Engine:
     """A causal language model of transformers, its tokenizer, and what kvshelf does with them.
 
-    One thread owns the model; only `prepare`, `encode_document`, `split`, `encode_query`, `attach`, `joined` and
-    `start` are thread-safe. The model keeps its own attention function; a call selects kvshelf's while it runs.
+    One thread owns the model; only `prepare`, `encode_document`, `split`, `encode_query`, `attach`, `joined`,
+    `select` and `start` are thread-safe. The model keeps its own attention function; a call selects kvshelf's while it runs.
     """
 
     def __init__(
@@ -544,10 +550,12 @@ class Engine:
         cache: CompressedCache | Attached,
         query: Sequence[int],
         sampling: Sampling | None = None,
+        selection: Selection | None = None,
     ) -> Generation:
         """Begin an answer to the token ids `query`. It runs when a batch steps it, not before.
 
-        The answer ends early, with finish reason "length", where the model's longest sequence is reached.
+        The answer ends early, with finish reason "length", where the model's longest sequence is reached. selection:
+        as `select` has made it for this document and this one answer.
         """
         sampling = sampling or Sampling()
         document = cache if isinstance(cache, Attached) else self.attach(cache)
@@ -562,7 +570,48 @@ class Engine:
                 param="prompt",
             )
         decoder = self.text.decoder() if self.text is not None else None
-        return Generation(document, query, sampling, room=room, end_ids=self._end_ids(), decoder=decoder)
+        return Generation(
+            document, query, sampling, room=room, end_ids=self._end_ids(), decoder=decoder, selection=selection
+        )
+
+    def select(
+        self,
+        document: Attached,
+        method: str,
+        *,
+        question_tokens: int,
+        tokens: int | None = None,
+        params: Mapping[str, Any] | None = None,
+    ) -> Selection | None:
+        """What one answer will read of a document, by the selector of this name; None: all, because the budget has room
+        for it. Thread-safe; waits for layers that are arriving.
+
+        The question's tokens read all entries, and those of the answer at most `tokens` of a KV head, over all
+        documents together (default: the selector's). question_tokens: of this question. Raises `InvalidRequest` for an
+        unknown selector or parameter and a budget below what is always read, `PolicyUnsupported` for a model or cache
+        that cannot be read in part.
+        """
+        selector = build_selector(method, params or {})
+        if tokens is not None and tokens < 1:
+            raise InvalidRequest(f"select.tokens is {tokens}; it must be from 1", param="select.tokens")
+        require_selectable(self.name, ranks=self.passes.ranks is not None)
+        budget = selector.default_tokens(document.read_tokens) if tokens is None else tokens
+        if isinstance(selector, UnitSelector):
+            by_units = UnitSelection(selector, document, budget, self._seen_kinds)
+            return None if by_units.dense else by_units
+        assert isinstance(selector, ByPolicy)
+        return self._by_policy(selector.at(question_tokens), document, budget, frozenset(params or {}))
+
+    def _by_policy(
+        self, policy: Policy, document: Attached, budget: int, given: frozenset[str]
+    ) -> PolicySelection | None:
+        require_observable(policy, self.model, self._seen_kinds, self.name, self.rope, has_text=False)
+        entries = stored_entries(document, self.kinds)
+        if budget >= entries:
+            return None
+        view = self._preparer.calibrated(self._encoder.stored_view(document.identity.layout, entries), policy)
+        fitted = policy.fitted(view, Budget.resolve(entries, budget_tokens=budget), given)
+        return PolicySelection(fitted, document, budget, self.kinds, view)
 
     def answer(
         self,
@@ -574,9 +623,12 @@ class Engine:
         top_p: float = 1.0,
         seed: int | None = None,
         stop: Sequence[str] = (),
+        select: str | None = None,
+        select_tokens: int | None = None,
+        select_params: Mapping[str, Any] | None = None,
     ) -> Answer:
         """Ask one document, or several together (a list of caches, see `joined`), and wait. Greedy unless a temperature
-        is given."""
+        is given. select: the name of a selector, whose budget and parameters follow (see `Engine.select`)."""
         (answer,) = self.answer_all(
             [(cache, prompt)],
             max_new_tokens=max_new_tokens,
@@ -584,6 +636,9 @@ class Engine:
             top_p=top_p,
             seed=seed,
             stop=stop,
+            select=select,
+            select_tokens=select_tokens,
+            select_params=select_params,
         )
         return answer
 
@@ -596,6 +651,9 @@ class Engine:
         top_p: float = 1.0,
         seed: int | None = None,
         stop: Sequence[str] = (),
+        select: str | None = None,
+        select_tokens: int | None = None,
+        select_params: Mapping[str, Any] | None = None,
     ) -> list[Answer]:
         """Answer every prompt from its cache, with one forward pass per token for all. In the order of `asked`.
 
@@ -604,8 +662,15 @@ class Engine:
         """
         sampling = Sampling(max_new_tokens, temperature, top_p, seed, tuple(stop))
         batch = self.batch()
-        attached = [(self._attached(caches), prompt) for caches, prompt in asked]
-        answers = [self.start(document, self.encode_query(document, prompt), sampling) for document, prompt in attached]
+        answers = []
+        for caches, prompt in asked:
+            document = self._attached(caches)
+            query, selection = self.encode_query(document, prompt), None
+            if select is not None:
+                selection = self.select(
+                    document, select, question_tokens=len(query), tokens=select_tokens, params=select_params
+                )
+            answers.append(self.start(document, query, sampling, selection))
         with kvshelf_attention(self.model):  # otherwise each step would select and restore it
             while open_ones := [answer for answer in answers if not answer.finished]:
                 for told in batch.step(open_ones):

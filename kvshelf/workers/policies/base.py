@@ -49,7 +49,7 @@ def parameter(
     choices: tuple[Any, ...] | None = None,
     odd: bool = False,
 ) -> Any:
-    """A policy's parameter: a dataclass field with its legal range, both ends included."""
+    """A parameter of a policy or selector: a dataclass field with its legal range, both ends included."""
     rule = {"help": help, "minimum": minimum, "maximum": maximum, "choices": choices, "odd": odd}
     return field(default=default, metadata=rule)
 
@@ -176,15 +176,7 @@ class Policy(ABC):
 
         known: all policies by name. A policy that is built around another one looks its base up here.
         """
-        own = {f.name: f for f in parameter_fields(cls)}
-        for name, value in given.items():
-            if name not in own:
-                raise InvalidRequest(
-                    f"policy {cls.name!r} has no parameter {name!r}{nearest(name, own)}; it has "
-                    f"{', '.join(own) or 'none'}",
-                    param=f"policy_params.{name}",
-                )
-            check(cls.name, name, value, parameter_types(cls)[name], own[name].metadata)
+        require_parameters(cls, f"policy {cls.name!r}", given, "policy_params")
         return cls(**given)
 
 
@@ -316,12 +308,25 @@ def encoded(text: str, document: DocumentView, param: str) -> tuple[int, ...]:
     return tuple(document.text.encode(text))
 
 
-def parameter_fields(cls: type[Policy]) -> list[Field[Any]]:
-    """The fields made by `parameter`. A policy may have others, which requests cannot set."""
+def require_parameters(cls: type, owner: str, given: Mapping[str, Any], param: str) -> None:
+    """Raises `InvalidRequest`, which names the parameter and its range, unless `cls` has all these parameters and they
+    are legal. owner: what has them, in words; param: the field of the request that they come from."""
+    own = {f.name: f for f in parameter_fields(cls)}
+    for name, value in given.items():
+        if name not in own:
+            raise InvalidRequest(
+                f"{owner} has no parameter {name!r}{nearest(name, own)}; it has {', '.join(own) or 'none'}",
+                param=f"{param}.{name}",
+            )
+        check(owner, name, value, parameter_types(cls)[name], own[name].metadata, param)
+
+
+def parameter_fields(cls: type) -> list[Field[Any]]:
+    """The fields made by `parameter`. A class may have others, which requests cannot set."""
     return [f for f in fields(cls) if f.metadata]
 
 
-def parameter_types(cls: type[Policy]) -> dict[str, tuple[type, ...]]:
+def parameter_types(cls: type) -> dict[str, tuple[type, ...]]:
     """The types each parameter may have."""
     hints = get_type_hints(cls)
     return {f.name: get_args(hints[f.name]) or (hints[f.name],) for f in parameter_fields(cls)}

@@ -1,4 +1,4 @@
-"""Legal values of a policy's parameters, in words and as checks. `base.parameter` makes the rules."""
+"""Legal values of parameters, in words and as checks. `base.parameter` makes the rules."""
 
 from __future__ import annotations
 
@@ -36,12 +36,15 @@ def legal_values(types: tuple[type, ...], rule: Mapping[str, Any]) -> str:
             return f"{legal} from {minimum} to {maximum}"
 
 
-def check(policy: str, name: str, value: Any, types: tuple[type, ...], rule: Mapping[str, Any]) -> None:
-    """Raises `InvalidRequest`, which names the parameter and its range, for a value that is not legal."""
+def check(
+    owner: str, name: str, value: Any, types: tuple[type, ...], rule: Mapping[str, Any], param: str
+) -> None:
+    """Raises `InvalidRequest`, which names the parameter and its range, for a value that is not legal. owner: what has
+    the parameter, in words; param: the field of the request that it comes from."""
     if isinstance(value, int | float) and abs(value) > LARGEST:  # its text may be too long to show
         raise InvalidRequest(
-            f"parameter {name!r} of policy {policy!r} is beyond {LARGEST}, and no number may be",
-            param=f"policy_params.{name}",
+            f"parameter {name!r} of {owner} is beyond {LARGEST}, and no number may be",
+            param=f"{param}.{name}",
         )
     numeric = float in types and isinstance(value, int) and not isinstance(value, bool)
     fits = type(value) in types or numeric
@@ -52,8 +55,8 @@ def check(policy: str, name: str, value: Any, types: tuple[type, ...], rule: Map
         fits = fits and (not rule["odd"] or value % 2 == 1)
     if not fits:
         raise InvalidRequest(
-            f"parameter {name!r} of policy {policy!r} is {value!r}; it must be {legal_values(types, rule)}",
-            param=f"policy_params.{name}",
+            f"parameter {name!r} of {owner} is {value!r}; it must be {legal_values(types, rule)}",
+            param=f"{param}.{name}",
         )
 
 

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
 
 import torch
 
-from kvshelf.kernels.prefix_attention import Prefix
+from kvshelf.kernels.choose import Units
+from kvshelf.kernels.prefix_attention import PackedPrefix, Prefix, SelectedPrefix
 from kvshelf.store.artifact.arriving import ArrivingCache
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.coder import Coder
 from kvshelf.store.artifact.heads import cut
-from kvshelf.store.artifact.records import Entries, LayerRecord, Rotate, State, entries_of, states_of
+from kvshelf.store.artifact.records import (
+    Entries,
+    LayerRecord,
+    PackedRecord,
+    Rotate,
+    State,
+    entries_of,
+    parts_of,
+    states_of,
+)
+from kvshelf.workers.selectors.base import UnitSelector
 
 Wait = Callable[[Future[LayerRecord]], None]
 """Called repeatedly while a layer has not arrived."""
@@ -22,6 +33,14 @@ Wait = Callable[[Future[LayerRecord]], None]
 
 _NUMBERS = count()
 """Of attachments, in the order in which they were made."""
+
+_SELECTORS_HELD = 4
+"""Selectors whose units an attachment keeps: requests set their parameters, and each would take memory."""
+
+
+def next_number() -> int:
+    """A number that orders documents in a step; later ones are greater."""
+    return next(_NUMBERS)
 
 
 def block(record: Future[LayerRecord]) -> None:
@@ -51,7 +70,7 @@ class Attachment:
         threads of its own. heads: the first KV head that attention reads here and the one behind the last, where other
         processes read the others. number: the attachment's, which orders documents in a step; where several processes
         step together, the same in each."""
-        self.number = next(_NUMBERS) if number is None else number
+        self.number = next_number() if number is None else number
         self.identity = cache.identity
         self.num_tokens = cache.num_tokens
         self.next_position = cache.next_position
@@ -63,6 +82,7 @@ class Attachment:
         self._records = records if coder is None else _decoded(records, coder, cache.repositioned)
         self._prefixes: list[tuple[Prefix, ...] | None] = [None] * len(self._records)
         self._states: list[tuple[State, ...] | None] = [None] * len(self._records)
+        self._units: dict[UnitSelector, dict[int, list[tuple[PackedPrefix, Units | None]]]] = {}
         self._arrived = False
 
     @property
@@ -97,6 +117,28 @@ class Attachment:
             made = () if entries is None else self._read(entries).to(self._devices[layer]).prefixes(self._rotate)
             self._prefixes[layer] = made
         return made
+
+    def entries(self, layer: int, wait: Wait = block) -> tuple[PackedRecord, ...]:
+        """The records of this layer's entries that attention reads here, as many as there are `prefixes`. `wait` and
+        errors as for these."""
+        found = entries_of(self._record(layer, wait))
+        return () if found is None else parts_of(self._read(found))
+
+    def units(self, selector: UnitSelector, layer: int) -> list[tuple[PackedPrefix, Units | None]]:
+        """The prefixes of this layer, which are packed, each with the units that a selector chooses from. Made once for
+        all questions with an equal selector. Any thread may ask, once the layer has arrived."""
+        while selector not in self._units and len(self._units) >= _SELECTORS_HELD:
+            self._units.pop(next(iter(self._units)), None)
+        layers = self._units.setdefault(selector, {})
+        if layer not in layers:
+            packed = [prefix for prefix in self.prefixes(layer) if isinstance(prefix, PackedPrefix)]
+            layers[layer] = [(prefix, selector.units(prefix)) for prefix in packed]
+        return layers[layer]
+
+    @cached_property
+    def read_tokens(self) -> int:
+        """Entries of a KV head that a token reads; see `entries_read`. All layers must have arrived."""
+        return entries_read(map(self.prefixes, range(self.num_layers)))
 
     def states(self, layer: int, wait: Wait = block) -> tuple[State, ...]:
         """The states of this layer behind the document's last token. They must not be changed. `wait` and errors as for
@@ -138,7 +180,8 @@ class JointAttachment:
     def __init__(self, parts: Sequence[Attachment]) -> None:
         longest = max(parts, key=lambda part: part.next_position)
         self.parts = tuple(parts)
-        self.number = next(_NUMBERS)
+        self.number = next_number()
+        self.num_layers = longest.num_layers
         self.identity = longest.identity
         self.num_tokens = sum(part.num_tokens for part in parts)
         self.next_position = longest.next_position
@@ -152,9 +195,26 @@ class JointAttachment:
         """Of all documents, in order. `wait` and errors as for an `Attachment`."""
         return tuple(prefix for part in self.parts for prefix in part.prefixes(layer, wait))
 
+    @property
+    def read_tokens(self) -> int:
+        """As of an `Attachment`, of all documents together."""
+        return sum(part.read_tokens for part in self.parts)
+
     def states(self, layer: int, wait: Wait = block) -> tuple[State, ...]:  # noqa: ARG002
         """None: states of several documents cannot be joined."""
         return ()
+
+
+def entries_read(layers: Iterable[Sequence[Prefix]]) -> int:
+    """Entries of a KV head that a token reads: the mean over heads, and over the layers that have some."""
+    found = [sum(map(_mean_length, prefixes)) for prefixes in layers if prefixes]
+    return round(sum(found) / max(1, len(found)))
+
+
+def _mean_length(prefix: Prefix) -> float:
+    if isinstance(prefix, SelectedPrefix):
+        return float(prefix.chosen.counts.float().mean())
+    return sum(prefix.lengths) / len(prefix.lengths)
 
 
 Attached = Attachment | JointAttachment

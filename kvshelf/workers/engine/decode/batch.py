@@ -9,7 +9,7 @@ attention also tells how much of it goes to each.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -22,9 +22,11 @@ from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, Prefix, Sc
 from kvshelf.store.artifact.records import State
 from kvshelf.workers.engine.attention.attached import AttachedStates, PassingLayer, in_line
 from kvshelf.workers.engine.attention.attachment import Attached, Wait, block
+from kvshelf.workers.engine.attention.function import Attended
 from kvshelf.workers.engine.attention.latents import Absorbed, Handover, LatentStates
 from kvshelf.workers.engine.attention.states import Source, StatefulCache, StateLayer, alone, together
 from kvshelf.workers.engine.decode.generation import Checkpoint, Generation
+from kvshelf.workers.engine.decode.selection import Selection
 from kvshelf.workers.engine.decode.suffixes import Slab, SuffixPool
 from kvshelf.workers.engine.forward.passes import Passes
 from kvshelf.workers.model.caches import cache_class
@@ -147,9 +149,10 @@ class _Step:
         self.token_ids, self.positions = torch.tensor([[ids], [positions]], device=devices.inputs)
         last = [p.first + p.count - 1 for p in places if p.complete]
         self.last_tokens = torch.tensor(last, dtype=torch.int64, device=devices.inputs)  # an empty list would be floats
+        self.observing = [place for place in places if place.generation.observing]
         self.documents, shares = _shares(places)
         weighing = places[0].generation.weighing
-        self.read = self.documents[0].parts if weighing else self.documents
+        self.read = places[0].generation.document.parts if weighing else self.documents
         """Whose prefixes its attention reads, one after the other."""
         self.weigh = self._weigh if weighing else None
         self.masses: list[Tensor] = []
@@ -164,6 +167,13 @@ class _Step:
         self.memory = (*self.documents, shares, *(group.memory for group in self.here[0].groups))
         """What its attentions have addresses of: the same in the next step, but for the lengths of suffixes."""
 
+    def observe(self, attended: Attended) -> None:
+        """Give the states of a layer to the answers whose selections want them."""
+        for place in self.observing:
+            own = slice(place.first, place.first + place.count)
+            states = {name: in_line(getattr(attended, name))[:, :, own] for name in ("queries", "keys", "values")}
+            place.generation.observe(replace(attended, **states))
+
     def _weigh(self, masses: Tensor) -> None:
         self.masses.append(masses.mean(2).sum(1))  # of [documents, N, q_heads]
 
@@ -171,7 +181,7 @@ class _Step:
     def of(cls, counts: Sequence[tuple[Generation, int]], pool: SuffixPool, devices: Devices) -> _Step:
         """The next `count` tokens of each answer. Rows of one document are adjacent."""
         places, first = [], 0
-        for generation, count in sorted(counts, key=lambda each: each[0].document.number):
+        for generation, count in sorted(counts, key=lambda each: (each[0].document.number, each[0].seen.number)):
             slab = pool.reserve(generation.row, generation.row.length + count)
             places.append(_Place(generation, first, count, count == len(generation.pending), slab))
             first += count
@@ -199,13 +209,13 @@ def _steps(
     return [_Step.of(list(same), pool, devices) for _, same in groupby(sorted(counts, key=alike), key=alike)]
 
 
-def _shares(places: Sequence[_Place]) -> tuple[list[Attached], tuple[int, ...]]:
-    """The documents in the order of the batch, and how many tokens see each."""
-    documents: list[Attached] = []
+def _shares(places: Sequence[_Place]) -> tuple[list[Attached | Selection], tuple[int, ...]]:
+    """The documents in the order of the batch, or what answers see of them, and how many tokens see each."""
+    documents: list[Attached | Selection] = []
     counts: list[int] = []
     for place in places:
-        if not documents or documents[-1] is not place.generation.document:
-            documents.append(place.generation.document)
+        if not documents or documents[-1] is not place.generation.seen:
+            documents.append(place.generation.seen)
             counts.append(0)
         counts[-1] += place.count
     return documents, tuple(counts)
@@ -373,7 +383,10 @@ class _StepPast:
         layers = [self._layer(index, kind) for index, kind in enumerate(kinds)]
         self.cache = cache_class(StatefulCache, passes.model)(layers=layers)
         self.checkpoint = checkpoint
-        self.planned = step.weigh is None and all(document.arrived for document in step.documents)
+        self.observe = step.observe
+        self.planned = (
+            step.weigh is None and not step.observing and all(document.arrived for document in step.documents)
+        )
 
     def _layer(self, index: int, kind: LayerKind) -> StateLayer | _BatchLayer:
         def source() -> list[State]:

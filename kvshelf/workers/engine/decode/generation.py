@@ -14,7 +14,9 @@ from kvshelf.api import Usage
 from kvshelf.api.strict import FinishReason
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.engine.attention.attachment import Attached
+from kvshelf.workers.engine.attention.function import Attended
 from kvshelf.workers.engine.decode.detokenizer import Detokenizer
+from kvshelf.workers.engine.decode.selection import Selection
 from kvshelf.workers.engine.decode.suffixes import SuffixRow
 
 _LEAST_TEMPERATURE = 1e-30  # float32 has smaller numbers, but not many
@@ -69,8 +71,11 @@ class Generation:
         room: int,
         end_ids: frozenset[int],
         decoder: Tokenizer | None,
+        selection: Selection | None = None,
     ) -> None:
+        """selection: what the answer's tokens see of the document; None: all. The question's tokens see all."""
         self.document = document
+        self._selection = selection
         self.pending = list(query)
         """Tokens that must run through the model before the next one can be chosen."""
         self.row = SuffixRow()
@@ -92,6 +97,21 @@ class Generation:
     def next_position(self) -> int:
         """Position of the first pending token."""
         return self.document.next_position + self.row.length
+
+    @property
+    def seen(self) -> Attached | Selection:
+        """What its pending tokens see before their own."""
+        return self._selection if self._selection is not None and self.token_ids else self.document
+
+    @property
+    def observing(self) -> bool:
+        """Whether its selection wants the states of the pending tokens."""
+        return self._selection is not None and self._selection.observes and not self.token_ids
+
+    def observe(self, attended: Attended) -> None:
+        """Take the states of the pending tokens of a step at one layer."""
+        assert self._selection is not None
+        self._selection.observe(attended)
 
     @property
     def weighing(self) -> bool:
@@ -135,6 +155,8 @@ class Generation:
         """
         assert not self.finished
         assert not self.pending
+        if self._selection is not None and not self.token_ids:
+            self._selection.begin()
         ended = token in self._end_ids
         full = len(self.token_ids) + 1 == self._room
         text = "" if ended else self._text.push(token)
@@ -157,9 +179,17 @@ class Generation:
         """The tokens counted so far."""
         return Usage(
             cache_read_tokens=self.document.num_tokens,
+            read_tokens=self._read_tokens,
             prefill_tokens=self._prefill_tokens,
             completion_tokens=len(self.token_ids),
         )
+
+
+    @property
+    def _read_tokens(self) -> int:
+        if self._selection is not None and len(self.token_ids) > 1:  # the first token is of the question's
+            return self._selection.read_tokens
+        return self.document.read_tokens
 
 
 class _Sampler:

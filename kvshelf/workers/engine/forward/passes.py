@@ -49,7 +49,8 @@ _TRIED: Final = (1, 7)
 
 
 class Past(Protocol):
-    """What the tokens of a pass continue. `checkpoint` is called between layers and may raise to end the pass.
+    """What the tokens of a pass continue. `checkpoint` is called between layers and may raise to end the pass; before
+    it `observe` gets the layer's states, unless the pass is planned.
 
     cache: as a model's modules have it; its layers give `AttachedStates`. handover: of its layers with latents.
     planned: whether `plan` may be asked, which gives the attention of a layer, to be run later: see `attention_part`.
@@ -62,6 +63,7 @@ class Past(Protocol):
     @property
     def planned(self) -> bool: ...
     def checkpoint(self) -> None: ...
+    def observe(self, attended: Attended) -> None: ...
     def plan(
         self, layer: int, states: tuple[Tensor, Tensor, Tensor], rules: LogitRules, out: Tensor
     ) -> Part | None: ...
@@ -201,7 +203,7 @@ class Passes:
         return plan
 
     def _by_layer(self, token_ids: Tensor, positions: Tensor, past: Past, kept: Tensor) -> Tensor:
-        given: dict[str, Any] = {CONTEXT: _Pause(past.checkpoint), **past.handover.begin()}
+        given: dict[str, Any] = {CONTEXT: _Between(past), **past.handover.begin()}
         if self.program is None:
             given |= self._told(positions, past.cache)
             logits: Tensor = self.model(
@@ -224,14 +226,15 @@ class Passes:
         return made
 
 
-class _Pause:
-    """A `ForwardContext` that only calls the checkpoint after each layer."""
+class _Between:
+    """The `ForwardContext` of a pass that continues a past."""
 
     probe_lengths: tuple[int, ...] = ()
     reads_attention = False
 
-    def __init__(self, checkpoint: Callable[[], None]) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, past: Past) -> None:
+        self._past = past
 
-    def after_attention(self, layer: Attended) -> None:  # noqa: ARG002
-        self._checkpoint()
+    def after_attention(self, layer: Attended) -> None:
+        self._past.observe(layer)
+        self._past.checkpoint()

@@ -67,7 +67,7 @@ class Preparer:
             require_observable(policy, self.model, self.kinds, self.name, self.rope, has_text=has_text)
             moves = policy.next_position(document.num_tokens, budget) != document.num_tokens
             require_compressible(policy, self.kinds, self.name, moves=moves)
-            document = self._calibrated(document, policy)
+            document = self.calibrated(document, policy)
             policy = policy.fitted(document, budget, given)
             passes = tuple(policy.probe_passes(document))
             require_room(passes, self.max_tokens, self.name)
@@ -92,7 +92,7 @@ class Preparer:
         )
         return Job(document, policy, budget, passes, absorber, identity)
 
-    def _calibrated(self, document: DocumentView, policy: Policy) -> DocumentView:
+    def calibrated(self, document: DocumentView, policy: Policy) -> DocumentView:
         """The document with the model's calibration, for a policy that needs one. It is read anew each time, so that a
         calibration made while the engine runs counts at once."""
         if Observes.CALIBRATION not in policy.observes:

@@ -150,6 +150,14 @@ def require_joinable(kinds: Sequence[LayerKind], name: str, *, moves: bool, rank
     raise PolicyUnsupported(f"{name!r} {why}; ask each document by itself", param="cache_ids")
 
 
+def require_selectable(name: str, *, ranks: bool) -> None:
+    """Refuse selectors to a model that several processes share: ranks."""
+    if ranks:
+        raise PolicyUnsupported(
+            f"{name!r} runs in several processes, which read whole caches; ask without select", param="select"
+        )
+
+
 def require_window(layer: int, found: int | None, told: int | None) -> None:
     """Refuse a model with a layer that has another window than its configuration tells."""
     if found != told:

@@ -57,15 +57,15 @@ class LayerReducer:
         index = attended.layer_idx
         kind = self.kinds[index]
         if kind.sees_all:
-            self._reduce(self._view(attended), self._stored(attended))
+            self.reduce(self._view(attended), self._stored(attended))
         else:
             num_tokens = self.document.num_tokens
             keys, values = (of[0, :, :num_tokens] for of in (attended.keys, attended.values))
             self._records[index] = Recent.of(keys, values, kind.window, kind.chunk)
         self.compress_s += time.perf_counter() - started
 
-    def _reduce(self, layer: LayerView, latents: LayerView | None) -> None:
-        """latents: the layer as it is stored, where its heads share latents."""
+    def reduce(self, layer: LayerView, latents: LayerView | None = None) -> None:
+        """Take one layer. latents: the layer as it is stored, where its heads share latents."""
         if self._cascade is None:
             tokens = self.budget.tokens
             self._records[layer.layer_idx] = (

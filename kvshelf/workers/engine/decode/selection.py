@@ -1,0 +1,258 @@
+"""What the answer to one question reads of its documents, where a selector chooses: the state of one row.
+
+The tokens of the question read all entries. Those of the answer see a `Selection` in place of the documents.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.kernels.choose import Choice, Chosen
+from kvshelf.kernels.prefix_attention import PackedPrefix, Prefix, SelectedPrefix
+from kvshelf.store.artifact.records import parts_of
+from kvshelf.workers.engine.attention.attachment import Attached, Wait, block, entries_read, next_number
+from kvshelf.workers.engine.attention.function import Attended
+from kvshelf.workers.engine.prefill.reducing import LayerReducer
+from kvshelf.workers.model.layers import LayerKind
+from kvshelf.workers.policies.base import Policy
+from kvshelf.workers.policies.budgets import Budget
+from kvshelf.workers.policies.view import DocumentView, LayerView, Probed
+from kvshelf.workers.selectors.base import UnitSelector
+
+
+class Selection(ABC):
+    """The part of its documents that an answer sees. To a batch it is another document, which only this row has.
+
+    One row of a batch uses it. What it chooses depends on the question alone, never on the other rows.
+    """
+
+    observes = False
+    """Whether `observe` wants the question's states."""
+
+    def __init__(self, document: Attached) -> None:
+        self.number = next_number()
+        self.next_position = document.next_position
+        self._document = document
+
+    @property
+    def arrived(self) -> bool:
+        """Always: it is made once all layers have arrived."""
+        return True
+
+    @abstractmethod
+    def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:
+        """What a token of the answer sees of this layer."""
+
+    def observe(self, attended: Attended) -> None:
+        """Take the states of some tokens of the question at one layer: queries `[1, q_heads, T, D]`, keys `[1, kv_heads,
+        T, D]` and values."""
+
+    def begin(self) -> None:
+        """The question is complete. May raise, and then there is no answer."""
+
+    @property
+    def read_tokens(self) -> int:
+        """Entries of a KV head that the last token of the answer read; see `entries_read`."""
+        return entries_read(map(self.prefixes, range(self._document.num_layers)))
+
+
+class UnitSelection(Selection):
+    """Each token of the answer chooses units by its own query, within the attention."""
+
+    def __init__(
+        self, selector: UnitSelector, document: Attached, budget: int, kinds: Sequence[LayerKind]
+    ) -> None:
+        """budget: entries of a KV head, over all documents. Waits for the layers of a cache that is arriving. Raises
+        `InvalidRequest` for a budget below what is always read, `PolicyUnsupported` for entries that cannot be read in
+        part."""
+        super().__init__(document)
+        self._layers = [
+            _chosen_by_units(selector, document, layer, budget)
+            if kind.reducible and selector.chooses(layer, len(kinds))
+            else document.prefixes(layer)
+            for layer, kind in enumerate(kinds)
+        ]
+
+    def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:  # noqa: ARG002
+        return self._layers[layer]
+
+    @property
+    def dense(self) -> bool:
+        """Whether it reads all there is."""
+        return not any(isinstance(prefix, SelectedPrefix) for layer in self._layers for prefix in layer)
+
+
+def _chosen_by_units(selector: UnitSelector, document: Attached, layer: int, budget: int) -> tuple[Prefix, ...]:
+    prefixes = document.prefixes(layer)
+    if sum(max(prefix.lengths) for prefix in require_packed(prefixes)) <= budget:
+        return prefixes
+    found = [each for part in document.parts for each in part.units(selector, layer)]
+    whole = sum(max(prefix.lengths) for prefix, units in found if units is None)
+    of_units = [(prefix, units) for prefix, units in found if units is not None]
+    always = whole + max(map(sum, zip(*(units.forced_rows for _, units in of_units), strict=True)), default=0)
+    if budget < always:
+        raise InvalidRequest(
+            f"select.tokens is {budget}, and selector {selector.name!r} always reads {always} entries of this cache (the "
+            "first and the last page of each document, and what is stored in full precision beside a codec); give more",
+            param="select.tokens",
+        )
+    room = tuple(Chosen.room(prefix.lengths, budget - whole, prefix.keys.device) for prefix, _ in of_units)
+    choice = Choice(
+        tuple(units for _, units in of_units),
+        room,
+        budget - whole,
+        linear=selector.linear,
+        relu=selector.relu,
+        group=selector.group,
+    )
+    chosen = iter(room)
+    return tuple(
+        prefix if units is None else SelectedPrefix(prefix, next(chosen), choice) for prefix, units in found
+    )
+
+
+class PolicySelection(Selection):
+    """A policy chooses once, by the last tokens of the question."""
+
+    observes = True
+
+    def __init__(
+        self, policy: Policy, document: Attached, budget: int, kinds: tuple[LayerKind, ...], view: DocumentView
+    ) -> None:
+        """view: all entries of a KV head as if they were a document, see `stored_view`. Raises `PolicyUnsupported` for
+        entries that the policy cannot judge, and what `Policy.fitted` raises."""
+        super().__init__(document)
+        self._stored = [
+            _Stored.of(document, layer) if kind.reducible else None for layer, kind in enumerate(kinds)
+        ]
+        entries = Budget.resolve(view.num_tokens, budget_tokens=budget)
+        self._reducer = LayerReducer(policy, view, entries, kinds, (), None)
+        self._observed: dict[int, Attended] = {}
+        self._chosen: dict[int, tuple[Prefix, ...]] = {}
+
+    def observe(self, attended: Attended) -> None:
+        before = self._observed.get(attended.layer_idx)
+        self._observed[attended.layer_idx] = attended if before is None else _joined(before, attended)
+
+    def begin(self) -> None:
+        places = [layer for layer, stored in enumerate(self._stored) if stored is not None]
+        for place, layer in enumerate(places):
+            self._reducer.reduce(self._view(layer, place, len(places)))
+        for layer, record in enumerate(self._reducer.records()):
+            stored = self._stored[layer]
+            if stored is not None:
+                (kept,) = parts_of(record)
+                self._chosen[layer] = stored.selected(kept.positions)
+        self._observed.clear()
+        self._stored.clear()
+
+    def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:
+        return self._chosen.get(layer) or self._document.prefixes(layer, wait)
+
+    def _view(self, layer: int, place: int, num_layers: int) -> LayerView:
+        stored, seen = self._stored[layer], self._observed[layer]
+        assert stored is not None
+        keys, values = stored.dense()
+        queries = seen.queries[0]
+        return LayerView(
+            layer_idx=layer,
+            keys=keys,
+            values=values,
+            queries=queries[:, :0],  # a stored cache has none of the document's
+            scaling=seen.scaling,
+            document=self._reducer.document,
+            num_layers=num_layers,
+            place=place,
+            probes=(Probed(queries, seen.keys[0], seen.values[0]),),
+            module=seen.module,
+        )
+
+
+class _Stored(NamedTuple):
+    """The entries of one layer, over all documents. order: of each head, its rows of all prefixes, one prefix after the
+    other, by document and position."""
+
+    prefixes: tuple[PackedPrefix, ...]
+    order: list[Tensor]
+
+    @classmethod
+    def of(cls, document: Attached, layer: int) -> _Stored:
+        prefixes = require_packed(document.prefixes(layer))
+        lengths = [sum(lengths) for lengths in zip(*(prefix.lengths for prefix in prefixes), strict=True)]
+        if len(set(lengths)) > 1:
+            raise PolicyUnsupported(
+                f"the heads of layer {layer} keep {min(lengths)} to {max(lengths)} entries, and a policy chooses at the "
+                "question where all keep equally many; take selector quest",
+                param="select.method",
+            )
+        orders: list[list[Tensor]] = [[] for _ in lengths]
+        first = [0] * len(lengths)
+        for part in document.parts:
+            for head, positions in enumerate(zip(*(each.positions for each in part.entries(layer)), strict=True)):
+                orders[head].append(torch.cat(positions).argsort() + first[head])
+                first[head] += sum(map(len, positions))
+        return cls(prefixes, [torch.cat(order) for order in orders])
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """Keys `[kv_heads, K, D]` and values `[kv_heads, K, Dv]`, dequantized."""
+        both = []
+        for kind in (0, 1):
+            heads = [torch.cat([p.heads[head][kind][:] for p in self.prefixes]) for head in range(len(self.order))]
+            both.append(torch.stack([rows[order] for rows, order in zip(heads, self.order, strict=True)]))
+        return both[0], both[1]
+
+    def selected(self, kept: Sequence[Tensor]) -> tuple[Prefix, ...]:
+        """The prefixes with the entries kept of each head, which are numbers in `order`."""
+        rows = [order[own.long()] for order, own in zip(self.order, kept, strict=True)]
+        found: list[Prefix] = []
+        begins = [0] * len(rows)
+        for prefix in self.prefixes:
+            ends = [begin + length for begin, length in zip(begins, prefix.lengths, strict=True)]
+            own = [
+                (head[(head >= begin) & (head < end)] - begin).sort().values
+                for head, begin, end in zip(rows, begins, ends, strict=True)
+            ]
+            found.append(SelectedPrefix(prefix, _fixed(own)))
+            begins = ends
+        return tuple(found)
+
+
+def stored_entries(document: Attached, kinds: Sequence[LayerKind]) -> int:
+    """Entries of a KV head that a policy chooses from, over all documents. Raises as `PolicySelection`."""
+    layer = next(layer for layer, kind in enumerate(kinds) if kind.reducible)
+    return sum(prefix.lengths[0] for prefix in require_packed(document.prefixes(layer)))
+
+
+def _fixed(rows: Sequence[Tensor]) -> Chosen:
+    counts = torch.tensor([len(head) for head in rows], dtype=torch.int32, device=rows[0].device)
+    table = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int32, device=rows[0].device)
+    for own, head in zip(table, rows, strict=True):
+        own[: len(head)] = head
+    return Chosen(table, counts)
+
+
+def _joined(before: Attended, after: Attended) -> Attended:
+    queries, keys, values = (
+        torch.cat([getattr(each, name) for each in (before, after)], dim=2) for name in ("queries", "keys", "values")
+    )
+    return replace(after, queries=queries, keys=keys, values=values)
+
+
+def require_packed(prefixes: Sequence[Prefix]) -> tuple[PackedPrefix, ...]:
+    """Refuse entries that cannot be read in part."""
+    for prefix in prefixes:
+        if not isinstance(prefix, PackedPrefix):
+            raise PolicyUnsupported(
+                "the cache has merged tokens or keys without their rotation, and a selector reads entries in place; ask "
+                "without select, or compress by a policy that keeps tokens as they are",
+                param="select.method",
+            )
+    return tuple(prefix for prefix in prefixes if isinstance(prefix, PackedPrefix))
+

@@ -1,0 +1,109 @@
+"""Base classes of selectors: which of a stored cache's entries a question reads.
+
+A policy decides once, before anybody asks; a selector decides for each question, and the stored cache does not change.
+A selector is a frozen dataclass in a file of its own. Its fields are its parameters, as those of a policy.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+from torch import Tensor
+
+from kvshelf.kernels.choose import Units
+from kvshelf.kernels.prefix_attention import PackedPrefix
+from kvshelf.workers.policies.base import parameter_fields, require_parameters
+
+LEAST_TOKENS = 64
+"""Fewest entries of the default budget."""
+
+
+@dataclass(frozen=True)
+class Selector(ABC):
+    """Chooses entries of each layer for one question. See `Policy` for `source` and `advice`."""
+
+    name: ClassVar[str]
+    source: ClassVar[str]
+    advice: ClassVar[str] = ""
+
+    def default_tokens(self, entries: int) -> int:
+        """Entries of a KV head that a question reads by default, of so many."""
+        return max(LEAST_TOKENS, entries // 8)
+
+    def parameters(self) -> dict[str, Any]:
+        """The parameters as used."""
+        return {f.name: getattr(self, f.name) for f in parameter_fields(type(self))}
+
+    @classmethod
+    def build(cls, given: Mapping[str, Any]) -> Self:
+        """Make the selector from a request's parameters. Raises `InvalidRequest` naming the parameter and its range."""
+        require_parameters(cls, f"selector {cls.name!r}", given, "select.params")
+        return cls(**given)
+
+
+@dataclass(frozen=True)
+class UnitSelector(Selector):
+    """Chooses whole units of consecutive entries, by scores that are products of a query and summaries: see
+    `kernels.choose`. Every answer token chooses anew; the tokens of the question read all entries."""
+
+    linear: ClassVar[float] = 0.0
+    relu: ClassVar[float] = 0.0
+    """The factors of a query beside a unit's range."""
+
+    @property
+    def group(self) -> Literal["max", "mean"]:
+        """How the query heads of a KV head are joined."""
+        return "max"
+
+    def chooses(self, layer: int, num_layers: int) -> bool:  # noqa: ARG002
+        """Whether it chooses in a layer; the others are read whole."""
+        return True
+
+    @abstractmethod
+    def units(self, prefix: PackedPrefix) -> Units | None:
+        """The units of one prefix, made once for all questions; None: the prefix is read whole."""
+
+
+def of_pages(prefix: PackedPrefix, page: int) -> Units:
+    """Pages of `page` consecutive entries with the least and the largest value of each channel of their keys. The first
+    page of a head, and the last, are always read: there are the attention sinks and the most recent tokens.
+
+    Quantized keys whose groups are such pages are bounded by their zeros and scales already; these tables are views.
+    """
+    low, span, scale = _bounds(prefix, page)
+    counts = tuple(-(-length // page) for length in prefix.lengths)
+    ends, forced = [], []
+    for length, count in zip(prefix.lengths, counts, strict=True):
+        own = torch.arange(1, count + 1, dtype=torch.int32).mul_(page).clamp_max_(length)
+        ends.append(own)
+        forced.append((own <= page) | (own == length))
+    device = low.device
+    return Units(low, span, torch.cat(ends).to(device), torch.cat(forced).to(device), counts, scale)
+
+
+def _bounds(prefix: PackedPrefix, page: int) -> tuple[Tensor, Tensor, float]:
+    """Least values `[pages, D]`, ranges over a factor, and that factor."""
+    keys = prefix.keys
+    if not isinstance(keys, Tensor) and keys.axis == "tokens" and keys.group == page:
+        return keys.zeros, keys.scales, float(2**keys.bits - 1)
+    low, high = [], []
+    for (head, _), length in zip(prefix.heads, prefix.lengths, strict=True):
+        for start in range(0, length, _AT_ONCE * page):
+            rows = head[start : min(length, start + _AT_ONCE * page)].float()
+            missing = -len(rows) % page
+            paged = torch.cat([rows, rows[-1:].expand(missing, -1)]).view(-1, page, rows.shape[1])
+            low.append(paged.amin(1))
+            high.append(paged.amax(1))
+    if not low:
+        empty = torch.empty(0, keys.shape[1], device=keys.device)
+        return empty, empty, 1.0
+    least = torch.cat(low)
+    return least, torch.cat(high) - least, 1.0
+
+
+_AT_ONCE = 64
+"""Pages whose keys are made readable at once."""
