@@ -1,4 +1,5 @@
-"""calibrate: measure a model once, for what needs it: retrieval heads for compresskv, transforms for codec klt."""
+"""calibrate: measure a model once, for what needs it: retrieval heads for compresskv, transforms for codec klt,
+frequency chunks for selector fasa."""
 
 from __future__ import annotations
 
@@ -17,14 +18,16 @@ if TYPE_CHECKING:
     from kvshelf.workers.engine.engine import Engine
 
 _TEXTS, _TEXT_TOKENS = 10, 2048
-"""How many texts of the package's own prose make transforms, and their length."""
+"""How many texts of the package's own prose are read, and their length."""
 
 
 def calibrate(
     model: Annotated[str, typer.Option(help="A bundled name, a folder or a hub id.")],
     only: Annotated[
-        Literal["heads", "transforms"] | None,
-        typer.Option(help="heads: for policy compresskv. transforms: for codec klt.  [default: both]"),
+        Literal["heads", "transforms", "chunks"] | None,
+        typer.Option(
+            help="heads: for policy compresskv. transforms: for codec klt. chunks: for selector fasa.  [default: all]"
+        ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option(help="Folder for the results.  [default: your data folder, where engines look]")
@@ -33,17 +36,19 @@ def calibrate(
     tokens: Annotated[int, typer.Option(min=128, help="Length of each test document, in tokens.")] = 1024,
     text: Annotated[
         list[Path] | None,
-        typer.Option(help="Make the transforms from this text of yours; repeat it.  [default: prose of the package]"),
+        typer.Option(
+            help="Make transforms and chunks from this text of yours; repeat it.  [default: prose of the package]"
+        ),
     ] = None,
     device: _options.Device = "auto",
     dtype: _options.Dtype = "auto",
     as_json: _options.AsJson = False,
 ) -> None:
     """Make the transforms of codec klt, with its steps=kl, and measure which query heads retrieve, for the policy
-    compresskv.
+    compresskv, and which frequency chunks do, for the selector fasa.
 
     The results hold for these weights in this dtype. Engines look for them in $XDG_DATA_HOME/kvshelf/calibrations and,
-    as klt.safetensors and compresskv.json, in the model's folder.
+    as klt.safetensors, compresskv.json and fasa.json, in the model's folder.
     """
     with _common.named_errors(as_json=as_json), needs_extra("serve", purpose="kvshelf calibrate"):
         from kvshelf.workers.engine.engine import Engine
@@ -51,15 +56,18 @@ def calibrate(
 
         engine = Engine.load(model, device=device, dtype=dtype)
         engine.require_text("model")
-        heads_path, transforms_path = calibration.paths(engine.identity.weights, output)
-        calibration.require_writable(heads_path)
+        paths = calibration.paths(engine.identity.weights, output)
+        calibration.require_writable(paths.heads)
         made = []
-        if only != "heads":
-            _transforms(engine, transforms_path, text or [])
-            made.append(transforms_path)
-        if only != "transforms":
-            _heads(engine, heads_path, documents, tokens)
-            made.append(heads_path)
+        if only in (None, "transforms"):
+            _transforms(engine, paths.transforms, text or [])
+            made.append(paths.transforms)
+        if only in (None, "chunks"):
+            _chunks(engine, paths.chunks, text or [])
+            made.append(paths.chunks)
+        if only in (None, "heads"):
+            _heads(engine, paths.heads, documents, tokens)
+            made.append(paths.heads)
     for path in made:
         print(path)
 
@@ -86,17 +94,38 @@ def _heads(engine: Engine, path: Path, documents: int, tokens: int) -> None:
 
 def _transforms(engine: Engine, path: Path, texts: list[Path]) -> None:
     from kvshelf.atomic import written
-    from kvshelf.bench.quality.tasks import haystacks
     from kvshelf.workers.engine.transform_search import find_transforms
+
+    with progress_bar() as progress:
+        task = progress.add_task(f"transforms of {engine.name}", total=None)
+        data = find_transforms(
+            engine,
+            _documents(engine, texts),
+            report=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    with written(path) as file:
+        file.write(data)
+
+
+def _chunks(engine: Engine, path: Path, texts: list[Path]) -> None:
+    from kvshelf.workers.engine.chunk_search import find_chunks
+    from kvshelf.workers.model import calibration
+
+    with progress_bar() as progress:
+        task = progress.add_task(f"chunks of {engine.name}", total=None)
+        found = find_chunks(
+            engine,
+            _documents(engine, texts),
+            report=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    calibration.save(found, path)
+
+
+def _documents(engine: Engine, texts: list[Path]) -> list[list[int]]:
+    """The token ids of the user's texts, or of the package's prose."""
+    from kvshelf.bench.quality.tasks import haystacks
 
     format_ = engine.require_text("model")
     longest = min(_TEXT_TOKENS, engine.max_tokens)
     sources = [_read(path) for path in texts] or list(haystacks(_TEXTS, longest, format_.count_tokens))
-    ids = [format_.encode(source)[:longest] for source in sources]
-    with progress_bar() as progress:
-        task = progress.add_task(f"transforms of {engine.name}", total=None)
-        data = find_transforms(
-            engine, ids, report=lambda done, total: progress.update(task, completed=done, total=total)
-        )
-    with written(path) as file:
-        file.write(data)
+    return [format_.encode(source)[:longest] for source in sources]

@@ -28,6 +28,7 @@ class Units:
 
     low: `[units, W]` fp32 or bf16, the summaries. span: the same shape and dtype, or None; times `scale`. ends:
     `[units]` int32, the row of the head behind the unit's last one. forced: `[units]` bool, read whatever their scores.
+    by_column: low and span are `[W, units]`, which is faster for many units of few columns.
     """
 
     low: Tensor
@@ -36,6 +37,18 @@ class Units:
     forced: Tensor
     counts: tuple[int, ...]
     scale: float = 1.0
+    by_column: bool = False
+
+    @property
+    def width(self) -> int:
+        """W."""
+        return self.low.shape[0] if self.by_column else self.low.shape[1]
+
+    @cached_property
+    def size(self) -> int:
+        """Rows of each unit that is not forced; 0 if they differ."""
+        found = self.sizes[~self.forced].unique().tolist()
+        return int(found[0]) if len(found) == 1 else 0
 
     @cached_property
     def begins(self) -> tuple[int, ...]:

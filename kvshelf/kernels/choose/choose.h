@@ -5,8 +5,9 @@
 
 #include "native.h"
 
-/* The units of one prefix, and room for the rows chosen. low, span: [units, width]; span is 0 where there is none.
-   ends, forced: [units]. begin: [kv_heads + 1], the first unit of each head. rows: [kv_heads, most]; counts:
+/* The units of one prefix, and room for the rows chosen. low, span: [units, width], or by column [width, units], where
+   `all` are the units of all heads; span is 0 where there is none. size: rows of each unit that is not forced; 0 if they
+   differ. ends, forced: [units]. begin: [kv_heads + 1], the first unit of each head. rows: [kv_heads, most]; counts:
    [kv_heads]. */
 typedef struct {
     const void *low, *span;
@@ -14,8 +15,8 @@ typedef struct {
     const uint8_t *forced;
     const int64_t *begin;
     int32_t *rows, *counts;
-    int64_t most, type; /* type: of low and span */
-    double scale;       /* of span */
+    int64_t most, all, by_column, size, type; /* type: of low and span */
+    double scale;                             /* of span */
 } Units;
 
 /* The choice of one token. queries: [q_heads, dim], of `type`. columns: [kv_heads, width], or 0. ranks: room,

@@ -31,11 +31,16 @@ def _of(units: Units, head: int) -> slice:
 
 def _scores(queries: Tensor, units: Units, head: int, choice: Choice) -> Tensor:
     """`[units]` of a head, for queries `[group, W]`."""
-    scores = units.low[_of(units, head)].float() @ queries.T
+    scores = _table(units.low, units, head) @ queries.T
     if units.span is not None:
         feature = choice.linear * queries + choice.relu * queries.clamp_min(0)
-        scores += units.scale * (units.span[_of(units, head)].float() @ feature.T)
+        scores += units.scale * (_table(units.span, units, head) @ feature.T)
     return scores.amax(1) if choice.group == "max" else scores.mean(1)
+
+
+def _table(table: Tensor, units: Units, head: int) -> Tensor:
+    """The summaries of a head, `[units, W]` fp32."""
+    return (table.T if units.by_column else table)[_of(units, head)].float()
 
 
 def _taken(scores: Tensor, sizes: Tensor, forced: Tensor, choice: Choice) -> Tensor:

@@ -22,6 +22,13 @@ INLINE float number_at(const void *data, int64_t at, int64_t type) {
     return number;
 }
 
+/* `count` numbers from element `at` of `data`, fewer than a vector has; the last ones of a table have nothing behind. */
+static Floats few(const void *data, int64_t at, int64_t count, int type) {
+    Floats found = {0};
+    for (int64_t i = 0; i < count; i++) ((float *)&found)[i] = number_at(data, at + i, type);
+    return found;
+}
+
 /* The rows of `count` queries of a head from query `first` on, and what span is multiplied with. */
 static void features(const Choice *a, float scale, int64_t head, int64_t first, int64_t count, float *of_low,
                      float *of_span) {
@@ -60,19 +67,51 @@ INLINE void score_as(const Choice *a, const Units *units, int64_t from, int64_t 
     }
 }
 
+/* As `score_as`, with a unit in each lane. */
+INLINE void score_columns_as(const Choice *a, const Units *units, int64_t from, int64_t to, const float *of_low,
+                             const float *of_span, const int count, const int type, const int has_span, const int mean,
+                             float *scores) {
+    for (int64_t u = from; u < to; u += LANES) {
+        Floats total[FEW_ROWS], joined;
+        const int64_t left = to - u < LANES ? to - u : LANES;
+        for (int g = 0; g < count; g++) total[g] = (Floats){0};
+        for (int64_t c = 0; c < a->width; c++) {
+            const int64_t at = c * units->all + u;
+            const Floats low = left < LANES ? few(units->low, at, left, type) : load(units->low, at, type);
+            Floats span = (Floats){0};
+            if (has_span) span = left < LANES ? few(units->span, at, left, type) : load(units->span, at, type);
+            for (int g = 0; g < count; g++) {
+                total[g] += low * of_low[g * a->width + c];
+                if (has_span) total[g] += span * of_span[g * a->width + c];
+            }
+        }
+        memset(&joined, 0, sizeof joined);
+        memcpy(&joined, scores + u - from, left * sizeof *scores);
+        for (int g = 0; g < count; g++)
+            joined = mean ? joined + total[g] : choose((total[g] > joined) | (total[g] != total[g]), total[g], joined);
+        memcpy(scores + u - from, &joined, left * sizeof *scores);
+    }
+}
+
 static void score(const Choice *a, const Units *units, int64_t head, int64_t from, int64_t to, float *scores) {
     float of_low[FEW_ROWS * MOST_WIDTH], of_span[FEW_ROWS * MOST_WIDTH];
     for (int64_t i = 0; i < to - from; i++) scores[i] = a->mean ? 0 : -INFINITY;
     for (int64_t first = 0; first < a->group; first += FEW_ROWS) {
         const int count = a->group - first < FEW_ROWS ? (int)(a->group - first) : FEW_ROWS;
         features(a, (float)units->scale, head, first, count, of_low, of_span);
-#define FORM(G, T, S)                                             \
-    if (count == G && units->type == T && (units->span != 0) == S) { \
-        score_as(a, units, from, to, of_low, of_span, G, T, S, (int)a->mean, scores); \
-        continue;                                                 \
+#define FORM(HOW, G, T, S)                                                                       \
+    if (count == G && units->type == T && (units->span != 0) == S) {                             \
+        HOW(a, units, from, to, of_low, of_span, G, T, S, (int)a->mean, scores);                 \
+        continue;                                                                                \
     }
-#define FORMS(T, S) FORM(1, T, S) FORM(2, T, S) FORM(4, T, S) FORM(8, T, S)
-        FORMS(FP32, 0) FORMS(FP32, 1) FORMS(BF16, 0) FORMS(BF16, 1)
+#define FORMS(HOW, T, S) FORM(HOW, 1, T, S) FORM(HOW, 2, T, S) FORM(HOW, 4, T, S) FORM(HOW, 8, T, S)
+        if (units->by_column) {
+            FORMS(score_columns_as, FP32, 0) FORMS(score_columns_as, BF16, 0)
+            score_columns_as(a, units, from, to, of_low, of_span, count, (int)units->type, units->span != 0,
+                             (int)a->mean, scores);
+            continue;
+        }
+        FORMS(score_as, FP32, 0) FORMS(score_as, FP32, 1) FORMS(score_as, BF16, 0) FORMS(score_as, BF16, 1)
 #undef FORMS
 #undef FORM
         score_as(a, units, from, to, of_low, of_span, count, (int)units->type, units->span != 0, (int)a->mean, scores);
@@ -84,12 +123,24 @@ INLINE int64_t rows_of(const Units *units, int64_t first, int64_t unit) {
     return units->ends[unit] - (unit > first ? units->ends[unit - 1] : 0);
 }
 
-/* Rows of the units of a head whose ranks are `least` or above. */
+/* How many ranks are `least` or above. */
+static int64_t count_from(const int32_t *ranks, int64_t length, int32_t least) {
+    Ints found = {0};
+    int64_t i = 0, total = 0;
+    for (; i + LANES <= length; i += LANES) found -= *(const IntsAnywhere *)(ranks + i) >= least;
+    for (int lane = 0; lane < LANES; lane++) total += found[lane];
+    for (; i < length; i++) total += ranks[i] >= least;
+    return total;
+}
+
+/* Rows of the units of a head whose ranks are `least` or above: of none that is forced. */
 static int64_t rows_from(const Choice *a, int64_t head, const int32_t *ranks, int32_t least) {
     int64_t total = 0;
     for (const Units *units = a->units; units < a->units + a->num_units; units++) {
         const int64_t first = units->begin[head], count = units->begin[head + 1] - first;
-        for (int64_t i = 0; i < count; i++) total += ranks[i] >= least ? rows_of(units, first, first + i) : 0;
+        if (units->size) total += units->size * count_from(ranks, count, least);
+        for (int64_t i = 0; i < count && !units->size; i++)
+            total += ranks[i] >= least ? rows_of(units, first, first + i) : 0;
         ranks += count;
     }
     return total;

@@ -27,7 +27,10 @@ def choose(queries: Tensor, choice: Choice) -> None:
 def takes(choice: Choice, dtype: torch.dtype) -> bool:
     """Whether C can choose so, by queries of this dtype."""
     return dtype in TYPES and all(
-        table.dtype == units.low.dtype and table.dtype in TYPES and table.shape[1] in WIDTHS and table.is_contiguous()
+        table.dtype == units.low.dtype
+        and table.dtype in TYPES
+        and table.is_contiguous()
+        and (units.width <= WIDTHS[-1] if units.by_column else units.width in WIDTHS)
         for units in choice.units
         for table in (units.low, units.span)
         if table is not None
@@ -44,7 +47,8 @@ class _Units(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("low", "span", "ends", "forced", "begin", "rows", "counts")),
-        ("most", ctypes.c_int64), ("type", ctypes.c_int64), ("scale", ctypes.c_double),
+        *((name, ctypes.c_int64) for name in ("most", "all", "by_column", "size", "type")),
+        ("scale", ctypes.c_double),
     )  # fmt: skip
 
 
@@ -72,10 +76,11 @@ def struct_of(choice: Choice, dtype: torch.dtype, shape: tuple[int, int, int]) -
         part.low, part.ends, part.forced = _addresses(units)
         part.span = 0 if units.span is None else units.span.data_ptr()
         part.begin, part.type, part.scale = ctypes.addressof(begin), TYPES[units.low.dtype], units.scale
+        part.all, part.by_column, part.size = units.begins[-1], units.by_column, units.size
         part.rows, part.counts, part.most = chosen.rows.data_ptr(), chosen.counts.data_ptr(), chosen.rows.shape[1]
     found = ChoiceStruct(
         units=ctypes.addressof(parts), num_units=len(parts), most_units=most_units(choice), kv_heads=heads, group=group,
-        dim=dim, width=choice.units[0].low.shape[1], budget=choice.budget, type=TYPES[dtype],
+        dim=dim, width=choice.units[0].width, budget=choice.budget, type=TYPES[dtype],
         mean=choice.group == "mean", cut=choice.cut, linear=choice.linear, relu=choice.relu,
         columns=0 if choice.columns is None else choice.columns.data_ptr(),
     )  # fmt: skip

@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from kvshelf.kernels.choose import Choice
+from kvshelf.kernels.choose import Choice, Units
 
 
 def choose(queries: Tensor, choice: Choice) -> None:
@@ -45,11 +45,15 @@ def _score(queries: Tensor, choice: Choice, part: int, unit: int, head: int) -> 
     units, scores = choice.units[part], []
     for query in queries:
         own = query if choice.columns is None else query[choice.columns[head]]
-        score = (units.low[unit].double() @ own).item()
+        score = (_summary(units.low, units, unit) @ own).item()
         if units.span is not None:
             feature = choice.linear * own + choice.relu * own.clamp_min(0)
-            score += units.scale * (units.span[unit].double() @ feature).item()
+            score += units.scale * (_summary(units.span, units, unit) @ feature).item()
         scores.append(score)
     if not all(map(math.isfinite, scores)):
         return math.nan
     return max(scores) if choice.group == "max" else sum(scores) / len(scores)
+
+
+def _summary(table: Tensor, units: Units, unit: int) -> Tensor:
+    return (table[:, unit] if units.by_column else table[unit]).double()

@@ -100,6 +100,28 @@ static void gather(const Call *a, const HeadRows *rows, const Layout *layout, co
     }
 }
 
+/* Ask memory for one row of a head, with its scales and zeros. */
+INLINE void ask_for_row(const Call *a, const HeadRows *rows, const Layout *layout, int64_t row) {
+    const int64_t width = layout->bits ? 1 : a->type == FP32 ? 4 : 2, step = layout->stride * width;
+    const int64_t bytes = layout->bits ? step : a->dim * width;
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch((const char *)rows->data + row * step + line);
+    if (!layout->bits) return;
+    const int64_t groups = layout->by_tokens ? a->dim : (a->dim + layout->group - 1) / layout->group;
+    const int64_t at = (layout->by_tokens ? row / layout->group : row) * groups;
+    for (int64_t g = 0; g < groups; g += 32) {
+        __builtin_prefetch(rows->scales + at + g);
+        __builtin_prefetch(rows->zeros + at + g);
+    }
+}
+
+/* Ask memory for the chosen rows from `first` on, as many as a tile has: they lie apart, and nothing guesses where. */
+static void ask_for_chosen(const Call *a, const Run *run, int64_t first) {
+    for (int64_t j = first; j < first + TILE && j < run->end; j++) {
+        ask_for_row(a, &run->keys, &a->key_layout, run->chosen[j]);
+        ask_for_row(a, &run->values, &a->value_layout, run->chosen[j]);
+    }
+}
+
 /* The tile of `count` rows from `first` on, those that `chosen` names where it is given. made: room for it, in fp32,
    where rows are codes or lie apart. */
 INLINE Tile tile_of(const Call *a, const HeadRows *rows, const Layout *layout, const int32_t *chosen, int64_t first,
@@ -137,6 +159,7 @@ INLINE void attend_few(const Call *a, const Run *run, const int rows, const int 
     }
     for (int64_t first = run->first; first < run->end; first += TILE) {
         const int count = run->end - first < TILE ? (int)(run->end - first) : TILE;
+        if (run->chosen) ask_for_chosen(a, run, first + TILE);
         const Tile keys = tile_of(a, &run->keys, &a->key_layout, run->chosen, first, count, made[0]);
         const Tile values = tile_of(a, &run->values, &a->value_layout, run->chosen, first, count, made[1]);
         for (int j = 0; j < count; j++) {

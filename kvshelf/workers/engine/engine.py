@@ -59,6 +59,7 @@ from kvshelf.workers.policies.budgets import Budget
 from kvshelf.workers.selectors import build as build_selector
 from kvshelf.workers.selectors.base import UnitSelector
 from kvshelf.workers.selectors.by_policy import ByPolicy
+from kvshelf.workers.selectors.fasa import Fasa
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
@@ -596,6 +597,9 @@ class Engine:
             raise InvalidRequest(f"select.tokens is {tokens}; it must be from 1", param="select.tokens")
         require_selectable(self.name, ranks=self.passes.ranks is not None)
         budget = selector.default_tokens(document.read_tokens) if tokens is None else tokens
+        if isinstance(selector, Fasa):
+            folder = self.model.config.name_or_path or ""
+            selector = selector.calibrated(calibration.find_chunks(self.identity, folder, self.kv_heads))
         if isinstance(selector, UnitSelector):
             by_units = UnitSelection(selector, document, budget, self._seen_kinds)
             return None if by_units.dense else by_units
@@ -610,7 +614,7 @@ class Engine:
         if budget >= entries:
             return None
         view = self._preparer.calibrated(self._encoder.stored_view(document.identity.layout, entries), policy)
-        fitted = policy.fitted(view, Budget.resolve(entries, budget_tokens=budget), given)
+        fitted = policy.fitted(view, Budget.resolve(entries, compression_ratio=None, budget_tokens=budget), given)
         return PolicySelection(fitted, document, budget, self.kinds, view)
 
     def answer(

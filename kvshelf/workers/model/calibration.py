@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -26,9 +26,13 @@ BESIDE_THE_WEIGHTS = "compresskv.json"
 TRANSFORMS_BESIDE_THE_WEIGHTS = "klt.safetensors"
 """Name of the transforms that a model's own folder may hold."""
 
+CHUNKS_BESIDE_THE_WEIGHTS = "fasa.json"
+"""Name of the frequency chunks that a model's own folder may hold."""
+
 _LARGEST_FILE = 16 * 2**20
 
 Score = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Origin(BaseModel):
@@ -84,6 +88,49 @@ class Calibration(BaseModel):
         return sorted(sorted(range(len(scores)), key=lambda head: -scores[head])[:count])
 
 
+class ChunksOrigin(BaseModel):
+    """How chunks were measured. For people: no code depends on it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    model: str
+    documents: int = Field(ge=1)
+    tokens: int = Field(ge=1)
+    top: int = Field(ge=1, description="keys of a query whose agreement was measured")
+
+
+class Chunks(BaseModel):
+    """How well each frequency chunk of a head tells its best keys by itself (FASA): `agreement[layer][kv_head][f]`, for
+    the channels f and f + D / 2, the share of a query's best keys that are also its best by this chunk alone.
+
+    `weights` as of a `Calibration`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    format: Literal["kvshelf.chunks/1"] = "kvshelf.chunks/1"
+    weights: str = Field(min_length=1)
+    agreement: tuple[tuple[tuple[Share, ...], ...], ...] = Field(min_length=1)
+    origin: ChunksOrigin
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if len({(len(layer), len(head)) for layer in self.agreement for head in layer}) != 1:
+            raise ValueError("agreement must have the same heads in every layer, and the same chunks in every head")
+        return self
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of what selectors read."""
+        content = self.model_dump(mode="json", include={"weights", "agreement"})
+        return digest("kvshelf.chunks", canonical_json(content))
+
+    def best(self, layer: int, count: int) -> list[list[int]]:
+        """Of each KV head, the `count` chunks that agree most, ascending; equal ones by the lower number."""
+        heads = self.agreement[layer]
+        return [sorted(sorted(range(len(head)), key=lambda f: -head[f])[:count]) for head in heads]  # noqa: B023
+
+
 def data_folder() -> Path:
     """The folder of a user's calibrations (XDG base directories)."""
     data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
@@ -96,22 +143,53 @@ def find(model: ModelIdentity, folder: str) -> Calibration:
 
     Raises `PolicyUnsupported` if there is none, if it belongs to other weights, or if its file is broken.
     """
-    beside = [Path(folder) / BESIDE_THE_WEIGHTS] if folder else []
-    for path in (paths(model.weights)[0], *beside):
-        if path.is_file():
-            return _of(model, load(path), path)
-    raise PolicyUnsupported(
-        f"the policy needs a calibration of {model.name!r}, and there is none; make one: {_command(model)}",
-        param="policy",
+    path = _place(paths(model.weights).heads, folder, BESIDE_THE_WEIGHTS)
+    if path is None:
+        raise PolicyUnsupported(
+            f"the policy needs a calibration of {model.name!r}, and there is none; make one: {_command(model)}",
+            param="policy",
+        )
+    found, shape = load(path, Calibration), json.loads(model.attention)
+    _require_own(model, found.weights, path)
+    has, wanted = (
+        (len(found.head_scores), found.query_heads),
+        (shape["num_hidden_layers"], shape["num_attention_heads"]),
     )
+    _require_shape(model, path, has, wanted, "{} layers of {} query heads")
+    return found
 
 
-def paths(weights: str, folder: Path | None = None) -> tuple[Path, Path]:
-    """Where the calibration and the transforms of these weights lie: in a model's folder, or in the user's data folder,
-    which holds those of many models."""
+def find_chunks(model: ModelIdentity, folder: str, kv_heads: int) -> Chunks:
+    """The frequency chunks of a model, as `find`. kv_heads: of each layer. Raises `PolicyUnsupported`."""
+    path = _place(paths(model.weights).chunks, folder, CHUNKS_BESIDE_THE_WEIGHTS)
+    if path is None:
+        raise PolicyUnsupported(
+            f"selector fasa needs the frequency chunks of {model.name!r}, and nobody has measured them; do so: "
+            f"{_command(model)} --only chunks",
+            param="select.method",
+        )
+    found, shape = load(path, Chunks), json.loads(model.attention)
+    _require_own(model, found.weights, path)
+    has, wanted = (len(found.agreement), len(found.agreement[0])), (shape["num_hidden_layers"], kv_heads)
+    _require_shape(model, path, has, wanted, "{} layers of {} KV heads")
+    return found
+
+
+class Paths(NamedTuple):
+    """Where a model's calibration, transforms and frequency chunks lie."""
+
+    heads: Path
+    transforms: Path
+    chunks: Path
+
+
+def paths(weights: str, folder: Path | None = None) -> Paths:
+    """In a model's folder, or in the user's data folder, which holds those of many models."""
     if folder is not None:
-        return folder / BESIDE_THE_WEIGHTS, folder / TRANSFORMS_BESIDE_THE_WEIGHTS
-    return data_folder() / f"{weights}.json", data_folder() / f"{weights}.{TRANSFORMS_BESIDE_THE_WEIGHTS}"
+        names = BESIDE_THE_WEIGHTS, TRANSFORMS_BESIDE_THE_WEIGHTS, CHUNKS_BESIDE_THE_WEIGHTS
+        return Paths(*(folder / name for name in names))
+    names = f"{weights}.json", f"{weights}.{TRANSFORMS_BESIDE_THE_WEIGHTS}", f"{weights}.{CHUNKS_BESIDE_THE_WEIGHTS}"
+    return Paths(*(data_folder() / name for name in names))
 
 
 def find_transforms(model: ModelIdentity, folder: str, layers: Sequence[LayerShape]) -> Transforms:
@@ -119,29 +197,37 @@ def find_transforms(model: ModelIdentity, folder: str, layers: Sequence[LayerSha
 
     Raises `PolicyUnsupported` if there are none, if they belong to other weights, or if their file is broken.
     """
-    beside = [Path(folder) / TRANSFORMS_BESIDE_THE_WEIGHTS] if folder else []
-    for path in (paths(model.weights)[1], *beside):
-        if path.is_file():
-            try:
-                found = Transforms.from_bytes(path.read_bytes())
-                found.require_of(model, layers)
-            except (InvalidRequest, ModelMismatch, OSError) as error:
-                raise PolicyUnsupported(f"{path}: {error}", param="codec") from error
-            return found
-    raise PolicyUnsupported(
-        f"codec klt needs the transforms of {model.name!r}, and there are none; make them: {_command(model)}",
-        param="codec",
-    )
+    path = _place(paths(model.weights).transforms, folder, TRANSFORMS_BESIDE_THE_WEIGHTS)
+    if path is None:
+        raise PolicyUnsupported(
+            f"codec klt needs the transforms of {model.name!r}, and there are none; make them: {_command(model)}",
+            param="codec",
+        )
+    try:
+        found = Transforms.from_bytes(path.read_bytes())
+        found.require_of(model, layers)
+    except (InvalidRequest, ModelMismatch, OSError) as error:
+        raise PolicyUnsupported(f"{path}: {error}", param="codec") from error
+    return found
 
 
-def load(path: Path) -> Calibration:
-    """Read and check a calibration. Raises `PolicyUnsupported`, which says what is wrong with the file."""
+def _place(own: Path, folder: str, beside: str) -> Path | None:
+    """The first of both that is a file: the user's own, or the one in the folder of the weights."""
+    places = [own, *([Path(folder) / beside] if folder else [])]
+    return next((path for path in places if path.is_file()), None)
+
+
+Measured = TypeVar("Measured", Calibration, Chunks)
+
+
+def load(path: Path, kind: type[Measured]) -> Measured:
+    """Read and check a calibration or chunks. Raises `PolicyUnsupported`, which says what is wrong with the file."""
     try:
         if path.stat().st_size > _LARGEST_FILE:
             raise PolicyUnsupported(
                 f"the calibration {path} has over {_LARGEST_FILE} bytes and is none", param="policy"
             )
-        return Calibration.model_validate_json(path.read_bytes())
+        return kind.model_validate_json(path.read_bytes())
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
@@ -164,28 +250,28 @@ def require_writable(path: Path) -> None:
         raise InvalidRequest(f"{path} is a folder, or in one that cannot be written to; name a file", param="output")
 
 
-def save(calibration: Calibration, path: Path) -> None:
-    """Write a calibration atomically."""
+def save(measured: Calibration | Chunks, path: Path) -> None:
+    """Write a calibration or chunks atomically."""
     with written(path) as file:
-        file.write(calibration.model_dump_json(indent=1).encode() + b"\n")
+        file.write(measured.model_dump_json(indent=1).encode() + b"\n")
 
 
-def _of(model: ModelIdentity, found: Calibration, path: Path) -> Calibration:
-    if found.weights != model.weights:
+def _require_own(model: ModelIdentity, weights: str, path: Path) -> None:
+    if weights != model.weights:
         raise PolicyUnsupported(
-            f"the calibration {path} is of other weights ({found.weights[:16]}) than those of {model.name!r} as "
+            f"the calibration {path} is of other weights ({weights[:16]}) than those of {model.name!r} as "
             f"{model.dtype} ({model.weights[:16]}); make one for these: {_command(model)}",
             param="policy",
         )
-    shape = json.loads(model.attention)
-    if (len(found.head_scores), found.query_heads) != (shape["num_hidden_layers"], shape["num_attention_heads"]):
+
+
+def _require_shape(model: ModelIdentity, path: Path, has: tuple[int, int], wanted: tuple[int, int], what: str) -> None:
+    if has != wanted:
         raise PolicyUnsupported(
-            f"the calibration {path} has {len(found.head_scores)} layers of {found.query_heads} query heads, and "
-            f"{model.name!r} has {shape['num_hidden_layers']} of {shape['num_attention_heads']}; make it again: "
-            f"{_command(model)}",
+            f"the calibration {path} has {what.format(*has)}, and {model.name!r} has {wanted[0]} of {wanted[1]}; make "
+            f"it again: {_command(model)}",
             param="policy",
         )
-    return found
 
 
 def _command(model: ModelIdentity) -> str:

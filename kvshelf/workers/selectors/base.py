@@ -64,8 +64,12 @@ class UnitSelector(Selector):
         return True
 
     @abstractmethod
-    def units(self, prefix: PackedPrefix) -> Units | None:
-        """The units of one prefix, made once for all questions; None: the prefix is read whole."""
+    def units(self, prefix: PackedPrefix, layer: int) -> Units | None:
+        """The units of one prefix of a layer, made once for all questions; None: the prefix is read whole."""
+
+    def columns(self, layer: int) -> Tensor | None:  # noqa: ARG002
+        """The channels of a query that the columns of the summaries stand for; see `Choice`."""
+        return None
 
 
 def of_pages(prefix: PackedPrefix, page: int) -> Units:

@@ -10,9 +10,10 @@ from kvshelf.workers.policies.base import require_parameters
 from kvshelf.workers.policies.registry import POLICIES
 from kvshelf.workers.selectors.base import Selector, UnitSelector
 from kvshelf.workers.selectors.by_policy import ByPolicy, can_select
+from kvshelf.workers.selectors.fasa import Fasa
 from kvshelf.workers.selectors.quest import Quest
 
-UNIT_SELECTORS: Mapping[str, type[UnitSelector]] = {cls.name: cls for cls in (Quest,)}
+UNIT_SELECTORS: Mapping[str, type[UnitSelector]] = {cls.name: cls for cls in (Quest, Fasa)}
 
 _PREFIX = "policy:"
 

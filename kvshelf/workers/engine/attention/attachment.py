@@ -132,7 +132,7 @@ class Attachment:
         layers = self._units.setdefault(selector, {})
         if layer not in layers:
             packed = [prefix for prefix in self.prefixes(layer) if isinstance(prefix, PackedPrefix)]
-            layers[layer] = [(prefix, selector.units(prefix)) for prefix in packed]
+            layers[layer] = [(prefix, selector.units(prefix, layer)) for prefix in packed]
         return layers[layer]
 
     @cached_property

@@ -111,11 +111,16 @@ def _chosen_by_units(selector: UnitSelector, document: Attached, layer: int, bud
         linear=selector.linear,
         relu=selector.relu,
         group=selector.group,
+        columns=_on(selector.columns(layer), room[0].rows.device),
     )
     chosen = iter(room)
     return tuple(
         prefix if units is None else SelectedPrefix(prefix, next(chosen), choice) for prefix, units in found
     )
+
+
+def _on(columns: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if columns is None else columns.to(device)
 
 
 class PolicySelection(Selection):
@@ -132,7 +137,7 @@ class PolicySelection(Selection):
         self._stored = [
             _Stored.of(document, layer) if kind.reducible else None for layer, kind in enumerate(kinds)
         ]
-        entries = Budget.resolve(view.num_tokens, budget_tokens=budget)
+        entries = Budget.resolve(view.num_tokens, compression_ratio=None, budget_tokens=budget)
         self._reducer = LayerReducer(policy, view, entries, kinds, (), None)
         self._observed: dict[int, Attended] = {}
         self._chosen: dict[int, tuple[Prefix, ...]] = {}
