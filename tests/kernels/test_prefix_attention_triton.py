@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+from kvshelf.kernels.choose import Chosen
 from kvshelf.kernels.prefix_attention import (
     BatchLayout,
     LogitRules,
     MergedPrefix,
     PackedPrefix,
+    SelectedPrefix,
     SuffixRows,
     eager,
     prefix_attention,
@@ -30,6 +32,7 @@ from kvshelf.kernels.quantize.rows import QuantizedRows
 from tests.amounts import SOAK, pairwise
 from tests.kernels.compiling import Variant, require_fits
 from tests.kernels.tensors import TOLERANCE, error, random
+from tests.kernels.test_choose import choice_of, units
 from tests.kernels.test_prefix_attention import CPU, batches, merged, one_document, packed, stacked, states, streamed
 
 SETTING = work.Setting(kv_heads=2, group=4, itemsize=2, places=264, least_split=256)
@@ -65,13 +68,32 @@ KINDS = {
     "groups of 12": lambda d, dv, t: packed([70, 5], d, dv, t, bits=4, group=12),
     "merged": lambda d, dv, t: merged([5, 66], [70, 70], d, dv, t),
     "merged int4": lambda d, dv, t: merged([5, 66], [70, 70], d, dv, t, bits=4),
+    "selected": lambda d, dv, t: selected(packed([70, 5], d, dv, t)),
+    "selected int4": lambda d, dv, t: selected(packed([70, 5], d, dv, t, bits=4, group=32)),
 }
+
+
+def selected(base):
+    """Rows far apart, and fewer than there is room for: reading on would give others."""
+    rows = torch.tensor([[0, 1, 33, 34, 69, 7], [4, 1, 1, 1, 1, 1]], dtype=torch.int32)
+    return SelectedPrefix(base, Chosen(rows, torch.tensor([5, 1], dtype=torch.int32)))
 
 
 @pairwise({"dtype": DTYPES, "kind": KINDS, "dim, value_dim": [(16, 16), (5, 24)]})
 def test_each_kind_of_prefix(kind, dtype, dim, value_dim):
     document = (KINDS[kind](dim, value_dim, dtype),)
     check(random(2, 6, dim, dtype=dtype, seed=1), [document], one_document(1, rows=2), 2, value_dim)
+
+
+def test_each_token_chooses_by_its_query():
+    base, queries = packed([70, 50], 16, 16, bits=4, group=32), random(2, 4, 16, seed=1)
+    parts = units([70, 50], 8, 16)
+    seen = []
+    for _ in range(2):
+        choice = choice_of([parts], 32)
+        seen.append([SelectedPrefix(base, choice.chosen[0], choice)])
+    layout = BatchLayout((1, 1), (SuffixRows((3, 5), (0, 1)),), CPU)
+    check(queries, seen, layout, 2, 16)
 
 
 def test_heads_as_wide_as_latents_are_left_to_torch(monkeypatch):
@@ -310,14 +332,15 @@ def suffix_variant(name, dim, group, rows):
 def test_splits_compile_for_gpus(compile_all):
     """Llama-3.1-8B's heads, and smaller ones in fp32: a decode step, and as many query rows as a kind takes."""
 
-    def kind(dim, bits=0, merged=False):
-        return Kind(merged, row_kind(dim, bits, 32, True), row_kind(dim, bits, 32))
+    def kind(dim, bits=0, merged=False, selected=False):
+        return Kind(merged, row_kind(dim, bits, 32, True), row_kind(dim, bits, 32), selected)
 
     variants = [
         split_variant("bf16", 128, 4, 16, kind(128)),
         split_variant("fp16", 128, 4, 64, kind(128)),
         split_variant("bf16", 128, 4, 32, kind(128, 4)),
         split_variant("bf16", 128, 4, 32, kind(128, merged=True)),
+        split_variant("bf16", 128, 4, 16, kind(128, 4, selected=True)),
         split_variant("fp32", 64, 2, 32, kind(64)),
     ]
     compiled = compile_all("kvshelf.kernels.prefix_attention.splits", variants)

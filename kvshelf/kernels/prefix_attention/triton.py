@@ -184,7 +184,7 @@ def split_tiles(kind: Kind, dim: int, value_dim: int, itemsize: int, block_m: in
     """The tile sizes of `attend_splits`."""
     sizes = _head_blocks(dim, value_dim)
     wide = max(sizes.values()) * itemsize > 256 or itemsize == 4
-    block_n = 32 if wide or kind.merged else 64
+    block_n = 32 if wide or kind.merged or kind.selected else 64  # rows that lie apart have a scale each
     warps = 8 if wide or block_m == 64 else 4
     return sizes | {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": 3}
 
