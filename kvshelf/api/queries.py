@@ -55,9 +55,9 @@ class Query(RequestBody):
 
 
 class Usage(ResponseBody):
-    """`cache_read_tokens`: document tokens served from the shelf. `read_tokens`: stored entries that a token of the answer
-    reads, of a KV head; the mean over layers and heads. `prefill_tokens`: tokens that went through the model, counted in
-    its forward. `completion_tokens`: generated tokens."""
+    """`cache_read_tokens`: document tokens served from the shelf. `read_tokens`: stored entries that a token of the
+    answer reads, of a KV head; the mean over layers and heads. `prefill_tokens`: tokens that went through the model,
+    counted in its forward. `completion_tokens`: generated tokens."""
 
     cache_read_tokens: int
     read_tokens: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -138,7 +138,7 @@ def test_a_score_that_is_no_number_ranks_first(form, bad):
 def test_a_larger_budget_chooses_a_superset(form):
     part, queries = units([200, 130], 8, 32), random(8, 32)
     found = [chosen_by(form, queries, choice_of([part], budget))[0] for budget in range(16, 200, 8)]
-    for smaller, larger in zip(found, found[1:], strict=False):
+    for smaller, larger in pairwise(found):
         assert all(set(a) <= set(b) for a, b in zip(smaller, larger, strict=True))
 
 

@@ -90,8 +90,10 @@ def _tokens(part, inv_freq: Tensor) -> list[tuple[Tensor, Tensor]]:
     return heads
 
 
-def logits_after(model, prefix: Prefix, tokens: list[int], first_position: int) -> Tensor:
-    """Logits `[T, vocabulary]` fp64 of `tokens`, which stand at `first_position` and on behind the prefix."""
+def logits_after(model, prefix: Prefix, tokens: list[int], first_position: int, chosen=None) -> Tensor:
+    """Logits `[T, vocabulary]` fp64 of `tokens`, which stand at `first_position` and on behind the prefix. chosen:
+    which of the visible entries a token sees, `[q_heads, T, N]` of a layer's number, queries, keys and visible
+    entries."""
 
     def masked(module, query, key, value, _mask, scaling, **_):
         group = query.shape[1] // key.shape[1]
@@ -101,6 +103,8 @@ def logits_after(model, prefix: Prefix, tokens: list[int], first_position: int) 
         shown = torch.ones(length, width, dtype=torch.bool).tril(width - length).repeat(logits.shape[1], 1, 1)
         entries, visible = prefix.lengths(module.layer_idx)
         shown[:, :, :entries] = visible.repeat_interleave(group, 0)[:, None]
+        if chosen is not None:
+            shown[:, :, :entries] &= chosen(module.layer_idx, query[0], key[0, :, :entries], visible)
         weights = torch.softmax(logits.masked_fill(~shown, -torch.inf), dim=-1)
         return (weights @ values).transpose(1, 2).contiguous(), None
 
@@ -115,11 +119,11 @@ def logits_after(model, prefix: Prefix, tokens: list[int], first_position: int) 
         return model(torch.tensor([tokens]), **{CACHE_ARGUMENT: past}, position_ids=positions).logits[0]
 
 
-def greedy(model, prefix: Prefix, question: list[int], first_position: int, count: int) -> list[int]:
+def greedy(model, prefix: Prefix, question: list[int], first_position: int, count: int, chosen=None) -> list[int]:
     """The greedy answer of `count` tokens, shorter where the two best logits lie within 1e-4 of each other."""
     tokens = list(question)
     for _ in range(count):
-        best = logits_after(model, prefix, tokens, first_position)[-1].topk(2)
+        best = logits_after(model, prefix, tokens, first_position, chosen)[-1].topk(2)
         if float(best.values[0] - best.values[1]) < 1e-4:
             break
         tokens.append(int(best.indices[0]))

@@ -39,6 +39,7 @@ class Asked:
             raise WorkerCrashed(f"vLLM broke the answer off ({finish_reason}); try again", retry_after_s=1.0)
         tokens = Usage(
             cache_read_tokens=self.cache.num_tokens,
+            read_tokens=self.request.entries,
             prefill_tokens=len(self.request.question),
             completion_tokens=usage["completion_tokens"],
         )

@@ -47,8 +47,8 @@ class Units:
     @cached_property
     def size(self) -> int:
         """Rows of each unit that is not forced; 0 if they differ."""
-        found = self.sizes[~self.forced].unique().tolist()
-        return int(found[0]) if len(found) == 1 else 0
+        found = set(self.sizes[~self.forced].tolist())
+        return int(found.pop()) if len(found) == 1 else 0
 
     @cached_property
     def begins(self) -> tuple[int, ...]:

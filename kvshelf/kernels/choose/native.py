@@ -89,5 +89,3 @@ def struct_of(choice: Choice, dtype: torch.dtype, shape: tuple[int, int, int]) -
 
 def _addresses(units: Units) -> list[int]:
     return [table.data_ptr() for table in (units.low, units.ends, units.forced)]
-
-

@@ -42,7 +42,8 @@ def _units(queries: Tensor, choice: Choice, head: int) -> list[tuple[float, int,
 
 
 def _score(queries: Tensor, choice: Choice, part: int, unit: int, head: int) -> float:
-    units, scores = choice.units[part], []
+    units = choice.units[part]
+    scores: list[float] = []
     for query in queries:
         own = query if choice.columns is None else query[choice.columns[head]]
         score = (_summary(units.low, units, unit) @ own).item()

@@ -1,8 +1,7 @@
 """Which frequency chunks of a model's heads tell the best keys by themselves, for selector fasa.
 
-After FASA: RoPE turns the channels c and c + D / 2 of a head together, at a frequency of their own. A few of these chunks
-alone name most of the keys that a query attends to.
-"""
+After FASA: RoPE turns the channels c and c + D / 2 of a head together, at a frequency of their own. A few of these
+chunks alone name most of the keys that a query attends to."""
 
 from __future__ import annotations
 
@@ -44,8 +43,8 @@ class _Agreements:
 
 
 def agreement(queries: Tensor, keys: Tensor) -> Tensor:
-    """`[kv_heads, D / 2]`: the share of the keys of greatest product that are also those of greatest product by one chunk
-    alone, the mean over query heads and rows. queries: `[kv_heads, group, N, D]`, keys: `[kv_heads, N, D]`."""
+    """`[kv_heads, D / 2]`: the share of the keys of greatest product that are also those of greatest product by one
+    chunk alone, the mean over query heads and rows. queries: `[kv_heads, group, N, D]`, keys: `[kv_heads, N, D]`."""
     tokens, half = keys.shape[1], keys.shape[2] // 2
     before = tokens // 2
     top = min(TOP, before // 4)

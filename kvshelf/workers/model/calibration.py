@@ -128,7 +128,7 @@ class Chunks(BaseModel):
     def best(self, layer: int, count: int) -> list[list[int]]:
         """Of each KV head, the `count` chunks that agree most, ascending; equal ones by the lower number."""
         heads = self.agreement[layer]
-        return [sorted(sorted(range(len(head)), key=lambda f: -head[f])[:count]) for head in heads]  # noqa: B023
+        return [sorted(sorted(range(len(head)), key=lambda f: -head[f])[:count]) for head in heads]
 
 
 def data_folder() -> Path:

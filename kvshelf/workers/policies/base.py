@@ -90,8 +90,8 @@ class Policy(ABC):
     Raise `version` by hand whenever the entries that a policy chooses can change; it is part of a cache's identity.
     `source` names the paper, `advice` says when to choose the policy. Users see the class docstring's first paragraph
     as the policy's summary. `by_position` says that it chooses by positions alone, whatever keys and values there are;
-    `shared_by_heads`, that every head of a layer keeps the same tokens, so that budgets per head mean nothing.
-    """
+    `shared_by_heads`, that every head of a layer keeps the same tokens, so that budgets per head mean nothing;
+    `merges`, that an entry it keeps may stand for several tokens."""
 
     name: ClassVar[str]
     source: ClassVar[str]
@@ -100,6 +100,7 @@ class Policy(ABC):
     takes_budget: ClassVar[bool] = True
     by_position: ClassVar[bool] = False
     shared_by_heads: ClassVar[bool] = False
+    merges: ClassVar[bool] = False
 
     @property
     def revision(self) -> int:

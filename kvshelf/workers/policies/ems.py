@@ -50,6 +50,7 @@ class EMS(TailPolicy):
 
     name: ClassVar[str] = "ems"
     source: ClassVar[str] = "EMS, arXiv 2412.08521"
+    merges: ClassVar[bool] = True
     advice: ClassVar[str] = "where many tokens nearly repeat each other and a longer prefill does not matter."
 
     window: int = parameter(32, "last tokens that observe for the local score; the document's are kept", minimum=1)

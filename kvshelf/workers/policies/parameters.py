@@ -36,9 +36,7 @@ def legal_values(types: tuple[type, ...], rule: Mapping[str, Any]) -> str:
             return f"{legal} from {minimum} to {maximum}"
 
 
-def check(
-    owner: str, name: str, value: Any, types: tuple[type, ...], rule: Mapping[str, Any], param: str
-) -> None:
+def check(owner: str, name: str, value: Any, types: tuple[type, ...], rule: Mapping[str, Any], param: str) -> None:
     """Raises `InvalidRequest`, which names the parameter and its range, for a value that is not legal. owner: what has
     the parameter, in words; param: the field of the request that it comes from."""
     if isinstance(value, int | float) and abs(value) > LARGEST:  # its text may be too long to show

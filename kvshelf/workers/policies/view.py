@@ -185,7 +185,7 @@ class LayerView:
 
     def grouped(self, per_query_head: Tensor) -> Tensor:
         """`[q_heads, ...]` as `[kv_heads, group, ...]`: query head h reads KV head h // group."""
-        return per_query_head.reshape(self.kv_heads, -1, *per_query_head.shape[1:])
+        return per_query_head.reshape(self.kv_heads, len(per_query_head) // self.kv_heads, *per_query_head.shape[1:])
 
     def window(self, rows: int) -> Window:
         """The observation window of `rows` rows."""

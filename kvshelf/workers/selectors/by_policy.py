@@ -37,7 +37,7 @@ class ByPolicy(Selector):
 
 
 def can_select(policy: type[Policy]) -> bool:
-    """Whether a policy can choose for a question: it judges by the end of the prompt, makes no pass of its own, and needs
-    no text of the document."""
+    """Whether a policy can choose for a question: it judges by the end of the prompt, makes no pass of its own, needs
+    no text of the document, and leaves entries as they are."""
     judges = issubclass(policy, ProbedPolicy) and policy.probe_passes is ProbedPolicy.probe_passes
-    return judges and Observes.TEXT not in policy().observes
+    return judges and not policy.merges and Observes.TEXT not in policy().observes

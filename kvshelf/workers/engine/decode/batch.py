@@ -171,8 +171,10 @@ class _Step:
         """Give the states of a layer to the answers whose selections want them."""
         for place in self.observing:
             own = slice(place.first, place.first + place.count)
-            states = {name: in_line(getattr(attended, name))[:, :, own] for name in ("queries", "keys", "values")}
-            place.generation.observe(replace(attended, **states))
+            queries, keys, values = (
+                in_line(states)[:, :, own] for states in (attended.queries, attended.keys, attended.values)
+            )
+            place.generation.observe(replace(attended, queries=queries, keys=keys, values=values))
 
     def _weigh(self, masses: Tensor) -> None:
         self.masses.append(masses.mean(2).sum(1))  # of [documents, N, q_heads]

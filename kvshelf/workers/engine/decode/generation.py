@@ -184,7 +184,6 @@ class Generation:
             completion_tokens=len(self.token_ids),
         )
 
-
     @property
     def _read_tokens(self) -> int:
         if self._selection is not None and len(self.token_ids) > 1:  # the first token is of the question's

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.kernels.choose import Choice, Chosen
 from kvshelf.kernels.prefix_attention import PackedPrefix, Prefix, SelectedPrefix
-from kvshelf.store.artifact.records import parts_of
+from kvshelf.store.artifact.records import entries_of
 from kvshelf.workers.engine.attention.attachment import Attached, Wait, block, entries_read, next_number
 from kvshelf.workers.engine.attention.function import Attended
 from kvshelf.workers.engine.prefill.reducing import LayerReducer
@@ -50,11 +50,11 @@ class Selection(ABC):
     def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:
         """What a token of the answer sees of this layer."""
 
-    def observe(self, attended: Attended) -> None:
-        """Take the states of some tokens of the question at one layer: queries `[1, q_heads, T, D]`, keys `[1, kv_heads,
-        T, D]` and values."""
+    def observe(self, attended: Attended) -> None:  # noqa: B027 - most take nothing
+        """Take the states of some tokens of the question at one layer: queries `[1, q_heads, T, D]`, keys `[1,
+        kv_heads, T, D]` and values."""
 
-    def begin(self) -> None:
+    def begin(self) -> None:  # noqa: B027 - most have nothing to do
         """The question is complete. May raise, and then there is no answer."""
 
     @property
@@ -66,9 +66,7 @@ class Selection(ABC):
 class UnitSelection(Selection):
     """Each token of the answer chooses units by its own query, within the attention."""
 
-    def __init__(
-        self, selector: UnitSelector, document: Attached, budget: int, kinds: Sequence[LayerKind]
-    ) -> None:
+    def __init__(self, selector: UnitSelector, document: Attached, budget: int, kinds: Sequence[LayerKind]) -> None:
         """budget: entries of a KV head, over all documents. Waits for the layers of a cache that is arriving. Raises
         `InvalidRequest` for a budget below what is always read, `PolicyUnsupported` for entries that cannot be read in
         part."""
@@ -99,8 +97,8 @@ def _chosen_by_units(selector: UnitSelector, document: Attached, layer: int, bud
     always = whole + max(map(sum, zip(*(units.forced_rows for _, units in of_units), strict=True)), default=0)
     if budget < always:
         raise InvalidRequest(
-            f"select.tokens is {budget}, and selector {selector.name!r} always reads {always} entries of this cache (the "
-            "first and the last page of each document, and what is stored in full precision beside a codec); give more",
+            f"select.tokens is {budget}, and selector {selector.name!r} always reads {always} entries here: a cache's "
+            "first and last ones, and those in full precision beside a codec; give more",
             param="select.tokens",
         )
     room = tuple(Chosen.room(prefix.lengths, budget - whole, prefix.keys.device) for prefix, _ in of_units)
@@ -114,9 +112,7 @@ def _chosen_by_units(selector: UnitSelector, document: Attached, layer: int, bud
         columns=_on(selector.columns(layer), room[0].rows.device),
     )
     chosen = iter(room)
-    return tuple(
-        prefix if units is None else SelectedPrefix(prefix, next(chosen), choice) for prefix, units in found
-    )
+    return tuple(prefix if units is None else SelectedPrefix(prefix, next(chosen), choice) for prefix, units in found)
 
 
 def _on(columns: Tensor | None, device: torch.device) -> Tensor | None:
@@ -134,9 +130,7 @@ class PolicySelection(Selection):
         """view: all entries of a KV head as if they were a document, see `stored_view`. Raises `PolicyUnsupported` for
         entries that the policy cannot judge, and what `Policy.fitted` raises."""
         super().__init__(document)
-        self._stored = [
-            _Stored.of(document, layer) if kind.reducible else None for layer, kind in enumerate(kinds)
-        ]
+        self._stored = [_Stored.of(document, layer) if kind.reducible else None for layer, kind in enumerate(kinds)]
         entries = Budget.resolve(view.num_tokens, compression_ratio=None, budget_tokens=budget)
         self._reducer = LayerReducer(policy, view, entries, kinds, (), None)
         self._observed: dict[int, Attended] = {}
@@ -151,9 +145,8 @@ class PolicySelection(Selection):
         for place, layer in enumerate(places):
             self._reducer.reduce(self._view(layer, place, len(places)))
         for layer, record in enumerate(self._reducer.records()):
-            stored = self._stored[layer]
-            if stored is not None:
-                (kept,) = parts_of(record)
+            stored, kept = self._stored[layer], entries_of(record)
+            if stored is not None and kept is not None:
                 self._chosen[layer] = stored.selected(kept.positions)
         self._observed.clear()
         self._stored.clear()
@@ -193,8 +186,8 @@ class _Stored(NamedTuple):
         lengths = [sum(lengths) for lengths in zip(*(prefix.lengths for prefix in prefixes), strict=True)]
         if len(set(lengths)) > 1:
             raise PolicyUnsupported(
-                f"the heads of layer {layer} keep {min(lengths)} to {max(lengths)} entries, and a policy chooses at the "
-                "question where all keep equally many; take selector quest",
+                f"the heads of layer {layer} keep {min(lengths)} to {max(lengths)} entries, and a policy chooses at "
+                "the question where all keep equally many; take selector quest",
                 param="select.method",
             )
         orders: list[list[Tensor]] = [[] for _ in lengths]
@@ -255,9 +248,8 @@ def require_packed(prefixes: Sequence[Prefix]) -> tuple[PackedPrefix, ...]:
     for prefix in prefixes:
         if not isinstance(prefix, PackedPrefix):
             raise PolicyUnsupported(
-                "the cache has merged tokens or keys without their rotation, and a selector reads entries in place; ask "
-                "without select, or compress by a policy that keeps tokens as they are",
+                "the cache has merged tokens or keys without their rotation, and a selector reads entries in place; "
+                "ask without select, or compress by a policy that keeps tokens as they are",
                 param="select.method",
             )
     return tuple(prefix for prefix in prefixes if isinstance(prefix, PackedPrefix))
-

@@ -129,8 +129,8 @@ class Encoder:
         )
 
     def stored_view(self, layout: Layout, entries: int) -> DocumentView:
-        """The entries of a KV head of a stored cache as policies see them: as many tokens, of which nobody knows the text,
-        behind those of the chat template."""
+        """The entries of a KV head of a stored cache as policies see them: as many tokens, of which nobody knows the
+        text, behind those of the chat template."""
         chat = self.text is not None and layout == "chat"
         prefix = self.text.document("", layout).protected_prefix if self.text is not None and chat else 0
         return DocumentView(token_ids=range(entries), protected_prefix=prefix, max_tokens=self.max_tokens)
