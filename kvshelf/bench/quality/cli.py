@@ -58,6 +58,12 @@ def quality(
     haystacks: Annotated[str, typer.Option("--haystacks", help="filler, prose, dense.")] = "",
     lengths: Annotated[str, typer.Option("--lengths", help="Tokens per document, comma-separated.")] = "",
     documents: Annotated[int | None, typer.Option("--documents", min=1, help="Documents per cell.")] = None,
+    select: Annotated[
+        str, typer.Option("--select", help="Selectors that read a part, such as quest,policy:snapkv:window=8.")
+    ] = "",
+    shares: Annotated[
+        str, typer.Option("--shares", help="Parts of a document's tokens that they may read.  [default: 1/4 to 1/32]")
+    ] = "",
     export: Annotated[bool, typer.Option("--export", help="Also rows answered by plain transformers.")] = False,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Another set of documents.")] = 0,
     resume: Annotated[
@@ -88,6 +94,8 @@ def quality(
         policies=_split(policies),
         ratios=decimals(ratios, "--ratios", 0, 1) if ratios else (),
         codecs=_split(codecs),
+        select=_split(select),
+        shares=decimals(shares, "--shares", 0, 1) if shares else (),
         export=export,
         seed=seed,
     )

@@ -1,9 +1,8 @@
 """The grid of the quality bench: cells, rows, and the units of work that fill the table.
 
 A *cell* is a kind of document (task, haystack, length). A *row* is a way to keep it (policy with parameters, share
-removed, codec, attached or exported). A *unit* is one prefill: one document of a cell under one policy and ratio, with
-all codecs that its cache is measured under.
-"""
+removed, codec, attached or exported) and to read it (all, or what a selector chooses). A *unit* is one prefill: one
+document of a cell under one policy and ratio, with all codecs that its cache is measured under."""
 
 from __future__ import annotations
 
@@ -18,17 +17,22 @@ from kvshelf.bench.quality.suite import HAYSTACK_NAMES, TASK_NAMES, HaystackName
 from kvshelf.errors import InvalidRequest
 from kvshelf.store.artifact.codecs import Codec
 from kvshelf.workers.policies import POLICIES, build
+from kvshelf.workers.selectors import build as build_selector
+from kvshelf.workers.selectors.by_policy import can_select
 
 BASELINE = "full"
 """The policy that keeps everything and shows what the model itself can do. Every cell has it."""
 
 RATIOS = (0.5, 0.75, 0.875, 0.9375)
+SHARES = (0.25, 0.125, 0.0625, 0.03125)
 CODECS = ("none", "int8", "int4", "int2", "mixed", "klt")
 FEATURED = ("full", "keydiff", "lagkv", "snapkv", "sage", "sablock", "ems", "kvzip", "kvcues", "expected_attention")
 ENCODED = ("full", "keydiff", "lagkv", "ems", "kvzip", "kvcues")
 EXPORTED = ("full", "keydiff")
 VARIANTS = ("ems:merge=false", "ems:pos=pre", "ada:base=keydiff")
-"""FEATURED to VARIANTS: policies of the default size at further lengths, under codecs, exported, and their variants."""
+SELECT = ("quest", "quest:page=8", "fasa", *(f"policy:{name}" for name in POLICIES if can_select(POLICIES[name])))
+"""FEATURED to SELECT: policies of the default size at further lengths, under codecs, exported, their variants, and the
+selectors over a document of which all entries are stored."""
 
 
 @dataclass(frozen=True, order=True)
@@ -55,19 +59,13 @@ class Variant:
     def parse(cls, text: str) -> Variant:
         """`lagkv` or `lagkv:lag=64,sink=8`. Raises `InvalidRequest` for an unknown policy or parameter."""
         name, _, given = text.strip().partition(":")
-        params: dict[str, Any] = {}
-        for part in filter(None, given.split(",")):
-            key, equals, value = part.partition("=")
-            if not equals:
-                raise InvalidRequest(f"{text!r}: {part!r} is not of the form name=value", param="policies")
-            params[key] = json_or_text(value)
+        params = _params(text, given, "policies")
         build(name, params)
         return cls(name, tuple(params.items()))
 
     @property
     def label(self) -> str:
-        shown = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in self.params]
-        return self.policy + (":" + ",".join(shown) if shown else "")
+        return self.policy + _shown(self.params)
 
     @property
     def takes_budget(self) -> bool:
@@ -75,13 +73,53 @@ class Variant:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """A selector with the parameters that differ from its defaults, and the share of a document's tokens that a token
+    of an answer may read."""
+
+    method: str
+    share: float
+    params: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str, share: float) -> Reading:
+        """`quest`, `quest:page=16` or `policy:snapkv:window=8`. Raises `InvalidRequest`."""
+        name, _, given = text.strip().rpartition(":") if "=" in text else (text.strip(), "", "")
+        params = _params(text, given, "select")
+        build_selector(name, params)
+        return cls(name, share, tuple(params.items()))
+
+    @property
+    def label(self) -> str:
+        return self.method + _shown(self.params)
+
+
+def _params(text: str, given: str, param: str) -> dict[str, Any]:
+    """Of `a=1,b=2`."""
+    params: dict[str, Any] = {}
+    for part in filter(None, given.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise InvalidRequest(f"{text!r}: {part!r} is not of the form name=value", param=param)
+        params[key] = json_or_text(value)
+    return params
+
+
+def _shown(params: Sequence[tuple[str, Any]]) -> str:
+    shown = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in params]
+    return ":" + ",".join(shown) if shown else ""
+
+
+@dataclass(frozen=True)
 class Row:
-    """A way to keep a document. `exported`: answered by the model's own attention from `Engine.export`."""
+    """A way to keep a document, and to read it: `select` None reads all. `exported`: answered by the model's own
+    attention from `Engine.export`."""
 
     variant: Variant
     removed: float
     codec: str = "none"
     exported: bool = False
+    select: Reading | None = None
 
 
 @dataclass(frozen=True)
@@ -108,19 +146,24 @@ class Block:
     codecs: tuple[str, ...] = ("none",)
     variants: tuple[str, ...] = ()
     export: bool = False
+    select: tuple[str, ...] = ()
+    shares: tuple[float, ...] = SHARES
 
     def cells(self) -> list[Cell]:
         chosen = product(self.lengths, self.tasks, self.haystacks)
         return [Cell(tokens, task, haystack) for tokens, task, haystack in chosen if fits(task, haystack)]
 
     def rows(self, *, export: bool) -> list[Row]:
-        """The baseline first, then the policies in the given order, each with its exported row if asked for."""
+        """The baseline first, then the policies in the given order, each with its exported row if asked for, and under
+        each codec the rows of the selectors."""
         variants = list(dict.fromkeys(map(Variant.parse, (BASELINE, *(self.policies or (*POLICIES, *self.variants))))))
         rows = []
         for variant in variants:
             codecs = self.codecs if variant.label != BASELINE else tuple(dict.fromkeys(("none", *self.codecs)))
             for removed in self.ratios if variant.takes_budget else (0.0,):
-                rows += [Row(variant, removed, codec) for codec in codecs]
+                for codec in codecs:
+                    readings = (Reading.parse(text, share) for text in self.select for share in self.shares)
+                    rows += [Row(variant, removed, codec, select=select) for select in (None, *readings)]
                 if export or self.export:
                     rows.append(Row(variant, removed, exported=True))
         return rows
@@ -167,6 +210,8 @@ def make_grid(
     policies: Sequence[str] = (),
     ratios: Sequence[float] = (),
     codecs: Sequence[str] = (),
+    select: Sequence[str] = (),
+    shares: Sequence[float] = (),
     export: bool = False,
     seed: int = 0,
 ) -> Grid:
@@ -182,7 +227,7 @@ def make_grid(
         first = blocks[0]
         blocks = (replace(first, tasks=tuple(tasks) or first.tasks, haystacks=tuple(haystacks) or first.haystacks),)
     given: dict[str, Any] = {"policies": tuple(policies), "ratios": tuple(ratios), "documents": documents}
-    given["lengths"] = tuple(lengths)
+    given |= {"lengths": tuple(lengths), "select": tuple(select), "shares": tuple(shares)}
     given["codecs"] = tuple(str(Codec.parse(codec)) for codec in codecs)
     for task in tasks:
         _require(task in TASK_NAMES, "tasks", task, f"one of {', '.join(TASK_NAMES)}")
@@ -192,6 +237,8 @@ def make_grid(
         _require(tokens >= 1, "lengths", tokens, "a number of tokens from 1")
     for removed in ratios:
         _require(0 <= removed < 1, "ratios", removed, "a fraction removed, from 0 to below 1")
+    for share in shares:
+        _require(0 < share < 1, "shares", share, "a fraction read, above 0 and below 1")
     _require(documents is None or documents >= 1, "documents", documents, "an integer from 1")
     blocks = tuple(replace(block, **{key: value for key, value in given.items() if value}) for block in blocks)
     grid = Grid(blocks, seed=seed, export=export)
@@ -227,6 +274,7 @@ SIZES: dict[str, tuple[Block, ...]] = {
         *(replace(block, variants=VARIANTS) for block in _SURE),
         *(replace(block, policies=ENCODED, codecs=CODECS) for block in _SURE),
         *(replace(block, policies=EXPORTED, export=True) for block in _SURE),
+        *(replace(block, policies=("full",), codecs=("int4",), select=SELECT) for block in _SURE),
         Block(("multikey",), ("prose", "dense"), (1024, 4096), 10, FEATURED, (0.5, 0.875)),
         Block(("multikey",), ("prose",), (8192,), 10, FEATURED, (0.5, 0.875)),
         Block(("multivalue", "multiquery", "vt"), ("prose",), (2048,), 10, FEATURED, (0.5, 0.875)),

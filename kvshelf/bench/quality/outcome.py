@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from statistics import fmean
+from typing import Any
 
 import torch
 
-from kvshelf.bench.quality.grid import Row, Unit
+from kvshelf.bench.quality.grid import Reading, Row, Unit
 from kvshelf.bench.quality.retrieval import EVALUATION_SEED, counter
 from kvshelf.bench.quality.suite import Ask, make_case, score
 from kvshelf.errors import KvshelfError
@@ -29,7 +31,8 @@ _SPARE_TOKENS = 24
 class Outcome:
     """One document under one row. `key` is a digest of everything the result depends on.
 
-    exact and partial: one entry per question. stored_bytes: length of the blob. probe_tokens: tokens that the policy
+    exact and partial: one entry per question. stored_bytes: length of the blob. read_share: entries that a token of an
+    answer read, of those stored; the mean over questions. probe_tokens: tokens that the policy
     runs behind the document, within the prefill. refused: why there is no result; all other fields are then empty or 0.
     """
 
@@ -39,6 +42,7 @@ class Outcome:
     partial: tuple[float, ...] = ()
     document_tokens: int = 0
     stored_bytes: int = 0
+    read_share: float = 1.0
     probe_tokens: int = 0
     prefill_s: float = 0.0
     compress_s: float = 0.0
@@ -74,6 +78,8 @@ class Protocol:
             "codec": row.codec,
             "exported": row.exported,
         }
+        if row.select is not None:  # results of rows that read all stay found
+            settings["select"] = asdict(row.select)
         return digest("kvshelf.bench.quality.quality", canonical_json(settings))
 
 
@@ -98,17 +104,18 @@ def _measured_row(engine: Engine, compression: Compression, row: Row, asks: Sequ
         started = time.perf_counter()
         cache = compression.cache if row.codec == "none" else engine.encoded(compression.cache, row.codec)
         encode_s = time.perf_counter() - started
-        answers = [_answer(engine, cache, ask, exported=row.exported) for ask in asks]
+        answers = [_answer(engine, cache, ask, row) for ask in asks]
     except KvshelfError as error:
         return Outcome(key, refused=error.message)
     answer_s = time.perf_counter() - started - encode_s
-    scores = [score(ask, answer) for ask, answer in zip(asks, answers, strict=True)]
+    scores = [score(ask, answer) for ask, (answer, _) in zip(asks, answers, strict=True)]
     return Outcome(
         key=key,
         exact=tuple(int(one.exact) for one in scores),
         partial=tuple(round(one.partial, 6) for one in scores),
         document_tokens=cache.num_tokens,
         stored_bytes=len(cache.to_bytes()),
+        read_share=fmean(share for _, share in answers),
         prefill_s=compression.prefill_s,
         compress_s=compression.compress_s,
         encode_s=encode_s,
@@ -116,11 +123,13 @@ def _measured_row(engine: Engine, compression: Compression, row: Row, asks: Sequ
     )
 
 
-def _answer(engine: Engine, cache: CompressedCache, ask: Ask, *, exported: bool) -> str:
-    """exported: plain transformers answer behind an ordinary prefix: the model's own attention, positions 0, 1 ..."""
+def _answer(engine: Engine, cache: CompressedCache, ask: Ask, row: Row) -> tuple[str, float]:
+    """The answer, and the share of the entries that its tokens read. Where the row is exported, plain transformers
+    answer behind an ordinary prefix: the model's own attention, positions 0, 1 ..."""
     longest = _SPARE_TOKENS + sum(map(len, ask.references))
-    if not exported:
-        return engine.answer(cache, ask.text, max_new_tokens=longest).text
+    if not row.exported:
+        answer = engine.answer(cache, ask.text, max_new_tokens=longest, **_selecting(cache, row.select))
+        return answer.text, answer.usage.read_tokens / engine.attach(cache).read_tokens
     past = engine.export(cache, positions="contiguous")
     prefix = past.get_seq_length()
     # generate() takes the whole sequence and skips the ids that the cache covers, whatever they are.
@@ -131,4 +140,12 @@ def _answer(engine: Engine, cache: CompressedCache, ask: Ask, *, exported: bool)
             ids, attention_mask=mask, max_new_tokens=longest, do_sample=False, **{CACHE_ARGUMENT: past}
         )
     text: str = engine.require_text("prompt").decoder().decode(output[0, ids.shape[1] :].tolist())
-    return text
+    return text, 1.0
+
+
+def _selecting(cache: CompressedCache, select: Reading | None) -> dict[str, Any]:
+    """The arguments of `Engine.answer` for a reading."""
+    if select is None:
+        return {}
+    tokens = max(1, round(select.share * cache.num_tokens))
+    return {"select": select.method, "select_tokens": tokens, "select_params": dict(select.params)}

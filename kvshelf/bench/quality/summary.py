@@ -28,6 +28,7 @@ class Entry:
 
     `lost`: the baseline's share of exact answers minus this one, over the same documents; `lost_error`: its standard
     error, from the differences of single documents. 0 says that no document differed, not that none ever will.
+    `read_share`: entries that a token of an answer reads, of those stored.
 
     `refused`: why a document was refused. The entry is then empty, because the remaining documents are not the set of
     documents of the other rows.
@@ -44,6 +45,7 @@ class Entry:
     compress_share: float
     lost: float
     lost_error: float
+    read_share: float = 1.0
     refused: str | None = None
 
     @classmethod
@@ -66,6 +68,7 @@ class Entry:
             compress_share=_added(outcomes, baseline),
             lost=lost,
             lost_error=lost_error,
+            read_share=fmean(outcome.read_share for outcome in outcomes),
         )
 
 
@@ -82,6 +85,7 @@ class Overall:
     compress_share: float
     lost: float
     lost_error: float
+    read_share: float
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ class Summary:
         entries = [self.entries[row, cell] for cell in self.common()]
         if not entries or any(entry.refused is not None for entry in entries):
             return None
-        names = ("exact", "bytes_per_token", "compress_share", "lost")
+        names = ("exact", "bytes_per_token", "compress_share", "lost", "read_share")
         means = {name: fmean(getattr(entry, name) for entry in entries) for name in names}
         return Overall(**means, lost_error=hypot(*(entry.lost_error for entry in entries)) / len(entries))
 
@@ -155,6 +159,7 @@ class Summary:
             "removed": row.removed,
             "codec": row.codec,
             "exported": row.exported,
+            "select": None if row.select is None else asdict(row.select),
             "overall": None if overall is None else asdict(overall),
             "cells": {cell.label: asdict(self.entries[row, cell]) for cell in measured},
         }
