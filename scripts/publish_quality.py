@@ -1,45 +1,52 @@
 """Write what `kvshelf bench quality` measured into the package and into docs/policies.md.
 
-    python scripts/publish_quality.py report.json     # the report written by --output
+    python scripts/publish_quality.py report.json     # the report written by --output, with or without selectors
     python scripts/publish_quality.py                 # the page again, from the numbers in the package
 
 The numbers of the package (kvshelf/models/kvshelf-tiny/quality.json) are what `kvshelf policies` prints. With them it
-prints what the policies' classes say, which this script writes to kvshelf/workers/policies/catalog.json, so that no
-torch is needed to read it. The page keeps everything outside its two marks; the text between them is generated from the
-policies' docstrings and these numbers. Tests compare both.
+prints what the policies' classes say, which this script writes to kvshelf/workers/policies/catalog.json, and what the
+selectors' classes say to kvshelf/workers/selectors/catalog.json, so that no torch is needed to read them. The pages
+docs/policies.md and docs/selectors.md keep everything outside their two marks; the text between them is generated from
+docstrings and these numbers. Tests compare all of them.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from kvshelf.workers.policies.info import PolicyInfo
 from kvshelf.workers.policies.registry import POLICIES, info_of
+from kvshelf.workers.selectors import registry as selectors
+from kvshelf.workers.selectors.info import SelectorInfo
 
 ROOT = Path(__file__).parents[1]
 NUMBERS = ROOT / "kvshelf" / "models" / "kvshelf-tiny" / "quality.json"
 CATALOG = ROOT / "kvshelf" / "workers" / "policies" / "catalog.json"
+SELECTORS = ROOT / "kvshelf" / "workers" / "selectors" / "catalog.json"
 PAGE = ROOT / "docs" / "policies.md"
+SELECTORS_PAGE = ROOT / "docs" / "selectors.md"
 BEGIN, END = "<!-- from here on written by scripts/publish_quality.py -->", "<!-- up to here -->"
 REMOVED = (0.5, 0.75, 0.875, 0.9375)
 
 
 def main() -> None:
     if len(sys.argv) > 1:
-        NUMBERS.write_text(json.dumps(packaged(json.loads(Path(sys.argv[1]).read_text())), indent=1) + "\n")
-    CATALOG.write_text(classes())
-    PAGE.write_text(page(PAGE.read_text()))
+        measured = packaged(json.loads(Path(sys.argv[1]).read_text()))
+        NUMBERS.write_text(json.dumps(measured, indent=1) + "\n")
+    CATALOG.write_text(classes([info_of(cls) for cls in POLICIES.values()]))
+    SELECTORS.write_text(classes([selectors.info_of(name) for name in selectors.names()]))
+    PAGE.write_text(page(PAGE.read_text(), generated([info_of(cls) for cls in POLICIES.values()])))
+    SELECTORS_PAGE.write_text(page(SELECTORS_PAGE.read_text(), of_selectors()))
 
 
-def classes() -> str:
-    """What the classes of kvshelf's policies say, without what was measured; one policy per line."""
-    said = [
-        {name: value for name, value in asdict(info_of(cls)).items() if name != "measured"} for cls in POLICIES.values()
-    ]
+def classes(infos: Sequence[PolicyInfo | SelectorInfo]) -> str:
+    """What the classes of policies or selectors say, without what was measured; one per line."""
+    said = [{name: value for name, value in asdict(info).items() if name != "measured"} for info in infos]
     return "[\n" + ",\n".join(json.dumps(one) for one in said) + "\n]\n"
 
 
@@ -49,17 +56,24 @@ def packaged(report: dict[str, Any]) -> dict[str, Any]:
         {name: row[name] for name in ("policy", "removed", "codec")}
         | {name: round(row["overall"][name], 5) for name in ("exact", "bytes_per_token", "compress_share")}
         for row in report["rows"]
-        if row["overall"] is not None and not row["exported"] and not row["policy_params"]
+        if row["overall"] is not None and not row["exported"] and not row["policy_params"] and row["select"] is None
+    ]
+    selected = [
+        {"select": row["select"]["method"], "share": row["select"]["share"], "codec": row["codec"]}
+        | {"params": dict(row["select"]["params"])}
+        | {name: round(row["overall"][name], 5) for name in ("exact", "read_share", "bytes_per_token")}
+        for row in report["rows"]
+        if row["overall"] is not None and row["select"] is not None
     ]
     cells = [cell["name"] for cell in report["cells"] if cell["common"]]
-    return {"model": report["model"], "machine": report["machine"], "cells": cells, "rows": rows}
+    return {"model": report["model"], "machine": report["machine"], "cells": cells, "rows": rows, "selected": selected}
 
 
-def page(text: str) -> str:
+def page(text: str, between: str) -> str:
     """The page with its generated part replaced."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return before + BEGIN + "\n\n" + generated([info_of(cls) for cls in POLICIES.values()]) + "\n" + END + after
+    return before + BEGIN + "\n\n" + between + "\n" + END + after
 
 
 def generated(policies: list[PolicyInfo]) -> str:
@@ -108,6 +122,39 @@ def codecs(policies: list[PolicyInfo]) -> str:
     return "\n".join([*lines, ""])
 
 
+def of_selectors() -> str:
+    """A table of all selectors, best result first, and a section for each."""
+    infos = [selectors.info_of(name) for name in selectors.names() if name != "policy:sage"]  # that is sage
+    measured = [(row_label(row), row) for info in infos for row in info.measured]
+    shares = sorted({row["share"] for _, row in measured}, reverse=True)
+    lines = [
+        "## At a glance",
+        "",
+        "Exact answers in per cent, by the part of a document's entries that a token of an answer may read.",
+        "",
+        "| selector | " + " | ".join(f"1/{round(1 / share)}" for share in shares) + " |",
+        "|---|" + "---|" * len(shares),
+    ]
+    rows: dict[str, dict[float, float]] = {}
+    for label, row in measured:
+        rows.setdefault(label, {})[row["share"]] = row["exact"]
+    for label, exact in sorted(rows.items(), key=lambda each: -sum(each[1].values())):
+        shown = [f"{100 * exact[share]:.1f}" if share in exact else "-" for share in shares]
+        lines.append(f"| `{label}` | " + " | ".join(shown) + " |")
+    for info in infos:
+        if not info.name.startswith("policy:"):
+            lines += ["", f"## `{info.name}`", "", info.summary, "", *(part + "\n" for part in info.details)]
+            lines += [f"**Choose it** {info.advice}", ""]
+            lines.append(f"Source: {info.source}. Parameters: {parameters(info)}.")
+    return "\n".join([*lines, ""])
+
+
+def row_label(row: dict[str, Any]) -> str:
+    """The selector of a measured row, with its parameters."""
+    params = ",".join(f"{name}={value}" for name, value in row["params"].items())
+    return row["select"] + (f":{params}" if params else "")
+
+
 def plain(policy: PolicyInfo) -> dict[float, dict[str, Any]]:
     """The rows of a policy without a codec, by the share removed."""
     return {row["removed"]: row for row in policy.measured if row["codec"] == "none"}
@@ -122,7 +169,7 @@ def section(policy: PolicyInfo) -> str:
     return "\n".join([*lines, *measured(policy)])
 
 
-def parameters(policy: PolicyInfo) -> str:
+def parameters(policy: PolicyInfo | SelectorInfo) -> str:
     shown = [f"`{name}` = {json.dumps(about.default)} ({about.legal})" for name, about in policy.parameters.items()]
     return ", ".join(shown) or "none"
 

@@ -17,8 +17,7 @@ from kvshelf.bench.quality.suite import HAYSTACK_NAMES, TASK_NAMES, HaystackName
 from kvshelf.errors import InvalidRequest
 from kvshelf.store.artifact.codecs import Codec
 from kvshelf.workers.policies import POLICIES, build
-from kvshelf.workers.selectors import build as build_selector
-from kvshelf.workers.selectors.by_policy import can_select
+from kvshelf.workers import selectors
 
 BASELINE = "full"
 """The policy that keeps everything and shows what the model itself can do. Every cell has it."""
@@ -30,7 +29,7 @@ FEATURED = ("full", "keydiff", "lagkv", "snapkv", "sage", "sablock", "ems", "kvz
 ENCODED = ("full", "keydiff", "lagkv", "ems", "kvzip", "kvcues")
 EXPORTED = ("full", "keydiff")
 VARIANTS = ("ems:merge=false", "ems:pos=pre", "ada:base=keydiff")
-SELECT = ("quest", "quest:page=8", "fasa", *(f"policy:{name}" for name in POLICIES if can_select(POLICIES[name])))
+SELECT = ("quest:page=8", *(name for name in selectors.names() if name != "policy:sage"))
 """FEATURED to SELECT: policies of the default size at further lengths, under codecs, exported, their variants, and the
 selectors over a document of which all entries are stored."""
 
@@ -86,7 +85,7 @@ class Reading:
         """`quest`, `quest:page=16` or `policy:snapkv:window=8`. Raises `InvalidRequest`."""
         name, _, given = text.strip().rpartition(":") if "=" in text else (text.strip(), "", "")
         params = _params(text, given, "select")
-        build_selector(name, params)
+        selectors.build(name, params)
         return cls(name, share, tuple(params.items()))
 
     @property

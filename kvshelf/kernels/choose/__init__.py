@@ -28,8 +28,9 @@ class Units:
 
     low: `[units, W]` fp32 or bf16, the summaries. span: the same shape and dtype, or None; times `scale`. ends:
     `[units]` int32, the row of the head behind the unit's last one. forced: `[units]` bool, read whatever their scores.
-    by_column: low and span are `[W, units]`, which is faster for many units of few columns.
-    """
+    by_column: low and span are `[W, units]`, which is faster for many units of few columns. parents: coarser units of
+    the same rows, each of `children` of these (the last of a head may have fewer): only units of the better half of
+    them are chosen."""
 
     low: Tensor
     span: Tensor | None
@@ -38,6 +39,9 @@ class Units:
     counts: tuple[int, ...]
     scale: float = 1.0
     by_column: bool = False
+    parents: Units | None = None
+    children: int = 1
+    views: bool = False
 
     @property
     def width(self) -> int:
@@ -76,16 +80,18 @@ class Units:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held in memory, but for summaries that are views of the prefix."""
-        tables = [self.low] if self.span is None else [self.low, self.span]
-        return sum(each.nbytes for each in (*tables, self.ends, self.forced))
+        """Bytes held in memory beside the prefix."""
+        tables = [table for table in (self.low, self.span) if table is not None and not self.views]
+        parents = 0 if self.parents is None else self.parents.nbytes
+        return parents + sum(each.nbytes for each in (*tables, self.ends, self.forced))
 
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
     """The rows chosen of one prefix: head h reads `rows[h, :counts[h]]`, ascending.
 
-    rows: `[kv_heads, most]` int32, counts: `[kv_heads]` int32. Each choice overwrites both.
+    rows: `[kv_heads, most]` int32, counts: `[kv_heads]` int32. Each choice overwrites both. views: low
+    and span are memory of the prefix.
     """
 
     rows: Tensor
@@ -129,6 +135,11 @@ class Choice:
     def forced_rows(self) -> int:
         """Rows that a query reads whatever the scores, of the head that has most."""
         return max(map(sum, zip(*(units.forced_rows for units in self.units), strict=True)))
+
+
+def better_half(parents: int) -> int:
+    """How many of so many parents are the better half."""
+    return -(-parents // 2)
 
 
 def choose(queries: Tensor, choice: Choice) -> None:

@@ -7,9 +7,9 @@
 
 /* The units of one prefix, and room for the rows chosen. low, span: [units, width], or by column [width, units], where
    `all` are the units of all heads; span is 0 where there is none. size: rows of each unit that is not forced; 0 if they
-   differ. ends, forced: [units]. begin: [kv_heads + 1], the first unit of each head. rows: [kv_heads, most]; counts:
+   differ. parents: coarser units, each of `children` of these, of which the better half counts; 0: none. ends, forced: [units]. begin: [kv_heads + 1], the first unit of each head. rows: [kv_heads, most]; counts:
    [kv_heads]. */
-typedef struct {
+typedef struct Units {
     const void *low, *span;
     const int32_t *ends;
     const uint8_t *forced;
@@ -17,6 +17,8 @@ typedef struct {
     int32_t *rows, *counts;
     int64_t most, all, by_column, size, type; /* type: of low and span */
     double scale;                             /* of span */
+    const struct Units *parents;
+    int64_t children;
 } Units;
 
 /* The choice of one token. queries: [q_heads, dim], of `type`. columns: [kv_heads, width], or 0. ranks: room,

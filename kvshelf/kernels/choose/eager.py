@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvshelf.kernels.choose import Choice, Units
+from kvshelf.kernels.choose import Choice, Units, better_half
 
 
 def choose(queries: Tensor, choice: Choice) -> None:
@@ -15,9 +15,10 @@ def choose(queries: Tensor, choice: Choice) -> None:
     for head in range(heads):
         own = grouped[head] if choice.columns is None else grouped[head][:, choice.columns[head]]
         scores = torch.cat([_scores(own, units, head, choice) for units in choice.units])
+        within = torch.cat([_within(own, units, head, choice) for units in choice.units])
         sizes = torch.cat([units.sizes[_of(units, head)] for units in choice.units])
         forced = torch.cat([units.forced[_of(units, head)] for units in choice.units])
-        taken = _taken(scores, sizes, forced, choice)
+        taken = _taken(scores, torch.where(within | forced, sizes, 0), forced, choice)
         parts = torch.split(taken, [units.counts[head] for units in choice.units])
         for units, chosen, rows in zip(choice.units, choice.chosen, parts, strict=True):
             found = _rows(units, head, rows)
@@ -36,6 +37,16 @@ def _scores(queries: Tensor, units: Units, head: int, choice: Choice) -> Tensor:
         feature = choice.linear * queries + choice.relu * queries.clamp_min(0)
         scores += units.scale * (_table(units.span, units, head) @ feature.T)
     return scores.amax(1) if choice.group == "max" else scores.mean(1)
+
+
+def _within(queries: Tensor, units: Units, head: int, choice: Choice) -> Tensor:
+    """Which units of a head are of the better half of their parents, `[units]` bool."""
+    if units.parents is None:
+        return torch.ones(units.counts[head], dtype=torch.bool, device=queries.device)
+    scores = _scores(queries, units.parents, head, choice).nan_to_num(torch.inf, torch.inf, torch.inf)
+    best = scores.argsort(descending=True, stable=True)[: better_half(units.parents.counts[head])]
+    kept = torch.zeros(len(scores), dtype=torch.bool, device=scores.device).index_fill_(0, best, True)
+    return kept.repeat_interleave(units.children)[: units.counts[head]]
 
 
 def _table(table: Tensor, units: Units, head: int) -> Tensor:

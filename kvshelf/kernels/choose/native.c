@@ -157,6 +157,28 @@ static int32_t rank_beyond(const Choice *a, int64_t head, const int32_t *ranks, 
     return (int32_t)(found ^ 0x80000000);
 }
 
+/* Take the units out of the choice whose parents are not of the better half. room: for the parents' ranks. */
+static void keep_better_half(const Choice *a, const Units *units, int64_t head, int32_t *ranks, int32_t *room) {
+    const Units *parents = units->parents;
+    const int64_t first = parents->begin[head], count = parents->begin[head + 1] - first, kept = (count + 1) / 2;
+    score(a, parents, head, first, first + count, (float *)room);
+    for (int64_t p = 0; p < count; p++) {
+        float found;
+        memcpy(&found, room + p, sizeof found);
+        room[p] = rank_of(found);
+    }
+    uint32_t last = 0; /* the highest rank that more than `kept` reach */
+    for (uint32_t bit = (uint32_t)1 << 31; bit; bit >>= 1)
+        if (count_from(room, count, (int32_t)((last | bit) ^ 0x80000000)) > kept) last |= bit;
+    const int32_t least = (int32_t)(last ^ 0x80000000);
+    int64_t tied = kept - (least < INT32_MAX ? count_from(room, count, least + 1) : 0);
+    for (int64_t p = 0; p < count; p++) {
+        const int better = room[p] > least || (room[p] == least && tied-- > 0);
+        const int64_t end = (p + 1) * units->children, all = units->begin[head + 1] - units->begin[head];
+        for (int64_t u = p * units->children; u < end && u < all && !better; u++) ranks[u] = INT32_MIN;
+    }
+}
+
 void choose_rows(const Choice *a, int64_t head) {
     int32_t *ranks = a->ranks + head * a->most_units, *own = ranks;
     int64_t room = a->budget;
@@ -169,6 +191,7 @@ void choose_rows(const Choice *a, int64_t head) {
             *own = units->forced[u] ? INT32_MIN : rank_of(found);
             room -= units->forced[u] ? rows_of(units, first, u) : 0;
         }
+        if (units->parents) keep_better_half(a, units, head, own - (end - first), own);
     }
     room = room < 0 ? 0 : room;
     const int32_t last = rank_beyond(a, head, ranks, room);

@@ -26,20 +26,22 @@ def choose(queries: Tensor, choice: Choice) -> None:
 
 def takes(choice: Choice, dtype: torch.dtype) -> bool:
     """Whether C can choose so, by queries of this dtype."""
+    with_parents = [each for units in choice.units for each in (units, units.parents) if each is not None]
     return dtype in TYPES and all(
         table.dtype == units.low.dtype
         and table.dtype in TYPES
         and table.is_contiguous()
         and (units.width <= WIDTHS[-1] if units.by_column else units.width in WIDTHS)
-        for units in choice.units
+        for units in with_parents
         for table in (units.low, units.span)
         if table is not None
     )
 
 
 def most_units(choice: Choice) -> int:
-    """Units of the head that has most, over all prefixes."""
-    return max(map(sum, zip(*(units.counts for units in choice.units), strict=True)))
+    """Units of the head that has most, over all prefixes, and room for the parents of one."""
+    parents = [max(units.parents.counts) for units in choice.units if units.parents is not None]
+    return max(map(sum, zip(*(units.counts for units in choice.units), strict=True))) + max(parents, default=0)
 
 
 class _Units(ctypes.Structure):
@@ -48,7 +50,7 @@ class _Units(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("low", "span", "ends", "forced", "begin", "rows", "counts")),
         *((name, ctypes.c_int64) for name in ("most", "all", "by_column", "size", "type")),
-        ("scale", ctypes.c_double),
+        ("scale", ctypes.c_double), ("parents", ctypes.c_void_p), ("children", ctypes.c_int64),
     )  # fmt: skip
 
 
@@ -70,13 +72,9 @@ def struct_of(choice: Choice, dtype: torch.dtype, shape: tuple[int, int, int]) -
     """The choice as C reads it, without the addresses of queries and ranks, and what it points to. shape: KV heads,
     query heads of each, and channels of a query."""
     heads, group, dim = shape
-    parts = (_Units * len(choice.units))()
-    begins = [(ctypes.c_int64 * len(units.begins))(*units.begins) for units in choice.units]
-    for part, units, chosen, begin in zip(parts, choice.units, choice.chosen, begins, strict=True):
-        part.low, part.ends, part.forced = _addresses(units)
-        part.span = 0 if units.span is None else units.span.data_ptr()
-        part.begin, part.type, part.scale = ctypes.addressof(begin), TYPES[units.low.dtype], units.scale
-        part.all, part.by_column, part.size = units.begins[-1], units.by_column, units.size
+    parts, held = (_Units * len(choice.units))(), []
+    for part, units, chosen in zip(parts, choice.units, choice.chosen, strict=True):
+        held.append(_fill(part, units))
         part.rows, part.counts, part.most = chosen.rows.data_ptr(), chosen.counts.data_ptr(), chosen.rows.shape[1]
     found = ChoiceStruct(
         units=ctypes.addressof(parts), num_units=len(parts), most_units=most_units(choice), kv_heads=heads, group=group,
@@ -84,8 +82,19 @@ def struct_of(choice: Choice, dtype: torch.dtype, shape: tuple[int, int, int]) -
         mean=choice.group == "mean", cut=choice.cut, linear=choice.linear, relu=choice.relu,
         columns=0 if choice.columns is None else choice.columns.data_ptr(),
     )  # fmt: skip
-    return found, (parts, begins, choice)
+    return found, (parts, held, choice)
 
 
-def _addresses(units: Units) -> list[int]:
-    return [table.data_ptr() for table in (units.low, units.ends, units.forced)]
+def _fill(part: _Units, units: Units) -> object:
+    """The fields of units, but where their rows go; returns what they point to."""
+    begin = (ctypes.c_int64 * len(units.begins))(*units.begins)
+    part.low, part.ends, part.forced = (table.data_ptr() for table in (units.low, units.ends, units.forced))
+    part.span = 0 if units.span is None else units.span.data_ptr()
+    part.begin, part.type, part.scale = ctypes.addressof(begin), TYPES[units.low.dtype], units.scale
+    part.all, part.by_column, part.size = units.begins[-1], units.by_column, units.size
+    if units.parents is None:
+        return begin
+    parents = _Units()
+    held = _fill(parents, units.parents)
+    part.parents, part.children = ctypes.addressof(parents), units.children
+    return begin, parents, held

@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from kvshelf.kernels.choose import Choice, Units
+from kvshelf.kernels.choose import Choice, Units, better_half
 
 
 def choose(queries: Tensor, choice: Choice) -> None:
@@ -32,17 +32,29 @@ def _units(queries: Tensor, choice: Choice, head: int) -> list[tuple[float, int,
     """(what it is sorted by, prefix, first row, end, forced) of each unit of a head."""
     found = []
     for part, units in enumerate(choice.units):
-        start = 0
+        start, parents = 0, _better(queries, choice, units, head)
         for u in range(units.begins[head], units.begins[head + 1]):
-            score = _score(queries, choice, part, u, head)
+            if not units.forced[u] and (u - units.begins[head]) // units.children not in parents:
+                start = int(units.ends[u])
+                continue
+            score = _score(queries, choice, units, u, head)
             end = int(units.ends[u])
             found.append((-score if math.isfinite(score) else -math.inf, part, start, end, bool(units.forced[u])))
             start = end
     return found
 
 
-def _score(queries: Tensor, choice: Choice, part: int, unit: int, head: int) -> float:
-    units = choice.units[part]
+def _better(queries: Tensor, choice: Choice, units: Units, head: int) -> list[int]:
+    """The parents of whose units a query may choose, counted within the head; without parents each unit is its own."""
+    if units.parents is None:
+        return list(range(units.counts[head]))
+    begin, count = units.parents.begins[head], units.parents.counts[head]
+    scores = [_score(queries, choice, units.parents, begin + n, head) for n in range(count)]
+    ranked = sorted(range(count), key=lambda n: -scores[n] if math.isfinite(scores[n]) else -math.inf)
+    return ranked[: better_half(count)]
+
+
+def _score(queries: Tensor, choice: Choice, units: Units, unit: int, head: int) -> float:
     scores: list[float] = []
     for query in queries:
         own = query if choice.columns is None else query[choice.columns[head]]

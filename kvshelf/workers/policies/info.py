@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 GROUP: Final = "kvshelf.policies"
 """The entry points under which other packages name their policies."""
@@ -24,6 +25,11 @@ class ParameterInfo:
     maximum: float | None
     choices: tuple[Any, ...] | None
     odd: bool
+
+
+def parameter_of(said: Mapping[str, Any]) -> ParameterInfo:
+    """A parameter from its JSON."""
+    return ParameterInfo(**{**said, "choices": None if said["choices"] is None else tuple(said["choices"])})
 
 
 @dataclass(frozen=True)
@@ -57,9 +63,10 @@ class PolicyInfo:
 
 
 @cache
-def _all_rows() -> list[dict[str, Any]]:
+def packaged_rows(which: Literal["rows", "selected"]) -> list[dict[str, Any]]:
+    """What the quality bench measured on the bundled model: rows that read all, or what selectors read."""
     file = files("kvshelf") / "models" / "kvshelf-tiny" / "quality.json"
-    return json.loads(file.read_text())["rows"] if file.is_file() else []
+    return json.loads(file.read_text()).get(which, []) if file.is_file() else []
 
 
 def measured_rows(policy: str) -> list[dict[str, Any]]:
@@ -67,4 +74,4 @@ def measured_rows(policy: str) -> list[dict[str, Any]]:
     package contains none. Each row is of one fraction removed and one codec. `exact`: mean share of exact answers over
     the cells that the model solves with the full cache. `bytes_per_token`: stored bytes per document token.
     `compress_share`: the time that the policy adds to a prefill, divided by the time of that prefill."""
-    return [dict(row) for row in _all_rows() if row["policy"] == policy]
+    return [dict(row) for row in packaged_rows("rows") if row["policy"] == policy]

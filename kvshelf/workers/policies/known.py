@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 from importlib.resources import files
 from typing import Any
 
-from kvshelf.workers.policies.info import GROUP, ParameterInfo, PolicyInfo, measured_rows
+from kvshelf.workers.policies.info import GROUP, PolicyInfo, measured_rows, parameter_of
 from kvshelf.workers.policies.parameters import unknown
 
 
@@ -52,17 +52,13 @@ def compress_share(cost: str) -> float | None:
     return next((info.compress_share for info in catalog() if info.name == cost), None)
 
 
-def _parameter(*, choices: list[Any] | None, **about: Any) -> ParameterInfo:
-    return ParameterInfo(choices=None if choices is None else tuple(choices), **about)
-
-
 @cache
 def _ours() -> tuple[PolicyInfo, ...]:
     packaged = json.loads((files("kvshelf") / "workers" / "policies" / "catalog.json").read_text())
     return tuple(
         PolicyInfo(
             **about
-            | {"parameters": {name: _parameter(**each) for name, each in about["parameters"].items()}}
+            | {"parameters": {name: parameter_of(each) for name, each in about["parameters"].items()}}
             | {"measured": measured_rows(about["name"])}
         )
         for about in packaged

@@ -26,6 +26,7 @@ from kvshelf.workers.policies.kvzip import KVzip
 from kvshelf.workers.policies.lagkv import LagKV
 from kvshelf.workers.policies.layer_defensivekv import LayerDefensiveKV
 from kvshelf.workers.policies.localkv import LocalKV
+from kvshelf.workers.policies.mpcache import MPCache
 from kvshelf.workers.policies.parameters import legal_values, unknown
 from kvshelf.workers.policies.pyramidkv import PyramidKV
 from kvshelf.workers.policies.sablock import SABlock
@@ -57,6 +58,7 @@ _OURS: Mapping[str, type[Policy]] = {
         LagKV,
         LayerDefensiveKV,
         LocalKV,
+        MPCache,
         PyramidKV,
         SABlock,
         Sage,
@@ -79,17 +81,7 @@ def build(name: str, params: Mapping[str, Any]) -> Policy:
 
 def info_of(cls: type[Policy]) -> PolicyInfo:
     """A policy with its parameters, ranges and source, from its class."""
-    types = parameter_types(cls)
-    parameters = {
-        f.name: ParameterInfo(
-            type=" or ".join("null" if kind is type(None) else kind.__name__ for kind in types[f.name]),
-            default=f.default,
-            legal=legal_values(types[f.name], f.metadata),
-            **f.metadata,
-        )
-        for f in parameter_fields(cls)
-    }
-    summary, *details = (" ".join(part.split()) for part in inspect.cleandoc(cls.__doc__ or "").split("\n\n"))
+    summary, *details = paragraphs(cls)
     default = cls.build({}, POLICIES)
     return PolicyInfo(
         name=cls.name,
@@ -102,5 +94,24 @@ def info_of(cls: type[Policy]) -> PolicyInfo:
         takes_budget=cls.takes_budget,
         takes_questions=default.takes_questions,
         measured=measured_rows(cls.name),
-        parameters=parameters,
+        parameters=parameters_of(cls),
     )
+
+
+def paragraphs(cls: type) -> list[str]:
+    """The paragraphs of a class's docstring, each on one line."""
+    return [" ".join(part.split()) for part in inspect.cleandoc(cls.__doc__ or "").split("\n\n")]
+
+
+def parameters_of(cls: type) -> dict[str, ParameterInfo]:
+    """The parameters of a policy or selector."""
+    types = parameter_types(cls)
+    return {
+        f.name: ParameterInfo(
+            type=" or ".join("null" if kind is type(None) else kind.__name__ for kind in types[f.name]),
+            default=f.default,
+            legal=legal_values(types[f.name], f.metadata),
+            **f.metadata,
+        )
+        for f in parameter_fields(cls)
+    }

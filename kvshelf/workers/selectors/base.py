@@ -50,9 +50,13 @@ class UnitSelector(Selector):
     """Chooses whole units of consecutive entries, by scores that are products of a query and summaries: see
     `kernels.choose`. Every answer token chooses anew; the tokens of the question read all entries."""
 
-    linear: ClassVar[float] = 0.0
     relu: ClassVar[float] = 0.0
-    """The factors of a query beside a unit's range."""
+    """The factor of the positive part of a query beside a unit's range."""
+
+    @property
+    def linear(self) -> float:
+        """The factor of a query beside a unit's range."""
+        return 0.0
 
     @property
     def group(self) -> Literal["max", "mean"]:
@@ -78,7 +82,7 @@ def of_pages(prefix: PackedPrefix, page: int) -> Units:
 
     Quantized keys whose groups are such pages are bounded by their zeros and scales already; these tables are views.
     """
-    low, span, scale = _bounds(prefix, page)
+    low, span, scale = _bounds(prefix, page)  # in bf16 if they are the codec's, else in fp32
     counts = tuple(-(-length // page) for length in prefix.lengths)
     ends, forced = [], []
     for length, count in zip(prefix.lengths, counts, strict=True):
@@ -86,7 +90,8 @@ def of_pages(prefix: PackedPrefix, page: int) -> Units:
         ends.append(own)
         forced.append((own <= page) | (own == length))
     device = low.device
-    return Units(low, span, torch.cat(ends).to(device), torch.cat(forced).to(device), counts, scale)
+    rows = torch.cat(ends).to(device), torch.cat(forced).to(device)
+    return Units(low, span, *rows, counts, scale, views=low.dtype == torch.bfloat16)
 
 
 def _bounds(prefix: PackedPrefix, page: int) -> tuple[Tensor, Tensor, float]:

@@ -7,13 +7,15 @@ from typing import Any
 
 from kvshelf.errors import InvalidRequest, nearest
 from kvshelf.workers.policies.base import require_parameters
-from kvshelf.workers.policies.registry import POLICIES
+from kvshelf.workers.policies.registry import POLICIES, paragraphs, parameters_of
 from kvshelf.workers.selectors.base import Selector, UnitSelector
 from kvshelf.workers.selectors.by_policy import ByPolicy, can_select
 from kvshelf.workers.selectors.fasa import Fasa
+from kvshelf.workers.selectors.info import SelectorInfo, measured_rows
+from kvshelf.workers.selectors.mpcache import MPCache
 from kvshelf.workers.selectors.quest import Quest
 
-UNIT_SELECTORS: Mapping[str, type[UnitSelector]] = {cls.name: cls for cls in (Quest, Fasa)}
+UNIT_SELECTORS: Mapping[str, type[UnitSelector]] = {cls.name: cls for cls in (Quest, Fasa, MPCache)}
 
 _PREFIX = "policy:"
 
@@ -35,5 +37,20 @@ def build(method: str, params: Mapping[str, Any]) -> Selector:
             param="select.method",
         )
     cls = POLICIES[policy]
+    if "probe" in params:
+        raise InvalidRequest("a selector observes the question, and takes no probe", param="select.params.probe")
     require_parameters(cls, f"policy {policy!r}", params, "select.params")
     return ByPolicy(policy=cls.build(params, POLICIES))
+
+
+def info_of(name: str) -> SelectorInfo:
+    """A selector with its parameters and source, from its class."""
+    if name in UNIT_SELECTORS:
+        unit = UNIT_SELECTORS[name]
+        summary, *details = paragraphs(unit)
+        return SelectorInfo(name, summary, details, unit.advice, unit.source, parameters_of(unit), measured_rows(name))
+    policy = POLICIES["sage" if name == "sage" else name.removeprefix(_PREFIX)]
+    summary, *details = paragraphs(ByPolicy)
+    named = f"{summary} Policy {policy.name}: {paragraphs(policy)[0]}"
+    parameters = {key: about for key, about in parameters_of(policy).items() if key != "probe"}
+    return SelectorInfo(name, named, details, ByPolicy.advice, policy.source, parameters, measured_rows(name))

@@ -74,7 +74,7 @@ class Attachment:
         self.identity = cache.identity
         self.num_tokens = cache.num_tokens
         self.next_position = cache.next_position
-        self.nbytes = cache.attached_bytes
+        self._attached_bytes = cache.attached_bytes
         self._devices = devices
         self._rotate = rotate
         self._heads = heads
@@ -93,6 +93,12 @@ class Attachment:
     @property
     def num_layers(self) -> int:
         return len(self._records)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory, with those of selectors' units."""
+        layers = [layer for layers in list(self._units.values()) for layer in list(layers.values())]
+        return self._attached_bytes + sum(units.nbytes for layer in layers for _, units in layer if units is not None)
 
     @property
     def arrived(self) -> bool:

@@ -1,0 +1,48 @@
+"""A selector as documentation and forms show it, and what it measured. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from kvshelf.workers.policies.info import ParameterInfo, packaged_rows, parameter_of
+
+
+@dataclass(frozen=True)
+class SelectorInfo:
+    """One selector. `measured`: its rows of the quality bench, over a cache with all entries under int4: `share` of a
+    document's tokens that a token of an answer may read, `read_share` that it read, and `exact` answers."""
+
+    name: str
+    summary: str
+    details: list[str]
+    advice: str
+    source: str
+    parameters: dict[str, ParameterInfo]
+    measured: list[dict[str, Any]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields of the API's selector object: its id is the name."""
+        return {"id": self.name} | asdict(self)
+
+
+@cache
+def catalog() -> tuple[SelectorInfo, ...]:
+    """All selectors, from catalog.json, which `scripts/publish_quality.py` writes from their classes."""
+    packaged = json.loads((files("kvshelf") / "workers" / "selectors" / "catalog.json").read_text())
+    return tuple(
+        SelectorInfo(
+            **about
+            | {"parameters": {name: parameter_of(each) for name, each in about["parameters"].items()}}
+            | {"measured": measured_rows(about["name"])}
+        )
+        for about in packaged
+    )
+
+
+def measured_rows(selector: str) -> list[dict[str, Any]]:
+    """The rows of a selector that `scripts/publish_quality.py` wrote; empty if the package contains none."""
+    return [dict(row) for row in packaged_rows("selected") if row["select"] == selector]
