@@ -38,10 +38,19 @@ def main() -> None:
     if len(sys.argv) > 1:
         measured = packaged(json.loads(Path(sys.argv[1]).read_text()))
         NUMBERS.write_text(json.dumps(measured, indent=1) + "\n")
-    CATALOG.write_text(classes([info_of(cls) for cls in POLICIES.values()]))
-    SELECTORS.write_text(classes([selectors.info_of(name) for name in selectors.names()]))
-    PAGE.write_text(page(PAGE.read_text(), generated([info_of(cls) for cls in POLICIES.values()])))
-    SELECTORS_PAGE.write_text(page(SELECTORS_PAGE.read_text(), of_selectors()))
+    for file, text in written().items():
+        file.write_text(text)
+
+
+def written() -> dict[Path, str]:
+    """The files that this script writes, from the classes and the packaged numbers."""
+    policies = [info_of(cls) for cls in POLICIES.values()]
+    return {
+        CATALOG: classes(policies),
+        SELECTORS: classes([selectors.info_of(name) for name in selectors.names()]),
+        PAGE: page(PAGE.read_text(), generated(policies)),
+        SELECTORS_PAGE: page(SELECTORS_PAGE.read_text(), of_selectors()),
+    }
 
 
 def classes(infos: Sequence[PolicyInfo | SelectorInfo]) -> str:

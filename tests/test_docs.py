@@ -26,6 +26,9 @@ from kvshelf.cli import app
 from kvshelf.client import DEFAULT_URL
 from kvshelf.workers.policies import POLICIES, catalog
 from kvshelf.workers.policies.registry import info_of
+from kvshelf.workers.selectors import info as selectors
+from kvshelf.workers.selectors.registry import info_of as selector_info
+from kvshelf.workers.selectors.registry import names as selector_names
 from tests.test_import_rule import FLOORS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -192,16 +195,21 @@ def exists(package: str) -> bool:
     return place.is_dir() or place.with_suffix(".py").exists()
 
 
-def test_the_page_of_policies_is_made_of_their_docstrings_and_the_packaged_numbers() -> None:
+def test_the_pages_and_catalogs_are_made_of_docstrings_and_the_packaged_numbers() -> None:
     publish = runpy.run_path(str(ROOT / "scripts" / "publish_quality.py"))
-    text = (ROOT / "docs" / "policies.md").read_text()
-    assert publish["page"](text) == text, "run scripts/publish_quality.py"
-
-
-def test_the_packaged_catalog_says_what_the_classes_say() -> None:
-    publish = runpy.run_path(str(ROOT / "scripts" / "publish_quality.py"))
-    assert publish["CATALOG"].read_text() == publish["classes"](), "run scripts/publish_quality.py"
+    for file, text in publish["written"]().items():
+        assert file.read_text() == text, f"{file}: run scripts/publish_quality.py"
     assert catalog() == [info_of(cls) for cls in POLICIES.values()]
+    assert selectors.catalog() == tuple(map(selector_info, selector_names()))
+
+
+def test_every_selector_says_when_to_choose_it_and_what_it_measured() -> None:
+    for info in selectors.catalog():
+        assert info.advice, info.name
+        if info.name != "policy:sage":  # the same as sage
+            shares = {row["share"] for row in info.measured}
+            assert {0.25, 0.125, 0.0625} <= shares, info.name
+        assert all(0 <= row["exact"] <= 1 and row["read_share"] <= row["share"] * 1.05 for row in info.measured)
 
 
 def test_every_policy_says_when_to_choose_it_and_what_it_cost() -> None:

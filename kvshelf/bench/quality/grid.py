@@ -16,8 +16,8 @@ from kvshelf.bench.options import json_or_text
 from kvshelf.bench.quality.suite import HAYSTACK_NAMES, TASK_NAMES, HaystackName, TaskName, fits
 from kvshelf.errors import InvalidRequest
 from kvshelf.store.artifact.codecs import Codec
-from kvshelf.workers.policies import POLICIES, build
 from kvshelf.workers import selectors
+from kvshelf.workers.policies import POLICIES, build
 
 BASELINE = "full"
 """The policy that keeps everything and shows what the model itself can do. Every cell has it."""
