@@ -33,9 +33,9 @@ from kvshelf.api.creation import PolicyEstimate as PolicyEstimate
 from kvshelf.api.creation import RequestObject as RequestObject
 from kvshelf.api.creation import SplitOptions as SplitOptions
 from kvshelf.api.queries import AnswerDelta as AnswerDelta
+from kvshelf.api.queries import Answered as Answered
 from kvshelf.api.queries import AnswerList as AnswerList
 from kvshelf.api.queries import AnswerObject as AnswerObject
-from kvshelf.api.queries import Answered as Answered
 from kvshelf.api.queries import Asking as Asking
 from kvshelf.api.queries import Comparison as Comparison
 from kvshelf.api.queries import JointAnswer as JointAnswer

@@ -67,8 +67,8 @@ class Query(Asking):
 
 
 class JointQuery(Asking):
-    """POST /v1/query: ask several stored caches together. Exactly one of `prompt` (one or several) and `messages`. Every
-    prompt sees the documents of all `cache_ids`, which are of one model."""
+    """POST /v1/query: ask several stored caches of one model together; every prompt sees all of their documents. One of
+    `prompt` (one or several) and `messages`."""
 
     cache_ids: CacheIds
 
@@ -129,9 +129,9 @@ class AnswerList(ListBody):
 
 
 class Source(ResponseBody):
-    """`share`: of the attention that the question's last token gave to documents, the part that went to this one: a mean
-    over layers and heads. The answer begins from this token; the share says nothing of its later ones. The shares of an
-    answer add up to 1."""
+    """`share`: of the attention that the question's last token gave to documents, the part that went to this one; a
+    mean over layers and heads. The answer begins from this token; of its later ones the share says nothing. The shares
+    of an answer add up to 1."""
 
     cache_id: str
     share: float
