@@ -44,6 +44,7 @@ NEEDS = {
     ("GET", "/v1/caches/{cache_id}/blob"): "read",
     ("POST", "/v1/caches/{cache_id}/verify"): "write",
     ("POST", "/v1/caches/{cache_id}/query"): "read",
+    ("POST", "/v1/query"): "read",
     ("GET", "/v1/caches/{cache_id}/kept"): "read",
     ("POST", "/v1/caches/{cache_id}/kept"): "read",
     ("GET", "/v1/requests/{request_id}"): "read",
