@@ -18,6 +18,7 @@ import kvshelf
 from kvshelf.cli import app
 from kvshelf.client import DEFAULT_URL
 from kvshelf.workers.policies import catalog
+from kvshelf.workers.selectors import info as selectors
 
 ROOT = Path(__file__).resolve().parent.parent
 NOBODY = "http://127.0.0.1:9"
@@ -173,6 +174,17 @@ def test_a_bad_file_does_not_stop_the_others() -> None:
     assert "no-such-file.txt" in done.stderr
     assert NOBODY in done.stderr
     assert done.exit_code == 2
+
+
+def test_selectors_are_those_of_this_version() -> None:
+    shown, as_json = run("selectors"), run("selectors", "--json")
+    ids = [json.loads(line)["id"] for line in as_json.stdout.splitlines()]
+    assert ids == [info.name for info in selectors.catalog()]
+    assert all(name in shown.stdout for name in ids)
+    assert "page" in run("selectors", "quest").stdout
+    refused = run("selectors", "nothing")
+    assert refused.exit_code == 2
+    assert "unknown selector 'nothing'" in refused.stderr
 
 
 def test_policies_are_those_of_this_version() -> None:

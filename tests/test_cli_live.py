@@ -283,8 +283,23 @@ def test_an_unknown_id_ends_with_exit_code_3(command: tuple[str, ...]) -> None:
     assert json.loads(as_json.stdout)["error"]["code"] == "cache_not_found"
 
 
-def test_policies_of_the_service() -> None:
+def test_policies_and_selectors_of_the_service() -> None:
     assert "keydiff" in run("policies").stdout
+    assert "quest" in run("selectors").stdout
+
+
+def test_an_answer_that_reads_a_part(report: Path) -> None:
+    cache_id = run("put", report, "--policy", "full", "--codec", "int4").stdout.strip()
+    selecting = ("--select", "quest", "--select-tokens", "96", "--select-param", "over=mean")
+    answer = json.loads(run("ask", cache_id, QUESTION, *selecting, "--json").stdout)
+    assert 0 < answer["usage"]["read_tokens"] <= 96
+    assert f"{answer['usage']['read_tokens']} entries read" in " ".join(
+        run("ask", cache_id, QUESTION, *selecting).stderr.split()
+    )
+    alone = run("ask", cache_id, QUESTION, "--select-tokens", "96", code=2)
+    assert "need a selector" in " ".join(alone.stderr.split())
+    refused = run("ask", cache_id, QUESTION, "--select", "quets", code=2)
+    assert "did you mean 'quest'" in " ".join(refused.stderr.split())
 
 
 def test_doctor_looks_at_the_service_and_a_store(tmp_path: Path, service_url: str) -> None:

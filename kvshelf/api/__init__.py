@@ -43,6 +43,7 @@ from kvshelf.api.queries import JointAnswerList as JointAnswerList
 from kvshelf.api.queries import JointQuery as JointQuery
 from kvshelf.api.queries import Query as Query
 from kvshelf.api.queries import Remade as Remade
+from kvshelf.api.queries import Select as Select
 from kvshelf.api.queries import Source as Source
 from kvshelf.api.queries import Usage as Usage
 from kvshelf.api.service import Allowance as Allowance
@@ -53,6 +54,8 @@ from kvshelf.api.service import PolicyList as PolicyList
 from kvshelf.api.service import PolicyObject as PolicyObject
 from kvshelf.api.service import Readiness as Readiness
 from kvshelf.api.service import ReadyPart as ReadyPart
+from kvshelf.api.service import SelectorList as SelectorList
+from kvshelf.api.service import SelectorObject as SelectorObject
 from kvshelf.api.service import TenantAllowances as TenantAllowances
 from kvshelf.api.strict import ErrorBody as ErrorBody
 from kvshelf.api.strict import ErrorEnvelope as ErrorEnvelope

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -26,6 +26,16 @@ from kvshelf.api.strict import (
 )
 
 
+class Select(RequestBody):
+    """What the answer reads of the stored entries, where it does not read all: those that a selector chooses for this
+    question (GET /v1/selectors), `tokens` of each KV head at most, over all documents together; by default as many as
+    the selector says. The question itself reads all entries."""
+
+    method: Annotated[str, Field(min_length=1, max_length=64)]
+    tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    params: dict[str, Any] = Field(default_factory=dict, max_length=64)
+
+
 class Asking(RequestBody):
     """What is asked and how it is answered, whichever caches are asked. Exactly one of `prompt` (one or several) and
     `messages`."""
@@ -40,6 +50,7 @@ class Asking(RequestBody):
     seed: Seed | None = None
     stop: Stops | None = None
     stream: bool = False
+    select: Select | None = None
     on_miss: Literal["error", "recompute"] = Field(
         "error", description="recompute: remake a cache that cannot be used from its kept source"
     )

@@ -46,6 +46,24 @@ class PolicyList(ListBody):
     data: list[PolicyObject]
 
 
+class SelectorObject(ResponseBody):
+    """`parameters` as of a policy. `measured` holds rows of the quality bench on the bundled model, over a cache with
+    all entries under a codec: `share` of a document's tokens that a token of an answer may read, `read_share` that it
+    read, and the share of `exact` answers on tasks that the full cache solves."""
+
+    id: str
+    object: Literal["selector"] = "selector"
+    summary: str
+    advice: str = ""
+    source: str
+    measured: list[dict[str, Any]] = Field(default_factory=list)
+    parameters: dict[str, dict[str, Any]]
+
+
+class SelectorList(ListBody):
+    data: list[SelectorObject]
+
+
 class Allowance(ResponseBody):
     """A limit of a tenant, its use and what is left. `limit` null: unlimited. `used` null: not counted, or the store is
     not answering."""

@@ -41,6 +41,7 @@ for command in (
     estimate.estimate,
     plan.plan,
     policies.policies,
+    policies.selectors,
     calibrate.calibrate,
     doctor.doctor,
 ):

@@ -162,6 +162,13 @@ def ask(
     top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens with this total probability.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer. May be repeated.")] = None,
+    select: Annotated[
+        str | None, typer.Option(help="Read only what this selector chooses for the question; see `kvshelf selectors`.")
+    ] = None,
+    select_tokens: Annotated[int | None, typer.Option(min=1, help="Entries of a KV head to read at most.")] = None,
+    select_param: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A parameter of the selector. May be repeated.")
+    ] = None,
     url: _options.Url = None,
     as_json: _options.AsJson = False,
 ) -> None:
@@ -171,6 +178,7 @@ def ask(
     --label the questions go to each part of a document in turn, and each answer names its part.
     """
     fields: Any = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
+    fields["select"] = _select(select, select_tokens, select_param)
     asked = [cache, *(questions or ())] if label else questions or []
     if not asked:
         raise typer.BadParameter("a question is missing", param_hint="QUESTION...")
@@ -196,6 +204,14 @@ def ask(
             _common.notes.print(_cost(stream.answer), style="dim")
 
 
+def _select(method: str | None, tokens: int | None, params: list[str] | None) -> dict[str, Any] | None:
+    if method is None and (tokens is not None or params):
+        raise typer.BadParameter("--select-tokens and --select-param need a selector", param_hint="--select")
+    if method is None:
+        return None
+    return {"method": method, "tokens": tokens, "params": _common.parameters(params) or {}}
+
+
 def _sources(references: Sequence[str], answer: JointAnswer) -> Table:
     """The shares of a joint answer, the largest first, each with the reference by which its cache was asked."""
     shares = sorted(zip(references, answer.sources, strict=True), key=lambda each: -each[1].share)
@@ -207,7 +223,7 @@ def _cost(answer: Answered) -> str:
     usage = answer.usage
     return (
         f"{usage.cache_read_tokens} tokens from the shelf (loaded in {answer.load_ms:.1f} ms), "
-        f"{usage.prefill_tokens} prefilled, {usage.completion_tokens} generated"
+        f"{usage.read_tokens} entries read, {usage.prefill_tokens} prefilled, {usage.completion_tokens} generated"
     )
 
 

@@ -1,7 +1,9 @@
-"""policies: the compression policies, when to choose each, and how they measured."""
+"""policies, selectors: what a cache keeps and what a question reads of it, when to choose each, and how they
+measured."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,7 +14,7 @@ from kvshelf.cli import _common, _options
 from kvshelf.errors import InvalidRequest, nearest
 
 if TYPE_CHECKING:
-    from kvshelf.api import PolicyObject
+    from kvshelf.api import PolicyObject, SelectorObject
 
 _REMOVED = (0.5, 0.75, 0.875, 0.9375)
 
@@ -43,9 +45,72 @@ def policies(
     elif name is not None:
         _show(found[0])
     else:
+        headings = ["POLICY", "WHAT IT KEEPS", "CHOOSE IT", *(f"{100 * removed:.4g} %" for removed in _REMOVED)]
+        rows = [
+            (each.id, each.summary, each.advice or "-", *(_exact(each.measured, removed) for removed in _REMOVED))
+            for each in found
+        ]
         console = _common.table_console()
-        console.print(_table(found))
+        console.print(_table(headings, rows))
         console.print(_LEGEND, style="dim")
+
+
+def selectors(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Show only this selector, with its parameters.")
+    ] = None,
+    url: _options.Url = None,
+    as_json: _options.AsJson = False,
+) -> None:
+    """List the selectors, which choose for one question what it reads of a stored cache, and how they measured.
+
+    Lists the selectors of this version, or with --url those of a service. With NAME, shows one selector in full.
+    """
+    with _common.named_errors(as_json=as_json):
+        found = _found_selectors(url, as_json)
+        if name is not None:
+            names = [selector.id for selector in found]
+            if name not in names:
+                raise InvalidRequest(
+                    f"unknown selector {name!r}{nearest(name, names)}; `kvshelf selectors` lists them", param="select"
+                )
+            found = [found[names.index(name)]]
+    if as_json:
+        for selector in found:
+            _common.print_object(selector)
+    elif name is not None:
+        _show(found[0])
+    else:
+        rows = [[_read(row.measured, share) for share in _SHARES] for row in found]
+        told = [(each.id, each.summary, each.advice or "-") for each in found]
+        headings = ["SELECTOR", "WHAT IT READS", "CHOOSE IT", *(f"1/{round(1 / share)}" for share in _SHARES)]
+        console = _common.table_console()
+        console.print(_table(headings, [(*texts, *cells) for texts, cells in zip(told, rows, strict=True)]))
+        console.print(_SELECTORS_LEGEND, style="dim")
+
+
+_SHARES = (0.25, 0.125, 0.0625, 0.03125)
+
+_SELECTORS_LEGEND = (
+    "Numbers: per cent of exact answers if a token of an answer reads that part of a document's entries, all of which "
+    "are stored under int4; the mean over the tasks that kvshelf-tiny solves with the full cache. `kvshelf selectors "
+    "NAME` shows parameters, `kvshelf bench quality --select` measures your own model."
+)
+
+
+def _found_selectors(url: str | None, as_json: bool) -> list[SelectorObject]:
+    if url is not None:
+        with _common.connected(url, as_json=as_json) as client:
+            return client.selectors.list()
+    from kvshelf.api import SelectorObject
+    from kvshelf.workers.selectors.info import catalog
+
+    return [SelectorObject.model_validate(info.to_dict()) for info in catalog()]
+
+
+def _read(measured: list[dict[str, Any]], share: float) -> str:
+    rows = [row for row in measured if row["share"] == share and not row["params"]]
+    return f"{100 * rows[0]['exact']:.0f}" if rows else "-"
 
 
 _LEGEND = (
@@ -66,16 +131,16 @@ def _found(url: str | None, as_json: bool) -> list[PolicyObject]:
         return [PolicyObject.model_validate(info.to_dict()) for info in catalog()]
 
 
-def _table(policies: list[PolicyObject]) -> Table:
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """The first column is a name, the next two are texts, the others numbers."""
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 1, 0))
-    table.add_column("POLICY", no_wrap=True)
-    table.add_column("WHAT IT KEEPS", ratio=3)
-    table.add_column("CHOOSE IT", ratio=3)
-    for removed in _REMOVED:
-        table.add_column(f"{100 * removed:.4g} %", justify="right", no_wrap=True)
-    for policy in policies:
-        cells = [_exact(policy.measured, removed) for removed in _REMOVED]
-        table.add_row(policy.id, policy.summary, policy.advice or "-", *cells)
+    table.add_column(headings[0], no_wrap=True)
+    for heading in headings[1:3]:
+        table.add_column(heading, ratio=3)
+    for heading in headings[3:]:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -84,7 +149,7 @@ def _exact(measured: list[dict[str, Any]], removed: float) -> str:
     return f"{100 * rows[0]['exact']:.0f}" if rows else "-"
 
 
-def _show(policy: PolicyObject) -> None:
+def _show(policy: PolicyObject | SelectorObject) -> None:
     console = _common.table_console()
     console.print(f"{policy.id}: {policy.summary}", style="bold")
     for line in (f"Choose it: {policy.advice}" if policy.advice else "", f"Source: {policy.source}"):
@@ -97,7 +162,14 @@ def _show(policy: PolicyObject) -> None:
         table.add_row(name, default, str(about["legal"]), str(about["help"]))
     console.print(table if policy.parameters else "It has no parameters.")
     for row in policy.measured:
-        console.print(
-            f"{row['removed']:.4g} removed, codec {row['codec']}: {row['exact']:.1%} exact, "
-            f"{row['bytes_per_token']:.0f} bytes per document token, {row['compress_share']:.1%} of the prefill's time"
-        )
+        console.print(_measured(row))
+
+
+def _measured(row: dict[str, Any]) -> str:
+    if "share" in row:
+        given = "".join(f", {name} {value}" for name, value in row["params"].items())
+        return f"{row['read_share']:.1%} of the entries read{given}, codec {row['codec']}: {row['exact']:.1%} exact"
+    return (
+        f"{row['removed']:.4g} removed, codec {row['codec']}: {row['exact']:.1%} exact, "
+        f"{row['bytes_per_token']:.0f} bytes per document token, {row['compress_share']:.1%} of the prefill's time"
+    )

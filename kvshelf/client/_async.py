@@ -224,6 +224,12 @@ class AsyncPolicies(_Group):
     list = _awaited(_calls.list_policies)
 
 
+class AsyncSelectors(_Group):
+    """`client.selectors`."""
+
+    list = _awaited(_calls.list_selectors)
+
+
 class AsyncClient(_Group):
     """`Client`, awaited: `await AsyncClient().caches.create(document=...)`. Close it, or use it in `async with`."""
 
@@ -248,6 +254,7 @@ class AsyncClient(_Group):
         self.batches = AsyncBatches(self._sender)
         self.models = AsyncModels(self._sender)
         self.policies = AsyncPolicies(self._sender)
+        self.selectors = AsyncSelectors(self._sender)
 
     async def aclose(self) -> None:
         """Close all connections. The client cannot be used afterwards."""

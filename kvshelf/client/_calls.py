@@ -110,6 +110,8 @@ class ImportFields(TypedDict, total=False):
 class AskFields(TypedDict, total=False):
     """How an answer is made: at most `max_tokens` tokens, until one of the `stop` texts. Temperature 0 is greedy.
 
+    `select` is what the answer reads, where it does not read all: `{"method": "quest", "tokens": 256}`.
+
     `on_miss="recompute"` makes a corrupt cache, or a cache of another model, again from its kept source. It may raise
     `SourceNotKept`.
     """
@@ -119,6 +121,7 @@ class AskFields(TypedDict, total=False):
     top_p: float | None
     seed: int | None
     stop: str | Sequence[str] | None
+    select: Mapping[str, Any] | api.Select | None
     on_miss: str | None
 
 
@@ -324,7 +327,7 @@ def query_cache(
 
     A list of questions has a list of answers in the same order. A list of up to 64 ids asks these caches together: each
     question sees all documents, and the answer's `sources` say what part each had. Keywords: `max_tokens`,
-    `temperature`, `top_p`, `seed`, `stop`, `on_miss`, and `compare` for one cache. Raises `CacheNotFound`,
+    `temperature`, `top_p`, `seed`, `stop`, `select`, `on_miss`, and `compare` for one cache. Raises `CacheNotFound`,
     `CacheExpired`, `CacheCorrupt`, `ModelMismatch`, `SourceNotKept`, ...
     """
     path, body = _asked(id, {**fields, "prompt": prompt, "messages": messages})
@@ -389,6 +392,11 @@ def estimate(**fields: Unpack[LevelFields]) -> Call[api.EstimateObject]:
 def list_models() -> Call[list[api.ModelObject]]:
     """The models this service answers for; the first one is the default."""
     return Call("GET", "/v1/models", lambda response: parse_as(api.ModelList)(response).data)
+
+
+def list_selectors() -> Call[list[api.SelectorObject]]:
+    """The selectors, each with its parameters and its source."""
+    return Call("GET", "/v1/selectors", lambda response: parse_as(api.SelectorList)(response).data)
 
 
 def list_policies() -> Call[list[api.PolicyObject]]:

@@ -223,6 +223,12 @@ class Policies(_Group):
     list = _sent(_calls.list_policies)
 
 
+class Selectors(_Group):
+    """`client.selectors`."""
+
+    list = _sent(_calls.list_selectors)
+
+
 class Client(_Group):
     """A kvshelf service: `Client().caches.create(document=...)`. Close it, or use it in a `with` block.
 
@@ -253,6 +259,7 @@ class Client(_Group):
         self.batches = Batches(self._sender)
         self.models = Models(self._sender)
         self.policies = Policies(self._sender)
+        self.selectors = Selectors(self._sender)
 
     def close(self) -> None:
         """Close all connections. The client cannot be used afterwards."""

@@ -182,6 +182,7 @@ class EngineClient:
             cache_id=replies[0].cache_id,
             read_from=replies[0].read_from,
             cache_read_tokens=sum(reply.usage.cache_read_tokens for reply in replies),
+            read_tokens=sum(reply.usage.read_tokens for reply in replies),
             prefill_tokens=sum(reply.usage.prefill_tokens for reply in replies),
             completion_tokens=sum(reply.usage.completion_tokens for reply in replies),
         )

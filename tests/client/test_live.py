@@ -190,6 +190,7 @@ def test_the_errors_of_the_service_are_the_errors_here(client: Client) -> None:
 def test_models_and_policies_are_listed(client: Client) -> None:
     assert client.models.list()[0].max_tokens > 0
     assert {"full", "keydiff", "lagkv", "snapkv", "streaming_llm"} <= {policy.id for policy in client.policies.list()}
+    assert {"quest", "fasa", "sage", "policy:tova"} <= {selector.id for selector in client.selectors.list()}
 
 
 @pytest.mark.anyio

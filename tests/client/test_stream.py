@@ -19,7 +19,7 @@ ANSWER = {
     "cache_id": "kvs_1",
     "text": "4 82",
     "finish_reason": "stop",
-    "usage": {"cache_read_tokens": 9, "prefill_tokens": 3, "completion_tokens": 2},
+    "usage": {"cache_read_tokens": 9, "read_tokens": 7, "prefill_tokens": 3, "completion_tokens": 2},
     "load_ms": 1.5,
     "policy": "full",
     "compression_ratio": 0.0,

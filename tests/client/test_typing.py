@@ -16,6 +16,7 @@ from kvshelf import AsyncClient, Client, CompressedCache, Engine, open_store
 from kvshelf.client import AnswerStream, AsyncAnswerStream
 from kvshelf.api import (
     AnswerObject, CacheObject, Deleted, EstimateObject, JointAnswer, ModelObject, PolicyObject, RequestObject,
+    SelectorObject,
     Verification
 )
 """
@@ -48,6 +49,7 @@ def use(client: Client) -> None:
     assert_type(client.estimate(file="a.txt", policy="full"), EstimateObject)
     assert_type(client.models.list(), list[ModelObject])
     assert_type(client.policies.list(), list[PolicyObject])
+    assert_type(client.selectors.list(), list[SelectorObject])
 
 async def ause(client: AsyncClient) -> None:
     assert_type(await client.caches.create(document="a"), CacheObject)

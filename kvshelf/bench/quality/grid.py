@@ -2,7 +2,8 @@
 
 A *cell* is a kind of document (task, haystack, length). A *row* is a way to keep it (policy with parameters, share
 removed, codec, attached or exported) and to read it (all, or what a selector chooses). A *unit* is one prefill: one
-document of a cell under one policy and ratio, with all codecs that its cache is measured under."""
+document of a cell under one policy and ratio, with all codecs that its cache is measured under.
+"""
 
 from __future__ import annotations
 

@@ -176,6 +176,8 @@ def _names_a_cache(data: bytes) -> bool:
         raise InvalidRequest("kv_transfer_params is written by the proxy; give cache_id", param="kv_transfer_params")
     if body.get("cache_ids") is not None:
         raise InvalidRequest("vLLM answers from one cache at a time; give cache_id", param="cache_ids")
+    if body.get("select") is not None:
+        raise InvalidRequest("vLLM reads whole caches; leave select out", param="select")
     return body.get("cache_id") is not None
 
 

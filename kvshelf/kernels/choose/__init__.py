@@ -30,7 +30,8 @@ class Units:
     `[units]` int32, the row of the head behind the unit's last one. forced: `[units]` bool, read whatever their scores.
     by_column: low and span are `[W, units]`, which is faster for many units of few columns. parents: coarser units of
     the same rows, each of `children` of these (the last of a head may have fewer): only units of the better half of
-    them are chosen."""
+    them are chosen.
+    """
 
     low: Tensor
     span: Tensor | None

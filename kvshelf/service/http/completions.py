@@ -91,6 +91,7 @@ def asking_of(body: ChatCompletionRequest) -> Asking:
         top_p=1.0 if body.top_p is None else body.top_p,
         seed=body.seed,
         stop=body.stop,
+        select=body.select,
     )
 
 

@@ -44,6 +44,8 @@ class Metrics(QuestionMetrics):
         self._agreement = histogram("quality_agreement", about, "model", "policy", buckets=_AGREEMENTS)
         self._hits = counter("cache_hits", "queries by the place of their cache", "read_from")
         self._completion_tokens = counter("completion_tokens", "tokens of answers", "model")
+        about = "stored entries of a KV head that the last token of each answer read, summed over answers"
+        self._read_tokens = counter("read_tokens", about, "model")
         self._answer_s = histogram("answer_phase_seconds", "phases of answers", "model", "phase")
         self._first_token_s = histogram("first_token_seconds", "from a question's arrival to its first token", "model")
         self.in_flight = gauge("calls_in_flight", "unfinished calls of replicas", "model", "call")
@@ -90,6 +92,7 @@ class Metrics(QuestionMetrics):
             usage = reply.usage
             self._tokens_saved.labels(model).inc(usage.cache_read_tokens)
             self._prefill_tokens.labels(model).inc(usage.prefill_tokens)
+            self._read_tokens.labels(model).inc(usage.read_tokens)
             self._completion_tokens.labels(model).inc(usage.completion_tokens)
             self._first_token_s.labels(model).observe(reply.first_token_s)
             _observe(self._answer_s, model, reply.phases)

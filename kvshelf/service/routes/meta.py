@@ -8,7 +8,17 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Response
 from fastapi.responses import JSONResponse
 
-from kvshelf.api import Limits, ModelList, PolicyList, PolicyObject, Readiness, ReadyPart, TenantAllowances
+from kvshelf.api import (
+    Limits,
+    ModelList,
+    PolicyList,
+    PolicyObject,
+    Readiness,
+    ReadyPart,
+    SelectorList,
+    SelectorObject,
+    TenantAllowances,
+)
 from kvshelf.api.strict import MAX_PROMPTS
 from kvshelf.errors import DeadlineExceeded, KvshelfError, QueueFull, StoreUnavailable
 from kvshelf.service.access.keys import Admin, Reader
@@ -18,6 +28,7 @@ from kvshelf.service.http.waiting import off_loop
 from kvshelf.service.state import InService, Service
 from kvshelf.workers.cluster.remote import RemoteEngine
 from kvshelf.workers.policies import catalog
+from kvshelf.workers.selectors.info import catalog as selector_catalog
 
 router = APIRouter(tags=["service"], responses=openapi.ERRORS)
 
@@ -34,6 +45,12 @@ async def models(service: InService, _: Reader) -> ModelList:
 async def policies(_: Reader) -> PolicyList:
     """The compression policies with their parameters and sources."""
     return PolicyList(data=[PolicyObject.model_validate(info.to_dict()) for info in catalog()])
+
+
+@router.get("/v1/selectors")
+async def selectors(_: Reader) -> SelectorList:
+    """The selectors, which choose for one question what it reads, with their parameters and sources."""
+    return SelectorList(data=[SelectorObject.model_validate(info.to_dict()) for info in selector_catalog()])
 
 
 @router.get("/v1/limits")

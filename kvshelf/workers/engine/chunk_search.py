@@ -1,7 +1,8 @@
 """Which frequency chunks of a model's heads tell the best keys by themselves, for selector fasa.
 
 After FASA: RoPE turns the channels c and c + D / 2 of a head together, at a frequency of their own. A few of these
-chunks alone name most of the keys that a query attends to."""
+chunks alone name most of the keys that a query attends to.
+"""
 
 from __future__ import annotations
 

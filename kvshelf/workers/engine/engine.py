@@ -75,7 +75,8 @@ class Engine:
 
     One thread owns the model; only `prepare`, `encode_document`, `split`, `encode_query`, `attach`, `joined`,
     `select` and `start` are thread-safe. The model keeps its own attention function; a call selects kvshelf's while it
-    runs."""
+    runs.
+    """
 
     def __init__(
         self,

@@ -91,7 +91,8 @@ class Policy(ABC):
     `source` names the paper, `advice` says when to choose the policy. Users see the class docstring's first paragraph
     as the policy's summary. `by_position` says that it chooses by positions alone, whatever keys and values there are;
     `shared_by_heads`, that every head of a layer keeps the same tokens, so that budgets per head mean nothing;
-    `merges`, that an entry it keeps may stand for several tokens."""
+    `merges`, that an entry it keeps may stand for several tokens.
+    """
 
     name: ClassVar[str]
     source: ClassVar[str]

@@ -17,6 +17,7 @@ from kvshelf.errors import DeadlineExceeded, KvshelfError
 from kvshelf.store.base import Store
 from kvshelf.workers.engine.attention.attachment import Attached
 from kvshelf.workers.engine.decode.generation import Answer, Sampling
+from kvshelf.workers.engine.decode.selection import Selection
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.replica.calls import Threads, called_as
 from kvshelf.workers.replica.residents import Resident, Residents
@@ -57,8 +58,9 @@ class Questions:
         with called_as(origin):
             async with self._loaded(caches, tenant, deadline_s) as loaded:
                 ids = await self._encode(loaded.document, query)
+                selection = await self._selected(loaded.document, query, ids)
                 ticket = self.scheduler.generate(
-                    loaded.document, ids, _sampling(query), tenant=tenant, deadline_s=deadline_s
+                    loaded.document, ids, _sampling(query), selection, tenant=tenant, deadline_s=deadline_s
                 )
                 try:
                     return loaded.reply(await asyncio.wrap_future(ticket.future), ticket)
@@ -78,6 +80,7 @@ class Questions:
         with called_as(origin):
             async with self._loaded(caches, tenant, deadline_s) as loaded:
                 ids = await self._encode(loaded.document, query)
+                selection = await self._selected(loaded.document, query, ids)
                 pieces: asyncio.Queue[str | None] = asyncio.Queue()
                 loop = asyncio.get_running_loop()
 
@@ -85,7 +88,7 @@ class Questions:
                     loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
                 ticket = self.scheduler.generate(
-                    loaded.document, ids, _sampling(query), on_text=put, tenant=tenant, deadline_s=deadline_s
+                    loaded.document, ids, _sampling(query), selection, on_text=put, tenant=tenant, deadline_s=deadline_s
                 )
                 ticket.future.add_done_callback(lambda _: put(None))
                 try:
@@ -125,6 +128,17 @@ class Questions:
 
     async def _encode(self, document: Attached, query: Asking) -> list[int]:
         return await self.threads.run(self.engine.encode_query, document, _prompt(query))
+
+    async def _selected(self, document: Attached, query: Asking, ids: Sequence[int]) -> Selection | None:
+        """What the answer reads, on a thread: it waits for all layers of a cache that is arriving."""
+        if query.select is None:
+            return None
+        chosen = query.select
+        return await self.threads.run(
+            lambda: self.engine.select(
+                document, chosen.method, question_tokens=len(ids), tokens=chosen.tokens, params=chosen.params
+            )
+        )
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvshelf.errors import InvalidRequest, KvshelfError, NoWorker
 from kvshelf.workers.engine.attention.attachment import block
 from kvshelf.workers.engine.attention.function import kvshelf_attention
+from kvshelf.workers.engine.decode.selection import Selection
 from kvshelf.workers.engine.decode.suffixes import capacity_for
 from kvshelf.workers.replica.queues import Answering, Compressing, Queues, SchedulerLimits, Work
 from kvshelf.workers.replica.ticket import Ticket
@@ -94,6 +95,7 @@ class Scheduler:
         cache: CompressedCache | Attached,
         query: Sequence[int],
         sampling: Sampling,
+        selection: Selection | None = None,
         *,
         on_text: Callable[[str], None] = lambda _: None,
         tenant: str = "default",
@@ -105,7 +107,7 @@ class Scheduler:
         raises.
         """
         suffix_bytes = self._suffix_bytes(len(query) + sampling.max_tokens)
-        generation = self._engine.start(cache, query, sampling)
+        generation = self._engine.start(cache, query, sampling, selection)
         work = Answering(Ticket(deadline_s), generation, on_text, suffix_bytes, tenant)
         with self._queues.changed:
             self._require_accepting()

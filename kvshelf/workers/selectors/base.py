@@ -18,7 +18,7 @@ from kvshelf.kernels.choose import Units
 from kvshelf.kernels.prefix_attention import PackedPrefix
 from kvshelf.workers.policies.base import parameter_fields, require_parameters
 
-LEAST_TOKENS = 64
+LEAST_TOKENS = 128
 """Fewest entries of the default budget."""
 
 

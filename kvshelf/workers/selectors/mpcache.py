@@ -28,7 +28,8 @@ class MPCache(UnitSelector):
 
     Departures: a KV head reads what any of its query heads asks for (`over`; the paper has no GQA). Choices are not
     shared by layers, which the paper names and its code does not do. A short last cluster has its own entries alone,
-    not repeats of the last. First and last clusters are always read."""
+    not repeats of the last. First and last clusters are always read.
+    """
 
     name: ClassVar[str] = "mpcache"
     source: ClassVar[str] = "MPCache, arXiv 2501.06807"

@@ -49,7 +49,7 @@ def test_an_unknown_type_is_refused() -> None:
     assert "'lama' is not one of" in done.output
 
 
-_USAGE = Usage(cache_read_tokens=100, prefill_tokens=9, completion_tokens=4)
+_USAGE = Usage(cache_read_tokens=100, read_tokens=50, prefill_tokens=9, completion_tokens=4)
 _ANSWER = Answer("", [7, 7, 7, 7], "length", _USAGE, (1.0,))
 
 

@@ -377,7 +377,7 @@ REPLY = Reply(
     cache_id="kvs",
     text="0 1",
     finish_reason="stop",
-    usage=Usage(cache_read_tokens=1000, prefill_tokens=20, completion_tokens=3),
+    usage=Usage(cache_read_tokens=1000, read_tokens=500, prefill_tokens=20, completion_tokens=3),
     load_ms=1.0,
     policy="full",
     compression_ratio=0.0,

@@ -25,7 +25,7 @@ def answering(text: str, *, fails: bool = False) -> AsyncClient:
         yield {"object": "answer.delta", "text": text}
         if fails:
             raise errors.StoreUnavailable(text)
-        usage = {"cache_read_tokens": 9, "prefill_tokens": 3, "completion_tokens": 2}
+        usage = {"cache_read_tokens": 9, "read_tokens": 7, "prefill_tokens": 3, "completion_tokens": 2}
         told = {"id": "ans_1", "object": "answer", "cache_id": "kvs_1", "finish_reason": "stop", "load_ms": 1.5}
         yield {**told, "text": text, "usage": usage, "policy": "full", "compression_ratio": 0.0}
 

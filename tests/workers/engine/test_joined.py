@@ -136,7 +136,8 @@ def test_questions_of_the_same_documents_read_them_once(llama, caches):
 def test_sources_are_the_masses_of_a_softmax_over_everything(llama):
     """Of the question's last token, in fp64, by the model's own eager attention with a mask that keeps documents apart.
 
-    Answers do not count, nor does what the question gives to itself."""
+    Answers do not count, nor does what the question gives to itself.
+    """
     documents, question = [llama.ids[:90], llama.ids[100:230], llama.ids[240:250]], llama.ids[30:47]
     caches = [llama.engine.compress(document, policy="full") for document in documents]
     answer = llama.engine.answer(caches, question, max_new_tokens=5)
