@@ -17,11 +17,13 @@ from kvshelf.bench.options import Device, Dtype, Json, Model, Output, Threads, c
 if TYPE_CHECKING:
     from kvshelf.store.base import Store
 
-PARTS = ("compression", "codecs", "first-token", "decode", "serving", "ranks")
-_DEFAULT_PARTS = PARTS[:4]  # all but that beside vLLM, which few have installed, and that of several processes
+PARTS = ("compression", "codecs", "first-token", "decode", "select", "serving", "ranks")
+_DEFAULT_PARTS = PARTS[:4]  # all but long documents, vLLM, which few have installed, and several processes
 
 _COMPRESSION_LENGTHS = (2048, 4096, 8192)
 _CODECS_LENGTHS = (8192,)
+_SELECT_LENGTHS = (32768,)
+_SELECT_ROWS = (1, 16)
 _SHELF_LENGTHS = (2048, 4096, 8192, 16320)  # the last leaves room for the question in a model of 16,384 positions
 
 
@@ -33,7 +35,9 @@ def speed(
     parts: Annotated[str, typer.Option("--parts", help="Comma-separated.")] = ",".join(_DEFAULT_PARTS),
     lengths: Annotated[
         str,
-        typer.Option("--lengths", help="Tokens per document.  [default: 2k to 8k, codecs 8k, from the shelf to 16k]"),
+        typer.Option(
+            "--lengths", help="Tokens per document.  [default: 2k to 8k, codecs 8k, from the shelf to 16k, select 32k]"
+        ),
     ] = "",
     policies: Annotated[str, typer.Option("--policies", help="To compress with.  [default: all of one pass]")] = "",
     removed: Annotated[float, typer.Option("--removed", help="Fraction that those remove.")] = 0.75,
@@ -70,6 +74,7 @@ def speed(
         from kvshelf.bench.speed.first_token import first_tokens
         from kvshelf.bench.speed.peer import open_kvpress, open_vllm
         from kvshelf.bench.speed.ranks import sharings
+        from kvshelf.bench.speed.selecting import SELECTORS, selectings
         from kvshelf.bench.speed.serving import LONGEST, servings
         from kvshelf.bench.speed.subject import load_subject
 
@@ -105,6 +110,12 @@ def speed(
             found = decodings(subject, asked, rounds, lambda: progress.advance(bar))
             report["decode"] = found
             tables.append(show.decode_table(found))
+        if "select" in chosen:
+            of_lengths = at or _SELECT_LENGTHS
+            bar = progress.add_task("selecting", total=len(of_lengths) * len(SELECTORS) * len(_SELECT_ROWS))
+            selected = selectings(subject, of_lengths, _SELECT_ROWS, rounds, lambda: progress.advance(bar))
+            report["select"] = selected
+            tables.append(show.selecting_table(selected))
         if "serving" in chosen:
             with open_vllm(vllm_python, subject, threads, LONGEST) if vllm_python else nullcontext() as vllm:
                 served = servings(subject, vllm, rounds, removed)

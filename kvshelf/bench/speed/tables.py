@@ -13,6 +13,7 @@ from kvshelf.bench.speed.compression import CompressionCosts
 from kvshelf.bench.speed.decode import Decodings
 from kvshelf.bench.speed.first_token import FirstTokens
 from kvshelf.bench.speed.ranks import Sharing
+from kvshelf.bench.speed.selecting import Selecting
 from kvshelf.bench.speed.serving import Serving
 
 
@@ -88,6 +89,17 @@ def decode_table(found: Decodings) -> Table:
         rates = (f"{row.alone.median:,.0f}/s", f"{row.together.median:,.0f}/s", ratio(row.gain))
         read = (f"{row.step_bytes / 1e6:,.1f} MB", f"{row.share.median:.0%}")
         table.add_row(str(row.questions), str(row.documents), *rates, _ms(row.step_s), *read)
+    return table
+
+
+def selecting_table(rows: Sequence[Selecting]) -> Table:
+    """One row for each length, selector and number of answers: a step that reads all, and one that reads a part."""
+    table = Table("tokens", "read", "answers", "selector", "all", "a part", "of all's", "choice", "of the step")
+    table.title = "processor time of a decode step, each answer on a document of its own under int4"
+    for row in rows:
+        cells = (f"{row.document_tokens:,}", f"{row.read_tokens:,}", str(row.rows), row.selector)
+        times = (_ms(row.dense_s), _ms(row.selected_s), ratio(row.ratio))
+        table.add_row(*cells, *times, _ms(row.choice_s), f"{row.choice_share.median:.0%}")
     return table
 
 
