@@ -93,9 +93,9 @@ def test_bad_selections_name_their_field(
 
 def test_caches_that_cannot_be_read_in_part_are_refused(http: httpx.Client, cache: dict[str, Any]) -> None:
     merged = created(http, document="Nobody has seen the keeper since March. " * 40, policy="ems")
-    error = refused(post(http, merged, select=QUEST), 400, "policy_unsupported")
+    error = refused(post(http, merged, select=QUEST), 422, "policy_unsupported")
     assert "merged tokens" in error["message"]
-    error = refused(post(http, cache, select={"method": "fasa"}), 400, "policy_unsupported")
+    error = refused(post(http, cache, select={"method": "fasa"}), 422, "policy_unsupported")
     assert "--only chunks" in error["message"]
 
 
