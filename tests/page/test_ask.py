@@ -37,7 +37,7 @@ def test_an_answer_comes_piece_by_piece(open_page: OpenPage, put: Put) -> None:
     assert pieces
     assert all(whole.startswith(text) for text in pieces)
     told = facts(answer)
-    assert told["Tokens read"] == str(cache["tokens"]["document"])
+    assert told["Document tokens"] == str(cache["tokens"]["document"])
     assert 0 < int(told["Tokens prefilled"]) < 60
     assert told["First token"].endswith(("ms", "s"))
     assert told["Load"].endswith("ms")
@@ -59,7 +59,7 @@ def test_two_caches_answer_side_by_side(open_page: OpenPage, put: Put) -> None:
     assert boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"]
     for at in (0, 1):
         told = facts(answers.nth(at))
-        assert told["Tokens read"] == str(full["tokens"]["document"])
+        assert told["Document tokens"] == str(full["tokens"]["document"])
         assert "…" not in told.values()
 
 
@@ -83,12 +83,28 @@ def test_ticked_caches_are_asked_together(open_page: OpenPage, put: Put) -> None
     answer.get_by_text("ended: stop").wait_for()
     assert answer.locator("h2").inner_text() == "2 documents together"
     assert ANSWER in answer.locator(".text").inner_text()
-    assert facts(answer)["Tokens read"] == f"{right['tokens']['document'] + other['tokens']['document']:,}"
+    assert facts(answer)["Document tokens"] == f"{right['tokens']['document'] + other['tokens']['document']:,}"
     sources = [text.rsplit(maxsplit=2) for text in answer.locator(".sources li").all_inner_texts()]
     assert [name for name, *_ in sources] == ["ticked with the code", "ticked with none"]
     shares = [float(share) for _, share, _ in sources]
     assert sum(shares) == pytest.approx(100, abs=0.2)
     assert shares[0] > 60
+
+
+def test_an_answer_reads_what_a_selector_chooses(open_page: OpenPage, put: Put) -> None:
+    cache = put(policy="full", codec="int4", document=document(91))
+    page = open_page(f"ask/{cache['id']}")
+    page.get_by_label("Question").fill(QUESTION)
+    page.get_by_label("Read").select_option("fasa")
+    page.get_by_label("Entries at most").fill("120")
+    page.get_by_role("button", name="Ask").click()
+    answer = page.locator(".answer")
+    answer.get_by_text("ended: stop").wait_for()
+    assert ANSWER in answer.locator(".text").inner_text()
+    assert facts(answer)["Entries read"] == "120"
+    page.get_by_label("Entries at most").fill("3")
+    page.get_by_role("button", name="Ask").click()
+    answer.get_by_text("always reads").wait_for()
 
 
 def test_an_unknown_cache_is_named(open_page: OpenPage) -> None:

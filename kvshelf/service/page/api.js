@@ -70,6 +70,7 @@ export const getCache = (id, options) => get(ofCache(id), options);
 export const updateCache = async (id, json) => (await send("PATCH", ofCache(id), { json })).json();
 export const deleteCache = async (id) => (await send("DELETE", ofCache(id))).json();
 export const listPolicies = async () => (await get("v1/policies")).data;
+export const listSelectors = async () => (await get("v1/selectors")).data;
 export const listModels = async () => (await get("v1/models")).data;
 export const getRequest = (id, waitS, options) =>
   get(withQuery(`v1/requests/${encodeURIComponent(id)}`, { wait_s: waitS }), options);

@@ -1,6 +1,6 @@
 /** Ask one cache or several together, or two such choices side by side; answers are shown as they are generated. */
 
-import { ask, getCache, listCaches } from "../api.js";
+import { ask, getCache, listCaches, listSelectors } from "../api.js";
 import { html } from "../dom.js";
 import { Choice, Field } from "../fields.js";
 import { count, milliseconds, percent, summary, title } from "../format.js";
@@ -18,6 +18,9 @@ export const sideOf = (ids) => ids.join("+");
 export function AskView({ ids }) {
   const [prompt, setPrompt] = useState("");
   const [maxTokens, setMaxTokens] = useState("64");
+  const [selector, setSelector] = useState("");
+  const [readTokens, setReadTokens] = useState("");
+  const [selectors] = useLoaded(listSelectors, []);
   const [asked, setAsked] = useState(null);
   const [recent, failure] = useLoaded((signal) => choices(ids, signal), [ids.join()]);
   const chosen = ids.length ? ids : (recent?.slice(0, 1).map((cache) => cache.id) ?? []);
@@ -34,7 +37,9 @@ export function AskView({ ids }) {
   };
   const submit = (event) => {
     event.preventDefault();
-    setAsked({ number: (asked?.number ?? 0) + 1, ids: chosen, prompt, maxTokens: Number(maxTokens) });
+    const select = selector && { method: selector, tokens: readTokens ? Number(readTokens) : null };
+    const body = { prompt, max_tokens: Number(maxTokens), ...(select && { select }) };
+    setAsked({ number: (asked?.number ?? 0) + 1, ids: chosen, body });
   };
   const onKeyDown = (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) event.target.form.requestSubmit();
@@ -49,6 +54,11 @@ export function AskView({ ids }) {
       <${Field} label="Question" as="textarea" rows="3" required value=${prompt} onValue=${setPrompt} onKeyDown=${onKeyDown} />
       <div class="inline">
         <${Field} label="Maximum tokens" type="number" min="1" max="4096" required value=${maxTokens} onValue=${setMaxTokens} />
+        <${Choice} label="Read" options=${[["", "all entries"], ...(selectors ?? []).map(({ id }) => [id, id])]} value=${selector} onValue=${setSelector} />
+        ${
+          selector &&
+          html`<${Field} label="Entries at most" type="number" min="1" placeholder="its default" value=${readTokens} onValue=${setReadTokens} />`
+        }
         <button class="main" disabled=${chosen.length === 0}>Ask</button>
         <span class="hint">Or press Ctrl+Enter.</span>
       </div>
@@ -92,7 +102,8 @@ function Answer({ asked, side, known }) {
       State: state,
       "First token": firstMs === null ? "…" : milliseconds(firstMs),
       Load: answer ? milliseconds(answer.load_ms) : "…",
-      "Tokens read": answer ? count(answer.usage.cache_read_tokens) : "…",
+      "Document tokens": answer ? count(answer.usage.cache_read_tokens) : "…",
+      "Entries read": answer ? count(answer.usage.read_tokens) : "…",
       "Tokens prefilled": answer ? count(answer.usage.prefill_tokens) : "…",
       "Tokens written": answer ? count(answer.usage.completion_tokens) : "…",
     }} />
@@ -125,7 +136,7 @@ function useAnswer(asked, ids) {
       const started = performance.now();
       let text = "";
       let firstMs = null;
-      for await (const event of ask(ids, { prompt: asked.prompt, max_tokens: asked.maxTokens }, { signal })) {
+      for await (const event of ask(ids, asked.body, { signal })) {
         signal.throwIfAborted(); // events that have arrived before Stop are not shown after it
         firstMs ??= performance.now() - started;
         if (event.object === "answer.delta") text += event.text;
