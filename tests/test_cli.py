@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 import kvshelf
 from kvshelf.cli import app
 from kvshelf.client import DEFAULT_URL
+from kvshelf.workers.model.source import bundled_folder
 from kvshelf.workers.policies import catalog
 from kvshelf.workers.selectors import info as selectors
 
@@ -330,6 +331,9 @@ def test_calibrate_writes_where_engines_look(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "elsewhere" / "compresskv.json").read_text() == path.read_text()
     made_again = (tmp_path / "elsewhere" / "klt.safetensors").read_bytes()
     assert engine.coder.transforms.data == made_again == path.with_suffix(".klt.safetensors").read_bytes()
+    bundled = Path(bundled_folder("kvshelf-tiny")) / "fasa.json"
+    chunks = (tmp_path / "elsewhere" / "fasa.json").read_bytes()
+    assert chunks == path.with_suffix(".fasa.json").read_bytes() == bundled.read_bytes()
 
 
 def test_transforms_are_made_from_one_s_own_texts(tmp_path: Path) -> None:
