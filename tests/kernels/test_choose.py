@@ -84,10 +84,11 @@ def chosen_by(form, queries, choice):
     cut=st.booleans(),
     two=st.booleans(),
     parents=st.booleans(),
+    force=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_every_form_chooses_as_the_naive_one(
-    lengths, size, width, group, budget, bf16, span, by_column, joined, cut, two, parents, seed
+    lengths, size, width, group, budget, bf16, span, by_column, joined, cut, two, parents, force, seed
 ):
     kind = {"dtype": torch.bfloat16 if bf16 else torch.float32, "span": span, "by_column": by_column}
     parts = [units(lengths, size, width, seed=seed, **kind)]
@@ -96,7 +97,9 @@ def test_every_form_chooses_as_the_naive_one(
         parts = [replace(parts[0], parents=coarser, children=2)]
     if two:  # another prefix, with units of another kind
         parts.append(units([40] * len(lengths), 4, width, seed=seed + 7, span=not span, by_column=not by_column))
-    choice = choice_of(parts, max(budget, sum(max(each.forced_rows) for each in parts)), group=joined, cut=cut)
+    choice = choice_of(
+        parts, max(budget, sum(max(each.forced_rows) for each in parts)), group=joined, cut=cut, force=force
+    )
     queries = random(group * len(lengths), width, seed=seed + 3)
     expected = chosen_by(reference.choose, queries, choice)
     for name, form in FORMS.items():

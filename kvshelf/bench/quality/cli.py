@@ -194,6 +194,71 @@ def retrieval(
     publish(report, [table], output, as_json)
 
 
+def together(
+    model: Model = "kvshelf-tiny",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    threads: Threads = 1,
+    documents: Annotated[
+        str, typer.Option("--documents", help="How many are asked together, comma-separated.")
+    ] = "3,8,32",
+    tokens: Annotated[int, typer.Option("--tokens", min=300, help="Tokens of each document.")] = 512,
+    sets: Annotated[int, typer.Option("--sets", min=1, help="Sets of documents for each number.")] = 5,
+    questions: Annotated[int, typer.Option("--questions", min=1, max=48, help="Questions about a set.")] = 16,
+    policy: Annotated[str, typer.Option("--policy", help="Of every cache.")] = "full",
+    codec: Annotated[str, typer.Option("--codec", help="Of every cache.")] = "int4",
+    select: Annotated[
+        str, typer.Option("--select", help="Also with answers that read a quarter of one document.")
+    ] = "fasa",
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Another set of documents.")] = 0,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """One question about several documents, beside one prefill of all and the document that knows."""
+    with needs_extra("serve", "the bench"):
+        from kvshelf.bench.engines import EngineOptions
+        from kvshelf.bench.measure import machine
+        from kvshelf.bench.quality.together import measure_together
+
+    engine, counts, rows = EngineOptions(model, device, dtype, threads).load(), numbers(documents), []
+    with progress_bar() as progress:
+        step = partial(progress.advance, progress.add_task(model, total=sets * len(counts)))
+        for count_ in counts:
+            rows.append(
+                measure_together(
+                    engine, count_, tokens=tokens, sets=sets, questions=questions, compress={"policy": policy},
+                    codec=codec, selector=select, seed=seed, progress=step,
+                )
+            )  # fmt: skip
+    headings = (
+        "documents",
+        "questions",
+        "together",
+        "95 %",
+        "one prefill",
+        "the right one alone",
+        "first source",
+        select,
+    )
+    table = Table(*headings, "first token", title=f"{model}, {policy}, {codec}: {tokens} tokens each, exact answers")
+    for row in rows:
+        share = [
+            f"{100 * found / row.questions:.1f} %" for found in (row.exact, row.alone, row.first_source, row.selected)
+        ]
+        joined = "too long" if row.joined is None else f"{100 * row.joined / row.questions:.1f} %"
+        interval = f"{row.low:.1%} - {row.high:.1%}"
+        cells = (f"{row.documents}", f"{row.questions}", share[0], interval, joined, *share[1:3])
+        table.add_row(*cells, f"{share[3]} of {row.select_tokens}", f"{row.first_token.median:.2f} of single ones")
+    report: dict[str, Any] = {
+        "bench": "together",
+        "model": model,
+        "policy": policy,
+        "codec": codec,
+        "machine": machine(),
+    }
+    publish(report | {"rows": rows}, [table], output, as_json)
+
+
 @contextmanager
 def _bar(units: Sequence[Unit]) -> Iterator[Callable[[Unit, bool], None]]:
     """Progress in tokens to prefill, as units differ by an order of magnitude, with the count of units next to it."""

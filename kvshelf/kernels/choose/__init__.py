@@ -51,9 +51,13 @@ class Units:
 
     @cached_property
     def size(self) -> int:
+        """Rows of each unit; 0 if they differ."""
+        return _only(self.sizes)
+
+    @cached_property
+    def free_size(self) -> int:
         """Rows of each unit that is not forced; 0 if they differ."""
-        found = set(self.sizes[~self.forced].tolist())
-        return int(found.pop()) if len(found) == 1 else 0
+        return _only(self.sizes[~self.forced])
 
     @cached_property
     def begins(self) -> tuple[int, ...]:
@@ -87,6 +91,11 @@ class Units:
         return parents + sum(each.nbytes for each in (*tables, self.ends, self.forced))
 
 
+def _only(sizes: Tensor) -> int:
+    found = set(sizes.tolist())
+    return int(found.pop()) if len(found) == 1 else 0
+
+
 @dataclass(frozen=True, eq=False)
 class Chosen:
     """The rows chosen of one prefix: head h reads `rows[h, :counts[h]]`, ascending.
@@ -113,7 +122,8 @@ class Choice:
     budget: most rows of a KV head, of all prefixes, those of forced units included. linear,
     relu, group: see the formula. columns: the channel of the query that each of the W columns stands for,
     `[kv_heads, W]` int64; None: W is the head size. cut: whether the last unit is cut where the budget ends; otherwise
-    it is left out, with all that rank below it.
+    it is left out, with all that rank below it. force: whether
+    forced units are read; otherwise they rank as the others.
     """
 
     units: tuple[Units, ...]
@@ -124,6 +134,7 @@ class Choice:
     group: Literal["max", "mean"] = "max"
     columns: Tensor | None = None
     cut: bool = False
+    force: bool = True
 
     def __post_init__(self) -> None:
         assert self.budget >= self.forced_rows, "the rows that are always read have no room"
@@ -135,6 +146,8 @@ class Choice:
     @property
     def forced_rows(self) -> int:
         """Rows that a query reads whatever the scores, of the head that has most."""
+        if not self.force:
+            return 0
         return max(map(sum, zip(*(units.forced_rows for units in self.units), strict=True)))
 
 

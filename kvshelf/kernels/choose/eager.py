@@ -17,7 +17,7 @@ def choose(queries: Tensor, choice: Choice) -> None:
         scores = torch.cat([_scores(own, units, head, choice) for units in choice.units])
         within = torch.cat([_within(own, units, head, choice) for units in choice.units])
         sizes = torch.cat([units.sizes[_of(units, head)] for units in choice.units])
-        forced = torch.cat([units.forced[_of(units, head)] for units in choice.units])
+        forced = torch.cat([units.forced[_of(units, head)] for units in choice.units]) & choice.force
         taken = _taken(scores, torch.where(within | forced, sizes, 0), forced, choice)
         parts = torch.split(taken, [units.counts[head] for units in choice.units])
         for units, chosen, rows in zip(choice.units, choice.chosen, parts, strict=True):

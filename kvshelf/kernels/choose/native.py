@@ -74,7 +74,7 @@ def struct_of(choice: Choice, dtype: torch.dtype, shape: tuple[int, int, int]) -
     heads, group, dim = shape
     parts, held = (_Units * len(choice.units))(), []
     for part, units, chosen in zip(parts, choice.units, choice.chosen, strict=True):
-        held.append(_fill(part, units))
+        held.append(_fill(part, units, choice.force))
         part.rows, part.counts, part.most = chosen.rows.data_ptr(), chosen.counts.data_ptr(), chosen.rows.shape[1]
     found = ChoiceStruct(
         units=ctypes.addressof(parts), num_units=len(parts), most_units=most_units(choice), kv_heads=heads, group=group,
@@ -85,16 +85,18 @@ def struct_of(choice: Choice, dtype: torch.dtype, shape: tuple[int, int, int]) -
     return found, (parts, held, choice)
 
 
-def _fill(part: _Units, units: Units) -> object:
+def _fill(part: _Units, units: Units, force: bool) -> object:
     """The fields of units, but where their rows go; returns what they point to."""
+    forced = units.forced if force else torch.zeros_like(units.forced)
     begin = (ctypes.c_int64 * len(units.begins))(*units.begins)
-    part.low, part.ends, part.forced = (table.data_ptr() for table in (units.low, units.ends, units.forced))
+    part.low, part.ends, part.forced = (table.data_ptr() for table in (units.low, units.ends, forced))
     part.span = 0 if units.span is None else units.span.data_ptr()
     part.begin, part.type, part.scale = ctypes.addressof(begin), TYPES[units.low.dtype], units.scale
-    part.all, part.by_column, part.size = units.begins[-1], units.by_column, units.size
+    part.all, part.by_column = units.begins[-1], units.by_column
+    part.size = units.free_size if force else units.size
     if units.parents is None:
-        return begin
+        return begin, forced
     parents = _Units()
-    held = _fill(parents, units.parents)
+    held = _fill(parents, units.parents, force)
     part.parents, part.children = ctypes.addressof(parents), units.children
-    return begin, parents, held
+    return begin, forced, parents, held

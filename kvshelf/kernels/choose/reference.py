@@ -34,12 +34,13 @@ def _units(queries: Tensor, choice: Choice, head: int) -> list[tuple[float, int,
     for part, units in enumerate(choice.units):
         start, parents = 0, _better(queries, choice, units, head)
         for u in range(units.begins[head], units.begins[head + 1]):
-            if not units.forced[u] and (u - units.begins[head]) // units.children not in parents:
+            forced = choice.force and bool(units.forced[u])
+            if not forced and (u - units.begins[head]) // units.children not in parents:
                 start = int(units.ends[u])
                 continue
             score = _score(queries, choice, units, u, head)
             end = int(units.ends[u])
-            found.append((-score if math.isfinite(score) else -math.inf, part, start, end, bool(units.forced[u])))
+            found.append((-score if math.isfinite(score) else -math.inf, part, start, end, forced))
             start = end
     return found
 

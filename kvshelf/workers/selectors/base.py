@@ -68,8 +68,8 @@ class UnitSelector(Selector):
         return True
 
     @abstractmethod
-    def units(self, prefix: PackedPrefix, layer: int) -> Units | None:
-        """The units of one prefix of a layer, made once for all questions; None: the prefix is read whole."""
+    def units(self, prefix: PackedPrefix, layer: int) -> Units:
+        """The units of one prefix of a layer, made once for all questions."""
 
     def columns(self, layer: int) -> Tensor | None:  # noqa: ARG002
         """The channels of a query that the columns of the summaries stand for; see `Choice`."""

@@ -58,9 +58,7 @@ class Fasa(UnitSelector):
         best = torch.tensor(self.measured.best(layer, count))  # [kv_heads, chunks]
         return torch.cat([best, best + half], dim=1)
 
-    def units(self, prefix: PackedPrefix, layer: int) -> Units | None:
-        if max(prefix.lengths) <= 2 * self.always:
-            return None
+    def units(self, prefix: PackedPrefix, layer: int) -> Units:
         columns = self.columns(layer).to(prefix.keys.device)
         heads = zip(prefix.heads, columns, prefix.lengths, strict=True)
         low = torch.cat([_proxies(keys, own, length) for (keys, _), own, length in heads], dim=1)

@@ -51,7 +51,5 @@ class MPCache(UnitSelector):
     def default_tokens(self, entries: int) -> int:
         return max(LEAST_TOKENS, entries // 5)
 
-    def units(self, prefix: PackedPrefix, layer: int) -> Units | None:  # noqa: ARG002
-        if max(prefix.lengths) <= _COARSE:
-            return None
+    def units(self, prefix: PackedPrefix, layer: int) -> Units:  # noqa: ARG002
         return replace(of_pages(prefix, _CLUSTER), parents=of_pages(prefix, _COARSE), children=_COARSE // _CLUSTER)

@@ -45,7 +45,7 @@ class Quest(UnitSelector):
     def chooses(self, layer: int, num_layers: int) -> bool:
         return layer >= (num_layers // 16 if self.dense_layers is None else self.dense_layers)
 
-    def units(self, prefix: PackedPrefix, layer: int) -> Units | None:  # noqa: ARG002
+    def units(self, prefix: PackedPrefix, layer: int) -> Units:  # noqa: ARG002
         quantized = not isinstance(prefix.keys, Tensor)
         page = self.page or (prefix.keys.group if quantized else PLAIN_PAGE)  # type: ignore[union-attr]
-        return of_pages(prefix, page) if max(prefix.lengths) > page else None
+        return of_pages(prefix, page)

@@ -82,7 +82,7 @@ class Attachment:
         self._records = records if coder is None else _decoded(records, coder, cache.repositioned)
         self._prefixes: list[tuple[Prefix, ...] | None] = [None] * len(self._records)
         self._states: list[tuple[State, ...] | None] = [None] * len(self._records)
-        self._units: dict[UnitSelector, dict[int, list[tuple[PackedPrefix, Units | None]]]] = {}
+        self._units: dict[UnitSelector, dict[int, list[tuple[PackedPrefix, Units]]]] = {}
         self._arrived = False
 
     @property
@@ -98,7 +98,7 @@ class Attachment:
     def nbytes(self) -> int:
         """Bytes in memory, with those of selectors' units."""
         layers = [layer for layers in list(self._units.values()) for layer in list(layers.values())]
-        return self._attached_bytes + sum(units.nbytes for layer in layers for _, units in layer if units is not None)
+        return self._attached_bytes + sum(units.nbytes for layer in layers for _, units in layer)
 
     @property
     def arrived(self) -> bool:
@@ -130,7 +130,7 @@ class Attachment:
         found = entries_of(self._record(layer, wait))
         return () if found is None else parts_of(self._read(found))
 
-    def units(self, selector: UnitSelector, layer: int) -> list[tuple[PackedPrefix, Units | None]]:
+    def units(self, selector: UnitSelector, layer: int) -> list[tuple[PackedPrefix, Units]]:
         """The prefixes of this layer, which are packed, each with the units that a selector chooses from. Made once for
         all questions with an equal selector. Any thread may ask, once the layer has arrived."""
         while selector not in self._units and len(self._units) >= _SELECTORS_HELD:

@@ -92,27 +92,27 @@ def _chosen_by_units(selector: UnitSelector, document: Attached, layer: int, bud
     if sum(max(prefix.lengths) for prefix in require_packed(prefixes)) <= budget:
         return prefixes
     found = [each for part in document.parts for each in part.units(selector, layer)]
-    whole = sum(max(prefix.lengths) for prefix, units in found if units is None)
-    of_units = [(prefix, units) for prefix, units in found if units is not None]
-    always = whole + max(map(sum, zip(*(units.forced_rows for _, units in of_units), strict=True)), default=0)
+    # Of several documents none has entries that are always read: they would fill the budget that all share.
+    alone = len(document.parts) == 1
+    always = max(map(sum, zip(*(units.forced_rows for _, units in found), strict=True))) if alone else 0
     if budget < always:
         raise InvalidRequest(
-            f"select.tokens is {budget}, and selector {selector.name!r} always reads {always} entries here: a cache's "
-            "first and last ones, and those in full precision beside a codec; give more",
+            f"select.tokens is {budget}, and selector {selector.name!r} always reads {always} entries here, the first "
+            "and the last ones; give more",
             param="select.tokens",
         )
-    room = tuple(Chosen.room(prefix.lengths, budget - whole, prefix.keys.device) for prefix, _ in of_units)
+    room = tuple(Chosen.room(prefix.lengths, budget, prefix.keys.device) for prefix, _ in found)
     choice = Choice(
-        tuple(units for _, units in of_units),
+        tuple(units for _, units in found),
         room,
-        budget - whole,
+        budget,
         linear=selector.linear,
         relu=selector.relu,
         group=selector.group,
         columns=_on(selector.columns(layer), room[0].rows.device),
+        force=alone,
     )
-    chosen = iter(room)
-    return tuple(prefix if units is None else SelectedPrefix(prefix, next(chosen), choice) for prefix, units in found)
+    return tuple(SelectedPrefix(prefix, chosen, choice) for (prefix, _), chosen in zip(found, room, strict=True))
 
 
 def _on(columns: Tensor | None, device: torch.device) -> Tensor | None:
