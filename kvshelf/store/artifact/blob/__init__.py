@@ -2,25 +2,27 @@
 
     fixed part   magic, major, minor, header length                          16 bytes
     header       msgpack, then zeros up to a multiple of 64
-    body         one segment per layer: its records' arrays, each aligned to 64 and padded with zeros
+    body         one segment per layer: its records' arrays, each aligned to 64 and padded with zeros, then the digests
+                 of its runs of rows
     trailer      total length, root digest                                   40 bytes
 
-Each segment's digest lies in the header, and the root digest covers the fixed part, the header, its padding and the
-total length. So every byte is covered and hashed once; hashing the whole blob again would double the time of a read.
-The digests also let a reader use a layer before the next one has arrived.
+The digest of each segment's head lies in the header, the digests of its runs in that head, and the root digest covers
+the fixed part, the header, its padding and the total length. So every byte is covered and hashed once; hashing the
+whole blob again would double the time of a read. The digests also let a reader use a layer before the next one has
+arrived, and some runs of a layer without the others.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import BinaryIO
 
-from blake3 import blake3
-
 from kvshelf.errors import BlobError, InvalidRequest
+from kvshelf.store.artifact.blob.digests import digests_of, require_head, require_run
 from kvshelf.store.artifact.blob.frame import (
     FIXED,
     TRAILER,
@@ -30,7 +32,7 @@ from kvshelf.store.artifact.blob.frame import (
     open_frame,
 )
 from kvshelf.store.artifact.blob.header import Header
-from kvshelf.store.artifact.blob.layer import Layer, aligned
+from kvshelf.store.artifact.blob.layer import DIGEST_BYTES, Layer, aligned
 
 _CHUNK = 1 << 20  # fits the processor's cache between reading and hashing
 
@@ -55,8 +57,13 @@ class PackedBlob:
 
 
 def check_segment(index: int, layer: Layer, segment: memoryview) -> None:
-    """Raise `BlobError` unless a layer's segment matches its digest and its padding is zero."""
-    _require_digest(f"segment {index}", blake3(segment).digest(), layer.digest)
+    """Raise `BlobError` unless a layer's segment matches its digests and its padding is zero."""
+    _check_digests(index, layer, [segment], lambda: segment[layer.run_digests.offset :])
+    check_padding(index, layer, segment)
+
+
+def check_padding(index: int, layer: Layer, segment: memoryview) -> None:
+    """Raise `BlobError` unless the padding behind each array is zero."""
     for span in layer.spans:
         end = span.offset + span.nbytes
         if any(segment[end : aligned(end)]):
@@ -90,10 +97,9 @@ def verify_file(file: BinaryIO, size: int) -> BlobSummary:
     summary = open_file(file, size)
     buffer = bytearray(_CHUNK)
     for index, layer in enumerate(summary.header.layers):  # segments follow each other without holes
-        digest = blake3()
-        for chunk in _chunks(file, buffer, layer.nbytes):
-            digest.update(chunk)
-        _require_digest(f"segment {index}", digest.digest(), layer.digest)
+        rows, digests = layer.run_digests.offset, layer.nbytes - layer.run_digests.offset
+        # The digests come last: those of the bytes before are all computed by then.
+        _check_digests(index, layer, _chunks(file, buffer, rows), partial(_read, file, digests))
     return summary
 
 
@@ -104,9 +110,14 @@ def as_view(data: Buffer) -> memoryview:
         raise InvalidRequest(f"a blob is a run of bytes, not {type(data).__name__}", param="blob") from error
 
 
-def _require_digest(what: str, actual: bytes, expected: bytes) -> None:
-    if actual != expected:
-        raise BlobError(f"{what} is not what was written: its digest differs", reason="digest_mismatch")
+def _check_digests(index: int, layer: Layer, buffers: Iterable[memoryview], read_digests: Callable[[], Buffer]) -> None:
+    """read_digests: gives the stored digests of the runs, once `buffers` has given the bytes before them."""
+    head, found = digests_of(layer, buffers)
+    stored = memoryview(read_digests())
+    head.update(stored)
+    require_head(index, layer, head.digest())
+    for run in range(layer.num_runs):
+        require_run(index, run, found[run * DIGEST_BYTES : (run + 1) * DIGEST_BYTES], stored)
 
 
 def _read(file: BinaryIO, size: int) -> bytes:

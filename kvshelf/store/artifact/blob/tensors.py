@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from blake3 import blake3
-
 from kvshelf.errors import BlobError, InvalidRequest
 from kvshelf.store.artifact.blob import PackedBlob, as_view, check_segment, inspect
 from kvshelf.store.artifact.blob.body import Body
+from kvshelf.store.artifact.blob.digests import digests_of
 from kvshelf.store.artifact.blob.frame import TRAILER, Buffer, close_frame
 from kvshelf.store.artifact.blob.header import HEADER_LIMIT, Header, IdentityHeader, parse_header
-from kvshelf.store.artifact.blob.layer import Layer, aligned
+from kvshelf.store.artifact.blob.layer import DIGEST_BYTES, Layer, aligned, run_count
 from kvshelf.store.artifact.blob.segment import read_layer, write_layer
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.artifact.records import LayerRecord
@@ -71,17 +70,17 @@ def _segment(record: LayerRecord, num_tokens: int, offset: int) -> tuple[Layer, 
     """One layer's header and the buffers of its segment, padding included."""
     written = write_layer(record, num_tokens)
     buffers: list[memoryview] = []
-    digest = blake3()
     for data in written.arrays:
-        padding = memoryview(bytes(aligned(len(data)) - len(data)))
-        buffers.extend((data, padding))
-        digest.update(data).update(padding)
+        buffers += [data, memoryview(bytes(aligned(len(data)) - len(data)))]
+    rows = sum(map(len, buffers))
     layer = Layer(
         **written.dims._asdict(),
         records=written.records,
         states=written.states,
         offset=offset,
-        nbytes=sum(map(len, buffers)),
-        digest=digest.digest(),
+        nbytes=rows + aligned(DIGEST_BYTES * sum(map(run_count, written.records))),
+        digest=bytes(DIGEST_BYTES),
     )
-    return layer, buffers
+    head, digests = digests_of(layer, buffers)
+    head.update(memoryview(digests))
+    return layer.model_copy(update={"digest": head.digest()}), [*buffers, memoryview(digests)]
