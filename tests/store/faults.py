@@ -656,7 +656,8 @@ def sizes_that_fit_but_for_the_file(p: Parts) -> None:
     entries = _all_of_a_long_document(p, 4096)
     keys, values = entries * 3 * 4, entries * 5 * 4
     p.record.update(lengths=[2**31 - 1] * 4096, position_encoding="range", sizes=[keys, values, 0])
-    p.first["nbytes"] = aligned(keys) + aligned(values)
+    digests = (2**21 + 1) * 32  # of the runs, and of all rows
+    p.first["nbytes"] = aligned(keys) + aligned(values) + aligned(digests)
 
 
 @case("truncated", encoded_blob)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Annotated, Final, Literal, NamedTuple
@@ -56,9 +56,9 @@ class Span(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Bytes of a segment that follow the cut before. run: the run that they belong to, None for the segment's head."""
+    """Bytes of a segment that follow the cut before: rows that are in runs, or a part of the segment's head."""
 
-    run: int | None
+    in_run: bool
     nbytes: int
 
 
@@ -171,7 +171,7 @@ class Layer(Strict):
 
     offset: bytes from the start of the body (the first aligned byte after the header), so that it does not depend on
     the header's own length. nbytes: the segment with its padding. digest: BLAKE3 of the segment's head, which is those
-    bytes without the rows of runs, and ends with the digests of the runs.
+    bytes without the rows in runs, and ends with the digests of the runs and of all their rows together.
     """
 
     dtype: DtypeName
@@ -255,33 +255,59 @@ class Layer(Strict):
         return sum(map(run_count, self.records))
 
     @property
-    def run_digests(self) -> Span:
-        """The digests of the runs, the last array of the segment."""
-        nbytes = self.num_runs * DIGEST_BYTES
+    def digests(self) -> Span:
+        """The last array of the segment: the digest of each run, then that of the rows of all."""
+        nbytes = digests_bytes(self.records)
         return Span(self.nbytes - aligned(nbytes), nbytes)
+
+    @property
+    def digests_padding(self) -> int:
+        """Bytes behind that array."""
+        return self.nbytes - self.digests.offset - self.digests.nbytes
 
     @property
     def spans(self) -> Iterator[Span]:
         """Those of all arrays, in segment order."""
         yield from (span for spans in self.arrays for span in spans.values())
         yield from self.state_spans
-        yield self.run_digests
+        yield self.digests
 
     def cuts(self) -> Iterator[Cut]:
-        """The segment up to the digests of its runs, cut where a run begins or ends. Not kept in memory: a long
-        document has hundreds of thousands."""
+        """The segment up to its array of digests, cut where an array with rows in runs begins or ends."""
         end = 0
+        for _, _, _, span in self._arrays_in_runs():
+            yield Cut(False, span.offset - end)
+            yield Cut(True, span.nbytes)
+            end = span.offset + span.nbytes
+        yield Cut(False, self.digests.offset - end)
+
+    def head_spans(self) -> list[Span]:
+        """The parts of the segment's head, in order."""
+        found, end = [], 0
+        for in_run, nbytes in (*self.cuts(), Cut(False, self.nbytes - self.digests.offset)):
+            if not in_run and nbytes:
+                found.append(Span(end, nbytes))
+            end += nbytes
+        return found
+
+    def run_spans(self) -> list[list[Span]]:
+        """The parts of each run, in segment order: array by array, and head by head within an array."""
+        found: list[list[Span]] = [[] for _ in range(self.num_runs)]
+        for record, runs, array, span in self._arrays_in_runs():
+            start = span.offset
+            for length in record.lengths:
+                for run, first in zip(runs, range(0, length, RUN_ROWS), strict=False):
+                    nbytes = array.nbytes(min(RUN_ROWS, length - first))
+                    found[run].append(Span(start, nbytes))
+                    start += nbytes
+        return found
+
+    def _arrays_in_runs(self) -> Iterator[tuple[RecordHeader, range, RowArray, Span]]:
+        """Every array with rows in runs, with its record and the numbers of its runs."""
         for record, spans, runs in zip(self.records, self.arrays, self.runs, strict=True):
-            if not runs:
-                continue
-            for array in row_arrays(record, self.dims):
-                start = spans[array.name].offset
-                yield Cut(None, start - end)
-                for length in record.lengths:
-                    for run, first in zip(runs, range(0, length, RUN_ROWS), strict=False):
-                        yield Cut(run, array.nbytes(min(RUN_ROWS, length - first)))
-                end = start + spans[array.name].nbytes
-        yield Cut(None, self.run_digests.offset - end)
+            if runs:
+                for array in row_arrays(record, self.dims):
+                    yield record, runs, array, spans[array.name]
 
     def check(self, index: int, num_tokens: int) -> None:
         """Raise `BlobError` unless the records agree with each other and fill a segment of this size."""
@@ -359,6 +385,12 @@ def run_count(record: RecordHeader) -> int:
 def class_bytes(lengths: list[int]) -> int:
     """Bytes of one class index: two, unless a head has more classes than two bytes can count."""
     return 2 if max(lengths) <= 1 << 16 else 4
+
+
+def digests_bytes(records: Sequence[RecordHeader]) -> int:
+    """Bytes of the digests at the end of a segment, without padding: none without runs."""
+    runs = sum(map(run_count, records))
+    return (runs + 1) * DIGEST_BYTES if runs else 0
 
 
 def _check_record(where: str, record: RecordHeader, dims: Dims, num_tokens: int) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvshelf.errors import BlobError, InvalidRequest
-from kvshelf.store.artifact.blob import PackedBlob, as_view, check_segment, inspect
+from kvshelf.store.artifact.blob import PackedBlob, as_view, check_runs, check_segment, inspect
 from kvshelf.store.artifact.blob.body import Body
-from kvshelf.store.artifact.blob.digests import digests_of
+from kvshelf.store.artifact.blob.digests import sealed
 from kvshelf.store.artifact.blob.frame import TRAILER, Buffer, close_frame
 from kvshelf.store.artifact.blob.header import HEADER_LIMIT, Header, IdentityHeader, parse_header
-from kvshelf.store.artifact.blob.layer import DIGEST_BYTES, Layer, aligned, run_count
+from kvshelf.store.artifact.blob.layer import DIGEST_BYTES, Layer, aligned, digests_bytes
 from kvshelf.store.artifact.blob.segment import read_layer, write_layer
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.artifact.records import LayerRecord
@@ -26,7 +26,9 @@ def decode(data: Buffer) -> tuple[Header, tuple[LayerRecord, ...]]:
     header = inspect(data).header
     view = as_view(data)[-header.body_bytes - TRAILER.size :]
     for index, layer in enumerate(header.layers):
-        check_segment(index, layer, view[layer.offset : layer.offset + layer.nbytes])
+        segment = view[layer.offset : layer.offset + layer.nbytes]
+        check_segment(index, layer, segment)
+        check_runs(index, layer, segment)
     body = Body(view)
     return header, tuple(read_layer(index, header, body) for index in range(len(header.layers)))
 
@@ -78,9 +80,9 @@ def _segment(record: LayerRecord, num_tokens: int, offset: int) -> tuple[Layer, 
         records=written.records,
         states=written.states,
         offset=offset,
-        nbytes=rows + aligned(DIGEST_BYTES * sum(map(run_count, written.records))),
+        nbytes=rows + aligned(digests_bytes(written.records)),
         digest=bytes(DIGEST_BYTES),
     )
-    head, digests = digests_of(layer, buffers)
-    head.update(memoryview(digests))
-    return layer.model_copy(update={"digest": head.digest()}), [*buffers, memoryview(digests)]
+    digest, digests = sealed(layer, buffers)
+    buffers += [memoryview(digests), memoryview(bytes(layer.digests_padding))]
+    return layer.model_copy(update={"digest": digest}), buffers
