@@ -18,6 +18,7 @@ from tests.store.hostile import (
     latents_blob,
     record_field,
     recorder,
+    runs_blob,
     some_blob,
     sorted_fields,
     state_blob,
@@ -649,6 +650,39 @@ def _all_of_a_long_document(p: Parts, heads: int) -> int:
     """Each of so many heads keeps every token of the longest document. Returns the number of entries."""
     p.fields["num_tokens"] = p.fields["next_position"] = p.fields["identity"]["num_tokens"] = 2**31 - 1
     return heads * (2**31 - 1)
+
+
+@case("digest_mismatch", runs_blob)
+def digests_of_two_runs_swapped(p: Parts) -> None:
+    found = bytes(p.digests[:64])
+    p.digests[:64] = found[32:] + found[:32]
+
+
+@case("digest_mismatch", runs_blob)
+def rows_of_a_run_changed(p: Parts) -> None:
+    p.array(0, "keys")[5000] ^= 1
+
+
+@case("digest_mismatch", runs_blob)
+def digest_of_all_rows_changed(p: Parts) -> None:
+    p.digests[70] ^= 1
+
+
+@case("nonzero_padding", runs_blob)
+def padding_behind_digests(p: Parts) -> None:
+    p.digests[-1] = 1
+
+
+@case("size_mismatch", runs_blob)
+def too_few_digests(p: Parts) -> None:
+    del p.body[-64:]
+    p.first["nbytes"] -= 64
+
+
+@case("size_mismatch", runs_blob)
+def too_many_digests(p: Parts) -> None:
+    p.body += bytes(64)
+    p.first["nbytes"] += 64
 
 
 @case("truncated")

@@ -25,6 +25,7 @@ from tests.store.hostile import (
     latents_blob,
     places,
     refusal,
+    runs_blob,
     require_one_form,
     some_blob,
     state_blob,
@@ -36,7 +37,10 @@ from tests.store.hostile import (
 ROOT = Path(__file__).parents[3]
 
 
-SOME = [some_blob, encoded_blob, kept_blob, two_layers, whole_blob, window_blob, chunk_blob, latents_blob, state_blob]
+SOME = [
+    some_blob, encoded_blob, kept_blob, two_layers, whole_blob, runs_blob, window_blob, chunk_blob, latents_blob,
+    state_blob,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("make", SOME)
