@@ -21,13 +21,17 @@ from kvshelf.store.artifact.partial import PartialCache, PartialLayer
 from kvshelf.store.artifact.records import Latents, LayerRecord, PackedRecord, State, States
 from kvshelf.store.blobs import SeekableFile
 from kvshelf.store.disk import DiskStore
+from kvshelf.store.objects.blobs import ObjectBlobs
 from kvshelf.store.rules import Rules
 from kvshelf.store.sealing.keyring import Keyring
 from kvshelf.store.tiers.disk import DiskTier
 from kvshelf.store.tiers.ram import RamTier
 from kvshelf.store.tiers.tiered import TieredStore
 from tests.store.caches import make_cache, make_identity, make_layer, make_merged, parts_of, require_equal
-from tests.store.places import Clock, DiskPlace, Place
+from tests.store.objects.servers import S3Server
+from tests.store.places import Clock, DiskPlace, ObjectsPlace, Place, RedisPlace
+from tests.store.processes import start_child
+from tests.store.redis.servers import ValkeyServer
 
 CODECS = ["none", "int8:residual=0", "int4", "int4:group=64,residual=1500", "int2:group=1024,residual=0", "mixed"]
 
@@ -59,8 +63,8 @@ def rows(record: PackedRecord, run: int) -> list[torch.Tensor]:
         if isinstance(side, torch.Tensor):
             found += [head[start : start + RUN_ROWS] for head in torch.split(side, record.lengths)]
         else:
-            for head in side.heads():
-                coded = head.coded(min(start, len(head)), min(start + RUN_ROWS, len(head)))
+            for head in (head for head in side.heads() if start < len(head)):
+                coded = head.coded(start, min(start + RUN_ROWS, len(head)))
                 found += [coded.codes, coded.scales, coded.zeros]
     return found
 
@@ -258,6 +262,43 @@ def test_a_cache_that_is_deleted_while_it_is_open_can_be_read_on(place: Place, c
             shelf.delete(manifest.id)
             layer.fetch([2])
             require_rows(layer, long_cache().layers[0])
+
+
+def test_redis_sends_no_more_than_was_asked_for(shared_valkey: ValkeyServer) -> None:
+    """Though the header is longer than what comes with the lease, and a whole read would go on with all that follows."""
+    cache = make_cache(num_tokens=6000, lengths=((6000, 5500), *[(7, 8)] * 60), dims=(64, 64))
+    with RedisPlace(shared_valkey).open() as shelf:
+        manifest = shelf.put(cache)
+        assert manifest.bytes_stored > 5 << 20
+        before = shared_valkey.client().info("stats")["total_net_output_bytes"]
+        with shelf.open_parts(manifest.id) as parts:
+            parts.layer(0).fetch([4])
+        sent = shared_valkey.client().info("stats")["total_net_output_bytes"] - before
+        assert 2 * RUN_ROWS * 128 * 4 < sent < 2 * RUN_ROWS * 128 * 4 + (128 << 10)
+
+
+def test_object_storage_sends_no_more_than_was_asked_for(
+    tmp_path: Path, shared_s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for gaps that take less time than a request."""
+    asked: list[int] = []
+    fetch = ObjectBlobs._range
+
+    def counted(blobs: ObjectBlobs, path: str, start: int, stop: int) -> memoryview:
+        asked.append(stop - start)
+        return fetch(blobs, path, start, stop)
+
+    monkeypatch.setattr(ObjectBlobs, "_range", counted)
+    place = ObjectsPlace(DiskPlace(tmp_path / "home"), shared_s3, start_child)
+    with place.open() as shelf:
+        manifest = shelf.put(make_cache(num_tokens=6000, lengths=((6000, 5500),), dims=(64, 64)))
+        asked.clear()
+        with shelf.open_parts(manifest.id) as parts:
+            layer = parts.layer(0)
+            layer.fetch([2, 3])
+        rows_of_a_head = 2 * RUN_ROWS * 64 * 4
+        assert sorted(asked)[-4:] == [rows_of_a_head] * 4
+        assert sum(asked) < 4 * rows_of_a_head + (64 << 10)
 
 
 @contextmanager
