@@ -265,7 +265,7 @@ def test_a_cache_that_is_deleted_while_it_is_open_can_be_read_on(place: Place, c
 
 
 def test_redis_sends_no_more_than_was_asked_for(shared_valkey: ValkeyServer) -> None:
-    """Though the header is longer than what comes with the lease, and a whole read would go on with all that follows."""
+    """Though the header is longer than what comes with the lease, and a whole read would request all that follows."""
     cache = make_cache(num_tokens=6000, lengths=((6000, 5500), *[(7, 8)] * 60), dims=(64, 64))
     with RedisPlace(shared_valkey).open() as shelf:
         manifest = shelf.put(cache)
