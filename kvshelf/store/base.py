@@ -19,6 +19,7 @@ from kvshelf.store.types import UNSET, BlobFile, Page, Receipt, Scrubbed, Swept,
 if TYPE_CHECKING:
     from kvshelf.store.artifact.arriving import ArrivingCache
     from kvshelf.store.artifact.cache import CompressedCache
+    from kvshelf.store.artifact.partial import PartialCache
 
 
 class Store(abc.ABC):
@@ -88,6 +89,15 @@ class Store(abc.ABC):
 
         Raises as `get` does; a damaged layer is found when it is read. Reading may finish although the cache is
         deleted meanwhile. Close the result before the store.
+        """
+
+    @abc.abstractmethod
+    def open_parts(self, cache_id: str, *, tenant: str = "default") -> PartialCache:
+        """Open a cache of which only some runs of rows are read; its header and content address are checked.
+
+        Raises as `get` does; damage is found when it is read. The parts of a sealed cache are read layer by layer,
+        because a segment is sealed as a whole. Reading may go on although the cache is deleted meanwhile. Close the
+        result before the store.
         """
 
     @abc.abstractmethod

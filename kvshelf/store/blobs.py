@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from io import RawIOBase
 from typing import TYPE_CHECKING, ClassVar, Final
 
+from kvshelf.store.artifact.memory import fill
+
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
@@ -85,7 +87,7 @@ class Blobs(abc.ABC):
         """
 
     @abc.abstractmethod
-    def open(self, name: str, nbytes: int, *, once: bool = False) -> RawIOBase | None:
+    def open(self, name: str, nbytes: int, *, once: bool = False) -> StoredFile | None:
         """A seekable file at byte 0, or None if the name does not exist.
 
         The file holds a lease until it is closed: its bytes can be read to the end although the name is removed
@@ -147,7 +149,19 @@ class Blobs(abc.ABC):
         """Let go of files and connections."""
 
 
-class SeekableFile(RawIOBase):
+class StoredFile(RawIOBase):
+    """A seekable file of a store, for one thread at a time."""
+
+    def read_ranges(self, ranges: Sequence[tuple[int, memoryview]], /) -> None:
+        """Fill each buffer from its byte of the file on. The ranges ascend and do not overlap; they are fetched
+        together where fetching takes a round trip, so ask for several at once. Raises as reading does, and `BlobError`
+        if the file ends first."""
+        for start, buffer in ranges:
+            self.seek(start)
+            fill(self, buffer)
+
+
+class SeekableFile(StoredFile):
     """A read-only file of `nbytes` bytes for one thread at a time. `readinto` fills the buffer or reaches the end."""
 
     nbytes: int
@@ -181,3 +195,27 @@ class SeekableFile(RawIOBase):
             self._position += count
             done += count
         return done
+
+
+class RangesFile(SeekableFile):
+    """A file that is read in ranges alone: no home takes a read for the beginning of all that follows. Closing it
+    leaves the file below open."""
+
+    def __init__(self, file: StoredFile) -> None:
+        super().__init__()
+        self._file = file
+        self.nbytes = file.seek(0, os.SEEK_END)
+
+    def _read_some(self, view: memoryview) -> int:
+        self._file.read_ranges([(self._position, view)])
+        return len(view)
+
+
+def neighbours(ranges: Sequence[tuple[int, memoryview]], gap: int) -> Iterator[Sequence[tuple[int, memoryview]]]:
+    """Ranges in groups: within one, at most `gap` bytes lie between a range and the next."""
+    start = 0
+    for index in range(1, len(ranges) + 1):
+        before, buffer = ranges[index - 1]
+        if index == len(ranges) or ranges[index][0] - before - len(buffer) > gap:
+            yield ranges[start:index]
+            start = index

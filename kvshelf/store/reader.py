@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from io import BufferedReader, RawIOBase
+from io import BufferedReader
 
 from kvshelf.errors import BlobError, CacheCorrupt, CacheExpired, SourceNotKept, StoreError
 from kvshelf.store import checks
-from kvshelf.store.blobs import Blobs
+from kvshelf.store.blobs import Blobs, StoredFile
 from kvshelf.store.index import Entry, Index
 from kvshelf.store.manifest import source_digest
 from kvshelf.store.rules import Rules
@@ -52,7 +52,7 @@ class Reader:
         return entry
 
     @contextmanager
-    def opening(self, cache_id: str, tenant: str, *, once: bool = False) -> Iterator[tuple[Entry, RawIOBase, int]]:
+    def opening(self, cache_id: str, tenant: str, *, once: bool = False) -> Iterator[tuple[Entry, StoredFile, int]]:
         """The plain blob of a cache and its size; the caller closes it. Closed here if the block raises.
 
         once: see `Blobs.open`.
@@ -65,7 +65,7 @@ class Reader:
             file.close()
             raise
 
-    def _open(self, cache_id: str, tenant: str, once: bool) -> tuple[Entry, RawIOBase]:
+    def _open(self, cache_id: str, tenant: str, once: bool) -> tuple[Entry, StoredFile]:
         """Open a cache's blob. If the cache is deleted or replaced meanwhile, the index decides."""
         entry = self.ready(cache_id, tenant)
         while True:

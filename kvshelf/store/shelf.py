@@ -16,7 +16,7 @@ from kvshelf.store.artifact import blob, codecs
 from kvshelf.store.artifact.blob.frame import FORMAT_MAJOR, BlobSummary
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.base import Store
-from kvshelf.store.blobs import Blobs, Health, Step
+from kvshelf.store.blobs import Blobs, Health, RangesFile, Step
 from kvshelf.store.index import KEEP_ENDED_S, Entry, Index, Query
 from kvshelf.store.jobs.batches import Batches
 from kvshelf.store.jobs.bodies import Bodies
@@ -32,6 +32,7 @@ from kvshelf.store.writer import Content, Writer, blob_content, is_whole, source
 if TYPE_CHECKING:
     from kvshelf.store.artifact.arriving import ArrivingCache
     from kvshelf.store.artifact.cache import CompressedCache
+    from kvshelf.store.artifact.partial import PartialCache
 
 
 class Shelf(Store):
@@ -190,6 +191,15 @@ class Shelf(Store):
             guard = partial(self._reader.quarantining, entry)
             self._require_address(cache_id, tenant, summary)
             return ArrivingCache(summary, file, guard, read_ahead=self._blobs.read_ahead)
+
+    def open_parts(self, cache_id: str, *, tenant: str = "default") -> PartialCache:
+        from kvshelf.store.artifact.partial import PartialCache  # here, because it imports torch
+
+        with self._reader.opening(cache_id, tenant) as (entry, file, nbytes):
+            summary = blob.open_file(RangesFile(file), nbytes)  # type: ignore[arg-type]
+            require_root(entry, summary.root)
+            self._require_address(cache_id, tenant, summary)
+            return PartialCache(summary, file, partial(self._reader.quarantining, entry))
 
     def open_blob(self, cache_id: str, *, tenant: str = "default") -> BlobFile:
         with self._reader.opening(cache_id, tenant) as (entry, file, nbytes):

@@ -8,6 +8,7 @@ leaves the whole cache or none, and at worst bytes that a sweep removes.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +20,7 @@ from typing import Final
 from kvshelf.errors import BlobError, QuotaExceeded, StorageFull, StoreError, StoreUnavailable
 from kvshelf.store import eviction, housekeeping, sealing
 from kvshelf.store.artifact import blob
-from kvshelf.store.blobs import Blobs, Step, new_name
+from kvshelf.store.blobs import Blobs, Step, StoredFile, new_name
 from kvshelf.store.index import Entry, Index, Quota, Writing, lapsed
 from kvshelf.store.manifest import Manifest, source_digest
 from kvshelf.store.rules import Rules
@@ -235,7 +236,7 @@ def is_whole(blobs: Blobs, entry: Entry) -> bool:
     return all(blobs.holds(name, nbytes) for name, nbytes in entry.names())
 
 
-def opened(blobs: Blobs, rules: Rules, name: str, nbytes: int, tenant: str, subject: str) -> tuple[RawIOBase, int]:
+def opened(blobs: Blobs, rules: Rules, name: str, nbytes: int, tenant: str, subject: str) -> tuple[StoredFile, int]:
     """The plain content of a name, open at byte 0, and its size.
 
     Raises `BlobError` (reason "missing") if the name does not exist, and as `sealing.unseal` does.
@@ -250,11 +251,13 @@ def opened(blobs: Blobs, rules: Rules, name: str, nbytes: int, tenant: str, subj
         raise
 
 
-def plain(file: RawIOBase, rules: Rules, nbytes: int, tenant: str, subject: str) -> tuple[RawIOBase, int]:
+def plain(file: StoredFile, rules: Rules, nbytes: int, tenant: str, subject: str) -> tuple[StoredFile, int]:
     """The plain bytes of an open file, at byte 0, and their number. The result owns the file."""
-    first = file.read(len(sealing.MAGIC)) or b""
+    size = file.seek(0, os.SEEK_END)
+    first = bytearray(min(size, len(sealing.MAGIC)))
+    file.read_ranges([(0, memoryview(first))])
     file.seek(0)
-    if not sealing.is_sealed(first):
+    if not sealing.is_sealed(bytes(first)):
         return file, nbytes
     if rules.keyring is None:
         raise StoreUnavailable(

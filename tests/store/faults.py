@@ -18,6 +18,7 @@ from tests.store.hostile import (
     latents_blob,
     record_field,
     recorder,
+    runs_blob,
     some_blob,
     sorted_fields,
     state_blob,
@@ -651,12 +652,46 @@ def _all_of_a_long_document(p: Parts, heads: int) -> int:
     return heads * (2**31 - 1)
 
 
+@case("digest_mismatch", runs_blob)
+def digests_of_two_runs_swapped(p: Parts) -> None:
+    found = bytes(p.digests[:64])
+    p.digests[:64] = found[32:] + found[:32]
+
+
+@case("digest_mismatch", runs_blob)
+def rows_of_a_run_changed(p: Parts) -> None:
+    p.array(0, "keys")[5000] ^= 1
+
+
+@case("digest_mismatch", runs_blob)
+def digest_of_all_rows_changed(p: Parts) -> None:
+    p.digests[70] ^= 1
+
+
+@case("nonzero_padding", runs_blob)
+def padding_behind_digests(p: Parts) -> None:
+    p.digests[-1] = 1
+
+
+@case("size_mismatch", runs_blob)
+def too_few_digests(p: Parts) -> None:
+    del p.body[-64:]
+    p.first["nbytes"] -= 64
+
+
+@case("size_mismatch", runs_blob)
+def too_many_digests(p: Parts) -> None:
+    p.body += bytes(64)
+    p.first["nbytes"] += 64
+
+
 @case("truncated")
 def sizes_that_fit_but_for_the_file(p: Parts) -> None:
     entries = _all_of_a_long_document(p, 4096)
     keys, values = entries * 3 * 4, entries * 5 * 4
     p.record.update(lengths=[2**31 - 1] * 4096, position_encoding="range", sizes=[keys, values, 0])
-    p.first["nbytes"] = aligned(keys) + aligned(values)
+    digests = (2**21 + 1) * 32  # of the runs, and of all rows
+    p.first["nbytes"] = aligned(keys) + aligned(values) + aligned(digests)
 
 
 @case("truncated", encoded_blob)

@@ -29,6 +29,16 @@ class _Coded:
     num_channels: int
     dtype: torch.dtype
 
+    @property
+    def finite(self) -> bool:
+        """Whether every code stands for a finite number of `dtype`.
+
+        If a group's range ends near the largest number of the dtype, rounding the step up can lead past that number.
+        """
+        bottom = self.zeros.float()
+        top = bottom + self.scales.float() * (2**self.bits - 1)
+        return all(bool(torch.isfinite(end.to(self.dtype)).all()) for end in (bottom, top))
+
 
 class HeadRows(_Coded):
     """The rows of one KV head, `[length, num_channels]` once dequantized. Indexed like a tensor, by its rows only."""
@@ -44,6 +54,12 @@ class HeadRows(_Coded):
         assert step == 1
         coding = (self.bits, self.group, self.axis, self.num_channels, self.dtype)
         return dequantize(self.codes, self.scales, self.zeros, *coding, start, max(start, stop))
+
+    def coded(self, start: int, stop: int) -> HeadRows:
+        """A contiguous range of rows, still coded, as views. `start` is a multiple of the group."""
+        rows = slice(start, stop)
+        scales = slice(start // self.group, -(-stop // self.group)) if self.axis == "tokens" else rows
+        return replace(self, codes=self.codes[rows], scales=self.scales[scales], zeros=self.zeros[scales])
 
     def _picked(self, rows: Tensor) -> Tensor:
         """Rows in any order. Each row gets a copy of its group's scales: it becomes its own group."""
@@ -97,16 +113,6 @@ class QuantizedRows(_Coded):
     @property
     def device(self) -> torch.device:
         return self.codes.device
-
-    @property
-    def finite(self) -> bool:
-        """Whether every code stands for a finite number of `dtype`.
-
-        If a group's range ends near the largest number of the dtype, rounding the step up can lead past that number.
-        """
-        bottom = self.zeros.float()
-        top = bottom + self.scales.float() * (2**self.bits - 1)
-        return all(bool(torch.isfinite(end.to(self.dtype)).all()) for end in (bottom, top))
 
     def to(self, device: torch.device | str) -> QuantizedRows:
         """The same rows on another device."""

@@ -45,6 +45,16 @@ def used_memory(size: int) -> memoryview:
     return _view(owner, size)
 
 
+def sparse_memory(size: int) -> memoryview:
+    """Zeroed memory for `size` bytes, of which a page takes memory once it is written to: for a file of which scattered
+    parts are read. Pages are small, because a huge one would hold 2 MiB for each part."""
+    block = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0))
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # Linux
+        with suppress(OSError):  # a kernel without huge pages
+            block.madvise(mmap.MADV_NOHUGEPAGE)
+    return memoryview(block)[:size]
+
+
 def fill(file: RawIOBase, buffer: memoryview) -> None:
     """Read from a file until the buffer is full. Raises `BlobError` if the file ends first."""
     done = 0

@@ -9,11 +9,11 @@ import stat
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from io import FileIO, RawIOBase
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from kvshelf.store.blobs import Blobs, Step, is_name
+from kvshelf.store.blobs import Blobs, Step, StoredFile, is_name
 from kvshelf.store.disk.faults import translated
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Folder(Blobs):
     def renew(self, name: str, nbytes: int) -> None:
         """A disk drops nothing by itself."""
 
-    def open(self, name: str, nbytes: int, *, once: bool = False) -> RawIOBase | None:  # noqa: ARG002 - the kernel knows
+    def open(self, name: str, nbytes: int, *, once: bool = False) -> StoredFile | None:  # noqa: ARG002 - the kernel knows
         with self._translated():
             try:
                 file = self._file(name, os.O_RDONLY | os.O_NONBLOCK)  # must not block on a planted pipe
@@ -152,7 +152,7 @@ class Folder(Blobs):
         return file
 
 
-class _BlobFile(FileIO):
+class _BlobFile(FileIO, StoredFile):
     """A file that raises the store's errors when it is read."""
 
     place: Path

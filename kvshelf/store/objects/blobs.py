@@ -10,7 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from io import RawIOBase
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
 import obstore
@@ -19,7 +18,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import ObjectStore, from_url
 
 from kvshelf.errors import BlobError, InvalidRequest, StoreError, StoreUnavailable
-from kvshelf.store.blobs import Blobs, Health, Step, is_name
+from kvshelf.store.blobs import Blobs, Health, Step, StoredFile, is_name
 from kvshelf.store.index import Index
 from kvshelf.store.leases import Leases
 from kvshelf.store.objects.address import ObjectPlace
@@ -103,7 +102,7 @@ class ObjectBlobs(Blobs):
     def renew(self, name: str, nbytes: int) -> None:
         """Object storage drops nothing by itself."""
 
-    def open(self, name: str, nbytes: int, *, once: bool = False) -> RawIOBase | None:
+    def open(self, name: str, nbytes: int, *, once: bool = False) -> StoredFile | None:
         path, token = self._path(name), secrets.token_hex(8)
         lease = Lease(lambda: self._leases.hold(name, token), lambda: self._leases.release(name, token))
         if not lease.hold():

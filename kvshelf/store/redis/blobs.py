@@ -15,11 +15,10 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
-from io import RawIOBase
 from typing import Final
 
 from kvshelf.errors import BlobError, StoreUnavailable
-from kvshelf.store.blobs import MARGIN_S, WRITE_LEASE_S, Blobs, Health, Step, is_name
+from kvshelf.store.blobs import MARGIN_S, WRITE_LEASE_S, Blobs, Health, Step, StoredFile, is_name
 from kvshelf.store.leases import READ_LEASE_S
 from kvshelf.store.redis.file import Piece, RedisFile, ends_of
 from kvshelf.store.redis.link import RedisLink
@@ -72,7 +71,7 @@ class RedisBlobs(Blobs):
     def renew(self, name: str, nbytes: int) -> None:
         self._run("renew", self._chunks(name, nbytes), _ms(self._write_lease_s))
 
-    def open(self, name: str, nbytes: int, *, once: bool = False) -> RawIOBase | None:
+    def open(self, name: str, nbytes: int, *, once: bool = False) -> StoredFile | None:
         token = secrets.token_hex(8)
         keys = [self._key(name, "readers"), *self._chunks(name, nbytes)]
         pieces = [Piece(key, size) for key, size in zip(keys[1:], _sizes(nbytes), strict=True)]

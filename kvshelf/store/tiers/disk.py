@@ -29,6 +29,7 @@ from kvshelf.store.types import BlobFile, Scrubbed
 if TYPE_CHECKING:
     from kvshelf.store.artifact.arriving import ArrivingCache
     from kvshelf.store.artifact.cache import CompressedCache
+    from kvshelf.store.artifact.partial import PartialCache
 
 ReadT = TypeVar("ReadT")
 
@@ -124,6 +125,9 @@ class DiskTier(Tier):
 
     def open_cache(self, manifest: Manifest) -> ArrivingCache | None:
         return self._read(manifest, lambda: self._store.open_cache(manifest.id, tenant=manifest.tenant))
+
+    def open_parts(self, manifest: Manifest) -> PartialCache | None:
+        return self._read(manifest, lambda: self._store.open_parts(manifest.id, tenant=manifest.tenant))
 
     def open_blob(self, manifest: Manifest) -> BlobFile | None:
         return self._read(manifest, lambda: self._store.open_blob(manifest.id, tenant=manifest.tenant))

@@ -24,6 +24,7 @@ from kvshelf.store.types import BlobFile, Scrubbed
 if TYPE_CHECKING:
     from kvshelf.store.artifact.arriving import ArrivingCache
     from kvshelf.store.artifact.cache import CompressedCache
+    from kvshelf.store.artifact.partial import PartialCache
 
 RECENT_S: Final = 60.0
 """How long a copy may be used without the home after the home has confirmed it.
@@ -121,6 +122,14 @@ class RamTier(Tier):
         from kvshelf.store.artifact.arriving import ArrivingCache  # here, because it imports torch
 
         return ArrivingCache(copy.summary, copy.body, partial(self._dropping, copy))
+
+    def open_parts(self, manifest: Manifest) -> PartialCache | None:
+        copy = self._copy_of(manifest)
+        if copy is None:
+            return None
+        from kvshelf.store.artifact.partial import PartialCache  # as above
+
+        return PartialCache(copy.summary, copy.body, partial(self._dropping, copy))
 
     def open_blob(self, manifest: Manifest) -> BlobFile | None:
         arriving = self.open_cache(manifest)

@@ -12,6 +12,7 @@ from kvshelf.store.types import BlobFile, Scrubbed
 if TYPE_CHECKING:
     from kvshelf.store.artifact.arriving import ArrivingCache
     from kvshelf.store.artifact.cache import CompressedCache
+    from kvshelf.store.artifact.partial import PartialCache
 
 
 class Tier(abc.ABC):
@@ -55,6 +56,10 @@ class Tier(abc.ABC):
     @abc.abstractmethod
     def open_cache(self, manifest: Manifest) -> ArrivingCache | None:
         """The copy of the manifest's blob, as `Store.open_cache`. None if there is no good copy."""
+
+    @abc.abstractmethod
+    def open_parts(self, manifest: Manifest) -> PartialCache | None:
+        """As `open_cache`, for `Store.open_parts`."""
 
     @abc.abstractmethod
     def open_blob(self, manifest: Manifest) -> BlobFile | None:

@@ -41,6 +41,7 @@ from kvshelf.store.types import BlobFile, Page, Receipt, Scrubbed, Swept
 if TYPE_CHECKING:
     from kvshelf.store.artifact.arriving import ArrivingCache
     from kvshelf.store.artifact.cache import CompressedCache
+    from kvshelf.store.artifact.partial import PartialCache
 
 ResultT = TypeVar("ResultT")
 
@@ -81,6 +82,11 @@ class TieredStore(Store):
 
     def open_cache(self, cache_id: str, *, tenant: str = "default") -> ArrivingCache:
         return self._open(*self._look_up(cache_id, tenant))
+
+    def open_parts(self, cache_id: str, *, tenant: str = "default") -> PartialCache:
+        """As `Store.open_parts`, without a copy to the tiers. A damaged copy in memory is dropped and raises
+        `CacheCorrupt`, because records are views of it: open the cache again."""
+        return self._open_parts(*self._look_up(cache_id, tenant))
 
     def open_blob(self, cache_id: str, *, tenant: str = "default") -> BlobFile:
         manifest, _ = self._look_up(cache_id, tenant)
@@ -160,6 +166,19 @@ class TieredStore(Store):
         arriving = self._home.open_cache(manifest.id, tenant=manifest.tenant)
         arriving.on_read = partial(self._share, manifest, self._tiers.all)
         return arriving
+
+    def _open_parts(self, manifest: Manifest, word: _Word, first: int = 0) -> PartialCache:
+        """As `_open`."""
+        for index, tier in enumerate(self._tiers.all[first:], first):
+            with self._tiers.tolerant(tier):
+                if word == "live":
+                    tier.confirm(manifest)
+                parts = tier.open_parts(manifest)
+                if parts is not None:
+                    parts.place = tier.name
+                    parts.elsewhere = partial(self._open_parts, manifest, word, index + 1)
+                    return parts
+        return self._home.open_parts(manifest.id, tenant=manifest.tenant)
 
     def _share(self, manifest: Manifest, tiers: Sequence[Tier], cache: CompressedCache) -> None:
         """After a read or a write: copy the cache to `tiers`, and to the home if the home has lost it."""

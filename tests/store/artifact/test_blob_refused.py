@@ -26,6 +26,7 @@ from tests.store.hostile import (
     places,
     refusal,
     require_one_form,
+    runs_blob,
     some_blob,
     state_blob,
     two_layers,
@@ -36,7 +37,10 @@ from tests.store.hostile import (
 ROOT = Path(__file__).parents[3]
 
 
-SOME = [some_blob, encoded_blob, kept_blob, two_layers, whole_blob, window_blob, chunk_blob, latents_blob, state_blob]
+SOME = [
+    some_blob, encoded_blob, kept_blob, two_layers, whole_blob, runs_blob, window_blob, chunk_blob, latents_blob,
+    state_blob,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("make", SOME)

@@ -2,12 +2,14 @@
 
     fixed part   magic, major, minor, header length                          16 bytes
     header       msgpack, then zeros up to a multiple of 64
-    body         one segment per layer: its records' arrays, each aligned to 64 and padded with zeros
+    body         one segment per layer: its arrays, each aligned to 64 and padded with zeros; the last one has the
+                 digests of its runs of rows
     trailer      total length, root digest                                   40 bytes
 
-Each segment's digest lies in the header, and the root digest covers the fixed part, the header, its padding and the
-total length. So every byte is covered and hashed once; hashing the whole blob again would double the time of a read.
-The digests also let a reader use a layer before the next one has arrived.
+The digest of each segment's head lies in the header, those of its rows in that head, and the root digest covers the
+fixed part, the header, its padding and the total length. So every byte is covered and a read hashes it once; hashing
+the whole blob again would double the time of a read. The digests also let a reader use a layer before the next one has
+arrived, and some runs of a layer without the others.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import BinaryIO
 
-from blake3 import blake3
-
 from kvshelf.errors import BlobError, InvalidRequest
+from kvshelf.store.artifact.blob.digests import check_whole, require_run, run_digests
 from kvshelf.store.artifact.blob.frame import (
     FIXED,
     TRAILER,
@@ -55,8 +57,22 @@ class PackedBlob:
 
 
 def check_segment(index: int, layer: Layer, segment: memoryview) -> None:
-    """Raise `BlobError` unless a layer's segment matches its digest and its padding is zero."""
-    _require_digest(f"segment {index}", blake3(segment).digest(), layer.digest)
+    """Raise `BlobError` unless a layer's segment matches the digests of its head and of all its rows, and its padding
+    is zero. `check_runs` checks those of its runs, which only a partial read uses."""
+    check_whole(index, layer, [segment], lambda: segment[layer.digests.offset :])
+    check_padding(index, layer, segment)
+
+
+def check_runs(index: int, layer: Layer, segment: memoryview) -> None:
+    """Raise `BlobError` unless the digest of every run is that of its rows. Whoever takes a blob from outside calls it;
+    of the blobs on a shelf the root digest says so."""
+    digests = segment[layer.digests.offset :]
+    for run, found in enumerate(run_digests(layer, [segment])):
+        require_run(index, run, found, digests)
+
+
+def check_padding(index: int, layer: Layer, segment: memoryview) -> None:
+    """Raise `BlobError` unless the padding behind each array is zero."""
     for span in layer.spans:
         end = span.offset + span.nbytes
         if any(segment[end : aligned(end)]):
@@ -90,10 +106,8 @@ def verify_file(file: BinaryIO, size: int) -> BlobSummary:
     summary = open_file(file, size)
     buffer = bytearray(_CHUNK)
     for index, layer in enumerate(summary.header.layers):  # segments follow each other without holes
-        digest = blake3()
-        for chunk in _chunks(file, buffer, layer.nbytes):
-            digest.update(chunk)
-        _require_digest(f"segment {index}", digest.digest(), layer.digest)
+        offset = layer.digests.offset
+        check_whole(index, layer, _chunks(file, buffer, offset), partial(_view, file, layer.nbytes - offset))
     return summary
 
 
@@ -104,16 +118,15 @@ def as_view(data: Buffer) -> memoryview:
         raise InvalidRequest(f"a blob is a run of bytes, not {type(data).__name__}", param="blob") from error
 
 
-def _require_digest(what: str, actual: bytes, expected: bytes) -> None:
-    if actual != expected:
-        raise BlobError(f"{what} is not what was written: its digest differs", reason="digest_mismatch")
-
-
 def _read(file: BinaryIO, size: int) -> bytes:
     data = file.read(size)
     if len(data) != size:
         raise BlobError(f"the file ended {size - len(data)} bytes early while it was read", reason="truncated")
     return data
+
+
+def _view(file: BinaryIO, size: int) -> memoryview:
+    return memoryview(_read(file, size))
 
 
 def _chunks(file: BinaryIO, buffer: bytearray, size: int) -> Iterator[memoryview]:

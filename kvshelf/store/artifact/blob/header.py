@@ -16,6 +16,7 @@ from pydantic import FailFast, Field, JsonValue, ValidationError
 from kvshelf.errors import BlobError, InvalidRequest
 from kvshelf.store.artifact.blob.layer import (
     ALIGNMENT,
+    DIGEST_BYTES,
     MAX_ARRAY,
     RECENT,
     Count,
@@ -34,7 +35,6 @@ HEADER_LIMIT: Final = 256 * 1024
 
 _MAX_MAP = 256
 _MAX_DEPTH = 32
-_DIGEST_BYTES = 32
 _STRINGS: Final = frozenset({str})
 _SHOWN = 200  # characters of a name that a message repeats
 
@@ -191,9 +191,9 @@ def _refuse_foreign(value: Any) -> None:
 def _refuse_foreign_scalar(item: Any) -> None:
     if isinstance(item, float) and not math.isfinite(item):
         raise BlobError(f"the header holds the number {item}", reason="not_finite")
-    if isinstance(item, bytes) and len(item) != _DIGEST_BYTES:
+    if isinstance(item, bytes) and len(item) != DIGEST_BYTES:
         raise BlobError(
-            f"the header holds a run of {len(item)} bytes; only digests are, of {_DIGEST_BYTES}",
+            f"the header holds a run of {len(item)} bytes; only digests are, of {DIGEST_BYTES}",
             reason="field_malformed",
         )
     if not isinstance(item, bytes | int | float | None):

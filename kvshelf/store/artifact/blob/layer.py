@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Annotated, Final, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from kvshelf.errors import BlobError
-from kvshelf.kernels.groups import scales_shape
 from kvshelf.store.artifact import positions
 from kvshelf.store.artifact.codecs import BITS, Precision
 from kvshelf.store.artifact.identity import RopeMode
@@ -19,6 +19,11 @@ from kvshelf.store.artifact.shape import ITEM_BYTES, LayerShape, StateRole, Stat
 ALIGNMENT: Final = 64
 """Bytes: a cache line, and the widest vector register. Every array and every segment begins at a multiple of it."""
 
+RUN_ROWS: Final = 1024
+"""Rows of each head that have a digest of their own: a multiple of every codec's group, so that runs share no scale."""
+
+DIGEST_BYTES: Final = 32
+
 MAX_ARRAY: Final = 4096
 INT32_MAX: Final = 2**31 - 1
 _MAX_RECORDS: Final = 16
@@ -26,7 +31,7 @@ _MAX_DIMS: Final = 8
 
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Size = Annotated[int, Field(ge=1, le=INT32_MAX)]
-Digest = Annotated[bytes, Field(min_length=32, max_length=32)]
+Digest = Annotated[bytes, Field(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 Sizes = Annotated[list[Count], Field(max_length=MAX_ARRAY)]
 Lengths = Annotated[list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(min_length=1, max_length=MAX_ARRAY)]
 DtypeName = Literal["float32", "bfloat16", "float16"]
@@ -48,6 +53,25 @@ class Span(NamedTuple):
 
     offset: int
     nbytes: int
+
+
+class Cut(NamedTuple):
+    """Bytes of a segment that follow the cut before: rows that are in runs, or a part of the segment's head."""
+
+    in_run: bool
+    nbytes: int
+
+
+class RowArray(NamedTuple):
+    """An array with the rows of a record, packed by head: an item of `item_bytes` for every `rows` rows of a head."""
+
+    name: str
+    rows: int
+    item_bytes: int
+
+    def nbytes(self, rows: int) -> int:
+        """Of so many rows from the first of a head, or of a run, on."""
+        return -(-rows // self.rows) * self.item_bytes
 
 
 class Dims(NamedTuple):
@@ -146,7 +170,8 @@ class Layer(Strict):
     """One layer and its segment. Without records its dtype is "float32", and its keys and values have 0 channels.
 
     offset: bytes from the start of the body (the first aligned byte after the header), so that it does not depend on
-    the header's own length. nbytes: the segment with its padding. digest: BLAKE3 of those bytes.
+    the header's own length. nbytes: the segment with its padding. digest: BLAKE3 of the segment's head, which is those
+    bytes without the rows in runs, and ends with the digests of the runs and of all their rows together.
     """
 
     dtype: DtypeName
@@ -219,10 +244,70 @@ class Layer(Strict):
         return found
 
     @property
+    def runs(self) -> tuple[range, ...]:
+        """The numbers of each record's runs within the layer; none for a record that is read whole."""
+        ends = list(accumulate(map(run_count, self.records), initial=0))
+        return tuple(map(range, ends, ends[1:]))
+
+    @property
+    def num_runs(self) -> int:
+        """Of all records."""
+        return sum(map(run_count, self.records))
+
+    @property
+    def digests(self) -> Span:
+        """The last array of the segment: the digest of each run, then that of the rows of all."""
+        nbytes = digests_bytes(self.records)
+        return Span(self.nbytes - aligned(nbytes), nbytes)
+
+    @property
+    def digests_padding(self) -> int:
+        """Bytes behind that array."""
+        return self.nbytes - self.digests.offset - self.digests.nbytes
+
+    @property
     def spans(self) -> Iterator[Span]:
         """Those of all arrays, in segment order."""
         yield from (span for spans in self.arrays for span in spans.values())
         yield from self.state_spans
+        yield self.digests
+
+    def cuts(self) -> Iterator[Cut]:
+        """The segment up to its array of digests, cut where an array with rows in runs begins or ends."""
+        end = 0
+        for _, _, _, span in self._arrays_in_runs():
+            yield Cut(False, span.offset - end)
+            yield Cut(True, span.nbytes)
+            end = span.offset + span.nbytes
+        yield Cut(False, self.digests.offset - end)
+
+    def head_spans(self) -> list[Span]:
+        """The parts of the segment's head, in order."""
+        found, end = [], 0
+        for in_run, nbytes in (*self.cuts(), Cut(False, self.nbytes - self.digests.offset)):
+            if not in_run and nbytes:
+                found.append(Span(end, nbytes))
+            end += nbytes
+        return found
+
+    def run_spans(self) -> list[list[Span]]:
+        """The parts of each run, in segment order: array by array, and head by head within an array."""
+        found: list[list[Span]] = [[] for _ in range(self.num_runs)]
+        for record, runs, array, span in self._arrays_in_runs():
+            start = span.offset
+            for length in record.lengths:
+                for run, first in zip(runs, range(0, length, RUN_ROWS), strict=False):
+                    nbytes = array.nbytes(min(RUN_ROWS, length - first))
+                    found[run].append(Span(start, nbytes))
+                    start += nbytes
+        return found
+
+    def _arrays_in_runs(self) -> Iterator[tuple[RecordHeader, range, RowArray, Span]]:
+        """Every array with rows in runs, with its record and the numbers of its runs."""
+        for record, spans, runs in zip(self.records, self.arrays, self.runs, strict=True):
+            if runs:
+                for array in row_arrays(record, self.dims):
+                    yield record, runs, array, spans[array.name]
 
     def check(self, index: int, num_tokens: int) -> None:
         """Raise `BlobError` unless the records agree with each other and fill a segment of this size."""
@@ -259,8 +344,11 @@ def array_sizes(record: RecordHeader, dims: Dims) -> dict[str, int | None]:
 
     Python's integers are unbounded: no product of dimensions overflows.
     """
-    sizes: dict[str, int | None] = dict(_row_sizes("keys", record, dims.dtype, dims.key_dim))
-    sizes |= _row_sizes("values", record, dims.dtype, dims.value_dim)
+    sizes: dict[str, int | None] = {
+        array.name: sum(map(array.nbytes, record.lengths)) for array in row_arrays(record, dims)
+    }
+    if record.codec == "klt":
+        sizes |= {"keys_coded": None, "values_coded": None}
     sizes["positions"] = None
     if isinstance(record, MergedHeader):
         slots = sum(record.slot_lengths)
@@ -270,24 +358,39 @@ def array_sizes(record: RecordHeader, dims: Dims) -> dict[str, int | None]:
     return sizes
 
 
+def row_arrays(record: RecordHeader, dims: Dims) -> list[RowArray]:
+    """The arrays with a record's rows, in segment order; none under codec klt, whose streams are not cut by rows."""
+    if record.codec == "klt":
+        return []
+    if record.codec == "none":
+        item = ITEM_BYTES[dims.dtype]
+        return [RowArray("keys", 1, dims.key_dim * item), RowArray("values", 1, dims.value_dim * item)]
+    bits, group, item = BITS[record.codec], record.group, ITEM_BYTES["bfloat16"]
+    scales = {"keys": (group, dims.key_dim * item), "values": (1, -(-dims.value_dim // group) * item)}
+    found: list[RowArray] = []
+    for name, dim in (("keys", dims.key_dim), ("values", dims.value_dim)):
+        found.append(RowArray(f"{name}_codes", 1, -(-dim * bits // 8)))
+        found += [RowArray(f"{name}_{what}", *scales[name]) for what in ("scales", "zeros")]
+    return found
+
+
+def run_count(record: RecordHeader) -> int:
+    """How many runs a record has: none if one would hold all of its rows, or if it is read whole at any length."""
+    if record.codec == "klt" or not isinstance(record, KeptHeader | LatentsHeader):
+        return 0
+    runs = -(-max(record.lengths) // RUN_ROWS)
+    return runs if runs > 1 else 0
+
+
 def class_bytes(lengths: list[int]) -> int:
     """Bytes of one class index: two, unless a head has more classes than two bytes can count."""
     return 2 if max(lengths) <= 1 << 16 else 4
 
 
-def _row_sizes(name: str, record: RecordHeader, dtype: DtypeName, dim: int) -> Iterator[tuple[str, int | None]]:
-    entries = sum(record.lengths)
-    if record.codec == "klt":
-        yield f"{name}_coded", None
-        return
-    if record.codec == "none":
-        yield name, entries * dim * ITEM_BYTES[dtype]
-        return
-    axis: Literal["tokens", "channels"] = "tokens" if name == "keys" else "channels"
-    groups, width = scales_shape(axis, record.group, record.lengths, dim)
-    yield f"{name}_codes", entries * -(-dim * BITS[record.codec] // 8)
-    yield f"{name}_scales", groups * width * ITEM_BYTES["bfloat16"]
-    yield f"{name}_zeros", groups * width * ITEM_BYTES["bfloat16"]
+def digests_bytes(records: Sequence[RecordHeader]) -> int:
+    """Bytes of the digests at the end of a segment, without padding: none without runs."""
+    runs = sum(map(run_count, records))
+    return (runs + 1) * DIGEST_BYTES if runs else 0
 
 
 def _check_record(where: str, record: RecordHeader, dims: Dims, num_tokens: int) -> None:

@@ -7,8 +7,8 @@ what the header cannot show, both when writing and when reading, so that everyth
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,13 @@ from torch import Tensor
 
 from kvshelf.errors import BlobError, InvalidRequest
 from kvshelf.kernels.groups import Axis, scales_shape
-from kvshelf.kernels.quantize.rows import QuantizedRows, Rows
+from kvshelf.kernels.quantize.rows import HeadRows, QuantizedRows, Rows
 from kvshelf.store.artifact import positions
 from kvshelf.store.artifact.blob.body import Body
 from kvshelf.store.artifact.blob.header import Header
 from kvshelf.store.artifact.blob.layer import (
     NO_DIMS,
+    RUN_ROWS,
     ChunkHeader,
     Dims,
     DtypeName,
@@ -91,6 +92,7 @@ def write_layer(record: LayerRecord, num_tokens: int) -> Written:
     written = [_write_record(part, num_tokens) for part in parts]
     try:
         _require_sound("the layer", entries, num_tokens)
+        _require_rows("the layer", parts)
     except BlobError as error:
         raise InvalidRequest(f"the cache cannot be written as a blob: {error}") from error
     arrays = [data for _, arrays in written for data in arrays.values()]
@@ -102,6 +104,17 @@ def read_layer(index: int, header: Header, body: Body) -> LayerRecord:
 
     Raises `BlobError` for what no digest can reveal: bytes that `write_layer` does not write.
     """
+    record = view_layer(index, header, body)
+    entries = entries_of(record)
+    if entries is not None:
+        found = zip(parts_of(entries), header.layers[index].runs, strict=True)
+        _require_rows(f"layer {index}", [part for part, runs in found if runs])
+    return record
+
+
+def view_layer(index: int, header: Header, body: Body) -> LayerRecord:
+    """As `read_layer`, before the rows have been read: `require_runs_sound` checks those of runs once they are there.
+    Rows of records without runs are checked here."""
     layer = header.layers[index]
     described = zip(layer.records, layer.arrays, strict=True)
     parts = tuple(_Reader(record, spans, layer, body, header.num_tokens).record() for record, spans in described)
@@ -117,7 +130,34 @@ def read_layer(index: int, header: Header, body: Body) -> LayerRecord:
         return States(states)
     entries = parts[0] if len(parts) == 1 else Parts(parts)
     _require_sound(f"layer {index}", entries, header.num_tokens)
+    _require_rows(f"layer {index}", [part for part, runs in zip(parts, layer.runs, strict=True) if not runs])
     return States(states, entries) if states else entries
+
+
+def require_runs_sound(where: str, part: PackedRecord, runs: Sequence[int]) -> None:
+    """Raise `BlobError` for what `read_layer` refuses in the rows of some runs. runs: counted from 0 in this record."""
+    if not runs:
+        return
+    for rows in (part.keys, part.values):
+        if isinstance(rows, QuantizedRows):
+            _require_codes(where, _last_bytes(rows, [run * RUN_ROWS for run in runs]))
+
+
+def _last_bytes(rows: QuantizedRows, starts: Sequence[int]) -> HeadRows:
+    """The runs of all heads that begin at these rows, joined, with the last byte alone of each row's codes: all that
+    `_require_codes` reads. Joined, because the operations on one run of one head take longer than its numbers."""
+    found = [
+        head.coded(start, min(start + RUN_ROWS, len(head)))
+        for head in rows.heads()
+        for start in starts
+        if start < len(head)
+    ]
+    return replace(
+        found[0],
+        codes=torch.cat([each.codes[:, -1:] for each in found]),
+        scales=torch.cat([each.scales for each in found]),
+        zeros=torch.cat([each.zeros for each in found]),
+    )
 
 
 def _dtype_name(parts: tuple[PackedRecord, ...]) -> DtypeName:
@@ -291,9 +331,6 @@ def _require_sound(where: str, record: Entries, num_tokens: int) -> None:
     if isinstance(record, Recent):
         _require_last(where, record, num_tokens)
     for part in parts:
-        for rows in (part.keys, part.values):
-            if isinstance(rows, QuantizedRows):
-                _require_codes(where, rows)
         if isinstance(part, Merged):
             _require_classes(_ints(part.slot_classes), part.lengths, part.slot_lengths)
             if not bool(torch.isfinite(part.slot_scales).all()):
@@ -315,7 +352,14 @@ def _require_last(where: str, record: Recent, num_tokens: int) -> None:
             )
 
 
-def _require_codes(where: str, rows: QuantizedRows) -> None:
+def _require_rows(where: str, parts: Sequence[PackedRecord]) -> None:
+    for part in parts:
+        for rows in (part.keys, part.values):
+            if isinstance(rows, QuantizedRows):
+                _require_codes(where, rows)
+
+
+def _require_codes(where: str, rows: QuantizedRows | HeadRows) -> None:
     if not rows.finite:
         raise BlobError(f"{where} has a scale or zero whose codes stand for no finite number", reason="not_finite")
     used = rows.num_channels * rows.bits % 8

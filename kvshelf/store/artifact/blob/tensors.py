@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from blake3 import blake3
-
 from kvshelf.errors import BlobError, InvalidRequest
-from kvshelf.store.artifact.blob import PackedBlob, as_view, check_segment, inspect
+from kvshelf.store.artifact.blob import PackedBlob, as_view, check_runs, check_segment, inspect
 from kvshelf.store.artifact.blob.body import Body
+from kvshelf.store.artifact.blob.digests import sealed
 from kvshelf.store.artifact.blob.frame import TRAILER, Buffer, close_frame
 from kvshelf.store.artifact.blob.header import HEADER_LIMIT, Header, IdentityHeader, parse_header
-from kvshelf.store.artifact.blob.layer import Layer, aligned
+from kvshelf.store.artifact.blob.layer import DIGEST_BYTES, Layer, aligned, digests_bytes
 from kvshelf.store.artifact.blob.segment import read_layer, write_layer
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.artifact.records import LayerRecord
@@ -27,7 +26,9 @@ def decode(data: Buffer) -> tuple[Header, tuple[LayerRecord, ...]]:
     header = inspect(data).header
     view = as_view(data)[-header.body_bytes - TRAILER.size :]
     for index, layer in enumerate(header.layers):
-        check_segment(index, layer, view[layer.offset : layer.offset + layer.nbytes])
+        segment = view[layer.offset : layer.offset + layer.nbytes]
+        check_segment(index, layer, segment)
+        check_runs(index, layer, segment)
     body = Body(view)
     return header, tuple(read_layer(index, header, body) for index in range(len(header.layers)))
 
@@ -71,17 +72,17 @@ def _segment(record: LayerRecord, num_tokens: int, offset: int) -> tuple[Layer, 
     """One layer's header and the buffers of its segment, padding included."""
     written = write_layer(record, num_tokens)
     buffers: list[memoryview] = []
-    digest = blake3()
     for data in written.arrays:
-        padding = memoryview(bytes(aligned(len(data)) - len(data)))
-        buffers.extend((data, padding))
-        digest.update(data).update(padding)
+        buffers += [data, memoryview(bytes(aligned(len(data)) - len(data)))]
+    rows = sum(map(len, buffers))
     layer = Layer(
         **written.dims._asdict(),
         records=written.records,
         states=written.states,
         offset=offset,
-        nbytes=sum(map(len, buffers)),
-        digest=digest.digest(),
+        nbytes=rows + aligned(digests_bytes(written.records)),
+        digest=bytes(DIGEST_BYTES),
     )
-    return layer, buffers
+    digest, digests = sealed(layer, buffers)
+    buffers += [memoryview(digests), memoryview(bytes(layer.digests_padding))]
+    return layer.model_copy(update={"digest": digest}), buffers
