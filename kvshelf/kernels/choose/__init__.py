@@ -21,6 +21,8 @@ from torch import Tensor
 from kvshelf.kernels.checks import require
 from kvshelf.kernels.dispatch import implementation
 
+__all__ = ["Choice", "Chosen", "Units", "better_half", "choose"]
+
 
 @dataclass(frozen=True, eq=False)
 class Units:
@@ -30,7 +32,7 @@ class Units:
     `[units]` int32, the row of the head behind the unit's last one. forced: `[units]` bool, read whatever their scores.
     by_column: low and span are `[W, units]`, which is faster for many units of few columns. parents: coarser units of
     the same rows, each of `children` of these (the last of a head may have fewer): only units of the better half of
-    them are chosen.
+    them are chosen. views: low and span are memory of the prefix.
     """
 
     low: Tensor
@@ -100,8 +102,7 @@ def _only(sizes: Tensor) -> int:
 class Chosen:
     """The rows chosen of one prefix: head h reads `rows[h, :counts[h]]`, ascending.
 
-    rows: `[kv_heads, most]` int32, counts: `[kv_heads]` int32. Each choice overwrites both. views: low
-    and span are memory of the prefix.
+    rows: `[kv_heads, most]` int32, counts: `[kv_heads]` int32. Each choice overwrites both.
     """
 
     rows: Tensor
@@ -119,11 +120,10 @@ class Chosen:
 class Choice:
     """How a query chooses at one layer, over the units of all its prefixes together, and where the rows go.
 
-    budget: most rows of a KV head, of all prefixes, those of forced units included. linear,
-    relu, group: see the formula. columns: the channel of the query that each of the W columns stands for,
-    `[kv_heads, W]` int64; None: W is the head size. cut: whether the last unit is cut where the budget ends; otherwise
-    it is left out, with all that rank below it. force: whether
-    forced units are read; otherwise they rank as the others.
+    budget: most rows of a KV head, of all prefixes, those of forced units included. linear, relu, group: see the
+    formula. columns: the channel of the query that each of the W columns stands for, `[kv_heads, W]` int64; None: W is
+    the head size. cut: whether the last unit is cut where the budget ends; otherwise it is left out, with all that rank
+    below it. force: whether forced units are read; otherwise they rank as the others.
     """
 
     units: tuple[Units, ...]
@@ -171,6 +171,3 @@ def choose(queries: Tensor, choice: Choice) -> None:
         queries=queries,
     )
     implementation("choose", queries.device).choose(queries, choice)
-
-
-__all__ = ["Choice", "Chosen", "Units", "choose"]

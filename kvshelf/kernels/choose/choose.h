@@ -7,8 +7,8 @@
 
 /* The units of one prefix, and room for the rows chosen. low, span: [units, width], or by column [width, units], where
    `all` are the units of all heads; span is 0 where there is none. size: rows of each unit that is not forced; 0 if they
-   differ. parents: coarser units, each of `children` of these, of which the better half counts; 0: none. ends, forced: [units]. begin: [kv_heads + 1], the first unit of each head. rows: [kv_heads, most]; counts:
-   [kv_heads]. */
+   differ. parents: coarser units, each of `children` of these, of which the better half counts; 0: none. ends, forced:
+   [units]. begin: [kv_heads + 1], the first unit of each head. rows: [kv_heads, most]; counts: [kv_heads]. */
 typedef struct Units {
     const void *low, *span;
     const int32_t *ends;

@@ -41,6 +41,7 @@ from kvshelf.workers.engine.inputs.requirements import (
     require_joinable,
     require_observable,
     require_own_heads,
+    require_own_keys,
     require_questions_taken,
     require_selectable,
 )
@@ -611,6 +612,7 @@ class Engine:
         self, policy: Policy, document: Attached, budget: int, given: frozenset[str]
     ) -> PolicySelection | None:
         require_observable(policy, self.model, self._seen_kinds, self.name, self.rope, has_text=False)
+        require_own_keys(self.kinds, self.name)
         entries = stored_entries(document, self.kinds)
         if budget >= entries:
             return None

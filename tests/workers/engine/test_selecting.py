@@ -8,18 +8,22 @@ from functools import partial
 import pytest
 import torch
 
+from kvshelf.bench.models.small import small_model
 from kvshelf.bench.quality.retrieval import counter
 from kvshelf.bench.quality.tasks import make_document
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.kernels.choose import Choice, Chosen, choose
 from kvshelf.kernels.prefix_attention import PackedPrefix, SelectedPrefix
 from kvshelf.kernels.quantize.rows import QuantizedRows, plain
+from kvshelf.workers.engine.attention.states import SUPPORTED
 from kvshelf.workers.engine.decode.generation import Sampling
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.selectors import build, names
 from kvshelf.workers.selectors.base import of_pages
 from tests.amounts import amount
 from tests.workers.by_hand import Prefix, frequencies, greedy
+from tests.workers.engine.asking import ids
+from tests.workers.model.test_rope import random_model
 
 KINDS = (
     ({"policy": "full"}, "none"),
@@ -284,6 +288,32 @@ def test_what_cannot_be_selected_is_refused_by_name(llama, caches):
         llama.engine.answer(ems, llama.ids[3:14], select="quest", select_tokens=64)
     with pytest.raises(PolicyUnsupported, match="heads of layer 0 keep"):
         llama.engine.answer(caches[2], llama.ids[3:14], select="sage", select_tokens=64)
+
+
+@pytest.mark.parametrize("model", ["window", "gemma3_text", "qwen3_next", "deepseek_v3"])
+def test_models_of_other_layers(model):
+    """A layer with a window is read whole, and latents as keys are; states are the row's own."""
+    if model in ("qwen3_next", "deepseek_v3") and not SUPPORTED:
+        pytest.skip("this transformers has caches of its own for each of these models")
+    made = random_model("mistral", sliding_window=24) if model == "window" else small_model(model)
+    engine = Engine(made.eval())
+    document, question, other = ([i % 60 for i in ids(*given)] for given in ((150,), (7, 3), (9,)))
+    cache = engine.compress(document, policy="full")
+    ask = partial(engine.answer, cache, question, max_new_tokens=6)
+    dense, part = ask(), ask(select="quest", select_tokens=48)
+    assert ask(select="quest", select_tokens=150) == dense
+    assert part == ask(select="quest", select_tokens=48)
+    several = engine.answer_all([(cache, question), (cache, other)], max_new_tokens=6, select="quest", select_tokens=48)
+    assert several[0] == part
+    if model == "window":  # no layer sees all
+        assert part == dense
+    else:
+        assert part.usage.read_tokens < dense.usage.read_tokens
+    if model == "deepseek_v3":
+        with pytest.raises(PolicyUnsupported, match="share latents"):
+            ask(select="sage", select_tokens=48)
+    elif model != "window":
+        assert ask(select="sage", select_tokens=48).usage.read_tokens < dense.usage.read_tokens
 
 
 def test_every_selector_is_built_by_its_name():

@@ -16,7 +16,6 @@ from torch import Tensor
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.kernels.choose import Choice, Chosen
 from kvshelf.kernels.prefix_attention import PackedPrefix, Prefix, SelectedPrefix
-from kvshelf.store.artifact.records import entries_of
 from kvshelf.workers.engine.attention.attachment import Attached, Wait, block, entries_read, next_number
 from kvshelf.workers.engine.attention.function import Attended
 from kvshelf.workers.engine.prefill.reducing import LayerReducer
@@ -144,10 +143,10 @@ class PolicySelection(Selection):
         places = [layer for layer, stored in enumerate(self._stored) if stored is not None]
         for place, layer in enumerate(places):
             self._reducer.reduce(self._view(layer, place, len(places)))
-        for layer, record in enumerate(self._reducer.records()):
-            stored, kept = self._stored[layer], entries_of(record)
-            if stored is not None and kept is not None:
-                self._chosen[layer] = stored.selected(kept.positions)
+        for layer, kept in self._reducer.reduced().items():
+            stored = self._stored[layer]
+            assert stored is not None
+            self._chosen[layer] = stored.selected(kept.positions)
         self._observed.clear()
         self._stored.clear()
 

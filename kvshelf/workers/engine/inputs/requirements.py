@@ -158,6 +158,15 @@ def require_selectable(name: str, *, ranks: bool) -> None:
         )
 
 
+def require_own_keys(kinds: Sequence[LayerKind], name: str) -> None:
+    """Refuse policies at the question to a model whose heads share latents: they judge the keys of heads."""
+    if any(kind.latents for kind in kinds):
+        raise PolicyUnsupported(
+            f"the heads of {name!r} share latents, of which no policy can choose at the question; take selector quest",
+            param="select.method",
+        )
+
+
 def require_window(layer: int, found: int | None, told: int | None) -> None:
     """Refuse a model with a layer that has another window than its configuration tells."""
     if found != told:

@@ -83,17 +83,21 @@ class LayerReducer:
             else:
                 self._cascade.add(latents, importance_together(self.policy, layer), weight)
 
+    def reduced(self) -> dict[int, Entries]:
+        """The layers taken so far. Raises `PolicyUnsupported` where scores that are not finite chose entries."""
+        records = self._records | (self._cascade.records if self._cascade is not None else {})
+        require_finite_scores(list(records.values()), self.policy)
+        return records
+
     def records(self) -> tuple[LayerRecord, ...]:
         """All layers, in order.
 
-        Raises `PolicyUnsupported` where the attention of a layer was not observed (every answer would miss it), and
-        where scores that are not finite chose entries.
+        Raises `PolicyUnsupported` where the attention of a layer was not observed (every answer would miss it), and as
+        `reduced`.
         """
-        records = self._records | (self._cascade.records if self._cascade is not None else {})
-        layers = attending(self.kinds)
+        records, layers = self.reduced(), attending(self.kinds)
         require_every_layer(records, layers)
         reduced = {layer: self._shared(layer, records[layer]) for layer in layers}
-        require_finite_scores(list(reduced.values()), self.policy)
         states = self.states or [States(())] * len(self.kinds)
         return tuple(_beside(of_layer, reduced.get(layer)) for layer, of_layer in enumerate(states))
 
