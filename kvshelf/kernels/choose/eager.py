@@ -1,75 +1,88 @@
-"""The choice by torch's own operations, a KV head at a time: see `kvshelf.kernels.choose`."""
+"""The choice by torch's own operations, all heads at once and without waiting for the device: see
+`kvshelf.kernels.choose`."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from kvshelf.kernels.choose import Choice, Units, better_half
+from kvshelf.kernels.choose import Choice, Chosen, Units, better_half
 
 
 def choose(queries: Tensor, choice: Choice) -> None:
     """See `kvshelf.kernels.choose.choose`."""
     heads = len(choice.units[0].counts)
-    grouped = queries.float().view(heads, -1, queries.shape[1])  # [kv_heads, group, D]
-    for head in range(heads):
-        own = grouped[head] if choice.columns is None else grouped[head][:, choice.columns[head]]
-        scores = torch.cat([_scores(own, units, head, choice) for units in choice.units])
-        within = torch.cat([_within(own, units, head, choice) for units in choice.units])
-        sizes = torch.cat([units.sizes[_of(units, head)] for units in choice.units])
-        forced = torch.cat([units.forced[_of(units, head)] for units in choice.units]) & choice.force
-        taken = _taken(scores, torch.where(within | forced, sizes, 0), forced, choice)
-        parts = torch.split(taken, [units.counts[head] for units in choice.units])
-        for units, chosen, rows in zip(choice.units, choice.chosen, parts, strict=True):
-            found = _rows(units, head, rows)
-            chosen.rows[head, : len(found)] = found
-            chosen.counts[head] = len(found)
+    asked = queries.float().view(heads, -1, queries.shape[1])  # [kv_heads, group, D]
+    if choice.columns is not None:
+        asked = asked.gather(2, choice.columns.unsqueeze(1).expand(-1, asked.shape[1], -1))
+    scores = torch.cat([_scores(asked, units, choice) for units in choice.units], dim=1)  # [kv_heads, U]
+    sizes = torch.cat([_by_head(units.sizes, units) for units in choice.units], dim=1)
+    forced = torch.cat([_by_head(units.forced, units) for units in choice.units], dim=1) & choice.force
+    within = torch.cat([_within(asked, units, choice) for units in choice.units], dim=1)
+    taken = _taken(scores, torch.where(within | forced, sizes, 0), forced, choice)
+    parts = torch.split(taken, [max(units.counts) for units in choice.units], dim=1)
+    for units, chosen, own in zip(choice.units, choice.chosen, parts, strict=True):
+        _fill(chosen, units, own)
 
 
-def _of(units: Units, head: int) -> slice:
-    return slice(units.begins[head], units.begins[head + 1])
+def _by_head(table: Tensor, units: Units) -> Tensor:
+    """`[units, ...]` as `[kv_heads, most units of a head, ...]`, with zeros where a head has fewer."""
+    if len(set(units.counts)) == 1:
+        return table.view(len(units.counts), units.counts[0], *table.shape[1:])
+    return pad_sequence(list(torch.split(table, list(units.counts))), batch_first=True)
 
 
-def _scores(queries: Tensor, units: Units, head: int, choice: Choice) -> Tensor:
-    """`[units]` of a head, for queries `[group, W]`."""
-    scores = _table(units.low, units, head) @ queries.T
+def _scores(asked: Tensor, units: Units, choice: Choice) -> Tensor:
+    """`[kv_heads, units]` for queries `[kv_heads, group, W]`."""
+    scores = torch.matmul(_table(units.low, units), asked.transpose(1, 2))
     if units.span is not None:
-        feature = choice.linear * queries + choice.relu * queries.clamp_min(0)
-        scores += units.scale * (_table(units.span, units, head) @ feature.T)
-    return scores.amax(1) if choice.group == "max" else scores.mean(1)
+        feature = choice.linear * asked + choice.relu * asked.clamp_min(0)
+        scores += units.scale * torch.matmul(_table(units.span, units), feature.transpose(1, 2))
+    return scores.amax(2) if choice.group == "max" else scores.mean(2)
 
 
-def _within(queries: Tensor, units: Units, head: int, choice: Choice) -> Tensor:
-    """Which units of a head are of the better half of their parents, `[units]` bool."""
+def _table(table: Tensor, units: Units) -> Tensor:
+    """Summaries `[kv_heads, units, W]` fp32."""
+    return _by_head(table.T.contiguous() if units.by_column else table, units).float()
+
+
+def _within(asked: Tensor, units: Units, choice: Choice) -> Tensor:
+    """Which units are of the better half of their parents, `[kv_heads, units]` bool."""
+    most = max(units.counts)
     if units.parents is None:
-        return torch.ones(units.counts[head], dtype=torch.bool, device=queries.device)
-    scores = _scores(queries, units.parents, head, choice).nan_to_num(torch.inf, torch.inf, torch.inf)
-    best = scores.argsort(descending=True, stable=True)[: better_half(units.parents.counts[head])]
-    kept = torch.zeros(len(scores), dtype=torch.bool, device=scores.device).index_fill_(0, best, True)
-    return kept.repeat_interleave(units.children)[: units.counts[head]]
+        return torch.ones(len(units.counts), most, dtype=torch.bool, device=asked.device)
+    counts = torch.tensor([better_half(count) for count in units.parents.counts], device=asked.device)
+    order = _order(_scores(asked, units.parents, choice), _by_head(units.parents.sizes, units.parents) > 0)
+    kept = torch.zeros_like(order, dtype=torch.bool)
+    kept.scatter_(1, order, torch.arange(order.shape[1], device=asked.device) < counts.unsqueeze(1))
+    return kept.repeat_interleave(units.children, dim=1)[:, :most]
 
 
-def _table(table: Tensor, units: Units, head: int) -> Tensor:
-    """The summaries of a head, `[units, W]` fp32."""
-    return (table.T if units.by_column else table)[_of(units, head)].float()
+def _order(scores: Tensor, there: Tensor) -> Tensor:
+    """The numbers of units by descending score, those that a head has not at the end. Equal ones in order."""
+    ranked = scores.nan_to_num(torch.inf, torch.inf, torch.inf).masked_fill(~there, -torch.inf)
+    return ranked.argsort(dim=1, descending=True, stable=True)
 
 
 def _taken(scores: Tensor, sizes: Tensor, forced: Tensor, choice: Choice) -> Tensor:
-    """How many rows of each unit are read, `[units]`: all, none, or the first ones of one that is cut."""
-    ranked = scores.nan_to_num(torch.inf, torch.inf, torch.inf).masked_fill(forced, -torch.inf)
-    order = ranked.argsort(descending=True, stable=True)
-    left = choice.budget - int(sizes[forced].sum())
-    of_free = torch.where(forced, 0, sizes)[order]
-    before = of_free.cumsum(0) - of_free
-    room = (left - before).clamp_min(0)
-    taken = torch.minimum(of_free, room)
+    """How many rows of each unit are read, `[kv_heads, units]`: all, none, or the first ones of one that is cut."""
+    free = torch.where(forced, 0, sizes)
+    order = _order(scores, free > 0)
+    left = choice.budget - (sizes - free).sum(1, keepdim=True)
+    of_free = free.gather(1, order)
+    before = of_free.cumsum(1) - of_free
+    taken = torch.minimum(of_free, (left - before).clamp_min(0))
     if not choice.cut:
-        taken = torch.where((taken < of_free).cumsum(0) > 0, 0, taken)  # and what ranks below the first one left out
-    return torch.where(forced, sizes, torch.zeros_like(sizes).index_copy_(0, order, taken))
+        taken = torch.where((taken < of_free).cumsum(1) > 0, 0, taken)  # and what ranks below the first one left out
+    return torch.where(forced, sizes, torch.zeros_like(sizes).scatter_(1, order, taken))
 
 
-def _rows(units: Units, head: int, taken: Tensor) -> Tensor:
-    """The rows of a head, ascending, of its units' first `taken` rows."""
-    starts = units.ends[_of(units, head)].long() - units.sizes[_of(units, head)]
-    first = (starts - (taken.cumsum(0) - taken)).repeat_interleave(taken)
-    return (first + torch.arange(len(first), device=first.device)).to(torch.int32)
+def _fill(chosen: Chosen, units: Units, taken: Tensor) -> None:
+    """Write the rows of units' first `taken` rows, ascending. Behind the last one stand some other rows."""
+    ends = taken.cumsum(1)  # [kv_heads, units]
+    starts = _by_head(units.ends.long() - units.sizes, units) - (ends - taken)
+    places = torch.arange(chosen.rows.shape[1], device=taken.device).expand(len(taken), -1).contiguous()
+    unit = torch.searchsorted(ends, places, right=True).clamp_max_(max(ends.shape[1] - 1, 0))
+    chosen.rows.copy_(places + starts.gather(1, unit))
+    chosen.counts.copy_(ends[:, -1])

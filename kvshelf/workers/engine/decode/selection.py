@@ -90,7 +90,8 @@ def _chosen_by_units(selector: UnitSelector, document: Attached, layer: int, bud
     prefixes = document.prefixes(layer)
     if sum(max(prefix.lengths) for prefix in require_packed(prefixes)) <= budget:
         return prefixes
-    found = [each for part in document.parts for each in part.units(selector, layer)]
+    every = (each for part in document.parts for each in part.units(selector, layer))
+    found = [(prefix, units) for prefix, units in every if max(prefix.lengths)]
     # Of several documents none has entries that are always read: they would fill the budget that all share.
     alone = len(document.parts) == 1
     always = max(map(sum, zip(*(units.forced_rows for _, units in found), strict=True))) if alone else 0
