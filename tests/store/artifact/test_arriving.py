@@ -19,7 +19,7 @@ from torch import Tensor
 from kvshelf.errors import BlobError, CacheCorrupt, CacheExpired, CacheNotFound, StoreUnavailable
 from kvshelf.store.artifact import arriving as module
 from kvshelf.store.artifact import blob
-from kvshelf.store.artifact.arriving import ArrivingCache, portions_of, batches_of
+from kvshelf.store.artifact.arriving import ArrivingCache, batches_of, portions_of
 from kvshelf.store.artifact.blob.body import as_tensor
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.memory import fresh_memory
