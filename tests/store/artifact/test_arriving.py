@@ -250,7 +250,11 @@ def test_layers_before_a_damaged_one_are_good(shelf: DiskStore, home: Path, brok
     assert (home / "quarantine" / path.name).exists()
 
 
-@pytest.mark.parametrize("name", CASES)
+ONLY_FROM_OUTSIDE = "digests_of_two_runs_swapped"
+"""A lie about digests that a whole read does not need: a shelf takes no such blob in, and its manifest has the root."""
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != ONLY_FROM_OUTSIDE])
 def test_whatever_is_refused_as_a_whole_is_refused_on_arrival(tmp_path: Path, name: str) -> None:
     """The digests of these blobs fit; the faults are those of another writer."""
     reason, make, edit = CASES[name]
