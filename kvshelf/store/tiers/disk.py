@@ -28,7 +28,7 @@ from kvshelf.store.types import BlobFile, Scrubbed
 
 if TYPE_CHECKING:
     from kvshelf.store.artifact.arriving import ArrivingCache
-    from kvshelf.store.artifact.blob.partial import PartialCache
+    from kvshelf.store.artifact.blob.reading import PartialCache
     from kvshelf.store.artifact.cache import CompressedCache
 
 ReadT = TypeVar("ReadT")

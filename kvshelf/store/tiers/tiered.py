@@ -40,7 +40,7 @@ from kvshelf.store.types import BlobFile, Page, Receipt, Scrubbed, Swept
 
 if TYPE_CHECKING:
     from kvshelf.store.artifact.arriving import ArrivingCache
-    from kvshelf.store.artifact.blob.partial import PartialCache
+    from kvshelf.store.artifact.blob.reading import PartialCache
     from kvshelf.store.artifact.cache import CompressedCache
 
 ResultT = TypeVar("ResultT")
