@@ -18,8 +18,8 @@ from kvshelf.store.types import UNSET, BlobFile, Page, Receipt, Scrubbed, Swept,
 
 if TYPE_CHECKING:
     from kvshelf.store.artifact.arriving import ArrivingCache
+    from kvshelf.store.artifact.blob.reading import PartialCache
     from kvshelf.store.artifact.cache import CompressedCache
-    from kvshelf.store.artifact.partial import PartialCache
 
 
 class Store(abc.ABC):

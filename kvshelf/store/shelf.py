@@ -31,8 +31,8 @@ from kvshelf.store.writer import Content, Writer, blob_content, is_whole, source
 
 if TYPE_CHECKING:
     from kvshelf.store.artifact.arriving import ArrivingCache
+    from kvshelf.store.artifact.blob.reading import PartialCache
     from kvshelf.store.artifact.cache import CompressedCache
-    from kvshelf.store.artifact.partial import PartialCache
 
 
 class Shelf(Store):
@@ -193,7 +193,7 @@ class Shelf(Store):
             return ArrivingCache(summary, file, guard, read_ahead=self._blobs.read_ahead)
 
     def open_parts(self, cache_id: str, *, tenant: str = "default") -> PartialCache:
-        from kvshelf.store.artifact.partial import PartialCache  # here, because it imports torch
+        from kvshelf.store.artifact.blob.reading import PartialCache  # here, because it imports torch
 
         with self._reader.opening(cache_id, tenant) as (entry, file, nbytes):
             summary = blob.open_file(RangesFile(file), nbytes)  # type: ignore[arg-type]

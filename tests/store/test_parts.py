@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from kvshelf.errors import BlobError, CacheCorrupt, InvalidRequest, StoreUnavailable
 from kvshelf.store.artifact import blob
 from kvshelf.store.artifact.blob.layer import RUN_ROWS
+from kvshelf.store.artifact.blob.reading import PartialCache, PartialLayer
 from kvshelf.store.artifact.cache import CompressedCache
-from kvshelf.store.artifact.partial import PartialCache, PartialLayer
 from kvshelf.store.artifact.records import Latents, LayerRecord, PackedRecord, State, States
 from kvshelf.store.blobs import SeekableFile
 from kvshelf.store.disk import DiskStore

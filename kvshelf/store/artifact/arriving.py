@@ -31,8 +31,8 @@ _PORTION_BYTES: Final = 8 << 20
 """Most bytes of layers handed out at once. Streaming bytes and building records evict each other from the processor's
 caches: layer by layer, 64 MB in 32 layers take a fifth longer."""
 
-_RUN_BYTES: Final = 4 << 20
-"""Most bytes of layers read at once; they are hashed one by one. With smaller runs, reading and hashing evict each
+_BATCH_BYTES: Final = 4 << 20
+"""Most bytes of layers read at once; they are hashed one by one. In smaller batches, reading and hashing evict each
 other's code from the processor's caches more often; with larger ones, hashing waits for memory."""
 
 Guard = Callable[[], AbstractContextManager[None]]
@@ -137,9 +137,11 @@ class ArrivingCache:
         portions = [range(len(layers))] if together else list(portions_of(sizes))
         checked = handed = 0
         try:
-            with closing(self._runs(memory, [run for portion in portions for run in runs_of(sizes, portion)])) as runs:
+            with closing(
+                self._batches(memory, [each for portion in portions for each in batches_of(sizes, portion)])
+            ) as batches:
                 ends = {portion.stop for portion in portions}
-                for index in chain.from_iterable(runs):
+                for index in chain.from_iterable(batches):
                     if self.layers[index].done():  # closed
                         return
                     layer = layers[index]
@@ -159,28 +161,28 @@ class ArrivingCache:
                 self.layers[index].set_result(read_layer(index, header, body))
                 self._resolved = index + 1
 
-    def _runs(self, memory: memoryview, runs: Sequence[range]) -> Generator[range]:
-        """Runs of layers in order, each yielded with its segments read.
+    def _batches(self, memory: memoryview, batches: Sequence[range]) -> Generator[range]:
+        """Batches of layers in order, each yielded with its segments read.
 
-        When reading ahead, a thread reads the next run while the caller hashes this one: both take about as long.
+        When reading ahead, a thread reads the next batch while the caller hashes this one: both take about as long.
         """
         if self._body is None:
-            yield from runs
+            yield from batches
         elif not self._read_ahead:
-            for run in runs:
-                self._fill(memory, run)
-                yield run
+            for batch in batches:
+                self._fill(memory, batch)
+                yield batch
         else:
             with ThreadPoolExecutor(1, "kvshelf-read") as ahead:
-                following = ahead.submit(self._fill, memory, runs[0])
-                for index, run in enumerate(runs, 1):
+                following = ahead.submit(self._fill, memory, batches[0])
+                for index, batch in enumerate(batches, 1):
                     following.result()
-                    if index < len(runs):
-                        following = ahead.submit(self._fill, memory, runs[index])
-                    yield run
+                    if index < len(batches):
+                        following = ahead.submit(self._fill, memory, batches[index])
+                    yield batch
 
-    def _fill(self, memory: memoryview, run: range) -> None:
-        first, last = (self._summary.header.layers[index] for index in (run[0], run[-1]))
+    def _fill(self, memory: memoryview, batch: range) -> None:
+        first, last = (self._summary.header.layers[index] for index in (batch[0], batch[-1]))
         assert self._body is not None
         fill(self._body, memory[first.offset : last.offset + last.nbytes])
 
@@ -222,11 +224,11 @@ def portions_of(sizes: Sequence[int]) -> Iterator[range]:
         start, limit = stop, min(2 * nbytes, _PORTION_BYTES)
 
 
-def runs_of(sizes: Sequence[int], portion: range) -> Iterator[range]:
-    """Split a portion into runs of at most `_RUN_BYTES`, but at least one layer each."""
+def batches_of(sizes: Sequence[int], portion: range) -> Iterator[range]:
+    """Split a portion into batches of at most `_BATCH_BYTES`, but at least one layer each."""
     start, nbytes = portion.start, 0
     for index in portion:
-        if nbytes and nbytes + sizes[index] > _RUN_BYTES:
+        if nbytes and nbytes + sizes[index] > _BATCH_BYTES:
             yield range(start, index)
             start, nbytes = index, 0
         nbytes += sizes[index]

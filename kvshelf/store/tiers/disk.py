@@ -28,8 +28,8 @@ from kvshelf.store.types import BlobFile, Scrubbed
 
 if TYPE_CHECKING:
     from kvshelf.store.artifact.arriving import ArrivingCache
+    from kvshelf.store.artifact.blob.reading import PartialCache
     from kvshelf.store.artifact.cache import CompressedCache
-    from kvshelf.store.artifact.partial import PartialCache
 
 ReadT = TypeVar("ReadT")
 

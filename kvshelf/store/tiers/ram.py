@@ -23,8 +23,8 @@ from kvshelf.store.types import BlobFile, Scrubbed
 
 if TYPE_CHECKING:
     from kvshelf.store.artifact.arriving import ArrivingCache
+    from kvshelf.store.artifact.blob.reading import PartialCache
     from kvshelf.store.artifact.cache import CompressedCache
-    from kvshelf.store.artifact.partial import PartialCache
 
 RECENT_S: Final = 60.0
 """How long a copy may be used without the home after the home has confirmed it.
@@ -127,7 +127,7 @@ class RamTier(Tier):
         copy = self._copy_of(manifest)
         if copy is None:
             return None
-        from kvshelf.store.artifact.partial import PartialCache  # as above
+        from kvshelf.store.artifact.blob.reading import PartialCache  # as above
 
         return PartialCache(copy.summary, copy.body, partial(self._dropping, copy))
 

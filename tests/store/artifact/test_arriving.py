@@ -19,7 +19,7 @@ from torch import Tensor
 from kvshelf.errors import BlobError, CacheCorrupt, CacheExpired, CacheNotFound, StoreUnavailable
 from kvshelf.store.artifact import arriving as module
 from kvshelf.store.artifact import blob
-from kvshelf.store.artifact.arriving import ArrivingCache, portions_of, runs_of
+from kvshelf.store.artifact.arriving import ArrivingCache, batches_of, portions_of
 from kvshelf.store.artifact.blob.body import as_tensor
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.memory import fresh_memory
@@ -150,11 +150,11 @@ def test_the_first_layer_comes_alone_and_then_ever_more_together(sizes: list[int
 @given(st.lists(st.integers(1, 6 << 20), min_size=1, max_size=60), st.integers(0, 59))
 def test_what_is_read_at_once_is_one_layer_or_at_most_4_mib_of_them(sizes: list[int], start: int) -> None:
     portion = range(min(start, len(sizes) - 1), len(sizes))
-    runs = list(runs_of(sizes, portion))
-    assert [index for run in runs for index in run] == list(portion)
-    volumes = [sum(sizes[index] for index in run) for run in runs]
-    assert all(len(run) == 1 or volume <= 4 << 20 for run, volume in zip(runs, volumes, strict=True))
-    assert all(a + sizes[run[0]] > 4 << 20 for a, run in zip(volumes, runs[1:], strict=False)), "no fewer than fit"
+    batches = list(batches_of(sizes, portion))
+    assert [index for batch in batches for index in batch] == list(portion)
+    volumes = [sum(sizes[index] for index in batch) for batch in batches]
+    assert all(len(batch) == 1 or volume <= 4 << 20 for batch, volume in zip(batches, volumes, strict=True))
+    assert all(a + sizes[batch[0]] > 4 << 20 for a, batch in zip(volumes, batches[1:], strict=False)), "all that fit"
 
 
 @pytest.mark.parametrize("name", golden_caches())
@@ -250,7 +250,11 @@ def test_layers_before_a_damaged_one_are_good(shelf: DiskStore, home: Path, brok
     assert (home / "quarantine" / path.name).exists()
 
 
-@pytest.mark.parametrize("name", CASES)
+ONLY_FROM_OUTSIDE = "digests_of_two_runs_swapped"
+"""A lie about digests that a whole read does not need: a shelf takes no such blob in, and its manifest has the root."""
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != ONLY_FROM_OUTSIDE])
 def test_whatever_is_refused_as_a_whole_is_refused_on_arrival(tmp_path: Path, name: str) -> None:
     """The digests of these blobs fit; the faults are those of another writer."""
     reason, make, edit = CASES[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ import pytest
 
 from kvshelf.store.artifact import memory
 from kvshelf.store.artifact.blob.body import as_tensor
-from kvshelf.store.artifact.memory import used_memory
+from kvshelf.store.artifact.memory import sparse_memory, used_memory
 
 MB = 1 << 20
 HUGE = 2 * MB
@@ -39,6 +40,18 @@ def test_memory_that_is_let_go_of_is_used_again(size: int) -> None:
     del memory
     again = used_memory(size)
     assert (len(again), again.readonly, address(again)) == (size, False, first)
+
+
+def test_sparse_memory_takes_the_pages_that_are_written_and_no_others() -> None:
+    def held() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    before = held()
+    memory = sparse_memory(1 << 30)
+    for start in range(0, 1 << 30, 4 * HUGE):
+        assert memory[start] == 0
+        memory[start : start + 10] = b"x" * 10
+    assert held() - before < 2 * MB, "128 small pages"
 
 
 def test_memory_is_not_used_again_while_a_tensor_lies_in_it() -> None:
@@ -73,7 +86,7 @@ def test_only_the_last_is_kept_and_none_that_is_too_large(monkeypatch: pytest.Mo
 
 MEASURED = """
 import sys
-from kvshelf.store.artifact.memory import used_memory
+from kvshelf.store.artifact.memory import sparse_memory, used_memory
 
 MB = 1 << 20
 

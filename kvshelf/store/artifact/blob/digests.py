@@ -21,17 +21,13 @@ _GATHERED: Final = 32 << 10
 copied together first."""
 
 
-def sealed(layer: Layer, buffers: Sequence[memoryview]) -> tuple[bytes, bytes]:
+def digests_of(layer: Layer, buffers: Sequence[memoryview]) -> tuple[bytes, bytes]:
     """The digest of a segment's head, and the array of digests, without padding, that ends the segment.
 
     buffers: the segment up to that array. No array of rows extends over two of them.
     """
-    if not layer.num_runs:
-        return digest_of(buffers), b""
-    head, rows = blake3(), blake3()
-    for in_run, piece in _cut(buffers, layer):
-        (rows if in_run else head).update(piece)
-    digests = b"".join([*run_digests(layer, buffers), rows.digest()])
+    head, rows = _hashed(layer, buffers)
+    digests = b"".join([*run_digests(layer, buffers), rows.digest()]) if layer.num_runs else b""
     head.update(digests).update(bytes(layer.digests_padding))
     return head.digest(), digests
 
@@ -42,9 +38,7 @@ def check_whole(index: int, layer: Layer, buffers: Iterable[memoryview], read: C
     buffers: the segment up to its array of digests; a buffer may be filled anew for the next piece. read: called when
     those are used up, for the array with its padding.
     """
-    head, rows = blake3(), blake3()
-    for in_run, piece in _cut(buffers, layer):
-        (rows if in_run else head).update(piece)
+    head, rows = _hashed(layer, buffers)
     digests = read()
     require_head(index, layer, head.update(digests).digest())
     if layer.num_runs and rows.digest() != digests[layer.num_runs * DIGEST_BYTES :][:DIGEST_BYTES]:
@@ -64,7 +58,7 @@ def require_run(index: int, run: int, digest: bytes, digests: memoryview) -> Non
 
 
 def run_digests(layer: Layer, buffers: Sequence[memoryview]) -> list[bytes]:
-    """The digest of each run. buffers: as of `sealed`."""
+    """The digest of each run. buffers: as of `digests_of`."""
     starts = list(accumulate(map(len, buffers), initial=0))
 
     def at(span: Span) -> memoryview:
@@ -77,18 +71,22 @@ def run_digests(layer: Layer, buffers: Sequence[memoryview]) -> list[bytes]:
 def digest_of(pieces: Iterable[memoryview]) -> bytes:
     """BLAKE3 of pieces that follow each other."""
     hasher = blake3()
-    gathered: list[memoryview] = []
-    nbytes = 0
+    gathered, nbytes = list[memoryview](), 0
     for piece in pieces:
-        if not gathered and len(piece) >= _GATHERED:
-            hasher.update(piece)
-            continue
         gathered.append(piece)
         nbytes += len(piece)
         if nbytes >= _GATHERED:
-            hasher.update(b"".join(gathered))
+            hasher.update(piece if len(piece) == nbytes else b"".join(gathered))
             gathered, nbytes = [], 0
     return hasher.update(b"".join(gathered)).digest()
+
+
+def _hashed(layer: Layer, buffers: Iterable[memoryview]) -> tuple[blake3, blake3]:
+    """The head of a segment up to its array of digests, and all rows in runs, to be hashed on."""
+    head, rows = blake3(), blake3()
+    for in_run, piece in _cut(buffers, layer):
+        (rows if in_run else head).update(piece)
+    return head, rows
 
 
 def _cut(buffers: Iterable[memoryview], layer: Layer) -> Iterator[tuple[bool, memoryview]]:

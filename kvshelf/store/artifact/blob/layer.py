@@ -73,6 +73,12 @@ class RowArray(NamedTuple):
         """Of so many rows from the first of a head, or of a run, on."""
         return -(-rows // self.rows) * self.item_bytes
 
+    def total(self, lengths: Sequence[int]) -> int:
+        """Bytes of all heads, of these lengths."""
+        rows = self.rows  # read once, and one row apart: a header may have 200 layers of 128 heads
+        items = sum(lengths) if rows == 1 else sum(-(-length // rows) for length in lengths)
+        return items * self.item_bytes
+
 
 class Dims(NamedTuple):
     """What the records of a layer have in common."""
@@ -344,9 +350,7 @@ def array_sizes(record: RecordHeader, dims: Dims) -> dict[str, int | None]:
 
     Python's integers are unbounded: no product of dimensions overflows.
     """
-    sizes: dict[str, int | None] = {
-        array.name: sum(map(array.nbytes, record.lengths)) for array in row_arrays(record, dims)
-    }
+    sizes: dict[str, int | None] = {array.name: array.total(record.lengths) for array in row_arrays(record, dims)}
     if record.codec == "klt":
         sizes |= {"keys_coded": None, "values_coded": None}
     sizes["positions"] = None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvshelf.errors import BlobError, InvalidRequest
 from kvshelf.store.artifact.blob import PackedBlob, as_view, check_runs, check_segment, inspect
 from kvshelf.store.artifact.blob.body import Body
-from kvshelf.store.artifact.blob.digests import sealed
+from kvshelf.store.artifact.blob.digests import digests_of
 from kvshelf.store.artifact.blob.frame import TRAILER, Buffer, close_frame
 from kvshelf.store.artifact.blob.header import HEADER_LIMIT, Header, IdentityHeader, parse_header
 from kvshelf.store.artifact.blob.layer import DIGEST_BYTES, Layer, aligned, digests_bytes
@@ -83,6 +83,6 @@ def _segment(record: LayerRecord, num_tokens: int, offset: int) -> tuple[Layer, 
         nbytes=rows + aligned(digests_bytes(written.records)),
         digest=bytes(DIGEST_BYTES),
     )
-    digest, digests = sealed(layer, buffers)
+    digest, digests = digests_of(layer, buffers)
     buffers += [memoryview(digests), memoryview(bytes(layer.digests_padding))]
     return layer.model_copy(update={"digest": digest}), buffers

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Protocol, Self, TypeVar
 
 from kvshelf.errors import InvalidRequest, KvshelfError, StoreUnavailable
+from kvshelf.store.artifact.arriving import Guard
 from kvshelf.store.artifact.blob import check_padding
 from kvshelf.store.artifact.blob.body import Body
 from kvshelf.store.artifact.blob.digests import digest_of, require_head, require_run
@@ -30,9 +30,6 @@ class RangedFile(Protocol):
 
 
 ResultT = TypeVar("ResultT")
-
-Guard = Callable[[], AbstractContextManager[None]]
-"""As of `ArrivingCache`."""
 
 
 class PartialCache:
