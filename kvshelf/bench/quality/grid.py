@@ -30,7 +30,7 @@ FEATURED = ("full", "keydiff", "lagkv", "snapkv", "sage", "sablock", "ems", "kvz
 ENCODED = ("full", "keydiff", "lagkv", "ems", "kvzip", "kvcues")
 EXPORTED = ("full", "keydiff")
 VARIANTS = ("ems:merge=false", "ems:pos=pre", "ada:base=keydiff")
-SELECT = ("quest:page=8", *(name for name in selectors.names() if name != "policy:sage"))
+SELECT = ("quest:page=8", "fasa:chunks=12", *(name for name in selectors.names() if name != "policy:sage"))
 """FEATURED to SELECT: policies of the default size at further lengths, under codecs, exported, their variants, and the
 selectors over a document of which all entries are stored."""
 
