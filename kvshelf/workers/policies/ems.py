@@ -44,8 +44,7 @@ class EMS(TailPolicy):
     Nothing is updated while decoding. kvshelf's own: the mean direction gets the length of the center's key; evicted
     tokens have no slot, because the key of a "zero class" has logit 0, and so a share of the softmax; a token alone in
     its class keeps key and value bit by bit; `every` n above 1 takes s_glo from every n-th row, for 1 / n of the work.
-    With every eighth row, a quarter kept and nothing merged, 65 % of the entries are those that all rows keep
-    (kvshelf-tiny, a document of 4k tokens).
+    With every eighth, a quarter kept and nothing merged, 65 % of the entries are those that all rows keep (4k tokens).
     """
 
     name: ClassVar[str] = "ems"

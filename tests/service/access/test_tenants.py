@@ -65,6 +65,7 @@ NEEDS = {
     ("GET", "/v1/batches/{batch_id}/events"): "read",
     ("GET", "/v1/models"): "read",
     ("GET", "/v1/policies"): "read",
+    ("GET", "/v1/selectors"): "read",
     ("GET", "/v1/limits"): "read",
     ("GET", "/metrics"): "admin",
 }
