@@ -34,11 +34,14 @@ HEADER_LIMIT: Final = 256 * 1024
 
 _MAX_MAP = 256
 _MAX_DEPTH = 32
-_DIGEST_BYTES = 32
 _STRINGS: Final = frozenset({str})
 _SHOWN = 200  # characters of a name that a message repeats
 
 Text = Annotated[str, Field(max_length=HEADER_LIMIT)]
+
+CODE_BYTES: Final = 8
+MAX_CODES: Final = 4096
+"""Codes of a layer in a summary: 32 KiB."""
 
 
 class ModelHeader(Strict):
@@ -73,7 +76,8 @@ class IdentityHeader(Strict):
 
 
 class Header(Strict):
-    """The whole header. codec: the canonical text of the cache's codec.
+    """The whole header. codec: the canonical text of the cache's codec. summary: as of a `CompressedCache`; a header
+    without one does not have the field.
 
     Reading stops at the first layer and the first record at fault: a list of all errors would take hundreds of times
     the header's bytes.
@@ -84,6 +88,7 @@ class Header(Strict):
     next_position: Size
     codec: Text
     layers: Annotated[list[Layer], Field(min_length=1, max_length=MAX_ARRAY), FailFast()]
+    summary: Annotated[list[bytes], Field(min_length=1, max_length=MAX_ARRAY)] = []
 
     @property
     def body_bytes(self) -> int:
@@ -106,7 +111,7 @@ class Header(Strict):
 
     def pack(self) -> bytes:
         """The one msgpack text of the header."""
-        return canonical_msgpack(self.model_dump())
+        return canonical_msgpack(self.model_dump(exclude=None if self.summary else {"summary"}))
 
 
 def parse_header(data: bytes) -> Header:
@@ -121,6 +126,7 @@ def parse_header(data: bytes) -> Header:
             f"the header contradicts itself: {header.num_tokens} tokens, {header.identity.num_tokens} in the identity",
             reason="inconsistent",
         )
+    _check_summary(header)
     _check_codec(header)  # before the layout, which divides by the groups
     _check_layout(header)
     # Packs the fields as they were read, not the model's: `_unique` has checked that the former are sorted. The check
@@ -191,11 +197,6 @@ def _refuse_foreign(value: Any) -> None:
 def _refuse_foreign_scalar(item: Any) -> None:
     if isinstance(item, float) and not math.isfinite(item):
         raise BlobError(f"the header holds the number {item}", reason="not_finite")
-    if isinstance(item, bytes) and len(item) != _DIGEST_BYTES:
-        raise BlobError(
-            f"the header holds a run of {len(item)} bytes; only digests are, of {_DIGEST_BYTES}",
-            reason="field_malformed",
-        )
     if not isinstance(item, bytes | int | float | None):
         raise BlobError(f"the header holds a msgpack extension ({type(item).__name__})", reason="ext_type")
 
@@ -226,6 +227,16 @@ def _named(error: ValidationError) -> BlobError:
                 reason="unknown_kind",
             )
     return BlobError(f"header field {where}: {first['msg']}", reason="field_malformed")
+
+
+def _check_summary(header: Header) -> None:
+    for layer, codes in enumerate(header.summary):
+        found = memoryview(codes)
+        if not 0 < len(found) <= MAX_CODES * CODE_BYTES or len(found) % CODE_BYTES:
+            raise BlobError(
+                f"the summary has {len(found)} bytes of layer {layer}; it has 1 to {MAX_CODES} codes of {CODE_BYTES}",
+                reason="field_malformed",
+            )
 
 
 def _check_codec(header: Header) -> None:
