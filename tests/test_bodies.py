@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvshelf.api import CreateCache, Query
+from kvshelf.api import CreateCache, JointQuery, Query
 from kvshelf.api.inspect import KeptOf
 from kvshelf.api.openai import ChatCompletionRequest
 from kvshelf.api.strict import RequestBody, parse_request
@@ -24,6 +24,8 @@ LISTS: list[tuple[type[RequestBody], str, Any]] = [
     (Query, "prompt", 1),
     (Query, "messages", 1),
     (Query, "stop", 1),
+    (JointQuery, "cache_ids", 1),
+    (ChatCompletionRequest, "cache_ids", 1),
     (ChatCompletionRequest, "messages", 1),
     (ChatCompletionRequest, "stop", 1),
 ]

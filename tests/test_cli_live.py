@@ -126,6 +126,37 @@ def test_a_question_never_goes_to_parts_of_two_documents(long: Path, report: Pat
     assert "no cache has the label" in run("ask", "--label", "document=nothing at all", "A?", code=3).stderr
 
 
+def test_several_documents_are_asked_together(report: Path, tmp_path: Path) -> None:
+    """By an id, a name with a comma, and the beginning of an id."""
+    texts = {"quays, two": "Two quays has the old harbour. ", "short": "The mole is long. "}
+    ids = [run("put", report, "--policy", "full").stdout.strip()]
+    for name, text in texts.items():
+        (tmp_path / "more.txt").write_text(text * 9)
+        ids.append(run("put", tmp_path / "more.txt", "--policy", "full", "--name", name).stdout.strip())
+    references = f"{ids[0]}, {ids[1][:20]},short"
+    found = json.loads(run("ask", references, QUESTION, "--max-tokens", "6", "--json").stdout)
+    assert found["cache_ids"] == ids
+    asked = run("ask", references, QUESTION, "--max-tokens", "6")
+    assert "tokens from the shelf" in asked.stderr
+    answer, table = asked.stdout.split("\nSOURCE")
+    assert answer == found["text"]
+    told = dict(line.split() for line in table.splitlines()[1:])
+    shares = {source["cache_id"]: f"{source['share']:.1%}" for source in found["sources"]}
+    assert told == {ids[0]: shares[ids[0]], ids[1][:20]: shares[ids[1]], "short": shares[ids[2]]}
+    assert list(told.values()) == sorted(told.values(), key=lambda text: -float(text.rstrip("%")))
+    alone = run("ask", "quays, two", QUESTION, "--max-tokens", "6", "--json").stdout
+    assert json.loads(alone)["cache_id"] == ids[1]
+
+
+def test_several_documents_are_refused_by_name(report: Path) -> None:
+    id = run("put", report, "--policy", "full").stdout.strip()
+    assert "twice" in run("ask", f"{id},{id}", QUESTION, code=2).stderr
+    assert "nothing" in run("ask", f"{id},nothing", QUESTION, code=3).stderr
+    assert "--compare" in run("ask", f"{id},{id}", QUESTION, "--compare", code=2).stderr
+    many = ",".join(f"kvs_{number:040x}" for number in range(65))
+    assert "64" in run("ask", many, QUESTION, code=2).stderr
+
+
 def test_ask_streams_the_answer_and_reports_its_cost(report: Path) -> None:
     id = run("put", report, "--policy", "full").stdout.strip()
     asked = run("ask", id, QUESTION, "--max-tokens", "6")

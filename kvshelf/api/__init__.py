@@ -33,10 +33,16 @@ from kvshelf.api.creation import PolicyEstimate as PolicyEstimate
 from kvshelf.api.creation import RequestObject as RequestObject
 from kvshelf.api.creation import SplitOptions as SplitOptions
 from kvshelf.api.queries import AnswerDelta as AnswerDelta
+from kvshelf.api.queries import Answered as Answered
 from kvshelf.api.queries import AnswerList as AnswerList
 from kvshelf.api.queries import AnswerObject as AnswerObject
+from kvshelf.api.queries import Asking as Asking
 from kvshelf.api.queries import Comparison as Comparison
+from kvshelf.api.queries import JointAnswer as JointAnswer
+from kvshelf.api.queries import JointAnswerList as JointAnswerList
+from kvshelf.api.queries import JointQuery as JointQuery
 from kvshelf.api.queries import Query as Query
+from kvshelf.api.queries import Remade as Remade
 from kvshelf.api.queries import Source as Source
 from kvshelf.api.queries import Usage as Usage
 from kvshelf.api.service import Allowance as Allowance

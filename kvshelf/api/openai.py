@@ -1,4 +1,4 @@
-"""The types of POST /v1/chat/completions: OpenAI's request and response, plus `cache_id`.
+"""The types of POST /v1/chat/completions: OpenAI's request and response, plus `cache_id` or `cache_ids`, and `sources`.
 
 The service accepts OpenAI's fields that it does not support only with a value that changes nothing (`n` of 1, no tools,
 penalties of 0) and refuses any other value, rather than ignore it. Two defaults differ from OpenAI's: `temperature` is
@@ -11,8 +11,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
+from kvshelf.api.queries import Source
 from kvshelf.api.strict import (
     MAX_MESSAGES,
+    CacheIds,
     FinishReason,
     MaxTokens,
     Message,
@@ -25,7 +27,9 @@ from kvshelf.api.strict import (
     Temperature,
     TopP,
     misuse,
+    one_of,
     one_or_list,
+    require_each_once,
 )
 
 DEFAULT_MAX_TOKENS = 256
@@ -77,11 +81,13 @@ class StreamOptions(RequestBody):
 
 
 class ChatCompletionRequest(RequestBody):
-    """OpenAI's body plus `cache_id`, the stored cache to ask. `user` is accepted and has no effect."""
+    """OpenAI's body plus either `cache_id`, the stored cache to ask, or `cache_ids`, several to ask together. `user` is
+    accepted and has no effect."""
 
-    model_config = ConfigDict(json_schema_extra={"required": ["messages", "cache_id"]})
+    model_config = ConfigDict(json_schema_extra=one_of(cache_id="string", cache_ids="array"))
 
     cache_id: str | None = None
+    cache_ids: CacheIds | None = None
     model: ModelName | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_tokens: MaxTokens | None = None
@@ -107,8 +113,12 @@ class ChatCompletionRequest(RequestBody):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.cache_id is None:
-            raise misuse("cache_id", "cache_id is needed: this service answers from stored caches only")
+        if self.cache_ids is not None:
+            require_each_once(self.cache_ids)
+        if self.cache_id is None and self.cache_ids is None:
+            raise misuse("cache_id", "cache_id or cache_ids is needed: this service answers from stored caches only")
+        if self.cache_id is not None and self.cache_ids is not None:
+            raise misuse("cache_ids", "give cache_id or cache_ids, not both")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise misuse("max_completion_tokens", "give max_tokens or max_completion_tokens, not both")
         if self.stream_options is not None and not self.stream:
@@ -148,12 +158,15 @@ class ChatChoice(ResponseBody):
 
 
 class ChatCompletion(ResponseBody):
+    """OpenAI's, plus `sources` where the request had `cache_ids`."""
+
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
     choices: list[ChatChoice]
     usage: ChatUsage
+    sources: list[Source] | None = None
 
 
 class Delta(ResponseBody):
@@ -169,7 +182,8 @@ class ChunkChoice(ResponseBody):
 
 
 class ChatCompletionChunk(ResponseBody):
-    """One event of a streamed completion. With `include_usage` the last event has the usage and no choice."""
+    """One event of a streamed completion. The one with the `finish_reason` has `sources` where the request had
+    `cache_ids`. With `include_usage` the last event has the usage and no choice."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -177,3 +191,4 @@ class ChatCompletionChunk(ResponseBody):
     model: str
     choices: list[ChunkChoice]
     usage: ChatUsage | None = None
+    sources: list[Source] | None = None

@@ -1,12 +1,13 @@
-"""The types of asking a stored cache: the question and its answers."""
+"""The types of asking stored caches: the question and its answers."""
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
 from kvshelf.api.strict import (
+    CacheIds,
     FinishReason,
     ListBody,
     MaxTokens,
@@ -21,11 +22,13 @@ from kvshelf.api.strict import (
     TopP,
     misuse,
     one_of,
+    require_each_once,
 )
 
 
-class Query(RequestBody):
-    """POST /v1/caches/{id}/query: ask a stored cache. Exactly one of `prompt` (one or several) and `messages`."""
+class Asking(RequestBody):
+    """What is asked and how it is answered, whichever caches are asked. Exactly one of `prompt` (one or several) and
+    `messages`."""
 
     model_config = ConfigDict(json_schema_extra=one_of(prompt=["string", "array"], messages="array"))
 
@@ -37,7 +40,6 @@ class Query(RequestBody):
     seed: Seed | None = None
     stop: Stops | None = None
     stream: bool = False
-    compare: bool = Field(False, description="also answer from the full cache; needs it stored, or the source kept")
     on_miss: Literal["error", "recompute"] = Field(
         "error", description="recompute: remake a cache that cannot be used from its kept source"
     )
@@ -49,8 +51,37 @@ class Query(RequestBody):
             raise misuse("prompt", f"exactly one of prompt and messages is needed; {found}")
         if self.stream and isinstance(self.prompt, list):
             raise misuse("stream", "several prompts cannot be streamed in one call; send one prompt per stream")
+        return self
+
+
+class Query(Asking):
+    """POST /v1/caches/{id}/query: ask a stored cache. Exactly one of `prompt` (one or several) and `messages`."""
+
+    compare: bool = Field(False, description="also answer from the full cache; needs it stored, or the source kept")
+
+    @model_validator(mode="after")
+    def _comparable(self) -> Self:
         if self.stream and self.compare:
             raise misuse("compare", "a comparison needs whole answers; leave stream out")
+        return self
+
+
+class JointQuery(Asking):
+    """POST /v1/query: ask several stored caches of one model together; every prompt sees all of their documents. One of
+    `prompt` (one or several) and `messages`."""
+
+    cache_ids: CacheIds
+
+    @model_validator(mode="before")
+    @classmethod
+    def _not_compared(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "compare" in data:
+            raise misuse("compare", "a comparison needs one document; leave compare out, or ask each cache by itself")
+        return data
+
+    @model_validator(mode="after")
+    def _each_once(self) -> Self:
+        require_each_once(self.cache_ids)
         return self
 
 
@@ -73,17 +104,22 @@ class Comparison(ResponseBody):
     agreement: float
 
 
-class AnswerObject(ResponseBody):
-    """`cache_id` is the cache that answered. If it replaces a cache that could not be used, `recomputed` says why.
-    `compare` is the answer of the full cache. Both are present only if they apply."""
+class Answered(ResponseBody):
+    """What an answer says, whichever caches were asked. `load_ms`: until the slowest of them was in memory."""
 
     id: str
     object: Literal["answer"] = "answer"
-    cache_id: str
     text: str
     finish_reason: FinishReason
     usage: Usage
     load_ms: float
+
+
+class AnswerObject(Answered):
+    """`cache_id` is the cache that answered. If it replaces a cache that could not be used, `recomputed` says why.
+    `compare` is the answer of the full cache. Both are present only if they apply."""
+
+    cache_id: str
     policy: str
     compression_ratio: float
     compare: Comparison | None = None
@@ -95,11 +131,33 @@ class AnswerList(ListBody):
 
 
 class Source(ResponseBody):
-    """`share`: of the attention that the question gave to documents, the part that went to this one: a mean over
-    layers, heads and the question's tokens. The shares of an answer add up to 1."""
+    """`share`: of the attention that the question's last token gave to documents, the part that went to this one; a
+    mean over layers and heads. The answer begins from this token; of its later ones the share says nothing. The shares
+    of an answer add up to 1."""
 
     cache_id: str
     share: float
+
+
+class Remade(ResponseBody):
+    """A cache that was asked and could not be used: `reason` says why another replaces it."""
+
+    cache_id: str
+    reason: MissReason
+
+
+class JointAnswer(Answered):
+    """The answer of several caches together. `cache_ids` are the caches that answered, in the order of the query, and
+    `sources` the share of each. `recomputed` names those of the query that could not be used, and is present only if
+    there are any."""
+
+    cache_ids: list[str]
+    sources: list[Source]
+    recomputed: list[Remade] | None = None
+
+
+class JointAnswerList(ListBody):
+    data: list[JointAnswer]
 
 
 class AnswerDelta(ResponseBody):

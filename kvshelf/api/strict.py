@@ -14,6 +14,8 @@ MAX_PROMPTS = 256
 MAX_MESSAGES = 4096
 MAX_STOPS = 16
 MAX_LABELS = 64
+MAX_JOINT = 64
+"""Caches that one question asks together."""
 MAX_LEVELS = 16
 MAX_TTL_S = 10 * 365 * 86400.0
 MAX_FIELDS = 16_384
@@ -33,6 +35,7 @@ ModelName = Annotated[str, Field(min_length=1, max_length=512)]
 LabelKey = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-/]{1,64}$")]
 LabelValue = Annotated[str, Field(max_length=512)]
 Labels = Annotated[dict[LabelKey, LabelValue], Field(max_length=MAX_LABELS)]
+CacheIds = Annotated[list[Text], Field(min_length=1, max_length=MAX_JOINT, fail_fast=True)]
 CacheName = Annotated[str, Field(max_length=256)]
 Ttl = Annotated[float, Field(gt=0, le=MAX_TTL_S)]
 ExpiresAt = Annotated[float, Field(gt=0)]
@@ -98,6 +101,13 @@ def require_one_expiry(ttl_s: float | None, expires_at: float | None) -> None:
     """For a validator: `ttl_s` and `expires_at` exclude each other."""
     if ttl_s is not None and expires_at is not None:
         raise misuse("expires_at", "give ttl_s or expires_at, not both")
+
+
+def require_each_once(cache_ids: list[str]) -> None:
+    """For a validator: `cache_ids` are different."""
+    for place, cache_id in enumerate(cache_ids):
+        if cache_id in cache_ids[:place]:
+            raise misuse("cache_ids", f"{cache_id[:80]!r} is there twice; give each cache once")
 
 
 def require_one_document(body: BaseModel) -> None:

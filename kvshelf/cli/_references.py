@@ -26,6 +26,7 @@ SHORT: Final = len("kvs_") + 8
 
 _ID: Final = re.compile(r"kvs_[0-9a-f]{40}")
 _BEGINNING: Final = re.compile(r"(?:kvs_)?([0-9a-f]{4,40})")
+_LONGEST_NAME: Final = 256
 _MOST: Final = 8
 """Candidates that a message lists."""
 
@@ -33,6 +34,21 @@ _MOST: Final = 8
 def id_at(client: Client, reference: str) -> str:
     """The full id of the cache of a service that `reference` means. Raises `CacheNotFound`, `InvalidRequest`."""
     return _resolved(client.caches.list, reference)
+
+
+def ids_at(client: Client, references: str) -> list[tuple[str, str]]:
+    """One reference, or several with commas between them, each with the full id that it means. Raises as `id_at`.
+
+    A name may have a comma itself: what is the name of one cache means that one.
+    """
+    parts = [part.strip() for part in references.split(",")]
+    if len(parts) == 1 or len(references) <= _LONGEST_NAME:
+        try:
+            return [(references, id_at(client, references))]
+        except CacheNotFound:
+            if len(parts) == 1:
+                raise
+    return [(part, id_at(client, part)) for part in parts]
 
 
 def id_in(store: Store, reference: str) -> str:

@@ -21,7 +21,7 @@ from kvshelf.cli._progress import put_shown
 from kvshelf.errors import CacheNotFound, InvalidRequest, nearest
 
 if TYPE_CHECKING:
-    from kvshelf.api import AnswerObject, CacheObject
+    from kvshelf.api import Answered, CacheObject, JointAnswer
     from kvshelf.client import Client
 
 Files = Annotated[
@@ -30,6 +30,7 @@ Files = Annotated[
 STDIN = Path("-")
 
 _CACHE = "An id (kvs_...), the beginning of one as `kvshelf ls` shows it, or the name of a cache."
+_SEVERAL = "Several, with commas between them, are asked together. Left out with --label."
 Cache = Annotated[str, typer.Argument(metavar="CACHE", help=_CACHE)]
 
 
@@ -150,7 +151,7 @@ def _split(split: bool, part_tokens: int | None, overlap_tokens: int | None) -> 
 
 
 def ask(
-    cache: Annotated[str, typer.Argument(metavar="CACHE", help=f"{_CACHE} Left out with --label.")],
+    cache: Annotated[str, typer.Argument(metavar="CACHE[,CACHE...]", help=f"{_CACHE} {_SEVERAL}")],
     questions: Annotated[list[str] | None, typer.Argument(metavar="QUESTION...")] = None,
     label: Annotated[
         list[str] | None,
@@ -166,7 +167,8 @@ def ask(
 ) -> None:
     """Ask a stored document one or several independent questions. The document is not prefilled again.
 
-    With --label the questions go to each part of a document in turn, and each answer names its part.
+    Of several documents (CACHE,CACHE) each question sees all, and a table says what part each had in its answer. With
+    --label the questions go to each part of a document in turn, and each answer names its part.
     """
     fields: Any = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
     asked = [cache, *(questions or ())] if label else questions or []
@@ -177,21 +179,31 @@ def ask(
             parts = _parts(client, _common.pairs(label, "--label"))
             _ask_parts(client, parts, asked, fields, as_json)
             return
-        id = _references.id_at(client, cache)
+        named = _references.ids_at(client, cache)
+        ids: Any = [id for _, id in named] if len(named) > 1 else named[0][1]
         for question in asked:
             if as_json:
-                _common.print_object(client.caches.query(id, question, **fields))
+                _common.print_object(client.caches.query(ids, question, **fields))
                 continue
             if len(asked) > 1:
                 _common.notes.print(question, style="bold")
-            with client.caches.stream(id, question, **fields) as stream:
+            with client.caches.stream(ids, question, **fields) as stream:
                 for text in stream:
                     print(text, end="", flush=True)
-                print()
-                _common.notes.print(_cost(stream.answer), style="dim")
+                print(flush=True)
+            if len(named) > 1:
+                _common.print_table(_sources([reference for reference, _ in named], stream.answer), cut="SOURCE")
+            _common.notes.print(_cost(stream.answer), style="dim")
 
 
-def _cost(answer: AnswerObject) -> str:
+def _sources(references: Sequence[str], answer: JointAnswer) -> Table:
+    """The shares of a joint answer, the largest first, each with the reference by which its cache was asked."""
+    shares = sorted(zip(references, answer.sources, strict=True), key=lambda each: -each[1].share)
+    rows = [(reference, f"{source.share:.1%}") for reference, source in shares]
+    return _common.table(["SOURCE", "SHARE"], rows, numbers=[1])
+
+
+def _cost(answer: Answered) -> str:
     usage = answer.usage
     return (
         f"{usage.cache_read_tokens} tokens from the shelf (loaded in {answer.load_ms:.1f} ms), "

@@ -6,16 +6,15 @@ import asyncio
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
 
 import httpx
 
-from kvshelf.api import AnswerObject
 from kvshelf.api.batches import BatchObject
 from kvshelf.client import _batch_calls, _calls, _failures
 from kvshelf.client._config import Connection, Retries, Timeouts
 from kvshelf.client._exchange import Attempts, Call, Page, method_of
-from kvshelf.client._stream import BREAKS_OFF, AnswerReader, BatchReader, CreationEvent, CreationReader
+from kvshelf.client._stream import BREAKS_OFF, AnswerReader, AnswerT, BatchReader, CreationEvent, CreationReader
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -55,22 +54,22 @@ class _Group:
         self._sender = sender
 
 
-class AsyncAnswerStream:
+class AsyncAnswerStream(Generic[AnswerT]):
     """The pieces of a streamed answer, in order (`async for`). `await stream.final()` gives the whole answer.
 
     Closing it early, or leaving its `async with` block, hangs up, and the service stops generating.
     """
 
-    def __init__(self, response: httpx.Response, url: httpx.URL) -> None:
+    def __init__(self, response: httpx.Response, url: httpx.URL, ends: type[AnswerT]) -> None:
         self._response = response
         self._url = url
-        self._reader = AnswerReader()
+        self._reader = AnswerReader(ends)
         self._pieces = self._read()
 
     def __aiter__(self) -> AsyncIterator[str]:
         return self._pieces
 
-    async def final(self) -> AnswerObject:
+    async def final(self) -> AnswerT:
         """The whole answer; what has not been read yet is read first."""
         async for _ in self._pieces:
             pass
@@ -126,13 +125,16 @@ def _listed(build: Callable[P, Call[Page[T]]]) -> Callable[Concatenate[_Group, P
     return method
 
 
-def _streamed(build: Callable[P, Call[None]]) -> Callable[Concatenate[_Group, P], Awaitable[AsyncAnswerStream]]:
+def _streamed(
+    build: Callable[P, Call[type[AnswerT]]],
+) -> Callable[Concatenate[_Group, P], Awaitable[AsyncAnswerStream[AnswerT]]]:
     """The method that sends what `build` builds and reads the answer piece by piece."""
 
     @method_of(build)
-    async def method(self: _Group, /, *args: P.args, **kwargs: P.kwargs) -> AsyncAnswerStream:
-        response = await self._sender.exchange(build(*args, **kwargs), stream=True)
-        return AsyncAnswerStream(response, self._sender.connection.base_url)
+    async def method(self: _Group, /, *args: P.args, **kwargs: P.kwargs) -> AsyncAnswerStream[AnswerT]:
+        call = build(*args, **kwargs)
+        response = await self._sender.exchange(call, stream=True)
+        return AsyncAnswerStream(response, self._sender.connection.base_url, call.parse(response))
 
     return method
 

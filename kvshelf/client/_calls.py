@@ -28,6 +28,9 @@ MEDIA_TYPES = {".pdf": "application/pdf", ".html": "text/html", ".htm": "text/ht
 Messages = Sequence[Mapping[str, str] | api.Message]
 Prompts = list[str]
 Answers = list[api.AnswerObject]
+Together = list[str]
+"""Ids of caches that are asked together."""
+JointAnswers = list[api.JointAnswer]
 Levels = list[api.CacheObject]
 Level = float | Mapping[str, Any] | api.LevelOptions
 Parts = list[api.CacheObject]
@@ -104,11 +107,11 @@ class ImportFields(TypedDict, total=False):
     labels: Mapping[str, str] | None
 
 
-class QueryFields(TypedDict, total=False):
+class AskFields(TypedDict, total=False):
     """How an answer is made: at most `max_tokens` tokens, until one of the `stop` texts. Temperature 0 is greedy.
 
-    `compare` adds the answer of the full cache. `on_miss="recompute"` makes a corrupt cache, or a cache of another
-    model, again from its kept source. Both may raise `SourceNotKept`.
+    `on_miss="recompute"` makes a corrupt cache, or a cache of another model, again from its kept source. It may raise
+    `SourceNotKept`.
     """
 
     max_tokens: int | None
@@ -116,8 +119,13 @@ class QueryFields(TypedDict, total=False):
     top_p: float | None
     seed: int | None
     stop: str | Sequence[str] | None
-    compare: bool | None
     on_miss: str | None
+
+
+class QueryFields(AskFields, total=False):
+    """As `AskFields`, for one cache. `compare` adds the answer of the full cache, and may raise `SourceNotKept`."""
+
+    compare: bool | None
 
 
 class ListFields(TypedDict, total=False):
@@ -299,28 +307,60 @@ def query_cache(id: str, prompt: str, **fields: Unpack[QueryFields]) -> Call[api
 def query_cache(id: str, prompt: Prompts, **fields: Unpack[QueryFields]) -> Call[Answers]: ...
 @overload
 def query_cache(id: str, *, messages: Messages, **fields: Unpack[QueryFields]) -> Call[api.AnswerObject]: ...
+@overload
+def query_cache(id: Together, prompt: str, **fields: Unpack[AskFields]) -> Call[api.JointAnswer]: ...
+@overload
+def query_cache(id: Together, prompt: Prompts, **fields: Unpack[AskFields]) -> Call[JointAnswers]: ...
+@overload
+def query_cache(id: Together, *, messages: Messages, **fields: Unpack[AskFields]) -> Call[api.JointAnswer]: ...
 def query_cache(
-    id: str, prompt: str | Prompts | None = None, *, messages: Messages | None = None, **fields: Unpack[QueryFields]
-) -> Call[api.AnswerObject] | Call[Answers]:
+    id: str | Together,
+    prompt: str | Prompts | None = None,
+    *,
+    messages: Messages | None = None,
+    **fields: Unpack[QueryFields],
+) -> Call[api.AnswerObject] | Call[Answers] | Call[api.JointAnswer] | Call[JointAnswers]:
     """Ask one question, several independent ones (a list), or continue with chat `messages`.
 
-    A list of questions has a list of answers in the same order. Keywords: `max_tokens`, `temperature`, `top_p`, `seed`,
-    `stop`, `compare`, `on_miss`. Raises `CacheNotFound`, `CacheExpired`, `CacheCorrupt`, `ModelMismatch`,
-    `SourceNotKept`, ...
+    A list of questions has a list of answers in the same order. A list of up to 64 ids asks these caches together: each
+    question sees all documents, and the answer's `sources` say what part each had. Keywords: `max_tokens`,
+    `temperature`, `top_p`, `seed`, `stop`, `on_miss`, and `compare` for one cache. Raises `CacheNotFound`,
+    `CacheExpired`, `CacheCorrupt`, `ModelMismatch`, `SourceNotKept`, ...
     """
-    path = _cache_path(id) + "/query"
-    body = {"json": checked(api.Query, {**fields, "prompt": prompt, "messages": messages})}
-    if isinstance(prompt, list | tuple):
+    path, body = _asked(id, {**fields, "prompt": prompt, "messages": messages})
+    several = isinstance(prompt, list | tuple)
+    if isinstance(id, str) and several:
         return Call("POST", path, lambda response: parse_as(api.AnswerList)(response).data, body=body)
-    return Call("POST", path, parse_as(api.AnswerObject), body=body)
+    if isinstance(id, str):
+        return Call("POST", path, parse_as(api.AnswerObject), body=body)
+    if several:
+        return Call("POST", path, lambda response: parse_as(api.JointAnswerList)(response).data, body=body)
+    return Call("POST", path, parse_as(api.JointAnswer), body=body)
 
 
+@overload
 def stream_query(
     id: str, prompt: str | None = None, *, messages: Messages | None = None, **fields: Unpack[QueryFields]
-) -> Call[None]:
+) -> Call[type[api.AnswerObject]]: ...
+@overload
+def stream_query(
+    id: Together, prompt: str | None = None, *, messages: Messages | None = None, **fields: Unpack[AskFields]
+) -> Call[type[api.JointAnswer]]: ...
+def stream_query(
+    id: str | Together, prompt: str | None = None, *, messages: Messages | None = None, **fields: Unpack[QueryFields]
+) -> Call[type[api.AnswerObject]] | Call[type[api.JointAnswer]]:
     """As `query`, with the text as it is generated. The question is on its way when the call returns its stream."""
-    given = {**fields, "prompt": prompt, "messages": messages, "stream": True}
-    return Call("POST", _cache_path(id) + "/query", lambda _: None, body={"json": checked(api.Query, given)})
+    path, body = _asked(id, {**fields, "prompt": prompt, "messages": messages, "stream": True})
+    if isinstance(id, str):
+        return Call("POST", path, lambda _: api.AnswerObject, body=body)  # what ends the stream
+    return Call("POST", path, lambda _: api.JointAnswer, body=body)
+
+
+def _asked(id: str | Together, fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The path and the body of a question to one cache, or to several together."""
+    if isinstance(id, list | tuple):
+        return "/v1/query", {"json": checked(api.JointQuery, {**fields, "cache_ids": id})}
+    return _cache_path(id) + "/query", {"json": checked(api.Query, fields)}
 
 
 def retrieve_request(id: str, *, wait_s: float | None = None) -> Call[api.RequestObject]:

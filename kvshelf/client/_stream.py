@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import httpx
 from pydantic import ValidationError
 
-from kvshelf.api import AnswerDelta, AnswerObject, CacheObject, CreationProgress, ErrorBody, LevelList
+from kvshelf.api import AnswerDelta, Answered, CacheObject, CreationProgress, ErrorBody, LevelList
 from kvshelf.api.batches import BatchObject
 from kvshelf.client import _failures
 from kvshelf.errors import ConnectionFailed, NoWorker, WorkerCrashed
@@ -22,14 +22,19 @@ BREAKS_OFF = (httpx.HTTPError, httpx.StreamError, NoWorker, WorkerCrashed)
 """What ends the events of a creation without ending the creation: sent again, it goes on with what is there."""
 
 
-class AnswerReader:
-    """Takes the lines of one stream and gives back the pieces of text; afterwards it has the whole answer.
+AnswerT = TypeVar("AnswerT", bound=Answered)
+
+
+class AnswerReader(Generic[AnswerT]):
+    """Takes the lines of one stream and gives back the pieces of text; afterwards it has the whole answer, of the type
+    `ends`.
 
     An event is one `data:` line of JSON: a delta, the answer, an error, or `[DONE]`.
     """
 
-    def __init__(self) -> None:
-        self.answer: AnswerObject | None = None
+    def __init__(self, ends: type[AnswerT]) -> None:
+        self._ends = ends
+        self.answer: AnswerT | None = None
 
     def feed(self, line: str) -> str | None:
         """The text that this line adds, None if it adds none. Raises the error that an error event carries."""
@@ -39,10 +44,10 @@ class AnswerReader:
                 return None
             if event["object"] == "answer.delta":
                 return AnswerDelta.model_validate(event).text
-            self.answer = AnswerObject.model_validate(event)
+            self.answer = self._ends.model_validate(event)
         return None
 
-    def close(self) -> AnswerObject:
+    def close(self) -> AnswerT:
         """The whole answer, once the stream has ended. Raises `ConnectionFailed` if it ended too early."""
         if self.answer is None:
             raise ConnectionFailed("the stream ended before the answer was complete; repeat the query")

@@ -6,16 +6,15 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
 
 import httpx
 
-from kvshelf.api import AnswerObject
 from kvshelf.api.batches import BatchObject
 from kvshelf.client import _batch_calls, _calls, _failures
 from kvshelf.client._config import Connection, Retries, Timeouts
 from kvshelf.client._exchange import Attempts, Call, Page, method_of
-from kvshelf.client._stream import BREAKS_OFF, AnswerReader, BatchReader, CreationEvent, CreationReader
+from kvshelf.client._stream import BREAKS_OFF, AnswerReader, AnswerT, BatchReader, CreationEvent, CreationReader
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -55,16 +54,16 @@ class _Group:
         self._sender = sender
 
 
-class AnswerStream:
+class AnswerStream(Generic[AnswerT]):
     """The pieces of a streamed answer, in order. Once they are read, `answer` holds the whole.
 
     Closing it early, or leaving its `with` block, hangs up, and the service stops generating.
     """
 
-    def __init__(self, response: httpx.Response, url: httpx.URL) -> None:
+    def __init__(self, response: httpx.Response, url: httpx.URL, ends: type[AnswerT]) -> None:
         self._response = response
         self._url = url
-        self._reader = AnswerReader()
+        self._reader = AnswerReader(ends)
         self._pieces = self._read()
 
     def __iter__(self) -> Iterator[str]:
@@ -74,7 +73,7 @@ class AnswerStream:
         return next(self._pieces)
 
     @property
-    def answer(self) -> AnswerObject:
+    def answer(self) -> AnswerT:
         """The whole answer; what has not been read yet is read first."""
         for _ in self._pieces:
             pass
@@ -129,13 +128,14 @@ def _listed(build: Callable[P, Call[Page[T]]]) -> Callable[Concatenate[_Group, P
     return method
 
 
-def _streamed(build: Callable[P, Call[None]]) -> Callable[Concatenate[_Group, P], AnswerStream]:
+def _streamed(build: Callable[P, Call[type[AnswerT]]]) -> Callable[Concatenate[_Group, P], AnswerStream[AnswerT]]:
     """The method that sends what `build` builds and reads the answer piece by piece."""
 
     @method_of(build)
-    def method(self: _Group, /, *args: P.args, **kwargs: P.kwargs) -> AnswerStream:
-        response = self._sender.exchange(build(*args, **kwargs), stream=True)
-        return AnswerStream(response, self._sender.connection.base_url)
+    def method(self: _Group, /, *args: P.args, **kwargs: P.kwargs) -> AnswerStream[AnswerT]:
+        call = build(*args, **kwargs)
+        response = self._sender.exchange(call, stream=True)
+        return AnswerStream(response, self._sender.connection.base_url, call.parse(response))
 
     return method
 

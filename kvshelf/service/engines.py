@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from opentelemetry.trace import Span, Status, StatusCode, Tracer
 
-from kvshelf.api import CreateCache, CreationProgress, Estimate, EstimateObject, Query
+from kvshelf.api import Asking, CreateCache, CreationProgress, Estimate, EstimateObject
 from kvshelf.errors import RequestTimeout
 from kvshelf.service.fair_queue import FairQueue
 from kvshelf.service.observe.logs import note
@@ -106,14 +106,15 @@ class EngineClient:
             note(caches=len(created.caches))
         self.spend(tenant, created.prefilled_tokens)
 
-    async def query(self, cache_id: str, query: Query, *, tenant: str, deadline_s: float) -> list[Reply]:
-        """The answer to each prompt, in their order. Each prompt takes a turn of its own; the first error ends all."""
+    async def query(self, caches: str | Sequence[str], query: Asking, *, tenant: str, deadline_s: float) -> list[Reply]:
+        """The answer of a cache, or of several together, to each prompt, in their order. Each prompt takes a turn of
+        its own; the first error ends all."""
         prompts = query.prompt if isinstance(query.prompt, list) else [query.prompt]
         places = asyncio.Semaphore(self._queues["question"].slots)  # a long list leaves others room in the queue
 
         async def ask(prompt: str | None) -> Reply:
             async with places:
-                return await self._ask(cache_id, query.model_copy(update={"prompt": prompt}), tenant, deadline_s)
+                return await self._ask(caches, query.model_copy(update={"prompt": prompt}), tenant, deadline_s)
 
         with self.metrics.asking():
             try:
@@ -125,16 +126,16 @@ class EngineClient:
             self._answered(replies)
         return replies
 
-    async def _ask(self, cache_id: str, query: Query, tenant: str, deadline_s: float) -> Reply:
+    async def _ask(self, caches: str | Sequence[str], query: Asking, tenant: str, deadline_s: float) -> Reply:
         async with self._turn("query", tenant, deadline_s) as (left_s, span):
             began_ns = time.time_ns()
-            reply: Reply = await self.remote.call("query", cache_id, query, tenant=tenant, deadline_s=left_s)
+            reply: Reply = await self.remote.call("query", caches, query, tenant=tenant, deadline_s=left_s)
             add_phases(self.tracer, span, began_ns, reply.phases)
         self.spend(tenant, _used(reply))
         return reply
 
     def stream(
-        self, cache_id: str, query: Query, *, tenant: str, deadline_s: float
+        self, caches: str | Sequence[str], query: Asking, *, tenant: str, deadline_s: float
     ) -> AsyncGenerator[str | Reply, None]:
         """The pieces as they come. A slow reader holds no slot; it gets `RequestTimeout` for too many unread pieces."""
 
@@ -142,7 +143,7 @@ class EngineClient:
             used = 0  # a reader that leaves early has used one token for each piece, as far as is known
             async with (
                 self._turn("stream", tenant, deadline_s) as (left_s, span),
-                aclosing(self.remote.stream("stream", cache_id, query, tenant=tenant, deadline_s=left_s)) as answer,
+                aclosing(self.remote.stream("stream", caches, query, tenant=tenant, deadline_s=left_s)) as answer,
             ):
                 began_ns = time.time_ns()
                 try:
@@ -175,6 +176,8 @@ class EngineClient:
 
     def _answered(self, replies: Sequence[Reply]) -> None:
         self.metrics.answered(self.model, replies)
+        if len(replies[0].sources) > 1:
+            note(caches=len(replies[0].sources))
         note(
             cache_id=replies[0].cache_id,
             read_from=replies[0].read_from,

@@ -1,13 +1,14 @@
-"""A query as the service processes it, with the caches that it may recompute from a kept source."""
+"""A question as the service processes it, with the caches that it may make again from their kept sources."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
-from kvshelf.api import CreateCache, Message, Query
+from kvshelf.api import Asking, CreateCache, Message
+from kvshelf.api.strict import MissReason
 from kvshelf.errors import (
     CacheCorrupt,
     CacheError,
@@ -18,6 +19,7 @@ from kvshelf.errors import (
     SourceNotKept,
 )
 from kvshelf.service.access.keys import Caller
+from kvshelf.service.engines import EngineClient
 from kvshelf.service.http.errors import miss_reason
 from kvshelf.service.http.waiting import off_loop
 from kvshelf.service.state import Service
@@ -36,84 +38,120 @@ _SAME_DOCUMENT = ("model", "document", "layout", "boundary")
 
 
 @dataclass(frozen=True)
-class Question:
-    """A query, its cache, and the cache's kept source if the query may need it: text, or messages as JSON.
+class AskedCache:
+    """A cache of a question, and its kept source if the query may need it: text, or messages as JSON.
 
-    The source is read before the cache, even if the cache is known to be corrupt: its bytes are checked separately.
+    asked: the id in the query. manifest: of the cache that answers: another one if it was made again, and `recomputed`
+    says why. The source is read before the cache, even if the cache is known to be corrupt: its bytes are checked
+    separately.
     """
+
+    asked: str
+    manifest: Manifest
+    source: str | None = None
+    recomputed: MissReason | None = None
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked, the caches that are asked together, mostly one, and the engine that answers."""
 
     service: Service
     caller: Caller
-    query: Query
-    manifest: Manifest
-    source: str | None = None
+    asking: Asking
+    caches: tuple[AskedCache, ...]
+    engine: EngineClient
 
     @classmethod
-    async def find(cls, service: Service, caller: Caller, cache_id: str, query: Query) -> Question:
-        """Look up the cache. Raises as `Store.stat` does; if the query may recompute the cache, `SourceNotKept` for a
-        cache that was lost together with its source."""
-        store, tenant, recompute = service.store, caller.tenant, query.on_miss == "recompute"
-        if not (query.compare or recompute):
-            with service.metrics.asking():
-                return cls(service, caller, query, await off_loop(store.stat, cache_id, tenant=tenant))
-        if "write" not in caller.scopes:
+    async def find(
+        cls, service: Service, caller: Caller, cache_ids: Sequence[str], asking: Asking, *, compare: bool = False
+    ) -> Question:
+        """Look up the caches. Raises as `Store.stat` does, and `ModelMismatch` for caches of several models; if a cache
+        may be made again, `SourceNotKept` for one that was lost together with its source."""
+        recompute = asking.on_miss == "recompute"
+        if (compare or recompute) and "write" not in caller.scopes:
             raise Forbidden("on_miss: recompute and compare may store caches; they need a key with the scope 'write'")
+
+        def look_up() -> tuple[AskedCache, ...]:
+            needs = {"source": compare or recompute, "recompute": recompute}
+            return tuple(_found(service.store, cache_id, caller.tenant, **needs) for cache_id in cache_ids)
+
         try:
             with service.metrics.asking():
-                manifest, source = await off_loop(_found, store, cache_id, tenant, recompute=recompute)
+                found = await off_loop(look_up)
+                engine = service.engine_for_all([cache.manifest for cache in found], others_too=recompute)
         except CacheError as miss:
             if not recompute:
                 raise
             raise _lost(miss) from miss
-        return cls(service, caller, query, manifest, source)
+        return cls(service, caller, asking, found, engine)
 
-    async def answers(self, manifest: Manifest) -> list[Reply]:
-        """The answers of one cache."""
-        engine, deadline_s = self.service.engine_for(manifest), self.service.settings.request_deadline_s
-        return await engine.query(manifest.id, self.query, tenant=self.caller.tenant, deadline_s=deadline_s)
+    @property
+    def cache_ids(self) -> list[str]:
+        """The caches that answer."""
+        return [cache.manifest.id for cache in self.caches]
 
-    def stream(self, manifest: Manifest) -> AsyncGenerator[str | Reply, None]:
-        """The one answer of a cache in pieces, and then as a whole."""
-        engine, deadline_s = self.service.engine_for(manifest), self.service.settings.request_deadline_s
-        return engine.stream(manifest.id, self.query, tenant=self.caller.tenant, deadline_s=deadline_s)
+    async def answers(self) -> list[Reply]:
+        """The answer to each prompt."""
+        deadline_s = self.service.settings.request_deadline_s
+        return await self.engine.query(self.cache_ids, self.asking, tenant=self.caller.tenant, deadline_s=deadline_s)
 
-    async def again(self, miss: KvshelfError) -> Manifest:
-        """Compress the document again after a miss, with the same parameters. A changed model gives another cache id.
+    def stream(self) -> AsyncGenerator[str | Reply, None]:
+        """The one answer in pieces, and then as a whole."""
+        deadline_s = self.service.settings.request_deadline_s
+        return self.engine.stream(self.cache_ids, self.asking, tenant=self.caller.tenant, deadline_s=deadline_s)
 
-        Raises the miss itself if the query does not ask for this.
+    async def again(self, miss: KvshelfError) -> Question:
+        """The question with the cache of this miss compressed again, with the same parameters. A changed model gives
+        another cache id.
+
+        Raises the miss itself if the query does not ask for this, or if the cache has been made again already.
         """
-        if self.query.on_miss == "error":
+        at = self._missed(miss)
+        cache = self.caches[at]
+        if self.asking.on_miss == "error" or cache.recomputed:
             raise miss
-        if self.source is None:
+        if cache.source is None:
             raise _lost(miss) from miss
-        made = await self._create(self._spec(self.source))
-        if self.manifest.pinned and not made.pinned:
+        made = await self._create(_spec(cache.manifest, cache.source))
+        if cache.manifest.pinned and not made.pinned:
             update = self.service.store.update
             made = await off_loop(update, made.id, tenant=self.caller.tenant, pinned=True)
-        return made
+        remade = replace(cache, manifest=made, recomputed=miss_reason(miss))
+        return replace(self, caches=(*self.caches[:at], remade, *self.caches[at + 1 :]))
 
-    async def full(self) -> Manifest:
-        """The full cache of the document: from the shelf, or compressed now and kept for `FULL_TTL_S`."""
-        found = await self._stored_full()
-        if found is not None:
-            return found
-        if self.source is None:
+    def _missed(self, miss: KvshelfError) -> int:
+        """The place of the cache that a miss is about. Of several, a replica names it; otherwise raises the miss."""
+        if len(self.caches) == 1:
+            return 0
+        if (named := miss.details.get("cache_id")) not in self.cache_ids:
+            raise miss
+        return self.cache_ids.index(named)
+
+    async def full(self) -> Question:
+        """The question to the full cache of the one document: from the shelf, or compressed now and kept for
+        `FULL_TTL_S`."""
+        (cache,) = self.caches
+        found = await self._stored_full(cache.manifest)
+        if found is None and cache.source is None:
             raise SourceNotKept(
-                f"to compare, cache {self.manifest.id} needs a cache of the same document with the policy full and the "
-                "codec none on the shelf, or its own source; create it with keep_source",
+                f"to compare, cache {cache.manifest.id} needs a cache of the same document with the policy full and "
+                "the codec none on the shelf, or its own source; create it with keep_source",
                 param="compare",
             )
-        again = self._spec(self.source)
-        full = CreateCache.model_construct(
-            document=again.document, messages=again.messages, layout=again.layout, policy="full", ttl_s=FULL_TTL_S
-        )
-        return await self._create(full)
+        if found is None:
+            again = _spec(cache.manifest, str(cache.source))
+            full = CreateCache.model_construct(
+                document=again.document, messages=again.messages, layout=again.layout, policy="full", ttl_s=FULL_TTL_S
+            )
+            found = await self._create(full)
+        return replace(self, caches=(AskedCache(found.id, found),))
 
-    async def _stored_full(self) -> Manifest | None:
-        document_id = self.manifest.document_id
+    async def _stored_full(self, manifest: Manifest) -> Manifest | None:
         listing = self.service.store.list
+        document_id = manifest.document_id
         page = await off_loop(listing, tenant=self.caller.tenant, document_id=document_id, policy="full", limit=100)
-        ours = self.manifest.identity
+        ours = manifest.identity
         for found in page.data:
             same = all(found.identity[field] == ours[field] for field in _SAME_DOCUMENT)
             if same and found.codec == "none":
@@ -121,41 +159,43 @@ class Question:
         return None
 
     async def _create(self, spec: CreateCache) -> Manifest:
-        engine = self.service.engine_for(self.manifest)
         deadline_s = self.service.settings.request_deadline_s
-        spec = spec.model_copy(update={"model": engine.model})
-        return (await engine.create(spec, tenant=self.caller.tenant, deadline_s=deadline_s)).manifest
-
-    def _spec(self, source: str) -> CreateCache:
-        """The creation that made the cache, with all the parameters it used: none is left to a default."""
-        manifest, identity = self.manifest, self.manifest.identity
-        takes_budget = POLICIES[manifest.policy].takes_budget if manifest.policy in POLICIES else True
-        is_text = identity["boundary"] in ("text", "document")
-        return CreateCache.model_construct(  # validated when it was a request
-            document=source if is_text else None,
-            messages=None if is_text else [Message(**message) for message in json.loads(source)],
-            layout=identity["layout"],
-            policy=manifest.policy,
-            policy_params=manifest.policy_params,
-            compression_ratio=manifest.compression_ratio if takes_budget else None,
-            codec=manifest.codec,
-            expected_questions=list(identity["expected_questions"]),
-            ttl_s=None if manifest.expires_at is None else manifest.expires_at - manifest.created_at,
-            name=manifest.name,
-            labels=manifest.labels,
-            keep_source=True,
-        )
+        spec = spec.model_copy(update={"model": self.engine.model})
+        return (await self.engine.create(spec, tenant=self.caller.tenant, deadline_s=deadline_s)).manifest
 
 
-def _found(store: Store, cache_id: str, tenant: str, *, recompute: bool) -> tuple[Manifest, str | None]:
+def _spec(manifest: Manifest, source: str) -> CreateCache:
+    """The creation that made a cache, with all the parameters it used: none is left to a default."""
+    identity = manifest.identity
+    takes_budget = POLICIES[manifest.policy].takes_budget if manifest.policy in POLICIES else True
+    is_text = identity["boundary"] in ("text", "document")
+    return CreateCache.model_construct(  # validated when it was a request
+        document=source if is_text else None,
+        messages=None if is_text else [Message(**message) for message in json.loads(source)],
+        layout=identity["layout"],
+        policy=manifest.policy,
+        policy_params=manifest.policy_params,
+        compression_ratio=manifest.compression_ratio if takes_budget else None,
+        codec=manifest.codec,
+        expected_questions=list(identity["expected_questions"]),
+        ttl_s=None if manifest.expires_at is None else manifest.expires_at - manifest.created_at,
+        name=manifest.name,
+        labels=manifest.labels,
+        keep_source=True,
+    )
+
+
+def _found(store: Store, cache_id: str, tenant: str, *, source: bool, recompute: bool) -> AskedCache:
+    """source: whether the kept source is read, too. recompute: whether a corrupt cache may be made again from it."""
     try:
         manifest = store.stat(cache_id, tenant=tenant)
-        return manifest, store.source(cache_id, tenant=tenant) if manifest.has_source else None
+        kept = store.source(cache_id, tenant=tenant) if source and manifest.has_source else None
+        return AskedCache(cache_id, manifest, kept)
     except CacheCorrupt as miss:
         if not recompute:
             raise
         try:
-            return store.original(cache_id, tenant=tenant)
+            return AskedCache(cache_id, *store.original(cache_id, tenant=tenant))
         except SourceNotKept:
             raise miss from None
 

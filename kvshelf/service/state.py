@@ -83,6 +83,28 @@ class Service:
         except ModelMismatch:
             return self.engines.get(manifest.model) or self.engine(None)
 
+    def engine_for_all(self, manifests: Sequence[Manifest], *, others_too: bool = False) -> EngineClient:
+        """The engine for caches that are asked together: the one that runs the model of all. Raises `InvalidRequest`
+        for caches of several models.
+
+        others_too: whether caches of a model that nobody runs may be among them, to be made again under this one.
+        Otherwise raises `ModelMismatch`; of several caches, `details["cache_id"]` is the one.
+        """
+        of: dict[str, str] = {}  # by served model, a cache
+        for manifest in manifests:
+            try:
+                of.setdefault(self.serving(ModelIdentity(**manifest.identity["model"])), manifest.id)
+            except ModelMismatch as error:
+                if not others_too:
+                    error.details |= {"cache_id": manifest.id} if len(manifests) > 1 else {}
+                    raise
+        if len(of) > 1:
+            found = ", ".join(f"{cache_id} of {model!r}" for model, cache_id in of.items())
+            raise InvalidRequest(
+                f"the caches are of several models ({found}); ask those of one model together", param="cache_ids"
+            )
+        return self.engines[next(iter(of))] if of else self.engine_for(manifests[0])
+
     def serving(self, made_under: ModelIdentity) -> str:
         """The name of a served model that can use caches made under this one. Raises `ModelMismatch` if none can."""
         refusals: dict[str, ModelMismatch] = {}

@@ -77,6 +77,32 @@ def test_one_question_and_several(client: Client, cache: CacheObject) -> None:
     assert [several[0].text, len(several)] == [one.text, 2]
 
 
+@pytest.mark.anyio
+async def test_several_caches_are_asked_together(client: Client, aclient: AsyncClient, cache: CacheObject) -> None:
+    other = client.caches.create(document="The harbour has two quays. " * 9, policy="full")
+    ids = [cache.id, other.id]
+    one = client.caches.query(ids, QUESTION, max_tokens=5)
+    assert one.cache_ids == [source.cache_id for source in one.sources] == ids
+    assert sum(source.share for source in one.sources) == pytest.approx(1)
+    assert one.usage.cache_read_tokens == cache.tokens.document + other.tokens.document
+    assert [answer.text for answer in client.caches.query(ids, [QUESTION], max_tokens=5)] == [one.text]
+    with client.caches.stream(ids, QUESTION, max_tokens=5) as stream:
+        assert "".join(stream) == stream.answer.text == one.text
+        assert stream.answer.cache_ids == ids
+    assert (await aclient.caches.query(ids, QUESTION, max_tokens=5)).text == one.text
+    final = await (await aclient.caches.stream(ids, QUESTION, max_tokens=5)).final()
+    assert (final.text, final.cache_ids) == (one.text, ids)
+
+
+def test_a_comparison_of_several_caches_is_refused_before_it_is_sent() -> None:
+    with Client("http://127.0.0.1:1") as nowhere:
+        with pytest.raises(errors.InvalidRequest, match="one document") as caught:
+            nowhere.caches.query(["kvs_1", "kvs_2"], QUESTION, compare=True)  # type: ignore[call-overload]
+        assert caught.value.param == "compare"
+        with pytest.raises(errors.InvalidRequest, match="twice"):
+            nowhere.caches.stream(["kvs_1", "kvs_1"], QUESTION)
+
+
 def test_a_stream_is_the_same_answer_in_pieces(client: Client, cache: CacheObject) -> None:
     whole = client.caches.query(cache.id, QUESTION, max_tokens=8)
     with client.caches.stream(cache.id, QUESTION, max_tokens=8) as stream:

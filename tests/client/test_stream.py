@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from kvshelf import errors
+from kvshelf.api import AnswerObject
 from kvshelf.client import AsyncClient, Client
 from kvshelf.client._stream import AnswerReader
 
@@ -80,9 +81,9 @@ def test_a_stream_without_an_answer_is_no_success(tail: bytes) -> None:
 )
 def test_what_is_no_event_is_named(line: str) -> None:
     with pytest.raises(errors.ConnectionFailed, match="no event of kvshelf"):
-        AnswerReader().feed(line)
+        AnswerReader(AnswerObject).feed(line)
 
 
 @pytest.mark.parametrize("line", ["", ": keep-alive", "event: message", "id: 3"])
 def test_other_lines_of_the_protocol_add_nothing(line: str) -> None:
-    assert AnswerReader().feed(line) is None
+    assert AnswerReader(AnswerObject).feed(line) is None

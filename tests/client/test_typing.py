@@ -15,7 +15,8 @@ from typing import assert_type
 from kvshelf import AsyncClient, Client, CompressedCache, Engine, open_store
 from kvshelf.client import AnswerStream, AsyncAnswerStream
 from kvshelf.api import (
-    AnswerObject, CacheObject, Deleted, EstimateObject, ModelObject, PolicyObject, RequestObject, Verification
+    AnswerObject, CacheObject, Deleted, EstimateObject, JointAnswer, ModelObject, PolicyObject, RequestObject,
+    Verification
 )
 """
 
@@ -32,7 +33,12 @@ def use(client: Client) -> None:
     assert_type(client.caches.query("kvs_1", "a"), AnswerObject)
     assert_type(client.caches.query("kvs_1", ["a", "b"]), list[AnswerObject])
     assert_type(client.caches.query("kvs_1", messages=[{"role": "user", "content": "a"}]), AnswerObject)
-    assert_type(client.caches.stream("kvs_1", prompt="a"), AnswerStream)
+    assert_type(client.caches.query(["kvs_1", "kvs_2"], "a"), JointAnswer)
+    assert_type(client.caches.query(["kvs_1"], ["a", "b"], on_miss="recompute"), list[JointAnswer])
+    assert_type(client.caches.query(["kvs_1"], messages=[{"role": "user", "content": "a"}]), JointAnswer)
+    assert_type(client.caches.stream("kvs_1", prompt="a"), AnswerStream[AnswerObject])
+    assert_type(client.caches.stream(["kvs_1"], "a"), AnswerStream[JointAnswer])
+    assert_type(client.caches.stream(["kvs_1"], "a").answer, JointAnswer)
     assert_type(client.caches.download("kvs_1"), bytes)
     assert_type(client.caches.update("kvs_1", ttl_s=None, pinned=True), CacheObject)
     assert_type(client.caches.import_blob(b"", labels={"a": "b"}), CacheObject)
@@ -50,7 +56,9 @@ async def ause(client: AsyncClient) -> None:
     assert_type(await client.caches.retrieve("kvs_1"), CacheObject)
     assert_type(client.caches.list(), AsyncIterator[CacheObject])
     assert_type(await client.caches.query("kvs_1", ["a", "b"]), list[AnswerObject])
-    assert_type(await client.caches.stream("kvs_1", "a"), AsyncAnswerStream)
+    assert_type(await client.caches.query(["kvs_1"], "a"), JointAnswer)
+    assert_type(await client.caches.stream("kvs_1", "a"), AsyncAnswerStream[AnswerObject])
+    assert_type(await (await client.caches.stream(["kvs_1"], "a")).final(), JointAnswer)
     assert_type(await client.caches.download("kvs_1"), bytes)
     assert_type(await client.caches.update("kvs_1", name="a"), CacheObject)
     assert_type(await client.caches.verify("kvs_1"), Verification)
@@ -69,6 +77,8 @@ WRONG = (
     'Client().caches.update("kvs_1", ttl="long")',
     'Client().requests.retrieve("req_1", wait="long")',
     'Client().caches.query("kvs_1", 5)',
+    'Client().caches.query(["kvs_1"], "a", compare=True)',
+    'Client().caches.stream(["kvs_1", 5], "a")',
 )
 
 

@@ -230,6 +230,9 @@ def test_what_cannot_be_asked_is_refused_by_name(
     for field in ({"echo": True}, {"kv_transfer_params": {}}, {"prompt": ["a", "b"]}, {"prompt": "a", "suffix": "b"}):
         refused = http.post("/v1/completions", json={"cache_id": cache.id, "prompt": [1]} | field)
         assert code(refused) == (400, "invalid_request"), field
+    for path, question in (("completions", {"prompt": "?"}), ("chat/completions", {"messages": QUESTION})):
+        several = http.post(f"/v1/{path}", json=question | {"cache_ids": [cache.id]})  # vLLM would ignore the field
+        assert (several.status_code, several.json()["error"]["param"]) == (400, "cache_ids")
     past = http.post("/v1/completions", json={"kv_transfer_params": {"kvshelf": {"cache_id": cache.id}}})
     assert code(past) == (400, "invalid_request")
     assert code(http.get("/v1/caches")) == (404, "not_found")

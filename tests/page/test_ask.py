@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tests.page.conftest import ANSWER, QUESTION, OpenPage
+import pytest
+
+from tests.page.conftest import ANSWER, QUESTION, OpenPage, document
 
 Put = Callable[..., dict[str, Any]]
 
@@ -59,6 +61,34 @@ def test_two_caches_answer_side_by_side(open_page: OpenPage, put: Put) -> None:
         told = facts(answers.nth(at))
         assert told["Tokens read"] == str(full["tokens"]["document"])
         assert "…" not in told.values()
+
+
+def test_ticked_caches_are_asked_together(open_page: OpenPage, put: Put) -> None:
+    """One by the mouse, one by the space bar, one ticked and unticked again; the right document is the first source."""
+    right = put(policy="full", name="ticked with the code", document=document(91))
+    other = put(policy="full", name="ticked with none", document="The harbour master keeps the tide tables. " * 40)
+    put(policy="full", name="ticked not", document="The ferry crosses the sound twice a day. " * 40)
+    page = open_page()
+    page.get_by_role("checkbox", name="Ask ticked with the code").click()
+    page.get_by_role("checkbox", name="Ask ticked not").click()
+    page.locator(".grid .all [role=row]", has_text="ticked with none").click()
+    page.keyboard.press("Space")
+    page.get_by_role("link", name="Ask the ticked (3)").wait_for()
+    page.get_by_role("checkbox", name="Ask ticked not").click()
+    page.get_by_role("link", name="Ask the ticked (2)").click()
+    page.wait_for_url(f"**/#ask/{right['id']}+{other['id']}")
+    page.get_by_label("Question").fill(QUESTION)
+    page.get_by_role("button", name="Ask").click()
+    answer = page.locator(".answer")
+    answer.get_by_text("ended: stop").wait_for()
+    assert answer.locator("h2").inner_text() == "2 documents together"
+    assert ANSWER in answer.locator(".text").inner_text()
+    assert facts(answer)["Tokens read"] == f"{right['tokens']['document'] + other['tokens']['document']:,}"
+    sources = [text.rsplit(maxsplit=2) for text in answer.locator(".sources li").all_inner_texts()]
+    assert [name for name, *_ in sources] == ["ticked with the code", "ticked with none"]
+    shares = [float(share) for _, share, _ in sources]
+    assert sum(shares) == pytest.approx(100, abs=0.2)
+    assert shares[0] > 60
 
 
 def test_an_unknown_cache_is_named(open_page: OpenPage) -> None:

@@ -38,7 +38,7 @@ from kvshelf.service.access.keyfile import KeyFile
 from kvshelf.service.access.keys import REREAD_S, Access, Admin, LiveKeys, Reader
 from kvshelf.service.access.limits import TenantLimits
 from kvshelf.service.http import errors
-from kvshelf.service.http.completions import Completion, query_of, wants_usage
+from kvshelf.service.http.completions import Completion, asking_of, wants_usage
 from kvshelf.service.http.connections import ConnectionLimits
 from kvshelf.service.http.events import event_stream
 from kvshelf.service.http.receiving import JSON_TYPE, read_body, require_type
@@ -111,7 +111,7 @@ async def chat(request: Request, asking: InAsking, caller: Reader) -> Response:
         return await _passed(request, data)
     body = await off_loop(parse_request, ChatCompletionRequest, data)
     assert body.cache_id is not None
-    query = query_of(body)
+    query = asking_of(body)
     fields = query.model_dump(include={"max_tokens", "temperature", "top_p", "seed", "stop"}, exclude_none=True)
     if body.stream:
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -163,8 +163,8 @@ async def _read(request: Request) -> bytes:
 
 
 def _names_a_cache(data: bytes) -> bool:
-    """Raises `InvalidRequest` for what is no JSON object, and for one that asks the connector past the proxy, which
-    would not look whose cache it is."""
+    """Raises `InvalidRequest` for what is no JSON object, for one that asks the connector past the proxy, which would
+    not look whose cache it is, and for one about several caches, which vLLM would answer without any."""
     require_bounded(data)
     try:
         body = pydantic_core.from_json(data)
@@ -174,6 +174,8 @@ def _names_a_cache(data: bytes) -> bool:
         raise InvalidRequest("the body must be a JSON object")
     if "kv_transfer_params" in body:
         raise InvalidRequest("kv_transfer_params is written by the proxy; give cache_id", param="kv_transfer_params")
+    if body.get("cache_ids") is not None:
+        raise InvalidRequest("vLLM answers from one cache at a time; give cache_id", param="cache_ids")
     return body.get("cache_id") is not None
 
 

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kvshelf.api import Query, Usage
+from kvshelf.api import Asking, Source, Usage
 from kvshelf.api.openai import (
     AssistantMessage,
     ChatChoice,
@@ -25,10 +25,11 @@ from kvshelf.api.strict import FinishReason
 
 
 class Ending(NamedTuple):
-    """What follows the last text of an answer."""
+    """What follows the last text of an answer. sources: None where one cache was asked as one."""
 
     finish_reason: FinishReason
     usage: Usage
+    sources: list[Source] | None = None
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,10 @@ class Completion:
         """A `ChatCompletion` as JSON."""
         choice = ChatChoice(message=AssistantMessage(content=text), finish_reason=end.finish_reason)
         completion = ChatCompletion(
-            id=self.id, created=self.created, model=self.model, choices=[choice], usage=_usage(end.usage)
-        )
-        return completion.model_dump(mode="json")
+            id=self.id, created=self.created, model=self.model, choices=[choice], usage=_usage(end.usage),
+            sources=end.sources,
+        )  # fmt: skip
+        return completion.model_dump(mode="json", exclude={"sources"} if end.sources is None else None)
 
     async def chunks(
         self, pieces: AsyncGenerator[str | Ending, None], *, with_usage: bool
@@ -62,26 +64,27 @@ class Completion:
                 if isinstance(piece, str):
                     yield self._chunk(Delta(content=piece)) | extra
                     continue
-                yield self._chunk(Delta(), piece.finish_reason) | extra
+                sources = {} if piece.sources is None else {"sources": [each.model_dump() for each in piece.sources]}
+                yield self._chunk(Delta(), piece.finish_reason) | extra | sources
                 if with_usage:
                     yield self._last(piece.usage)
 
     def _chunk(self, delta: Delta, finish_reason: FinishReason | None = None) -> dict[str, Any]:
         choice = ChunkChoice(delta=delta, finish_reason=finish_reason)
         chunk = ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=[choice])
-        wire = chunk.model_dump(mode="json", exclude={"usage"})
+        wire = chunk.model_dump(mode="json", exclude={"usage", "sources"})
         # OpenAI's deltas hold only new fields: absent content is left out, not null.
         wire["choices"][0]["delta"] = delta.model_dump(exclude_none=True)
         return wire
 
     def _last(self, usage: Usage) -> dict[str, Any]:
         chunk = ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=[], usage=_usage(usage))
-        return chunk.model_dump(mode="json")
+        return chunk.model_dump(mode="json", exclude={"sources"})
 
 
-def query_of(body: ChatCompletionRequest) -> Query:
+def asking_of(body: ChatCompletionRequest) -> Asking:
     """The question that a body asks."""
-    return Query(
+    return Asking(
         messages=[message.plain() for message in body.messages],
         max_tokens=body.token_limit,
         temperature=body.temperature or 0.0,

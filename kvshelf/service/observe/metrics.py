@@ -83,7 +83,7 @@ class Metrics(QuestionMetrics):
         _observe(self._creation_s, model, created.phases)
 
     def answered(self, model: str, replies: Sequence[Reply]) -> None:
-        """Records an answered query of one or several prompts on one cache."""
+        """Records an answered query of one or several prompts."""
         self._queries.labels("answered").inc()
         self._hits.labels(replies[0].read_from).inc()
         for reply in replies:

@@ -105,9 +105,11 @@ export async function getLines(id, most, options) {
 /** The batch after each change, until it ends. */
 export const batchEvents = (id, options) => streamed("GET", ofBatch(id, "/events"), options);
 
-/** The events of a streamed answer, as objects. */
-export const ask = (id, question, options) =>
-  streamed("POST", ofCache(id, "/query"), { json: { ...question, stream: true }, ...options });
+/** The events of a streamed answer of one cache, or of several together, as objects. */
+export const ask = (ids, question, options) =>
+  ids.length === 1
+    ? streamed("POST", ofCache(ids[0], "/query"), { json: { ...question, stream: true }, ...options })
+    : streamed("POST", "v1/query", { json: { ...question, cache_ids: ids, stream: true }, ...options });
 
 /** The events of an answer, as objects. Throws an error event as a `Failure`. */
 async function* streamed(method, path, options) {

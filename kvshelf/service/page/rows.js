@@ -8,9 +8,9 @@ const AHEAD = 60; // the next page is requested this many rows before the end
 
 /**
  * `columns`: [{name, title, cell(row), className}]. `current` is the index of the current row, or -1; `onCurrent`
- * gets a newly chosen one, and whether a pointer chose it. `more`: there are rows beyond the last one, which `onEnd` fetches.
+ * gets a newly chosen one, and whether a pointer chose it. `onTick` gets the current one at a press of the space bar. `more`: there are rows beyond the last one, which `onEnd` fetches.
  */
-export function Rows({ label, rows, columns, current, onCurrent, onOpen, more, onEnd, empty }) {
+export function Rows({ label, rows, columns, current, onCurrent, onOpen, onTick, more, onEnd, empty }) {
   const box = useRef();
   const [sight, setSight] = useState({ top: 0, height: 600, row: 44 });
   const [moved, setMoved] = useState(0);
@@ -48,6 +48,10 @@ export function Rows({ label, rows, columns, current, onCurrent, onOpen, more, o
       event.key
     ];
     if (event.key === "Enter" && current >= 0) onOpen(current);
+    if (event.key === " " && event.target.matches("[role=row]")) {
+      event.preventDefault(); // the list would scroll
+      onTick(current);
+    }
     if (step === undefined || rows.length === 0) return;
     event.preventDefault();
     onCurrent(Math.max(0, Math.min(rows.length - 1, current < 0 ? 0 : current + step)));

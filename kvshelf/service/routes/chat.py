@@ -1,4 +1,4 @@
-"""/v1/chat/completions: OpenAI's shapes; a stored cache is the beginning of the conversation."""
+"""/v1/chat/completions: OpenAI's shapes; stored caches are the beginning of the conversation."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from kvshelf.errors import InvalidRequest
 from kvshelf.service.access.keys import Reader
 from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_json
-from kvshelf.service.http.completions import Completion, Ending, query_of, wants_usage
+from kvshelf.service.http.completions import Completion, Ending, asking_of, wants_usage
 from kvshelf.service.http.events import event_stream
-from kvshelf.service.http.waiting import off_loop, until_hangup
+from kvshelf.service.http.waiting import until_hangup
+from kvshelf.service.recompute import Question
 from kvshelf.service.state import TAKES_TOKENS, InService
 from kvshelf.workers.replica.results import Reply
 
@@ -30,24 +31,26 @@ router = APIRouter(prefix="/v1/chat", tags=["chat"], responses=openapi.ERRORS)
     dependencies=[TAKES_TOKENS],
 )
 async def complete(request: Request, service: InService, caller: Reader) -> Response:
-    """Continue a conversation that begins with a stored cache."""
+    """Continue a conversation that begins with a stored cache, or with several together."""
     body = await read_json(request, ChatCompletionRequest, service)
-    assert body.cache_id is not None  # the type refuses a body without it
-    with service.metrics.asking():
-        manifest = await off_loop(service.store.stat, body.cache_id, tenant=caller.tenant)
-    engine = service.engine_for(manifest)
-    if body.model not in (None, manifest.model, engine.model):
-        raise InvalidRequest(f"cache {body.cache_id} is of model {manifest.model!r}, not {body.model!r}", param="model")
-    query, completion, deadline_s = query_of(body), Completion(manifest.model), service.settings.request_deadline_s
+    together = body.cache_ids is not None
+    question = await Question.find(service, caller, body.cache_ids or [str(body.cache_id)], asking_of(body))
+    manifest = question.caches[0].manifest
+    if body.model not in (None, manifest.model, question.engine.model):
+        raise InvalidRequest(f"cache {manifest.id} is of model {manifest.model!r}, not {body.model!r}", param="model")
+    completion = Completion(manifest.model)
     if body.stream:
-        replies = engine.stream(body.cache_id, query, tenant=caller.tenant, deadline_s=deadline_s)
-        return await event_stream(request, completion.chunks(_pieces(replies), with_usage=wants_usage(body)))
-    work = engine.query(body.cache_id, query, tenant=caller.tenant, deadline_s=deadline_s)
-    (reply,) = await until_hangup(request, work)
-    return JSONResponse(completion.whole(reply.text, Ending(reply.finish_reason, reply.usage)))
+        pieces = _pieces(question.stream(), together=together)
+        return await event_stream(request, completion.chunks(pieces, with_usage=wants_usage(body)))
+    (reply,) = await until_hangup(request, question.answers())
+    return JSONResponse(completion.whole(reply.text, _ending(reply, together=together)))
 
 
-async def _pieces(replies: AsyncGenerator[str | Reply, None]) -> AsyncGenerator[str | Ending, None]:
+async def _pieces(replies: AsyncGenerator[str | Reply, None], *, together: bool) -> AsyncGenerator[str | Ending, None]:
     async with aclosing(replies):
         async for piece in replies:
-            yield piece if isinstance(piece, str) else Ending(piece.finish_reason, piece.usage)
+            yield piece if isinstance(piece, str) else _ending(piece, together=together)
+
+
+def _ending(reply: Reply, *, together: bool) -> Ending:
+    return Ending(reply.finish_reason, reply.usage, list(reply.sources) if together else None)

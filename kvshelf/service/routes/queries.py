@@ -1,32 +1,44 @@
-"""/v1/caches/{id}/query: questions about a stored cache."""
+"""Questions about a stored cache (/v1/caches/{id}/query), or about several together (/v1/query)."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from kvshelf.api import AnswerDelta, AnswerList, AnswerObject, Comparison, Query
-from kvshelf.api.strict import MissReason
+from kvshelf.api import (
+    AnswerDelta,
+    Answered,
+    AnswerList,
+    AnswerObject,
+    Comparison,
+    JointAnswer,
+    JointAnswerList,
+    JointQuery,
+    Query,
+    Remade,
+)
 from kvshelf.service.access.keys import Reader
 from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_json
-from kvshelf.service.http.errors import miss_reason
 from kvshelf.service.http.events import event_stream
 from kvshelf.service.http.waiting import until_hangup
 from kvshelf.service.recompute import UNUSABLE, Question
 from kvshelf.service.state import TAKES_TOKENS, InService
-from kvshelf.store.manifest import Manifest
+from kvshelf.workers.replica.results import Reply
 
-router = APIRouter(prefix="/v1/caches", tags=["queries"], responses=openapi.ERRORS)
+router = APIRouter(prefix="/v1", tags=["queries"], responses=openapi.ERRORS)
+
+Shape = Callable[[Question, Reply], Answered]
+"""The answer of the API for a reply to a question."""
 
 
 @router.post(
-    "/{cache_id}/query",
+    "/caches/{cache_id}/query",
     response_class=JSONResponse,
     responses=openapi.json_or_events(AnswerObject, AnswerList),
     openapi_extra=openapi.body_of(Query),
@@ -38,61 +50,83 @@ async def query(cache_id: str, request: Request, service: InService, caller: Rea
     if body.compare and body.seed is None:
         # Compared answers share one seed, so that they differ by their caches and not by chance.
         body = body.model_copy(update={"seed": secrets.randbits(63)})
-    question = await Question.find(service, caller, cache_id, body)
-    if body.stream:
-        return await event_stream(request, _events(question))
-    answers = await until_hangup(request, _answers(question))
-    if isinstance(body.prompt, list):
+    question = await Question.find(service, caller, [cache_id], body, compare=body.compare)
+    if body.compare:
+        return _response(question, await until_hangup(request, _compared(question)))
+    return await _answered(request, question, _alone)
+
+
+@router.post(
+    "/query",
+    response_class=JSONResponse,
+    responses=openapi.json_or_events(JointAnswer, JointAnswerList),
+    openapi_extra=openapi.body_of(JointQuery),
+    dependencies=[TAKES_TOKENS],
+)
+async def joint_query(request: Request, service: InService, caller: Reader) -> Response:
+    """Answer one or more prompts from several stored caches together, and say what part each document had in it."""
+    body = await read_json(request, JointQuery, service)
+    question = await Question.find(service, caller, body.cache_ids, body)
+    return await _answered(request, question, _together)
+
+
+async def _answered(request: Request, question: Question, shape: Shape) -> Response:
+    if question.asking.stream:
+        return await event_stream(request, _events(question, shape))
+    question, replies = await until_hangup(request, _replies(question))
+    return _response(question, [shape(question, reply) for reply in replies])
+
+
+def _response(question: Question, answers: Sequence[Answered]) -> Response:
+    if isinstance(question.asking.prompt, list):
         return JSONResponse({"object": "list", "data": [_wire(answer) for answer in answers]})
     return JSONResponse(_wire(answers[0]))
 
 
-async def _answers(question: Question) -> list[AnswerObject]:
-    """The answer to each prompt, each with the full cache's answer if the caller wants to compare."""
-    reason = None
-    try:
-        replies = await question.answers(question.manifest)
-    except UNUSABLE as miss:
-        reason = miss_reason(miss)
-        replies = await question.answers(await question.again(miss))
-    answers: list[AnswerObject] = [reply.model_copy(update={"recomputed": reason}) for reply in replies]
-    if not question.query.compare:
-        return answers
-    full = await question.answers(await question.full())
+async def _replies(question: Question) -> tuple[Question, list[Reply]]:
+    """The reply to each prompt, and the question with the caches that gave them."""
+    while True:
+        try:
+            return question, await question.answers()
+        except UNUSABLE as miss:
+            question = await question.again(miss)
+
+
+async def _compared(question: Question) -> list[AnswerObject]:
+    """The answer to each prompt, each with the full cache's answer."""
+    question, replies = await _replies(question)
+    full = await (await question.full()).answers()
     compared = [
         Comparison(text=theirs.text, agreement=agreement(ours.token_ids, theirs.token_ids))
         for ours, theirs in zip(replies, full, strict=True)
     ]
+    answers = [_alone(question, reply) for reply in replies]
     return [answer.model_copy(update={"compare": found}) for answer, found in zip(answers, compared, strict=True)]
 
 
-async def _events(question: Question) -> AsyncGenerator[dict[str, Any], None]:
+async def _events(question: Question, shape: Shape) -> AsyncGenerator[dict[str, Any], None]:
     """The answer as events: its pieces, then the whole answer."""
     begun = False
-    try:
-        async with aclosing(_pieces(question, question.manifest)) as events:
-            async for event in events:
-                begun = True
-                yield event
-        return
-    except UNUSABLE as miss:
-        if begun:
-            raise
-        manifest, reason = await question.again(miss), miss_reason(miss)
-    async with aclosing(_pieces(question, manifest, reason)) as events:
-        async for event in events:
-            yield event
+    while True:
+        try:
+            async with aclosing(question.stream()) as replies:
+                async for piece in replies:
+                    begun = True
+                    yield _wire(AnswerDelta(text=piece) if isinstance(piece, str) else shape(question, piece))
+            return
+        except UNUSABLE as miss:
+            if begun:
+                raise
+            question = await question.again(miss)
 
 
-async def _pieces(
-    question: Question, manifest: Manifest, recomputed: MissReason | None = None
-) -> AsyncGenerator[dict[str, Any], None]:
-    async with aclosing(question.stream(manifest)) as replies:
-        async for piece in replies:
-            if isinstance(piece, str):
-                yield AnswerDelta(text=piece).model_dump(mode="json")
-            else:
-                yield _wire(piece.model_copy(update={"recomputed": recomputed}))
+def _alone(question: Question, reply: Reply) -> AnswerObject:
+    return reply.model_copy(update={"recomputed": question.caches[0].recomputed})
+
+
+def _together(question: Question, reply: Reply) -> JointAnswer:
+    remade = [Remade(cache_id=each.asked, reason=each.recomputed) for each in question.caches if each.recomputed]
+    return reply.joint.model_copy(update={"recomputed": remade or None})
 
 
 def agreement(ours: Sequence[int], theirs: Sequence[int]) -> float:
@@ -104,7 +138,7 @@ def agreement(ours: Sequence[int], theirs: Sequence[int]) -> float:
     return sum(a == b for a, b in pairs) / len(pairs) if pairs else float(len(ours) == len(theirs))
 
 
-def _wire(answer: AnswerObject) -> dict[str, Any]:
-    """An answer as JSON, without `compare` and `recomputed` if they are None."""
-    silent = {name for name in ("compare", "recomputed") if getattr(answer, name) is None}
-    return answer.model_dump(mode="json", exclude=silent)
+def _wire(event: Answered | AnswerDelta) -> dict[str, Any]:
+    """An answer or a piece of one as JSON, without `compare` and `recomputed` if they are None."""
+    silent = {name for name in ("compare", "recomputed") if getattr(event, name, None) is None}
+    return event.model_dump(mode="json", exclude=silent)

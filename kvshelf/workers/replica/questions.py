@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import structlog
 
-from kvshelf.api import Query, Source
+from kvshelf.api import Asking, Source
 from kvshelf.errors import DeadlineExceeded, KvshelfError
 from kvshelf.store.base import Store
 from kvshelf.workers.engine.attention.attachment import Attached
@@ -46,7 +46,7 @@ class Questions:
     async def query(
         self,
         caches: str | Sequence[str],
-        query: Query,
+        query: Asking,
         *,
         tenant: str,
         deadline_s: float | None = None,
@@ -68,7 +68,7 @@ class Questions:
     async def stream(
         self,
         caches: str | Sequence[str],
-        query: Query,
+        query: Asking,
         *,
         tenant: str,
         deadline_s: float | None = None,
@@ -123,7 +123,7 @@ class Questions:
                     error.details["cache_id"] = failed
                 raise
 
-    async def _encode(self, document: Attached, query: Query) -> list[int]:
+    async def _encode(self, document: Attached, query: Asking) -> list[int]:
         return await self.threads.run(self.engine.encode_query, document, _prompt(query))
 
 
@@ -182,7 +182,7 @@ class _Loaded:
         )
 
 
-def _prompt(query: Query) -> str | list[dict[str, str]]:
+def _prompt(query: Asking) -> str | list[dict[str, str]]:
     """The prompt to answer: a text, or a conversation."""
     if query.messages is not None:
         return [message.model_dump() for message in query.messages]
@@ -191,7 +191,7 @@ def _prompt(query: Query) -> str | list[dict[str, str]]:
     return prompt
 
 
-def _sampling(query: Query) -> Sampling:
+def _sampling(query: Asking) -> Sampling:
     stop = (query.stop,) if isinstance(query.stop, str) else tuple(query.stop or ())
     return Sampling(query.max_tokens, query.temperature, query.top_p, query.seed, stop)
 

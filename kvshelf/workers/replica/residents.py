@@ -67,6 +67,8 @@ class Residents:
         self._opening: SingleFlight[Resident] = SingleFlight()
         self._freed = asyncio.Condition()
         self._taking = asyncio.Lock()
+        # By the cache that the question with several waits for: bytes of those that it holds meanwhile.
+        self._beside: dict[tuple[str, str], int] = {}
 
     @property
     def nbytes(self) -> int:
@@ -147,8 +149,9 @@ class Residents:
             if resident is None:
                 there = False
                 try:
-                    name = f"{tenant}/{cache_id}"
-                    _, began = await self._opening.join(name, lambda: self._open(cache_id, tenant, beside))
+                    async with self._holding(beside, key):
+                        name = f"{tenant}/{cache_id}"
+                        _, began = await self._opening.join(name, lambda: self._open(cache_id, tenant))
                 except _NeverRoom:
                     if beside:
                         raise
@@ -167,17 +170,31 @@ class Residents:
                 resident.users += 1
                 return resident, there
 
+    @asynccontextmanager
+    async def _holding(self, beside: int, key: tuple[str, str]) -> AsyncIterator[None]:
+        """While a question waits for a cache and holds `beside` bytes of others. Whoever opens the cache, maybe another
+        question, waits for no room that this one would have to free."""
+        if beside:
+            async with self._freed:
+                self._beside[key] = beside
+                self._freed.notify_all()
+        try:
+            yield
+        finally:
+            if beside:
+                del self._beside[key]
+
     async def _current(self, key: tuple[str, str], resident: Resident) -> bool:
         """Whether a resident cache is still what the shelf has. Raises as `Store.stat` does."""
         tenant, cache_id = key
         manifest = await self._off_loop(lambda: self._store.stat(cache_id, tenant=tenant))
         return resident.digest == manifest.blob_digest and not resident.document.failed
 
-    async def _open(self, cache_id: str, tenant: str, beside: int) -> Resident:
+    async def _open(self, cache_id: str, tenant: str) -> Resident:
         arriving = await self._off_loop(lambda: self._store.open_cache(cache_id, tenant=tenant))
         try:
             document = await self._off_loop(lambda: self._attach(arriving))
-            await self._make_room(arriving.attached_bytes, beside)
+            await self._make_room(arriving.attached_bytes, (tenant, cache_id))
         except BaseException:
             arriving.close()
             raise
@@ -186,11 +203,12 @@ class Residents:
         self._readers.submit(_read, arriving, resident)
         return resident
 
-    async def _make_room(self, nbytes: int, beside: int) -> None:
-        if beside and beside + nbytes > self._limits.max_bytes:
-            raise _NeverRoom
+    async def _make_room(self, nbytes: int, key: tuple[str, str]) -> None:
         async with self._freed:
             while self._held and self.nbytes + nbytes > self._limits.max_bytes:
+                beside = self._beside.get(key, 0)
+                if beside and beside + nbytes > self._limits.max_bytes:
+                    raise _NeverRoom
                 idle = next(((key, held) for key, held in self._held.items() if not held.users), None)
                 if idle is None:
                     await self._freed.wait()

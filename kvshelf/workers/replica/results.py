@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from pydantic import Field
 
-from kvshelf.api import AnswerObject, Source
+from kvshelf.api import Answered, AnswerObject, JointAnswer, Source
 from kvshelf.store.manifest import Manifest
 
 
@@ -84,6 +84,13 @@ class Reply(AnswerObject):
     read_from: str = Field(exclude=True)
     phases: tuple[Phase, ...] = Field(exclude=True)
     sources: tuple[Source, ...] = Field((), exclude=True)
+
+    @property
+    def joint(self) -> JointAnswer:
+        """The answer as that of all its caches together."""
+        same = self.model_dump(include=set(Answered.model_fields))
+        sources = list(self.sources)
+        return JointAnswer(**same, cache_ids=[source.cache_id for source in sources], sources=sources)
 
     @property
     def first_token_s(self) -> float:

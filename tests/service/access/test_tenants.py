@@ -44,6 +44,7 @@ NEEDS = {
     ("GET", "/v1/caches/{cache_id}/blob"): "read",
     ("POST", "/v1/caches/{cache_id}/verify"): "write",
     ("POST", "/v1/caches/{cache_id}/query"): "read",
+    ("POST", "/v1/query"): "read",
     ("GET", "/v1/caches/{cache_id}/kept"): "read",
     ("POST", "/v1/caches/{cache_id}/kept"): "read",
     ("GET", "/v1/requests/{request_id}"): "read",
@@ -255,12 +256,27 @@ def test_what_is_another_tenant_s_is_as_if_it_were_not(acme: httpx.Client, other
         for each in (ours["id"], UNKNOWN)
     )
     same_but_for_the_id(*chats, ours["id"])
+    mine = created(other, document=DOCUMENT)["id"]
+    for stream in (False, True):
+        body = {"prompt": "What rises?", "stream": stream}
+        joint = (other.post("/v1/query", json=body | {"cache_ids": [mine, each]}) for each in (ours["id"], UNKNOWN))
+        same_but_for_the_id(*joint, ours["id"])
     after = [other.get("/v1/caches", params={"after": each}) for each in (ours["id"], UNKNOWN)]
     assert after[0].status_code == after[1].status_code
     assert after[0].text.replace(ours["id"], UNKNOWN) == after[1].text
     here = acme.get(f"/v1/caches/{ours['id']}").json()
     assert (here["name"], here["id"]) == (ours["name"], ours["id"])
     assert acme.post(f"/v1/caches/{ours['id']}/verify").json()["ok"]
+
+
+def test_a_question_that_may_store_caches_needs_a_key_that_writes(guarded: Guarded, acme: httpx.Client) -> None:
+    cache_id = created(acme, document=DOCUMENT)["id"]
+    body = {"prompt": "What rises?", "max_tokens": 2, "on_miss": "recompute"}
+    with guarded.client(guarded.key("acme", "read")) as reader:
+        for path, about in ((f"/v1/caches/{cache_id}/query", {}), ("/v1/query", {"cache_ids": [cache_id]})):
+            refused(reader.post(path, json=body | about), 403, "forbidden")
+            assert reader.post(path, json=body | about | {"on_miss": "error"}).status_code == 200
+            assert acme.post(path, json=body | about).status_code == 200
 
 
 def test_a_request_in_the_background_is_its_tenant_s_alone(acme: httpx.Client, other: httpx.Client) -> None:

@@ -134,7 +134,7 @@ def test_questions_of_the_same_documents_read_them_once(llama, caches):
 
 
 def test_sources_are_the_masses_of_a_softmax_over_everything(llama):
-    """Of the question's tokens, in fp64, by the model's own eager attention under a mask that keeps documents apart.
+    """Of the question's last token, in fp64, by the model's own eager attention with a mask that keeps documents apart.
 
     Answers do not count, nor does what the question gives to itself."""
     documents, question = [llama.ids[:90], llama.ids[100:230], llama.ids[240:250]], llama.ids[30:47]
@@ -147,7 +147,7 @@ def test_sources_are_the_masses_of_a_softmax_over_everything(llama):
         layers = model(
             torch.tensor([tokens]), attention_mask=mask.double(), position_ids=positions, output_attentions=True
         ).attentions
-    asked = torch.stack(layers)[:, 0, :, -len(question) :].mean((0, 1, 2))  # [T], of layers, heads and tokens
+    asked = torch.stack(layers)[:, 0, :, -1].mean((0, 1))  # [T], of layers and heads
     masses = torch.stack([part.sum() for part in asked.split([*map(len, documents), len(question)])])[:-1]
     expected = masses / masses.sum()
     assert max(expected) > 2 * min(expected)  # equal shares would say nothing
@@ -269,5 +269,5 @@ def test_facts_of_three_documents_are_found_among_all(tiny, codec):
     answers = tiny.answer_all([(caches, question.text) for question in asked], max_new_tokens=14)
     right = sum(answer.text.strip() == question.answer for answer, question in zip(answers, asked, strict=True))
     assert right >= len(asked) - amount(1, 3)
-    of_right = [answer.sources[n * 3 // len(asked)] for n, answer in enumerate(answers)]
-    assert sum(of_right) / len(asked) > 0.36  # a third, if sources told nothing
+    first = sum(max(answer.sources) == answer.sources[n * 3 // len(asked)] for n, answer in enumerate(answers))
+    assert first >= len(asked) - amount(1, 3)  # a third of them, if sources told nothing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshelf.errors import CacheCorrupt, CacheExpired, CacheNotFound, ModelMismatch
+from kvshelf.errors import CacheCorrupt, CacheExpired, CacheNotFound, InvalidRequest, ModelMismatch
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.base import Store
 from kvshelf.store.disk import DiskStore
@@ -209,3 +210,40 @@ async def test_a_cache_of_another_model_is_refused_and_takes_no_room(
     with pytest.raises(ModelMismatch):
         await ask(residents, store.put(caches[0]).id)
     assert len(residents) == 0
+
+
+class Held(DiskStore):
+    """A disk store that opens one blob only when told."""
+
+    slow = ""
+    told = threading.Event()
+
+    def open_cache(self, cache_id: str, *, tenant: str = "default"):  # type: ignore[no-untyped-def]
+        assert cache_id != self.slow or self.told.wait(60)
+        return super().open_cache(cache_id, tenant=tenant)
+
+
+async def test_a_question_does_not_wait_for_room_that_one_waiting_for_its_cache_holds(
+    engine: Engine, caches: list[CompressedCache], threads: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    """A single question begins to open a cache; one with several that holds others joins the opening. Memory never has
+    room for all three, so the one with several is refused, and the single one gets its room."""
+    with Held.open(tmp_path / "home") as store:
+        first, second, third = (store.put(cache).id for cache in caches[:3])
+        store.slow = third
+        nbytes = engine.attach(caches[0]).nbytes
+        residents = make(store, engine, threads, max_bytes=int(2.5 * nbytes))
+        single = asyncio.create_task(ask(residents, third))
+        await asyncio.sleep(0)  # it has begun
+        joint = asyncio.create_task(anext(aiter(held_together(residents, [first, second, third]))))
+        while len(residents) < 2:
+            await asyncio.sleep(0.01)
+        store.told.set()
+        with pytest.raises(InvalidRequest, match="of the 3 documents of this question, 2 take"):
+            await asyncio.wait_for(joint, 20)
+        assert (await asyncio.wait_for(single, 20))[0].identity == caches[2].identity
+
+
+async def held_together(residents: Residents, cache_ids: list[str]) -> AsyncIterator[None]:
+    async with residents.using_all(cache_ids, "default"):
+        yield

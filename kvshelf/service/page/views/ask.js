@@ -1,15 +1,20 @@
-/** Ask one cache, or two side by side; answers are shown as they are generated. */
+/** Ask one cache or several together, or two such choices side by side; answers are shown as they are generated. */
 
 import { ask, getCache, listCaches } from "../api.js";
 import { html } from "../dom.js";
 import { Choice, Field } from "../fields.js";
-import { count, milliseconds, summary } from "../format.js";
+import { count, milliseconds, percent, summary, title } from "../format.js";
 import { Announce, Facts, FailureNote, useLoaded } from "../parts.js";
 import { useEffect, useRef, useState } from "../vendor/hooks.js";
 import { Begin } from "./begin.js";
 
 const RECENT = 100;
 
+/** In the address, one side names one cache, or several that are asked together. */
+const idsOf = (side) => side.split("+");
+export const sideOf = (ids) => ids.join("+");
+
+/** `ids`: the sides of the address. */
 export function AskView({ ids }) {
   const [prompt, setPrompt] = useState("");
   const [maxTokens, setMaxTokens] = useState("64");
@@ -17,7 +22,9 @@ export function AskView({ ids }) {
   const [recent, failure] = useLoaded((signal) => choices(ids, signal), [ids.join()]);
   const chosen = ids.length ? ids : (recent?.slice(0, 1).map((cache) => cache.id) ?? []);
 
-  const named = (recent ?? []).map((cache) => [cache.id, summary(cache)]);
+  const known = new Map((recent ?? []).map((cache) => [cache.id, cache]));
+  const together = chosen.filter((side) => idsOf(side).length > 1);
+  const named = [...new Set([...together, ...known.keys()])].map((side) => [side, nameOf(side, known)]);
   const none = ["", recent === null ? "…" : "none"];
 
   const choose = (at) => (id) => {
@@ -48,16 +55,22 @@ export function AskView({ ids }) {
       <${FailureNote} failure=${failure} />
     </form>
     <div class="answers">
-      ${(asked?.ids ?? []).map((id, at) => {
-        const cache = recent?.find((each) => each.id === id);
-        return html`<${Answer} key=${`${asked.number} ${at}`} asked=${asked} id=${id} name=${cache ? summary(cache) : id} />`;
-      })}
+      ${(asked?.ids ?? []).map(
+        (side, at) => html`<${Answer} key=${`${asked.number} ${at}`} asked=${asked} side=${side} known=${known} />`,
+      )}
     </div>
   `;
 }
 
+function nameOf(side, known) {
+  const ids = idsOf(side);
+  if (ids.length > 1) return `${ids.length} documents together`;
+  return known.has(side) ? summary(known.get(side)) : side;
+}
+
 /** The caches that the address names, then the newest caches. */
-async function choices(ids, signal) {
+async function choices(sides, signal) {
+  const ids = [...new Set(sides.filter(Boolean).flatMap(idsOf))];
   const [page, ...named] = await Promise.all([
     listCaches({ limit: RECENT }, { signal }),
     ...ids.map((id) => getCache(id, { signal })),
@@ -66,13 +79,15 @@ async function choices(ids, signal) {
   return [...named, ...page.data.filter((cache) => !there.has(cache.id))];
 }
 
-function Answer({ asked, id, name }) {
-  const { text, answer, failure, firstMs, stop } = useAnswer(asked, id);
+function Answer({ asked, side, known }) {
+  const { text, answer, failure, firstMs, stop } = useAnswer(asked, idsOf(side));
+  const name = nameOf(side, known);
   const state = failure ? "failed" : answer ? `ended: ${answer.finish_reason}` : "answering …";
   return html`<section class="card answer" aria-label=${`Answer of ${name}`} aria-busy=${!answer && !failure}>
     <h2>${name}</h2>
     <p class="text">${text}</p>
     <${FailureNote} failure=${failure} />
+    ${answer?.sources && html`<${Sources} sources=${answer.sources} known=${known} />`}
     <${Facts} facts=${{
       State: state,
       "First token": firstMs === null ? "…" : milliseconds(firstMs),
@@ -86,8 +101,20 @@ function Answer({ asked, id, name }) {
   </section>`;
 }
 
+/** The documents of an answer and the part that each had in it, the largest first. */
+function Sources({ sources, known }) {
+  return html`<ol class="sources" aria-label="Sources">
+    ${sources
+      .toSorted((one, two) => two.share - one.share)
+      .map(({ cache_id: id, share }) => {
+        const name = known.has(id) ? title(known.get(id)) : id;
+        return html`<li key=${id}><a href=${`#shelf/${id}`}>${name}</a> <span>${percent(share)}</span></li>`;
+      })}
+  </ol>`;
+}
+
 /** One streamed answer: its text so far, the complete answer at the end, and the browser's time to its first piece. */
-function useAnswer(asked, id) {
+function useAnswer(asked, ids) {
   const [told, setTold] = useState({ text: "", answer: null, failure: null, firstMs: null });
   const stop = useRef(null);
   useEffect(() => {
@@ -98,7 +125,7 @@ function useAnswer(asked, id) {
       const started = performance.now();
       let text = "";
       let firstMs = null;
-      for await (const event of ask(id, { prompt: asked.prompt, max_tokens: asked.maxTokens }, { signal })) {
+      for await (const event of ask(ids, { prompt: asked.prompt, max_tokens: asked.maxTokens }, { signal })) {
         signal.throwIfAborted(); // events that have arrived before Stop are not shown after it
         firstMs ??= performance.now() - started;
         if (event.object === "answer.delta") text += event.text;

@@ -8,10 +8,20 @@ import { useCaches } from "../pages.js";
 import { Announce, FailureNote, useLoaded } from "../parts.js";
 import { Rows } from "../rows.js";
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "../vendor/hooks.js";
+import { sideOf } from "./ask.js";
 import { Begin } from "./begin.js";
 import { CacheCard } from "./cache.js";
 
-const COLUMNS = [
+const COLUMNS = (ticked, onTick) => [
+  {
+    name: "tick",
+    title: "",
+    cell: (cache) =>
+      html`<input
+        type="checkbox" tabindex="-1" aria-label=${`Ask ${title(cache)}`} checked=${ticked.includes(cache.id)}
+        onClick=${(event) => event.stopPropagation()} onChange=${() => onTick(cache.id)}
+      />`,
+  },
   { name: "document", title: "Document", cell: title },
   { name: "policy", title: "Policy", cell: (cache) => cache.policy },
   { name: "removed", title: "Removed", cell: (cache) => percent(cache.compression_ratio) },
@@ -42,6 +52,7 @@ export function ShelfView({ ids: [opened] }) {
   const [current, setCurrent] = useState(null); // an id, because rows move
   const [said, setSaid] = useState("");
   const [pointed, setPointed] = useState(0); // choices by pointer
+  const [ticked, setTicked] = useState([]); // ids of caches to ask together
   const whole = search !== "" || order !== "newest"; // what is not fetched is neither found nor in order
   const caches = useCaches(queryOf(filters), whole);
   const rows = useMemo(() => sorted(matching(caches.rows, search), ORDERS[order][1]), [caches.rows, search, order]);
@@ -58,7 +69,10 @@ export function ShelfView({ ids: [opened] }) {
     caches.replace(cache);
     setSaid(what);
   };
+  const without = (id) => ticked.filter((each) => each !== id);
+  const tick = (id) => setTicked(ticked.includes(id) ? without(id) : [...ticked, id]);
   const removed = (cache) => {
+    setTicked(without(cache.id));
     const next = rows[index + 1] ?? rows[index - 1];
     caches.remove(cache.id);
     setCurrent(next?.id ?? null);
@@ -77,12 +91,14 @@ export function ShelfView({ ids: [opened] }) {
       <${Filters} filters=${filters} onChange=${setFilters} />
       <${Choice} label="Sort by" options=${Object.entries(ORDERS).map(([id, [told]]) => [id, told])} value=${order} onValue=${setOrder} />
       <button type="button" onClick=${caches.refresh}>Refresh</button>
+      ${ticked.length > 0 && html`<a class="button main" href=${`#ask/${sideOf(ticked)}`}>Ask the ticked (${count(ticked.length)})</a>`}
       <output>${told(caches, whole, search && rows.length)}</output>
     </form>
     <${FailureNote} failure=${caches.failure ?? linkFailure} />
     <div class="split">
       <${Rows}
-        label="Caches on the shelf" rows=${rows} columns=${COLUMNS} current=${index} onCurrent=${choose} onOpen=${open}
+        label="Caches on the shelf" rows=${rows} columns=${COLUMNS(ticked, tick)} current=${index} onCurrent=${choose} onOpen=${open}
+        onTick=${(at) => tick(rows[at].id)}
         more=${caches.more} onEnd=${caches.loadMore} empty=${caches.failure ? "" : empty}
       />
       <aside class="card" aria-label="The chosen cache" ref=${card}>
@@ -90,7 +106,8 @@ export function ShelfView({ ids: [opened] }) {
           shown
             ? html`<${CacheCard} key=${shown.id} cache=${shown} onChanged=${changed} onRemoved=${removed} />`
             : html`<p class="hint">Choose a cache to see its details, ask it a question or change it. The arrow keys move
-              through the list, Enter moves here.</p>`
+              through the list, Enter moves here. Tick several to ask them one question together, with the mouse or the
+              space bar.</p>`
         }
       </aside>
     </div>

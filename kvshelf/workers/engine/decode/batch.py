@@ -151,12 +151,12 @@ class _Step:
         self.last_tokens = torch.tensor(last, dtype=torch.int64, device=devices.inputs)  # an empty list would be floats
         self.observing = [place for place in places if place.generation.observing]
         self.documents, shares = _shares(places)
-        weighing = places[0].generation.weighing
+        weighing = places[0].generation.weighing and places[0].complete
         self.read = places[0].generation.document.parts if weighing else self.documents
         """Whose prefixes its attention reads, one after the other."""
         self.weigh = self._weigh if weighing else None
         self.masses: list[Tensor] = []
-        """Of the documents of a question about several, `[documents]` in each layer: sums over its tokens."""
+        """Of the documents of a question about several that ends here, `[documents]` in each layer."""
         starts = tuple(document.next_position for document in self.documents)
         made = []
         for device in devices.each:
@@ -177,7 +177,7 @@ class _Step:
             place.generation.observe(replace(attended, queries=queries, keys=keys, values=values))
 
     def _weigh(self, masses: Tensor) -> None:
-        self.masses.append(masses.mean(2).sum(1))  # of [documents, N, q_heads]
+        self.masses.append(masses[:, -1].mean(1))  # of [documents, N, q_heads]
 
     @classmethod
     def of(cls, counts: Sequence[tuple[Generation, int]], pool: SuffixPool, devices: Devices) -> _Step:

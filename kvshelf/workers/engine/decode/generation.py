@@ -119,13 +119,14 @@ class Generation:
         return len(self.document.parts) > 1 and not self.token_ids
 
     def weighed(self, masses: Sequence[Tensor]) -> None:
-        """Take the attention mass of each document, `[documents]`, of each layer of a step."""
+        """Take the attention mass of each document, `[documents]`, in each layer of the step that ends the question."""
         self._masses += masses
 
     @property
     def sources(self) -> tuple[float, ...]:
-        """The share of each document in the attention that the question gave to documents, in their order: means over
-        layers, heads and the question's tokens. They add up to 1."""
+        """The share of each document in the attention that the question's last token gave to documents, in their order:
+        means over layers and heads. They add up to 1. From this token the answer begins: those before it attend to
+        all documents much alike."""
         documents = len(self.document.parts)
         total = torch.full((documents,), torch.finfo(torch.float64).tiny, dtype=torch.float64)  # never 0 / 0
         for masses in self._masses:
