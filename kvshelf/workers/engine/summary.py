@@ -25,6 +25,7 @@ from kvshelf.errors import PolicyUnsupported
 from kvshelf.store.artifact.blob.header import CODE_BYTES, MAX_CODES
 from kvshelf.workers.engine.attention.function import Attended
 from kvshelf.workers.engine.forward.passes import Passes
+from kvshelf.workers.engine.inputs.encode import REFERENCE_TOKENS
 from kvshelf.workers.model.layers import LayerKind
 from kvshelf.workers.model.rope import Rope
 
@@ -36,8 +37,6 @@ LAYERS: Final = 2
 _BITS: Final = 8 * CODE_BYTES
 _FAR_BITS: Final = 6.4
 """Codes this many bits apart have nothing in common: the cosine of their signs is 0.8."""
-
-_REFERENCE_TOKENS: Final = 64
 
 
 def require_summarised(rope: Rope | None, kinds: Sequence[LayerKind], name: str, *, ranks: bool) -> Rope:
@@ -75,7 +74,7 @@ class KeyCoder:
     @classmethod
     def of(cls, passes: Passes, rope: Rope, vocab_size: int) -> KeyCoder:
         """Runs the reference through the first layers; on the thread that owns the model."""
-        count = min(_REFERENCE_TOKENS, vocab_size)
+        count = min(REFERENCE_TOKENS, vocab_size)
         reference = tuple(index * vocab_size // count for index in range(count))
         keys = _first_layers(passes, rope, reference)
         return cls(passes, rope, reference, tuple(each.mean(0) for each in keys))
@@ -92,21 +91,18 @@ class KeyCoder:
         packed = np.packbits(signs.cpu().numpy(), axis=1, bitorder="little")
         return packed.view("<u8")[:, 0]
 
-    def observer(self, num_tokens: int) -> SummaryMaker:
-        """Makes the summary of a document of so many tokens during its prefill."""
-        return SummaryMaker(self, num_tokens)
-
 
 @dataclass(eq=False)
 class SummaryMaker:
-    """Sees the layers of one prefill. summary: by layer, the distinct codes of the document, ascending."""
+    """Sees the layers of one prefill. summary: by layer, the distinct codes of the document, ascending; empty without a
+    coder."""
 
-    coder: KeyCoder
+    coder: KeyCoder | None
     num_tokens: int
     summary: tuple[bytes, ...] = field(default=(), init=False)
 
     def after_attention(self, layer: Attended) -> None:
-        if layer.layer_idx < LAYERS:
+        if self.coder is not None and layer.layer_idx < LAYERS:
             keys = _plain_keys(layer, self.coder.rope)[: self.num_tokens]
             self.summary += (_packed(self.coder.codes(layer.layer_idx, keys)),)
 
