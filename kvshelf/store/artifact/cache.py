@@ -181,7 +181,9 @@ class CompressedCache:
         """Read a blob, alone or in an export. Every digest is checked before a tensor is made; raises `BlobError` for
         any other bytes."""
         header, layers = tensors.decode(split(as_view(data)).blob)
-        return cls(layers, header.num_tokens, header.next_position, header.to_identity(), header.codec, tuple(header.summary))
+        return cls(
+            layers, header.num_tokens, header.next_position, header.to_identity(), header.codec, tuple(header.summary)
+        )
 
 
 def _layer_shape(layer: LayerRecord) -> LayerShape:

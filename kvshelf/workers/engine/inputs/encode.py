@@ -120,7 +120,8 @@ class Encoder:
         token_ids = self.require_text("query").encode(QUESTION_SEPARATOR + query)
         if len(token_ids) > room:
             raise InvalidRequest(
-                f"query has {len(token_ids)} tokens, and a search by {self.name!r} takes {room}; ask a shorter question",
+                f"query has {len(token_ids)} tokens, and a search by {self.name!r} takes {room}; ask a shorter "
+                "question",
                 param="query",
             )
         return token_ids

@@ -133,7 +133,10 @@ def run_scores(
         for attended in stateful.Read.of(passes, kinds, job, checkpoint, queries=True).probed(job.passes):
             scorer.after_attention(attended)
     else:
-        passes.causal(job.inputs(passes.devices.inputs), SharedReducer([scorer], (), checkpoint, SummaryMaker(None, job.num_tokens)))
+        passes.causal(
+            job.inputs(passes.devices.inputs),
+            SharedReducer([scorer], (), checkpoint, SummaryMaker(None, job.num_tokens)),
+        )
     layers = reducible(kinds)
     require_every_layer(scorer.scores, layers)
     return [scorer.scores[layer] for layer in layers]
