@@ -11,7 +11,7 @@ from collections.abc import Collection
 from typing import Annotated, Any, Final
 
 import msgpack
-from pydantic import FailFast, Field, JsonValue, ValidationError
+from pydantic import AfterValidator, FailFast, Field, JsonValue, ValidationError
 
 from kvshelf.errors import BlobError, InvalidRequest
 from kvshelf.store.artifact.blob.layer import (
@@ -34,6 +34,7 @@ HEADER_LIMIT: Final = 256 * 1024
 
 _MAX_MAP = 256
 _MAX_DEPTH = 32
+_DIGEST_BYTES = 32
 _STRINGS: Final = frozenset({str})
 _SHOWN = 200  # characters of a name that a message repeats
 
@@ -42,6 +43,15 @@ Text = Annotated[str, Field(max_length=HEADER_LIMIT)]
 CODE_BYTES: Final = 8
 MAX_CODES: Final = 4096
 """Codes of a layer in a summary: 32 KiB."""
+
+
+def _whole(codes: bytes) -> bytes:
+    if len(codes) % CODE_BYTES:
+        raise ValueError(f"{len(codes)} bytes are no whole number of codes, of {CODE_BYTES} bytes")
+    return codes
+
+
+Codes = Annotated[bytes, Field(min_length=CODE_BYTES, max_length=MAX_CODES * CODE_BYTES), AfterValidator(_whole)]
 
 
 class ModelHeader(Strict):
@@ -88,7 +98,7 @@ class Header(Strict):
     next_position: Size
     codec: Text
     layers: Annotated[list[Layer], Field(min_length=1, max_length=MAX_ARRAY), FailFast()]
-    summary: Annotated[list[bytes], Field(min_length=1, max_length=MAX_ARRAY)] = []
+    summary: Annotated[list[Codes], Field(min_length=1, max_length=MAX_ARRAY), FailFast()] = []
 
     @property
     def body_bytes(self) -> int:
@@ -116,7 +126,8 @@ class Header(Strict):
 
 def parse_header(data: bytes) -> Header:
     """Read a header and check everything in it that needs no segment. Raises `BlobError`."""
-    _refuse_foreign(fields := _unpack(data))
+    fields = _unpack(data)
+    _refuse_foreign(_without_summary(fields))
     try:
         header = Header.model_validate(fields)
     except ValidationError as error:
@@ -126,7 +137,6 @@ def parse_header(data: bytes) -> Header:
             f"the header contradicts itself: {header.num_tokens} tokens, {header.identity.num_tokens} in the identity",
             reason="inconsistent",
         )
-    _check_summary(header)
     _check_codec(header)  # before the layout, which divides by the groups
     _check_layout(header)
     # Packs the fields as they were read, not the model's: `_unique` has checked that the former are sorted. The check
@@ -171,6 +181,11 @@ def _unique(pairs: list[tuple[str | bytes, Any]]) -> dict[str | bytes, Any]:
     return fields
 
 
+def _without_summary(fields: Any) -> Any:
+    """The header but for its runs of bytes that are no digests, which the model checks."""
+    return {name: fields[name] for name in fields if name != "summary"} if isinstance(fields, dict) else fields
+
+
 def _refuse_foreign(value: Any) -> None:
     """Refuse values that msgpack can express and a header cannot, and nesting that no header needs.
 
@@ -197,6 +212,11 @@ def _refuse_foreign(value: Any) -> None:
 def _refuse_foreign_scalar(item: Any) -> None:
     if isinstance(item, float) and not math.isfinite(item):
         raise BlobError(f"the header holds the number {item}", reason="not_finite")
+    if isinstance(item, bytes) and len(item) != _DIGEST_BYTES:
+        raise BlobError(
+            f"the header holds a run of {len(item)} bytes; only digests are, of {_DIGEST_BYTES}",
+            reason="field_malformed",
+        )
     if not isinstance(item, bytes | int | float | None):
         raise BlobError(f"the header holds a msgpack extension ({type(item).__name__})", reason="ext_type")
 
@@ -227,16 +247,6 @@ def _named(error: ValidationError) -> BlobError:
                 reason="unknown_kind",
             )
     return BlobError(f"header field {where}: {first['msg']}", reason="field_malformed")
-
-
-def _check_summary(header: Header) -> None:
-    for layer, codes in enumerate(header.summary):
-        found = memoryview(codes)
-        if not 0 < len(found) <= MAX_CODES * CODE_BYTES or len(found) % CODE_BYTES:
-            raise BlobError(
-                f"the summary has {len(found)} bytes of layer {layer}; it has 1 to {MAX_CODES} codes of {CODE_BYTES}",
-                reason="field_malformed",
-            )
 
 
 def _check_codec(header: Header) -> None:
