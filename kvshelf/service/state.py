@@ -95,9 +95,11 @@ class Service:
             try:
                 of.setdefault(self.serving(ModelIdentity(**manifest.identity["model"])), manifest.id)
             except ModelMismatch as error:
-                if not others_too:
-                    error.details |= {"cache_id": manifest.id} if len(manifests) > 1 else {}
-                    raise
+                if others_too:
+                    continue
+                if len(manifests) > 1:
+                    error.details["cache_id"] = manifest.id
+                raise
         if len(of) > 1:
             found = ", ".join(f"{cache_id} of {model!r}" for model, cache_id in of.items())
             raise InvalidRequest(

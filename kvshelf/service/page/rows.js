@@ -8,7 +8,8 @@ const AHEAD = 60; // the next page is requested this many rows before the end
 
 /**
  * `columns`: [{name, title, cell(row), className}]. `current` is the index of the current row, or -1; `onCurrent`
- * gets a newly chosen one, and whether a pointer chose it. `onTick` gets the current one at a press of the space bar. `more`: there are rows beyond the last one, which `onEnd` fetches.
+ * gets a newly chosen one, and whether a pointer chose it; `onOpen` gets it after Enter, `onTick` after Space. `more`:
+ * there are rows beyond the last one, which `onEnd` fetches.
  */
 export function Rows({ label, rows, columns, current, onCurrent, onOpen, onTick, more, onEnd, empty }) {
   const box = useRef();
@@ -48,7 +49,7 @@ export function Rows({ label, rows, columns, current, onCurrent, onOpen, onTick,
       event.key
     ];
     if (event.key === "Enter" && current >= 0) onOpen(current);
-    if (event.key === " " && event.target.matches("[role=row]")) {
+    if (event.key === " " && current >= 0 && event.target.matches("[role=row]")) {
       event.preventDefault(); // the list would scroll
       onTick(current);
     }
