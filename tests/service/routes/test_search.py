@@ -75,7 +75,7 @@ def test_a_limit_names_fewer_and_compares_all(http: httpx.Client, caches: dict[s
     assert found["searched"] == len(TEXTS)
 
 
-def test_labels_narrow_and_nothing_is_an_empty_list(http: httpx.Client, caches: dict[str, str]) -> None:
+def test_labels_narrow_and_nothing_is_an_empty_list(http: httpx.Client) -> None:
     body = {"query": "lamp", "labels": SHELF | {"no": "such"}}
     with moving(http) as moved:
         found = http.post("/v1/caches/search", json=body).json()
@@ -83,7 +83,7 @@ def test_labels_narrow_and_nothing_is_an_empty_list(http: httpx.Client, caches: 
     assert moved("kvshelf_searches_total", model=MODEL, result="found") == 1
 
 
-def test_a_document_is_named_once_by_its_newest_cache(http: httpx.Client, caches: dict[str, str]) -> None:
+def test_a_document_is_named_once_by_its_newest_cache(http: httpx.Client) -> None:
     labels = {"shelf": "twice"}
     created(http, document=TEXTS["lamp"], policy="knorm", compression_ratio=0.25, labels=labels)
     newest = created(http, document=TEXTS["lamp"], policy="knorm", compression_ratio=0.75, labels=labels)
