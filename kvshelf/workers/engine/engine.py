@@ -47,7 +47,7 @@ from kvshelf.workers.engine.inputs.requirements import (
 from kvshelf.workers.engine.parallel.ranks import SharedModel
 from kvshelf.workers.engine.prefill.prefill import Compression, Prefill, run_prefill, run_scores
 from kvshelf.workers.engine.quality import CUES, Probe, Reference, ask
-from kvshelf.workers.engine.summary import Codes, KeyCoder, require_summarised
+from kvshelf.workers.engine.summary import LAYERS, Codes, KeyCoder, require_summarised
 from kvshelf.workers.model import calibration
 from kvshelf.workers.model import loading as models
 from kvshelf.workers.model.caches import cache_class, own_class
@@ -346,6 +346,11 @@ class Engine:
         """Makes the summaries of documents, by which a search finds them. Raises as `require_search` does."""
         rope = require_summarised(self.rope, self.kinds, self.name, ranks=self.passes.ranks is not None)
         return KeyCoder.of(self.passes, rope, self.model.config.vocab_size)
+
+    @property
+    def summary_layers(self) -> int:
+        """How many layers have codes in a summary."""
+        return min(LAYERS, self.model.config.num_hidden_layers)
 
     def encode_search(self, query: str) -> list[int]:
         """Token ids of a question for `search_codes`. Thread-safe. Raises `InvalidRequest` for one that is empty or

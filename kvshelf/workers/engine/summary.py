@@ -34,6 +34,9 @@ Codes = npt.NDArray[np.uint64]
 LAYERS: Final = 2
 """How many layers, from the first on, give codes. Measured on kvshelf-tiny alone (docs/ask.md)."""
 
+_AT_ONCE: Final = 4096
+"""Keys of a document in fp32 at once: a whole layer of them would take more memory than the layer."""
+
 _BITS: Final = 8 * CODE_BYTES
 _FAR_BITS: Final = 6.4
 """Codes this many bits apart have nothing in common: the cosine of their signs is 0.8."""
@@ -102,9 +105,13 @@ class SummaryMaker:
     summary: tuple[bytes, ...] = field(default=(), init=False)
 
     def after_attention(self, layer: Attended) -> None:
-        if self.coder is not None and layer.layer_idx < LAYERS:
-            keys = _plain_keys(layer, self.coder.rope)[: self.num_tokens]
-            self.summary += (_packed(self.coder.codes(layer.layer_idx, keys)),)
+        if self.coder is None or layer.layer_idx >= LAYERS:
+            return
+        codes = []
+        for start in range(0, self.num_tokens, _AT_ONCE):
+            keys = _plain_keys(layer, self.coder.rope, start, min(start + _AT_ONCE, self.num_tokens))
+            codes.append(self.coder.codes(layer.layer_idx, keys))
+        self.summary += (_packed(np.concatenate(codes)),)
 
 
 def _packed(codes: Codes) -> bytes:
@@ -149,10 +156,10 @@ def _projections(channels: int) -> Tensor:
     return torch.from_numpy(bits.astype(np.float32) * 2 - 1)
 
 
-def _plain_keys(layer: Attended, rope: Rope) -> Tensor:
-    """The keys of a layer's tokens without their rotation, heads side by side: `[N, kv_heads * D]` fp32."""
-    keys = layer.keys[0]
-    plain = rope.unrotate(keys, torch.arange(keys.shape[1], device=keys.device))
+def _plain_keys(layer: Attended, rope: Rope, start: int, end: int) -> Tensor:
+    """The keys of some of a layer's tokens without their rotation, heads side by side: `[N, kv_heads * D]` fp32."""
+    keys = layer.keys[0, :, start:end]
+    plain = rope.unrotate(keys, torch.arange(start, end, device=keys.device))
     return plain.transpose(0, 1).flatten(1)
 
 
@@ -185,6 +192,6 @@ class _FirstLayers:
     reads_attention: bool = True
 
     def after_attention(self, layer: Attended) -> None:
-        self.keys.append(_plain_keys(layer, self.rope))
+        self.keys.append(_plain_keys(layer, self.rope, 0, layer.keys.shape[2]))
         if len(self.keys) == self.wanted:
             raise _Enough

@@ -171,6 +171,8 @@ class Searches:
                 summary = unpacked(arriving.summary)
         except (CacheError, CacheNotFound):
             return None
+        if len(summary) != self.engine.summary_layers:  # of an imported cache that another program made
+            summary = []
         self.held.keep(manifest.blob_digest, summary)
         return summary
 

@@ -87,6 +87,8 @@ async def test_what_is_left_out_is_counted(replica: Replica, store: Counting, en
     cache = engine.compress(TEXTS[1], policy="full")
     store.put(replace(cache, identity=replace(cache.identity, model=of_others)), tenant="t")
     store.put(replace(engine.compress(TEXTS[2], policy="full"), summary=()), tenant="t")
+    longer = engine.compress(TEXTS[2] * 2, policy="full")
+    store.put(replace(longer, summary=longer.summary[:1]), tenant="t")
     await put(replica, TEXTS[0], policy="knorm", compression_ratio=0.5)
     broken = await put(replica, TEXTS[1], policy="knorm")
     entry = store._index.find(broken, "t")
@@ -95,7 +97,7 @@ async def test_what_is_left_out_is_counted(replica: Replica, store: Counting, en
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     found = await replica.search(SearchCaches(query="lamp"), tenant="t")
     assert found.skipped.model_dump() == {
-        "same_document": 1, "other_model": 1, "without_summary": 1, "unreadable": 1
+        "same_document": 1, "other_model": 1, "without_summary": 2, "unreadable": 1
     }  # fmt: skip
     assert found.searched == 1
     assert [hit.cache_id for hit in found.data] != [good], "the newest stands for its document"

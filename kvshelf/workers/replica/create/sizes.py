@@ -89,8 +89,8 @@ class Shape:
         return self.layers * (self.kv_heads * head + _LAYER_BYTES + _PIECE_BYTES * len(pieces)) + verbatim
 
     def _summary(self, num_tokens: int) -> int:
-        """Bytes of the codes that searches read: of distinct tokens (Heaps' law, fitted to English text) and of distinct
-        places. Text that repeats itself has fewer."""
+        """Bytes of the codes that searches read: of distinct tokens (Heaps' law, fitted to English text) and of
+        distinct places. Text that repeats itself has fewer."""
         codes = min(MAX_CODES, round(10 * num_tokens**0.5), num_tokens) + min(MAX_CODES, num_tokens)
         return codes * CODE_BYTES if self.summarised else 0
 
