@@ -148,6 +148,33 @@ def test_several_documents_are_asked_together(report: Path, tmp_path: Path) -> N
     assert json.loads(alone)["cache_id"] == ids[1]
 
 
+def test_the_shelf_is_searched_and_the_best_documents_are_asked(tmp_path: Path) -> None:
+    texts = {"lamp": "The lamp burns whale oil. ", "ferry": "A ferry crosses the sound. ", "horn": "The horn is loud. "}
+    ids = {}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(f"{tmp_path} {text}" * 9)
+        options = ("--policy", "full", "--label", f"search={tmp_path.name}")
+        ids[name] = run("put", tmp_path / name, *options).stdout.strip()
+    question, label = "Which ferry crosses the sound?", f"search={tmp_path.name}"
+    named = run("search", question, "--label", label)
+    lines = named.stdout.splitlines()
+    assert lines[0].split() == ["SCORE", "ID", "NAME"]
+    assert lines[1].split()[-1] == "ferry"
+    assert {line.split()[1] for line in lines[1:]} == set(ids.values())
+    assert "3 documents searched" in named.stderr
+    found = json.loads(run("search", question, "--label", label, "--limit", "2", "--json").stdout)
+    best = [hit["cache_id"] for hit in found["data"]]
+    asked = ("ask", "--all", "--best", "2", "--label", label, question, "--max-tokens", "4")
+    answer = json.loads(run(*asked, "--json").stdout)
+    assert answer["cache_ids"] == best
+    told, table = run(*asked).stdout.split("\nSOURCE")
+    assert told == answer["text"]
+    assert "ferry" in table
+    one = json.loads(run("ask", "--all", "--best", "1", "--label", label, question, "--json").stdout)
+    assert one["cache_id"] == ids["ferry"]
+    assert "no document to ask" in run("ask", "--all", "--label", "search=nothing", question, code=3).stderr
+
+
 def test_several_documents_are_refused_by_name(report: Path) -> None:
     id = run("put", report, "--policy", "full").stdout.strip()
     assert "twice" in run("ask", f"{id},{id}", QUESTION, code=2).stderr

@@ -17,6 +17,10 @@ from kvshelf.api.caches import ImportCache as ImportCache
 from kvshelf.api.caches import LevelList as LevelList
 from kvshelf.api.caches import ListCaches as ListCaches
 from kvshelf.api.caches import Quality as Quality
+from kvshelf.api.caches import SearchCaches as SearchCaches
+from kvshelf.api.caches import SearchHit as SearchHit
+from kvshelf.api.caches import SearchList as SearchList
+from kvshelf.api.caches import Skipped as Skipped
 from kvshelf.api.caches import Timings as Timings
 from kvshelf.api.caches import TokenCounts as TokenCounts
 from kvshelf.api.caches import Tried as Tried

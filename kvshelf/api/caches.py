@@ -150,6 +150,44 @@ class CacheList(ListBody):
     last_id: str | None
 
 
+class SearchCaches(RequestBody):
+    """POST /v1/caches/search: which documents hold the words of a question. `labels`: only caches that have all of
+    these. `model`: whose caches are searched; by default the first model's."""
+
+    query: Annotated[str, Field(min_length=1, description="a question, or words of one")]
+    labels: Labels = Field(default_factory=dict)
+    model: str | None = None
+    limit: Annotated[int, Field(ge=1, le=64, description="most documents to name")] = 5
+
+
+class SearchHit(ResponseBody):
+    """`score`, 0 to 1: how much of the question the document holds. Scores of one search alone can be compared."""
+
+    cache_id: str
+    score: float
+    name: str
+
+
+class Skipped(ResponseBody):
+    """Caches of the filter that a search left out. `same_document`: older ones of a document; the newest stands for
+    all. `other_model`: of another model than the search's. `without_summary`: made where no summary could be, or before
+    there were any. `unreadable`: corrupt, or gone meanwhile."""
+
+    same_document: int = 0
+    other_model: int = 0
+    without_summary: int = 0
+    unreadable: int = 0
+
+
+class SearchList(ListBody):
+    """The documents that hold most of the question, the best first, each by its newest cache. `searched` counts those
+    that were compared, `skipped` the other caches of the filter."""
+
+    data: list[SearchHit]
+    searched: int
+    skipped: Skipped
+
+
 class ListCaches(QueryString):
     """GET /v1/caches: the filters."""
 

@@ -34,6 +34,7 @@ for command in (
     demo.sample,
     serve.serve,
     caches.put,
+    caches.search,
     caches.ask,
     caches.ls,
     caches.show,

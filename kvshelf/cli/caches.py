@@ -1,4 +1,4 @@
-"""put, ask, ls, show, rm: commands that talk to a running service."""
+"""put, search, ask, ls, show, rm: commands that talk to a running service."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvshelf.cli._progress import put_shown
 from kvshelf.errors import CacheNotFound, InvalidRequest, nearest
 
 if TYPE_CHECKING:
-    from kvshelf.api import Answered, CacheObject, JointAnswer
+    from kvshelf.api import Answered, CacheObject, JointAnswer, SearchList
     from kvshelf.client import Client
 
 Files = Annotated[
@@ -30,7 +30,7 @@ Files = Annotated[
 STDIN = Path("-")
 
 _CACHE = "An id (kvs_...), the beginning of one as `kvshelf ls` shows it, or the name of a cache."
-_SEVERAL = "Several, with commas between them, are asked together. Left out with --label."
+_SEVERAL = "Several, with commas between them, are asked together. Left out with --label and --all."
 Cache = Annotated[str, typer.Argument(metavar="CACHE", help=_CACHE)]
 
 
@@ -150,13 +150,47 @@ def _split(split: bool, part_tokens: int | None, overlap_tokens: int | None) -> 
     return options or split
 
 
+def search(
+    question: Annotated[str, typer.Argument(metavar="QUESTION")],
+    label: _options.Labels = None,
+    model: _options.ServiceModel = None,
+    limit: Annotated[int, typer.Option(min=1, max=64, help="Most documents to name.")] = 5,
+    url: _options.Url = None,
+    as_json: _options.AsJson = False,
+) -> None:
+    """Name the documents on the shelf that hold most of a question's words, the best first; --label narrows to some.
+
+    `kvshelf ask --all` asks them.
+    """
+    with connected(url, as_json=as_json) as client:
+        found = client.caches.search(question, labels=_common.pairs(label, "--label"), model=model, limit=limit)
+        if as_json:
+            _common.print_object(found)
+            return
+        rows = [(f"{hit.score:.3f}", hit.cache_id, hit.name) for hit in found.data]
+        _common.print_table(_common.table(["SCORE", "ID", "NAME"], rows, numbers=[0]), cut="NAME")
+        _common.notes.print(_searched(found), style="dim")
+
+
+def _searched(found: SearchList) -> str:
+    left_out = ", ".join(f"{count} {why.replace('_', ' ')}" for why, count in found.skipped if count)
+    return f"{found.searched} documents searched" + (f"; caches left out: {left_out}" if left_out else "")
+
+
 def ask(
     cache: Annotated[str, typer.Argument(metavar="CACHE[,CACHE...]", help=f"{_CACHE} {_SEVERAL}")],
     questions: Annotated[list[str] | None, typer.Argument(metavar="QUESTION...")] = None,
     label: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Ask all parts of the document that `put --split` gave this label."),
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Ask all parts of the document that `put --split` gave this label. With --all: search these caches.",
+        ),
     ] = None,
+    search_all: Annotated[
+        bool, typer.Option("--all", help="Search the shelf for each question, and ask the best documents together.")
+    ] = False,
+    best: Annotated[int, typer.Option(min=1, max=64, help="With --all: how many documents to ask.")] = 4,
     max_tokens: Annotated[int, typer.Option(help="Maximum length of the answer, in tokens.")] = 64,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 takes the most likely token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens with this total probability.")] = 1.0,
@@ -175,33 +209,53 @@ def ask(
     """Ask a stored document one or several independent questions. The document is not prefilled again.
 
     Of several documents (CACHE,CACHE) each question sees all, and a table says what part each had in its answer. With
-    --label the questions go to each part of a document in turn, and each answer names its part.
+    --label the questions go to each part of a document in turn, and each answer names its part. With --all each
+    question goes to the documents of the shelf that hold most of its words (see `kvshelf search`).
     """
     fields: Any = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
     fields["select"] = _select(select, select_tokens, select_param)
-    asked = [cache, *(questions or ())] if label else questions or []
+    asked = [cache, *(questions or ())] if label or search_all else questions or []
     if not asked:
         raise typer.BadParameter("a question is missing", param_hint="QUESTION...")
     with connected(url, as_json=as_json) as client:
-        if label:
-            parts = _parts(client, _common.pairs(label, "--label"))
-            _ask_parts(client, parts, asked, fields, as_json)
+        labels = _common.pairs(label, "--label")
+        if label and not search_all:
+            _ask_parts(client, _parts(client, labels), asked, fields, as_json)
             return
-        named = _references.ids_at(client, cache)
-        ids: Any = [id for _, id in named] if len(named) > 1 else named[0][1]
+        named = [] if search_all else _references.ids_at(client, cache)
         for question in asked:
-            if as_json:
-                _common.print_object(client.caches.query(ids, question, **fields))
-                continue
-            if len(asked) > 1:
+            if len(asked) > 1 and not as_json:
                 _common.notes.print(question, style="bold")
-            with client.caches.stream(ids, question, **fields) as stream:
-                for text in stream:
-                    print(text, end="", flush=True)
-                print(flush=True)
-            if len(named) > 1:
-                _common.print_table(_sources([reference for reference, _ in named], stream.answer), cut="SOURCE")
-            _common.notes.print(_cost(stream.answer), style="dim")
+            of = _best(client, question, labels, best) if search_all else named
+            _ask_together(client, of, question, fields, as_json)
+
+
+Named = tuple[str, str]
+"""What people call a cache, and its id."""
+
+
+def _best(client: Client, question: str, labels: Mapping[str, str] | None, most: int) -> list[Named]:
+    """The caches that a search names. Raises `CacheNotFound` if it names none."""
+    found = client.caches.search(question, labels=labels, limit=most)
+    if not found.data:
+        raise CacheNotFound(f"there is no document to ask: {_searched(found)}; `kvshelf put` puts some on the shelf")
+    ids = _references.shortened([hit.cache_id for hit in found.data])
+    return [(f"{id} {hit.name}".rstrip(), hit.cache_id) for id, hit in zip(ids, found.data, strict=True)]
+
+
+def _ask_together(client: Client, named: Sequence[Named], question: str, fields: Any, as_json: bool) -> None:
+    """Ask one cache, or several together, and show the answer; of several, also what part each had in it."""
+    ids: Any = [id for _, id in named] if len(named) > 1 else named[0][1]
+    if as_json:
+        _common.print_object(client.caches.query(ids, question, **fields))
+        return
+    with client.caches.stream(ids, question, **fields) as stream:
+        for text in stream:
+            print(text, end="", flush=True)
+        print(flush=True)
+    if len(named) > 1:
+        _common.print_table(_sources([reference for reference, _ in named], stream.answer), cut="SOURCE")
+    _common.notes.print(_cost(stream.answer), style="dim")
 
 
 def _select(method: str | None, tokens: int | None, params: list[str] | None) -> dict[str, Any] | None:

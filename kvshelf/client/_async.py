@@ -147,6 +147,7 @@ class AsyncCaches(_Group):
     list = _listed(_calls.list_caches)
     update = _awaited(_calls.update_cache)
     delete = _awaited(_calls.delete_cache)
+    search = _awaited(_calls.search_caches)
     query = _awaited(_calls.query_cache)
     stream = _streamed(_calls.stream_query)
     download = _awaited(_calls.download_cache)

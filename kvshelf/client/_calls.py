@@ -366,6 +366,24 @@ def _asked(id: str | Together, fields: Mapping[str, Any]) -> tuple[str, dict[str
     return _cache_path(id) + "/query", {"json": checked(api.Query, fields)}
 
 
+class SearchFields(TypedDict, total=False):
+    """What a search is narrowed to, and the most documents that it names (5, at most 64); None means absent."""
+
+    labels: Mapping[str, str] | None
+    model: str | None
+    limit: int | None
+
+
+def search_caches(query: str, **fields: Unpack[SearchFields]) -> Call[api.SearchList]:
+    """Which documents hold most of a question's words, the best first, each by its newest cache; `query` asks those
+    together. `labels`: only caches that have all of them; `model`: whose caches; `limit`: most documents to name.
+
+    Raises `InvalidRequest`, `PolicyUnsupported` for a model whose caches have no summaries, `QueueFull`, ...
+    """
+    body = {"json": checked(api.SearchCaches, {**fields, "query": query})}
+    return Call("POST", "/v1/caches/search", parse_as(api.SearchList), body=body)
+
+
 def retrieve_request(id: str, *, wait_s: float | None = None) -> Call[api.RequestObject]:
     """The state of a creation in the background. Raises `RequestNotFound`.
 

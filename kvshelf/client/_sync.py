@@ -148,6 +148,7 @@ class Caches(_Group):
     list = _listed(_calls.list_caches)
     update = _sent(_calls.update_cache)
     delete = _sent(_calls.delete_cache)
+    search = _sent(_calls.search_caches)
     query = _sent(_calls.query_cache)
     stream = _streamed(_calls.stream_query)
     download = _sent(_calls.download_cache)

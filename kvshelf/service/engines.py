@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from opentelemetry.trace import Span, Status, StatusCode, Tracer
 
-from kvshelf.api import Asking, CreateCache, CreationProgress, Estimate, EstimateObject
+from kvshelf.api import Asking, CreateCache, CreationProgress, Estimate, EstimateObject, SearchCaches
 from kvshelf.errors import RequestTimeout
 from kvshelf.service.fair_queue import FairQueue
 from kvshelf.service.observe.logs import note
@@ -20,7 +20,7 @@ from kvshelf.service.observe.questions import result_of
 from kvshelf.service.observe.tracing import add_phases
 from kvshelf.service.settings import Settings
 from kvshelf.workers.cluster.remote import RemoteEngine
-from kvshelf.workers.replica.results import Created, Reply
+from kvshelf.workers.replica.results import Created, Found, Reply
 
 PieceT = TypeVar("PieceT")
 
@@ -105,6 +105,18 @@ class EngineClient:
         if len(created.caches) > 1:
             note(caches=len(created.caches))
         self.spend(tenant, created.prefilled_tokens)
+
+    async def search(self, spec: SearchCaches, *, tenant: str, deadline_s: float) -> Found:
+        """Which documents hold the words of a question; takes the turn of one."""
+        with self.metrics.searching(self.model):
+            async with self._turn("search", tenant, deadline_s) as (left_s, span):
+                began_ns = time.time_ns()
+                found: Found = await self.remote.call("search", spec, tenant=tenant, deadline_s=left_s)
+                add_phases(self.tracer, span, began_ns, found.phases)
+        self.metrics.searched(self.model, found)
+        self.spend(tenant, found.prefill_tokens)
+        note(searched=found.searched, prefill_tokens=found.prefill_tokens)
+        return found
 
     async def query(self, caches: str | Sequence[str], query: Asking, *, tenant: str, deadline_s: float) -> list[Reply]:
         """The answer of a cache, or of several together, to each prompt, in their order. Each prompt takes a turn of

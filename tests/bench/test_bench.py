@@ -89,6 +89,20 @@ def test_retrieval_command(tmp_path):
     assert [(cell["haystack"], cell["documents"]) for cell in cells] == [("filler", 2), ("prose", 2)]
 
 
+def test_search_command(tmp_path):
+    report = tmp_path / "report.json"
+    result = CliRunner().invoke(app, ["search", "--documents", "20", "--output", str(report)])
+    assert result.exit_code == 0, result.output
+    summaries, first_layer, bm25 = json.loads(report.read_text())["ways"]
+    assert summaries["at_1"] >= 0.75
+    assert summaries["at_5"] >= 0.95
+    assert summaries["at_1"] >= first_layer["at_1"]
+    assert bm25["at_5"] >= 0.75, "the peer works, too"
+    assert (bm25["nbytes"], bm25["share"]) == (0, 0)
+    assert first_layer["nbytes"] < summaries["nbytes"] < 8000
+    assert summaries["share"] < 0.05
+
+
 @pytest.mark.parametrize("arguments", [["--tasks", "chess"], ["--lengths", "long"], ["--haystacks", "hay"]])
 def test_bad_choices_are_refused(arguments):
     assert CliRunner().invoke(app, ["retrieval", *arguments]).exit_code == 2

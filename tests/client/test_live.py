@@ -94,6 +94,20 @@ async def test_several_caches_are_asked_together(client: Client, aclient: AsyncC
     assert (final.text, final.cache_ids) == (one.text, ids)
 
 
+@pytest.mark.anyio
+async def test_a_search_names_what_to_ask(client: Client, aclient: AsyncClient) -> None:
+    labels = {"shelf": "client"}
+    texts = ("The lamp burns whale oil. ", "A ferry crosses the sound. ")
+    ids = [client.caches.create(document=text * 20, policy="full", labels=labels).id for text in texts]
+    found = client.caches.search("Which ferry crosses the sound?", labels=labels, limit=1)
+    assert [hit.cache_id for hit in found.data] == ids[1:]
+    assert found.searched == 2
+    assert (await aclient.caches.search("Which ferry crosses the sound?", labels=labels, limit=1)) == found
+    with pytest.raises(errors.InvalidRequest) as refusal:
+        client.caches.search("ferry", limit=65)
+    assert refusal.value.param == "limit"
+
+
 def test_a_comparison_of_several_caches_is_refused_before_it_is_sent() -> None:
     with Client("http://127.0.0.1:1") as nowhere:
         with pytest.raises(errors.InvalidRequest, match="one document") as caught:

@@ -16,8 +16,7 @@ from kvshelf import AsyncClient, Client, CompressedCache, Engine, open_store
 from kvshelf.client import AnswerStream, AsyncAnswerStream
 from kvshelf.api import (
     AnswerObject, CacheObject, Deleted, EstimateObject, JointAnswer, ModelObject, PolicyObject, RequestObject,
-    SelectorObject,
-    Verification
+    SearchList, SelectorObject, Verification
 )
 """
 
@@ -31,6 +30,7 @@ def use(client: Client) -> None:
     assert_type(client.caches.create(document="a", split={"overlap_tokens": 9}, min_quality=0.9), list[CacheObject])
     assert_type(client.caches.retrieve("kvs_1"), CacheObject)
     assert_type(client.caches.list(limit=5), Iterator[CacheObject])
+    assert_type(client.caches.search("a", labels={"a": "b"}, limit=3), SearchList)
     assert_type(client.caches.query("kvs_1", "a"), AnswerObject)
     assert_type(client.caches.query("kvs_1", ["a", "b"]), list[AnswerObject])
     assert_type(client.caches.query("kvs_1", messages=[{"role": "user", "content": "a"}]), AnswerObject)
@@ -57,6 +57,7 @@ async def ause(client: AsyncClient) -> None:
     assert_type(await client.caches.create(document="a", split=True), list[CacheObject])
     assert_type(await client.caches.retrieve("kvs_1"), CacheObject)
     assert_type(client.caches.list(), AsyncIterator[CacheObject])
+    assert_type(await client.caches.search("a"), SearchList)
     assert_type(await client.caches.query("kvs_1", ["a", "b"]), list[AnswerObject])
     assert_type(await client.caches.query(["kvs_1"], "a"), JointAnswer)
     assert_type(await client.caches.stream("kvs_1", "a"), AsyncAnswerStream[AnswerObject])

@@ -43,6 +43,8 @@ def caches(draw: st.DrawFn) -> CompressedCache:
         chosen = sorted(draw(st.sets(st.sampled_from(kinds), max_size=3)))
         return tuple(State(role, n, bits(draw(st.integers(1, 9)), draw(st.integers(1, 9)))) for role, n in chosen)
 
+    code = st.binary(min_size=8, max_size=8)
+
     def record() -> LayerRecord:
         """Entries, states, both or neither."""
         has_entries, found = draw(st.booleans()), states() if draw(st.booleans()) else ()
@@ -53,6 +55,7 @@ def caches(draw: st.DrawFn) -> CompressedCache:
         num_tokens,
         num_tokens + draw(st.integers(0, 3)),
         draw(identities(num_tokens)),
+        summary=tuple(draw(st.lists(st.lists(code, min_size=1, max_size=4).map(b"".join), max_size=3))),
     )
 
 

@@ -1,4 +1,4 @@
-"""`kvshelf bench quality`, `kvshelf bench memory` and `kvshelf bench retrieval`."""
+"""`kvshelf bench quality`, `kvshelf bench memory`, `kvshelf bench retrieval` and `kvshelf bench search`."""
 
 from __future__ import annotations
 
@@ -257,6 +257,45 @@ def together(
         "machine": machine(),
     }
     publish(report | {"rows": rows}, [table], output, as_json)
+
+
+def search(
+    model: Model = "kvshelf-tiny",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    threads: Threads = 0,
+    tasks: Annotated[str, typer.Option("--tasks", help="Comma-separated.")] = "multikey",
+    haystacks: Annotated[str, typer.Option("--haystacks", help="Comma-separated.")] = "prose",
+    tokens: Annotated[int, typer.Option("--tokens", min=64, help="Tokens per document.")] = 512,
+    documents: Annotated[int, typer.Option("--documents", min=1, help="Documents on the shelf.")] = 200,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Another set of documents.")] = 0,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """How often a search names the document that a question is about, beside BM25 over the texts."""
+    with needs_extra("serve", "the bench"):
+        from kvshelf.bench.engines import EngineOptions
+        from kvshelf.bench.measure import machine
+        from kvshelf.bench.quality import search as bench
+        from kvshelf.bench.quality.tasks import HAYSTACKS, TASKS
+    with needs_extra("bench", "the comparison with BM25"):
+        import bm25s  # noqa: F401 - before the documents are compressed
+
+    engine = EngineOptions(model, device, dtype, threads).load()
+    kinds = choices(tasks, TASKS, "--tasks"), choices(haystacks, HAYSTACKS, "--haystacks")
+    asked = list(bench.documents(engine, *kinds, tokens, documents, seed))
+    with progress_bar() as progress:
+        step = partial(progress.advance, progress.add_task(f"{model}, {documents} documents", total=documents))
+        ways = bench.measure(engine, asked, step)
+    table = Table(
+        "search", "first", "among 5", "bytes", f"of {bench.CODEC}", "ms", title=f"{model}: {documents} documents"
+    )
+    for way in ways:
+        sizes = [f"{way.nbytes:,.0f}", f"{way.share:.1%}"] if way.nbytes else ["", ""]
+        table.add_row(way.name, f"{way.at_1:.1%}", f"{way.at_5:.1%}", *sizes, f"{way.ms:.1f}")
+    report: dict[str, Any] = {"bench": "search", "model": model, "tasks": tasks, "haystacks": haystacks, "seed": seed}
+    report |= {"tokens": tokens, "documents": documents, "machine": machine(), "ways": [asdict(way) for way in ways]}
+    publish(report, [table], output, as_json)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from kvshelf.corpus.run.progress import Progress
 from kvshelf.errors import KvshelfError
 from kvshelf.service.observe.questions import QuestionMetrics, result_of
 from kvshelf.store.base import Store
-from kvshelf.workers.replica.results import Created, Phase, Reply
+from kvshelf.workers.replica.results import Created, Found, Phase, Reply
 
 USAGE_AGE_S: Final = 5.0
 """Maximum age of the shelf's numbers, so that frequent scrapes do not load the store."""
@@ -48,6 +48,8 @@ class Metrics(QuestionMetrics):
         self._read_tokens = counter("read_tokens", about, "model")
         self._answer_s = histogram("answer_phase_seconds", "phases of answers", "model", "phase")
         self._first_token_s = histogram("first_token_seconds", "from a question's arrival to its first token", "model")
+        self._searches = counter("searches", "searches by result: found or an error code", "model", "result")
+        self._search_s = histogram("search_phase_seconds", "phases of searches", "model", "phase")
         self.in_flight = gauge("calls_in_flight", "unfinished calls of replicas", "model", "call")
         self._replicas = gauge("replicas", "replicas by state", "model", "state")
         self._waiting = gauge("waiting_requests", "requests that wait for a replica", "model", "kind")
@@ -96,6 +98,20 @@ class Metrics(QuestionMetrics):
             self._completion_tokens.labels(model).inc(usage.completion_tokens)
             self._first_token_s.labels(model).observe(reply.first_token_s)
             _observe(self._answer_s, model, reply.phases)
+
+    @contextmanager
+    def searching(self, model: str) -> Iterator[None]:
+        """Wraps a search and counts it if it fails."""
+        try:
+            yield
+        except BaseException as exc:
+            self._searches.labels(model, result_of(exc)).inc()
+            raise
+
+    def searched(self, model: str, found: Found) -> None:
+        """Records a search that has a result, if an empty one."""
+        self._searches.labels(model, "found").inc()
+        _observe(self._search_s, model, found.phases)
 
     def batch_advanced(self, before: Progress, now: Progress) -> None:
         """Records the progress of a batch between two snapshots of one run."""

@@ -1,4 +1,5 @@
-"""Questions about a stored cache (/v1/caches/{id}/query), or about several together (/v1/query)."""
+"""Questions about a stored cache (/v1/caches/{id}/query), or about several together (/v1/query), and which documents to
+ask (/v1/caches/search)."""
 
 from __future__ import annotations
 
@@ -21,6 +22,8 @@ from kvshelf.api import (
     JointQuery,
     Query,
     Remade,
+    SearchCaches,
+    SearchList,
 )
 from kvshelf.service.access.keys import Reader
 from kvshelf.service.http import openapi
@@ -68,6 +71,16 @@ async def joint_query(request: Request, service: InService, caller: Reader) -> R
     body = await read_json(request, JointQuery, service)
     question = await Question.find(service, caller, body.cache_ids, body)
     return await _answered(request, question, _together)
+
+
+@router.post("/caches/search", openapi_extra=openapi.body_of(SearchCaches), dependencies=[TAKES_TOKENS])
+async def search(request: Request, service: InService, caller: Reader) -> SearchList:
+    """Name the documents that hold most of a question's words, by summaries of their caches; the model reads the
+    question alone. The caches of one model are searched, those with all `labels`."""
+    body = await read_json(request, SearchCaches, service)
+    engine = service.engine(body.model)
+    work = engine.search(body, tenant=caller.tenant, deadline_s=service.settings.request_deadline_s)
+    return await until_hangup(request, work)
 
 
 async def _answered(request: Request, question: Question, shape: Shape) -> Response:

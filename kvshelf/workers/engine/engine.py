@@ -48,6 +48,7 @@ from kvshelf.workers.engine.inputs.requirements import (
 from kvshelf.workers.engine.parallel.ranks import SharedModel
 from kvshelf.workers.engine.prefill.prefill import Compression, Prefill, run_prefill, run_scores
 from kvshelf.workers.engine.quality import CUES, Probe, Reference, ask
+from kvshelf.workers.engine.summary import LAYERS, Codes, KeyCoder, require_summarised
 from kvshelf.workers.model import calibration
 from kvshelf.workers.model import loading as models
 from kvshelf.workers.model.caches import cache_class, own_class
@@ -74,9 +75,9 @@ Asked = CompressedCache | Sequence[CompressedCache]
 class Engine:
     """A causal language model of transformers, its tokenizer, and what kvshelf does with them.
 
-    One thread owns the model; only `prepare`, `encode_document`, `split`, `encode_query`, `attach`, `joined`,
-    `select` and `start` are thread-safe. The model keeps its own attention function; a call selects kvshelf's while it
-    runs.
+    One thread owns the model; only `prepare`, `encode_document`, `split`, `encode_query`, `encode_search`, `attach`,
+    `joined`, `select` and `start` are thread-safe. The model keeps its own attention function; a call selects kvshelf's
+    while it runs.
     """
 
     def __init__(
@@ -311,7 +312,8 @@ class Engine:
         """
         probe = self.probe(group[0].job, cues)
         told, pause = progress or _nothing, checkpoint or _nothing
-        return run_prefill(self.passes, self.rope, self._seen_kinds, group, probe, pause, self.encoded, told)
+        coder = self.key_coder if self.can_search else None
+        return run_prefill(self.passes, self.rope, self._seen_kinds, group, probe, pause, self.encoded, told, coder)
 
     def scores(self, job: Job, *, checkpoint: Checkpoint | None = None) -> list[Tensor]:
         """How much the job's policy wants each entry, for each layer: `[kv_heads, N]` fp32, higher is kept. The budget
@@ -326,6 +328,41 @@ class Engine:
     def _require_scores(self, job: Job) -> None:
         if not isinstance(job.policy, ScoringPolicy) or job.absorber is not None:
             raise InvalidRequest(f"policy {job.policy.name!r} gives no scores of the whole document", param="policy")
+
+    # Searching
+
+    def require_search(self) -> None:
+        """Raises `PolicyUnsupported` for a model whose documents have no summaries."""
+        require_summarised(self.rope, self.kinds, self.name, ranks=self.passes.ranks is not None)
+
+    @property
+    def can_search(self) -> bool:
+        """Whether `require_search` is content."""
+        with suppress(PolicyUnsupported):
+            self.require_search()
+            return True
+        return False
+
+    @cached_property
+    def key_coder(self) -> KeyCoder:
+        """Makes the summaries of documents, by which a search finds them. Raises as `require_search` does."""
+        rope = require_summarised(self.rope, self.kinds, self.name, ranks=self.passes.ranks is not None)
+        return KeyCoder.of(self.passes, rope, self.model.config.vocab_size)
+
+    @property
+    def summary_layers(self) -> int:
+        """How many layers have codes in a summary."""
+        return min(LAYERS, self.model.config.num_hidden_layers)
+
+    def encode_search(self, query: str) -> list[int]:
+        """Token ids of a question for `search_codes`. Thread-safe. Raises `InvalidRequest` for one that is empty or
+        longer than the model takes, and as `require_search` does."""
+        self.require_search()
+        return self._encoder.search(query)
+
+    def search_codes(self, token_ids: Sequence[int]) -> list[Codes]:
+        """What `summary.score` compares with documents: the codes of a question's tokens, by layer."""
+        return self.key_coder.question(token_ids)
 
     # Measuring
 

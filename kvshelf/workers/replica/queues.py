@@ -71,6 +71,15 @@ class Answering:
     tenant: str
 
 
+@dataclass(eq=False)
+class Passing:
+    """A call that runs one pass of the model over a few tokens, as long as a step of answers."""
+
+    ticket: Ticket[Any]
+    run: Callable[[], Any]
+    tenant: str
+
+
 @dataclass
 class Pace:
     """An exponential moving average of seconds per unit. Tells a refused caller when to come back."""
@@ -148,6 +157,7 @@ class Queues:
         self._limits = limits
         self._questions: Rounds[Answering] = Rounds()
         self._documents: Rounds[Compressing] = Rounds()
+        self._passes: Rounds[Passing] = Rounds()
         self._stop_at = math.inf
 
     # Any thread
@@ -184,6 +194,14 @@ class Queues:
             self._questions.add(work.tenant, work)
             self.changed.notify()
 
+    def add_pass(self, work: Passing) -> None:
+        """Raises `QueueFull`."""
+        with self.changed:
+            if (queued := len(self._passes)) >= self._limits.max_waiting:
+                raise _queue_full("searches", queued, UNMEASURED_RETRY_S)
+            self._passes.add(work.tenant, work)
+            self.changed.notify()
+
     # The thread that takes
 
     @property
@@ -194,10 +212,19 @@ class Queues:
         """Block until there is work; a busy thread does not wait. False once the queues are closed and either empty or
         out of time."""
         with self.changed:
-            while self.accepting and not (busy or self._questions or self._documents):
+            while self.accepting and not (busy or self._waiting):
                 self.changed.wait()
-            left = busy or bool(self._questions or self._documents)
+            left = busy or self._waiting
         return self.accepting or (left and time.monotonic() < self._stop_at)
+
+    @property
+    def _waiting(self) -> bool:
+        return bool(self._questions or self._documents or self._passes)
+
+    def take_pass(self) -> Passing | None:
+        with self.changed:
+            self._drop_ended(self._passes)
+            return self._passes.take() if self._passes else None
 
     def take_document(self) -> Compressing | None:
         with self.changed:
@@ -225,12 +252,12 @@ class Queues:
                 queue.remove(work.tenant, work)
                 work.ticket.resolve(None, exc)
 
-    def take_all(self) -> list[Answering | Compressing]:
+    def take_all(self) -> list[Answering | Compressing | Passing]:
         """All queued work; the queues accept no more."""
         with self.changed:
             self.accepting = False
-            rest: list[Answering | Compressing] = [*self._questions, *self._documents]
-            self._questions, self._documents = Rounds(), Rounds()
+            rest: list[Answering | Compressing | Passing] = [*self._questions, *self._documents, *self._passes]
+            self._questions, self._documents, self._passes = Rounds(), Rounds(), Rounds()
         return rest
 
     def check(self, ticket: Ticket[Any]) -> None:

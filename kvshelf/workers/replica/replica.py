@@ -28,6 +28,7 @@ from kvshelf.workers.replica.inspect import kept_tokens, require_source
 from kvshelf.workers.replica.questions import Questions
 from kvshelf.workers.replica.residents import ResidentLimits, Residents
 from kvshelf.workers.replica.scheduler import Scheduler
+from kvshelf.workers.replica.search import Searches
 
 STUCK_S = 30.0
 """How long a document may hold the model after its deadline, before its replica is replaced. Late work ends between two
@@ -37,8 +38,8 @@ layers, so one layer has taken this long: it hangs, or it blocks the replica for
 class Replica:
     """See the module. `start` it on the event loop that will call it, `stop` it once.
 
-    create, watch, estimate, cues, max_document_tokens: see `Creations`. query, stream: see `Questions`. origin: the id
-    under which the caller logs the request; log lines here carry it, too.
+    create, watch, estimate, cues, max_document_tokens: see `Creations`. query, stream: see `Questions`. search: see
+    `Searches`. origin: the id under which the caller logs the request; log lines here carry it, too.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Replica:
         held = Residents(store, partial(_attached, engine, store), residents or ResidentLimits(), threads)
         self._questions = Questions(engine, store, scheduler, threads, held)
         self.query, self.stream = self._questions.query, self._questions.stream
+        self.search = Searches(engine, store, scheduler, threads).search
 
     def start(self) -> None:
         self._scheduler.start()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from pydantic import Field
 
-from kvshelf.api import Answered, AnswerObject, JointAnswer, Source
+from kvshelf.api import Answered, AnswerObject, JointAnswer, SearchList, Source
 from kvshelf.store.manifest import Manifest
 
 
@@ -69,6 +69,14 @@ class Created:
     def existing(self) -> bool:
         """Whether all caches were on the shelf before."""
         return all(cache.existing for cache in self.caches)
+
+
+class Found(SearchList):
+    """A search's result as the API reports it, with fields for the service alone. phases: list, read, code and rank.
+    prefill_tokens: of the question."""
+
+    prefill_tokens: int = Field(exclude=True)
+    phases: tuple[Phase, ...] = Field(exclude=True)
 
 
 class Reply(AnswerObject):

@@ -25,7 +25,7 @@ from kvshelf.workers.engine.attention.attachment import block
 from kvshelf.workers.engine.attention.function import kvshelf_attention
 from kvshelf.workers.engine.decode.selection import Selection
 from kvshelf.workers.engine.decode.suffixes import capacity_for
-from kvshelf.workers.replica.queues import Answering, Compressing, Queues, SchedulerLimits, Work
+from kvshelf.workers.replica.queues import Answering, Compressing, Passing, Queues, SchedulerLimits, Work
 from kvshelf.workers.replica.ticket import Ticket
 
 if TYPE_CHECKING:
@@ -114,6 +114,17 @@ class Scheduler:
             self._queues.add_question(work)
         return work.ticket
 
+    def pass_of(
+        self, run: Callable[[], ResultT], *, tenant: str = "default", deadline_s: float | None = None
+    ) -> Ticket[ResultT]:
+        """Queue a call that runs one pass over a few tokens. It comes before the next step of answers, and as they do
+        between two layers of a compression. Raises `QueueFull`, `NoWorker`."""
+        ticket: Ticket[ResultT] = Ticket(deadline_s)
+        with self._queues.changed:
+            self._require_accepting()
+            self._queues.add_pass(Passing(ticket, run, tenant))
+        return ticket
+
     def _suffix_bytes(self, tokens: int) -> int:
         needed = capacity_for(min(tokens, self._engine.max_tokens)) * self._engine.kv_bytes_per_token
         needed += 2 * self._engine.state_bytes  # a step reads the states before it and makes those behind it
@@ -180,7 +191,14 @@ class Scheduler:
                 return
 
     def _admit(self) -> bool:
-        """Open queued questions in turn, as far as rows and bytes allow. Returns whether any answer is open."""
+        """Run queued passes, and open queued questions in turn, as far as rows and bytes allow. Returns whether any
+        answer is open."""
+        while (passing := self._queues.take_pass()) is not None:
+            passing.ticket.begin()
+            try:
+                passing.ticket.resolve(passing.run())
+            except Exception as exc:  # one pass's error is that pass's answer, whatever it is
+                passing.ticket.resolve(None, exc)
         held_bytes = sum(work.suffix_bytes for work in self._open)
         for work in self._queues.take_questions(len(self._open), held_bytes):
             work.ticket.begin()
@@ -272,7 +290,7 @@ class Scheduler:
             raise error
 
     def _refuse_rest(self) -> None:
-        rest = [*self._open, *self._queues.take_all()]
+        rest: list[Answering | Compressing | Passing] = [*self._open, *self._queues.take_all()]
         self._open.clear()
         for work in rest:
             work.ticket.resolve(None, self._queues.stopped())

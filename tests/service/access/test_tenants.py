@@ -45,6 +45,7 @@ NEEDS = {
     ("POST", "/v1/caches/{cache_id}/verify"): "write",
     ("POST", "/v1/caches/{cache_id}/query"): "read",
     ("POST", "/v1/query"): "read",
+    ("POST", "/v1/caches/search"): "read",
     ("GET", "/v1/caches/{cache_id}/kept"): "read",
     ("POST", "/v1/caches/{cache_id}/kept"): "read",
     ("GET", "/v1/requests/{request_id}"): "read",
@@ -258,6 +259,9 @@ def test_what_is_another_tenant_s_is_as_if_it_were_not(acme: httpx.Client, other
     )
     same_but_for_the_id(*chats, ours["id"])
     mine = created(other, document=DOCUMENT)["id"]
+    named = other.post("/v1/caches/search", json={"query": "What rises?", "limit": 64}).json()["data"]
+    assert mine in [hit["cache_id"] for hit in named]
+    assert ours["id"] not in [hit["cache_id"] for hit in named]
     for stream in (False, True):
         body = {"prompt": "What rises?", "stream": stream}
         joint = (other.post("/v1/query", json=body | {"cache_ids": [mine, each]}) for each in (ours["id"], UNKNOWN))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tests.conftest import LiveService
 
 ROOT = Path(__file__).resolve().parents[3]
-DOCUMENT = "The harbour master counts the boats of the northern quay every morning. " * 60
+DOCUMENT = (ROOT / "docs" / "secure.md").read_text()[:3000]
 
 
 def estimate(http: httpx.Client, **body: Any) -> dict[str, Any]:

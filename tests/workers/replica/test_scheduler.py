@@ -17,8 +17,10 @@ from kvshelf.store.url import open_store
 from kvshelf.workers.engine.decode.generation import Sampling
 from kvshelf.workers.engine.engine import Engine, Prefill
 from kvshelf.workers.engine.inputs.job import Job, Level
+from kvshelf.workers.engine.summary import Codes
 from kvshelf.workers.replica.create.spec import Levels
 from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
+from kvshelf.workers.replica.ticket import Ticket
 
 DOCUMENT = "The harbour master keeps the tide tables in a green book. " * 20
 WAIT_S = 60.0
@@ -108,6 +110,54 @@ def test_a_question_is_answered_inside_a_compression(
     gate.open()
     wait([compressing.future, asking.future], WAIT_S)
     assert order == ["answer", "compression"]
+
+
+def test_a_pass_runs_between_two_layers_of_a_compression(scheduler: Scheduler, engine: Engine, job: Job) -> None:
+    """Inside the model's own pass over the document: neither disturbs the other."""
+    token_ids = engine.encode_search("Who keeps the tide tables?")
+    alone = engine.search_codes(token_ids)
+    tickets: list[Ticket[list[Codes]]] = []
+
+    class Searched:
+        num_tokens = job.num_tokens
+
+        def run(self, engine: Engine, *, checkpoint: Callable[[], None]) -> tuple[bytes, list[bool]]:
+            done = []
+
+            def between() -> None:
+                tickets.append(scheduler.pass_of(lambda: engine.search_codes(token_ids)))
+                checkpoint()
+                done.append(tickets[-1].future.done())
+
+            return engine.run(job, checkpoint=between).cache.to_bytes(), done
+
+    data, done = scheduler.compress(Searched()).future.result(WAIT_S)
+    assert data == engine.run(job).cache.to_bytes()
+    assert done == [True] * len(engine.kinds)
+    for ticket in tickets:
+        for found, expected in zip(ticket.future.result(), alone, strict=True):
+            assert (found == expected).all()
+
+
+def test_a_pass_that_fails_or_waits_too_long_gets_its_own_error(
+    scheduler: Scheduler, engine: Engine, cache: CompressedCache
+) -> None:
+    gate = Gate(scheduler, engine, cache)
+    late = scheduler.pass_of(lambda: 1, deadline_s=0.01)
+    failing = scheduler.pass_of(lambda: 1 // 0)
+    more = [scheduler.pass_of(lambda: 1) for _ in range(2)]
+    with pytest.raises(QueueFull, match="4 searches are waiting"):
+        scheduler.pass_of(lambda: 1)
+    time.sleep(0.02)
+    gate.open()
+    assert [ticket.future.result(WAIT_S) for ticket in more] == [1, 1]
+    with pytest.raises(DeadlineExceeded):
+        late.future.result(WAIT_S)
+    with pytest.raises(ZeroDivisionError):
+        failing.future.result(WAIT_S)
+    scheduler.stop()
+    with pytest.raises(NoWorker):
+        scheduler.pass_of(lambda: 1)
 
 
 def test_generations_keep_stepping_while_a_compression_runs(engine: Engine, job: Job, cache: CompressedCache) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from typing import Annotated, Any, Final
 
 import msgpack
-from pydantic import FailFast, Field, JsonValue, ValidationError
+from pydantic import AfterValidator, FailFast, Field, JsonValue, ValidationError
 
 from kvshelf.errors import BlobError, InvalidRequest
 from kvshelf.store.artifact.blob.layer import (
@@ -39,6 +39,19 @@ _STRINGS: Final = frozenset({str})
 _SHOWN = 200  # characters of a name that a message repeats
 
 Text = Annotated[str, Field(max_length=HEADER_LIMIT)]
+
+CODE_BYTES: Final = 8
+MAX_CODES: Final = 4096
+"""Codes of a layer in a summary: 32 KiB."""
+
+
+def _whole(codes: bytes) -> bytes:
+    if len(codes) % CODE_BYTES:
+        raise ValueError(f"{len(codes)} bytes are no whole number of codes, of {CODE_BYTES} bytes")
+    return codes
+
+
+Codes = Annotated[bytes, Field(min_length=CODE_BYTES, max_length=MAX_CODES * CODE_BYTES), AfterValidator(_whole)]
 
 
 class ModelHeader(Strict):
@@ -73,7 +86,8 @@ class IdentityHeader(Strict):
 
 
 class Header(Strict):
-    """The whole header. codec: the canonical text of the cache's codec.
+    """The whole header. codec: the canonical text of the cache's codec. summary: as of a `CompressedCache`; a header
+    without one does not have the field.
 
     Reading stops at the first layer and the first record at fault: a list of all errors would take hundreds of times
     the header's bytes.
@@ -84,6 +98,7 @@ class Header(Strict):
     next_position: Size
     codec: Text
     layers: Annotated[list[Layer], Field(min_length=1, max_length=MAX_ARRAY), FailFast()]
+    summary: Annotated[list[Codes], Field(min_length=1, max_length=MAX_ARRAY), FailFast()] = []
 
     @property
     def body_bytes(self) -> int:
@@ -106,12 +121,13 @@ class Header(Strict):
 
     def pack(self) -> bytes:
         """The one msgpack text of the header."""
-        return canonical_msgpack(self.model_dump())
+        return canonical_msgpack(self.model_dump(exclude=None if self.summary else {"summary"}))
 
 
 def parse_header(data: bytes) -> Header:
     """Read a header and check everything in it that needs no segment. Raises `BlobError`."""
-    _refuse_foreign(fields := _unpack(data))
+    fields = _unpack(data)
+    _refuse_foreign(_without_summary(fields))
     try:
         header = Header.model_validate(fields)
     except ValidationError as error:
@@ -163,6 +179,11 @@ def _unique(pairs: list[tuple[str | bytes, Any]]) -> dict[str | bytes, Any]:
     if list(fields) != sorted(fields):
         raise _not_canonical()
     return fields
+
+
+def _without_summary(fields: Any) -> Any:
+    """The header but for its runs of bytes that are no digests, which the model checks."""
+    return {name: fields[name] for name in fields if name != "summary"} if isinstance(fields, dict) else fields
 
 
 def _refuse_foreign(value: Any) -> None:

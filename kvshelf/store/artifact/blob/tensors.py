@@ -34,7 +34,12 @@ def decode(data: Buffer) -> tuple[Header, tuple[LayerRecord, ...]]:
 
 
 def pack(
-    records: Sequence[LayerRecord], num_tokens: int, next_position: int, identity: Identity, codec: str
+    records: Sequence[LayerRecord],
+    num_tokens: int,
+    next_position: int,
+    identity: Identity,
+    codec: str,
+    summary: Sequence[bytes],
 ) -> PackedBlob:
     """Lay the fields of a `CompressedCache` out as a blob and compute its digests. Equal fields give equal bytes.
 
@@ -52,7 +57,12 @@ def pack(
     try:
         described = IdentityHeader.model_validate(identity.to_dict())
         header = Header(
-            identity=described, num_tokens=num_tokens, next_position=next_position, codec=codec, layers=layers
+            identity=described,
+            num_tokens=num_tokens,
+            next_position=next_position,
+            codec=codec,
+            layers=layers,
+            **({"summary": list(summary)} if summary else {}),
         )
         packed = header.pack()
         parse_header(packed)  # what cannot be read back is refused before it is stored
@@ -63,7 +73,7 @@ def pack(
             f"the cache's description takes {len(packed)} bytes, the format allows {HEADER_LIMIT}; shorten the policy "
             "parameters, the probe text or the expected questions"
         )
-    head, trailer = close_frame(packed, offset)
+    head, trailer = close_frame(header, packed)
     nbytes = len(head) + offset + len(trailer)
     return PackedBlob(((memoryview(head),), *segments, (memoryview(trailer),)), nbytes, trailer[8:], header)
 

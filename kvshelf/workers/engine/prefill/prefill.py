@@ -22,6 +22,7 @@ from kvshelf.workers.engine.prefill import stateful
 from kvshelf.workers.engine.prefill.chunked import ChunkedPrefill
 from kvshelf.workers.engine.prefill.reducing import LayerReducer, Scorer, SharedReducer
 from kvshelf.workers.engine.quality import Probe, Reference, ask_without
+from kvshelf.workers.engine.summary import KeyCoder, SummaryMaker
 from kvshelf.workers.model.layers import LayerKind, attending, reducible
 from kvshelf.workers.model.rope import Rope
 from kvshelf.workers.policies.full import Full
@@ -75,10 +76,12 @@ def run_prefill(
     checkpoint: Checkpoint,
     encode: Encode,
     progress: Progress,
+    coder: KeyCoder | None,
 ) -> Prefill:
     """Prefill one group of `job.shared`. The full cache answers `probe`; without a probe there is no reference.
 
     kinds: of all layers. `checkpoint` is called between layers, after `progress`; no compression counts their time.
+    coder: makes the summary of the document, which all levels share; a document read chunk by chunk has none.
     """
     # Levels that differ in nothing but the codec are reduced together.
     jobs = list({id(level.job): level.job for level in group}.values())
@@ -86,6 +89,7 @@ def run_prefill(
     rounds = 1 if absorber is None else len(absorber.chunks)
     checkpoint = _counted(checkpoint, progress, len(attending(kinds)) * rounds)
     reduced: Sequence[LayerReducer | ChunkedPrefill]
+    summary = SummaryMaker(coder, jobs[0].num_tokens)
     started = time.perf_counter()
     with torch.no_grad(), kvshelf_attention(passes.model):
         if absorber is not None:
@@ -93,7 +97,7 @@ def run_prefill(
             reduced, paused_s, reference = [chunked], chunked.paused_s, None
         else:
             way = _with_states if any(kind.states for kind in kinds) else _whole
-            whole, reference = way(passes, rope, kinds, jobs, probe, checkpoint)
+            whole, reference = way(passes, rope, kinds, jobs, probe, checkpoint, summary)
             reduced, paused_s = whole.reducers, whole.paused_s
         joined = tuple if passes.ranks is None else passes.ranks.joined
         records = [joined(reducer.records()) for reducer in reduced]
@@ -102,7 +106,7 @@ def run_prefill(
     made: dict[int, Compression] = {}
     for job, layers, reducer in zip(jobs, records, reduced, strict=True):
         next_position = job.policy.next_position(job.num_tokens, job.budget)
-        cache = CompressedCache(layers, job.num_tokens, next_position, job.identity)
+        cache = CompressedCache(layers, job.num_tokens, next_position, job.identity, summary=summary.summary)
         made[id(job)] = Compression(cache, prefill_s, reducer.compress_s)
     return Prefill([made[id(level.job)].encoded(level.codec, encode) for level in group], reference)
 
@@ -129,7 +133,10 @@ def run_scores(
         for attended in stateful.Read.of(passes, kinds, job, checkpoint, queries=True).probed(job.passes):
             scorer.after_attention(attended)
     else:
-        passes.causal(job.inputs(passes.devices.inputs), SharedReducer([scorer], (), checkpoint))
+        passes.causal(
+            job.inputs(passes.devices.inputs),
+            SharedReducer([scorer], (), checkpoint, SummaryMaker(None, job.num_tokens)),
+        )
     layers = reducible(kinds)
     require_every_layer(scorer.scores, layers)
     return [scorer.scores[layer] for layer in layers]
@@ -142,11 +149,12 @@ def _whole(
     jobs: Sequence[Job],
     probe: Probe | None,
     checkpoint: Checkpoint,
+    summary: SummaryMaker,
 ) -> tuple[SharedReducer, Reference | None]:
     model = passes.model
     measured = probe.passes if probe is not None else ()
     lengths = [len(found.token_ids) for found in measured]
-    reducer = SharedReducer([_reducer(passes, rope, kinds, job) for job in jobs], lengths, checkpoint)
+    reducer = SharedReducer([_reducer(passes, rope, kinds, job) for job in jobs], lengths, checkpoint, summary)
     first = jobs[0]
     inputs = first.inputs(passes.devices.inputs, measured)
     if probe is None:
@@ -165,16 +173,17 @@ def _with_states(
     jobs: Sequence[Job],
     probe: Probe | None,
     checkpoint: Checkpoint,
+    summary: SummaryMaker,
 ) -> tuple[SharedReducer, Reference | None]:
     """As `_whole`, for a model with recurrent states."""
     first, model = jobs[0], passes.model
-    reducer = SharedReducer([_reducer(passes, rope, kinds, job) for job in jobs], (), checkpoint)
+    reducer = SharedReducer([_reducer(passes, rope, kinds, job) for job in jobs], (), checkpoint, summary)
     if probe is None and not first.passes:
         states = stateful.read(passes, kinds, first, reducer)
         reference = None
     else:
         document = stateful.Read.of(passes, kinds, first, checkpoint, queries=reducer.reads_attention)
-        reducer = SharedReducer(reducer.reducers, (), _nothing)
+        reducer = SharedReducer(reducer.reducers, (), _nothing, summary)
         for attended in document.probed(first.passes):
             reducer.after_attention(attended)
         reducer.paused_s, states = document.paused_s, document.states

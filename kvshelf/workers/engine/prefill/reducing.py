@@ -17,6 +17,7 @@ from kvshelf.store.artifact.packed import Packed
 from kvshelf.store.artifact.records import Entries, Kept, Latents, LayerRecord, Recent, States
 from kvshelf.workers.engine.attention.function import Attended
 from kvshelf.workers.engine.inputs.requirements import require_every_layer
+from kvshelf.workers.engine.summary import SummaryMaker
 from kvshelf.workers.model.layers import LayerKind, attending, reducible
 from kvshelf.workers.model.rope import Rope
 from kvshelf.workers.policies.base import Observes, Policy, ScoringPolicy, keep
@@ -159,12 +160,14 @@ class Scorer(LayerReducer):
 class SharedReducer:
     """The `ForwardContext` of a prefill that several levels share: each reduces the layer, then other work has a turn.
 
-    `measured`: lengths of further probe passes, behind those of the policies. No policy sees them.
+    `measured`: lengths of further probe passes, behind those of the policies. No policy sees them. summary: sees what
+    every reducer sees.
     """
 
     reducers: Sequence[LayerReducer]
     measured: Sequence[int]
     checkpoint: Callable[[], None]
+    summary: SummaryMaker
     paused_s: float = field(default=0.0, init=False)
 
     @property
@@ -183,6 +186,7 @@ class SharedReducer:
     def after_attention(self, layer: Attended) -> None:
         if not self.reducers[0].kinds[layer.layer_idx].attends:
             return  # by the keys and values of a layer before
+        self.summary.after_attention(layer)
         for reducer in self.reducers:
             reducer.after_attention(layer)
         started = time.perf_counter()

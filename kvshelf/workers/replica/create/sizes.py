@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from kvshelf.store.artifact.blob.header import CODE_BYTES, MAX_CODES
 from kvshelf.store.artifact.codecs import BITS, RUN_ROWS, Codec, Precision
 from kvshelf.workers.model.layers import LayerKind, layer_kinds, reducible
 
@@ -26,7 +27,7 @@ class Shape:
     """The dimensions behind a cache's size. `itemsize`: bytes of a number. `flops`: of one token's prefill. recent: the
     layers that see the last tokens alone; `layers` counts the others that attend. value_dim: channels of a value; None:
     as many as a key's, `head_dim`. Latents are keys of one head, and their rotated parts the values. states: bytes of
-    recurrent and convolution states, whatever the length."""
+    recurrent and convolution states, whatever the length. summarised: whether caches have a summary."""
 
     layers: int
     kv_heads: int
@@ -37,6 +38,7 @@ class Shape:
     recent: tuple[LayerKind, ...] = ()
     value_dim: int | None = None
     states: int = 0
+    summarised: bool = False
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -63,6 +65,7 @@ class Shape:
             tuple(kind for kind in kinds if not kind.sees_all),
             value_dim if value_dim != key_dim else None,
             state_bytes(model),
+            all(kind.sees_all and not kind.states and not kind.latents for kind in kinds),
         )
 
     def full_bytes(self, num_tokens: int) -> int:
@@ -77,13 +80,19 @@ class Shape:
 
     def stored_bytes(self, num_tokens: int, kept: int, codec: str) -> int:
         """Approximate bytes of the blob of a cache with `kept` entries in each head; `docs/format.md` has the sum."""
-        chosen, verbatim = Codec.parse(codec), self._recent(num_tokens) + self.states
+        chosen, verbatim = Codec.parse(codec), self._recent(num_tokens) + self.states + self._summary(num_tokens)
         if chosen.name == "klt":
             return self._streams(num_tokens, kept, chosen) + verbatim
         pieces = _pieces(chosen, kept)
         head = sum(self._rows(count, precision, chosen.group) for precision, count in pieces)
         head += sum(_positions(count, num_tokens) for _, count in pieces)
         return self.layers * (self.kv_heads * head + _LAYER_BYTES + _PIECE_BYTES * len(pieces)) + verbatim
+
+    def _summary(self, num_tokens: int) -> int:
+        """Bytes of the codes that searches read: of distinct tokens (Heaps' law, fitted to English text) and of
+        distinct places. Text that repeats itself has fewer."""
+        codes = min(MAX_CODES, round(10 * num_tokens**0.5), num_tokens) + min(MAX_CODES, num_tokens)
+        return codes * CODE_BYTES if self.summarised else 0
 
     def _recent(self, num_tokens: int) -> int:
         """Bytes of all layers that see the last tokens alone, which are stored verbatim."""
