@@ -352,7 +352,7 @@ class Engine:
     @property
     def summary_layers(self) -> int:
         """How many layers have codes in a summary."""
-        return min(LAYERS, self.model.config.num_hidden_layers)
+        return min(LAYERS, len(self.kinds))
 
     def encode_search(self, query: str) -> list[int]:
         """Token ids of a question for `search_codes`. Thread-safe. Raises `InvalidRequest` for one that is empty or
