@@ -50,42 +50,27 @@ def major_zero(p: Parts) -> None:
 
 @case("newer_minor")
 def next_minor(p: Parts) -> None:
-    p.minor = 2
-
-
-@case("not_canonical")
-def minor_of_a_summary_without_one(p: Parts) -> None:
     p.minor = 1
-
-
-@case("not_canonical")
-def summary_under_the_minor_without(p: Parts) -> None:
-    p.fields["summary"] = [bytes(8)]
-
-
-@case("field_malformed")
-def summary_of_no_layer(p: Parts) -> None:
-    p.fields["summary"] = []
 
 
 @case("field_malformed")
 def summary_without_codes(p: Parts) -> None:
-    p.minor, p.fields["summary"] = 1, [bytes(8), b""]
+    p.fields["summary"] = [bytes(8), b""]
 
 
 @case("field_malformed")
 def summary_with_a_part_of_a_code(p: Parts) -> None:
-    p.minor, p.fields["summary"] = 1, [bytes(12)]
+    p.fields["summary"] = [bytes(12)]
 
 
 @case("field_malformed")
 def summary_with_too_many_codes(p: Parts) -> None:
-    p.minor, p.fields["summary"] = 1, [bytes(8 * 4097)]
+    p.fields["summary"] = [bytes(8 * 4097)]
 
 
 @case("field_malformed")
 def summary_of_numbers(p: Parts) -> None:
-    p.minor, p.fields["summary"] = 1, [[1, 2]]
+    p.fields["summary"] = [[1, 2]]
 
 
 @case("header_too_large")

@@ -15,8 +15,7 @@ from kvshelf.store.artifact.blob.header import HEADER_LIMIT, Header, parse_heade
 from kvshelf.store.artifact.blob.layer import aligned
 
 FORMAT_MAJOR = 1
-FORMAT_MINOR = 1
-"""Of a blob with a summary. One without is written as 0, byte for byte as before there were any."""
+FORMAT_MINOR = 0
 
 MAGIC = b"KVSHELF\n"
 """Eight bytes; the line feed shows damage by a text-mode transfer at once."""
@@ -36,11 +35,11 @@ class BlobSummary:
     nbytes: int
 
 
-def close_frame(header: Header, packed_header: bytes) -> tuple[bytes, bytes]:
-    """The bytes before and after the body."""
-    fixed = FIXED.pack(MAGIC, FORMAT_MAJOR, _minor(header), len(packed_header)) + packed_header
+def close_frame(packed_header: bytes, body: int) -> tuple[bytes, bytes]:
+    """The bytes before and after a body of `body` bytes."""
+    fixed = FIXED.pack(MAGIC, FORMAT_MAJOR, FORMAT_MINOR, len(packed_header)) + packed_header
     head = fixed.ljust(aligned(len(fixed)), b"\0")
-    total = len(head) + header.body_bytes + TRAILER.size
+    total = len(head) + body + TRAILER.size
     return head, TRAILER.pack(total, _root(head, total))
 
 
@@ -73,24 +72,15 @@ def open_frame(head: Buffer, trailer: Buffer, size: int) -> BlobSummary:
     total, root = TRAILER.unpack(trailer)
     if _root(head, total) != root:
         raise _damaged(head, size)
-    _, _, minor, length = FIXED.unpack(head[: FIXED.size])
+    *_, length = FIXED.unpack(head[: FIXED.size])
     end = FIXED.size + length
     header = parse_header(bytes(head[FIXED.size : end]))
-    if minor != _minor(header):
-        raise BlobError(
-            f"the blob says format {FORMAT_MAJOR}.{minor}, and its header is of {FORMAT_MAJOR}.{_minor(header)}",
-            reason="not_canonical",
-        )
     if any(head[end:]):
         raise BlobError("the padding after the header is not zero", reason="nonzero_padding")
     _require_size(len(head) + header.body_bytes + TRAILER.size, size)
     if total != size:
         raise BlobError(f"the trailer says {total} bytes, the blob has {size}", reason="length_mismatch")
     return BlobSummary(header, root, size)
-
-
-def _minor(header: Header) -> int:
-    return FORMAT_MINOR if header.summary else 0
 
 
 def _damaged(head: Buffer, size: int) -> BlobError:

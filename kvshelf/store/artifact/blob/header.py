@@ -86,8 +86,7 @@ class IdentityHeader(Strict):
 
 
 class Header(Strict):
-    """The whole header. codec: the canonical text of the cache's codec. summary: as of a `CompressedCache`; a header
-    without one does not have the field.
+    """The whole header. codec: the canonical text of the cache's codec. summary: as of a `CompressedCache`.
 
     Reading stops at the first layer and the first record at fault: a list of all errors would take hundreds of times
     the header's bytes.
@@ -98,7 +97,7 @@ class Header(Strict):
     next_position: Size
     codec: Text
     layers: Annotated[list[Layer], Field(min_length=1, max_length=MAX_ARRAY), FailFast()]
-    summary: Annotated[list[Codes], Field(min_length=1, max_length=MAX_ARRAY), FailFast()] = []
+    summary: Annotated[list[Codes], Field(max_length=MAX_ARRAY), FailFast()]
 
     @property
     def body_bytes(self) -> int:
@@ -121,7 +120,7 @@ class Header(Strict):
 
     def pack(self) -> bytes:
         """The one msgpack text of the header."""
-        return canonical_msgpack(self.model_dump(exclude=None if self.summary else {"summary"}))
+        return canonical_msgpack(self.model_dump())
 
 
 def parse_header(data: bytes) -> Header:

@@ -62,7 +62,7 @@ def pack(
             next_position=next_position,
             codec=codec,
             layers=layers,
-            **({"summary": list(summary)} if summary else {}),
+            summary=list(summary),
         )
         packed = header.pack()
         parse_header(packed)  # what cannot be read back is refused before it is stored
@@ -73,7 +73,7 @@ def pack(
             f"the cache's description takes {len(packed)} bytes, the format allows {HEADER_LIMIT}; shorten the policy "
             "parameters, the probe text or the expected questions"
         )
-    head, trailer = close_frame(header, packed)
+    head, trailer = close_frame(packed, header.body_bytes)
     nbytes = len(head) + offset + len(trailer)
     return PackedBlob(((memoryview(head),), *segments, (memoryview(trailer),)), nbytes, trailer[8:], header)
 
