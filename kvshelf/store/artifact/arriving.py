@@ -73,6 +73,7 @@ class ArrivingCache:
         self.num_tokens = summary.header.num_tokens
         self.next_position = summary.header.next_position
         self.codec = summary.header.codec
+        self.sentence_ends = summary.header.sentences
         self.shape = summary.header.shape
         self.repositioned = self.next_position != self.num_tokens
         self.num_layers = len(summary.header.layers)
@@ -114,7 +115,9 @@ class ArrivingCache:
     def cache(self) -> CompressedCache:
         """The whole cache. Waits for all layers, and raises the error of the first one that failed."""
         layers = tuple(layer.result() for layer in self.layers)
-        return CompressedCache(layers, self.num_tokens, self.next_position, self.identity, self.codec)
+        return CompressedCache(
+            layers, self.num_tokens, self.next_position, self.identity, self.codec, self.sentence_ends
+        )
 
     def close(self) -> None:
         """Close the file. Layers not read yet raise `StoreUnavailable`; the others stay usable.

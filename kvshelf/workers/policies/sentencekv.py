@@ -14,12 +14,8 @@ from kvshelf.kernels.window_scores import pooled
 from kvshelf.store.artifact.records import Kept
 from kvshelf.workers.policies.base import Observes, TailPolicy, keep, parameter, pooling_kernel
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
-from kvshelf.workers.policies.segments import Segments
+from kvshelf.workers.policies.segments import MAX_SENTENCE, Segments
 from kvshelf.workers.policies.view import DocumentView, LayerView
-
-MAX_SENTENCE = 256
-"""Tokens; a longer sentence is cut."""
-
 
 @dataclass(frozen=True)
 class SentenceKV(TailPolicy):

@@ -13,6 +13,7 @@ from kvshelf.store.artifact.blob.header import HEADER_LIMIT, Header, IdentityHea
 from kvshelf.store.artifact.blob.layer import DIGEST_BYTES, Layer, aligned, digests_bytes
 from kvshelf.store.artifact.blob.segment import read_layer, write_layer
 from kvshelf.store.artifact.identity import Identity
+from kvshelf.store.artifact.positions import to_deltas
 from kvshelf.store.artifact.records import LayerRecord
 
 
@@ -34,7 +35,12 @@ def decode(data: Buffer) -> tuple[Header, tuple[LayerRecord, ...]]:
 
 
 def pack(
-    records: Sequence[LayerRecord], num_tokens: int, next_position: int, identity: Identity, codec: str
+    records: Sequence[LayerRecord],
+    num_tokens: int,
+    next_position: int,
+    identity: Identity,
+    codec: str,
+    sentence_ends: Sequence[int],
 ) -> PackedBlob:
     """Lay the fields of a `CompressedCache` out as a blob and compute its digests. Equal fields give equal bytes.
 
@@ -52,7 +58,12 @@ def pack(
     try:
         described = IdentityHeader.model_validate(identity.to_dict())
         header = Header(
-            identity=described, num_tokens=num_tokens, next_position=next_position, codec=codec, layers=layers
+            identity=described,
+            num_tokens=num_tokens,
+            next_position=next_position,
+            codec=codec,
+            sentence_ends=to_deltas(sentence_ends),
+            layers=layers,
         )
         packed = header.pack()
         parse_header(packed)  # what cannot be read back is refused before it is stored

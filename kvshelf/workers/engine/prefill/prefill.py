@@ -102,7 +102,8 @@ def run_prefill(
     made: dict[int, Compression] = {}
     for job, layers, reducer in zip(jobs, records, reduced, strict=True):
         next_position = job.policy.next_position(job.num_tokens, job.budget)
-        cache = CompressedCache(layers, job.num_tokens, next_position, job.identity)
+        ends = job.document.stored_sentence_ends
+        cache = CompressedCache(layers, job.num_tokens, next_position, job.identity, sentence_ends=ends)
         made[id(job)] = Compression(cache, prefill_s, reducer.compress_s)
     return Prefill([made[id(level.job)].encoded(level.codec, encode) for level in group], reference)
 
