@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
 MAX_SENTENCE = 256
 """Tokens; a longer sentence is cut."""
 

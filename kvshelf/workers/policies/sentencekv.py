@@ -17,6 +17,7 @@ from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.segments import MAX_SENTENCE, Segments
 from kvshelf.workers.policies.view import DocumentView, LayerView
 
+
 @dataclass(frozen=True)
 class SentenceKV(TailPolicy):
     """Keep the tokens that the end of the prompt attends to (the maximum over 7 neighbours), the first tokens and the
