@@ -64,8 +64,8 @@ def _units(sentences: list[Tensor], always: list[Tensor], means: list[Tensor], d
         low.append(mean[own[last]])
         ends.append((last + 1).to(torch.int32))
         forced.append(read[last])
-    rows = (torch.cat(each).to(device) for each in (ends, forced))
-    return Units(torch.cat(low).to(device), None, *rows, tuple(map(len, ends)))
+    summaries, rows, read_rows = (torch.cat(each).to(device) for each in (low, ends, forced))
+    return Units(summaries, None, rows, read_rows, tuple(map(len, ends)))
 
 
 def _means(stored: StoredLayer, head: int, sentences: list[Tensor], count: int) -> Tensor:
