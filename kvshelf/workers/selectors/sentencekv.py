@@ -20,19 +20,21 @@ class SentenceKV(UnitSelector):
 
     A sentence has its tokens that the cache kept, and each KV head its own mean of their keys. Sentences rank by the
     product of this mean and the mean query, and are read in this order until the budget is full; the last one is cut.
-    The question's tokens read all entries, and the mean of their queries makes the first choice. So does the first
-    token behind each sentence of the answer: it reads all entries, and its query chooses for the rest of its sentence.
-    With `refresh` "step" every token chooses by the mean of the queries so far. The first `sink` and the last `recent`
-    tokens of a document are always read. Policy `sentencekv` is the half at compression.
+    The question's tokens read all entries, and the query of the last one chooses for the answer's first sentence. The
+    first token behind a sentence reads all entries, too, and its query chooses for the rest of its own. With `refresh`
+    "step" every token chooses, by the mean of these queries and those of its sentence so far. The first `sink` and the
+    last `recent` tokens of a document are always read. Policy `sentencekv` is the half at compression.
 
-    Departures: a KV head reads the sentences with the largest mean product over its query heads (the paper has no
-    GQA). Sentences end at . ? ! and at line ends, and are cut after 256 tokens. Question and answer are always read
-    whole, so their sentences have no mean keys.
+    Departures: the first choice is not by the mean over the question. At a quarter of the entries under int4 that mean
+    found 16 % of the bundled model's answers, the last token 28 %, with `refresh` "step" 42 %, and quest 83 %. A KV
+    head reads the sentences with the largest mean product over its query heads (the paper has no GQA). Sentences end
+    at . ? ! and at line ends, and are cut after 256 tokens. Question and answer are always read whole, so their
+    sentences have no mean keys.
     """
 
     name: ClassVar[str] = "sentencekv"
     source: ClassVar[str] = "SentenceKV, arXiv 2504.00970"
-    advice: ClassVar[str] = "for answers of many sentences about prose: it chooses once a sentence."
+    advice: ClassVar[str] = "to compare with quest, which found twice to three times as many answers."
     cut: ClassVar[bool] = True
 
     sink: int = parameter(32, "first tokens, which are always read", minimum=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import pytest
 import torch
@@ -54,8 +55,8 @@ def sentences_by_hand(cache, question_tokens: int, answer: list[int], step: bool
         begins = max((at + 1 for at in range(number) if ends_one(answer[at])), default=0)
         if begins == number > 0:
             return None
-        first = question_tokens + begins if begins else 0
-        return slice(first, question_tokens + number if step else max(question_tokens, first + 1))
+        first = question_tokens + begins if begins else question_tokens - 1
+        return slice(first, question_tokens + number if step else first + 1)
 
     def read(keys, positions, queries):
         of_row = torch.bucketize(positions, torch.tensor(cache.sentence_ends))
@@ -141,7 +142,7 @@ def test_a_token_behind_a_sentence_reads_all_and_the_others_their_budget(engine,
                 assert read == all_of_it
                 behind += 1
                 continue
-            for positions, there in zip(sum(read, []), sum(all_of_it, []), strict=True):
+            for positions, there in zip(chain.from_iterable(read), chain.from_iterable(all_of_it), strict=True):
                 always = {at for at in there if at < 8 or at >= caches[number].num_tokens - 8}
                 assert always <= set(positions) <= set(there)
                 assert len(positions) == min(BUDGET, len(there))
@@ -153,7 +154,7 @@ def test_whole_sentences_are_read_and_the_last_one_is_cut(engine, llama, caches)
     ends, tokens = torch.tensor(caches[0].sentence_ends), caches[0].num_tokens
     cut = 0
     for _, read in stepped(engine, caches[0], llama.ids[3:14], 4):
-        for positions in sum(read, []):
+        for positions in chain.from_iterable(read):
             free = [at for at in range(tokens) if 8 <= at < tokens - 8]
             found = {}
             for at in free:
@@ -221,7 +222,7 @@ def test_the_ends_of_sentences_are_stored(engine, llama, caches):
     assert caches[0].identity == replace(caches[0], sentence_ends=()).identity
 
 
-def test_texts_and_conversations_have_ends_and_a_document_of_another_engine_has_none(engine, llama):
+def test_texts_and_conversations_have_ends_and_token_ids_alone_have_none(llama):
     tiny = Engine.load("kvshelf-tiny")
     text = "The mill closed in 1841. Who lit the lamp? Nobody knows.\nThe pi of the baker is 3.14 at most"
     for document in (text, [{"role": "user", "content": text}]):
@@ -232,7 +233,7 @@ def test_texts_and_conversations_have_ends_and_a_document_of_another_engine_has_
             pieces.append(tiny.text.decode(ids))
             begin = end + 1
         assert "".join(pieces) == tiny.text.decode(tiny.encode_document(document).token_ids)
-        assert [" Who lit the lamp?", " Nobody knows."] == [p.rstrip("\n") for p in pieces if "lamp" in p or "Nob" in p]
+        assert [p.rstrip("\n") for p in pieces if "lamp" in p or "Nob" in p] == [" Who lit the lamp?", " Nobody knows."]
         assert any("The pi of the baker is 3.14 at most" in piece for piece in pieces)
     assert llama.engine.compress(llama.ids[:230], policy="full").sentence_ends == ()
 
@@ -243,7 +244,7 @@ def test_what_has_no_sentences_is_refused_by_name(engine, llama, caches):
         engine.answer(without, llama.ids[3:14], select="sentencekv", select_tokens=64)
     with pytest.raises(PolicyUnsupported, match="no sentence ends"):
         engine.answer([caches[0], without], llama.ids[3:14], select="sentencekv", select_tokens=64)
-    with pytest.raises(PolicyUnsupported, match="'sentencekv' needs the text of answers.*no tokenizer") as refused:
+    with pytest.raises(PolicyUnsupported, match=r"'sentencekv' needs the text of answers.*no tokenizer") as refused:
         llama.engine.answer(caches[0], llama.ids[3:14], select="sentencekv", select_tokens=64)
     assert refused.value.param == "select.method"
     with pytest.raises(InvalidRequest, match="always reads 64 entries"):

@@ -121,8 +121,9 @@ class SentenceSelection(UnitSelection):
         self._every_token = selector.refresh == "step"
         self._reads_all = True
         self._sums: dict[int, Tensor] = {}
-        """Of the queries since the last end of a sentence, `[q_heads, D]` fp32 of each layer that chooses."""
-        self._counts: dict[int, int] = {}
+        """Of the queries that choose, `[q_heads, D]` fp32 of each layer that chooses."""
+        self._tokens = 0
+        """How many tokens have these queries."""
 
     @property
     def seen(self) -> Attached | Selection:
@@ -132,20 +133,18 @@ class SentenceSelection(UnitSelection):
         return self._reads_all or self._every_token or not answering
 
     def observe(self, attended: Attended) -> None:
-        layer, queries = attended.layer_idx, attended.queries[0]  # [q_heads, T, D]
+        layer, query = attended.layer_idx, attended.queries[0, :, -1].float()  # of a question, its last token's
         if layer in self._choices:
-            self._sums[layer] = self._sums.get(layer, 0) + queries.float().sum(1)
-            self._counts[layer] = self._counts.get(layer, 0) + queries.shape[1]
+            self._sums[layer] = query if self._reads_all else self._sums[layer] + query
 
     def advance(self, answer: Sequence[int]) -> None:
         if self._behind_a_sentence(answer):
             self._reads_all = True
-            self._sums.clear()
-            self._counts.clear()
         elif self._reads_all or self._every_token:
+            self._tokens = 1 if self._reads_all else self._tokens + 1
             self._reads_all = False
             for layer, choice in self._choices.items():
-                choose(self._sums[layer] / self._counts[layer], choice)
+                choose(self._sums[layer] / self._tokens, choice)
 
     def _behind_a_sentence(self, answer: Sequence[int]) -> bool:
         """Whether the answer's last token follows one that ends a sentence. The last token is known here, so the point
