@@ -183,12 +183,13 @@ def test_a_budget_for_all_is_the_dense_answer(engine, llama, caches):
         assert engine.answer(cache, llama.ids[3:14], max_new_tokens=12, select="sentencekv", select_tokens=230) == dense
 
 
-def test_a_step_that_was_abandoned_does_not_count(engine, llama, caches):
+@pytest.mark.parametrize(("select", "params"), [("sentencekv", PARAMS | {"refresh": "step"}), ("sage", {})])
+def test_a_step_that_was_abandoned_does_not_count(engine, llama, caches, select, params):
     """It ran some layers, whose queries would be taken twice."""
     document, question = engine.attach(caches[0]), llama.ids[3:14]
 
     def answer(abandon: bool) -> list[int]:
-        selection = engine.select(document, "sentencekv", question_tokens=11, tokens=BUDGET, params=PARAMS)
+        selection = engine.select(document, select, question_tokens=11, tokens=BUDGET, params=params)
         generation, batch = engine.start(document, question, Sampling(12), selection), engine.batch()
         while not generation.finished:
             if abandon:
