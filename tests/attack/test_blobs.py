@@ -65,7 +65,7 @@ def emptied(blob: bytes, heads: int, tokens: int) -> bytes:
     """A blob of a kilobyte or so that claims so many heads and tokens, of which it keeps none."""
     cache = CompressedCache.from_bytes(blob)
     layers = make_cache(lengths=((0,) * heads,) * len(cache.layers), dims=(16, 16)).layers
-    parts = Parts(replace(cache, layers=layers, codec="none").to_bytes())
+    parts = Parts(replace(cache, layers=layers, codec="none", sentence_ends=()).to_bytes())
     parts.fields["num_tokens"] = parts.fields["next_position"] = parts.fields["identity"]["num_tokens"] = tokens
     return parts.join()
 
@@ -137,6 +137,7 @@ class Forger:
         """The same change in two places that have to agree, such as the number of tokens."""
         parts, tokens = Parts(blob), self.random.choice(NUMBERS)
         parts.fields["num_tokens"] = parts.fields["identity"]["num_tokens"] = tokens
+        parts.fields["sentence_ends"] = b""  # they would have to end with the document
         if self.random.random() < 0.5:
             parts.fields["next_position"] = tokens
         return _joined(parts, blob)

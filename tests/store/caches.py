@@ -167,7 +167,7 @@ def tensors_of(record: PackedRecord) -> dict[str, Tensor]:
 
 def require_equal(left: CompressedCache, right: CompressedCache) -> None:
     """Every bit of two caches is equal, NaNs and signed zeros included."""
-    for name in ("num_tokens", "next_position", "identity", "codec", "summary"):
+    for name in ("num_tokens", "next_position", "identity", "codec", "sentence_ends", "summary"):
         assert getattr(left, name) == getattr(right, name)
     assert len(left.layers) == len(right.layers)
     for ours, theirs in zip(left.layers, right.layers, strict=True):
@@ -255,6 +255,7 @@ def encoded_golden_caches(plain: Mapping[str, CompressedCache]) -> dict[str, Com
         "merged": merged_layers,
         "merged-int4": merged_layers.encoded("int4:group=8,residual=1"),
         "relative": replace(whole, next_position=3),
+        "sentences": replace(whole, sentence_ends=(0, 8, 23)),
     }
 
 

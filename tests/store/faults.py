@@ -229,6 +229,51 @@ def bytes_among_parameters(p: Parts) -> None:
 
 
 @case("field_malformed")
+def long_sentence_ends(p: Parts) -> None:
+    p.fields["sentence_ends"] = bytes(64 * 1024 + 1)
+
+
+@case("field_malformed")
+def sentence_ends_as_text(p: Parts) -> None:
+    p.fields["sentence_ends"] = "\x1c"
+
+
+@case("missing_field")
+def no_sentence_ends(p: Parts) -> None:
+    del p.fields["sentence_ends"]
+
+
+@case("positions_malformed")
+def sentence_ends_cut_short(p: Parts) -> None:
+    p.fields["sentence_ends"] = b"\x03\x80"
+
+
+@case("positions_malformed")
+def sentence_end_in_two_bytes_instead_of_one(p: Parts) -> None:
+    p.fields["sentence_ends"] = (p.fields["num_tokens"] - 1 | 0x80).to_bytes() + b"\0"
+
+
+@case("positions_malformed")
+def sentence_end_of_six_bytes(p: Parts) -> None:
+    p.fields["sentence_ends"] = b"\x80\x80\x80\x80\x80\x01"
+
+
+@case("positions_malformed")
+def last_sentence_without_end(p: Parts) -> None:
+    p.fields["sentence_ends"] = (p.fields["num_tokens"] - 2).to_bytes()
+
+
+@case("positions_out_of_range")
+def sentence_end_behind_the_document(p: Parts) -> None:
+    p.fields["sentence_ends"] = p.fields["num_tokens"].to_bytes()
+
+
+@case("positions_out_of_range")
+def more_sentences_than_tokens(p: Parts) -> None:
+    p.fields["sentence_ends"] = bytes(p.fields["num_tokens"] + 1)
+
+
+@case("field_malformed")
 def kind_as_number(p: Parts) -> None:
     p.record["kind"] = 1
 
@@ -572,8 +617,8 @@ for name, value, reason in (
 @case("duplicate_key")
 def field_twice(p: Parts) -> None:
     packed = p.packed()
-    assert packed[0] == 0x85, "a map of five"
-    p.header = b"\x86" + packed[1:] + msgpack.packb("num_tokens") + msgpack.packb(40)
+    assert packed[0] == 0x86, "a map of six"
+    p.header = b"\x87" + packed[1:] + msgpack.packb("num_tokens") + msgpack.packb(40)
 
 
 @case("newer_major")

@@ -50,11 +50,13 @@ def caches(draw: st.DrawFn) -> CompressedCache:
         has_entries, found = draw(st.booleans()), states() if draw(st.booleans()) else ()
         return layer() if has_entries and not found else States(found, layer() if has_entries else None)
 
+    ends = draw(st.none() | st.sets(st.integers(0, num_tokens - 1), max_size=9))
     return CompressedCache(
         tuple(record() for _ in range(draw(st.integers(1, 3)))),
         num_tokens,
         num_tokens + draw(st.integers(0, 3)),
         draw(identities(num_tokens)),
+        sentence_ends=() if ends is None else tuple(sorted({*ends, num_tokens - 1})),
         summary=tuple(draw(st.lists(st.lists(code, min_size=1, max_size=4).map(b"".join), max_size=3))),
     )
 
@@ -106,4 +108,5 @@ def encoded_caches(draw: st.DrawFn) -> CompressedCache:
         draw(st.integers(1, num_tokens + 3)),
         make_identity(num_tokens),
     )
+    cache = replace(cache, sentence_ends=draw(st.sampled_from([(), (num_tokens - 1,), tuple(range(num_tokens))])))
     return cache.encoded(str(draw(st.just(Codec()) | integers | mixed)))

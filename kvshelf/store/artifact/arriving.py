@@ -73,6 +73,7 @@ class ArrivingCache:
         self.num_tokens = summary.header.num_tokens
         self.next_position = summary.header.next_position
         self.codec = summary.header.codec
+        self.sentence_ends = summary.header.sentences
         self.summary = tuple(summary.header.summary)
         """As of a `CompressedCache`."""
         self.shape = summary.header.shape
@@ -116,7 +117,8 @@ class ArrivingCache:
     def cache(self) -> CompressedCache:
         """The whole cache. Waits for all layers, and raises the error of the first one that failed."""
         layers = tuple(layer.result() for layer in self.layers)
-        return CompressedCache(layers, self.num_tokens, self.next_position, self.identity, self.codec, self.summary)
+        about = (self.num_tokens, self.next_position, self.identity, self.codec, self.sentence_ends, self.summary)
+        return CompressedCache(layers, *about)
 
     def close(self) -> None:
         """Close the file. Layers not read yet raise `StoreUnavailable`; the others stay usable.

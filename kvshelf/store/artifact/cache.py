@@ -51,6 +51,9 @@ class CompressedCache:
 
     `next_position` is the position of the first query token: the document's length, not the number of entries kept,
     unless the policy counts positions within the cache. `codec` is the canonical text of the layers' codec.
+    `sentence_ends` are the positions of the tokens that end the document's sentences, ascending, the last one that of
+    its last token; empty where the document was token ids without a tokenizer. They follow from the document, so the
+    identity does not name them.
     `summary`: by layer, the codes by which a search finds the document, little-endian (`engine.summary`); empty where
     nobody made any. It is no part of the identity: answers do not depend on it.
     """
@@ -60,6 +63,7 @@ class CompressedCache:
     next_position: int
     identity: Identity
     codec: str = "none"
+    sentence_ends: tuple[int, ...] = ()
     summary: tuple[bytes, ...] = ()
 
     def __repr__(self) -> str:
@@ -174,16 +178,16 @@ class CompressedCache:
 
     def pack(self) -> PackedBlob:
         """The blob as buffers that share the tensors' memory. Raises `InvalidRequest` as `tensors.pack` does."""
-        return tensors.pack(self.layers, self.num_tokens, self.next_position, self.identity, self.codec, self.summary)
+        about = (self.num_tokens, self.next_position, self.identity, self.codec, self.sentence_ends, self.summary)
+        return tensors.pack(self.layers, *about)
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> CompressedCache:
         """Read a blob, alone or in an export. Every digest is checked before a tensor is made; raises `BlobError` for
         any other bytes."""
         header, layers = tensors.decode(split(as_view(data)).blob)
-        return cls(
-            layers, header.num_tokens, header.next_position, header.to_identity(), header.codec, tuple(header.summary)
-        )
+        made = (header.num_tokens, header.next_position, header.to_identity(), header.codec, header.sentences)
+        return cls(layers, *made, tuple(header.summary))
 
 
 def _layer_shape(layer: LayerRecord) -> LayerShape:

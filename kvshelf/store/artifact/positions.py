@@ -81,6 +81,23 @@ def decode(name: Encoding, data: memoryview, lengths: Sequence[int], num_tokens:
     return expand
 
 
+def to_deltas(positions: Sequence[int]) -> bytes:
+    """One ascending list of positions, `delta` whatever the other encodings would take. Raises `InvalidRequest` for a
+    list out of order."""
+    gaps = _gaps(np.asarray(positions, np.int64), [len(positions)])
+    if gaps.size and gaps.min() < 0:
+        raise InvalidRequest("the ends of sentences must ascend from 0; this cache's do not and it cannot be written")
+    return _to_varints(gaps).tobytes()
+
+
+def from_deltas(data: bytes, num_tokens: int) -> tuple[int, ...]:
+    """The inverse of `to_deltas`, for positions below `num_tokens`. Raises `BlobError` for other bytes."""
+    raw: Bytes = np.frombuffer(data, np.uint8)
+    lengths = [int(np.count_nonzero(raw < 0x80))]
+    _check_varints(raw, lengths, num_tokens)
+    return tuple(_from_varints(raw, lengths).tolist())
+
+
 def _all_kept(lengths: Sequence[int], num_tokens: int) -> bool:
     return all(length == num_tokens for length in lengths)
 

@@ -30,7 +30,13 @@ from kvshelf.workers.engine.attention.function import kvshelf_attention
 from kvshelf.workers.engine.attention.inspection import layer_shapes
 from kvshelf.workers.engine.decode.batch import DecodeBatch
 from kvshelf.workers.engine.decode.generation import Answer, Checkpoint, Generation, Progress, Sampling
-from kvshelf.workers.engine.decode.selection import PolicySelection, Selection, UnitSelection, stored_entries
+from kvshelf.workers.engine.decode.selection import (
+    PolicySelection,
+    Selection,
+    SentenceSelection,
+    UnitSelection,
+    stored_entries,
+)
 from kvshelf.workers.engine.export import Positions, export
 from kvshelf.workers.engine.forward.passes import Passes
 from kvshelf.workers.engine.inputs.encode import Document, Encoder, Prompt
@@ -44,6 +50,7 @@ from kvshelf.workers.engine.inputs.requirements import (
     require_own_keys,
     require_questions_taken,
     require_selectable,
+    require_sentences,
 )
 from kvshelf.workers.engine.parallel.ranks import SharedModel
 from kvshelf.workers.engine.prefill.prefill import Compression, Prefill, run_prefill, run_scores
@@ -62,6 +69,7 @@ from kvshelf.workers.selectors import build as build_selector
 from kvshelf.workers.selectors.base import UnitSelector
 from kvshelf.workers.selectors.by_policy import ByPolicy
 from kvshelf.workers.selectors.fasa import Fasa
+from kvshelf.workers.selectors.sentencekv import SentenceKV
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
@@ -640,10 +648,17 @@ class Engine:
             folder = self.model.config.name_or_path or ""
             selector = selector.calibrated(calibration.find_chunks(self.identity, folder, self.kv_heads))
         if isinstance(selector, UnitSelector):
-            by_units = UnitSelection(selector, document, budget, self._seen_kinds)
+            by_units = self._by_units(selector, document, budget)
             return None if by_units.dense else by_units
         assert isinstance(selector, ByPolicy)
         return self._by_policy(selector.at(question_tokens), document, budget, frozenset(params or {}))
+
+    def _by_units(self, selector: UnitSelector, document: Attached, budget: int) -> UnitSelection:
+        if not isinstance(selector, SentenceKV):
+            return UnitSelection(selector, document, budget, self._seen_kinds)
+        ends = [part.sentence_ends for part in document.parts]
+        require_sentences(self.name, self._seen_kinds, ends, has_text=self.text is not None)
+        return SentenceSelection(selector, document, budget, self._seen_kinds, self.require_text("select.method"))
 
     def _by_policy(
         self, policy: Policy, document: Attached, budget: int, given: frozenset[str]

@@ -7,6 +7,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+MAX_SENTENCE = 256
+"""Tokens; a longer sentence is cut."""
+
+
+def starts_of(ends: Tensor, longest: int) -> Tensor:
+    """The first token of each segment, `[K]`: cut after each token where `ends` `[M]` bool is set, and wherever a
+    segment has `longest` tokens."""
+    tokens = torch.arange(len(ends), device=ends.device)
+    first = torch.ones_like(ends)
+    first[1:] = ends[:-1]
+    begun = torch.where(first, tokens, 0).cummax(0).values  # where the segment of each token begins
+    return ((tokens - begun) % longest == 0).nonzero().squeeze(1)
+
 
 @dataclass(frozen=True, eq=False)
 class Segments:
@@ -20,12 +33,8 @@ class Segments:
 
     @classmethod
     def cut(cls, ends: Tensor, longest: int) -> Segments:
-        """Cut after each token where `ends` `[M]` bool is set, and wherever a segment has `longest` tokens."""
-        tokens = torch.arange(len(ends), device=ends.device)
-        first = torch.ones_like(ends)
-        first[1:] = ends[:-1]
-        begun = torch.where(first, tokens, 0).cummax(0).values  # where the segment of each token begins
-        starts = ((tokens - begun) % longest == 0).nonzero().squeeze(1)
+        """As `starts_of` says."""
+        starts = starts_of(ends, longest)
         lengths = torch.diff(starts, append=torch.tensor([len(ends)], device=ends.device))
         places = torch.arange(int(lengths.max()), device=ends.device)
         index = starts.unsqueeze(1) + places

@@ -14,11 +14,8 @@ from kvshelf.kernels.window_scores import pooled
 from kvshelf.store.artifact.records import Kept
 from kvshelf.workers.policies.base import Observes, TailPolicy, keep, parameter, pooling_kernel
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
-from kvshelf.workers.policies.segments import Segments
+from kvshelf.workers.policies.segments import MAX_SENTENCE, Segments
 from kvshelf.workers.policies.view import DocumentView, LayerView
-
-MAX_SENTENCE = 256
-"""Tokens; a longer sentence is cut."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +29,9 @@ class SentenceKV(TailPolicy):
     with the mean query of the observing rows. In this order they give their tokens until there are B, the first `sink`
     tokens and the window included.
 
-    kvshelf does not choose sentences again at every decode step, from a table of mean keys. A stored cache answers with
-    all entries it holds. So `semantic_factor` is 1 by default (the paper: 3 or more): the prefill chooses all B
-    entries, and sentences decide nothing. Above 1, sentences are chosen once, for the end of the prompt and not for the
+    The policy does not choose sentences again while the model answers: selector `sentencekv` does, among the entries
+    that a cache holds. So `semantic_factor` is 1 by default (the paper: 3 or more): the prefill chooses all B entries,
+    and sentences decide nothing. Above 1, sentences are chosen once, for the end of the prompt and not for the
     question: a factor of 3 cost the bundled model more than half of its right answers to unknown questions.
 
     Departures: a GQA group shares the mean of its scores and of its queries, while the authors repeat KV heads. The

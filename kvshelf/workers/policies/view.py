@@ -15,6 +15,7 @@ from kvshelf.kernels.window_scores import pooled, window_attention, window_score
 from kvshelf.workers.model.devices import weight_of
 from kvshelf.workers.model.prepacking import plain_weight
 from kvshelf.workers.model.text import QUESTION_SEPARATOR, SENTENCE_ENDS
+from kvshelf.workers.policies.segments import MAX_SENTENCE, starts_of
 
 if TYPE_CHECKING:  # a view is also made without a model
     from kvshelf.workers.model.calibration import Calibration
@@ -23,6 +24,9 @@ if TYPE_CHECKING:  # a view is also made without a model
 
 
 Each = TypeVar("Each")
+
+MAX_SENTENCES = 16384
+"""Of which a cache stores the ends: 330,000 tokens of prose. Up to a million tokens these take 32 KiB at most."""
 
 
 class Ranks(Protocol):
@@ -101,6 +105,17 @@ class DocumentView:
         """Which tokens end a sentence."""
         assert self.text is not None, "the policy must say that it observes text"
         return self.text.segment_ends(self.token_ids, SENTENCE_ENDS)
+
+    @cached_property
+    def stored_sentence_ends(self) -> tuple[int, ...]:
+        """As `CompressedCache.sentence_ends`. Sentences are cut after `MAX_SENTENCE` tokens; of a document with more
+        than `MAX_SENTENCES`, neighbours are stored as one."""
+        if self.text is None:
+            return ()
+        starts = starts_of(torch.tensor(self.sentence_ends), MAX_SENTENCE)
+        while len(starts) > MAX_SENTENCES:
+            starts = starts[::2]
+        return (*(starts[1:] - 1).tolist(), self.num_tokens - 1)
 
 
 @dataclass(frozen=True, eq=False)

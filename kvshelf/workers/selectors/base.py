@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvshelf.kernels.choose import Units
 from kvshelf.kernels.prefix_attention import PackedPrefix
+from kvshelf.store.artifact.records import PackedRecord
 from kvshelf.workers.policies.base import parameter_fields, require_parameters
 
 LEAST_TOKENS = 128
@@ -45,11 +46,29 @@ class Selector(ABC):
         return cls(**given)
 
 
+@dataclass(frozen=True, eq=False)
+class StoredLayer:
+    """What a cache holds of one layer. layer: its number in the model. records: those of `prefixes`, which have the
+    positions. num_tokens, sentence_ends: of the document, as in `CompressedCache`."""
+
+    layer: int
+    prefixes: tuple[PackedPrefix, ...]
+    records: tuple[PackedRecord, ...]
+    num_tokens: int
+    sentence_ends: tuple[int, ...]
+
+    @property
+    def kv_heads(self) -> int:
+        return len(self.prefixes[0].lengths)
+
+
 @dataclass(frozen=True)
 class UnitSelector(Selector):
-    """Chooses whole units of consecutive entries, by scores that are products of a query and summaries: see
-    `kernels.choose`. Every answer token chooses anew; the tokens of the question read all entries."""
+    """Chooses units of consecutive entries, by scores that are products of a query and summaries: see
+    `kernels.choose`. The tokens of the question read all entries."""
 
+    cut: ClassVar[bool] = False
+    """Whether the last unit is cut where the budget ends."""
     relu: ClassVar[float] = 0.0
     """The factor of the positive part of a query beside a unit's range."""
 
@@ -68,8 +87,8 @@ class UnitSelector(Selector):
         return True
 
     @abstractmethod
-    def units(self, prefix: PackedPrefix, layer: int) -> Units:
-        """The units of one prefix of a layer, made once for all questions."""
+    def units(self, stored: StoredLayer) -> list[Units]:
+        """The units of each prefix of a layer, made once for all questions."""
 
     def columns(self, layer: int) -> Tensor | None:  # noqa: ARG002
         """The channels of a query that the columns of the summaries stand for; see `Choice`."""

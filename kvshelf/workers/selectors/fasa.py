@@ -13,7 +13,7 @@ from kvshelf.kernels.prefix_attention import PackedPrefix
 from kvshelf.kernels.quantize.rows import HeadRows
 from kvshelf.workers.model.calibration import Chunks
 from kvshelf.workers.policies.base import parameter
-from kvshelf.workers.selectors.base import UnitSelector
+from kvshelf.workers.selectors.base import StoredLayer, UnitSelector
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,11 @@ class Fasa(UnitSelector):
         best = torch.tensor(self.measured.best(layer, count))  # [kv_heads, chunks]
         return torch.cat([best, best + half], dim=1)
 
-    def units(self, prefix: PackedPrefix, layer: int) -> Units:
-        columns = self.columns(layer).to(prefix.keys.device)
+    def units(self, stored: StoredLayer) -> list[Units]:
+        return [self._units(prefix, self.columns(stored.layer)) for prefix in stored.prefixes]
+
+    def _units(self, prefix: PackedPrefix, columns: Tensor) -> Units:
+        columns = columns.to(prefix.keys.device)
         heads = zip(prefix.heads, columns, prefix.lengths, strict=True)
         low = torch.cat([_proxies(keys, own, length) for (keys, _), own, length in heads], dim=1)
         ends = torch.cat([torch.arange(1, length + 1, dtype=torch.int32) for length in prefix.lengths])

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from kvshelf.kernels.choose import Units
 from kvshelf.kernels.prefix_attention import PackedPrefix
 from kvshelf.workers.policies.base import parameter
-from kvshelf.workers.selectors.base import LEAST_TOKENS, UnitSelector, of_pages
+from kvshelf.workers.selectors.base import LEAST_TOKENS, StoredLayer, UnitSelector, of_pages
 
 _CLUSTER, _COARSE = 16, 32
 
@@ -51,5 +51,9 @@ class MPCache(UnitSelector):
     def default_tokens(self, entries: int) -> int:
         return max(LEAST_TOKENS, entries // 5)
 
-    def units(self, prefix: PackedPrefix, layer: int) -> Units:  # noqa: ARG002
-        return replace(of_pages(prefix, _CLUSTER), parents=of_pages(prefix, _COARSE), children=_COARSE // _CLUSTER)
+    def units(self, stored: StoredLayer) -> list[Units]:
+        return list(map(_clusters, stored.prefixes))
+
+
+def _clusters(prefix: PackedPrefix) -> Units:
+    return replace(of_pages(prefix, _CLUSTER), parents=of_pages(prefix, _COARSE), children=_COARSE // _CLUSTER)

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvshelf.kernels.choose import Units
 from kvshelf.kernels.prefix_attention import PackedPrefix
 from kvshelf.workers.policies.base import parameter
-from kvshelf.workers.selectors.base import UnitSelector, of_pages
+from kvshelf.workers.selectors.base import StoredLayer, UnitSelector, of_pages
 
 PLAIN_PAGE = 16
 
@@ -45,7 +45,9 @@ class Quest(UnitSelector):
     def chooses(self, layer: int, num_layers: int) -> bool:
         return layer >= (num_layers // 16 if self.dense_layers is None else self.dense_layers)
 
-    def units(self, prefix: PackedPrefix, layer: int) -> Units:  # noqa: ARG002
+    def units(self, stored: StoredLayer) -> list[Units]:
+        return [of_pages(prefix, self._page(prefix)) for prefix in stored.prefixes]
+
+    def _page(self, prefix: PackedPrefix) -> int:
         quantized = not isinstance(prefix.keys, Tensor)
-        page = self.page or (prefix.keys.group if quantized else PLAIN_PAGE)  # type: ignore[union-attr]
-        return of_pages(prefix, page)
+        return self.page or (prefix.keys.group if quantized else PLAIN_PAGE)  # type: ignore[union-attr]

@@ -14,8 +14,9 @@ from kvshelf.workers.selectors.fasa import Fasa
 from kvshelf.workers.selectors.info import SelectorInfo, measured_rows
 from kvshelf.workers.selectors.mpcache import MPCache
 from kvshelf.workers.selectors.quest import Quest
+from kvshelf.workers.selectors.sentencekv import SentenceKV
 
-UNIT_SELECTORS: Mapping[str, type[UnitSelector]] = {cls.name: cls for cls in (Quest, Fasa, MPCache)}
+UNIT_SELECTORS: Mapping[str, type[UnitSelector]] = {cls.name: cls for cls in (Quest, Fasa, MPCache, SentenceKV)}
 
 _PREFIX = "policy:"
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
+from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 
@@ -109,9 +110,12 @@ def segment_offset(data: bytes | bytearray, index: int) -> int:
 
 
 def test_the_header_says_what_comes(store: DiskStore) -> None:
-    cache = make_cache(lengths=LAYERS)
+    cache = replace(make_cache(lengths=LAYERS), sentence_ends=(3, 17, 39))
     manifest = store.put(cache, codec="int4:group=8,residual=2")
+    with store.open_parts(manifest.id) as parts:
+        assert parts.sentence_ends == (3, 17, 39)
     with store.open_cache(manifest.id) as arriving:
+        assert arriving.sentence_ends == (3, 17, 39)
         assert (arriving.identity, arriving.num_tokens, arriving.next_position) == (cache.identity, 40, 40)
         assert (arriving.num_layers, len(arriving.layers)) == (4, 4)
         assert arriving.codec == "int4:group=8,residual=2"

@@ -76,6 +76,17 @@ def test_golden_blobs_show_everything_that_the_format_has() -> None:
     assert {state.role for layer in layers for state in layer.states} == {"conv", "recurrent"}
     assert any(0 in record.lengths for record in records)
     assert any(header.next_position < header.num_tokens for header in headers)
+    assert {header.sentences for header in headers} == {(), (0, 8, 23)}
+
+
+def test_ends_of_sentences_that_are_none_are_not_written() -> None:
+    cache = make_cache()
+    for ends, named in (((3, 3, 39), "must ascend"), ((9, 3, 39), "must ascend"), ((-1, 39), "must ascend")):
+        with pytest.raises(InvalidRequest, match=named):
+            replace(cache, sentence_ends=ends).to_bytes()
+    for ends, named in (((3,), "the last sentence ends with token 3, and the document"), ((40,), "40 tokens")):
+        with pytest.raises(InvalidRequest, match=named):
+            replace(cache, sentence_ends=ends).to_bytes()
 
 
 def test_codecs_take_the_bytes_that_docs_format_names() -> None:

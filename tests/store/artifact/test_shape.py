@@ -32,6 +32,7 @@ def claims(tokens: int) -> Edit:
 
     def edit(parts: Parts) -> None:
         parts.fields["num_tokens"] = parts.fields["next_position"] = parts.fields["identity"]["num_tokens"] = tokens
+        parts.fields["sentence_ends"] = b""
 
     return edit
 

@@ -14,6 +14,7 @@ from kvshelf.kernels.prefix_attention import PackedPrefix
 from kvshelf.workers.engine.chunk_search import agreement, find_chunks
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.model import calibration
+from kvshelf.workers.selectors.base import StoredLayer
 from kvshelf.workers.selectors.fasa import Fasa
 from tests.workers.engine.asking import ids
 
@@ -81,7 +82,7 @@ def test_all_chunks_choose_the_tokens_of_greatest_product(engine: Engine):
     generator = torch.Generator().manual_seed(1)
     keys = torch.randn(2 * 200, dim, generator=generator).bfloat16().float()
     selector = Fasa(chunks=dim, always=0).calibrated(found)  # more than there are: all
-    units = selector.units(PackedPrefix(keys, keys, (200, 200)), 0)
+    (units,) = selector.units(StoredLayer(0, (PackedPrefix(keys, keys, (200, 200)),), (), 200, ()))
     choice = Choice((units,), (Chosen.room((200, 200), 30, keys.device),), 30, columns=selector.columns(0))
     queries = torch.randn(4, dim, generator=generator)
     choose(queries, choice)

@@ -14,6 +14,7 @@ import msgpack
 from pydantic import AfterValidator, FailFast, Field, JsonValue, ValidationError
 
 from kvshelf.errors import BlobError, InvalidRequest
+from kvshelf.store.artifact import positions
 from kvshelf.store.artifact.blob.layer import (
     ALIGNMENT,
     DIGEST_BYTES,
@@ -32,6 +33,9 @@ from kvshelf.store.artifact.shape import Shape
 
 HEADER_LIMIT: Final = 256 * 1024
 """Bytes. 200 layers of 128 ragged KV heads need about 160 KiB; reading 256 KiB takes at most 80 MB."""
+
+SENTENCE_BYTES: Final = 64 * 1024
+"""Most bytes of the ends of sentences: with the layers of the largest models they fit the header."""
 
 _MAX_MAP = 256
 _MAX_DEPTH = 32
@@ -86,7 +90,8 @@ class IdentityHeader(Strict):
 
 
 class Header(Strict):
-    """The whole header. codec: the canonical text of the cache's codec. summary: as of a `CompressedCache`.
+    """The whole header. codec: the canonical text of the cache's codec. sentence_ends: the positions of
+    `CompressedCache.sentence_ends` in the encoding `delta`. summary: as of a `CompressedCache`.
 
     Reading stops at the first layer and the first record at fault: a list of all errors would take hundreds of times
     the header's bytes.
@@ -96,6 +101,7 @@ class Header(Strict):
     num_tokens: Size
     next_position: Size
     codec: Text
+    sentence_ends: Annotated[bytes, Field(max_length=SENTENCE_BYTES)]
     layers: Annotated[list[Layer], Field(min_length=1, max_length=MAX_ARRAY), FailFast()]
     summary: Annotated[list[Codes], Field(max_length=MAX_ARRAY), FailFast()]
 
@@ -115,6 +121,11 @@ class Header(Strict):
     def shape(self) -> Shape:
         return Shape(tuple(layer.shape for layer in self.layers), self.num_tokens, self.next_position)
 
+    @property
+    def sentences(self) -> tuple[int, ...]:
+        """As `CompressedCache.sentence_ends`. Raises `BlobError` for bytes that are no such positions."""
+        return positions.from_deltas(self.sentence_ends, self.num_tokens)
+
     def to_identity(self) -> Identity:
         return Identity.from_dict(self.identity.model_dump())
 
@@ -126,7 +137,7 @@ class Header(Strict):
 def parse_header(data: bytes) -> Header:
     """Read a header and check everything in it that needs no segment. Raises `BlobError`."""
     fields = _unpack(data)
-    _refuse_foreign(_without_summary(fields))
+    _refuse_foreign(_without_bytes(fields))
     try:
         header = Header.model_validate(fields)
     except ValidationError as error:
@@ -136,6 +147,7 @@ def parse_header(data: bytes) -> Header:
             f"the header contradicts itself: {header.num_tokens} tokens, {header.identity.num_tokens} in the identity",
             reason="inconsistent",
         )
+    _check_sentence_ends(header)
     _check_codec(header)  # before the layout, which divides by the groups
     _check_layout(header)
     # Packs the fields as they were read, not the model's: `_unique` has checked that the former are sorted. The check
@@ -180,9 +192,11 @@ def _unique(pairs: list[tuple[str | bytes, Any]]) -> dict[str | bytes, Any]:
     return fields
 
 
-def _without_summary(fields: Any) -> Any:
+def _without_bytes(fields: Any) -> Any:
     """The header but for its runs of bytes that are no digests, which the model checks."""
-    return {name: fields[name] for name in fields if name != "summary"} if isinstance(fields, dict) else fields
+    if not isinstance(fields, dict):
+        return fields
+    return {name: value for name, value in fields.items() if name not in ("sentence_ends", "summary")}
 
 
 def _refuse_foreign(value: Any) -> None:
@@ -213,7 +227,7 @@ def _refuse_foreign_scalar(item: Any) -> None:
         raise BlobError(f"the header holds the number {item}", reason="not_finite")
     if isinstance(item, bytes) and len(item) != DIGEST_BYTES:
         raise BlobError(
-            f"the header holds a run of {len(item)} bytes; only digests are, of {DIGEST_BYTES}",
+            f"the header holds a run of {len(item)} bytes; a digest has {DIGEST_BYTES}",
             reason="field_malformed",
         )
     if not isinstance(item, bytes | int | float | None):
@@ -246,6 +260,15 @@ def _named(error: ValidationError) -> BlobError:
                 reason="unknown_kind",
             )
     return BlobError(f"header field {where}: {first['msg']}", reason="field_malformed")
+
+
+def _check_sentence_ends(header: Header) -> None:
+    ends = header.sentences
+    if ends and ends[-1] != header.num_tokens - 1:
+        raise BlobError(
+            f"the last sentence ends with token {ends[-1]}, and the document with token {header.num_tokens - 1}",
+            reason="positions_malformed",
+        )
 
 
 def _check_codec(header: Header) -> None:

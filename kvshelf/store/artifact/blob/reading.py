@@ -62,6 +62,7 @@ class PartialCache:
         self.num_tokens = header.num_tokens
         self.next_position = header.next_position
         self.codec = header.codec
+        self.sentence_ends = header.sentences
         self.shape = header.shape
         self.num_layers = len(header.layers)
         self.nbytes = header.body_bytes

@@ -13,6 +13,7 @@ from kvshelf.store.artifact.blob.header import HEADER_LIMIT, Header, IdentityHea
 from kvshelf.store.artifact.blob.layer import DIGEST_BYTES, Layer, aligned, digests_bytes
 from kvshelf.store.artifact.blob.segment import read_layer, write_layer
 from kvshelf.store.artifact.identity import Identity
+from kvshelf.store.artifact.positions import to_deltas
 from kvshelf.store.artifact.records import LayerRecord
 
 
@@ -39,6 +40,7 @@ def pack(
     next_position: int,
     identity: Identity,
     codec: str,
+    sentence_ends: Sequence[int],
     summary: Sequence[bytes],
 ) -> PackedBlob:
     """Lay the fields of a `CompressedCache` out as a blob and compute its digests. Equal fields give equal bytes.
@@ -61,6 +63,7 @@ def pack(
             num_tokens=num_tokens,
             next_position=next_position,
             codec=codec,
+            sentence_ends=to_deltas(sentence_ends),
             layers=layers,
             summary=list(summary),
         )

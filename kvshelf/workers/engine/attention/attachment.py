@@ -25,7 +25,7 @@ from kvshelf.store.artifact.records import (
     parts_of,
     states_of,
 )
-from kvshelf.workers.selectors.base import UnitSelector
+from kvshelf.workers.selectors.base import StoredLayer, UnitSelector
 
 Wait = Callable[[Future[LayerRecord]], None]
 """Called repeatedly while a layer has not arrived."""
@@ -74,6 +74,7 @@ class Attachment:
         self.identity = cache.identity
         self.num_tokens = cache.num_tokens
         self.next_position = cache.next_position
+        self.sentence_ends = cache.sentence_ends
         self._attached_bytes = cache.attached_bytes
         self._devices = devices
         self._rotate = rotate
@@ -137,8 +138,9 @@ class Attachment:
             self._units.pop(next(iter(self._units)), None)
         layers = self._units.setdefault(selector, {})
         if layer not in layers:
-            packed = [prefix for prefix in self.prefixes(layer) if isinstance(prefix, PackedPrefix)]
-            layers[layer] = [(prefix, selector.units(prefix, layer)) for prefix in packed]
+            packed = tuple(prefix for prefix in self.prefixes(layer) if isinstance(prefix, PackedPrefix))
+            stored = StoredLayer(layer, packed, self.entries(layer), self.num_tokens, self.sentence_ends)
+            layers[layer] = list(zip(packed, selector.units(stored), strict=True))
         return layers[layer]
 
     @cached_property

@@ -84,6 +84,7 @@ class Generation:
         self._text = _TextStream(decoder, sampling.stop)
         self._room = min(sampling.max_tokens, room)
         self._prefill_tokens = 0
+        self._observed: dict[int, Attended] = {}  # by the step that runs, which may be abandoned and run again
         self._masses: list[Tensor] = []
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
@@ -101,17 +102,16 @@ class Generation:
     @property
     def seen(self) -> Attached | Selection:
         """What its pending tokens see before their own."""
-        return self._selection if self._selection is not None and self.token_ids else self.document
+        return self._selection.seen if self._selection is not None and self.token_ids else self.document
 
     @property
     def observing(self) -> bool:
         """Whether its selection wants the states of the pending tokens."""
-        return self._selection is not None and self._selection.observes and not self.token_ids
+        return self._selection is not None and self._selection.observes(answering=bool(self.token_ids))
 
     def observe(self, attended: Attended) -> None:
         """Take the states of the pending tokens of a step at one layer."""
-        assert self._selection is not None
-        self._selection.observe(attended)
+        self._observed[attended.layer_idx] = attended
 
     @property
     def weighing(self) -> bool:
@@ -146,6 +146,10 @@ class Generation:
         """Record that the first `count` pending tokens ran through the model and are in the suffix."""
         self.row.length += count
         del self.pending[:count]
+        if self._selection is not None:
+            for attended in self._observed.values():
+                self._selection.observe(attended)
+            self._observed.clear()
         if not self.token_ids:
             self._prefill_tokens = self.row.length
 
@@ -156,8 +160,6 @@ class Generation:
         """
         assert not self.finished
         assert not self.pending
-        if self._selection is not None and not self.token_ids:
-            self._selection.begin()
         ended = token in self._end_ids
         full = len(self.token_ids) + 1 == self._room
         text = "" if ended else self._text.push(token)
@@ -169,6 +171,8 @@ class Generation:
             self.finish_reason = "stop"
         elif full:
             self.finish_reason = "length"
+        elif self._selection is not None:
+            self._selection.advance(self.token_ids)
         return text
 
     def answer(self) -> Answer:
@@ -187,9 +191,8 @@ class Generation:
 
     @property
     def _read_tokens(self) -> int:
-        if self._selection is not None and len(self.token_ids) > 1:  # the first token is of the question's
-            return self._selection.read_tokens
-        return self.document.read_tokens
+        # The first token is of the question's.
+        return self.seen.read_tokens if len(self.token_ids) > 1 else self.document.read_tokens
 
 
 class _Sampler:

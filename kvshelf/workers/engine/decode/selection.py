@@ -8,22 +8,24 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
-from kvshelf.kernels.choose import Choice, Chosen
+from kvshelf.kernels.choose import Choice, Chosen, choose
 from kvshelf.kernels.prefix_attention import PackedPrefix, Prefix, SelectedPrefix
 from kvshelf.workers.engine.attention.attachment import Attached, Wait, block, entries_read, next_number
 from kvshelf.workers.engine.attention.function import Attended
 from kvshelf.workers.engine.prefill.reducing import LayerReducer
 from kvshelf.workers.model.layers import LayerKind
+from kvshelf.workers.model.text import SENTENCE_ENDS, TextFormat
 from kvshelf.workers.policies.base import Policy
 from kvshelf.workers.policies.budgets import Budget
 from kvshelf.workers.policies.view import DocumentView, LayerView, Probed
 from kvshelf.workers.selectors.base import UnitSelector
+from kvshelf.workers.selectors.sentencekv import SentenceKV
 
 
 class Selection(ABC):
@@ -31,9 +33,6 @@ class Selection(ABC):
 
     One row of a batch uses it. What it chooses depends on the question alone, never on the other rows.
     """
-
-    observes = False
-    """Whether `observe` wants the question's states."""
 
     def __init__(self, document: Attached) -> None:
         self.number = next_number()
@@ -45,16 +44,26 @@ class Selection(ABC):
         """Always: it is made once all layers have arrived."""
         return True
 
+    @property
+    def seen(self) -> Attached | Selection:
+        """What the next token of the answer sees before the question: this, or all of the document."""
+        return self
+
     @abstractmethod
     def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:
         """What a token of the answer sees of this layer."""
 
-    def observe(self, attended: Attended) -> None:  # noqa: B027 - most take nothing
-        """Take the states of some tokens of the question at one layer: queries `[1, q_heads, T, D]`, keys `[1,
-        kv_heads, T, D]` and values."""
+    def observes(self, *, answering: bool) -> bool:  # noqa: ARG002
+        """Whether `observe` wants the states of the next tokens, those of the question or one of the answer."""
+        return False
 
-    def begin(self) -> None:  # noqa: B027 - most have nothing to do
-        """The question is complete. May raise, and then there is no answer."""
+    def observe(self, attended: Attended) -> None:  # noqa: B027 - most take nothing
+        """Take the states of the tokens of a step at one layer: queries `[1, q_heads, T, D]`, keys `[1, kv_heads, T,
+        D]` and values."""
+
+    def advance(self, answer: Sequence[int]) -> None:  # noqa: B027 - most have nothing to do
+        """All tokens but the last of the answer so far have run, and this one runs next. May raise, and then the answer
+        is over."""
 
     @property
     def read_tokens(self) -> int:
@@ -65,31 +74,88 @@ class Selection(ABC):
 class UnitSelection(Selection):
     """Each token of the answer chooses units by its own query, within the attention."""
 
+    _within_attention: ClassVar[bool] = True
+
     def __init__(self, selector: UnitSelector, document: Attached, budget: int, kinds: Sequence[LayerKind]) -> None:
         """budget: entries of a KV head, over all documents. Waits for the layers of a cache that is arriving. Raises
         `InvalidRequest` for a budget below what is always read, `PolicyUnsupported` for entries that cannot be read in
         part."""
         super().__init__(document)
-        self._layers = [
-            _chosen_by_units(selector, document, layer, budget)
-            if kind.reducible and selector.chooses(layer, len(kinds))
-            else document.prefixes(layer)
+        self._choices = {
+            layer: found
             for layer, kind in enumerate(kinds)
-        ]
+            if kind.reducible and selector.chooses(layer, len(kinds))
+            if (found := _choice(selector, document, layer, budget)) is not None
+        }
+        self._layers = [self._read(document.prefixes(layer), self._choices.get(layer)) for layer in range(len(kinds))]
 
     def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:  # noqa: ARG002
         return self._layers[layer]
 
+    def _read(self, prefixes: tuple[Prefix, ...], choice: Choice | None) -> tuple[Prefix, ...]:
+        """What is read of prefixes with this choice; all where there is none."""
+        if choice is None:
+            return prefixes
+        given = choice if self._within_attention else None
+        each = zip(require_packed(prefixes), choice.chosen, strict=True)
+        return tuple(SelectedPrefix(prefix, chosen, given) for prefix, chosen in each)
+
     @property
     def dense(self) -> bool:
         """Whether it reads all there is."""
-        return not any(isinstance(prefix, SelectedPrefix) for layer in self._layers for prefix in layer)
+        return not self._choices
 
 
-def _chosen_by_units(selector: UnitSelector, document: Attached, layer: int, budget: int) -> tuple[Prefix, ...]:
+class SentenceSelection(UnitSelection):
+    """The mean of the queries since the last end of a sentence chooses for the rest of the answer's sentence."""
+
+    _within_attention: ClassVar[bool] = False  # `advance` chooses
+
+    def __init__(
+        self, selector: SentenceKV, document: Attached, budget: int, kinds: Sequence[LayerKind], text: TextFormat
+    ) -> None:
+        """text: tells which tokens of the answer end a sentence. Raises as `UnitSelection`."""
+        super().__init__(selector, document, budget, kinds)
+        self._text = text
+        self._every_token = selector.refresh == "step"
+        self._reads_all = True
+        self._sums: dict[int, Tensor] = {}
+        """Of the queries that choose, `[q_heads, D]` fp32 of each layer that chooses."""
+        self._tokens = 0
+        """How many tokens have these queries."""
+
+    @property
+    def seen(self) -> Attached | Selection:
+        return self._document if self._reads_all else self
+
+    def observes(self, *, answering: bool) -> bool:
+        return self._reads_all or self._every_token or not answering
+
+    def observe(self, attended: Attended) -> None:
+        layer, query = attended.layer_idx, attended.queries[0, :, -1].float()  # of a question, its last token's
+        if layer in self._choices:
+            self._sums[layer] = query if self._reads_all else self._sums[layer] + query
+
+    def advance(self, answer: Sequence[int]) -> None:
+        if self._behind_a_sentence(answer):
+            self._reads_all = True
+        elif self._reads_all or self._every_token:
+            self._tokens = 1 if self._reads_all else self._tokens + 1
+            self._reads_all = False
+            for layer, choice in self._choices.items():
+                choose(self._sums[layer] / self._tokens, choice)
+
+    def _behind_a_sentence(self, answer: Sequence[int]) -> bool:
+        """Whether the answer's last token follows one that ends a sentence. The last token is known here, so the point
+        in 3.14 ends none."""
+        return len(answer) > 1 and self._text.segment_ends(answer[-4:], SENTENCE_ENDS)[-2]
+
+
+def _choice(selector: UnitSelector, document: Attached, layer: int, budget: int) -> Choice | None:
+    """How a query chooses at a layer; None where the budget has room for all entries."""
     prefixes = document.prefixes(layer)
     if sum(max(prefix.lengths) for prefix in require_packed(prefixes)) <= budget:
-        return prefixes
+        return None
     every = (each for part in document.parts for each in part.units(selector, layer))
     found = [(prefix, units) for prefix, units in every if max(prefix.lengths)]
     # Of several documents none has entries that are always read: they would fill the budget that all share.
@@ -102,7 +168,7 @@ def _chosen_by_units(selector: UnitSelector, document: Attached, layer: int, bud
             param="select.tokens",
         )
     room = tuple(Chosen.room(prefix.lengths, budget, prefix.keys.device) for prefix, _ in found)
-    choice = Choice(
+    return Choice(
         tuple(units for _, units in found),
         room,
         budget,
@@ -110,9 +176,9 @@ def _chosen_by_units(selector: UnitSelector, document: Attached, layer: int, bud
         relu=selector.relu,
         group=selector.group,
         columns=_on(selector.columns(layer), room[0].rows.device),
+        cut=selector.cut,
         force=alone,
     )
-    return tuple(SelectedPrefix(prefix, chosen, choice) for (prefix, _), chosen in zip(found, room, strict=True))
 
 
 def _on(columns: Tensor | None, device: torch.device) -> Tensor | None:
@@ -121,8 +187,6 @@ def _on(columns: Tensor | None, device: torch.device) -> Tensor | None:
 
 class PolicySelection(Selection):
     """A policy chooses once, by the last tokens of the question."""
-
-    observes = True
 
     def __init__(
         self, policy: Policy, document: Attached, budget: int, kinds: tuple[LayerKind, ...], view: DocumentView
@@ -136,11 +200,18 @@ class PolicySelection(Selection):
         self._observed: dict[int, Attended] = {}
         self._chosen: dict[int, tuple[Prefix, ...]] = {}
 
+    def observes(self, *, answering: bool) -> bool:
+        return not answering
+
     def observe(self, attended: Attended) -> None:
         before = self._observed.get(attended.layer_idx)
         self._observed[attended.layer_idx] = attended if before is None else _joined(before, attended)
 
-    def begin(self) -> None:
+    def advance(self, answer: Sequence[int]) -> None:
+        if len(answer) == 1:
+            self._choose()
+
+    def _choose(self) -> None:
         places = [layer for layer, stored in enumerate(self._stored) if stored is not None]
         for place, layer in enumerate(places):
             self._reducer.reduce(self._view(layer, place, len(places)))

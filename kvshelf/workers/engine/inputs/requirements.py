@@ -167,6 +167,24 @@ def require_own_keys(kinds: Sequence[LayerKind], name: str) -> None:
         )
 
 
+def require_sentences(
+    name: str, kinds: Sequence[LayerKind], documents: Sequence[Sequence[int]], *, has_text: bool
+) -> None:
+    """Refuse selector sentencekv where nobody knows the sentences of the answer, or of one of the documents, and where
+    queries cannot be compared with what is stored. documents: the ends of sentences of each."""
+    if not has_text:
+        why = f"needs the text of answers, and {name!r} has no tokenizer here"
+    elif any(kind.latents for kind in kinds):
+        why = f"compares queries with keys, and {name!r} stores latents"
+    elif not all(documents):
+        raise PolicyUnsupported(
+            "the cache has no sentence ends: it was made from token ids; take selector quest", param="select.method"
+        )
+    else:
+        return
+    raise PolicyUnsupported(f"selector 'sentencekv' {why}; take selector quest", param="select.method")
+
+
 def require_window(layer: int, found: int | None, told: int | None) -> None:
     """Refuse a model with a layer that has another window than its configuration tells."""
     if found != told:

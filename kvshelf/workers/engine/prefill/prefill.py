@@ -106,7 +106,9 @@ def run_prefill(
     made: dict[int, Compression] = {}
     for job, layers, reducer in zip(jobs, records, reduced, strict=True):
         next_position = job.policy.next_position(job.num_tokens, job.budget)
-        cache = CompressedCache(layers, job.num_tokens, next_position, job.identity, summary=summary.summary)
+        ends = job.document.stored_sentence_ends
+        made_of = (job.num_tokens, next_position, job.identity)
+        cache = CompressedCache(layers, *made_of, sentence_ends=ends, summary=summary.summary)
         made[id(job)] = Compression(cache, prefill_s, reducer.compress_s)
     return Prefill([made[id(level.job)].encoded(level.codec, encode) for level in group], reference)
 
