@@ -617,8 +617,8 @@ for name, value, reason in (
 @case("duplicate_key")
 def field_twice(p: Parts) -> None:
     packed = p.packed()
-    assert packed[0] == 0x86, "a map of six"
-    p.header = b"\x87" + packed[1:] + msgpack.packb("num_tokens") + msgpack.packb(40)
+    assert packed[0] == 0x87, "a map of seven"
+    p.header = b"\x88" + packed[1:] + msgpack.packb("num_tokens") + msgpack.packb(40)
 
 
 @case("newer_major")
