@@ -19,6 +19,10 @@ StateRole = Literal["conv", "recurrent"]
 ITEM_BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Of a number of a dtype that a blob can hold."""
 
+CODE_BYTES: Final = 8
+MAX_CODES: Final = 4096
+"""Codes of a layer in a summary: 32 KiB."""
+
 
 class StateShape(NamedTuple):
     """A state of a layer. number: of the states of this role. dims: without one for rows."""

@@ -22,7 +22,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from kvshelf.errors import PolicyUnsupported
-from kvshelf.store.artifact.blob.header import CODE_BYTES, MAX_CODES
+from kvshelf.store.artifact.shape import CODE_BYTES, MAX_CODES
 from kvshelf.workers.engine.attention.function import Attended
 from kvshelf.workers.engine.forward.passes import Passes
 from kvshelf.workers.engine.inputs.encode import REFERENCE_TOKENS

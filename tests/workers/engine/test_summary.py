@@ -12,8 +12,8 @@ from kvshelf.bench.models.small import small_model
 from kvshelf.bench.quality.retrieval import counter
 from kvshelf.bench.quality.tasks import make_document
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
-from kvshelf.store.artifact.blob.header import MAX_CODES
 from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.artifact.shape import MAX_CODES
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.inputs.job import Level
 from kvshelf.workers.engine.summary import LAYERS, _packed, _projections, score, unpacked

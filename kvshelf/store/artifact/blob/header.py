@@ -29,7 +29,7 @@ from kvshelf.store.artifact.blob.layer import (
 )
 from kvshelf.store.artifact.codecs import Codec, Precision
 from kvshelf.store.artifact.identity import Boundary, Identity, Layout, canonical_msgpack
-from kvshelf.store.artifact.shape import Shape
+from kvshelf.store.artifact.shape import CODE_BYTES, MAX_CODES, Shape
 
 HEADER_LIMIT: Final = 256 * 1024
 """Bytes. 200 layers of 128 ragged KV heads need about 160 KiB; reading 256 KiB takes at most 80 MB."""
@@ -43,10 +43,6 @@ _STRINGS: Final = frozenset({str})
 _SHOWN = 200  # characters of a name that a message repeats
 
 Text = Annotated[str, Field(max_length=HEADER_LIMIT)]
-
-CODE_BYTES: Final = 8
-MAX_CODES: Final = 4096
-"""Codes of a layer in a summary: 32 KiB."""
 
 
 def _whole(codes: bytes) -> bytes:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from kvshelf.store.artifact.blob.header import CODE_BYTES, MAX_CODES
 from kvshelf.store.artifact.codecs import BITS, RUN_ROWS, Codec, Precision
+from kvshelf.store.artifact.shape import CODE_BYTES, MAX_CODES
 from kvshelf.workers.model.layers import LayerKind, layer_kinds, reducible
 
 if TYPE_CHECKING:
