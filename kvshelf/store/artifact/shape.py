@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from kvshelf.errors import BlobError
-from kvshelf.store.artifact.identity import ModelIdentity
+
+if TYPE_CHECKING:
+    from kvshelf.store.artifact.identity import ModelIdentity
 
 StateRole = Literal["conv", "recurrent"]
 
