@@ -37,7 +37,8 @@ class Decoder:
         attention = 2 * self.hidden_size * (self.hidden_size + self.num_key_value_heads * head_dim)
         layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
         weights = self.num_hidden_layers * layer + self.hidden_size + self.vocab_size * self.hidden_size
-        return Shape(self.num_hidden_layers, self.num_key_value_heads, head_dim, 2, "meta", 2.0 * weights)
+        dims = (self.num_hidden_layers, self.num_key_value_heads, head_dim)
+        return Shape(*dims, itemsize=2, device="meta", flops=2.0 * weights, summarised=True)
 
 
 BUILT_IN: Final = {
