@@ -170,8 +170,8 @@ class SearchHit(ResponseBody):
 
 class Skipped(ResponseBody):
     """Caches of the filter that a search left out. `same_document`: older ones of a document; the newest stands for
-    all. `other_model`: of another model than the search's. `without_summary`: made where no summary could be, or before
-    there were any. `unreadable`: corrupt, or gone meanwhile."""
+    all. `other_model`: of another model than the search's. `without_summary`: no summary could be made of the
+    document. `unreadable`: corrupt, or gone meanwhile."""
 
     same_document: int = 0
     other_model: int = 0

@@ -230,7 +230,7 @@ def bytes_among_parameters(p: Parts) -> None:
 
 @case("field_malformed")
 def long_sentence_ends(p: Parts) -> None:
-    p.fields["sentence_ends"] = bytes(64 * 1024 + 1)
+    p.fields["sentence_ends"] = bytes(32 * 1024 + 1)
 
 
 @case("field_malformed")

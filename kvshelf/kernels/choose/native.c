@@ -1,18 +1,9 @@
 /* Units by their scores, the best until a budget of rows is full. */
 
 #include "choose.h"
+#include "ranks.h"
 
 enum { MOST_WIDTH = 256 };
-
-/* As ranks of `select/native.c`: ordered as the scores are, what is not finite above all. Above INT32_MIN, which is that
-   of forced units. */
-INLINE int32_t rank_of(float score) {
-    int32_t bits;
-    score += 0.0f;
-    memcpy(&bits, &score, sizeof bits);
-    if ((bits & 0x7f800000) == 0x7f800000) return INT32_MAX;
-    return bits ^ (bits >> 31 & INT32_MAX);
-}
 
 INLINE float number_at(const void *data, int64_t at, int64_t type) {
     if (type == FP32) return ((const float *)data)[at];
@@ -123,16 +114,6 @@ INLINE int64_t rows_of(const Units *units, int64_t first, int64_t unit) {
     return units->ends[unit] - (unit > first ? units->ends[unit - 1] : 0);
 }
 
-/* How many ranks are `least` or above. */
-static int64_t count_from(const int32_t *ranks, int64_t length, int32_t least) {
-    Ints found = {0};
-    int64_t i = 0, total = 0;
-    for (; i + LANES <= length; i += LANES) found -= *(const IntsAnywhere *)(ranks + i) >= least;
-    for (int lane = 0; lane < LANES; lane++) total += found[lane];
-    for (; i < length; i++) total += ranks[i] >= least;
-    return total;
-}
-
 /* Rows of the units of a head whose ranks are `least` or above: of none that is forced. */
 static int64_t rows_from(const Choice *a, int64_t head, const int32_t *ranks, int32_t least) {
     int64_t total = 0;
@@ -167,10 +148,7 @@ static void keep_better_half(const Choice *a, const Units *units, int64_t head, 
         memcpy(&found, room + p, sizeof found);
         room[p] = rank_of(found);
     }
-    uint32_t last = 0; /* the highest rank that more than `kept` reach */
-    for (uint32_t bit = (uint32_t)1 << 31; bit; bit >>= 1)
-        if (count_from(room, count, (int32_t)((last | bit) ^ 0x80000000)) > kept) last |= bit;
-    const int32_t least = (int32_t)(last ^ 0x80000000);
+    const int32_t least = rank_at(room, count, kept);
     int64_t tied = kept - (least < INT32_MAX ? count_from(room, count, least + 1) : 0);
     for (int64_t p = 0; p < count; p++) {
         const int better = room[p] > least || (room[p] == least && tied-- > 0);

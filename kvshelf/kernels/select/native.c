@@ -1,16 +1,6 @@
 /* Top-k of rows of scores by bisection, and the copy of what was chosen. */
 
-#include "native.h"
-
-/* A number that is ordered as the scores are; what is not finite is above all, and 0 and -0 are one. Above INT32_MIN,
-   which is that of protected entries. */
-INLINE int32_t rank_of(float score) {
-    int32_t bits;
-    score += 0.0f;
-    memcpy(&bits, &score, sizeof bits);
-    if ((bits & 0x7f800000) == 0x7f800000) return INT32_MAX;
-    return bits ^ (bits >> 31 & INT32_MAX);
-}
+#include "ranks.h"
 
 typedef struct {
     const float *scores;      /* [rows, length] */
@@ -20,30 +10,6 @@ typedef struct {
     int32_t *ranks;           /* [rows, length] */
     int64_t length, held;     /* held: protected entries */
 } Rows;
-
-/* How many ranks of a row are `least` or above. */
-static int64_t count_from(const int32_t *ranks, int64_t length, int32_t least) {
-    Ints found = {0};
-    int64_t i = 0, total = 0;
-    for (; i + LANES <= length; i += LANES) found -= *(const IntsAnywhere *)(ranks + i) >= least;
-    for (int lane = 0; lane < LANES; lane++) total += found[lane];
-    for (; i < length; i++) total += ranks[i] >= least;
-    return total;
-}
-
-/* A rank that exactly `wanted` of a row reach, or where there are ties the highest that at least as many reach: a bit at
-   a time from the highest one, in at most 32 passes of a compare and a sum over a row in the processor's cache. (A
-   histogram of digits passes less often, and waits for its own last store in most steps: norms share exponents.) */
-static int32_t rank_at(const int32_t *ranks, int64_t length, int64_t wanted) {
-    uint32_t found = 0;
-    for (uint32_t bit = (uint32_t)1 << 31; bit; bit >>= 1) {
-        const uint32_t raised = found | bit;
-        const int64_t reached = count_from(ranks, length, (int32_t)(raised ^ 0x80000000));
-        if (reached >= wanted) found = raised;
-        if (reached == wanted) break;
-    }
-    return (int32_t)(found ^ 0x80000000);
-}
 
 static void select_row(const void *context, int64_t row) {
     const Rows *a = context;

@@ -63,20 +63,20 @@ class ArrivingCache:
         """body: a file at the first byte of the body, which is read once, in order, and closed; or the body in memory,
         which must not change, because layers become views of it. read_ahead: whether a second thread may read ahead,
         see `Blobs.read_ahead`."""
-        self._summary = summary
+        self._header = header = summary.header
         self._body = None if isinstance(body, memoryview) else body
         self._memory = body if isinstance(body, memoryview) else None
         self._guard = guard
         self._resolved = 0  # layers that `read` has handed out
         self._turn = threading.Lock()  # held while the file is read, so that it is not closed meanwhile
-        self.identity = summary.header.to_identity()
-        self.num_tokens = summary.header.num_tokens
-        self.next_position = summary.header.next_position
-        self.codec = summary.header.codec
-        self.sentence_ends = summary.header.sentences
-        self.summary = tuple(summary.header.summary)
+        self.identity = header.to_identity()
+        self.num_tokens = header.num_tokens
+        self.next_position = header.next_position
+        self.codec = header.codec
+        self.sentence_ends = header.sentences
+        self.summary = tuple(header.summary)
         """As of a `CompressedCache`."""
-        self.shape = summary.header.shape
+        self.shape = header.shape
         self.repositioned = self.next_position != self.num_tokens
         self.num_layers = len(summary.header.layers)
         self.nbytes = summary.header.body_bytes
@@ -136,7 +136,7 @@ class ArrivingCache:
 
     def _read_layers(self, together: bool) -> None:
         memory = used_memory(self.nbytes) if self._memory is None else self._memory
-        layers = self._summary.header.layers
+        layers = self._header.layers
         sizes = [layer.nbytes for layer in layers]
         portions = [range(len(layers))] if together else list(portions_of(sizes))
         checked = handed = 0
@@ -158,7 +158,7 @@ class ArrivingCache:
             self._hand_out(range(handed, checked), memory)
 
     def _hand_out(self, checked: range, memory: memoryview) -> None:
-        header = self._summary.header
+        header = self._header
         body = Body(memory)
         with suppress(InvalidStateError):  # closed meanwhile; later layers have their error
             for index in checked:
@@ -186,7 +186,7 @@ class ArrivingCache:
                     yield batch
 
     def _fill(self, memory: memoryview, batch: range) -> None:
-        first, last = (self._summary.header.layers[index] for index in (batch[0], batch[-1]))
+        first, last = (self._header.layers[index] for index in (batch[0], batch[-1]))
         assert self._body is not None
         fill(self._body, memory[first.offset : last.offset + last.nbytes])
 

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, Self, TypeVar
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -55,6 +55,8 @@ class Calibration(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
+    param: ClassVar[str] = "policy"
+    """The field of a request that needs it."""
     format: Literal["kvshelf.calibration/1"] = "kvshelf.calibration/1"
     weights: str = Field(min_length=1)
     head_scores: tuple[tuple[Score, ...], ...] = Field(min_length=1)
@@ -108,6 +110,7 @@ class Chunks(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
+    param: ClassVar[str] = "select.method"
     format: Literal["kvshelf.chunks/1"] = "kvshelf.chunks/1"
     weights: str = Field(min_length=1)
     agreement: tuple[tuple[tuple[Share, ...], ...], ...] = Field(min_length=1)
@@ -150,12 +153,12 @@ def find(model: ModelIdentity, folder: str) -> Calibration:
             param="policy",
         )
     found, shape = load(path, Calibration), json.loads(model.attention)
-    _require_own(model, found.weights, path)
+    _require_own(model, found, path)
     has, wanted = (
         (len(found.head_scores), found.query_heads),
         (shape["num_hidden_layers"], shape["num_attention_heads"]),
     )
-    _require_shape(model, path, has, wanted, "{} layers of {} query heads")
+    _require_shape(model, path, has, wanted, "{} layers of {} query heads", found.param)
     return found
 
 
@@ -169,9 +172,9 @@ def find_chunks(model: ModelIdentity, folder: str, kv_heads: int) -> Chunks:
             param="select.method",
         )
     found, shape = load(path, Chunks), json.loads(model.attention)
-    _require_own(model, found.weights, path)
+    _require_own(model, found, path)
     has, wanted = (len(found.agreement), len(found.agreement[0])), (shape["num_hidden_layers"], kv_heads)
-    _require_shape(model, path, has, wanted, "{} layers of {} KV heads")
+    _require_shape(model, path, has, wanted, "{} layers of {} KV heads", found.param)
     return found
 
 
@@ -225,7 +228,7 @@ def load(path: Path, kind: type[Measured]) -> Measured:
     try:
         if path.stat().st_size > _LARGEST_FILE:
             raise PolicyUnsupported(
-                f"the calibration {path} has over {_LARGEST_FILE} bytes and is none", param="policy"
+                f"the calibration {path} has over {_LARGEST_FILE} bytes and is none", param=kind.param
             )
         return kind.model_validate_json(path.read_bytes())
     except ValidationError as error:
@@ -234,10 +237,10 @@ def load(path: Path, kind: type[Measured]) -> Measured:
         raise PolicyUnsupported(
             f"the calibration {path} is broken{f' at {where}' if where else ''}: {first['msg']}; make it again with "
             "kvshelf calibrate",
-            param="policy",
+            param=kind.param,
         ) from error
     except OSError as error:
-        raise PolicyUnsupported(f"the calibration {path} cannot be read: {error}", param="policy") from error
+        raise PolicyUnsupported(f"the calibration {path} cannot be read: {error}", param=kind.param) from error
 
 
 def require_writable(path: Path) -> None:
@@ -256,21 +259,23 @@ def save(measured: Calibration | Chunks, path: Path) -> None:
         file.write(measured.model_dump_json(indent=1).encode() + b"\n")
 
 
-def _require_own(model: ModelIdentity, weights: str, path: Path) -> None:
-    if weights != model.weights:
+def _require_own(model: ModelIdentity, found: Calibration | Chunks, path: Path) -> None:
+    if found.weights != model.weights:
         raise PolicyUnsupported(
-            f"the calibration {path} is of other weights ({weights[:16]}) than those of {model.name!r} as "
+            f"the calibration {path} is of other weights ({found.weights[:16]}) than those of {model.name!r} as "
             f"{model.dtype} ({model.weights[:16]}); make one for these: {_command(model)}",
-            param="policy",
+            param=found.param,
         )
 
 
-def _require_shape(model: ModelIdentity, path: Path, has: tuple[int, int], wanted: tuple[int, int], what: str) -> None:
+def _require_shape(
+    model: ModelIdentity, path: Path, has: tuple[int, int], wanted: tuple[int, int], what: str, param: str
+) -> None:
     if has != wanted:
         raise PolicyUnsupported(
             f"the calibration {path} has {what.format(*has)}, and {model.name!r} has {wanted[0]} of {wanted[1]}; make "
             f"it again: {_command(model)}",
-            param="policy",
+            param=param,
         )
 
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:  # a view is also made without a model
 
 Each = TypeVar("Each")
 
-MAX_SENTENCES = 16384
-"""Of which a cache stores the ends: 330,000 tokens of prose. Up to a million tokens these take 32 KiB at most."""
+MAX_SENTENCES = 8192
+"""Of which a cache stores the ends: 165,000 tokens of prose. Up to a million tokens these take 16 KiB at most."""
 
 
 class Ranks(Protocol):

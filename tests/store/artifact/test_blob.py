@@ -20,6 +20,7 @@ from kvshelf.store.artifact.codecs import Codec
 from kvshelf.store.artifact.encoding import encode
 from kvshelf.store.artifact.identity import Identity, ModelIdentity
 from kvshelf.store.artifact.records import Kept, Merged, Parts
+from kvshelf.store.artifact.shape import CODE_BYTES, MAX_CODES
 from tests.amounts import amount
 from tests.store.caches import (
     golden_caches,
@@ -184,8 +185,11 @@ def test_the_header_has_every_field_of_an_identity() -> None:
 def test_two_hundred_layers_of_128_ragged_heads_fit() -> None:
     lengths = [[(head * 7 + layer) % 30 for head in range(128)] for layer in range(200)]
     cache = make_cache(num_tokens=30, lengths=lengths, dims=(1, 1))
+    cache = replace(cache, sentence_ends=(29,), summary=(bytes(MAX_CODES * CODE_BYTES),) * 2)
     for codec in ("int4:residual=5", "none")[: amount(1, 2)]:
-        require_equal(cache.encoded(codec), CompressedCache.from_bytes(cache.to_bytes(codec)))
+        data = cache.to_bytes(codec)
+        require_equal(cache.encoded(codec), CompressedCache.from_bytes(data))
+        assert len(blob.inspect(data).header.pack()) + headers.SENTENCE_BYTES <= headers.HEADER_LIMIT
 
 
 @pytest.mark.parametrize(

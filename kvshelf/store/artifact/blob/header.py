@@ -34,8 +34,8 @@ from kvshelf.store.artifact.shape import CODE_BYTES, MAX_CODES, Shape
 HEADER_LIMIT: Final = 256 * 1024
 """Bytes. 200 layers of 128 ragged KV heads need about 160 KiB; reading 256 KiB takes at most 80 MB."""
 
-SENTENCE_BYTES: Final = 64 * 1024
-"""Most bytes of the ends of sentences: with the layers of the largest models they fit the header."""
+SENTENCE_BYTES: Final = 32 * 1024
+"""Most bytes of the ends of sentences: with a summary of 64 KiB and the layers of the largest models they fit."""
 
 _MAX_MAP = 256
 _MAX_DEPTH = 32
