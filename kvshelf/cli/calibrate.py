@@ -3,6 +3,8 @@ frequency chunks for selector fasa."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -96,13 +98,8 @@ def _transforms(engine: Engine, path: Path, texts: list[Path]) -> None:
     from kvshelf.atomic import written
     from kvshelf.workers.engine.transform_search import find_transforms
 
-    with progress_bar() as progress:
-        task = progress.add_task(f"transforms of {engine.name}", total=None)
-        data = find_transforms(
-            engine,
-            _documents(engine, texts),
-            report=lambda done, total: progress.update(task, completed=done, total=total),
-        )
+    with _reporting(f"transforms of {engine.name}") as report:
+        data = find_transforms(engine, _documents(engine, texts), report=report)
     with written(path) as file:
         file.write(data)
 
@@ -111,14 +108,17 @@ def _chunks(engine: Engine, path: Path, texts: list[Path]) -> None:
     from kvshelf.workers.engine.chunk_search import find_chunks
     from kvshelf.workers.model import calibration
 
-    with progress_bar() as progress:
-        task = progress.add_task(f"chunks of {engine.name}", total=None)
-        found = find_chunks(
-            engine,
-            _documents(engine, texts),
-            report=lambda done, total: progress.update(task, completed=done, total=total),
-        )
+    with _reporting(f"chunks of {engine.name}") as report:
+        found = find_chunks(engine, _documents(engine, texts), report=report)
     calibration.save(found, path)
+
+
+@contextmanager
+def _reporting(title: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar, as what is called with how much is done, and of how much."""
+    with progress_bar() as progress:
+        task = progress.add_task(title, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def _documents(engine: Engine, texts: list[Path]) -> list[list[int]]:

@@ -3,8 +3,9 @@ measured."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.table import Table
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from kvshelf.api import PolicyObject, SelectorObject
 
 _REMOVED = (0.5, 0.75, 0.875, 0.9375)
+
+ListedT = TypeVar("ListedT", "PolicyObject", "SelectorObject")
 
 
 def policies(
@@ -31,28 +34,9 @@ def policies(
     Lists the policies of this version, or with --url those of a service. With NAME, shows one policy in full.
     """
     with _common.named_errors(as_json=as_json):
-        found = _found(url, as_json)
-        if name is not None:
-            names = [policy.id for policy in found]
-            if name not in names:
-                raise InvalidRequest(
-                    f"unknown policy {name!r}{nearest(name, names)}; `kvshelf policies` lists them", param="policy"
-                )
-            found = [found[names.index(name)]]
-    if as_json:
-        for policy in found:
-            _common.print_object(policy)
-    elif name is not None:
-        _show(found[0])
-    else:
-        headings = ["POLICY", "WHAT IT KEEPS", "CHOOSE IT", *(f"{100 * removed:.4g} %" for removed in _REMOVED)]
-        rows = [
-            (each.id, each.summary, each.advice or "-", *(_exact(each.measured, removed) for removed in _REMOVED))
-            for each in found
-        ]
-        console = _common.table_console()
-        console.print(_table(headings, rows))
-        console.print(_LEGEND, style="dim")
+        found = _named(_found(url, as_json), name, "policy", "policies")
+    numbers = {f"{100 * removed:.4g} %": partial(_exact, removed=removed) for removed in _REMOVED}
+    _print(found, name, ("POLICY", "WHAT IT KEEPS"), numbers, _LEGEND, as_json=as_json)
 
 
 def selectors(
@@ -67,26 +51,40 @@ def selectors(
     Lists the selectors of this version, or with --url those of a service. With NAME, shows one selector in full.
     """
     with _common.named_errors(as_json=as_json):
-        found = _found_selectors(url, as_json)
-        if name is not None:
-            names = [selector.id for selector in found]
-            if name not in names:
-                raise InvalidRequest(
-                    f"unknown selector {name!r}{nearest(name, names)}; `kvshelf selectors` lists them", param="select"
-                )
-            found = [found[names.index(name)]]
+        found = _named(_found_selectors(url, as_json), name, "selector", "selectors")
+    numbers = {f"1/{round(1 / share)}": partial(_read, share=share) for share in _SHARES}
+    _print(found, name, ("SELECTOR", "WHAT IT READS"), numbers, _SELECTORS_LEGEND, as_json=as_json)
+
+
+def _named(found: list[ListedT], name: str | None, kind: str, command: str) -> list[ListedT]:
+    """Those of this name, or all. Raises `InvalidRequest` for a name that none has."""
+    names = [each.id for each in found]
+    if name is not None and name not in names:
+        raise InvalidRequest(
+            f"unknown {kind} {name!r}{nearest(name, names)}; `kvshelf {command}` lists them", param=kind
+        )
+    return [each for each in found if name in (None, each.id)]
+
+
+def _print(
+    found: Sequence[PolicyObject | SelectorObject],
+    name: str | None,
+    headings: tuple[str, str],
+    numbers: Mapping[str, Callable[[list[dict[str, Any]]], str]],
+    legend: str,
+    *,
+    as_json: bool,
+) -> None:
+    """A table with a column for each of `numbers`, which are made of measured rows; or one object in full."""
     if as_json:
-        for selector in found:
-            _common.print_object(selector)
+        for each in found:
+            _common.print_object(each)
     elif name is not None:
         _show(found[0])
     else:
-        rows = [[_read(row.measured, share) for share in _SHARES] for row in found]
-        told = [(each.id, each.summary, each.advice or "-") for each in found]
-        headings = ["SELECTOR", "WHAT IT READS", "CHOOSE IT", *(f"1/{round(1 / share)}" for share in _SHARES)]
         console = _common.table_console()
-        console.print(_table(headings, [(*texts, *cells) for texts, cells in zip(told, rows, strict=True)]))
-        console.print(_SELECTORS_LEGEND, style="dim")
+        console.print(_table(found, headings, numbers))
+        console.print(legend, style="dim")
 
 
 _SHARES = (0.25, 0.125, 0.0625, 0.03125)
@@ -131,16 +129,21 @@ def _found(url: str | None, as_json: bool) -> list[PolicyObject]:
         return [PolicyObject.model_validate(info.to_dict()) for info in catalog()]
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """The first column is a name, the next two are texts, the others numbers."""
+def _table(
+    found: Sequence[PolicyObject | SelectorObject],
+    headings: tuple[str, str],
+    numbers: Mapping[str, Callable[[list[dict[str, Any]]], str]],
+) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 1, 0))
     table.add_column(headings[0], no_wrap=True)
-    for heading in headings[1:3]:
+    for heading in (headings[1], "CHOOSE IT"):
         table.add_column(heading, ratio=3)
-    for heading in headings[3:]:
+    for heading in numbers:
         table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
+    for each in found:
+        table.add_row(
+            each.id, each.summary, each.advice or "-", *(number(each.measured) for number in numbers.values())
+        )
     return table
 
 

@@ -1,4 +1,4 @@
-"""`kvshelf bench quality`, `kvshelf bench memory`, `kvshelf bench retrieval` and `kvshelf bench search`."""
+"""`kvshelf bench quality`, `memory`, `retrieval`, `together` and `search`."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def together(
     policy: Annotated[str, typer.Option("--policy", help="Of every cache.")] = "full",
     codec: Annotated[str, typer.Option("--codec", help="Of every cache.")] = "int4",
     select: Annotated[
-        str, typer.Option("--select", help="Also with answers that read a quarter of one document.")
+        str, typer.Option("--select", help="Also measured: a selector that reads as much as a quarter of one document.")
     ] = "fasa",
     seed: Annotated[int, typer.Option("--seed", min=0, help="Another set of documents.")] = 0,
     output: Output = None,
@@ -230,17 +230,10 @@ def together(
                     codec=codec, selector=select, seed=seed, progress=step,
                 )
             )  # fmt: skip
-    headings = (
-        "documents",
-        "questions",
-        "together",
-        "95 %",
-        "one prefill",
-        "the right one alone",
-        "first source",
-        select,
+    headings = ("documents", "questions", "together", "95 %", "one prefill", "the right one alone", "first source")
+    table = Table(
+        *headings, select, "first token", title=f"{model}, {policy}, {codec}: {tokens} tokens each, exact answers"
     )
-    table = Table(*headings, "first token", title=f"{model}, {policy}, {codec}: {tokens} tokens each, exact answers")
     for row in rows:
         share = [
             f"{100 * found / row.questions:.1f} %" for found in (row.exact, row.alone, row.first_source, row.selected)
@@ -249,14 +242,8 @@ def together(
         interval = f"{row.low:.1%} - {row.high:.1%}"
         cells = (f"{row.documents}", f"{row.questions}", share[0], interval, joined, *share[1:3])
         table.add_row(*cells, f"{share[3]} of {row.select_tokens}", f"{row.first_token.median:.2f} of single ones")
-    report: dict[str, Any] = {
-        "bench": "together",
-        "model": model,
-        "policy": policy,
-        "codec": codec,
-        "machine": machine(),
-    }
-    publish(report | {"rows": rows}, [table], output, as_json)
+    report: dict[str, Any] = {"bench": "together", "model": model, "policy": policy, "codec": codec}
+    publish(report | {"machine": machine(), "rows": rows}, [table], output, as_json)
 
 
 def search(
