@@ -231,7 +231,7 @@ def ask(
 
 
 Named = tuple[str, str]
-"""What people call a cache, and its id."""
+"""A cache as the output names it, and its id."""
 
 
 def _best(client: Client, question: str, labels: Mapping[str, str] | None, most: int) -> list[Named]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
@@ -11,9 +11,6 @@ import pytest
 from kvshelf import CompressedCache, Engine
 from tests.service.conftest import created, refused
 from tests.service.scrape import moving
-
-if TYPE_CHECKING:
-    pass
 
 MODEL = "random-tiny"
 BLOB = {"content-type": "application/octet-stream"}

@@ -115,8 +115,9 @@ def test_chunks_that_are_not_this_model_s_are_refused(engine: Engine, llama):
     ):
         path.write_text(json.dumps(said | change))
         cache = engine.compress(llama.ids[:200], policy="full")
-        with pytest.raises(PolicyUnsupported, match=words):
+        with pytest.raises(PolicyUnsupported, match=words) as refused:
             engine.answer(cache, ids(5), select="fasa", select_tokens=50)
+        assert refused.value.param == "select.method"
 
 
 def test_short_texts_are_refused(llama):
