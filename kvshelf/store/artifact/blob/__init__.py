@@ -64,8 +64,8 @@ def check_segment(index: int, layer: Layer, segment: memoryview) -> None:
 
 
 def check_runs(index: int, layer: Layer, segment: memoryview) -> None:
-    """Raise `BlobError` unless the digest of every run is that of its rows. For blobs from outside; those on a shelf were
-    checked when they came, and their root digest has not changed."""
+    """Raise `BlobError` unless the digest of every run is that of its rows. For blobs from outside: those on a shelf
+    were checked when they came, and their root digest has not changed."""
     digests = segment[layer.digests.offset :]
     for run, found in enumerate(run_digests(layer, [segment])):
         require_run(index, run, found, digests)
