@@ -117,6 +117,19 @@ class Codec:
                 f"{num_tokens} tokens; lower compression_ratio or the shares"
             )
 
+    def require_blocks(self, block: int) -> None:
+        """Raise `InvalidRequest` unless the entries of each block of an index stay together."""
+        if self.name == "mixed" or self.classes:
+            raise refused(
+                f"codec {self} stores some entries of a block apart from the others, and an index needs them together; "
+                "take none, int8, int4, int2 or klt without classes"
+            )
+        if self.name in BITS and block % self.group:
+            raise refused(
+                f"under codec {self} {self.group} entries share a scale, and blocks of an index have {block}; take "
+                "blocks of a multiple"
+            )
+
     @property
     def precisions(self) -> set[tuple[Precision, int]]:
         """Every precision that a record may have under this codec, with its group size (0 for none)."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvshelf.kernels.quantize.rows import QuantizedRows
 from kvshelf.store.artifact.codecs import BITS, Codec, Precision, refused
 from kvshelf.store.artifact.packed import Packed
-from kvshelf.store.artifact.records import Entries, PackedRecord, Parts, parts_of
+from kvshelf.store.artifact.records import Entries, Indexed, PackedRecord, Parts, parts_of
 
 
 class LayerCoder(Protocol):
@@ -38,6 +38,9 @@ def encode(
     if codec.name == "none":
         return record
     parts = parts_of(record)
+    for part in parts:
+        if isinstance(part, Indexed):
+            codec.require_blocks(part.block)
     if codec.name == "klt":
         if coder is None:
             raise refused("codec klt needs the transforms of the model; encode the cache by its engine: Engine.encoded")

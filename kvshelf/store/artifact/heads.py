@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvshelf.kernels.quantize.rows import QuantizedRows, Rows
 from kvshelf.store.artifact.packed import offsets_of
-from kvshelf.store.artifact.records import Entries, Merged, PackedRecord, Parts
+from kvshelf.store.artifact.records import Entries, Indexed, Merged, PackedRecord, Parts
 
 
 def cut(entries: Entries, first: int, last: int) -> Entries:
@@ -76,6 +76,8 @@ def _joined(records: Sequence[PackedRecord]) -> PackedRecord:
         "offsets": offsets_of(list(chain.from_iterable(record.lengths for record in records))),
         "importance": None if first.importance is None else of_all("importance"),
     }
+    if isinstance(first, Indexed):  # a summary has a part of each query head
+        fields["summaries"] = torch.cat([each.summaries for each in records if isinstance(each, Indexed)], dim=1)
     if isinstance(first, Merged):
         lengths = chain.from_iterable(record.slot_lengths for record in records if isinstance(record, Merged))
         fields |= {name: of_all(name) for name in _SLOTS} | {"slot_offsets": tuple(accumulate(lengths, initial=0))}

@@ -1,6 +1,7 @@
 """Layer records: the entries kept of one layer of a KV cache, and how attention reads them.
 
 `Kept`     some of the entries, unchanged
+`Indexed`  the first entries of every head, with a summary of each block of them, by which a question finds blocks
 `Window`   the last entries of a layer with a sliding window, all of them
 `Chunk`    those of the document's unfinished chunk, of a layer with chunked attention
 `Latents`  latents of some of the tokens, from which the model makes the keys and values of all heads (MLA)
@@ -29,8 +30,9 @@ from kvshelf.store.artifact.seen import tokens_seen
 from kvshelf.store.artifact.shape import StateRole, StateShape
 
 __all__ = [
-    "Chunk", "Entries", "Kept", "Latents", "LayerRecord", "Merged", "PackedRecord", "Parts", "Recent", "RopeMode",
-    "Rotate", "State", "States", "Window", "entries_of", "is_latent", "parts_of", "states_of", "with_entries",
+    "Chunk", "Entries", "Indexed", "Kept", "Latents", "LayerRecord", "Merged", "PackedRecord", "Parts", "Recent",
+    "RopeMode", "Rotate", "State", "States", "Window", "entries_of", "is_latent", "parts_of", "states_of",
+    "with_entries",
 ]  # fmt: skip
 
 
@@ -55,6 +57,38 @@ class Kept(Packed):
     def select(self, chosen: Tensor) -> Self:
         """The entries that `chosen` `[entries]` bool marks. For records that are not quantized."""
         return replace(self, **self._selected(chosen))
+
+
+@dataclass(frozen=True, eq=False)
+class Indexed(Kept):
+    """The first tokens of a document, the same in every head, and an index of them: a summary of each `block` tokens.
+
+    The last block may be shorter. What a summary is, the policy that made it says. summaries: `[blocks, W]` bf16.
+    A blob stores the index before the rows, and each block with a digest of its own, so that a question reads the
+    blocks that it chooses by the index.
+    """
+
+    kind: ClassVar[Literal["indexed"]] = "indexed"  # type: ignore[assignment]
+
+    block: int = field(kw_only=True)
+    summaries: Tensor = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.uniform
+        assert self.summaries.shape[0] == -(-self.lengths[0] // self.block)
+        assert self.summaries.dtype == torch.bfloat16
+
+    def select(self, chosen: Tensor) -> Kept:  # type: ignore[override]
+        """See `Kept.select`. The index stays with the first tokens; other entries have none."""
+        selected = self._selected(chosen)
+        if not bool(chosen[0]):
+            return Kept(**selected)
+        blocks = -(-selected["offsets"][1] // self.block)
+        return Indexed(**selected, block=self.block, summaries=self.summaries[:blocks])
+
+    def _tensors(self) -> tuple[str, ...]:
+        return (*super()._tensors(), "summaries")
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 from kvshelf.api import Quality
 from kvshelf.errors import InvalidRequest, ModelMismatch, PolicyUnsupported
 from kvshelf.store.artifact.arriving import ArrivingCache
+from kvshelf.store.artifact.blob.reading import PartialCache
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.codecs import Codec
 from kvshelf.store.artifact.coder import Coder
@@ -25,12 +26,13 @@ from kvshelf.store.artifact.packed import Rotate
 from kvshelf.store.artifact.shape import LayerShape
 from kvshelf.store.artifact.transforms import Transforms
 from kvshelf.workers.engine.attention.attached import AttachedCache
-from kvshelf.workers.engine.attention.attachment import Attached, Attachment, JointAttachment
+from kvshelf.workers.engine.attention.attachment import Attached, Attachment, JointAttachment, PartialAttachment
 from kvshelf.workers.engine.attention.function import kvshelf_attention
 from kvshelf.workers.engine.attention.inspection import layer_shapes
 from kvshelf.workers.engine.decode.batch import DecodeBatch
 from kvshelf.workers.engine.decode.generation import Answer, Checkpoint, Generation, Progress, Sampling
 from kvshelf.workers.engine.decode.selection import (
+    BlockSelection,
     PolicySelection,
     Selection,
     SentenceSelection,
@@ -65,10 +67,12 @@ from kvshelf.workers.model.text import EncodedDocument, TextFormat
 from kvshelf.workers.policies import DEFAULT_POLICY, build
 from kvshelf.workers.policies.base import Policy, ScoringPolicy
 from kvshelf.workers.policies.budgets import Budget
+from kvshelf.workers.policies.infllm import InfLLM
 from kvshelf.workers.selectors import build as build_selector
 from kvshelf.workers.selectors.base import UnitSelector
 from kvshelf.workers.selectors.by_policy import ByPolicy
 from kvshelf.workers.selectors.fasa import Fasa
+from kvshelf.workers.selectors.infllm import InfLLM as InfLLMBlocks
 from kvshelf.workers.selectors.sentencekv import SentenceKV
 
 if TYPE_CHECKING:
@@ -265,6 +269,8 @@ class Engine:
         the job keeps, and as `coder` does."""
         chosen = Codec.parse(codec)
         chosen.require_kept(job.budget.tokens, job.num_tokens)
+        if isinstance(job.policy, InfLLM):
+            chosen.require_blocks(job.policy.block)
         return Level(job, codec, self.coder.transforms if chosen.name == "klt" else None)
 
     def run(self, job: Job, *, checkpoint: Checkpoint | None = None) -> Compression:
@@ -532,7 +538,7 @@ class Engine:
         Thread-safe."""
         return self._encoder.query(cache.identity.boundary, prompt)
 
-    def require_own(self, cache: CompressedCache | ArrivingCache) -> None:
+    def require_own(self, cache: CompressedCache | ArrivingCache | PartialCache) -> None:
         """Raises `ModelMismatch` for a cache of another model, `BlobError` for one that this model cannot have made."""
         self.identity.require_match(cache.identity.model)
         cache.shape.require_bounds(self.identity)
@@ -553,6 +559,19 @@ class Engine:
             found = Attachment(cache, self.passes.devices.layers, self.rotate, coder, heads=heads)
             self._attachments[cache] = found
         return found
+
+    def can_read_part_of(self, cache: PartialCache) -> bool:
+        """Whether questions that select by an index may leave rows of this cache on the shelf: it has one, and its rows
+        are read in place, on a CPU, by one process."""
+        devices = self.passes.devices.layers
+        in_place = self.passes.ranks is None and all(device.type == "cpu" for device in devices)
+        return in_place and cache.identity.policy == InfLLM.name and not cache.identity.transforms
+
+    def attach_part(self, cache: PartialCache) -> PartialAttachment:
+        """`attach`, for a cache of which questions read what they select. Raises as `require_own` does."""
+        assert self.can_read_part_of(cache)
+        self.require_own(cache)
+        return PartialAttachment(cache, self.passes.devices.layers[0], self.rotate)
 
     def joined(self, documents: Sequence[Attachment]) -> Attached:
         """Several documents for one question, whose tokens see all of each. Thread-safe.
@@ -654,11 +673,22 @@ class Engine:
         return self._by_policy(selector.at(question_tokens), document, budget, frozenset(params or {}))
 
     def _by_units(self, selector: UnitSelector, document: Attached, budget: int) -> UnitSelection:
+        if isinstance(selector, InfLLMBlocks):
+            return BlockSelection(selector, document, budget, self._seen_kinds, self._rope_of_queries())
         if not isinstance(selector, SentenceKV):
             return UnitSelection(selector, document, budget, self._seen_kinds)
         ends = [part.sentence_ends for part in document.parts]
         require_sentences(self.name, self._seen_kinds, ends, has_text=self.text is not None)
         return SentenceSelection(selector, document, budget, self._seen_kinds, self.require_text("select.method"))
+
+    def _rope_of_queries(self) -> Rope:
+        if self.rope is None or self.rope.length_dependent:
+            raise PolicyUnsupported(
+                "selector infllm compares queries and keys without their rotation, and that of "
+                f"{self.name!r} cannot be undone; take selector quest",
+                param="select.method",
+            )
+        return self.rope
 
     def _by_policy(
         self, policy: Policy, document: Attached, budget: int, given: frozenset[str]

@@ -17,6 +17,7 @@ from kvshelf.workers.policies.ems import EMS
 from kvshelf.workers.policies.expected_attention import ExpectedAttention
 from kvshelf.workers.policies.full import Full
 from kvshelf.workers.policies.h2o import H2O
+from kvshelf.workers.policies.infllm import InfLLM
 from kvshelf.workers.policies.info import ParameterInfo, PolicyInfo, measured_rows
 from kvshelf.workers.policies.installed import installed
 from kvshelf.workers.policies.keydiff import KeyDiff
@@ -51,6 +52,7 @@ _OURS: Mapping[str, type[Policy]] = {
         EMS,
         ExpectedAttention,
         H2O,
+        InfLLM,
         KeyDiff,
         Knorm,
         KVcues,

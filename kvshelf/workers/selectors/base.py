@@ -65,10 +65,13 @@ class StoredLayer:
 @dataclass(frozen=True)
 class UnitSelector(Selector):
     """Chooses units of consecutive entries, by scores that are products of a query and summaries: see
-    `kernels.choose`. The tokens of the question read all entries."""
+    `kernels.choose`. The tokens of the question read all entries, unless it chooses `by_index`."""
 
     cut: ClassVar[bool] = False
     """Whether the last unit is cut where the budget ends."""
+    by_index: ClassVar[bool] = False
+    """Whether it chooses by the index that the cache stores (`Indexed`): for all heads of a layer together, and for the
+    tokens of the question, too. Rows that are not chosen are then not read from the shelf."""
     relu: ClassVar[float] = 0.0
     """The factor of the positive part of a query beside a unit's range."""
 
@@ -88,7 +91,7 @@ class UnitSelector(Selector):
 
     @abstractmethod
     def units(self, stored: StoredLayer) -> list[Units]:
-        """The units of each prefix of a layer, made once for all questions."""
+        """The units of each prefix of a layer, made once for all questions; `by_index`, those of one head for all."""
 
     def columns(self, layer: int) -> Tensor | None:  # noqa: ARG002
         """The channels of a query that the columns of the summaries stand for; see `Choice`."""

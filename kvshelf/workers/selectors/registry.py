@@ -11,12 +11,13 @@ from kvshelf.workers.policies.registry import POLICIES, paragraphs, parameters_o
 from kvshelf.workers.selectors.base import Selector, UnitSelector
 from kvshelf.workers.selectors.by_policy import ByPolicy, can_select
 from kvshelf.workers.selectors.fasa import Fasa
+from kvshelf.workers.selectors.infllm import InfLLM
 from kvshelf.workers.selectors.info import SelectorInfo, measured_rows
 from kvshelf.workers.selectors.mpcache import MPCache
 from kvshelf.workers.selectors.quest import Quest
 from kvshelf.workers.selectors.sentencekv import SentenceKV
 
-UNIT_SELECTORS: Mapping[str, type[UnitSelector]] = {cls.name: cls for cls in (Quest, Fasa, MPCache, SentenceKV)}
+UNIT_SELECTORS: Mapping[str, type[UnitSelector]] = {cls.name: cls for cls in (Quest, Fasa, InfLLM, MPCache, SentenceKV)}
 
 _PREFIX = "policy:"
 

@@ -20,7 +20,8 @@ ALIGNMENT: Final = 64
 """Bytes: a cache line, and the widest vector register. Every array and every segment begins at a multiple of it."""
 
 RUN_ROWS: Final = 1024
-"""Rows of each head that have a digest of their own: a multiple of every codec's group, so that runs share no scale."""
+"""Rows of each head that have a digest of their own: a multiple of every codec's group, so that runs share no scale. In
+an indexed record they are those of a block."""
 
 DIGEST_BYTES: Final = 32
 
@@ -112,6 +113,19 @@ class KeptHeader(_RecordFields):
     kind: Literal["kept"]
 
 
+class IndexedHeader(_RecordFields):
+    """One `Indexed` record. width: W, numbers of a block's summary."""
+
+    kind: Literal["indexed"]
+    block: Size
+    width: Size
+
+    @property
+    def blocks(self) -> int:
+        """Of each head."""
+        return -(-max(self.lengths) // self.block)
+
+
 class WindowHeader(_RecordFields):
     """One `Window` record."""
 
@@ -151,7 +165,7 @@ class MergedHeader(_RecordFields):
 RECENT: Final = WindowHeader, ChunkHeader
 """The headers of `Recent` records."""
 
-RecordHeader = KeptHeader | WindowHeader | ChunkHeader | LatentsHeader | MergedHeader
+RecordHeader = KeptHeader | IndexedHeader | WindowHeader | ChunkHeader | LatentsHeader | MergedHeader
 
 
 class StateHeader(Strict):
@@ -302,8 +316,8 @@ class Layer(Strict):
         for record, runs, array, span in self._arrays_in_runs():
             start = span.offset
             for length in record.lengths:
-                for run, first in zip(runs, range(0, length, RUN_ROWS), strict=False):
-                    nbytes = array.nbytes(min(RUN_ROWS, length - first))
+                for run, first in zip(runs, range(0, length, run_rows(record)), strict=False):
+                    nbytes = array.nbytes(min(run_rows(record), length - first))
                     found[run].append(Span(start, nbytes))
                     start += nbytes
         return found
@@ -354,6 +368,8 @@ def array_sizes(record: RecordHeader, dims: Dims) -> dict[str, int | None]:
     if record.codec == "klt":
         sizes |= {"keys_coded": None, "values_coded": None}
     sizes["positions"] = None
+    if isinstance(record, IndexedHeader):
+        sizes["summaries"] = record.blocks * record.width * ITEM_BYTES["bfloat16"]
     if isinstance(record, MergedHeader):
         slots = sum(record.slot_lengths)
         sizes["slot_positions"] = None
@@ -380,10 +396,15 @@ def row_arrays(record: RecordHeader, dims: Dims) -> list[RowArray]:
 
 def run_count(record: RecordHeader) -> int:
     """How many runs a record has: none if one would hold all of its rows, or if it is read whole at any length."""
-    if record.codec == "klt" or not isinstance(record, KeptHeader | LatentsHeader):
+    if record.codec == "klt" or not isinstance(record, KeptHeader | IndexedHeader | LatentsHeader):
         return 0
-    runs = -(-max(record.lengths) // RUN_ROWS)
+    runs = -(-max(record.lengths) // run_rows(record))
     return runs if runs > 1 else 0
+
+
+def run_rows(record: RecordHeader) -> int:
+    """Rows of each head in a run."""
+    return record.block if isinstance(record, IndexedHeader) else RUN_ROWS
 
 
 def class_bytes(lengths: list[int]) -> int:
@@ -415,6 +436,8 @@ def _check_record(where: str, record: RecordHeader, dims: Dims, num_tokens: int)
         raise BlobError(f"{where} has latents of {len(record.lengths)} heads; they have one", reason="inconsistent")
     if isinstance(record, RECENT):
         _check_recent(where, record, num_tokens)
+    if isinstance(record, IndexedHeader):
+        _check_indexed(where, record)
     if isinstance(record, MergedHeader):
         _check_lengths(where, "slots", record.slot_lengths, num_tokens)
         if len(record.slot_lengths) != len(record.lengths):
@@ -433,6 +456,20 @@ def _check_recent(where: str, record: WindowHeader | ChunkHeader, num_tokens: in
         raise BlobError(
             f"{where} has {record.kind}s of {min(record.lengths)} to {max(record.lengths)} entries; the document's "
             f"{num_tokens} tokens leave {seen} in a {record.kind} of {size}",
+            reason="inconsistent",
+        )
+
+
+def _check_indexed(where: str, record: IndexedHeader) -> None:
+    if len(set(record.lengths)) != 1:
+        raise BlobError(
+            f"{where} has indexed heads of {min(record.lengths)} to {max(record.lengths)} entries",
+            reason="inconsistent",
+        )
+    if record.group and record.block % record.group:
+        raise BlobError(
+            f"{where} has an index of blocks of {record.block} entries, and {record.group} share a scale; the blocks "
+            "must be a multiple",
             reason="inconsistent",
         )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from operator import eq
 from typing import Protocol, Self, TypeVar
 
 from kvshelf.errors import InvalidRequest, KvshelfError, StoreUnavailable
@@ -15,7 +16,7 @@ from kvshelf.store.artifact.blob import check_padding
 from kvshelf.store.artifact.blob.body import Body
 from kvshelf.store.artifact.blob.digests import digest_of, require_head, require_run
 from kvshelf.store.artifact.blob.frame import TRAILER, BlobSummary
-from kvshelf.store.artifact.blob.layer import Span
+from kvshelf.store.artifact.blob.layer import Span, run_rows
 from kvshelf.store.artifact.blob.segment import require_runs_sound, view_layer
 from kvshelf.store.artifact.memory import sparse_memory
 from kvshelf.store.artifact.records import entries_of, parts_of
@@ -63,6 +64,8 @@ class PartialCache:
         self.next_position = header.next_position
         self.codec = header.codec
         self.sentence_ends = header.sentences
+        self.attached_bytes = header.attached_bytes
+        """As `CompressedCache.attached_bytes`."""
         self.shape = header.shape
         self.num_layers = len(header.layers)
         self.nbytes = header.body_bytes
@@ -79,6 +82,12 @@ class PartialCache:
         """
         found = self._layers.get(index)
         return found or self._reading(lambda: self._opened(index))
+
+    @property
+    def whole(self) -> bool:
+        """Whether every row of every layer is here."""
+        here = (len(each.fetched) if (each := self._layers.get(index)) else 0 for index in range(self.num_layers))
+        return all(map(eq, here, (layer.num_runs for layer in self._header.layers)))
 
     def close(self) -> None:
         """Close the file, once no thread reads it. May be called more than once; later reads raise
@@ -141,8 +150,8 @@ class PartialLayer:
     rows in runs that were not fetched are zeros, on pages that take no memory.
 
     runs: for each record of the layer (each of `Parts`) the numbers of its runs within the layer. Row i of every head
-    of record p is in run `runs[p][i // RUN_ROWS]`. A record that is here as a whole has none. fetched: the numbers of
-    the runs that are here.
+    of record p is in run `runs[p][i // run_rows[p]]`. A record that is here as a whole has none. fetched: the numbers
+    of the runs that are here.
     """
 
     def __init__(self, cache: PartialCache, index: int) -> None:
@@ -158,8 +167,13 @@ class PartialLayer:
         self._digests = self._at(layer.digests)
         self._spans = layer.run_spans()
         self.runs = layer.runs
+        self.run_rows = tuple(map(run_rows, layer.records))
         self.record = view_layer(index, cache._header, cache._body)
         self.fetched: frozenset[int] = frozenset()
+
+    @property
+    def num_runs(self) -> int:
+        return len(self._spans)
 
     def fetch(self, runs: Iterable[int]) -> None:
         """Read and verify these runs, as far as they are not here. Several are read together, so ask for all at once.
@@ -185,8 +199,8 @@ class PartialLayer:
     def _require_sound(self, runs: Sequence[int]) -> None:
         entries = entries_of(self.record)
         assert entries is not None, "a layer without entries has no runs"
-        for part, own in zip(parts_of(entries), self.runs, strict=True):
-            require_runs_sound(f"layer {self._index}", part, [run - own.start for run in runs if run in own])
+        for part, own, rows in zip(parts_of(entries), self.runs, self.run_rows, strict=True):
+            require_runs_sound(f"layer {self._index}", part, rows, [run - own.start for run in runs if run in own])
 
     def _at(self, span: Span) -> memoryview:
         return self._segment[span.offset : span.offset + span.nbytes]

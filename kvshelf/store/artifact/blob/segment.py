@@ -24,10 +24,10 @@ from kvshelf.store.artifact.blob.body import Body
 from kvshelf.store.artifact.blob.header import Header
 from kvshelf.store.artifact.blob.layer import (
     NO_DIMS,
-    RUN_ROWS,
     ChunkHeader,
     Dims,
     DtypeName,
+    IndexedHeader,
     KeptHeader,
     LatentsHeader,
     Layer,
@@ -44,6 +44,7 @@ from kvshelf.store.artifact.packed import offsets_of
 from kvshelf.store.artifact.records import (
     Chunk,
     Entries,
+    Indexed,
     Kept,
     Latents,
     LayerRecord,
@@ -134,22 +135,23 @@ def view_layer(index: int, header: Header, body: Body) -> LayerRecord:
     return States(states, entries) if states else entries
 
 
-def require_runs_sound(where: str, part: PackedRecord, runs: Sequence[int]) -> None:
-    """Raise `BlobError` for what `read_layer` refuses in the rows of some runs. runs: counted from 0 in this record."""
+def require_runs_sound(where: str, part: PackedRecord, run_rows: int, runs: Sequence[int]) -> None:
+    """Raise `BlobError` for what `read_layer` refuses in the rows of some runs. run_rows: of each head in a run. runs:
+    counted from 0 in this record."""
     if not runs:
         return
     for rows in (part.keys, part.values):
         if isinstance(rows, QuantizedRows):
-            _require_codes(where, _last_bytes(rows, [run * RUN_ROWS for run in runs]))
+            _require_codes(where, _last_bytes(rows, run_rows, runs))
 
 
-def _last_bytes(rows: QuantizedRows, starts: Sequence[int]) -> HeadRows:
-    """The runs of all heads that begin at these rows, joined, with the last byte alone of each row's codes: all that
+def _last_bytes(rows: QuantizedRows, run_rows: int, runs: Sequence[int]) -> HeadRows:
+    """These runs of all heads, joined, with the last byte alone of each row's codes: all that
     `_require_codes` reads. Joined, because the operations on one run of one head take longer than its numbers."""
     found = [
-        head.coded(start, min(start + RUN_ROWS, len(head)))
+        head.coded(start, min(start + run_rows, len(head)))
         for head in rows.heads()
-        for start in starts
+        for start in (run * run_rows for run in runs)
         if start < len(head)
     ]
     return replace(
@@ -195,6 +197,11 @@ def _write_record(record: PackedRecord, num_tokens: int) -> tuple[RecordHeader, 
         return ChunkHeader(kind="chunk", **fields, chunk=record.chunk, sizes=_sizes(arrays)), arrays
     if isinstance(record, Latents):
         return LatentsHeader(kind="latents", **fields, sizes=_sizes(arrays)), arrays
+    if isinstance(record, Indexed):
+        arrays["summaries"] = _raw(record.summaries)
+        width = record.summaries.shape[1]
+        header = IndexedHeader(kind="indexed", **fields, block=record.block, width=width, sizes=_sizes(arrays))
+        return header, arrays
     if isinstance(record, Kept):
         return KeptHeader(kind="kept", **fields, sizes=_sizes(arrays)), arrays
     slot_encoding, slot_data = positions.encode(_ints(record.slot_positions), record.slot_lengths, num_tokens)
@@ -202,14 +209,14 @@ def _write_record(record: PackedRecord, num_tokens: int) -> tuple[RecordHeader, 
     arrays["slot_positions"] = memoryview(slot_data)
     arrays["slot_classes"] = memoryview(classes.tobytes())
     arrays["slot_scales"] = _raw(record.slot_scales.to(torch.float32))
-    header = MergedHeader(
+    merged = MergedHeader(
         kind="merged",
         **fields,
         slot_lengths=record.slot_lengths,
         slot_position_encoding=slot_encoding,
         sizes=_sizes(arrays),
     )
-    return header, arrays
+    return merged, arrays
 
 
 def _sizes(arrays: Arrays) -> list[int]:
@@ -274,6 +281,9 @@ class _Reader:
             return Chunk(**fields, chunk=header.chunk)
         if isinstance(header, LatentsHeader):
             return Latents(**fields)
+        if isinstance(header, IndexedHeader):
+            summaries = self._tensor("summaries", torch.bfloat16, header.blocks, header.width)
+            return Indexed(**fields, block=header.block, summaries=summaries)
         if isinstance(header, KeptHeader):
             return Kept(**fields)
         classes = np.frombuffer(self._bytes("slot_classes"), f"<u{class_bytes(header.lengths)}")
@@ -326,11 +336,13 @@ class _Reader:
 
 def _require_sound(where: str, record: Entries, num_tokens: int) -> None:
     """Refuse records that attention would misread: codes without a number, slots without a class, repeated tokens,
-    windows or chunks of other tokens than the last."""
+    windows or chunks of other tokens than the last, an index of other tokens than the first."""
     parts = parts_of(record)
     if isinstance(record, Recent):
         _require_last(where, record, num_tokens)
     for part in parts:
+        if isinstance(part, Indexed):
+            _require_index(where, part)
         if isinstance(part, Merged):
             _require_classes(_ints(part.slot_classes), part.lengths, part.slot_lengths)
             if not bool(torch.isfinite(part.slot_scales).all()):
@@ -341,6 +353,14 @@ def _require_sound(where: str, record: Entries, num_tokens: int) -> None:
         slots = [_by_head(part.slot_positions, part.slot_lengths) for part in parts if isinstance(part, Merged)]
         kept = [found for found, part in zip(entries, parts, strict=True) if isinstance(part, Kept)]
         _require_disjoint(where, slots + kept)
+
+
+def _require_index(where: str, record: Indexed) -> None:
+    first = np.arange(record.lengths[0])
+    if not all(np.array_equal(_ints(head), first) for head in record.positions):
+        raise BlobError(f"{where} has an index of other tokens than the document's first", reason="inconsistent")
+    if not bool(torch.isfinite(record.summaries).all()):
+        raise BlobError(f"{where} has a summary that is not finite", reason="not_finite")
 
 
 def _require_last(where: str, record: Recent, num_tokens: int) -> None:

@@ -356,7 +356,8 @@ class AttachedStates:
     prefixes, suffixes and layout are those of `prefix_attention`. `new_keys` `[B, kv_heads, T, D]` and `new_values` are
     those of this call's tokens. `first_position`: where the call has to begin; None if the caller has set the
     positions. `weigh`: where given, all tokens see all documents, prefixes are those of each, and it is called with the
-    masses of `attention_by_document`.
+    masses of `attention_by_document`. `choose`: where given, it is called with the queries `[B * T, q_heads, D]`
+    before the attention, and sets what selected prefixes read.
     """
 
     prefixes: Sequence[Sequence[Prefix]]
@@ -366,12 +367,15 @@ class AttachedStates:
     new_values: Tensor
     first_position: int | None
     weigh: Callable[[Tensor], None] | None = None
+    choose: Callable[[Tensor], None] | None = None
 
     def attend(self, queries: Tensor, rules: LogitRules) -> Tensor:
         """Attention of this call's queries `[B, q_heads, T, D]` over document and suffix. Returns `[B, T, q_heads,
         Dv]`."""
         batch, heads, new, dim = queries.shape
         flat = queries.transpose(1, 2).reshape(batch * new, heads, dim)
+        if self.choose is not None:
+            self.choose(flat)
         if self.weigh is None:
             out = prefix_attention(flat, self.prefixes, self.suffixes, self.layout, rules)
         else:

@@ -6,12 +6,15 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from itertools import count
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvshelf.kernels.choose import Units
 from kvshelf.kernels.prefix_attention import PackedPrefix, Prefix, SelectedPrefix
 from kvshelf.store.artifact.arriving import ArrivingCache
+from kvshelf.store.artifact.blob.reading import PartialCache
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.coder import Coder
 from kvshelf.store.artifact.heads import cut
@@ -27,9 +30,11 @@ from kvshelf.store.artifact.records import (
 )
 from kvshelf.workers.selectors.base import StoredLayer, UnitSelector
 
-Wait = Callable[[Future[LayerRecord]], None]
-"""Called repeatedly while a layer has not arrived."""
+Wait = Callable[[Future[Any]], None]
+"""Called repeatedly while a layer, or some rows of it, have not arrived."""
 
+Records = tuple[Future[LayerRecord], ...]
+"""The layers of a document."""
 
 _NUMBERS = count()
 """Of attachments, in the order in which they were made."""
@@ -43,9 +48,9 @@ def next_number() -> int:
     return next(_NUMBERS)
 
 
-def block(record: Future[LayerRecord]) -> None:
-    """The `Wait` that blocks. An error of the layer is raised where its result is read."""
-    record.exception()
+def block(reading: Future[Any]) -> None:
+    """The `Wait` that blocks. An error is raised where the result is read."""
+    reading.exception()
 
 
 class Attachment:
@@ -57,7 +62,7 @@ class Attachment:
 
     def __init__(
         self,
-        cache: CompressedCache | ArrivingCache,
+        cache: CompressedCache | ArrivingCache | PartialCache,
         devices: Sequence[torch.device],
         rotate: Rotate | None,
         coder: Coder | None = None,
@@ -79,10 +84,9 @@ class Attachment:
         self._devices = devices
         self._rotate = rotate
         self._heads = heads
-        records = _arrived(cache.layers) if isinstance(cache, CompressedCache) else cache.layers
-        self._records = records if coder is None else _decoded(records, coder, cache.repositioned)
-        self._prefixes: list[tuple[Prefix, ...] | None] = [None] * len(self._records)
-        self._states: list[tuple[State, ...] | None] = [None] * len(self._records)
+        self._records = _records_of(cache, coder)
+        self._prefixes: dict[int, tuple[Prefix, ...]] = {}
+        self._states: dict[int, tuple[State, ...]] = {}
         self._units: dict[UnitSelector, dict[int, list[tuple[PackedPrefix, Units]]]] = {}
         self._arrived = False
 
@@ -118,12 +122,22 @@ class Attachment:
         Until the layer arrives, `wait` is called repeatedly with the layer's future, and may do other work. Raises the
         error of a layer that could not be read.
         """
-        made = self._prefixes[layer]
+        made = self._prefixes.get(layer)
         if made is None:
             entries = entries_of(self._record(layer, wait))
             made = () if entries is None else self._read(entries).to(self._devices[layer]).prefixes(self._rotate)
             self._prefixes[layer] = made
         return made
+
+    def outlines(self, layer: int) -> tuple[Prefix, ...]:
+        """The same prefixes; of a cache that is read in part, with rows that may not be here: see `bring`."""
+        return self.prefixes(layer)
+
+    def bring(self, layer: int, rows: Sequence[Tensor], wait: Wait = block) -> None:
+        """Have these rows of every head here. rows: of each of the `outlines`. `wait` and errors as for `prefixes`."""
+
+    def close(self) -> None:
+        """Free what a cache that is read in part keeps open. Later reads raise `StoreUnavailable`."""
 
     def entries(self, layer: int, wait: Wait = block) -> tuple[PackedRecord, ...]:
         """The records of this layer's entries that attention reads here, as many as there are `prefixes`. `wait` and
@@ -138,7 +152,8 @@ class Attachment:
             self._units.pop(next(iter(self._units)), None)
         layers = self._units.setdefault(selector, {})
         if layer not in layers:
-            packed = tuple(prefix for prefix in self.prefixes(layer) if isinstance(prefix, PackedPrefix))
+            found = self.outlines(layer) if selector.by_index else self.prefixes(layer)
+            packed = tuple(prefix for prefix in found if isinstance(prefix, PackedPrefix))
             stored = StoredLayer(layer, packed, self.entries(layer), self.num_tokens, self.sentence_ends)
             layers[layer] = list(zip(packed, selector.units(stored), strict=True))
         return layers[layer]
@@ -146,12 +161,12 @@ class Attachment:
     @cached_property
     def read_tokens(self) -> int:
         """Entries of a KV head that a token reads; see `entries_read`. All layers must have arrived."""
-        return entries_read(map(self.prefixes, range(self.num_layers)))
+        return entries_read(map(self.outlines, range(self.num_layers)))
 
     def states(self, layer: int, wait: Wait = block) -> tuple[State, ...]:
         """The states of this layer behind the document's last token. They must not be changed. `wait` and errors as for
         `prefixes`."""
-        made = self._states[layer]
+        made = self._states.get(layer)
         if made is None:
             found = states_of(self._record(layer, wait))
             made = tuple(state._replace(tensor=state.tensor.to(self._devices[layer])) for state in found)
@@ -176,6 +191,70 @@ class Attachment:
         while not self._records[layer].done():
             wait(self._records[layer])
         return self._records[layer].result()
+
+
+class PartialAttachment(Attachment):
+    """A document of which rows are read from the shelf once a question needs them, on a CPU. A selector that chooses
+    `by_index` reads some; whoever asks for `prefixes` reads all of a layer.
+
+    It has arrived when all rows are here: until then its questions take steps of their own, so that the others go on
+    while rows are read. Close it, or the store's file stays open.
+    """
+
+    def __init__(self, cache: PartialCache, device: torch.device, rotate: Rotate | None) -> None:
+        super().__init__(cache, [device] * cache.num_layers, rotate)
+        self._cache = cache
+        self._reader = ThreadPoolExecutor(1, "kvshelf-parts")
+        self._failed = False
+
+    @property
+    def num_layers(self) -> int:
+        return self._cache.num_layers
+
+    @property
+    def arrived(self) -> bool:
+        self._arrived = self._arrived or self._cache.whole
+        return self._arrived
+
+    @property
+    def failed(self) -> bool:
+        return self._failed
+
+    def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:
+        found = self.outlines(layer)
+        self._fetch(layer, range(self._cache.layer(layer).num_runs), wait)
+        return found
+
+    def outlines(self, layer: int) -> tuple[Prefix, ...]:
+        return super().prefixes(layer)
+
+    def bring(self, layer: int, rows: Sequence[Tensor], wait: Wait = block) -> None:
+        of_layer = self._cache.layer(layer)
+        wanted = [
+            runs[number]
+            for own, runs, run_rows in zip(rows, of_layer.runs, of_layer.run_rows, strict=True)
+            if runs
+            for number in set((own // run_rows).tolist())
+        ]
+        self._fetch(layer, wanted, wait)
+
+    def close(self) -> None:
+        self._reader.shutdown(wait=False)
+        self._cache.close()
+
+    def _record(self, layer: int, wait: Wait) -> LayerRecord:  # noqa: ARG002
+        return self._cache.layer(layer).record
+
+    def _fetch(self, layer: int, runs: Iterable[int], wait: Wait) -> None:
+        of_layer = self._cache.layer(layer)
+        missing = set(runs) - of_layer.fetched
+        if not missing:
+            return
+        reading = self._reader.submit(of_layer.fetch, missing)
+        while not reading.done():
+            wait(reading)
+        self._failed = self._failed or reading.exception() is not None
+        reading.result()
 
 
 class JointAttachment:
@@ -203,6 +282,10 @@ class JointAttachment:
         """Of all documents, in order. `wait` and errors as for an `Attachment`."""
         return tuple(prefix for part in self.parts for prefix in part.prefixes(layer, wait))
 
+    def outlines(self, layer: int) -> tuple[Prefix, ...]:
+        """As of an `Attachment`, of all documents, in order."""
+        return tuple(prefix for part in self.parts for prefix in part.outlines(layer))
+
     @property
     def read_tokens(self) -> int:
         """As of an `Attachment`, of all documents together."""
@@ -229,12 +312,17 @@ Attached = Attachment | JointAttachment
 """What the tokens of a question see before their own."""
 
 
-def _decoded(
-    records: Sequence[Future[LayerRecord]], coder: Coder, repositioned: bool
-) -> tuple[Future[LayerRecord], ...]:
+def _records_of(cache: CompressedCache | ArrivingCache | PartialCache, coder: Coder | None) -> Records:
+    if isinstance(cache, PartialCache):
+        return ()  # `PartialAttachment` has its own
+    records = _arrived(cache.layers) if isinstance(cache, CompressedCache) else cache.layers
+    return records if coder is None else _decoded(records, coder, cache.repositioned)
+
+
+def _decoded(records: Records, coder: Coder, repositioned: bool) -> Records:
     """The layers once they are decoded; as many at a time as there are threads."""
     threads = ThreadPoolExecutor(torch.get_num_threads(), "kvshelf-decode")
-    decoded: tuple[Future[LayerRecord], ...] = tuple(Future() for _ in records)
+    decoded: Records = tuple(Future() for _ in records)
 
     def decode(index: int, record: Future[LayerRecord]) -> None:
         try:
@@ -256,8 +344,8 @@ def _submit(
     threads.submit(decode, index, record)
 
 
-def _arrived(layers: Sequence[LayerRecord]) -> tuple[Future[LayerRecord], ...]:
-    futures: tuple[Future[LayerRecord], ...] = tuple(Future() for _ in layers)
+def _arrived(layers: Sequence[LayerRecord]) -> Records:
+    futures: Records = tuple(Future() for _ in layers)
     for future, layer in zip(futures, layers, strict=True):
         future.set_result(layer)
     return futures

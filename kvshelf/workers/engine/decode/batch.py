@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -150,9 +151,10 @@ class _Step:
         last = [p.first + p.count - 1 for p in places if p.complete]
         self.last_tokens = torch.tensor(last, dtype=torch.int64, device=devices.inputs)  # an empty list would be floats
         self.observing = [place for place in places if place.generation.observing]
+        self.choosing = [place for place in places if place.generation.choosing]
         self.documents, shares = _shares(places)
         weighing = places[0].generation.weighing and places[0].complete
-        self.read = places[0].generation.document.parts if weighing else self.documents
+        self.read = places[0].generation.seen_parts if weighing else self.documents
         """Whose prefixes its attention reads, one after the other."""
         self.weigh = self._weigh if weighing else None
         self.masses: list[Tensor] = []
@@ -176,6 +178,11 @@ class _Step:
             )
             place.generation.observe(replace(attended, queries=queries, keys=keys, values=values))
 
+    def choose(self, layer: int, wait: Wait, queries: Tensor) -> None:
+        """Let the answers whose selections want it choose by their queries, of `[N, q_heads, D]`."""
+        for place in self.choosing:
+            place.generation.choose(layer, queries[place.first : place.first + place.count], wait)
+
     def _weigh(self, masses: Tensor) -> None:
         self.masses.append(masses[:, -1].mean(1))  # of [documents, N, q_heads]
 
@@ -193,20 +200,21 @@ class _Step:
 def _steps(
     generations: Sequence[Generation], pool: SuffixPool, devices: Devices, most: int, *, together: bool
 ) -> list[_Step]:
-    """One step of all answers but for questions about several documents; where rows cannot be `together`, one for all
-    with equally many tokens. Each row gets one token; the rest of `most` goes to the shortest questions first, so that
-    a long question delays only itself."""
+    """One step of all answers but for those `alone`; where rows cannot be `together`, one for all with equally many
+    tokens. Each row gets one token; the rest of `most` goes to the shortest questions first, so that a long question
+    delays only itself. A question alone takes `most`, whatever the others take: what it chooses must not depend on
+    them."""
     left = max(0, most - len(generations))
     counts: list[tuple[Generation, int]] = []
     for generation in sorted(generations, key=lambda g: len(g.pending)):
         assert generation.pending, "an answer that had an error is over"
-        more = min(len(generation.pending) - 1, left)
-        left -= more
+        more = min(len(generation.pending) - 1, max(0, most - 1) if generation.alone else left)
+        left -= 0 if generation.alone else more
         counts.append((generation, 1 + more))
 
     def alike(each: tuple[Generation, int]) -> tuple[int, int]:
         generation, count = each
-        return 0 if together else count, id(generation) if generation.weighing else 0
+        return 0 if together else count, id(generation) if generation.alone else 0
 
     return [_Step.of(list(same), pool, devices) for _, same in groupby(sorted(counts, key=alike), key=alike)]
 
@@ -302,7 +310,8 @@ class _BatchLayer(PassingLayer):
         given = [in_line(states) for states in (key_states, value_states)]
         written = (group.write(self._index, *given) for group in groups)
         suffixes = [(keys, values) for keys, values in written]
-        states = AttachedStates(prefixes, suffixes, layout, key_states, value_states, None, self._step.weigh)
+        choose = partial(self._step.choose, self._index, self._wait) if self._step.choosing else None
+        states = AttachedStates(prefixes, suffixes, layout, key_states, value_states, None, self._step.weigh, choose)
         return states, states
 
     def _prefixes(self) -> list[tuple[Prefix, ...]]:
@@ -386,8 +395,8 @@ class _StepPast:
         self.cache = cache_class(StatefulCache, passes.model)(layers=layers)
         self.checkpoint = checkpoint
         self.observe = step.observe
-        self.planned = (
-            step.weigh is None and not step.observing and all(document.arrived for document in step.documents)
+        self.planned = not (step.weigh or step.observing or step.choosing) and all(
+            document.arrived for document in step.documents
         )
 
     def _layer(self, index: int, kind: LayerKind) -> StateLayer | _BatchLayer:

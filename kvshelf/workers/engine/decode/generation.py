@@ -13,10 +13,10 @@ from torch import Tensor
 from kvshelf.api import Usage
 from kvshelf.api.strict import FinishReason
 from kvshelf.errors import InvalidRequest
-from kvshelf.workers.engine.attention.attachment import Attached
+from kvshelf.workers.engine.attention.attachment import Attached, Wait
 from kvshelf.workers.engine.attention.function import Attended
 from kvshelf.workers.engine.decode.detokenizer import Detokenizer
-from kvshelf.workers.engine.decode.selection import Selection
+from kvshelf.workers.engine.decode.selection import SeenDocument, Selection
 from kvshelf.workers.engine.decode.suffixes import SuffixRow
 
 _LEAST_TEMPERATURE = 1e-30  # float32 has smaller numbers, but not many
@@ -102,7 +102,29 @@ class Generation:
     @property
     def seen(self) -> Attached | Selection:
         """What its pending tokens see before their own."""
-        return self._selection.seen if self._selection is not None and self.token_ids else self.document
+        if self._selection is None or not (self.token_ids or self._selection.reads_question):
+            return self.document
+        return self._selection.seen
+
+    @property
+    def seen_parts(self) -> Sequence[SeenDocument]:
+        """What the tokens of the question see of each document."""
+        return self.document.parts if self._selection is None else self._selection.parts
+
+    @property
+    def alone(self) -> bool:
+        """Whether its pending tokens need a pass of their own: attention has more to do for them."""
+        return self.weighing or (self.choosing and not self.token_ids)
+
+    @property
+    def choosing(self) -> bool:
+        """Whether its selection chooses for the pending tokens before their attention."""
+        return self._selection is not None and self._selection.chooses(answering=bool(self.token_ids))
+
+    def choose(self, layer: int, queries: Tensor, wait: Wait) -> None:
+        """Let its selection choose for pending tokens, from the first on. queries: theirs, `[T, q_heads, D]`."""
+        assert self._selection is not None
+        self._selection.choose(layer, queries, self.next_position, wait)
 
     @property
     def observing(self) -> bool:
@@ -191,8 +213,9 @@ class Generation:
 
     @property
     def _read_tokens(self) -> int:
-        # The first token is of the question's.
-        return self.seen.read_tokens if len(self.token_ids) > 1 else self.document.read_tokens
+        # The first token is the question's; what the next one would see has not been read.
+        of_question = self._selection is not None and self._selection.reads_question
+        return self.seen.read_tokens if of_question or len(self.token_ids) > 1 else self.document.read_tokens
 
 
 class _Sampler:

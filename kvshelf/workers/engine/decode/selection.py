@@ -1,14 +1,16 @@
 """What the answer to one question reads of its documents, where a selector chooses: the state of one row.
 
-The tokens of the question read all entries. Those of the answer see a `Selection` in place of the documents.
+The tokens of the answer see a `Selection` in place of the documents; those of the question read all entries, or see
+it, too.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import ClassVar, NamedTuple
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,19 +22,30 @@ from kvshelf.workers.engine.attention.attachment import Attached, Wait, block, e
 from kvshelf.workers.engine.attention.function import Attended
 from kvshelf.workers.engine.prefill.reducing import LayerReducer
 from kvshelf.workers.model.layers import LayerKind
+from kvshelf.workers.model.rope import Rope
 from kvshelf.workers.model.text import SENTENCE_ENDS, TextFormat
 from kvshelf.workers.policies.base import Policy
 from kvshelf.workers.policies.budgets import Budget
 from kvshelf.workers.policies.view import DocumentView, LayerView, Probed
 from kvshelf.workers.selectors.base import UnitSelector
+from kvshelf.workers.selectors.infllm import InfLLM
 from kvshelf.workers.selectors.sentencekv import SentenceKV
+
+
+class SeenDocument(Protocol):
+    """What a token sees of one document."""
+
+    def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]: ...
 
 
 class Selection(ABC):
     """The part of its documents that an answer sees. To a batch it is another document, which only this row has.
 
-    One row of a batch uses it. What it chooses depends on the question alone, never on the other rows.
+    One row of a batch uses it. What it chooses depends on the question alone, never on the other rows. reads_question:
+    whether the question's tokens see it.
     """
+
+    reads_question: ClassVar[bool] = False
 
     def __init__(self, document: Attached) -> None:
         self.number = next_number()
@@ -41,8 +54,13 @@ class Selection(ABC):
 
     @property
     def arrived(self) -> bool:
-        """Always: it is made once all layers have arrived."""
-        return True
+        """Whether no row is missing that it may choose."""
+        return self._document.arrived
+
+    @property
+    def parts(self) -> Sequence[SeenDocument]:
+        """What the question's tokens see of each document: all."""
+        return self._document.parts
 
     @property
     def seen(self) -> Attached | Selection:
@@ -56,6 +74,14 @@ class Selection(ABC):
     def observes(self, *, answering: bool) -> bool:  # noqa: ARG002
         """Whether `observe` wants the states of the next tokens, those of the question or one of the answer."""
         return False
+
+    def chooses(self, *, answering: bool) -> bool:  # noqa: ARG002
+        """Whether `choose` wants the queries of the next tokens before their attention, as for `observes`."""
+        return False
+
+    def choose(self, layer: int, queries: Tensor, position: int, wait: Wait) -> None:  # noqa: B027
+        """Choose for the next tokens, and have what they see here. queries: theirs at a layer, `[T, q_heads, D]`.
+        position: of the first. `wait` and errors as for `Attachment.prefixes`."""
 
     def observe(self, attended: Attended) -> None:  # noqa: B027 - most take nothing
         """Take the states of the tokens of a step at one layer: queries `[1, q_heads, T, D]`, keys `[1, kv_heads, T,
@@ -87,23 +113,89 @@ class UnitSelection(Selection):
             if kind.reducible and selector.chooses(layer, len(kinds))
             if (found := _choice(selector, document, layer, budget)) is not None
         }
-        self._layers = [self._read(document.prefixes(layer), self._choices.get(layer)) for layer in range(len(kinds))]
+        self._layers = [self._read(layer) for layer in range(len(kinds))]
 
     def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:  # noqa: ARG002
         return self._layers[layer]
 
-    def _read(self, prefixes: tuple[Prefix, ...], choice: Choice | None) -> tuple[Prefix, ...]:
-        """What is read of prefixes with this choice; all where there is none."""
+    def _read(self, layer: int) -> tuple[Prefix, ...]:
+        """What is read of a layer; all of it where there is no choice."""
+        choice = self._choices.get(layer)
         if choice is None:
-            return prefixes
+            return self._document.prefixes(layer)
         given = choice if self._within_attention else None
-        each = zip(require_packed(prefixes), choice.chosen, strict=True)
+        each = zip(require_packed(self._document.prefixes(layer)), choice.chosen, strict=True)
         return tuple(SelectedPrefix(prefix, chosen, given) for prefix, chosen in each)
 
     @property
     def dense(self) -> bool:
         """Whether it reads all there is."""
         return not self._choices
+
+
+class BlockSelection(UnitSelection):
+    """The mean query of the question, without rotation, chooses blocks by the stored index; all heads read the same."""
+
+    reads_question: ClassVar[bool] = True
+    _within_attention: ClassVar[bool] = False  # `choose` does
+
+    def __init__(
+        self, selector: InfLLM, document: Attached, budget: int, kinds: Sequence[LayerKind], rope: Rope
+    ) -> None:
+        """Raises as `UnitSelection`."""
+        super().__init__(selector, document, budget, kinds)
+        self._selector = selector
+        self._rope = rope
+
+    @property
+    def parts(self) -> Sequence[SeenDocument]:
+        return [_OfDocument(self, number) for number in range(len(self._document.parts))]
+
+    def of_document(self, number: int, layer: int) -> tuple[Prefix, ...]:
+        """What is read of one document."""
+        first, end = list(pairwise(self._ends(layer)))[number]
+        return self._layers[layer][first:end]
+
+    def _ends(self, layer: int) -> list[int]:
+        """Where the prefixes of each document begin among those of all, and where the last one's end."""
+        return list(accumulate((len(part.outlines(layer)) for part in self._document.parts), initial=0))
+
+    def chooses(self, *, answering: bool) -> bool:
+        return not answering or self._selector.refresh == "step"
+
+    def choose(self, layer: int, queries: Tensor, position: int, wait: Wait) -> None:
+        choice = self._choices.get(layer)
+        if choice is None:
+            return
+        positions = torch.arange(position, position + len(queries), device=queries.device)
+        unrotated = self._rope.unrotate(queries.transpose(0, 1), positions)  # [q_heads, T, D]
+        choose(unrotated.mean(dim=1).view(1, -1), choice)
+        for one, read in zip(choice.chosen, self._layers[layer], strict=True):
+            assert isinstance(read, SelectedPrefix)
+            read.chosen.rows.copy_(one.rows)
+            read.chosen.counts.copy_(one.counts)
+        rows = [one.rows[0, : int(one.counts)] for one in choice.chosen]
+        for part, (first, end) in zip(self._document.parts, pairwise(self._ends(layer)), strict=True):
+            part.bring(layer, rows[first:end], wait)
+
+    def _read(self, layer: int) -> tuple[Prefix, ...]:
+        if layer not in self._choices:
+            return self._document.prefixes(layer)
+        found = require_packed(self._document.outlines(layer))
+        rooms = (one.rows.shape[1] for one in self._choices[layer].chosen)
+        each = zip(found, rooms, strict=True)
+        return tuple(SelectedPrefix(base, Chosen.room(base.lengths, room, base.keys.device)) for base, room in each)
+
+
+@dataclass(frozen=True)
+class _OfDocument:
+    """One document of a selection, by its number among the documents."""
+
+    selection: BlockSelection
+    number: int
+
+    def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:  # noqa: ARG002
+        return self.selection.of_document(self.number, layer)
 
 
 class SentenceSelection(UnitSelection):
@@ -153,8 +245,7 @@ class SentenceSelection(UnitSelection):
 
 def _choice(selector: UnitSelector, document: Attached, layer: int, budget: int) -> Choice | None:
     """How a query chooses at a layer; None where the budget has room for all entries."""
-    prefixes = document.prefixes(layer)
-    if sum(max(prefix.lengths) for prefix in require_packed(prefixes)) <= budget:
+    if sum(max(prefix.lengths) for prefix in require_packed(document.outlines(layer))) <= budget:
         return None
     every = (each for part in document.parts for each in part.units(selector, layer))
     found = [(prefix, units) for prefix, units in every if max(prefix.lengths)]
@@ -167,7 +258,8 @@ def _choice(selector: UnitSelector, document: Attached, layer: int, budget: int)
             "and the last ones; give more",
             param="select.tokens",
         )
-    room = tuple(Chosen.room(prefix.lengths, budget, prefix.keys.device) for prefix, _ in found)
+    heads = 1 if selector.by_index else len(found[0][0].lengths)
+    room = tuple(Chosen.room(prefix.lengths[:heads], budget, prefix.keys.device) for prefix, _ in found)
     return Choice(
         tuple(units for _, units in found),
         room,

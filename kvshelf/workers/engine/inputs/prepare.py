@@ -62,7 +62,7 @@ class Preparer:
         """
         passes: tuple[ProbePass, ...] = ()
         absorber: Absorber | None = None
-        if budget.tokens < document.num_tokens:
+        if policy.has_work(budget, document.num_tokens):
             has_text = document.text is not None
             require_observable(policy, self.model, self.kinds, self.name, self.rope, has_text=has_text)
             moves = policy.next_position(document.num_tokens, budget) != document.num_tokens

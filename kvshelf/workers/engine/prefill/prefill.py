@@ -208,8 +208,7 @@ def _nothing() -> None:
 
 def _reducer(passes: Passes, rope: Rope | None, kinds: tuple[LayerKind, ...], job: Job) -> LayerReducer:
     return LayerReducer(
-        # With a budget of the whole document every policy keeps everything.
-        job.policy if job.budget.tokens < job.num_tokens else Full(),
+        job.policy if job.policy.has_work(job.budget, job.num_tokens) else Full(),
         job.document,
         job.budget,
         kinds,
