@@ -560,18 +560,15 @@ class Engine:
             self._attachments[cache] = found
         return found
 
-    def can_read_part_of(self, cache: PartialCache) -> bool:
-        """Whether questions that select by an index may leave rows of this cache on the shelf: it has one, and its rows
-        are read in place, on a CPU, by one process."""
+    def attach_part(self, cache: PartialCache) -> PartialAttachment | None:
+        """`attach`, for a cache of which questions read what they select. None unless it has an index and its rows are
+        read in place: on a CPU, by one process, not under codec klt. Raises as `require_own` does."""
         devices = self.passes.devices.layers
         in_place = self.passes.ranks is None and all(device.type == "cpu" for device in devices)
-        return in_place and cache.identity.policy == InfLLM.name and not cache.identity.transforms
-
-    def attach_part(self, cache: PartialCache) -> PartialAttachment:
-        """`attach`, for a cache of which questions read what they select. Raises as `require_own` does."""
-        assert self.can_read_part_of(cache)
+        if not in_place or cache.identity.policy != InfLLM.name or cache.identity.transforms:
+            return None
         self.require_own(cache)
-        return PartialAttachment(cache, self.passes.devices.layers[0], self.rotate)
+        return PartialAttachment(cache, devices[0], self.rotate)
 
     def joined(self, documents: Sequence[Attachment]) -> Attached:
         """Several documents for one question, whose tokens see all of each. Thread-safe.

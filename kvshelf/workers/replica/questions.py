@@ -24,6 +24,7 @@ from kvshelf.workers.replica.residents import Resident, Residents
 from kvshelf.workers.replica.results import Phase, Reply, rounded
 from kvshelf.workers.replica.scheduler import Scheduler
 from kvshelf.workers.replica.ticket import Ticket
+from kvshelf.workers.selectors.registry import reads_by_index
 
 log = structlog.get_logger("kvshelf.workers")
 
@@ -56,7 +57,7 @@ class Questions:
         """Answer the one prompt of a query about a cache, or about several together: callers ask several prompts one by
         one, so that tenants take turns."""
         with called_as(origin):
-            async with self._loaded(caches, tenant, deadline_s) as loaded:
+            async with self._loaded(caches, query, tenant, deadline_s) as loaded:
                 ids = await self._encode(loaded.document, query)
                 selection = await self._selected(loaded.document, query, ids)
                 ticket = self.scheduler.generate(
@@ -78,7 +79,7 @@ class Questions:
     ) -> AsyncIterator[str | Reply]:
         """Pieces of the answer to the prompt as they become final, then the answer. Closing the iterator cancels it."""
         with called_as(origin):
-            async with self._loaded(caches, tenant, deadline_s) as loaded:
+            async with self._loaded(caches, query, tenant, deadline_s) as loaded:
                 ids = await self._encode(loaded.document, query)
                 selection = await self._selected(loaded.document, query, ids)
                 pieces: asyncio.Queue[str | None] = asyncio.Queue()
@@ -100,16 +101,17 @@ class Questions:
 
     @asynccontextmanager
     async def _loaded(
-        self, caches: str | Sequence[str], tenant: str, deadline_s: float | None
+        self, caches: str | Sequence[str], query: Asking, tenant: str, deadline_s: float | None
     ) -> AsyncIterator[_Loaded]:
         if self._evicting is None:  # begun here: the event loop of the first question is the one that will run it
             self._evicting = asyncio.ensure_future(self.residents.evict_idle_forever())
         started = time.monotonic()
         cache_ids = [caches] if isinstance(caches, str) else caches
+        part = query.select is not None and reads_by_index(query.select.method)
         async with AsyncExitStack() as stack:
             try:
                 async with asyncio.timeout(deadline_s):
-                    held = await stack.enter_async_context(self.residents.using_all(cache_ids, tenant))
+                    held = await stack.enter_async_context(self.residents.using_all(cache_ids, tenant, part=part))
             except TimeoutError as exc:
                 raise DeadlineExceeded(
                     f"the cache could not be had within {deadline_s} s: the store is slow, or the memory for caches is "

@@ -62,7 +62,8 @@ class Replica:
         self._creations = Creations(engine, store, scheduler, threads, attempts, cues, max_document_tokens)
         self.create, self.watch = self._creations.create, self._creations.watch
         self.estimate = self._creations.estimate
-        held = Residents(store, partial(_attached, engine, store), residents or ResidentLimits(), threads)
+        limits = residents or ResidentLimits()
+        held = Residents(store, partial(_attached, engine, store), engine.attach_part, limits, threads)
         self._questions = Questions(engine, store, scheduler, threads, held)
         self.query, self.stream = self._questions.query, self._questions.stream
         self.search = Searches(engine, store, scheduler, threads).search

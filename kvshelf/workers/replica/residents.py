@@ -17,13 +17,16 @@ from typing import NoReturn, TypeVar
 
 from kvshelf.errors import InvalidRequest, KvshelfError
 from kvshelf.store.artifact.arriving import ArrivingCache
+from kvshelf.store.artifact.blob.reading import PartialCache
 from kvshelf.store.base import Store
-from kvshelf.workers.engine.attention.attachment import Attachment
+from kvshelf.workers.engine.attention.attachment import Attachment, PartialAttachment
 from kvshelf.workers.replica.singleflight import SingleFlight
 
 ResultT = TypeVar("ResultT")
 
 Attach = Callable[[ArrivingCache], Attachment]
+AttachPart = Callable[[PartialCache], PartialAttachment | None]
+"""As `Engine.attach_part`."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,8 @@ class ResidentLimits:
 @dataclass(eq=False)
 class Resident:
     """A cache in memory, or being read. `users`: open questions. `read_s`: seconds of reading and checking all of it, 0
-    until that is done. `place`: where it was read from, as `ArrivingCache.place`."""
+    until that is done, and where questions read it in part. `place`: where it was read from, as
+    `ArrivingCache.place`."""
 
     document: Attachment
     digest: str
@@ -56,9 +60,17 @@ class Residents:
     """The caches that one replica holds, by tenant and id. Its methods run on the replica's event loop; reading and
     everything else that touches the store runs on its threads."""
 
-    def __init__(self, store: Store, attach: Attach, limits: ResidentLimits, threads: ThreadPoolExecutor) -> None:
+    def __init__(
+        self,
+        store: Store,
+        attach: Attach,
+        attach_part: AttachPart,
+        limits: ResidentLimits,
+        threads: ThreadPoolExecutor,
+    ) -> None:
         self._store = store
         self._attach = attach
+        self._attach_part = attach_part
         self._limits = limits
         self._threads = threads
         # Readers have threads of their own, so that calls waiting for memory never block the calls that free it.
@@ -79,7 +91,9 @@ class Residents:
         return len(self._held)
 
     @asynccontextmanager
-    async def using_all(self, cache_ids: Sequence[str], tenant: str) -> AsyncIterator[list[tuple[Resident, bool]]]:
+    async def using_all(
+        self, cache_ids: Sequence[str], tenant: str, *, part: bool = False
+    ) -> AsyncIterator[list[tuple[Resident, bool]]]:
         """The caches of one question, each as `using` gives it; they are read side by side.
 
         Only one question at a time takes several: of two that hold some each, neither would get room for the rest.
@@ -92,7 +106,8 @@ class Residents:
                 for cache_id in cache_ids:
                     beside = sum(resident.document.nbytes for resident, _ in held)
                     try:
-                        held.append(await stack.enter_async_context(self.using(cache_id, tenant, beside=beside)))
+                        using = self.using(cache_id, tenant, part=part, beside=beside)
+                        held.append(await stack.enter_async_context(using))
                     except _NeverRoom:
                         raise InvalidRequest(
                             f"of the {len(cache_ids)} documents of this question, {len(held)} take {beside} bytes in "
@@ -107,13 +122,16 @@ class Residents:
             yield held
 
     @asynccontextmanager
-    async def using(self, cache_id: str, tenant: str, *, beside: int = 0) -> AsyncIterator[tuple[Resident, bool]]:
+    async def using(
+        self, cache_id: str, tenant: str, *, part: bool = False, beside: int = 0
+    ) -> AsyncIterator[tuple[Resident, bool]]:
         """The cache for the length of a block, and whether it was in memory already.
 
-        It may still be arriving; a layer that cannot be read raises where it is used. beside: bytes of the caches that
-        the same question holds. Raises what `Store.open_cache` raises, and `ModelMismatch`.
+        It may still be arriving; a layer that cannot be read raises where it is used. part: the question reads what it
+        selects, so that a cache that is not in memory is not read ahead. beside: bytes of the caches that the same
+        question holds. Raises what `Store.open_cache` raises, and `ModelMismatch`.
         """
-        resident, there = await self._acquire(cache_id, tenant, beside)
+        resident, there = await self._acquire(cache_id, tenant, part, beside)
         try:
             yield resident, there
         finally:
@@ -121,6 +139,8 @@ class Residents:
             resident.last_used = time.monotonic()
             if resident.document.failed:
                 self._drop((tenant, cache_id), resident)
+            if self._held.get((tenant, cache_id)) is not resident:
+                self._close(resident)
             async with self._freed:
                 self._freed.notify_all()
 
@@ -139,10 +159,11 @@ class Residents:
 
     def close(self) -> None:
         """Drop everything."""
-        self._held.clear()
+        for key, resident in list(self._held.items()):
+            self._drop(key, resident)
         self._readers.shutdown(wait=False, cancel_futures=True)
 
-    async def _acquire(self, cache_id: str, tenant: str, beside: int) -> tuple[Resident, bool]:
+    async def _acquire(self, cache_id: str, tenant: str, part: bool, beside: int) -> tuple[Resident, bool]:
         key, there = (tenant, cache_id), True
         while True:
             resident = self._held.get(key)
@@ -151,7 +172,7 @@ class Residents:
                 try:
                     async with self._holding(beside, key):
                         name = f"{tenant}/{cache_id}"
-                        _, began = await self._opening.join(name, lambda: self._open(cache_id, tenant))
+                        _, began = await self._opening.join(name, lambda: self._open(cache_id, tenant, part))
                 except _NeverRoom:
                     if beside:
                         raise
@@ -190,7 +211,10 @@ class Residents:
         manifest = await self._off_loop(lambda: self._store.stat(cache_id, tenant=tenant))
         return resident.digest == manifest.blob_digest and not resident.document.failed
 
-    async def _open(self, cache_id: str, tenant: str) -> Resident:
+    async def _open(self, cache_id: str, tenant: str, part: bool) -> Resident:
+        opened = await self._opened_part(cache_id, tenant) if part else None
+        if opened is not None:
+            return opened
         arriving = await self._off_loop(lambda: self._store.open_cache(cache_id, tenant=tenant))
         try:
             document = await self._off_loop(lambda: self._attach(arriving))
@@ -202,6 +226,21 @@ class Residents:
         self._held[tenant, cache_id] = resident
         self._readers.submit(_read, arriving, resident)
         return resident
+
+    async def _opened_part(self, cache_id: str, tenant: str) -> Resident | None:
+        """A cache of which questions read what they select; None if it has to be read as a whole."""
+        cache = await self._off_loop(lambda: self._store.open_parts(cache_id, tenant=tenant))
+        try:
+            document = await self._off_loop(lambda: self._attach_part(cache))
+            if document is not None:
+                await self._make_room(cache.attached_bytes, (tenant, cache_id))
+                resident = self._held[tenant, cache_id] = Resident(document, cache.root.hex(), cache.place)
+                return resident
+        except BaseException:
+            cache.close()
+            raise
+        cache.close()
+        return None
 
     async def _make_room(self, nbytes: int, key: tuple[str, str]) -> None:
         async with self._freed:
@@ -218,6 +257,12 @@ class Residents:
     def _drop(self, key: tuple[str, str], resident: Resident) -> None:
         if self._held.get(key) is resident:
             del self._held[key]
+            self._close(resident)
+
+    def _close(self, resident: Resident) -> None:
+        """Free what a cache that is no longer held keeps open, once nobody uses it."""
+        if not resident.users:
+            resident.document.close()
 
     async def _off_loop(self, call: Callable[[], ResultT]) -> ResultT:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)

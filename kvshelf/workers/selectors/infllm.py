@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.choose import Units
@@ -19,14 +20,17 @@ class InfLLM(UnitSelector):
     """Read the blocks whose representative keys fit the question, for question and answer; from disk and Redis nothing
     else is read.
 
-    The cache is one of policy `infllm`, which stores a summary of each block. A block ranks by the product of its
-    summary and the mean query over the question's tokens, both without rotation, summed over the query heads; all heads
-    of a layer read the same blocks (section 3.2 of the paper). The first block is always read, and those of the last
-    `recent` tokens. The answer reads what the question chose; with `refresh` "step" each of its tokens chooses anew.
+    The cache is one of policy `infllm`, whose index has representative keys of each block. A block ranks by the product
+    of the query of the question's last token and the key that fits it best, both without rotation, summed over the
+    query heads; all heads of a layer read the same blocks (section 3.2 of the paper). The first block is always read,
+    and those of the last `recent` tokens. The answer reads what the question chose; with `refresh` "step" each of its
+    tokens chooses anew.
 
-    Departures: queries and keys keep their true distances in attention (the paper reads all blocks at one distance).
-    The 4,096 tokens before the question, which the paper always reads, are `recent`: question and answer are always
-    read whole. A question of more than 512 tokens chooses for each 512 of them.
+    Departures: the paper takes the mean query over the question's tokens. Of 52 questions at a quarter of the entries,
+    means over the question find 8 %, the last token 33 % (kvshelf-tiny, blocks of 32 with mean keys). Queries and keys
+    keep their true distances in attention; the paper reads all blocks at one distance. Of the 4,096 tokens before the
+    question, which the paper always reads, `recent` stay: question and answer are always read whole. A question of more
+    than 512 tokens chooses for each 512 of them.
     """
 
     name: ClassVar[str] = "infllm"
@@ -49,6 +53,14 @@ class InfLLM(UnitSelector):
                 param="select.method",
             )
         return [self._units(record, index, stored.num_tokens) for record in stored.records]
+
+    @staticmethod
+    def scores(query: Tensor, summaries: Tensor) -> Tensor:
+        """How well blocks fit a query `[kv_heads, group, D]` without its rotation, `[blocks]` fp32. summaries: those of
+        the index, `[blocks, W]`."""
+        keys = summaries.float().view(len(summaries), len(query), -1, query.shape[2])
+        products = torch.einsum("hgd,bhrd->bhgr", query.float(), keys)
+        return products.amax(dim=3).sum(dim=(1, 2))
 
     def _units(self, record: PackedRecord, index: Indexed, num_tokens: int) -> Units:
         """The blocks of the index; or all rows of another record as one unit, which has the summary of the index's last

@@ -28,6 +28,11 @@ def names() -> list[str]:
     return [*UNIT_SELECTORS, "sage", *policies]
 
 
+def reads_by_index(method: str) -> bool:
+    """Whether the selector of this name reads in part from the shelf; see `UnitSelector.by_index`."""
+    return method in UNIT_SELECTORS and UNIT_SELECTORS[method].by_index
+
+
 def build(method: str, params: Mapping[str, Any]) -> Selector:
     """The selector of that name with these parameters. Raises `InvalidRequest` on an unknown name or parameter."""
     if method in UNIT_SELECTORS:

@@ -67,7 +67,8 @@ async def threads() -> AsyncIterator[ThreadPoolExecutor]:
 
 
 def make(store: Store, engine: Engine, threads: ThreadPoolExecutor, **limits: float) -> Residents:
-    return Residents(store, engine.attach, ResidentLimits(**limits), threads)  # type: ignore[arg-type]
+    limited = ResidentLimits(**limits)  # type: ignore[arg-type]
+    return Residents(store, engine.attach, engine.attach_part, limited, threads)
 
 
 async def ask(residents: Residents, cache_id: str, tenant: str = "default") -> tuple[Attachment, bool]:

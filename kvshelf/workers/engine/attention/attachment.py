@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvshelf.errors import KvshelfError
 from kvshelf.kernels.choose import Units
 from kvshelf.kernels.prefix_attention import PackedPrefix, Prefix, SelectedPrefix
 from kvshelf.store.artifact.arriving import ArrivingCache
-from kvshelf.store.artifact.blob.reading import PartialCache
+from kvshelf.store.artifact.blob.reading import PartialCache, PartialLayer
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.coder import Coder
 from kvshelf.store.artifact.heads import cut
@@ -222,14 +223,14 @@ class PartialAttachment(Attachment):
 
     def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:
         found = self.outlines(layer)
-        self._fetch(layer, range(self._cache.layer(layer).num_runs), wait)
+        self._fetch(layer, range(self._opened(layer).num_runs), wait)
         return found
 
     def outlines(self, layer: int) -> tuple[Prefix, ...]:
         return super().prefixes(layer)
 
     def bring(self, layer: int, rows: Sequence[Tensor], wait: Wait = block) -> None:
-        of_layer = self._cache.layer(layer)
+        of_layer = self._opened(layer)
         wanted = [
             runs[number]
             for own, runs, run_rows in zip(rows, of_layer.runs, of_layer.run_rows, strict=True)
@@ -239,14 +240,20 @@ class PartialAttachment(Attachment):
         self._fetch(layer, wanted, wait)
 
     def close(self) -> None:
-        self._reader.shutdown(wait=False)
-        self._cache.close()
+        self._reader.submit(self._cache.close)  # it waits for a read
 
     def _record(self, layer: int, wait: Wait) -> LayerRecord:  # noqa: ARG002
-        return self._cache.layer(layer).record
+        return self._opened(layer).record
+
+    def _opened(self, layer: int) -> PartialLayer:
+        try:
+            return self._cache.layer(layer)
+        except KvshelfError:
+            self._failed = True
+            raise
 
     def _fetch(self, layer: int, runs: Iterable[int], wait: Wait) -> None:
-        of_layer = self._cache.layer(layer)
+        of_layer = self._opened(layer)
         missing = set(runs) - of_layer.fetched
         if not missing:
             return

@@ -134,7 +134,8 @@ class UnitSelection(Selection):
 
 
 class BlockSelection(UnitSelection):
-    """The mean query of the question, without rotation, chooses blocks by the stored index; all heads read the same."""
+    """The query of the question's last token, without rotation, chooses blocks by the stored index; all heads read the
+    same."""
 
     reads_question: ClassVar[bool] = True
     _within_attention: ClassVar[bool] = False  # `choose` does
@@ -167,9 +168,11 @@ class BlockSelection(UnitSelection):
         choice = self._choices.get(layer)
         if choice is None:
             return
-        positions = torch.arange(position, position + len(queries), device=queries.device)
-        unrotated = self._rope.unrotate(queries.transpose(0, 1), positions)  # [q_heads, T, D]
-        choose(unrotated.mean(dim=1).view(1, -1), choice)
+        at = torch.tensor([position + len(queries) - 1], device=queries.device)
+        last = self._rope.unrotate(queries[-1].unsqueeze(1), at)  # [q_heads, 1, D]
+        query = last.view(len(self._layers[layer][0].lengths), -1, last.shape[2])
+        scored = (replace(units, low=self._selector.scores(query, units.low).unsqueeze(1)) for units in choice.units)
+        choose(query.new_ones(1, 1), replace(choice, units=tuple(scored)))
         for one, read in zip(choice.chosen, self._layers[layer], strict=True):
             assert isinstance(read, SelectedPrefix)
             read.chosen.rows.copy_(one.rows)
