@@ -14,6 +14,7 @@ from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import Identity, ModelIdentity
 from kvshelf.store.artifact.packed import offsets_of
 from kvshelf.store.artifact.records import (
+    Indexed,
     Kept,
     Latents,
     LayerRecord,
@@ -240,11 +241,14 @@ def encoded_golden_caches(plain: Mapping[str, CompressedCache]) -> dict[str, Com
     numbers = torch.arange(24, dtype=torch.float32)
     states = (State("conv", 0, numbers.view(6, 4).bfloat16()), State("recurrent", 0, -numbers.view(2, 3, 4)))
     beside = tuple(States(states, record) for record in ragged.layers)
+    indexed = CompressedCache((make_indexed(24, 8),), 24, 24, make_identity(24, policy="infllm"))
     latents = CompressedCache((golden_latents(),), 24, 24, make_identity(24, probe="golden latents"))
     return {
         "states": replace(ragged, layers=(*beside, States(states[:1]), States(()))),
         "latents": latents,
         "latents-int4": latents.encoded("int4:group=8,residual=2"),
+        "indexed": indexed,
+        "indexed-int4": indexed.encoded("int4:group=8,residual=3"),
         "int4-residual": ragged.encoded("int4:group=8,residual=5"),
         "int8-float32": whole.encoded("int8:residual=0"),
         "int2-float16": replace(sparse, layers=(sparse.layers[0], ragged_float16())).encoded(
@@ -270,6 +274,20 @@ def golden_merged() -> Merged:
         slot_classes=torch.tensor([1, 0, 1, 1, 0, 0], dtype=torch.int32),
         slot_positions=torch.tensor([2, 4, 9, 20, 23, 7], dtype=torch.int32),
         slot_offsets=(0, 5, 5, 6),
+    )
+
+
+def make_indexed(tokens: int, block: int, width: int = 4) -> Indexed:
+    """Every token of two heads, of 6 and 4 channels, in blocks."""
+    numbers = torch.arange(2 * tokens * 10, dtype=torch.float32).view(2 * tokens, 10)
+    blocks = -(-tokens // block)
+    return Indexed(
+        keys=(numbers[:, :6] * 37 % 11 - 5).to(torch.bfloat16),
+        values=(numbers[:, 6:] * 29 % 17 / 4).to(torch.bfloat16),
+        entries_at=torch.arange(tokens, dtype=torch.int32).repeat(2),
+        offsets=(0, tokens, 2 * tokens),
+        block=block,
+        summaries=(torch.arange(blocks * width).view(blocks, width) % 7 - 3).to(torch.bfloat16),
     )
 
 

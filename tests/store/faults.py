@@ -14,6 +14,7 @@ from tests.store.hostile import (
     chunk_blob,
     encoded_blob,
     field,
+    indexed_blob,
     kept_blob,
     latents_blob,
     record_field,
@@ -933,6 +934,40 @@ def window_of_other_tokens(p: Parts) -> None:
 @case("missing_field", window_blob)
 def window_of_no_size(p: Parts) -> None:
     del p.record["window"]
+
+
+# Indexes
+
+
+@case("inconsistent", indexed_blob)
+def index_of_heads_of_two_lengths(p: Parts) -> None:
+    p.record["lengths"] = [38, 36]
+
+
+@case("inconsistent", indexed_blob)
+def index_of_blocks_that_share_a_scale(p: Parts) -> None:
+    p.record["block"] = 18
+
+
+@case("size_mismatch", indexed_blob)
+def index_of_fewer_blocks(p: Parts) -> None:
+    p.record["block"] = 24
+
+
+@case("inconsistent", indexed_blob)
+def index_of_other_tokens(p: Parts) -> None:
+    bitmap = p.array(0, "positions")
+    bitmap[4] ^= 0b0011_0000  # token 37 of the first head in place of 36
+
+
+@case("not_finite", indexed_blob)
+def index_of_no_number(p: Parts) -> None:
+    p.array(0, "summaries")[0:2] = b"\xc0\x7f"
+
+
+@case("missing_field", indexed_blob)
+def index_of_no_blocks(p: Parts) -> None:
+    del p.record["block"]
 
 
 # Latents

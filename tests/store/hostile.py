@@ -18,7 +18,15 @@ from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.records import Kept, Latents, LayerRecord, Recent, State, States
 from kvshelf.store.artifact.records import Parts as PartsRecord
 from tests.store.bounds import memory_bounded
-from tests.store.caches import from_heads, make_cache, make_identity, make_layer, make_merged, split_at_random
+from tests.store.caches import (
+    from_heads,
+    make_cache,
+    make_identity,
+    make_indexed,
+    make_layer,
+    make_merged,
+    split_at_random,
+)
 
 Fields = dict[str, Any]
 
@@ -109,9 +117,10 @@ def rows_in_runs(layer: Fields) -> list[tuple[int, int]]:
     start, found = 0, []
     try:
         for record in layer["records"]:
-            plain = record["kind"] in ("kept", "latents") and record["codec"] != "klt"
+            plain = record["kind"] in ("kept", "indexed", "latents") and record["codec"] != "klt"
+            rows = record["block"] if record["kind"] == "indexed" else 1024
             for name, size in zip(_names(record), record["sizes"], strict=True):
-                if plain and max(record["lengths"]) > 1024 and name.startswith(("keys", "values")):
+                if plain and max(record["lengths"]) > rows and name.startswith(("keys", "values")):
                     found.append((start, start + size))
                 start += aligned(size)
     except (TypeError, KeyError, ValueError):
@@ -141,6 +150,8 @@ def _names(record: Fields) -> list[str]:
     elif record["codec"] != "none":
         names = [f"{rows} {what}" for rows in names for what in ("codes", "scales", "zeros")]
     names.append("positions")
+    if record["kind"] == "indexed":
+        names.append("summaries")
     return [*names, "slot positions", "slot classes", "slot scales"] if record["kind"] == "merged" else names
 
 
@@ -195,6 +206,12 @@ def latents_blob() -> bytes:
     rows = torch.randn(20, 8, generator=generator)
     layer = Latents(rows[:, :5].clone(), rows[:, 5:].clone(), torch.arange(0, 40, 2, dtype=torch.int32), (0, 20))
     return replace(make_cache(), layers=(layer,)).to_bytes("int4:group=8,residual=4")
+
+
+def indexed_blob() -> bytes:
+    # One layer of two heads: [37, 37] tokens under int4 in blocks of 16, with summaries of 4 numbers, and [3, 3] of the
+    # residual.
+    return replace(make_cache(), layers=(make_indexed(40, 16),)).to_bytes("int4:group=8,residual=3")
 
 
 def state_blob() -> bytes:

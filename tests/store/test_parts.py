@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshelf.errors import BlobError, CacheCorrupt, InvalidRequest, StoreUnavailable
+from kvshelf.kernels.quantize.rows import plain
 from kvshelf.store.artifact import blob
 from kvshelf.store.artifact.blob.layer import RUN_ROWS
 from kvshelf.store.artifact.blob.reading import PartialCache, PartialLayer
 from kvshelf.store.artifact.cache import CompressedCache
-from kvshelf.store.artifact.records import Latents, LayerRecord, PackedRecord, State, States
+from kvshelf.store.artifact.records import Indexed, Latents, LayerRecord, PackedRecord, State, States
 from kvshelf.store.blobs import SeekableFile
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.objects.blobs import ObjectBlobs
@@ -27,7 +28,7 @@ from kvshelf.store.sealing.keyring import Keyring
 from kvshelf.store.tiers.disk import DiskTier
 from kvshelf.store.tiers.ram import RamTier
 from kvshelf.store.tiers.tiered import TieredStore
-from tests.store.caches import make_cache, make_identity, make_layer, make_merged, parts_of, require_equal
+from tests.store.caches import make_cache, make_identity, make_indexed, make_layer, make_merged, parts_of, require_equal
 from tests.store.objects.servers import S3Server
 from tests.store.places import Clock, DiskPlace, ObjectsPlace, Place, RedisPlace
 from tests.store.processes import start_child
@@ -208,6 +209,27 @@ def test_a_file_that_ends_early_is_refused() -> None:
     with pytest.raises(BlobError) as error:
         layer.fetch([2])
     assert error.value.reason == "truncated"
+
+
+@pytest.mark.parametrize("codec", ["none", "int4:group=8,residual=5"])
+def test_blocks_of_an_index_are_read_one_by_one(codec: str) -> None:
+    """The index comes with the head; a block is a run."""
+    cache = replace(make_cache(num_tokens=100), layers=(make_indexed(100, 16),)).encoded(codec)
+    parts, file = opened(cache.to_bytes())
+    layer = parts.layer(0)
+    (whole, *_), (record, *_) = parts_of(cache.layers[0]), parts_of(layer.record)
+    assert isinstance(record, Indexed)
+    assert isinstance(whole, Indexed)
+    assert torch.equal(record.summaries, whole.summaries)
+    assert (layer.run_rows[0], len(layer.runs[0])) == (16, len(whole.summaries))
+    head_bytes = file.count
+    layer.fetch([2, 5])
+    assert file.count - head_bytes == sum(span.nbytes for run in (2, 5) for span in layer._spans[run])
+    for name in ("keys", "values"):
+        ours, right = (plain(getattr(each, name)).view(2, whole.lengths[0], -1) for each in (record, whole))
+        for block in range(len(whole.summaries)):
+            own = slice(16 * block, 16 * block + 16)
+            assert torch.equal(ours[:, own], right[:, own]) == (block in (2, 5))
 
 
 # On every home

@@ -50,6 +50,27 @@ def test_the_answer_is_the_engine_s(
     assert post(http, cache).json()["usage"]["read_tokens"] == cache["tokens"]["kept"]
 
 
+def test_a_cache_with_an_index_is_read_in_part(http: httpx.Client, tiny_folder: Path) -> None:
+    """The first question finds it on the shelf, and the tokens of the question read what it selects, too."""
+    text = "".join(f"Lamp {number} of the lighthouse burns whale oil. " for number in range(60))
+    cache = created(http, document=text, policy="infllm", policy_params={"block": 32}, codec="int4")
+    select = {"method": "infllm", "tokens": 256, "params": {"recent": 32}}
+    answer = post(http, cache, select=select).json()
+    stored = CompressedCache.from_bytes(http.get(f"/v1/caches/{cache['id']}/blob").content)
+    engine = Engine.load(str(tiny_folder), device="cpu")
+    here = engine.answer(
+        stored,
+        "Who lit it?",
+        max_new_tokens=12,
+        select="infllm",
+        select_tokens=256,
+        select_params={"recent": 32},
+    )
+    assert (answer["text"], answer["usage"]["read_tokens"]) == (here.text, here.usage.read_tokens)
+    assert answer["usage"]["read_tokens"] <= 256 < answer["usage"]["cache_read_tokens"]
+    assert post(http, cache).json()["text"] == engine.answer(stored, "Who lit it?", max_new_tokens=12).text
+
+
 def test_streams_prompts_chats_and_several_caches(
     http: httpx.Client, cache: dict[str, Any], other: dict[str, Any]
 ) -> None:

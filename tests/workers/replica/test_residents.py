@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from kvshelf.errors import CacheCorrupt, CacheExpired, CacheNotFound, InvalidRequest, ModelMismatch
+from kvshelf.errors import CacheCorrupt, CacheExpired, CacheNotFound, InvalidRequest, ModelMismatch, StoreUnavailable
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.base import Store
 from kvshelf.store.disk import DiskStore
-from kvshelf.workers.engine.attention.attachment import Attachment
+from kvshelf.workers.engine.attention.attachment import Attachment, PartialAttachment
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.replica.residents import ResidentLimits, Residents
 from tests.conftest import save_random_model
@@ -248,3 +248,44 @@ async def test_a_question_does_not_wait_for_room_that_one_waiting_for_its_cache_
 async def held_together(residents: Residents, cache_ids: list[str]) -> AsyncIterator[None]:
     async with residents.using_all(cache_ids, "default"):
         yield
+
+
+async def test_a_cache_with_an_index_is_read_as_questions_select(
+    store: Counting, engine: Engine, caches: list[CompressedCache], threads: ThreadPoolExecutor
+) -> None:
+    """It is in memory for all questions, those that read all of it, too. Its file is open until it leaves."""
+    residents = make(store, engine, threads)
+    indexed = engine.compress(list(range(10, 200)), policy="infllm", block=16)
+    first, second = store.put(indexed).id, store.put(caches[0]).id
+    async with residents.using(first, "default", part=True) as (resident, there):
+        document = resident.document
+        assert isinstance(document, PartialAttachment)
+        assert (there, resident.place, document.arrived, store.opened) == (False, "home", False, 0)
+    again, there = await ask(residents, first)
+    assert (again, there, document.arrived) == (document, True, True)
+    async with residents.using(second, "default", part=True) as (resident, _):
+        assert not isinstance(resident.document, PartialAttachment), "without an index it is read as a whole"
+    assert store.opened == 1
+    fresh = store.put(engine.compress(list(range(20, 210)), policy="infllm", block=16)).id
+    async with residents.using(fresh, "default", part=True) as (resident, _):
+        store.delete(fresh)
+        with pytest.raises(CacheNotFound):
+            await ask(residents, fresh)
+        await asyncio.to_thread(resident.document.prefixes, 0)  # this question goes on
+    residents.evict_idle(time.monotonic() + 1)
+    assert len(residents) == 0
+    with pytest.raises(StoreUnavailable, match="closed"):
+        await asyncio.to_thread(resident.document.prefixes, 1)
+
+
+async def test_caches_read_in_part_count_as_whole_ones(
+    store: Counting, engine: Engine, threads: ThreadPoolExecutor
+) -> None:
+    """They may be read further, so that the memory for all of each is set aside."""
+    made = [engine.compress(list(range(10 + i, 200 + i)), policy="infllm", block=16) for i in range(3)]
+    ids = [store.put(cache).id for cache in made]
+    residents = make(store, engine, threads, max_bytes=int(2.5 * made[0].nbytes))
+    for cache_id in ids:
+        async with residents.using(cache_id, "default", part=True):
+            assert residents.nbytes <= residents._limits.max_bytes
+    assert len(residents) == 2
