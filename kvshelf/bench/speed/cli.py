@@ -17,7 +17,7 @@ from kvshelf.bench.options import Device, Dtype, Json, Model, Output, Threads, c
 if TYPE_CHECKING:
     from kvshelf.store.base import Store
 
-PARTS = ("compression", "codecs", "first-token", "decode", "select", "serving", "ranks")
+PARTS = ("compression", "codecs", "first-token", "decode", "select", "cold", "serving", "ranks")
 _DEFAULT_PARTS = PARTS[:4]  # all but long documents, vLLM, which few have installed, and several processes
 
 _COMPRESSION_LENGTHS = (2048, 4096, 8192)
@@ -36,7 +36,8 @@ def speed(
     lengths: Annotated[
         str,
         typer.Option(
-            "--lengths", help="Tokens per document.  [default: 2k to 8k, codecs 8k, from the shelf to 16k, select 32k]"
+            "--lengths",
+            help="Tokens per document.  [default: 2k to 8k, codecs 8k, from the shelf to 16k, select and cold 32k]",
         ),
     ] = "",
     policies: Annotated[str, typer.Option("--policies", help="To compress with.  [default: all of one pass]")] = "",
@@ -69,6 +70,7 @@ def speed(
         from kvshelf.bench.measure import load_warning, machine
         from kvshelf.bench.speed import tables as show
         from kvshelf.bench.speed.codecs import codec_costs
+        from kvshelf.bench.speed.cold import colds
         from kvshelf.bench.speed.compression import ONE_PASS, compression_costs
         from kvshelf.bench.speed.decode import decodings
         from kvshelf.bench.speed.first_token import first_tokens
@@ -116,6 +118,12 @@ def speed(
             selected = selectings(subject, of_lengths, _SELECT_ROWS, rounds, lambda: progress.advance(bar))
             report["select"] = selected
             tables.append(show.selecting_table(selected))
+        if "cold" in chosen:
+            with _opened(stores or []) as homes:
+                of_lengths = at or _SELECT_LENGTHS
+                bar = progress.add_task("reading", total=len(of_lengths) * (len(homes) + 1))
+                report["cold"] = read = colds(subject, homes, of_lengths, rounds, lambda: progress.advance(bar))
+            tables.append(show.cold_table(read))
         if "serving" in chosen:
             with open_vllm(vllm_python, subject, threads, LONGEST) if vllm_python else nullcontext() as vllm:
                 served = servings(subject, vllm, rounds, removed)

@@ -143,7 +143,7 @@ def _ways(
     """Puts `cache` in every place that it can come from, and yields a function that asks from there."""
     yield "memory", lambda: first_token(subject, lambda: cache, question)
     for name, store in stores.items():
-        cache_id = _put(store, cache, cleanup)
+        cache_id = put(store, cache, cleanup)
         yield name, partial(first_token, subject, partial(store.get, cache_id), question)
     exported = subject.engine.export(cache, "absolute")
     save_file({name: tensor.contiguous() for name, tensor in _named(exported)}, file)
@@ -151,9 +151,9 @@ def _ways(
     yield "safetensors", lambda: _ask_model(subject, question, lambda: _loaded(file, subject), positions)
 
 
-def _put(store: Store, cache: CompressedCache, cleanup: ExitStack) -> str:
+def put(store: Store, cache: CompressedCache, cleanup: ExitStack) -> str:
     """Returns the id. Unless the cache was there before, `cleanup` deletes it, also after an interrupted put."""
-    cache_id = store.cache_id(cache.identity)
+    cache_id = store.cache_id(cache.identity, codec=cache.codec)
     try:
         store.stat(cache_id)
     except (CacheNotFound, CacheError):

@@ -9,6 +9,7 @@ from rich.table import Table
 from kvshelf.bench.measure import Spread
 from kvshelf.bench.options import ratio
 from kvshelf.bench.speed.codecs import CodecCosts
+from kvshelf.bench.speed.cold import Cold
 from kvshelf.bench.speed.compression import CompressionCosts
 from kvshelf.bench.speed.decode import Decodings
 from kvshelf.bench.speed.first_token import FirstTokens
@@ -100,6 +101,18 @@ def selecting_table(rows: Sequence[Selecting]) -> Table:
         cells = (f"{row.document_tokens:,}", f"{row.read_tokens:,}", str(row.rows), row.selector)
         times = (_ms(row.dense_s), _ms(row.selected_s), ratio(row.ratio))
         table.add_row(*cells, *times, _ms(row.choice_s), f"{row.choice_share.median:.0%}")
+    return table
+
+
+def cold_table(rows: Sequence[Cold]) -> Table:
+    """One row for each length and place: a question that reads all, and one that reads what it selects."""
+    table = Table("tokens", "from", "all", "read", "a part", "read", "of all's")
+    table.title = "wall time to the first token over a document under int4 that is not in memory; selector infllm"
+    for row in rows:
+        read = (f"{each / 1e6:,.1f} MB" for each in (row.all_bytes, row.part_bytes))
+        table.add_row(
+            f"{row.tokens:,}", row.place, _ms(row.all_s), next(read), _ms(row.part_s), next(read), ratio(row.ratio)
+        )
     return table
 
 
