@@ -177,7 +177,7 @@ def test_a_flipped_bit_is_refused_with_its_run_and_disturbs_no_other() -> None:
     described = blob.inspect(packed).header.layers[1]
     body = len(packed) - 40 - blob.inspect(packed).header.body_bytes
     for run in range(5):
-        for span in described.run_spans()[run]:
+        for span in described.run_spans(run):
             parts, file = opened(packed)
             file.data[body + described.offset + span.offset + span.nbytes // 2] ^= 1
             layer = parts.layer(1)
@@ -224,7 +224,7 @@ def test_blocks_of_an_index_are_read_one_by_one(codec: str) -> None:
     assert (layer.run_rows[0], len(layer.runs[0])) == (16, len(whole.summaries))
     head_bytes = file.count
     layer.fetch([2, 5])
-    assert file.count - head_bytes == sum(span.nbytes for run in (2, 5) for span in layer._spans[run])
+    assert file.count - head_bytes == sum(span.nbytes for run in (2, 5) for span in layer._layer.run_spans(run))
     for name in ("keys", "values"):
         ours, right = (plain(getattr(each, name)).view(2, whole.lengths[0], -1) for each in (record, whole))
         for block in range(len(whole.summaries)):
@@ -264,7 +264,7 @@ def test_a_damaged_run_quarantines_the_cache_once_it_is_read(place: Place, clock
     with place.open(now=clock) as shelf:
         manifest = shelf.put(long_cache())
         header = blob.inspect(long_cache().to_bytes()).header
-        start = manifest.bytes_stored - 40 - header.body_bytes + header.layers[0].run_spans()[3][0].offset
+        start = manifest.bytes_stored - 40 - header.body_bytes + header.layers[0].run_spans(3)[0].offset
         place.change(manifest, _flipping(start))
         with shelf.open_parts(manifest.id) as parts:
             layer = parts.layer(0)
@@ -352,7 +352,7 @@ def test_a_damaged_copy_on_disk_is_left_for_the_home(tmp_path: Path) -> None:
         manifest = store.put(long_cache())
         store._tiers.all[0].drop(manifest.id, manifest.tenant)
         header = blob.inspect(long_cache().to_bytes()).header
-        start = manifest.bytes_stored - 40 - header.body_bytes + header.layers[0].run_spans()[3][0].offset
+        start = manifest.bytes_stored - 40 - header.body_bytes + header.layers[0].run_spans(3)[0].offset
         with store.open_parts(manifest.id) as parts:
             layer = parts.layer(0)
             layer.fetch([0])

@@ -226,7 +226,7 @@ def test_a_damaged_block_is_named_once_it_is_read(llama, caches, tmp_path):
     with DiskStore.open(tmp_path / "home") as store:
         manifest = store.put(cache)
         header = blob.inspect(cache.to_bytes()).header
-        at = manifest.bytes_stored - 40 - header.body_bytes + header.layers[0].run_spans()[unread][0].offset
+        at = manifest.bytes_stored - 40 - header.body_bytes + header.layers[0].run_spans(unread)[0].offset
         DiskPlace(tmp_path / "home").change(manifest, lambda data: data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         with store.open_parts(manifest.id) as parts:
             document = llama.engine.attach_part(parts)

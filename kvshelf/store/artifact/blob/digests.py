@@ -65,7 +65,7 @@ def run_digests(layer: Layer, buffers: Sequence[memoryview]) -> list[bytes]:
         buffer = bisect_right(starts, span.offset) - 1
         return buffers[buffer][span.offset - starts[buffer] :][: span.nbytes]
 
-    return [digest_of(map(at, spans)) for spans in layer.run_spans()]
+    return [digest_of(map(at, layer.run_spans(run))) for run in range(layer.num_runs)]
 
 
 def digest_of(pieces: Iterable[memoryview]) -> bytes:

@@ -310,16 +310,31 @@ class Layer(Strict):
             end += nbytes
         return found
 
-    def run_spans(self) -> list[list[Span]]:
-        """The parts of each run, in segment order: array by array, and head by head within an array."""
-        found: list[list[Span]] = [[] for _ in range(self.num_runs)]
-        for record, runs, array, span in self._arrays_in_runs():
-            start = span.offset
-            for length in record.lengths:
-                for run, first in zip(runs, range(0, length, run_rows(record)), strict=False):
-                    nbytes = array.nbytes(min(run_rows(record), length - first))
-                    found[run].append(Span(start, nbytes))
-                    start += nbytes
+    def run_spans(self, run: int) -> list[Span]:
+        """The parts of a run, in segment order: array by array, and head by head within an array."""
+        record, first = next((record, run - own.start) for record, own in self._in_runs if run in own)
+        rows, found = run_rows(self.records[record]), []
+        for array, starts in self._head_starts[record]:
+            for length, start in zip(self.records[record].lengths, starts, strict=True):
+                if (left := length - first * rows) > 0:
+                    found.append(Span(start + array.nbytes(first * rows), array.nbytes(min(rows, left))))
+        return found
+
+    @cached_property
+    def _in_runs(self) -> list[tuple[int, range]]:
+        """The records that have runs, and the numbers of these."""
+        return [(number, own) for number, own in enumerate(self.runs) if own]
+
+    @cached_property
+    def _head_starts(self) -> dict[int, list[tuple[RowArray, list[int]]]]:
+        """For each of these records, its arrays of rows and where each head begins in them."""
+        found: dict[int, list[tuple[RowArray, list[int]]]] = {}
+        for number, _ in self._in_runs:
+            record, spans = self.records[number], self.arrays[number]
+            found[number] = [
+                (array, list(accumulate(map(array.nbytes, record.lengths[:-1]), initial=spans[array.name].offset)))
+                for array in row_arrays(record, self.dims)
+            ]
         return found
 
     def _arrays_in_runs(self) -> Iterator[tuple[RecordHeader, range, RowArray, Span]]:

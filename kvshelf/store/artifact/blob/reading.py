@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from operator import eq
 from typing import Protocol, Self, TypeVar
 
@@ -165,15 +166,11 @@ class PartialLayer:
         require_head(index, layer, digest_of(map(self._at, head)))
         check_padding(index, layer, self._segment)
         self._digests = self._at(layer.digests)
-        self._spans = layer.run_spans()
+        self.num_runs = layer.num_runs
         self.runs = layer.runs
         self.run_rows = tuple(map(run_rows, layer.records))
         self.record = view_layer(index, cache._header, cache._body)
         self.fetched: frozenset[int] = frozenset()
-
-    @property
-    def num_runs(self) -> int:
-        return len(self._spans)
 
     def fetch(self, runs: Iterable[int]) -> None:
         """Read and verify these runs, as far as they are not here. Several are read together, so ask for all at once.
@@ -182,17 +179,18 @@ class PartialLayer:
         ones is here.
         """
         wanted = set(runs) - self.fetched
-        if wanted and not 0 <= min(wanted) <= max(wanted) < len(self._spans):
+        if wanted and not 0 <= min(wanted) <= max(wanted) < self.num_runs:
             raise InvalidRequest(
-                f"layer {self._index} has runs 0 to {len(self._spans) - 1}, not {sorted(wanted)[:8]}", param="runs"
+                f"layer {self._index} has runs 0 to {self.num_runs - 1}, not {sorted(wanted)[:8]}", param="runs"
             )
         if wanted:
             self._cache._reading(lambda: self._load(sorted(wanted - self.fetched)))
 
     def _load(self, runs: Sequence[int]) -> None:
-        self._cache._read(self._layer.offset, (span for run in runs for span in self._spans[run]))
-        for run in runs:
-            require_run(self._index, run, digest_of(map(self._at, self._spans[run])), self._digests)
+        spans = {run: self._layer.run_spans(run) for run in runs}
+        self._cache._read(self._layer.offset, chain.from_iterable(spans.values()))
+        for run, own in spans.items():
+            require_run(self._index, run, digest_of(map(self._at, own)), self._digests)
         self._require_sound(runs)
         self.fetched |= set(runs)
 
