@@ -16,6 +16,7 @@ from kvshelf.errors import InvalidRequest
 from kvshelf.workers.engine.attention.attachment import Attached
 from kvshelf.workers.engine.attention.function import Attended
 from kvshelf.workers.engine.decode.detokenizer import Detokenizer
+from kvshelf.workers.engine.decode.passages import Passages
 from kvshelf.workers.engine.decode.selection import Selection
 from kvshelf.workers.engine.decode.suffixes import SuffixRow
 
@@ -47,13 +48,14 @@ class Sampling:
 @dataclass(frozen=True)
 class Answer:
     """A finished answer. `token_ids` include the end token where there is one; `text` does not. sources: as
-    `Generation.sources`."""
+    `Generation.sources`. passages: as `Passages.shares`, if asked for."""
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     usage: Usage
     sources: tuple[float, ...]
+    passages: tuple[bytes, ...] | None = None
 
 
 class Generation:
@@ -72,10 +74,13 @@ class Generation:
         end_ids: frozenset[int],
         decoder: Tokenizer | None,
         selection: Selection | None = None,
+        passages: Passages | None = None,
     ) -> None:
-        """selection: what the answer's tokens see of the document; None: all. The question's tokens see all."""
+        """selection: what the answer's tokens see of the document; None: all. The question's tokens see all. passages:
+        counts what they read."""
         self.document = document
         self._selection = selection
+        self._passages = passages
         self.pending = list(query)
         """Tokens that must run through the model before the next one can be chosen."""
         self.row = SuffixRow()
@@ -152,6 +157,8 @@ class Generation:
             self._observed.clear()
         if not self.token_ids:
             self._prefill_tokens = self.row.length
+        elif self._passages is not None:
+            self._passages.count(self.seen)
 
     def take(self, token: int) -> str:
         """Add a token to the answer. Returns the text that became final with it, possibly "".
@@ -178,7 +185,8 @@ class Generation:
     def answer(self) -> Answer:
         """The finished answer."""
         assert self.finish_reason is not None
-        return Answer(self._text.text, list(self.token_ids), self.finish_reason, self.usage(), self.sources)
+        passages = None if self._passages is None else self._passages.shares()
+        return Answer(self._text.text, list(self.token_ids), self.finish_reason, self.usage(), self.sources, passages)
 
     def usage(self) -> Usage:
         """The tokens counted so far."""
