@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -117,6 +117,14 @@ class Comparison(ResponseBody):
     agreement: float
 
 
+class TokenRun(NamedTuple):
+    """Neighbouring tokens of a document, `first` to the one before `end`. share: their mean."""
+
+    share: float
+    first: int
+    end: int
+
+
 class ReadShares(ResponseBody):
     """Which tokens of one document an answer read. `shares`: base64 of one byte for each of its `tokens` tokens,
     round(255 * share). A share is the part of (tokens of the answer that chose) x (layers that choose) x (KV heads)
@@ -136,6 +144,24 @@ class ReadShares(ResponseBody):
     def fractions(self) -> list[float]:
         """The share of each token, 0 to 1."""
         return [byte / 255 for byte in base64.b64decode(self.shares)]
+
+    def most_read(self, count: int = 5) -> list[TokenRun]:
+        """Up to so many runs of tokens, the one with the highest mean share first.
+
+        A run grows around the highest share that is left, as long as its neighbours have at least half of that.
+        """
+        left = self.fractions()
+        found: list[TokenRun] = []
+        while len(found) < count and (highest := max(left, default=0)) > 0:
+            first = left.index(highest)
+            end = first + 1
+            while first > 0 and 2 * left[first - 1] >= highest:
+                first -= 1
+            while end < len(left) and 2 * left[end] >= highest:
+                end += 1
+            found.append(TokenRun(sum(left[first:end]) / (end - first), first, end))
+            left[first:end] = [0.0] * (end - first)
+        return sorted(found, key=lambda run: (-run.share, run.first))
 
 
 class Answered(ResponseBody):
