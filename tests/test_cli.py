@@ -17,9 +17,9 @@ from typer.testing import CliRunner, Result
 import kvshelf
 from kvshelf.cli import app
 from kvshelf.client import DEFAULT_URL
+from kvshelf.workers import selectors
 from kvshelf.workers.model.source import bundled_folder
 from kvshelf.workers.policies import catalog
-from kvshelf.workers.selectors import info as selectors
 
 ROOT = Path(__file__).resolve().parent.parent
 NOBODY = "http://127.0.0.1:9"

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvshelf import CompressedCache
+from kvshelf import Client, CompressedCache
+from kvshelf.api import ReadShares
 from kvshelf.cli import app
 from kvshelf.cli._common import megabytes
 
@@ -325,8 +326,39 @@ def test_an_answer_that_reads_a_part(report: Path) -> None:
     )
     alone = run("ask", cache_id, QUESTION, "--select-tokens", "96", code=2)
     assert "need a selector" in " ".join(alone.stderr.split())
+    alone = run("ask", cache_id, QUESTION, "--passages", code=2)
+    assert "need a selector" in " ".join(alone.stderr.split())
     refused = run("ask", cache_id, QUESTION, "--select", "quets", code=2)
     assert "did you mean 'quest'" in " ".join(refused.stderr.split())
+
+
+PARTS = "".join(f"The locker of unit {number} has the code {number * 37}.\n" for number in range(60))
+
+
+def test_the_passages_that_an_answer_read(tmp_path: Path) -> None:
+    document = tmp_path / "lockers.txt"
+    document.write_text(PARTS)
+    kept = run("put", document, "--policy", "full", "--keep-source").stdout.strip()
+    asking = ("What is the code of unit 7?", "--select", "quest", "--select-tokens", "96", "--passages")
+    answer = json.loads(run("ask", kept, *asking, "--json").stdout)
+    (told,) = answer["passages"]
+    told_runs = ReadShares(**told).most_read()
+    with Client() as client:
+        tokens = client.caches.kept(kept).tokens
+    _, *table = run("ask", kept, *asking).stdout.splitlines()
+    assert table[0].split() == ["TOKENS", "READ", "TEXT"]
+    assert len(table) - 1 == len(told_runs) > 1
+    for line, (share, first, end) in zip(table[1:], told_runs, strict=True):
+        place, read, *words = line.split()
+        assert (place, read) == (f"{first}-{end - 1}", f"{share:.0%}")
+        assert words == "".join(tokens[first:end]).split()
+    bare = run("put", document, "--policy", "full", "--codec", "int8").stdout.strip()
+    _, *table = run("ask", bare, *asking).stdout.splitlines()
+    assert table[0].split() == ["TOKENS", "READ"]
+    other = run("put", document, "--policy", "full", "--codec", "int4", "--keep-source").stdout.strip()
+    together = run("ask", f"{kept},{other}", *asking).stdout.splitlines()
+    assert together[-6].split() == ["SOURCE", "TOKENS", "READ", "TEXT"]
+    assert {line.split()[0] for line in together[-5:]} <= {kept, other}
 
 
 def test_doctor_looks_at_the_service_and_a_store(tmp_path: Path, service_url: str) -> None:

@@ -24,9 +24,9 @@ import pytest
 from kvshelf.bench.quality.tasks import Fact, write_document
 from kvshelf.cli import app
 from kvshelf.client import DEFAULT_URL
+from kvshelf.workers import selectors
 from kvshelf.workers.policies import POLICIES, catalog
 from kvshelf.workers.policies.registry import info_of
-from kvshelf.workers.selectors import info as selectors
 from kvshelf.workers.selectors.registry import info_of as selector_info
 from kvshelf.workers.selectors.registry import names as selector_names
 from tests.test_import_rule import FLOORS
@@ -200,7 +200,7 @@ def test_the_pages_and_catalogs_are_made_of_docstrings_and_the_packaged_numbers(
     for file, text in publish["written"]().items():
         assert file.read_text() == text, f"{file}: run scripts/publish_quality.py"
     assert catalog() == [info_of(cls) for cls in POLICIES.values()]
-    assert selectors.catalog() == tuple(map(selector_info, selector_names()))
+    assert selectors.catalog() == list(map(selector_info, selector_names()))
 
 
 def test_every_selector_says_when_to_choose_it_and_what_it_measured() -> None:

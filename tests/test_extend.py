@@ -1,7 +1,9 @@
-"""docs/extend.md: its files are written down as it says, and its commands run as if its package were installed."""
+"""docs/extend.md and docs/selectors.md: their files are written down as they say, and their commands run as if their
+packages were installed."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -11,11 +13,15 @@ from pathlib import Path
 import pytest
 
 from kvshelf.errors import InvalidRequest
-from kvshelf.workers.policies import POLICIES
+from kvshelf.workers.policies import POLICIES, Policy
 from kvshelf.workers.policies.info import GROUP
 from kvshelf.workers.policies.installed import installed
+from kvshelf.workers.selectors import UnitSelector, names
+from kvshelf.workers.selectors.info import GROUP as SELECTORS
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "extend.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGE = DOCS / "extend.md"
+SELECTORS_PAGE = DOCS / "selectors.md"
 FILE = re.compile(r"^```\w+\n# ([\w.]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHELL = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -23,13 +29,23 @@ SHELL = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the page's package in `vnorm`, which `pip install` put beside it as `run` needs it."""
-    folder = tmp_path_factory.mktemp("package")
-    (folder / "vnorm").mkdir()
-    for name, content in FILE.findall(PAGE.read_text()):
-        (folder / "vnorm" / name).write_text(content)
+    return install(tmp_path_factory.mktemp("package"), PAGE, "vnorm")
+
+
+@pytest.fixture(scope="module")
+def selector_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of `middle`."""
+    return install(tmp_path_factory.mktemp("package"), SELECTORS_PAGE, "middle")
+
+
+def install(folder: Path, page: Path, package: str) -> Path:
+    (folder / package).mkdir()
+    for name, content in FILE.findall(page.read_text()):
+        (folder / package / name).write_text(content)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     # What is needed to build is installed with torch; an index may not be there.
-    done = run(folder, *pip, "install", "--no-index", "--no-deps", "--no-build-isolation", "--target", ".", "./vnorm")
+    options = ["--no-index", "--no-deps", "--no-build-isolation", "--target", "."]
+    done = run(folder, *pip, "install", *options, f"./{package}")
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -72,11 +88,52 @@ def test_what_it_adds_to_a_prefill_is_unknown(package: Path) -> None:
     assert run(package, *command, "--tokens-per-s", "1000").returncode == 0
 
 
+USE = """
+import middle  # before kvshelf, as a test of the package would
+from kvshelf import Engine
+
+engine = Engine.load("kvshelf-tiny")
+text = "The access code of the amber falcon is 482913. " + "The tide turns and the boats wait. " * 60
+cache = engine.compress(text, policy="full")
+question = "What is the access code of the amber falcon?"
+for page in (16, 8):
+    told = engine.answer(cache, question, select="middle", select_tokens=128, select_params={"page": page})
+    print(told.usage.read_tokens, told.usage.cache_read_tokens)
+"""
+
+
+def test_the_selector_of_the_page_is_installed_and_used(selector_package: Path) -> None:
+    (shell,) = SHELL.findall(SELECTORS_PAGE.read_text())
+    assert "pip install ./middle" in shell
+    done = run(selector_package, "bash", "-euo", "pipefail", "-c", shell.replace("pip install ./middle", ""))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "entries of a page" in done.stdout
+    listed = run(selector_package, sys.executable, "-m", "kvshelf", "selectors", "--json").stdout.splitlines()
+    assert [json.loads(line)["id"] for line in listed] == [*names(), "middle"]
+    used = run(selector_package, sys.executable, "-c", USE)
+    assert used.returncode == 0, used.stderr
+    for line in used.stdout.splitlines():
+        read, stored = map(int, line.split())
+        assert 100 < read <= 128 < stored
+
+
 STRANGERS = """
+from dataclasses import dataclass
+
 from kvshelf.workers.policies.keydiff import KeyDiff
+from kvshelf.workers.selectors import UnitSelector
+from kvshelf.workers.selectors.quest import Quest
 
 class NoPolicy:
     name = "odd"
+
+@dataclass(frozen=True)
+class Unitless(UnitSelector):
+    name = "odd"
+
+@dataclass(frozen=True)
+class Sage(Quest):
+    name = "sage"
 """
 
 
@@ -104,13 +161,38 @@ def test_a_policy_that_cannot_be_used_is_refused_by_name(
 ) -> None:
     advertise(strangers, "strangers", GROUP, entries)
     with pytest.raises(InvalidRequest, match=problem) as refusal:
-        installed(POLICIES)
+        installed(GROUP, Policy, POLICIES, kind="policy", param="policy")
     assert "of strangers" in refusal.value.message
+    assert refusal.value.param == "policy"
 
 
-def test_the_command_line_says_it_in_a_line(strangers: Path) -> None:
-    advertise(strangers, "strangers", GROUP, {"odd": "strangers:NoPolicy"})
-    done = run(strangers, sys.executable, "-m", "kvshelf", "policies")
+@pytest.mark.parametrize(
+    ("entries", "problem"),
+    [
+        ({"odd": "no_such_module:X"}, "ModuleNotFoundError"),
+        ({"odd": "strangers:NoPolicy"}, "no subclass of kvshelf.workers.selectors.base.UnitSelector"),
+        ({"keydiff": "strangers:KeyDiff"}, "no subclass"),
+        ({"odd": "strangers:Unitless"}, "its class lacks units"),
+        ({"odd": "strangers:Quest"}, "has the name 'quest'"),
+        ({"quest": "strangers:Quest"}, "there is a selector 'quest' already"),
+        ({"sage": "strangers:Sage"}, "there is a selector 'sage' already"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_selector_that_cannot_be_used_is_refused_by_name(
+    strangers: Path, entries: dict[str, str], problem: str
+) -> None:
+    advertise(strangers, "strangers", SELECTORS, entries)
+    with pytest.raises(InvalidRequest, match=problem) as refusal:
+        installed(SELECTORS, UnitSelector, names(), kind="selector", param="select.method")
+    assert refusal.value.message.startswith(f"the selector {next(iter(entries))!r} of strangers")
+    assert refusal.value.param == "select.method"
+
+
+@pytest.mark.parametrize(("group", "command"), [(GROUP, "policies"), (SELECTORS, "selectors")])
+def test_the_command_line_says_it_in_a_line(strangers: Path, group: str, command: str) -> None:
+    advertise(strangers, "strangers", group, {"odd": "strangers:NoPolicy"})
+    done = run(strangers, sys.executable, "-m", "kvshelf", command)
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
     assert "no subclass" in " ".join(done.stderr.split())

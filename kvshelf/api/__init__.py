@@ -46,9 +46,11 @@ from kvshelf.api.queries import JointAnswer as JointAnswer
 from kvshelf.api.queries import JointAnswerList as JointAnswerList
 from kvshelf.api.queries import JointQuery as JointQuery
 from kvshelf.api.queries import Query as Query
+from kvshelf.api.queries import ReadShares as ReadShares
 from kvshelf.api.queries import Remade as Remade
 from kvshelf.api.queries import Select as Select
 from kvshelf.api.queries import Source as Source
+from kvshelf.api.queries import TokenRun as TokenRun
 from kvshelf.api.queries import Usage as Usage
 from kvshelf.api.service import Allowance as Allowance
 from kvshelf.api.service import Limits as Limits

@@ -124,6 +124,8 @@ class ChatCompletionRequest(RequestBody):
             raise misuse("max_completion_tokens", "give max_tokens or max_completion_tokens, not both")
         if self.stream_options is not None and not self.stream:
             raise misuse("stream_options", "stream_options is only allowed with stream: true")
+        if self.select is not None and self.select.passages:
+            raise misuse("select.passages", "a chat completion has no passages; ask POST /v1/caches/{id}/query instead")
         return self
 
     @property

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+import base64
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -34,6 +35,7 @@ class Select(RequestBody):
     method: Annotated[str, Field(min_length=1, max_length=64)]
     tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     params: dict[str, Any] = Field(default_factory=dict, max_length=64)
+    passages: bool = Field(False, description="also say which tokens of the documents the answer read")
 
 
 class Asking(RequestBody):
@@ -115,8 +117,56 @@ class Comparison(ResponseBody):
     agreement: float
 
 
+class TokenRun(NamedTuple):
+    """Neighbouring tokens of a document, `first` to the one before `end`. share: their mean."""
+
+    share: float
+    first: int
+    end: int
+
+
+class ReadShares(ResponseBody):
+    """Which tokens of one document an answer read. `shares`: base64 of one byte for each of its `tokens` tokens,
+    round(255 * share). A share is the part of (tokens of the answer that chose) x (layers that choose) x (KV heads)
+    that read the token; a token that the cache does not hold has 0. If no token chose, because the budget has room for
+    all or the answer is one token, everything stored was read: a share is then the part of the KV heads of all layers
+    that hold the token."""
+
+    cache_id: str
+    tokens: int
+    shares: str
+
+    @classmethod
+    def of(cls, cache_id: str, shares: bytes) -> ReadShares:
+        """shares: one byte for each token."""
+        return cls(cache_id=cache_id, tokens=len(shares), shares=base64.b64encode(shares).decode())
+
+    def fractions(self) -> list[float]:
+        """The share of each token, 0 to 1."""
+        return [byte / 255 for byte in base64.b64decode(self.shares)]
+
+    def most_read(self, count: int = 5) -> list[TokenRun]:
+        """Up to so many runs of tokens, the one with the highest mean share first.
+
+        A run grows around the highest share that is left, as long as its neighbours have at least half of that.
+        """
+        left = self.fractions()
+        found: list[TokenRun] = []
+        while len(found) < count and (highest := max(left, default=0)) > 0:
+            first = left.index(highest)
+            end = first + 1
+            while first > 0 and 2 * left[first - 1] >= highest:
+                first -= 1
+            while end < len(left) and 2 * left[end] >= highest:
+                end += 1
+            found.append(TokenRun(sum(left[first:end]) / (end - first), first, end))
+            left[first:end] = [0.0] * (end - first)
+        return sorted(found, key=lambda run: (-run.share, run.first))
+
+
 class Answered(ResponseBody):
-    """What an answer says, whichever caches were asked. `load_ms`: until the slowest of them was in memory."""
+    """What an answer says, whichever caches were asked. `load_ms`: until the slowest of them was in memory.
+    `passages`: what it read of each document, in their order, present only if `select.passages` asks for it."""
 
     id: str
     object: Literal["answer"] = "answer"
@@ -124,6 +174,7 @@ class Answered(ResponseBody):
     finish_reason: FinishReason
     usage: Usage
     load_ms: float
+    passages: list[ReadShares] | None = None
 
 
 class AnswerObject(Answered):

@@ -18,7 +18,7 @@ from rich.table import Table
 from kvshelf.cli import _common, _options, _references
 from kvshelf.cli._common import connected
 from kvshelf.cli._progress import put_shown
-from kvshelf.errors import CacheNotFound, InvalidRequest, nearest
+from kvshelf.errors import CacheNotFound, InvalidRequest, SourceNotKept, nearest
 
 if TYPE_CHECKING:
     from kvshelf.api import Answered, CacheObject, JointAnswer, SearchList
@@ -203,6 +203,9 @@ def ask(
     select_param: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="A parameter of the selector. May be repeated.")
     ] = None,
+    passages: Annotated[
+        bool, typer.Option("--passages", help="With --select: print the passages that the answer read most.")
+    ] = False,
     url: _options.Url = None,
     as_json: _options.AsJson = False,
 ) -> None:
@@ -213,7 +216,7 @@ def ask(
     question goes to the documents of the shelf that hold most of its words (see `kvshelf search`).
     """
     fields: Any = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
-    fields["select"] = _select(select, select_tokens, select_param)
+    fields["select"] = _select(select, select_tokens, select_param, passages)
     asked = [cache, *(questions or ())] if label or search_all else questions or []
     if not asked:
         raise typer.BadParameter("a question is missing", param_hint="QUESTION...")
@@ -255,15 +258,20 @@ def _ask_together(client: Client, named: Sequence[Named], question: str, fields:
         print(flush=True)
     if len(named) > 1:
         _common.print_table(_sources([reference for reference, _ in named], stream.answer), cut="SOURCE")
+    if stream.answer.passages is not None:
+        references = {id: reference for reference, id in named} if len(named) > 1 else None
+        _print_passages(client, stream.answer, references)
     _common.notes.print(_cost(stream.answer), style="dim")
 
 
-def _select(method: str | None, tokens: int | None, params: list[str] | None) -> dict[str, Any] | None:
-    if method is None and (tokens is not None or params):
-        raise typer.BadParameter("--select-tokens and --select-param need a selector", param_hint="--select")
+def _select(method: str | None, tokens: int | None, params: list[str] | None, passages: bool) -> dict[str, Any] | None:
+    if method is None and (tokens is not None or params or passages):
+        raise typer.BadParameter(
+            "--select-tokens, --select-param and --passages need a selector", param_hint="--select"
+        )
     if method is None:
         return None
-    return {"method": method, "tokens": tokens, "params": _common.parameters(params) or {}}
+    return {"method": method, "tokens": tokens, "params": _common.parameters(params) or {}, "passages": passages}
 
 
 def _sources(references: Sequence[str], answer: JointAnswer) -> Table:
@@ -271,6 +279,35 @@ def _sources(references: Sequence[str], answer: JointAnswer) -> Table:
     shares = sorted(zip(references, answer.sources, strict=True), key=lambda each: -each[1].share)
     rows = [(reference, f"{source.share:.1%}") for reference, source in shares]
     return _common.table(["SOURCE", "SHARE"], rows, numbers=[1])
+
+
+_PASSAGES = 5
+"""Most read passages that are printed of an answer."""
+
+
+def _print_passages(client: Client, answer: Answered, references: Mapping[str, str] | None = None) -> None:
+    """The passages that an answer read most, with their text where the source of the cache is kept. references: of
+    several documents, by cache id."""
+    every = ((read.cache_id, run) for read in answer.passages or () for run in read.most_read(_PASSAGES))
+    best = sorted(every, key=lambda found: -found[1].share)[:_PASSAGES]
+    tokens = {cache_id: _tokens(client, cache_id) for cache_id in {cache_id for cache_id, _ in best}}
+    columns = {
+        "SOURCE": [references[cache_id] for cache_id, _ in best] if references else [],
+        "TOKENS": [f"{run.first}-{run.end - 1}" for _, run in best],
+        "READ": [f"{run.share:.0%}" for _, run in best],
+        "TEXT": [" ".join("".join(tokens[cache_id][run.first : run.end]).split()) for cache_id, run in best],
+    }
+    filled = {heading: cells for heading, cells in columns.items() if any(cells)}
+    if best:
+        _common.print_table(_common.table(list(filled), zip(*filled.values(), strict=True)), cut="TEXT")
+
+
+def _tokens(client: Client, cache_id: str) -> list[str]:
+    """The text of each token of a document; none where its source is not kept."""
+    try:
+        return client.caches.kept(cache_id).tokens
+    except SourceNotKept:
+        return []
 
 
 def _cost(answer: Answered) -> str:
@@ -293,6 +330,8 @@ def _ask_parts(
                 print(json.dumps({"part": cache.labels["part"], **answer.model_dump(mode="json")}), flush=True)
             else:
                 print(f"part {cache.labels['part']}: {answer.text}", flush=True)
+                if answer.passages is not None:
+                    _print_passages(client, answer)
                 _common.notes.print(f"{cache.id}: {_cost(answer)}", style="dim", soft_wrap=True)
 
 

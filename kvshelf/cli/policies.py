@@ -101,9 +101,10 @@ def _found_selectors(url: str | None, as_json: bool) -> list[SelectorObject]:
         with _common.connected(url, as_json=as_json) as client:
             return client.selectors.list()
     from kvshelf.api import SelectorObject
-    from kvshelf.workers.selectors.info import catalog
+    from kvshelf.workers.selectors import catalog
 
-    return [SelectorObject.model_validate(info.to_dict()) for info in catalog()]
+    with needs_extra("serve", purpose="kvshelf selectors, beside selectors or policies of other packages,"):
+        return [SelectorObject.model_validate(info.to_dict()) for info in catalog()]
 
 
 def _read(measured: list[dict[str, Any]], share: float) -> str:

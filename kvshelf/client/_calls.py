@@ -110,7 +110,8 @@ class ImportFields(TypedDict, total=False):
 class AskFields(TypedDict, total=False):
     """How an answer is made: at most `max_tokens` tokens, until one of the `stop` texts. Temperature 0 is greedy.
 
-    `select` is what the answer reads, where it does not read all: `{"method": "quest", "tokens": 256}`.
+    `select` is what the answer reads, where it does not read all: `{"method": "quest", "tokens": 256}`; with
+    `"passages": True` the answer's `passages` say which tokens of the documents these were.
 
     `on_miss="recompute"` makes a corrupt cache, or a cache of another model, again from its kept source. It may raise
     `SourceNotKept`.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvshelf import AsyncClient, Client, CompressedCache, errors
-from kvshelf.api import CacheObject, CreationProgress, SplitOptions
+from kvshelf.api import CacheObject, CreationProgress, Select, SplitOptions
 
 TEXT = "The minutes were read and approved. The access code of the amber falcon is 482913. Ada Brown signed it. " * 3
 QUESTION = "What is the access code of the amber falcon?"
@@ -222,6 +222,26 @@ async def test_the_asynchronous_client_does_the_same(aclient: AsyncClient, cache
     with pytest.raises(errors.CacheNotFound):
         await aclient.caches.retrieve("kvs_" + "0" * 40)
     assert (await aclient.ready()).status == "ready"
+
+
+@pytest.mark.anyio
+async def test_an_answer_says_which_tokens_it_read(client: Client, aclient: AsyncClient) -> None:
+    whole = client.caches.create(document=LONG, policy="full")
+    select = Select(method="quest", tokens=128, passages=True)
+    answer = client.caches.query(whole.id, QUESTION, max_tokens=6, select=select)
+    assert answer.passages is not None
+    (read,) = answer.passages
+    assert (read.cache_id, read.tokens) == (whole.id, whole.tokens.document)
+    shares = read.fractions()
+    assert len(shares) == read.tokens
+    assert shares[0] == 1.0
+    assert 0.0 in shares
+    assert sum(shares) == pytest.approx(answer.usage.read_tokens, rel=0.2)  # that of the last token
+    with client.caches.stream([whole.id], QUESTION, max_tokens=6, select=dict(select)) as stream:
+        assert stream.answer.passages == answer.passages
+    again = await aclient.caches.query(whole.id, QUESTION, max_tokens=6, select=select)
+    assert again.passages == answer.passages
+    assert client.caches.query(whole.id, QUESTION, max_tokens=6).passages is None
 
 
 LONG = "\n\n".join(f"Entry {number}. The locker of unit {number} has the code {number * 37}." for number in range(90))

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from kvshelf import errors
-from kvshelf.api import AnswerObject
+from kvshelf.api import AnswerObject, ReadShares
 from kvshelf.client import AsyncClient, Client
 from kvshelf.client._stream import AnswerReader
 
@@ -87,3 +87,12 @@ def test_what_is_no_event_is_named(line: str) -> None:
 @pytest.mark.parametrize("line", ["", ": keep-alive", "event: message", "id: 3"])
 def test_other_lines_of_the_protocol_add_nothing(line: str) -> None:
     assert AnswerReader(AnswerObject).feed(line) is None
+
+
+def test_the_most_read_tokens_grow_around_the_highest_shares() -> None:
+    read = ReadShares.of("kvs_1", bytes([0, 150, 255, 128, 100, 80, 0, 25, 0]))
+    assert [(run.first, run.end) for run in read.most_read()] == [(1, 4), (4, 6), (7, 8)]
+    assert read.most_read()[0].share == pytest.approx((150 + 255 + 128) / 3 / 255)
+    assert [run.first for run in read.most_read(2)] == [1, 4]
+    assert len(ReadShares.of("kvs_1", bytes([255, 0] * 9)).most_read()) == 5
+    assert ReadShares.of("kvs_1", bytes(9)).most_read() == ReadShares.of("kvs_1", b"").most_read() == []

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import re
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.page.conftest import ANSWER, QUESTION, OpenPage, document
+from tests.page.test_kept import require_shares
 
 Put = Callable[..., dict[str, Any]]
 
@@ -105,6 +109,58 @@ def test_an_answer_reads_what_a_selector_chooses(open_page: OpenPage, put: Put) 
     page.get_by_label("Entries at most").fill("3")
     page.get_by_role("button", name="Ask").click()
     answer.get_by_text("always reads").wait_for()
+
+
+def test_the_text_of_a_document_shows_what_an_answer_read(open_page: OpenPage, put: Put, http: httpx.Client) -> None:
+    text = document(91)
+    cache = put(policy="full", codec="int4", document=text)
+    body = {"prompt": QUESTION, "select": {"method": "fasa", "tokens": 120, "passages": True}}
+    (told,) = http.post(f"/v1/caches/{cache['id']}/query", json=body).json()["passages"]
+    shares = [byte / 255 for byte in base64.b64decode(told["shares"])]
+    page = open_page(f"ask/{cache['id']}")
+    page.get_by_label("Question").fill(QUESTION)
+    page.get_by_label("Read").select_option("fasa")
+    page.get_by_label("Entries at most").fill("120")
+    page.get_by_role("button", name="Ask").click()
+    read = page.get_by_role("region", name="What the answer read of").first
+    tokens = http.get(f"/v1/caches/{cache['id']}/kept").json()["tokens"]
+    require_shares(page, shares, tokens)
+    most = shares.index(max(shares))
+    read.get_by_text(f"Token {most:,} of {len(shares):,}: 100 % of the heads").wait_for()
+    some = next(token for token in range(100, 200) if 0 < shares[token] < 0.99 and tokens[token].strip())
+    read.locator(f"[data-token='{some}']").click()
+    percent = f"{float(f'{100 * shares[some]:.1f}'):g} %"
+    read.get_by_text(f"Token {some} of {len(shares):,}: {percent} of the heads").wait_for()
+
+
+def test_without_its_text_a_document_is_a_strip_and_several_load_theirs_when_asked(
+    open_page: OpenPage, put: Put, http: httpx.Client
+) -> None:
+    bare = put(policy="full", codec="int4", name="without text", document=document(92), keep_source=False)
+    page = open_page(f"ask/{bare['id']}")
+
+    def ask() -> None:
+        page.get_by_label("Question").fill(QUESTION)
+        page.get_by_label("Read").select_option("fasa")
+        page.get_by_role("button", name="Ask").click()
+
+    ask()
+    page.get_by_text("The shelf does not store the text of this document.").wait_for()
+    page.get_by_role("img", name="What the answer read of without text").click()  # in its middle
+    token = int(re.findall(r"Token ([\d,]+) of", page.locator(".passages").inner_text())[0].replace(",", ""))
+    assert token == pytest.approx(bare["tokens"]["document"] / 2, abs=5)
+    other = put(policy="full", name="with text", document=document(93))
+    page.goto(page.url.split("#")[0] + f"#ask/{bare['id']}+{other['id']}")
+    page.reload()
+    ask()
+    page.locator(".answer").get_by_text("ended: stop").wait_for()
+    regions = page.locator("section.passages")
+    assert regions.count() == 2
+    assert page.locator(".heat").count() == 0
+    regions.nth(1).get_by_role("button", name="Show its text").click()
+    page.locator(".heat .chosen").wait_for()
+    tokens = http.get(f"/v1/caches/{other['id']}/kept").json()["tokens"]
+    assert page.locator(".heat").inner_text().split() == "".join(tokens).split()
 
 
 def test_an_unknown_cache_is_named(open_page: OpenPage) -> None:

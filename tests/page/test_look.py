@@ -72,8 +72,9 @@ def show(page: Page, view: str, shelf: Shelf) -> None:
         page.get_by_text("Keep the keys least like").wait_for()
     elif view == "ask":
         page.get_by_label("Question").fill(QUESTION)
+        page.get_by_label("Read").select_option("quest")
         page.get_by_role("button", name="Ask").click()
-        page.get_by_text("ended:").nth(1).wait_for()
+        page.locator(".heat .chosen").nth(1).wait_for()
     elif view == "batches":
         page.get_by_role("heading", name="paused, 0 of 2 rows").wait_for()
     elif view == "failed batch":

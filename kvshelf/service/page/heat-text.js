@@ -5,8 +5,10 @@ import { html } from "./dom.js";
 import { level, stretches } from "./heat.js";
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "./vendor/hooks.js";
 
-/** `shares`: from `kept.shares()`. `chosen`: the marked token. `onChoose` gets a newly chosen token. */
-export function HeatText({ kept, shares, chosen, onChoose }) {
+/**
+ * `shares`: from `kept.shares()`, or of a `Read`. `chosen`: the marked token. `onChoose` gets a newly chosen token.
+ */
+export function HeatText({ kept, shares, chosen, onChoose, label = "Text of the document" }) {
   const { tokens } = kept;
   const box = useRef();
   const parts = useMemo(() => stretches(tokens), [tokens]);
@@ -26,7 +28,7 @@ export function HeatText({ kept, shares, chosen, onChoose }) {
     const token = event.target.dataset?.token;
     if (token !== undefined) onChoose(Number(token));
   };
-  const about = { role: "region", "aria-label": "Text of the document", tabindex: 0 };
+  const about = { role: "region", "aria-label": label, tabindex: 0 };
   return html`<div class="heat" ref=${box} ...${about} onClick=${choose}>
     ${parts.map(
       ([first, end], at) => html`<${Stretch}

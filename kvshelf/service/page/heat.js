@@ -1,4 +1,4 @@
-/** The kept tokens of a cache as numbers to draw. Independent of the page. */
+/** The kept tokens of a cache, and those that an answer read, as numbers to draw. Independent of the page. */
 
 export const LEVELS = 8; // color levels, not counting 0, which means none
 
@@ -10,6 +10,10 @@ export class Kept {
     this.about = answer;
     this.tokens = answer.tokens;
     this.addLayers(answer);
+  }
+
+  get size() {
+    return this.tokens.length;
   }
 
   get numLayers() {
@@ -76,6 +80,38 @@ export class Kept {
       if (bit(bits, token)) found[bin] += 1;
     }
     return found.map((sum, bin) => (sizes[bin] ? sum / sizes[bin] : 0));
+  }
+}
+
+/** What an answer read of a document: one row to draw, and no text. */
+export class Read {
+  /** `shares`: base64 of one byte for each token, 255 for all. */
+  constructor(shares) {
+    this.shares = { kept: Float32Array.from(decode(shares), (byte) => byte / 255), merged: null };
+  }
+
+  get size() {
+    return this.shares.kept.length;
+  }
+
+  heads() {
+    return 1;
+  }
+
+  /** The first of the most read tokens. */
+  get most() {
+    const { kept } = this.shares;
+    return kept.reduce((best, share, token) => (share > kept[best] ? token : best), 0);
+  }
+
+  /** The largest share in each of `bins` equal stretches of the document: a mean would hide a short passage. */
+  density(_layer, _head, bins) {
+    const found = new Float32Array(bins);
+    this.shares.kept.forEach((share, token) => {
+      const bin = Math.floor((token * bins) / this.size);
+      found[bin] = Math.max(found[bin], share);
+    });
+    return found;
   }
 }
 

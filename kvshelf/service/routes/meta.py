@@ -28,7 +28,7 @@ from kvshelf.service.http.waiting import off_loop
 from kvshelf.service.state import InService, Service
 from kvshelf.workers.cluster.remote import RemoteEngine
 from kvshelf.workers.policies import catalog
-from kvshelf.workers.selectors.info import catalog as selector_catalog
+from kvshelf.workers.selectors import catalog as selector_catalog
 
 router = APIRouter(tags=["service"], responses=openapi.ERRORS)
 

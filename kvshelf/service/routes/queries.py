@@ -152,6 +152,6 @@ def agreement(ours: Sequence[int], theirs: Sequence[int]) -> float:
 
 
 def _wire(event: Answered | AnswerDelta) -> dict[str, Any]:
-    """An answer or a piece of one as JSON, without `compare` and `recomputed` if they are None."""
-    silent = {name for name in ("compare", "recomputed") if getattr(event, name, None) is None}
+    """An answer or a piece of one as JSON, without `compare`, `recomputed` and `passages` if they are None."""
+    silent = {name for name in ("compare", "recomputed", "passages") if getattr(event, name, None) is None}
     return event.model_dump(mode="json", exclude=silent)

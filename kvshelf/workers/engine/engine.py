@@ -31,6 +31,7 @@ from kvshelf.workers.engine.attention.function import kvshelf_attention
 from kvshelf.workers.engine.attention.inspection import layer_shapes
 from kvshelf.workers.engine.decode.batch import DecodeBatch
 from kvshelf.workers.engine.decode.generation import Answer, Checkpoint, Generation, Progress, Sampling
+from kvshelf.workers.engine.decode.passages import Passages
 from kvshelf.workers.engine.decode.selection import (
     BlockSelection,
     PolicySelection,
@@ -615,11 +616,14 @@ class Engine:
         query: Sequence[int],
         sampling: Sampling | None = None,
         selection: Selection | None = None,
+        *,
+        passages: bool = False,
     ) -> Generation:
         """Begin an answer to the token ids `query`. It runs when a batch steps it, not before.
 
         The answer ends early, with finish reason "length", where the model's longest sequence is reached. selection:
-        as `select` has made it for this document and this one answer.
+        as `select` has made it for this document and this one answer. passages: whether the answer says which tokens of
+        the documents it read.
         """
         sampling = sampling or Sampling()
         document = cache if isinstance(cache, Attached) else self.attach(cache)
@@ -635,7 +639,14 @@ class Engine:
             )
         decoder = self.text.decoder() if self.text is not None else None
         return Generation(
-            document, query, sampling, room=room, end_ids=self._end_ids(), decoder=decoder, selection=selection
+            document,
+            query,
+            sampling,
+            room=room,
+            end_ids=self._end_ids(),
+            decoder=decoder,
+            selection=selection,
+            passages=Passages(document) if passages else None,
         )
 
     def select(

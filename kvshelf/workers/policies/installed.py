@@ -1,4 +1,5 @@
-"""Policies of other packages: classes that they name under the entry point group `kvshelf.policies`.
+"""Policies and selectors of other packages: classes that they name under the entry point groups `kvshelf.policies` and
+`kvshelf.selectors`.
 
 Entry points are used instead of a setting or a call, because they work alike in the front end, in replicas on every
 machine that has the package, and in an engine in the caller's own process.
@@ -6,41 +7,48 @@ machine that has the package, and in an engine in the caller's own process.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 from kvshelf.errors import InvalidRequest
-from kvshelf.workers.policies.base import Policy
-from kvshelf.workers.policies.info import GROUP
 
 
-def installed(ours: Mapping[str, type[Policy]]) -> dict[str, type[Policy]]:
-    """Installed policies by name. Raises `InvalidRequest` for one that cannot be loaded, is no policy, or has a name
-    that is taken."""
-    found: dict[str, type[Policy]] = {}
-    for entry in entry_points(group=GROUP):
-        cls = _loaded(entry)
-        if cls.name in ours or cls.name in found:
-            raise _refused(entry, f"there is a policy {cls.name!r} already")
+def installed(group: str, base: type, taken: Collection[str], *, kind: str, param: str) -> dict[str, Any]:
+    """The installed classes of a group, by name. base: what they derive from. taken: the names of ours. kind: what an
+    error calls them.
+
+    Raises `InvalidRequest` with this param for a class that cannot be loaded, derives from another one, is abstract, or
+    has a name that is taken.
+    """
+    found: dict[str, Any] = {}
+    for entry in entry_points(group=group):
+        try:
+            cls = entry.load()
+        except Exception as error:  # a stranger's module may raise anything
+            raise _refused(entry, f"{type(error).__name__}: {error}", kind, param) from error
+        problem = _problem(entry, cls, base)
+        if not problem and (cls.name in taken or cls.name in found):
+            problem = f"there is a {kind} {cls.name!r} already"
+        if problem:
+            raise _refused(entry, problem, kind, param)
         found[cls.name] = cls
     return found
 
 
-def _loaded(entry: EntryPoint) -> type[Policy]:
-    try:
-        cls = entry.load()
-    except Exception as error:  # a stranger's module may raise anything
-        raise _refused(entry, f"{type(error).__name__}: {error}") from error
-    if not (isinstance(cls, type) and issubclass(cls, Policy)):
-        raise _refused(entry, "it is no subclass of kvshelf.workers.policies.Policy")
-    if getattr(cls, "name", None) != entry.name:
-        raise _refused(entry, f"its class has the name {getattr(cls, 'name', None)!r}")
-    return cls
+def _problem(entry: EntryPoint, cls: Any, base: type) -> str:
+    """Why what an entry point names is no class of its group; "" if it is one."""
+    if not (isinstance(cls, type) and issubclass(cls, base)):
+        return f"it is no subclass of {base.__module__}.{base.__qualname__}"
+    if lacking := sorted(getattr(cls, "__abstractmethods__", ())):
+        return f"its class lacks {', '.join(lacking)}"
+    name = getattr(cls, "name", None)
+    return "" if name == entry.name else f"its class has the name {name!r}"
 
 
-def _refused(entry: EntryPoint, problem: str) -> InvalidRequest:
+def _refused(entry: EntryPoint, problem: str, kind: str, param: str) -> InvalidRequest:
     package = entry.dist.name if entry.dist is not None else "an unknown package"
     return InvalidRequest(
-        f"the policy {entry.name!r} of {package} ({entry.value}) cannot be used: {problem}; mend or uninstall it",
-        param="policy",
+        f"the {kind} {entry.name!r} of {package} ({entry.value}) cannot be used: {problem}; mend or uninstall it",
+        param=param,
     )

@@ -18,7 +18,7 @@ from kvshelf.workers.policies.expected_attention import ExpectedAttention
 from kvshelf.workers.policies.full import Full
 from kvshelf.workers.policies.h2o import H2O
 from kvshelf.workers.policies.infllm import InfLLM
-from kvshelf.workers.policies.info import ParameterInfo, PolicyInfo, measured_rows
+from kvshelf.workers.policies.info import GROUP, ParameterInfo, PolicyInfo, measured_rows
 from kvshelf.workers.policies.installed import installed
 from kvshelf.workers.policies.keydiff import KeyDiff
 from kvshelf.workers.policies.knorm import Knorm
@@ -71,7 +71,7 @@ _OURS: Mapping[str, type[Policy]] = {
     )
 }
 
-POLICIES: Mapping[str, type[Policy]] = {**_OURS, **installed(_OURS)}
+POLICIES: Mapping[str, type[Policy]] = {**_OURS, **installed(GROUP, Policy, _OURS, kind="policy", param="policy")}
 
 
 def build(name: str, params: Mapping[str, Any]) -> Policy:

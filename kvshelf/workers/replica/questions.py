@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import structlog
 
-from kvshelf.api import Asking, Source
+from kvshelf.api import Asking, ReadShares, Source
 from kvshelf.errors import DeadlineExceeded, KvshelfError
 from kvshelf.store.base import Store
 from kvshelf.workers.engine.attention.attachment import Attached
@@ -61,7 +61,13 @@ class Questions:
                 ids = await self._encode(loaded.document, query)
                 selection = await self._selected(loaded.document, query, ids)
                 ticket = self.scheduler.generate(
-                    loaded.document, ids, _sampling(query), selection, tenant=tenant, deadline_s=deadline_s
+                    loaded.document,
+                    ids,
+                    _sampling(query),
+                    selection,
+                    passages=_asks_passages(query),
+                    tenant=tenant,
+                    deadline_s=deadline_s,
                 )
                 try:
                     return loaded.reply(await asyncio.wrap_future(ticket.future), ticket)
@@ -89,7 +95,14 @@ class Questions:
                     loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
                 ticket = self.scheduler.generate(
-                    loaded.document, ids, _sampling(query), selection, on_text=put, tenant=tenant, deadline_s=deadline_s
+                    loaded.document,
+                    ids,
+                    _sampling(query),
+                    selection,
+                    passages=_asks_passages(query),
+                    on_text=put,
+                    tenant=tenant,
+                    deadline_s=deadline_s,
                 )
                 ticket.future.add_done_callback(lambda _: put(None))
                 try:
@@ -195,6 +208,7 @@ class _Loaded:
             read_from=read_from,
             phases=phases,
             sources=tuple(Source(cache_id=id, share=share) for id, share in shares.items()),
+            passages=None if answer.passages is None else list(map(ReadShares.of, self.held, answer.passages)),
         )
 
 
@@ -210,6 +224,10 @@ def _prompt(query: Asking) -> str | list[dict[str, str]]:
 def _sampling(query: Asking) -> Sampling:
     stop = (query.stop,) if isinstance(query.stop, str) else tuple(query.stop or ())
     return Sampling(query.max_tokens, query.temperature, query.top_p, query.seed, stop)
+
+
+def _asks_passages(query: Asking) -> bool:
+    return query.select is not None and query.select.passages
 
 
 def _touch(store: Store, cache_id: str, tenant: str) -> None:

@@ -97,6 +97,7 @@ class Scheduler:
         sampling: Sampling,
         selection: Selection | None = None,
         *,
+        passages: bool = False,
         on_text: Callable[[str], None] = lambda _: None,
         tenant: str = "default",
         deadline_s: float | None = None,
@@ -107,7 +108,7 @@ class Scheduler:
         raises.
         """
         suffix_bytes = self._suffix_bytes(len(query) + sampling.max_tokens)
-        generation = self._engine.start(cache, query, sampling, selection)
+        generation = self._engine.start(cache, query, sampling, selection, passages=passages)
         work = Answering(Ticket(deadline_s), generation, on_text, suffix_bytes, tenant)
         with self._queues.changed:
             self._require_accepting()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
-from functools import cache
-from importlib.resources import files
-from typing import Any
+from typing import Any, Final
 
-from kvshelf.workers.policies.info import ParameterInfo, packaged_rows, parameter_of
+from kvshelf.workers.policies.info import ParameterInfo, packaged_rows
+
+GROUP: Final = "kvshelf.selectors"
+"""The entry points under which other packages name their selectors."""
 
 
 @dataclass(frozen=True)
@@ -27,20 +27,6 @@ class SelectorInfo:
     def to_dict(self) -> dict[str, Any]:
         """The fields of the API's selector object: its id is the name."""
         return {"id": self.name} | asdict(self)
-
-
-@cache
-def catalog() -> tuple[SelectorInfo, ...]:
-    """All selectors, from catalog.json, which `scripts/publish_quality.py` writes from their classes."""
-    packaged = json.loads((files("kvshelf") / "workers" / "selectors" / "catalog.json").read_text())
-    return tuple(
-        SelectorInfo(
-            **about
-            | {"parameters": {name: parameter_of(each) for name, each in about["parameters"].items()}}
-            | {"measured": measured_rows(about["name"])}
-        )
-        for about in packaged
-    )
 
 
 def measured_rows(selector: str) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The selectors by name. A new selector is a file here and a line in `SELECTORS`."""
+"""The selectors by name. A new selector is a file here and a name in `_OURS`, or an installed package."""
 
 from __future__ import annotations
 
@@ -7,25 +7,31 @@ from typing import Any
 
 from kvshelf.errors import InvalidRequest, nearest
 from kvshelf.workers.policies.base import require_parameters
+from kvshelf.workers.policies.installed import installed
 from kvshelf.workers.policies.registry import POLICIES, paragraphs, parameters_of
 from kvshelf.workers.selectors.base import Selector, UnitSelector
 from kvshelf.workers.selectors.by_policy import ByPolicy, can_select
 from kvshelf.workers.selectors.fasa import Fasa
 from kvshelf.workers.selectors.infllm import InfLLM
-from kvshelf.workers.selectors.info import SelectorInfo, measured_rows
+from kvshelf.workers.selectors.info import GROUP, SelectorInfo, measured_rows
 from kvshelf.workers.selectors.mpcache import MPCache
 from kvshelf.workers.selectors.quest import Quest
 from kvshelf.workers.selectors.sentencekv import SentenceKV
 
-UNIT_SELECTORS: Mapping[str, type[UnitSelector]] = {cls.name: cls for cls in (Quest, Fasa, InfLLM, MPCache, SentenceKV)}
+_OURS: Mapping[str, type[UnitSelector]] = {cls.name: cls for cls in (Quest, Fasa, InfLLM, MPCache, SentenceKV)}
 
 _PREFIX = "policy:"
+_BY_POLICY = ("sage", *(f"{_PREFIX}{name}" for name, cls in POLICIES.items() if can_select(cls)))
+
+UNIT_SELECTORS: Mapping[str, type[UnitSelector]] = {
+    **_OURS,
+    **installed(GROUP, UnitSelector, {*_OURS, *_BY_POLICY}, kind="selector", param="select.method"),
+}
 
 
 def names() -> list[str]:
     """What `build` takes: the selectors, and `policy:NAME` of each policy that can choose for a question."""
-    policies = [f"{_PREFIX}{name}" for name, cls in POLICIES.items() if can_select(cls)]
-    return [*UNIT_SELECTORS, "sage", *policies]
+    return [*UNIT_SELECTORS, *_BY_POLICY]
 
 
 def reads_by_index(method: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import httpx
 import pytest
 
 from kvshelf import CompressedCache, Engine
+from kvshelf.workers.engine.decode.generation import Sampling
 from kvshelf.workers.selectors import names
 from tests.service.conftest import created, refused
 from tests.service.observe.test_logs import the_line
@@ -89,6 +91,45 @@ def test_streams_prompts_chats_and_several_caches(
     assert [source["cache_id"] for source in joint["sources"]] == ids
 
 
+def test_an_answer_says_what_it_read_if_asked(
+    http: httpx.Client, cache: dict[str, Any], other: dict[str, Any], tiny_folder: Path
+) -> None:
+    told = QUEST | {"passages": True}
+    answer = post(http, cache, select=told).json()
+    stored = CompressedCache.from_bytes(http.get(f"/v1/caches/{cache['id']}/blob").content)
+    engine = Engine.load(str(tiny_folder), device="cpu")
+    query = engine.encode_query(document := engine.attach(stored), "Who lit it?")
+    selection = engine.select(document, "quest", question_tokens=len(query), tokens=128)
+    here, batch = engine.start(document, query, Sampling(12), selection, passages=True), engine.batch()
+    while not here.finished:
+        batch.step([here])
+    shares = here.answer().passages
+    assert shares is not None
+    expected = {"cache_id": cache["id"], "tokens": cache["tokens"]["document"]}
+    assert answer["passages"] == [expected | {"shares": base64.b64encode(shares[0]).decode()}]
+    *pieces, last = events(post(http, cache, select=told, stream=True))
+    assert last["passages"] == answer["passages"]
+    assert not any("passages" in piece for piece in pieces)
+    first, second = post(http, cache, prompt=["Who lit it?", "tide"], select=told).json()["data"]
+    assert first["passages"] == answer["passages"] != second["passages"]
+    assert "passages" not in post(http, cache, select=QUEST).json()
+    assert "passages" not in post(http, cache).json()
+    ids = [other["id"], cache["id"]]
+    joint = http.post("/v1/query", json={"cache_ids": ids, "prompt": "tide", "max_tokens": 8, "select": told}).json()
+    assert [(each["cache_id"], each["tokens"]) for each in joint["passages"]] == [
+        (each["id"], each["tokens"]["document"]) for each in (other, cache)
+    ]
+    assert all(any(base64.b64decode(each["shares"])) for each in joint["passages"])
+
+
+def test_a_chat_completion_has_no_passages(http: httpx.Client, cache: dict[str, Any]) -> None:
+    body = {"messages": [{"role": "user", "content": "Who lit it?"}], "cache_id": cache["id"]}
+    response = http.post("/v1/chat/completions", json=body | {"select": QUEST | {"passages": True}})
+    error = refused(response, 400, "invalid_request")
+    assert error["param"] == "select.passages"
+    assert "POST /v1/caches/{id}/query" in error["message"]
+
+
 @pytest.mark.parametrize(
     ("select", "param", "words"),
     [
@@ -100,6 +141,7 @@ def test_streams_prompts_chats_and_several_caches(
         ({"method": "quest", "params": {"page": 0}}, "select.params.page", "from 1"),
         ({"method": "sage", "params": {"probe": "x"}}, "select.params.probe", "takes no probe"),
         ({"method": "quest", "budget": 3}, "select.budget", "unknown field"),
+        ({"method": "quest", "passages": "all"}, "select.passages", "boolean"),
         ("quest", "select", "object"),
     ],
 )

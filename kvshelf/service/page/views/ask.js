@@ -7,6 +7,7 @@ import { count, milliseconds, percent, summary, title } from "../format.js";
 import { Announce, Facts, FailureNote, useLoaded } from "../parts.js";
 import { useEffect, useRef, useState } from "../vendor/hooks.js";
 import { Begin } from "./begin.js";
+import { Passages } from "./passages.js";
 
 const RECENT = 100;
 
@@ -37,7 +38,7 @@ export function AskView({ ids }) {
   };
   const submit = (event) => {
     event.preventDefault();
-    const select = selector && { method: selector, tokens: readTokens ? Number(readTokens) : null };
+    const select = selector && { method: selector, tokens: readTokens ? Number(readTokens) : null, passages: true };
     const body = { prompt, max_tokens: Number(maxTokens), ...(select && { select }) };
     setAsked({ number: (asked?.number ?? 0) + 1, ids: chosen, body });
   };
@@ -108,6 +109,7 @@ function Answer({ asked, side, known }) {
       "Tokens written": answer ? count(answer.usage.completion_tokens) : "…",
     }} />
     <button disabled=${answer || failure} onClick=${stop}>Stop</button>
+    ${answer?.passages && html`<${Passages} passages=${answer.passages} name=${(id) => nameOf(id, known)} />`}
     <${Announce} text=${answer ? `Answer: ${answer.text}` : ""} />
   </section>`;
 }

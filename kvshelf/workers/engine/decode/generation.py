@@ -16,6 +16,7 @@ from kvshelf.errors import InvalidRequest
 from kvshelf.workers.engine.attention.attachment import Attached, Wait
 from kvshelf.workers.engine.attention.function import Attended
 from kvshelf.workers.engine.decode.detokenizer import Detokenizer
+from kvshelf.workers.engine.decode.passages import Passages
 from kvshelf.workers.engine.decode.selection import SeenDocument, Selection
 from kvshelf.workers.engine.decode.suffixes import SuffixRow
 
@@ -47,13 +48,14 @@ class Sampling:
 @dataclass(frozen=True)
 class Answer:
     """A finished answer. `token_ids` include the end token where there is one; `text` does not. sources: as
-    `Generation.sources`."""
+    `Generation.sources`. passages: as `Passages.shares`, if asked for."""
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     usage: Usage
     sources: tuple[float, ...]
+    passages: tuple[bytes, ...] | None = None
 
 
 class Generation:
@@ -72,10 +74,13 @@ class Generation:
         end_ids: frozenset[int],
         decoder: Tokenizer | None,
         selection: Selection | None = None,
+        passages: Passages | None = None,
     ) -> None:
-        """selection: what the answer's tokens see of the document; None: all. The question's tokens see all."""
+        """selection: what the answer's tokens see of the document; None: all. The question's tokens see all. passages:
+        counts what they read."""
         self.document = document
         self._selection = selection
+        self._passages = passages
         self.pending = list(query)
         """Tokens that must run through the model before the next one can be chosen."""
         self.row = SuffixRow()
@@ -102,9 +107,14 @@ class Generation:
     @property
     def seen(self) -> Attached | Selection:
         """What its pending tokens see before their own."""
-        if self._selection is None or not (self.token_ids or self._selection.reads_question):
+        if self._selection is None or not (self.token_ids or self._selects_question):
             return self.document
         return self._selection.seen
+
+    @property
+    def _selects_question(self) -> bool:
+        """Whether the question's tokens, too, see what the selection chooses."""
+        return self._selection is not None and self._selection.reads_question
 
     @property
     def seen_parts(self) -> Sequence[SeenDocument]:
@@ -174,6 +184,8 @@ class Generation:
             self._observed.clear()
         if not self.token_ids:
             self._prefill_tokens = self.row.length
+        if self._passages is not None and not self.pending and (self.token_ids or self._selects_question):
+            self._passages.count(self.seen)
 
     def take(self, token: int) -> str:
         """Add a token to the answer. Returns the text that became final with it, possibly "".
@@ -200,7 +212,8 @@ class Generation:
     def answer(self) -> Answer:
         """The finished answer."""
         assert self.finish_reason is not None
-        return Answer(self._text.text, list(self.token_ids), self.finish_reason, self.usage(), self.sources)
+        passages = None if self._passages is None else self._passages.shares()
+        return Answer(self._text.text, list(self.token_ids), self.finish_reason, self.usage(), self.sources, passages)
 
     def usage(self) -> Usage:
         """The tokens counted so far."""
@@ -214,8 +227,8 @@ class Generation:
     @property
     def _read_tokens(self) -> int:
         # The first token is the question's; what the next one would see has not been read.
-        of_question = self._selection is not None and self._selection.reads_question
-        return self.seen.read_tokens if of_question or len(self.token_ids) > 1 else self.document.read_tokens
+        chosen = self._selects_question or len(self.token_ids) > 1
+        return self.seen.read_tokens if chosen else self.document.read_tokens
 
 
 class _Sampler:
