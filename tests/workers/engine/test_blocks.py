@@ -200,6 +200,23 @@ def test_a_document_read_in_part_answers_as_the_whole_one(llama, caches):
     assert file.count == header.body_bytes, "every byte is read once"
 
 
+def test_passages_have_what_the_question_read(llama, caches):
+    """Also of an answer of one token, which the question's last token gives."""
+    cache, engine, question = caches[1], llama.engine, llama.ids[3:14]
+    document = engine.attach(cache)
+    chosen = engine.select(document, "infllm", question_tokens=len(question), tokens=BUDGET, params={"recent": RECENT})
+    generation = engine.start(document, question, Sampling(1), chosen, passages=True)
+    engine.batch().step([generation])
+    reads = torch.zeros(cache.num_tokens)
+    for layer in range(document.num_layers):
+        blocks, rest = chosen.prefixes(layer)
+        reads[blocks.chosen.rows[0, : int(blocks.chosen.counts[0])].long()] += 1
+        reads[-rest.lengths[0] :] += 1
+    (shares,) = generation.answer().passages
+    assert list(shares) == (255 * reads / document.num_layers).round().int().tolist()
+    assert 0 < sum(map(bool, shares)) < cache.num_tokens
+
+
 def test_several_documents_are_read_in_part_together(llama, caches):
     """The budget is shared: no document has blocks that are always read."""
     other = llama.engine.compress(llama.ids[200:400], policy="infllm", block=BLOCK, representatives=3)
