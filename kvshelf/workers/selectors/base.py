@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvshelf.kernels.choose import Units
 from kvshelf.kernels.prefix_attention import PackedPrefix
+from kvshelf.kernels.quantize import quantize
 from kvshelf.store.artifact.records import PackedRecord
 from kvshelf.workers.policies.base import parameter_fields, require_parameters
 
@@ -99,41 +100,36 @@ class UnitSelector(Selector):
 
 
 def of_pages(prefix: PackedPrefix, page: int) -> Units:
-    """Pages of `page` consecutive entries with the least and the largest value of each channel of their keys. The first
-    page of a head, and the last, are always read: there are the attention sinks and the most recent tokens.
+    """Pages of `page` consecutive entries with bounds of each channel of their keys. The first page of a head, and the
+    last, are always read: there are the attention sinks and the most recent tokens.
 
-    Quantized keys whose groups are such pages are bounded by their zeros and scales already; these tables are views.
+    The bounds are the zeros and scales that quantized keys have in such groups: the least value, rounded down, and the
+    range over the largest code, rounded up. Of keys that are quantized in groups of `page` they are there, and these
+    tables are views.
     """
-    low, span, scale = _bounds(prefix, page)  # in bf16 if they are the codec's, else in fp32
+    keys = prefix.keys
+    there = not isinstance(keys, Tensor) and keys.axis == "tokens" and keys.group == page
+    low, span, codes = (keys.zeros, keys.scales, 2**keys.bits - 1) if there else _bounds(prefix, page)  # type: ignore[union-attr]
     counts = tuple(-(-length // page) for length in prefix.lengths)
     ends, forced = [], []
     for length, count in zip(prefix.lengths, counts, strict=True):
         own = torch.arange(1, count + 1, dtype=torch.int32).mul_(page).clamp_max_(length)
         ends.append(own)
         forced.append((own <= page) | (own == length))
-    device = low.device
-    rows = torch.cat(ends).to(device), torch.cat(forced).to(device)
-    return Units(low, span, *rows, counts, scale, views=low.dtype == torch.bfloat16)
+    rows = torch.cat(ends).to(low.device), torch.cat(forced).to(low.device)
+    return Units(low, span, *rows, counts, float(codes), views=there)
 
 
-def _bounds(prefix: PackedPrefix, page: int) -> tuple[Tensor, Tensor, float]:
-    """Least values `[pages, D]`, ranges over a factor, and that factor."""
-    keys = prefix.keys
-    if not isinstance(keys, Tensor) and keys.axis == "tokens" and keys.group == page:
-        return keys.zeros, keys.scales, float(2**keys.bits - 1)
-    low, high = [], []
-    for (head, _), length in zip(prefix.heads, prefix.lengths, strict=True):
-        for start in range(0, length, _AT_ONCE * page):
-            rows = head[start : min(length, start + _AT_ONCE * page)].float()
-            missing = -len(rows) % page
-            paged = torch.cat([rows, rows[-1:].expand(missing, -1)]).view(-1, page, rows.shape[1])
-            low.append(paged.amin(1))
-            high.append(paged.amax(1))
-    if not low:
-        empty = torch.empty(0, keys.shape[1], device=keys.device)
-        return empty, empty, 1.0
-    least = torch.cat(low)
-    return least, torch.cat(high) - least, 1.0
+def _bounds(prefix: PackedPrefix, page: int) -> tuple[Tensor, Tensor, int]:
+    """Zeros and scales `[pages, D]` bf16 of the keys in 8 bits, and the largest code."""
+    found = [
+        quantize(head[start : min(length, start + _AT_ONCE * page)], 8, page, "tokens")
+        for (head, _), length in zip(prefix.heads, prefix.lengths, strict=True)
+        for start in range(0, length, _AT_ONCE * page)
+    ]
+    empty = torch.empty(0, prefix.keys.shape[1], dtype=torch.bfloat16, device=prefix.keys.device)
+    _, scales, zeros = zip(*found, strict=True) if found else ((), (empty,), (empty,))
+    return torch.cat(zeros), torch.cat(scales), 255
 
 
 _AT_ONCE = 64

@@ -45,14 +45,22 @@ def tiny() -> Engine:
     return Engine.load("kvshelf-tiny")
 
 
+def in_bf16(numbers: torch.Tensor, direction: int) -> torch.Tensor:
+    """fp64 numbers rounded to bf16 upward (1) or downward (-1), in fp64."""
+    nearest = numbers.bfloat16()
+    wrong = (nearest.double() - numbers) * direction < 0
+    return torch.where(wrong, nearest.nextafter(torch.tensor(direction * torch.inf).bfloat16()), nearest).double()
+
+
 def pages_by_hand(cache, question_tokens, page, budget, whole):
-    """What quest shows each token, computed from its definition; of codes, the bounds are those of their groups. whole:
-    the last entries of a head, always read."""
+    """What quest shows each token, computed from its definition; of codes, the bounds are those of their groups, and of
+    plain keys those that 8 bits would have. whole: the last entries of a head, always read."""
 
     def bounds_of(layer, kv_head, rows, start):
         first = getattr(cache.layers[layer], "parts", (cache.layers[layer],))[0]
         if not isinstance(first.keys, QuantizedRows):
-            return rows.amin(0), rows.amax(0)
+            least = in_bf16(rows.amin(0), -1)
+            return least, least + 255 * in_bf16((rows.amax(0) - least) / 255, 1)
         coded = first.keys.head(kv_head)
         least = coded.zeros[start // page].double()
         return least, least + coded.scales[start // page].double() * (2**coded.bits - 1)
@@ -176,17 +184,25 @@ def read_positions(selection, document, layer, heads):
 
 
 def test_bounds_of_codes_are_those_of_the_rows_they_stand_for():
-    keys = torch.randn(150, 32, generator=torch.Generator().manual_seed(1)) * 3
+    """Of other pages, and of plain rows, they are made. They bound every key, and hardly more."""
+    keys, lengths = torch.randn(150, 32, generator=torch.Generator().manual_seed(1)) * 3, (90, 60)
     for bits in (2, 4, 8):
-        rows = QuantizedRows.quantize(keys, [90, 60], bits=bits, group=16, axis="tokens")
-        coded, spelled = (of_pages(PackedPrefix(each, keys, (90, 60)), 16) for each in (rows, plain(rows)))
+        rows = QuantizedRows.quantize(keys, lengths, bits=bits, group=16, axis="tokens")
+        coded, spelled, other = (
+            of_pages(PackedPrefix(each, keys, lengths), page)
+            for each, page in ((rows, 16), (plain(rows), 16), (rows, 7))
+        )
         assert torch.equal(coded.ends, spelled.ends)
         assert coded.counts == spelled.counts
         assert coded.low.data_ptr() == rows.zeros.data_ptr()
-        low, high = coded.low.float(), coded.low.float() + coded.scale * coded.span.float()
-        assert (low <= spelled.low).all()
-        assert (high >= (spelled.low + spelled.span) - 1e-5).all()
-        assert (high - low <= 1.02 * spelled.span + 0.05 * coded.scale * coded.span.float()).float().mean() > 0.9
+        assert (coded.nbytes, spelled.nbytes) == (coded.ends.nbytes + 10, coded.ends.nbytes + 10 + 2 * 2 * 10 * 32)
+        for units, page in ((coded, 16), (spelled, 16), (other, 7)):
+            low, high = units.low.float(), units.low.float() + units.scale * units.span.float()
+            own = [part for head in torch.split(plain(rows), lengths) for part in torch.split(head, page)]
+            least, most = (torch.stack([getattr(part, name)(0) for part in own]) for name in ("amin", "amax"))
+            assert (low <= least).all()
+            assert (high >= most - 1e-5).all()
+            assert (high - low <= 1.1 * (most - least) + 0.02 * low.abs()).float().mean() > 0.9
 
 
 def chosen_pages(keys, query, budget, page=16):
