@@ -157,6 +157,12 @@ class Work:
     codec: str = "none"
     home: str = "redis"
 
+    def stored_bytes(self, shape: Shape, num_tokens: int) -> int:
+        """Bytes of the cache of a document."""
+        defaults = {name: about.default for name, about in policy_info(self.policy).parameters.items()}
+        index = shape.index_bytes(num_tokens, self.policy, defaults)
+        return index + shape.stored_bytes(num_tokens, self.kept(num_tokens), self.codec)
+
     def kept(self, num_tokens: int) -> int:
         """Entries that each head keeps of a document. Raises as a creation does."""
         if not policy_info(self.policy).takes_budget:
@@ -267,7 +273,7 @@ def make_plan(
         raise InvalidRequest("--gpus and --hours answer each other; give one", param="--hours")
     Codec.parse(work.codec)
     documents, all_tokens = sum(count for _, count in lengths), sum(tokens * count for tokens, count in lengths)
-    blobs = [(shape.stored_bytes(tokens, work.kept(tokens), work.codec), count) for tokens, count in lengths]
+    blobs = [(work.stored_bytes(shape, tokens), count) for tokens, count in lengths]
     stored = sum(nbytes * count for nbytes, count in blobs)
     requests = [object_requests(nbytes) if work.home == "objects" else (0, 0) for nbytes, _ in blobs]
     puts, gets = (sum(each[i] * count for each, (_, count) in zip(requests, blobs, strict=True)) for i in range(2))

@@ -55,6 +55,26 @@ def test_sizes_are_those_of_real_blobs(tiny: Engine, codec: str, removed: float)
     assert said == pytest.approx(len(tiny.encoded(cache, codec).to_bytes()), rel=0.05)
 
 
+@pytest.mark.parametrize("codec", ["none", "int8", "int4"])
+def test_sizes_have_the_index_of_a_policy(tiny: Engine, codec: str) -> None:
+    params = {"block": 32, "representatives": 4}
+    cache = tiny.compress(DOCUMENT, policy="infllm", **params)
+    shape = Shape.of(tiny.model)
+    said = shape.stored_bytes(cache.num_tokens, cache.num_tokens, codec)
+    stored = len(tiny.encoded(cache, codec).to_bytes())
+    assert said + shape.index_bytes(cache.num_tokens, "infllm", params) == pytest.approx(stored, rel=0.02)
+
+
+def test_codecs_that_a_policy_cannot_take_are_left_out_unless_asked_for(http: httpx.Client) -> None:
+    (row,) = estimate(http, policy="infllm")["policies"]
+    assert list(row["bytes_stored"]) == [codec for codec in FIXED if codec != "mixed"]
+    refused(
+        http.post("/v1/estimate", json={"document": DOCUMENT, "policy": "infllm", "codec": "mixed"}),
+        400,
+        "invalid_request",
+    )
+
+
 STREAMS = ["klt:step=0.5", "klt", "klt:step=4", "klt:steps=kl", "klt:classes=1/3,shares=5/5"]
 
 

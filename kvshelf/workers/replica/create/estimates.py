@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -76,11 +77,13 @@ def estimate(engine: Engine, rates: Rates, document: EncodedDocument, spec: Esti
     estimated, a refusal becomes a row instead.
     """
     shape = Shape.of(engine.model)
+    any_codec = spec.codec is None and all(codec is None for _, codec in spec.ways)
     rows = []
     for way in _ways(engine, spec, _codecs(engine, spec)):
         try:
             job = engine.prepare(document, policy=way.policy, compression_ratio=way.compression_ratio, **way.more)
-            for codec in way.codecs:
+            codecs = _taken(engine, job, way.codecs) if any_codec else way.codecs
+            for codec in codecs:
                 engine.level(job, codec)  # refuses what a creation would refuse
         except CallerError as error:
             if way.policy == spec.policy:
@@ -89,7 +92,7 @@ def estimate(engine: Engine, rates: Rates, document: EncodedDocument, spec: Esti
                 PolicyEstimate(policy=way.policy, compression_ratio=way.compression_ratio, refused=error.message)
             )
         else:
-            rows.append(_row(job, shape, rates, way.codecs))
+            rows.append(_row(job, shape, rates, codecs))
     num_tokens = len(document.token_ids)
     return EstimateObject(
         model=engine.name,
@@ -118,6 +121,15 @@ def _codecs(engine: Engine, spec: Estimate) -> tuple[str, ...]:
     return CODECS if engine.has_transforms else CODECS[:-1]
 
 
+def _taken(engine: Engine, job: Job, codecs: Iterable[str]) -> tuple[str, ...]:
+    """The codecs that a job takes."""
+    found = []
+    for codec in codecs:
+        with suppress(CallerError):
+            found.append(engine.level(job, codec).codec)
+    return tuple(found)
+
+
 def _ways(engine: Engine, spec: Estimate, codecs: tuple[str, ...]) -> list[_Way]:
     """The candidates of "auto", or the levels of one policy or of all policies."""
     if spec.policy == AUTO:
@@ -141,14 +153,15 @@ def _ways(engine: Engine, spec: Estimate, codecs: tuple[str, ...]) -> list[_Way]
 
 
 def _row(job: Job, shape: Shape, rates: Rates, codecs: Iterable[str]) -> PolicyEstimate:
-    kept = job.budget.tokens
-    cost = cost_name(job.policy.name, job.policy.parameters())
+    kept, params = job.budget.tokens, job.policy.parameters()
+    index = shape.index_bytes(job.num_tokens, job.policy.name, params)
+    cost = cost_name(job.policy.name, params)
     seconds, basis = rates.seconds(cost, job.num_tokens, shape) or (None, None)
     return PolicyEstimate(
         policy=job.policy.name,
         kept=kept,
         compression_ratio=job.budget.compression_ratio,
-        bytes_stored={codec: shape.stored_bytes(job.num_tokens, kept, codec) for codec in codecs},
+        bytes_stored={codec: index + shape.stored_bytes(job.num_tokens, kept, codec) for codec in codecs},
         compress_share=compress_share(cost),
         seconds=seconds,
         basis=basis,

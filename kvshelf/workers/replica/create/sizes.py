@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvshelf.store.artifact.codecs import BITS, RUN_ROWS, Codec, Precision
 from kvshelf.store.artifact.shape import CODE_BYTES, MAX_CODES
@@ -19,6 +19,7 @@ ASSUMED_FLOPS: Final[Mapping[str, float]] = {"cpu": 5e10, "cuda": 1e14}
 
 _FIRST_ROWS, _RUN_BYTES, _BYTES_PER_FLAG = 4, 16, 1 / 8  # of codec klt, which docs/format.md describes
 
+_DIGEST_BYTES = 32
 _LAYER_BYTES, _PIECE_BYTES = 250, 175  # of header, padding and trailer, which docs/format.md describes
 
 
@@ -87,6 +88,15 @@ class Shape:
         head = sum(self._rows(count, precision, chosen.group) for precision, count in pieces)
         head += sum(_positions(count, num_tokens) for _, count in pieces)
         return self.layers * (self.kv_heads * head + _LAYER_BYTES + _PIECE_BYTES * len(pieces)) + verbatim
+
+    def index_bytes(self, num_tokens: int, policy: str, params: Mapping[str, Any]) -> int:
+        """Bytes of what a policy stores beside entries, with all its parameters: the index of `infllm`, with digests of
+        its blocks."""
+        if policy != "infllm":
+            return 0
+        key_dim, _ = self.dims
+        blocks = self.layers * math.ceil(num_tokens / int(params["block"]))
+        return blocks * (2 * self.kv_heads * int(params["representatives"]) * key_dim + _DIGEST_BYTES)
 
     def _summary(self, num_tokens: int) -> int:
         """Bytes of the codes that searches read: of distinct tokens (Heaps' law, fitted to English text) and of
