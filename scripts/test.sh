@@ -4,6 +4,9 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+# As in the Makefile: without bytecode every process compiles its sources anew, and pytest all tests, three times.
+unset PYTHONDONTWRITEBYTECODE
+
 computing=$(mktemp)
 OMP_NUM_THREADS=1 nice -n 5 .venv/bin/python -m pytest -n 2 --dist loadfile -m "not service and not faults" > "$computing" 2>&1 &
 pid=$!

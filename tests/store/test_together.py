@@ -13,6 +13,7 @@ from kvshelf.errors import CacheNotFound, StateConflict
 from kvshelf.store.index import Quota
 from kvshelf.store.rules import Rules
 from kvshelf.store.shelf import Shelf
+from tests.amounts import amount
 from tests.store.caches import make_cache, require_equal
 from tests.store.places import Place
 
@@ -48,7 +49,7 @@ def at_once(place: Place, folder: Path, count: int, work: Callable[[int], None])
     assert [process.wait() for process in children] == [0] * count
 
 
-@pytest.mark.parametrize("attempt", range(5))
+@pytest.mark.parametrize("attempt", range(amount(3, 5)))
 def test_a_new_home_gets_one_key(tmp_path: Path, place: Place, attempt: int) -> None:
     identity = make_cache(attempt).identity
 
@@ -60,7 +61,7 @@ def test_a_new_home_gets_one_key(tmp_path: Path, place: Place, attempt: int) -> 
     assert len({(tmp_path / f"id{number}").read_text() for number in range(4)}) == 1
 
 
-@pytest.mark.parametrize("attempt", range(5))
+@pytest.mark.parametrize("attempt", range(amount(3, 5)))
 def test_two_writers_of_one_cache_agree(tmp_path: Path, place: Place, attempt: int) -> None:
     cache = make_cache(attempt, num_tokens=512, lengths=((256, 256),), dims=(64, 64))
     place.open().close()

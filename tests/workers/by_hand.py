@@ -1,13 +1,15 @@
 """What an exported or renumbered cache must answer, made by hand: RoPE from its formula, one masked softmax in fp64.
 
-No code of kvshelf but the name of an argument, and no cache logic of transformers but the storage: every token runs
-again at every step, over the whole document's keys, of which those that were not kept are hidden.
+No code of kvshelf but the name of an argument, and no cache logic of transformers but the storage: every token of a
+question and its answer runs over the whole document's keys, of which those that were not kept are hidden.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -119,12 +121,23 @@ def logits_after(model, prefix: Prefix, tokens: list[int], first_position: int, 
         return model(torch.tensor([tokens]), **{CACHE_ARGUMENT: past}, position_ids=positions).logits[0]
 
 
-def greedy(model, prefix: Prefix, question: list[int], first_position: int, count: int, chosen=None) -> list[int]:
-    """The greedy answer of `count` tokens, shorter where the two best logits lie within 1e-4 of each other."""
-    tokens = list(question)
-    for _ in range(count):
-        best = logits_after(model, prefix, tokens, first_position, chosen)[-1].topk(2)
-        if float(best.values[0] - best.values[1]) < 1e-4:
-            break
-        tokens.append(int(best.indices[0]))
-    return tokens[len(question) :]
+def greedy(
+    model, prefix: Prefix, question: list[int], first_position: int, count: int, chosen=None, guess: Sequence[int] = ()
+) -> list[int]:
+    """The greedy answer of `count` tokens, shorter where the two best logits lie within 1e-4 of each other.
+
+    guess: what it may turn out to be. Its tokens run at once: a token sees none behind it, so up to the first wrong one
+    each says what comes next. From there on, or without a guess, every token runs again at every step.
+    """
+    answer: list[int] = []
+    while len(answer) < count:
+        ahead = list(guess[len(answer) : count - 1]) if answer == list(guess[: len(answer)]) else []
+        rows = logits_after(model, prefix, [*question, *answer, *ahead], first_position, chosen)[-1 - len(ahead) :]
+        for row, guessed in zip_longest(rows, ahead):
+            best = row.topk(2)
+            if float(best.values[0] - best.values[1]) < 1e-4:
+                return answer
+            answer.append(int(best.indices[0]))
+            if answer[-1] != guessed:
+                break
+    return answer

@@ -135,6 +135,7 @@ def test_serving_has_a_row_for_each_work_beside_the_peer_and_without_one(subject
         monkeypatch.setattr(serving, name, small)
     works = (serving.Work("first token", [2], 1), serving.Work("two", [0, 1], 3), serving.Work("one", [0], 3))
     monkeypatch.setattr(serving, "WORKS", works)
+    monkeypatch.setattr(serving, "_REST_S", 0.0)
     with speaking(SERVING, lambda process: Peer(process, "vLLM")) as peer:
         beside = serving.servings(subject, peer, 1, 0.75)
     alone = serving.servings(subject, None, 1, 0.75)

@@ -229,7 +229,7 @@ def test_every_put_writes(tmp_path: Path) -> None:
 
 def test_the_shelf_that_is_listed_has_the_manifests_it_should(place: str) -> None:
     with made_in(place) as home:
-        count = 3 * OF_DOCUMENT
+        count = 2 * OF_DOCUMENT
         seen = []
         found = manifests(home, count, 1, lambda: seen.append(1))
         with open_store(home.url) as store:

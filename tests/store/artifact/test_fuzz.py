@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import msgpack
@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvshelf.store.artifact.cache import CompressedCache
-from kvshelf.store.artifact.records import Merged
+from kvshelf.store.artifact.records import Kept, Merged
 from tests.store.bounds import memory_bounded
 from tests.store.caches import make_identity, make_layer
 from tests.store.faults import CASES
@@ -141,9 +141,15 @@ def filled(item: bytes) -> bytes:
     return one_parameter(b"\xdc" + struct.pack(">H", rows) + row * rows, some_blob)
 
 
+@cache
+def layer_of_one_dimension(tokens: int) -> Kept:
+    """A million entries that take next to nothing, so that their positions are most of the blob. Made once: drawing
+    positions from many tokens takes seconds."""
+    return make_layer((1 << 20,), tokens, dims=(1, 1), dtype=torch.float16, generator=torch.Generator().manual_seed(7))
+
+
 def entries_of_one_dimension(tokens: int, codec: str = "none") -> bytes:
-    """A million entries that take next to nothing, so that their positions are most of the blob."""
-    layer = make_layer((1 << 20,), tokens, dims=(1, 1), dtype=torch.float16, generator=torch.Generator().manual_seed(7))
+    layer = layer_of_one_dimension(tokens)
     return CompressedCache((layer,), tokens, tokens, make_identity(tokens)).to_bytes(codec)
 
 

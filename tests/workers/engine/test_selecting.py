@@ -105,9 +105,9 @@ def test_quest_is_one_masked_forward_over_the_chosen_pages(llama, caches, number
     prefix = Prefix.spelled_out(caches[number], frequencies(llama.model))
     lengths, differ = [], 0
     for question in (llama.ids[3:14], llama.ids[100:107], llama.ids[90:91]):
-        by_hand = partial(greedy, llama.model, prefix, question, caches[number].next_position, 12)
-        right = by_hand(pages_by_hand(caches[number], len(question), 16, BUDGET, whole))
         ours = llama.engine.answer(caches[number], question, max_new_tokens=12, select="quest", select_tokens=BUDGET)
+        by_hand = partial(greedy, llama.model, prefix, question, caches[number].next_position, 12, guess=ours.token_ids)
+        right = by_hand(pages_by_hand(caches[number], len(question), 16, BUDGET, whole))
         right = right[: len(ours.token_ids)]  # by hand, no token ends an answer
         assert ours.token_ids[: len(right)] == right
         assert ours.usage.read_tokens <= BUDGET < llama.engine.attach(caches[number]).read_tokens

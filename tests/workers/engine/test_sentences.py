@@ -97,7 +97,7 @@ def test_it_is_one_masked_forward_over_the_chosen_sentences(engine, llama, cache
         ours = engine.answer(
             cache, question, max_new_tokens=14, select="sentencekv", select_tokens=BUDGET, select_params=params
         ).token_ids
-        by_hand = partial(greedy, llama.model, prefix, question, cache.next_position, len(ours))
+        by_hand = partial(greedy, llama.model, prefix, question, cache.next_position, len(ours), guess=ours)
         right = by_hand(sentences_by_hand(cache, len(question), ours, refresh == "step"))
         assert ours[: len(right)] == right
         compared += len(right)

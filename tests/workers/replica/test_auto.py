@@ -15,6 +15,7 @@ from kvshelf.errors import Cancelled, DocumentTooShort, InvalidRequest, PolicyUn
 from kvshelf.workers.engine.inputs.job import Level
 from kvshelf.workers.replica.create.auto import MIN_QUALITY, Selection, Target, auto, candidates
 from kvshelf.workers.replica.create.publish import comparable
+from tests.amounts import SOAK
 from tests.qualities import quality_of
 
 
@@ -41,7 +42,7 @@ def chosen(tiny, prose):
     return of
 
 
-@pytest.mark.parametrize("min_quality", [0.8, 0.9, MIN_QUALITY, 1.0])
+@pytest.mark.parametrize("min_quality", [0.9, MIN_QUALITY, 1.0, *([0.8] if SOAK else [])])
 def test_it_is_the_smallest_of_all_that_are_good_enough(everything, chosen, min_quality):
     good = [
         (made.cache.pack().nbytes, level)
@@ -62,8 +63,12 @@ def test_floors_differ_so_choices_do(chosen):
     assert sizes[0] < sizes[1]
 
 
-def test_it_says_what_it_tried(tiny, prose, everything):
-    choice = auto(tiny, prose).run(tiny)
+def test_the_usual_floor(tiny, prose):
+    assert auto(tiny, prose).target == Target(MIN_QUALITY)
+
+
+def test_it_says_what_it_tried(everything, chosen):
+    choice = chosen(MIN_QUALITY)
     told = [one.model_dump(mode="json") for one in choice.tried]
     assert [(one["policy"], one["compression_ratio"] or None, one["codec"]) for one in told] == list(candidates(True))
     for one, (_, made) in zip(told, everything, strict=True):
