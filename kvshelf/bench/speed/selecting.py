@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 from kvshelf.bench.measure import Spread, cost, interleaved, ratios
 from kvshelf.bench.speed.decode import endless_answers
 from kvshelf.bench.speed.subject import QUESTION_TOKENS, Subject
-from kvshelf.kernels.prefix_attention import Prefix, SelectedPrefix
 from kvshelf.store.artifact.cache import CompressedCache
-from kvshelf.workers.engine.attention.attachment import Attached, Wait, block
 from kvshelf.workers.engine.attention.function import kvshelf_attention
 from kvshelf.workers.engine.decode.generation import Generation, Sampling
-from kvshelf.workers.engine.decode.selection import Selection
+from kvshelf.workers.engine.decode.selection import LastChoice, Selection
 
 SELECTORS = ("quest", "mpcache")
 """Those that choose at each token and need no calibration."""
@@ -77,7 +75,7 @@ def _measure(subject: Subject, caches: Sequence[CompressedCache], selector: str,
     def fixed() -> float:
         engine, layers = subject.engine, len(subject.engine.layer_shapes)
         given = zip(caches, selections, strict=True)
-        return _step_s(subject, caches, [_Fixed(engine.attach(cache), chosen, layers) for cache, chosen in given])
+        return _step_s(subject, caches, [LastChoice(engine.attach(cache), chosen, layers) for cache, chosen in given])
 
     dense = [None] * len(caches)
     ways = {"dense": lambda: _step_s(subject, caches, dense), "selected": selected, "fixed": fixed}
@@ -119,18 +117,3 @@ def _step_s(subject: Subject, caches: Sequence[CompressedCache], selections: Seq
                 batch.step(answers)
 
         return cost(steps, subject.device).seconds / _STEPS
-
-
-class _Fixed(Selection):
-    """What another selection chose last, again at every token."""
-
-    def __init__(self, document: Attached, chosen: Selection, layers: int) -> None:
-        super().__init__(document)
-        self._layers = [tuple(map(_without_choice, chosen.prefixes(layer))) for layer in range(layers)]
-
-    def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:  # noqa: ARG002
-        return self._layers[layer]
-
-
-def _without_choice(prefix: Prefix) -> Prefix:
-    return replace(prefix, choice=None) if isinstance(prefix, SelectedPrefix) else prefix

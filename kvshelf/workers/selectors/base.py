@@ -18,7 +18,7 @@ from kvshelf.kernels.choose import Units
 from kvshelf.kernels.prefix_attention import PackedPrefix
 from kvshelf.kernels.quantize import quantize
 from kvshelf.store.artifact.records import PackedRecord
-from kvshelf.workers.policies.base import parameter_fields, require_parameters
+from kvshelf.workers.policies.base import parameter, parameter_fields, require_parameters
 
 LEAST_TOKENS = 128
 """Fewest entries of the default budget."""
@@ -97,6 +97,13 @@ class UnitSelector(Selector):
     def columns(self, layer: int) -> Tensor | None:  # noqa: ARG002
         """The channels of a query that the columns of the summaries stand for; see `Choice`."""
         return None
+
+
+@dataclass(frozen=True)
+class StepSelector(UnitSelector):
+    """One whose choices are made within the attention of the answer's tokens."""
+
+    every: int = parameter(1, "tokens of the answer that read one choice, that of the first of them", minimum=1)
 
 
 def of_pages(prefix: PackedPrefix, page: int) -> Units:

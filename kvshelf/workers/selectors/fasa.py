@@ -13,11 +13,11 @@ from kvshelf.kernels.prefix_attention import PackedPrefix
 from kvshelf.kernels.quantize.rows import HeadRows
 from kvshelf.workers.model.calibration import Chunks
 from kvshelf.workers.policies.base import parameter
-from kvshelf.workers.selectors.base import StoredLayer, UnitSelector
+from kvshelf.workers.selectors.base import StepSelector, StoredLayer
 
 
 @dataclass(frozen=True)
-class Fasa(UnitSelector):
+class Fasa(StepSelector):
     """Read the tokens of greatest product over a few frequency chunks of each head; every answer token chooses anew.
 
     A chunk is the channels c and c + D / 2, which RoPE turns together. `kvshelf calibrate` measures how well each chunk

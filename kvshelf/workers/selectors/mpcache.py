@@ -8,13 +8,13 @@ from typing import ClassVar, Literal
 from kvshelf.kernels.choose import Units
 from kvshelf.kernels.prefix_attention import PackedPrefix
 from kvshelf.workers.policies.base import parameter
-from kvshelf.workers.selectors.base import LEAST_TOKENS, StoredLayer, UnitSelector, of_pages
+from kvshelf.workers.selectors.base import LEAST_TOKENS, StepSelector, StoredLayer, of_pages
 
 _CLUSTER, _COARSE = 16, 32
 
 
 @dataclass(frozen=True)
-class MPCache(UnitSelector):
+class MPCache(StepSelector):
     """Read the clusters of entries whose keys resemble the query, after half of the coarser clusters are ruled out;
     every answer token chooses anew.
 

@@ -10,13 +10,13 @@ from torch import Tensor
 from kvshelf.kernels.choose import Units
 from kvshelf.kernels.prefix_attention import PackedPrefix
 from kvshelf.workers.policies.base import parameter
-from kvshelf.workers.selectors.base import StoredLayer, UnitSelector, of_pages
+from kvshelf.workers.selectors.base import StepSelector, StoredLayer, of_pages
 
 PLAIN_PAGE = 16
 
 
 @dataclass(frozen=True)
-class Quest(UnitSelector):
+class Quest(StepSelector):
     """Read the pages of which some key may fit the query best, by an upper bound from each channel's least and largest
     value; every answer token chooses anew.
 

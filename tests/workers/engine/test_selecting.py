@@ -52,7 +52,7 @@ def in_bf16(numbers: torch.Tensor, direction: int) -> torch.Tensor:
     return torch.where(wrong, nearest.nextafter(torch.tensor(direction * torch.inf).bfloat16()), nearest).double()
 
 
-def pages_by_hand(cache, question_tokens, page, budget, whole):
+def pages_by_hand(cache, question_tokens, page, budget, whole, every=1):
     """What quest shows each token, computed from its definition; of codes, the bounds are those of their groups, and of
     plain keys those that 8 bits would have. whole: the last entries of a head, always read."""
 
@@ -74,7 +74,8 @@ def pages_by_hand(cache, question_tokens, page, budget, whole):
             paged = length - whole
             starts = list(range(0, paged, page))
             for t in range(question_tokens, tokens):
-                asked = queries[kv_head * group : (kv_head + 1) * group, t]
+                chooses = t - (t - question_tokens) % every
+                asked = queries[kv_head * group : (kv_head + 1) * group, chooses]
                 bounds = []
                 for start in starts:
                     rows = head[start : min(start + page, paged)]
@@ -98,16 +99,21 @@ def pages_by_hand(cache, question_tokens, page, budget, whole):
     return chosen
 
 
-@pytest.mark.parametrize(("number", "whole"), list(enumerate((0, 16, 0, 0))), ids=["full", "int4", "ragged", "int8"])
-def test_quest_is_one_masked_forward_over_the_chosen_pages(llama, caches, number, whole):
-    """Every answer token chooses by its own query. Entries are those that an evicting policy left, at their
-    positions."""
+@pytest.mark.parametrize(
+    ("number", "whole", "every"),
+    [(0, 0, 1), (1, 16, 1), (2, 0, 1), (3, 0, 1), (0, 0, 3)],
+    ids=["full", "int4", "ragged", "int8", "every third"],
+)
+def test_quest_is_one_masked_forward_over_the_chosen_pages(llama, caches, number, whole, every):
+    """Every answer token chooses by its own query, or every n-th for those that follow. Entries are those that an
+    evicting policy left, at their positions."""
     prefix = Prefix.spelled_out(caches[number], frequencies(llama.model))
     lengths, differ = [], 0
     for question in (llama.ids[3:14], llama.ids[100:107], llama.ids[90:91]):
-        ours = llama.engine.answer(caches[number], question, max_new_tokens=12, select="quest", select_tokens=BUDGET)
+        chosen = {"select": "quest", "select_tokens": BUDGET, "select_params": {"every": every}}
+        ours = llama.engine.answer(caches[number], question, max_new_tokens=12, **chosen)
         by_hand = partial(greedy, llama.model, prefix, question, caches[number].next_position, 12, guess=ours.token_ids)
-        right = by_hand(pages_by_hand(caches[number], len(question), 16, BUDGET, whole))
+        right = by_hand(pages_by_hand(caches[number], len(question), 16, BUDGET, whole, every))
         right = right[: len(ours.token_ids)]  # by hand, no token ends an answer
         assert ours.token_ids[: len(right)] == right
         assert ours.usage.read_tokens <= BUDGET < llama.engine.attach(caches[number]).read_tokens
@@ -127,10 +133,10 @@ def test_a_budget_for_all_is_the_dense_answer(llama, caches, select):
         assert llama.engine.answer(cache, llama.ids[3:14], max_new_tokens=12, select=select, select_tokens=230) == dense
 
 
-@pytest.mark.parametrize("select", SELECTORS)
-def test_alone_in_a_batch_and_twice_it_is_the_same(llama, caches, select):
+@pytest.mark.parametrize(("select", "params"), [*((each, {}) for each in SELECTORS), ("quest", {"every": 3})])
+def test_alone_in_a_batch_and_twice_it_is_the_same(llama, caches, select, params):
     """Beside rows that read all of the same document, and in another order."""
-    chosen = {"select": select, "select_tokens": BUDGET}
+    chosen = {"select": select, "select_tokens": BUDGET, "select_params": params}
     asked = [(caches[i % 2], llama.ids[7 * i : 7 * i + 4 + 9 * i]) for i in range(5)]
     alone = [llama.engine.answer(cache, question, max_new_tokens=12, **chosen) for cache, question in asked]
     assert llama.engine.answer_all(asked, max_new_tokens=12, **chosen) == alone
@@ -141,7 +147,9 @@ def test_alone_in_a_batch_and_twice_it_is_the_same(llama, caches, select):
         document = llama.engine.attach(cache)
         selection = None
         if selected:
-            selection = llama.engine.select(document, select, question_tokens=len(question), tokens=BUDGET)
+            selection = llama.engine.select(
+                document, select, question_tokens=len(question), tokens=BUDGET, params=params
+            )
         beside.append(llama.engine.start(document, question, Sampling(12), selection))
     while open_ones := [answer for answer in beside if not answer.finished]:
         assert not [told for told in batch.step(open_ones) if isinstance(told, Exception)]

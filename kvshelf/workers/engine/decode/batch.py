@@ -51,7 +51,8 @@ class DecodeBatch:
         self._with_states = any(kind.states for kind in kinds)
         self._one_by_one = one_by_one
         self._pool = SuffixPool(len(kinds))
-        self._plan: _Plan | None = None
+        self._plans: list[_Plan] = []
+        """The last ones, the latest first: two, because a selection may choose in every other step."""
 
     @property
     def nbytes(self) -> int:
@@ -87,9 +88,9 @@ class DecodeBatch:
         return [told.get(id(generation), "") for generation in generations]
 
     def _passed(self, step: _Step, checkpoint: Checkpoint, wait: Wait) -> _Passed:
-        if self._plan is None or not self._plan.continued_by(step):
-            self._plan = _Plan(step)
-        past = _StepPast(step, self._kinds, checkpoint, wait, self._plan, self._passes)
+        plan = next((plan for plan in self._plans if plan.continued_by(step)), None) or _Plan(step)
+        self._plans = [plan, *(other for other in self._plans if other is not plan)][:2]
+        past = _StepPast(step, self._kinds, checkpoint, wait, plan, self._passes)
         if not self._with_states:
             logits = self._passes.continuing(step.token_ids, step.positions, past, step.last_tokens)[0]
             return _Passed(logits, _likeliest(logits), [])
@@ -108,7 +109,7 @@ class DecodeBatch:
 
     def leave(self, generation: Generation) -> None:
         """Free the suffix of an answer, finished or abandoned. It cannot be stepped again."""
-        self._plan = None  # it holds the suffixes' memory
+        self._plans.clear()  # they hold the suffixes' memory
         self._pool.release(generation.row)
 
 

@@ -27,7 +27,7 @@ from kvshelf.workers.model.text import SENTENCE_ENDS, TextFormat
 from kvshelf.workers.policies.base import Policy
 from kvshelf.workers.policies.budgets import Budget
 from kvshelf.workers.policies.view import DocumentView, LayerView, Probed
-from kvshelf.workers.selectors.base import UnitSelector
+from kvshelf.workers.selectors.base import StepSelector, UnitSelector
 from kvshelf.workers.selectors.infllm import InfLLM
 from kvshelf.workers.selectors.sentencekv import SentenceKV
 
@@ -98,7 +98,7 @@ class Selection(ABC):
 
 
 class UnitSelection(Selection):
-    """Each token of the answer chooses units by its own query, within the attention."""
+    """Tokens of the answer choose units by their own queries, within the attention: each, or every n-th."""
 
     _within_attention: ClassVar[bool] = True
 
@@ -114,6 +114,16 @@ class UnitSelection(Selection):
             if (found := _choice(selector, document, layer, budget)) is not None
         }
         self._layers = [self._read(layer) for layer in range(len(kinds))]
+        self._every = selector.every if isinstance(selector, StepSelector) else 1
+        self._again = LastChoice(document, self, len(kinds))
+        self._due = True
+
+    @property
+    def seen(self) -> Attached | Selection:
+        return self if self._due else self._again
+
+    def advance(self, answer: Sequence[int]) -> None:
+        self._due = (len(answer) - 1) % self._every == 0
 
     def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:  # noqa: ARG002
         return self._layers[layer]
@@ -131,6 +141,21 @@ class UnitSelection(Selection):
     def dense(self) -> bool:
         """Whether it reads all there is."""
         return not self._choices
+
+
+class LastChoice(Selection):
+    """What another selection chose last, again. To a batch it is a document of its own."""
+
+    def __init__(self, document: Attached, chosen: Selection, num_layers: int) -> None:
+        super().__init__(document)
+        self._layers = [tuple(map(_without_choice, chosen.prefixes(layer))) for layer in range(num_layers)]
+
+    def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:  # noqa: ARG002
+        return self._layers[layer]
+
+
+def _without_choice(prefix: Prefix) -> Prefix:
+    return replace(prefix, choice=None) if isinstance(prefix, SelectedPrefix) else prefix
 
 
 class BlockSelection(UnitSelection):
