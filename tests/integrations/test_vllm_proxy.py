@@ -286,8 +286,8 @@ def test_a_caller_that_hangs_up_frees_the_server(http: httpx.Client, cache: Mani
     for peer in peers.values():
         peer.go_on.clear()
     for body in ({"messages": QUESTION, "cache_id": cache.id}, {"messages": QUESTION}):
-        with pytest.raises(httpx.ReadTimeout):
-            http.post("/v1/chat/completions", json=body | {"seed": WAITS}, timeout=0.5)
+        with pytest.raises(httpx.ReadTimeout):  # not before the request has reached its server, on a busy machine too
+            http.post("/v1/chat/completions", json=body | {"seed": WAITS}, timeout=2.5)
     end = time.monotonic() + 30
     while {path for peer in peers.values() for path in peer.left_by} != {"/v1/completions", "/v1/chat/completions"}:
         assert time.monotonic() < end

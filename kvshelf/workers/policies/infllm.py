@@ -44,8 +44,11 @@ class InfLLM(Policy):
 
     def reduce(self, layer: LayerView, budget: LayerBudget) -> Indexed:
         kept = Full().reduce(layer, budget)
+        summaries = self._summaries(layer).to(torch.bfloat16)
+        assert kept.importance is not None
         own: dict[str, Any] = {each.name: getattr(kept, each.name) for each in fields(kept)}
-        return Indexed(**own, block=self.block, summaries=self._summaries(layer).to(torch.bfloat16))
+        own["importance"] = kept.importance.where(summaries.isfinite().all(), torch.nan)  # see `require_finite_scores`
+        return Indexed(**own, block=self.block, summaries=summaries)
 
     def _summaries(self, layer: LayerView) -> Tensor:
         """`[blocks, kv_heads * representatives * D]` fp32."""

@@ -68,7 +68,7 @@ def both(one, two, document):
 
     @functools.cache
     def of(policy, ratio=0.5):
-        options = {} if policy == "full" else {"compression_ratio": ratio}
+        options = {"compression_ratio": ratio} if POLICIES[policy].takes_budget else {}
         return tuple(each.compress(document.text, policy=policy, **options) for each in (one, two))
 
     return of

@@ -37,7 +37,7 @@ def bits(text: str, num_tokens: int) -> np.ndarray:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_marks_are_the_positions_of_the_cache(policy: str, tiny: Engine, store: DiskStore) -> None:
-    ratio = {} if policy == "full" else {"compression_ratio": 0.5}
+    ratio = {"compression_ratio": 0.5} if POLICIES[policy].takes_budget else {}
     cache = tiny.compress(DOCUMENT, policy=policy, **ratio)
     found = kept_tokens(tiny, store, store.put(cache, source=DOCUMENT).id, None, tenant="default")
     assert "".join(found.tokens[found.template_tokens :]) == DOCUMENT
