@@ -945,6 +945,12 @@ def index_of_heads_of_two_lengths(p: Parts) -> None:
 
 
 @case("inconsistent", indexed_blob)
+def index_of_no_tokens(p: Parts) -> None:
+    p.record["lengths"] = [0, 0]
+    p.record["sizes"] = [0, 0, 0, 0, 0, 0, p.record["sizes"][6], 0]
+
+
+@case("inconsistent", indexed_blob)
 def index_of_blocks_that_share_a_scale(p: Parts) -> None:
     p.record["block"] = 18
 

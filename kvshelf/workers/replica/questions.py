@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import structlog
 
@@ -58,17 +58,7 @@ class Questions:
         one, so that tenants take turns."""
         with called_as(origin):
             async with self._loaded(caches, query, tenant, deadline_s) as loaded:
-                ids = await self._encode(loaded.document, query)
-                selection = await self._selected(loaded.document, query, ids)
-                ticket = self.scheduler.generate(
-                    loaded.document,
-                    ids,
-                    _sampling(query),
-                    selection,
-                    passages=_asks_passages(query),
-                    tenant=tenant,
-                    deadline_s=deadline_s,
-                )
+                ticket = await self._begun(loaded.document, query, tenant=tenant, deadline_s=deadline_s)
                 try:
                     return loaded.reply(await asyncio.wrap_future(ticket.future), ticket)
                 finally:
@@ -86,24 +76,13 @@ class Questions:
         """Pieces of the answer to the prompt as they become final, then the answer. Closing the iterator cancels it."""
         with called_as(origin):
             async with self._loaded(caches, query, tenant, deadline_s) as loaded:
-                ids = await self._encode(loaded.document, query)
-                selection = await self._selected(loaded.document, query, ids)
                 pieces: asyncio.Queue[str | None] = asyncio.Queue()
                 loop = asyncio.get_running_loop()
 
                 def put(piece: str | None) -> None:
                     loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-                ticket = self.scheduler.generate(
-                    loaded.document,
-                    ids,
-                    _sampling(query),
-                    selection,
-                    passages=_asks_passages(query),
-                    on_text=put,
-                    tenant=tenant,
-                    deadline_s=deadline_s,
-                )
+                ticket = await self._begun(loaded.document, query, on_text=put, tenant=tenant, deadline_s=deadline_s)
                 ticket.future.add_done_callback(lambda _: put(None))
                 try:
                     while (piece := await pieces.get()) is not None:
@@ -140,6 +119,12 @@ class Questions:
                 if (failed := loaded.failed) is not None:
                     error.details["cache_id"] = failed
                 raise
+
+    async def _begun(self, document: Attached, query: Asking, **options: Any) -> Ticket[Answer]:
+        """The queued answer. options: of `Scheduler.generate`."""
+        ids = await self._encode(document, query)
+        selection, passages = await self._selected(document, query, ids), _asks_passages(query)
+        return self.scheduler.generate(document, ids, _sampling(query), selection, passages=passages, **options)
 
     async def _encode(self, document: Attached, query: Asking) -> list[int]:
         return await self.threads.run(self.engine.encode_query, document, _prompt(query))

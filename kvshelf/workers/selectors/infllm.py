@@ -27,7 +27,7 @@ class InfLLM(UnitSelector):
     tokens chooses anew.
 
     Departures: the paper takes the mean query over the question's tokens. Of 52 questions at a quarter of the entries,
-    means over the question find 8 %, the last token 33 % (kvshelf-tiny, blocks of 32 with mean keys). Queries and keys
+    mean queries find 8 %, that of the last token 33 % (kvshelf-tiny, blocks of 32 with mean keys). Queries and keys
     keep their true distances in attention; the paper reads all blocks at one distance. Of the 4,096 tokens before the
     question, which the paper always reads, `recent` stay: question and answer are always read whole. A question of more
     than 512 tokens chooses for each 512 of them.
@@ -50,6 +50,12 @@ class InfLLM(UnitSelector):
             raise PolicyUnsupported(
                 "the cache has no index, which selector infllm chooses by; compress the document by policy infllm, or "
                 "take selector quest",
+                param="select.method",
+            )
+        if index.summaries.shape[1] % (index.kv_heads * index.key_dim):
+            raise PolicyUnsupported(
+                f"the index of layer {stored.layer} has {index.summaries.shape[1]} numbers for each block, which are "
+                f"no keys of {index.kv_heads} heads of {index.key_dim} channels; compress the document by policy infllm",
                 param="select.method",
             )
         return [self._units(record, index, stored.num_tokens) for record in stored.records]

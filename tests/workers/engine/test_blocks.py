@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -31,6 +32,11 @@ SELECT = {"select": "infllm", "select_tokens": BUDGET}
 def caches(llama) -> list[CompressedCache]:
     cache = llama.engine.compress(llama.ids[:230], policy="infllm", block=BLOCK, representatives=3)
     return [cache.encoded(codec) for codec in CODECS]
+
+
+def with_summaries(index: Indexed) -> Indexed:
+    """The same entries with summaries that are no keys."""
+    return replace(index, summaries=index.summaries[:, :-1].contiguous())
 
 
 def index_of(cache: CompressedCache, layer: int) -> Indexed:
@@ -272,6 +278,9 @@ def test_what_has_no_index_is_refused(llama, caches):
     assert error.value.param == "select.method"
     with pytest.raises(InvalidRequest, match="always reads"):
         llama.engine.answer(caches[0], llama.ids[3:14], select="infllm", select_tokens=16)
+    strange = replace(caches[0], layers=tuple(with_summaries(layer) for layer in caches[0].layers))
+    with pytest.raises(PolicyUnsupported, match="which are no keys of"):
+        llama.engine.answer(strange, llama.ids[3:14], **SELECT)
     assert llama.engine.attach_part(PartialCache(blob.inspect(full.to_bytes()), CountedFile(b""), nullcontext)) is None
 
 

@@ -3,6 +3,7 @@ do."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -344,3 +345,19 @@ def test_every_selector_is_built_by_its_name():
     assert {"quest", "fasa", "sage", "policy:snapkv", "policy:layer_defensivekv"} <= set(names())
     for name in names():
         assert build(name, {})
+
+
+def test_a_document_that_keeps_nothing_in_a_layer_is_chosen_from_beside_another(llama, caches):
+    """As where all layers share one budget."""
+    first, *others = caches[0].layers
+    nothing = first.select(torch.zeros(first.entries, dtype=torch.bool))
+    empty = replace(caches[0], layers=(nothing, *others))
+    document = llama.engine.joined([llama.engine.attach(cache) for cache in (empty, caches[1])])
+    question = llama.ids[3:14]
+    selection = llama.engine.select(document, "quest", question_tokens=len(question), tokens=BUDGET)
+    answer, batch = llama.engine.start(document, question, Sampling(6), selection, passages=True), llama.engine.batch()
+    while not answer.finished:
+        (told,) = batch.step([answer])
+        assert not isinstance(told, Exception)
+    assert answer.answer().usage.read_tokens <= BUDGET
+    assert [sum(map(bool, shares)) > 0 for shares in answer.answer().passages] == [True, True]

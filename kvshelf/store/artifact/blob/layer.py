@@ -476,9 +476,10 @@ def _check_recent(where: str, record: WindowHeader | ChunkHeader, num_tokens: in
 
 
 def _check_indexed(where: str, record: IndexedHeader) -> None:
-    if len(set(record.lengths)) != 1:
+    if len(set(record.lengths)) != 1 or not record.lengths[0]:
         raise BlobError(
-            f"{where} has indexed heads of {min(record.lengths)} to {max(record.lengths)} entries",
+            f"{where} has indexed heads of {min(record.lengths)} to {max(record.lengths)} entries; each has as many as "
+            "the others, and one at least",
             reason="inconsistent",
         )
     if record.group and record.block % record.group:

@@ -30,13 +30,17 @@ class Passages:
         """Add what one token of the answer read. A token that reads all chooses nothing, and does not count. On a
         device it waits for each choice."""
         for layer in range(self._document.num_layers):
-            chosen = [prefix.chosen for prefix in seen.prefixes(layer) if isinstance(prefix, SelectedPrefix)]
-            for number, (reads, record) in enumerate(self._records(layer) if chosen else ()):
-                rows, counts = chosen[number].rows, chosen[number].counts
+            chosen = seen.prefixes(layer)
+            if not any(isinstance(prefix, SelectedPrefix) for prefix in chosen):
+                continue
+            self._most += len(chosen[0].lengths)
+            for (reads, record), prefix in zip(self._records(layer), chosen, strict=True):
+                if not isinstance(prefix, SelectedPrefix):
+                    continue  # it is empty
+                rows, counts = prefix.chosen.rows, prefix.chosen.counts
                 there = torch.arange(rows.shape[1], device=rows.device) < counts.unsqueeze(1)
                 first = torch.tensor(record.offsets[:-1], device=rows.device).unsqueeze(1)
                 _add(reads, record, (first + rows)[there])
-                self._most += record.kv_heads if number == 0 else 0
 
     def shares(self) -> tuple[bytes, ...]:
         """Of each document, one byte for each token: round(255 * share of the reads that it could have had).

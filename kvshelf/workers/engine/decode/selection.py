@@ -133,9 +133,9 @@ class UnitSelection(Selection):
         choice = self._choices.get(layer)
         if choice is None:
             return self._document.prefixes(layer)
-        given = choice if self._within_attention else None
-        each = zip(require_packed(self._document.prefixes(layer)), choice.chosen, strict=True)
-        return tuple(SelectedPrefix(prefix, chosen, given) for prefix, chosen in each)
+        given, chosen = choice if self._within_attention else None, iter(choice.chosen)
+        found = require_packed(self._document.prefixes(layer))
+        return tuple(SelectedPrefix(each, next(chosen), given) if max(each.lengths) else each for each in found)
 
     @property
     def dense(self) -> bool:
