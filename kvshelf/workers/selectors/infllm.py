@@ -55,7 +55,7 @@ class InfLLM(UnitSelector):
         if index.summaries.shape[1] % (index.kv_heads * index.key_dim):
             raise PolicyUnsupported(
                 f"the index of layer {stored.layer} has {index.summaries.shape[1]} numbers for each block, which are "
-                f"no keys of {index.kv_heads} heads of {index.key_dim} channels; compress the document by policy infllm",
+                f"no keys of {index.kv_heads} heads of {index.key_dim} channels; compress the document again",
                 param="select.method",
             )
         return [self._units(record, index, stored.num_tokens) for record in stored.records]

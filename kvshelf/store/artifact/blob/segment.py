@@ -146,8 +146,8 @@ def require_runs_sound(where: str, part: PackedRecord, run_rows: int, runs: Sequ
 
 
 def _last_bytes(rows: QuantizedRows, run_rows: int, runs: Sequence[int]) -> HeadRows:
-    """These runs of all heads, joined, with the last byte alone of each row's codes: all that
-    `_require_codes` reads. Joined, because the operations on one run of one head take longer than its numbers."""
+    """These runs of all heads, joined, with the last byte alone of each row's codes: all that `_require_codes` reads.
+    Joined, because the operations on one run of one head take longer than its numbers."""
     found = [
         head.coded(start, min(start + run_rows, len(head)))
         for head in rows.heads()

@@ -82,9 +82,10 @@ def estimate(engine: Engine, rates: Rates, document: EncodedDocument, spec: Esti
     for way in _ways(engine, spec, _codecs(engine, spec)):
         try:
             job = engine.prepare(document, policy=way.policy, compression_ratio=way.compression_ratio, **way.more)
-            codecs = _taken(engine, job, way.codecs) if any_codec else way.codecs
-            for codec in codecs:
-                engine.level(job, codec)  # refuses what a creation would refuse
+            if any_codec:
+                codecs = _taken(engine, job, way.codecs)
+            else:  # refuses what a creation would refuse
+                codecs = tuple(engine.level(job, codec).codec for codec in way.codecs)
         except CallerError as error:
             if way.policy == spec.policy:
                 raise
