@@ -125,7 +125,7 @@ def rows_in_runs(layer: Fields) -> list[tuple[int, int]]:
                 start += aligned(size)
     except (TypeError, KeyError, ValueError):
         return []
-    return found
+    return found if all(type(end) is int for span in found for end in span) else []
 
 
 def sorted_fields(value: Any) -> Any:

@@ -130,9 +130,9 @@ class CompressedCache:
         devices = [device] * len(self.layers) if isinstance(device, torch.device | str) else device
         return replace(self, layers=tuple(each.to(to) for each, to in zip(self.layers, devices, strict=True)))
 
-    def encoded(self, codec: str, coder: Coder | None = None) -> CompressedCache:
+    def encoded(self, codec: str, coder: Coder | None = None, *, whole_groups: bool = False) -> CompressedCache:
         """The cache under a codec (see `kvshelf.store.artifact.codecs`); itself if nothing changes. Only `klt` needs a
-        coder, which an engine has.
+        coder, which an engine has. whole_groups: as of `encode`.
 
         "none" adds no encoding: an encoded cache stays as it is. Raises `InvalidRequest` for an unknown codec, for a
         cache under another codec, and for layers that the codec cannot encode.
@@ -149,7 +149,7 @@ class CompressedCache:
             classes = classes_of(wanted, list(chosen.values()), self.num_tokens)
         for (index, entries), members in zip(chosen.items(), classes, strict=True):
             of_layer = None if coder is None else coder.layer(index, self.repositioned)
-            made = encode(wanted, entries, f"layer {index}", of_layer, members)
+            made = encode(wanted, entries, f"layer {index}", of_layer, members, whole_groups=whole_groups)
             layers[index] = with_entries(layers[index], made)
         identity = self.identity
         if wanted.name == "klt":

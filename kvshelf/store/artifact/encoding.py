@@ -28,11 +28,14 @@ def encode(
     where: str = "the layer",
     coder: LayerCoder | None = None,
     classes: Tensor | None = None,
+    *,
+    whole_groups: bool = False,
 ) -> Entries:
     """The record encoded under a codec, without `importance`; the input stays unchanged.
 
     Each part of `Parts` is encoded separately, with its own residual and share. `where` names the record in errors.
-    classes: those of `classes_of`, under klt with classes. Raises `InvalidRequest` for a record that is quantized
+    classes: those of `classes_of`, under klt with classes. whole_groups: let the residual grow until the entries before
+    it fill their groups, so that others can be appended to these without coding them again. Raises `InvalidRequest` for a record that is quantized
     already, holds NaN or infinity, or lacks the importance that mixed chooses by.
     """
     if codec.name == "none":
@@ -48,7 +51,7 @@ def encode(
             _require_encodable(part, where)
         pieces = [coder.encoded(piece, one, where) for one, piece in _by_class(codec, parts, classes)]
     else:
-        pieces = [piece for part in parts for piece in _pieces(codec, part, where)]
+        pieces = [piece for part in parts for piece in _pieces(codec, part, where, whole_groups=whole_groups)]
     if not pieces:  # the layer kept no entries
         return record
     return pieces[0] if len(pieces) == 1 else Parts(tuple(pieces))
@@ -87,14 +90,14 @@ def _by_class(
                 yield one, part.select(chosen)
 
 
-def _pieces(codec: Codec, record: PackedRecord, where: str) -> list[PackedRecord]:
+def _pieces(codec: Codec, record: PackedRecord, where: str, *, whole_groups: bool) -> list[PackedRecord]:
     _require_encodable(record, where)
     split: tuple[tuple[Precision, Tensor], ...]
     if codec.name == "mixed":
         important = _important(codec, record, where)
         split = ((codec.high, important), (codec.low, ~important))
     else:
-        last = _last(record, codec.residual)
+        last = _last(record, codec.residual, codec.group if whole_groups else 1)
         split = ((codec.name, ~last), ("none", last))
     return [_quantized(codec, record.select(chosen), precision, where) for precision, chosen in split if chosen.any()]
 
@@ -135,11 +138,12 @@ def _quantized(codec: Codec, record: PackedRecord, precision: Precision, where: 
     return replace(record, keys=keys, values=values, importance=None)
 
 
-def _last(record: Packed, count: int) -> Tensor:
-    """`[entries]` bool: the last `count` entries of each head."""
+def _last(record: Packed, count: int, group: int) -> Tensor:
+    """`[entries]` bool: the last `count` entries of each head, or a few more, so that whole groups stand before them."""
     last = torch.zeros(record.entries, dtype=torch.bool, device=record.entry_positions.device)
     for start, stop in zip(record.offsets, record.offsets[1:], strict=False):
-        last[max(start, stop - count) : stop] = True
+        before = max(0, stop - start - count) // group * group
+        last[start + before : stop] = True
     return last
 
 

@@ -111,7 +111,9 @@ class Identity:
     chunked prefill gives other numbers. `policy_params` are the parameters as used, after defaults were shrunk to the
     document. `budget_tokens` is the mean number of entries kept per layer and KV head, `compression_ratio` the
     requested fraction to remove. `transforms` is the digest of those that the codec `klt` encoded it by, "" under any
-    other codec.
+    other codec. `parent` is the digest of the cache that the document was appended to (`as_parent`), "" for a document
+    that was compressed as one. Then the policy and what is said of it are those of the appended tokens, `num_tokens`
+    and `budget_tokens` count those of the parent, too, and `document` follows from its document and the tokens.
     """
 
     model: ModelIdentity
@@ -128,6 +130,7 @@ class Identity:
     probe: str = ""
     expected_questions: tuple[str, ...] = ()
     transforms: str = ""
+    parent: str = ""
 
     def __post_init__(self) -> None:
         # 0 and 0.0 are equal and must have one content address; JSON and msgpack write them differently.
@@ -153,6 +156,15 @@ class Identity:
         data = self.to_dict()
         del data["model"]["name"]
         return canonical_json(data)
+
+    def as_parent(self, codec: str) -> str:
+        """Hex digest of a cache, as the identities of those name it that were made by appending to it. codec: its
+        canonical text. The same in every home, unlike the cache's id."""
+        return digest("kvshelf.parent", self.content(), codec)
+
+    def appended_document(self, token_ids: bytes) -> str:
+        """Hex digest of this document with tokens appended to it. token_ids: int64, little-endian."""
+        return digest("kvshelf.appended", self.document, token_ids)
 
     def cache_id(self, *, key: bytes, tenant: str, codec: str, format_major: int) -> str:
         """`kvs_...`, the content address of this artifact in one home, for one tenant, under one codec.

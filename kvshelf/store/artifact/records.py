@@ -106,12 +106,25 @@ class Recent(Kept):
     @staticmethod
     def of(keys: Tensor, values: Tensor, window: int | None, chunk: int | None = None) -> Recent:
         """From the keys `[kv_heads, N, D]` and values `[kv_heads, N, Dv]` of a document."""
+        return Recent._ending_at(keys.shape[1], keys, values, window, chunk)
+
+    def followed_by(self, keys: Tensor, values: Tensor, end: int) -> Recent:
+        """The last tokens of the document once tokens with these keys `[kv_heads, T, D]` and values have been appended
+        to it, so that it has `end` tokens."""
+        own = (rows.view(self.kv_heads, -1, rows.shape[1]).to(keys.device) for rows in self.rows)
+        both = (torch.cat(pair, dim=1) for pair in zip(own, (keys, values), strict=True))
+        return Recent._ending_at(end, *both, getattr(self, "window", None), getattr(self, "chunk", None))
+
+    @staticmethod
+    def _ending_at(end: int, keys: Tensor, values: Tensor, window: int | None, chunk: int | None) -> Recent:
+        """From keys `[kv_heads, N, D]` and values of the last N tokens of a document of `end`, no fewer than are
+        seen."""
         heads, tokens, _ = keys.shape
-        kept = tokens_seen(tokens, window, chunk)
+        kept = tokens_seen(end, window, chunk)
         fields: dict[str, Any] = {
             "keys": keys[:, tokens - kept :].flatten(0, 1),
             "values": values[:, tokens - kept :].flatten(0, 1),
-            "entries_at": torch.arange(tokens - kept, tokens, dtype=torch.int32, device=keys.device).repeat(heads),
+            "entries_at": torch.arange(end - kept, end, dtype=torch.int32, device=keys.device).repeat(heads),
             "offsets": offsets_of([kept] * heads),
         }
         if chunk is not None:

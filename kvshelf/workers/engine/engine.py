@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvshelf.api import Quality
-from kvshelf.errors import InvalidRequest, ModelMismatch, PolicyUnsupported
+from kvshelf.errors import DocumentTooLong, InvalidRequest, ModelMismatch, PolicyUnsupported
 from kvshelf.store.artifact.arriving import ArrivingCache
 from kvshelf.store.artifact.blob.reading import PartialCache
 from kvshelf.store.artifact.cache import CompressedCache
@@ -43,10 +43,11 @@ from kvshelf.workers.engine.decode.selection import (
 from kvshelf.workers.engine.export import Positions, export
 from kvshelf.workers.engine.forward.passes import Passes
 from kvshelf.workers.engine.inputs.encode import Document, Encoder, Prompt
-from kvshelf.workers.engine.inputs.job import Job, Level, shared
+from kvshelf.workers.engine.inputs.job import Job, Level, Parent, shared
 from kvshelf.workers.engine.inputs.prepare import Preparer
 from kvshelf.workers.engine.inputs.requirements import (
     require_budget_taken,
+    require_growing,
     require_joinable,
     require_observable,
     require_own_heads,
@@ -265,9 +266,99 @@ class Engine:
             view, chosen, budget, encoded=encoded, given=frozenset(given), questions=expected_questions
         )
 
+    def extend(
+        self,
+        cache: CompressedCache,
+        more: Document,
+        *,
+        policy: str | None = None,
+        compression_ratio: float | None = None,
+        budget_tokens: int | None = None,
+        expected_questions: Sequence[str] = (),
+        **policy_params: Any,
+    ) -> CompressedCache:
+        """`cache` with more text, token ids or messages appended to its document; `cache` itself stays as it is. The
+        arguments are those of `prepare_append`."""
+        job = self.prepare_append(
+            cache,
+            more,
+            policy=policy,
+            compression_ratio=compression_ratio,
+            budget_tokens=budget_tokens,
+            policy_params=policy_params,
+            expected_questions=expected_questions,
+        )
+        (compression,) = self.prefill([self.level(job, cache.codec)]).compressions
+        return compression.cache
+
+    def prepare_append(
+        self,
+        cache: CompressedCache,
+        more: Document,
+        *,
+        policy: str | None = None,
+        compression_ratio: float | None = None,
+        budget_tokens: int | None = None,
+        policy_params: Mapping[str, Any] | None = None,
+        expected_questions: Sequence[str] = (),
+    ) -> Job:
+        """Check and tokenize what is to be appended to a cache; no work of the model. Thread-safe.
+
+        The appended tokens are read behind the cache as it is stored and reduced by themselves: budget and ratio are of
+        them alone. By default the policy and the ratio are those of the cache; parameters that are not given are the
+        policy's defaults. So this differs from compressing the whole text anew: what the parent's policy removed, these
+        tokens never saw; no policy compares them with earlier ones; and a text is tokenized apart from what it follows.
+
+        Raises `InvalidRequest`, `DocumentTooLong`, `DocumentTooShort`, `ModelMismatch`, and `PolicyUnsupported` for a
+        policy, of the cache or of this call, that cannot go on.
+        """
+        self.require_own(cache)
+        require_growing(cache, self.name, ranks=self.passes.ranks is not None)
+        made = cache.identity
+        token_ids, boundary = self._encoder.appended(made.layout, made.boundary, more)
+        given = dict(policy_params or {})
+        same = policy is None or policy == made.policy
+        chosen = build(policy or made.policy, given)
+        require_budget_taken(chosen, compression_ratio, budget_tokens)
+        require_questions_taken(chosen, expected_questions)
+        view = self._encoder.appended_view(token_ids, cache.num_tokens, boundary, expected_questions)
+        self._require_room(cache, len(token_ids))
+        if not chosen.takes_budget:
+            budget = Budget.full(view.num_tokens)
+        elif same and compression_ratio is None and budget_tokens is None:
+            budget = Budget.resolve(view.num_tokens, compression_ratio=made.compression_ratio, budget_tokens=None)
+        else:
+            budget = Budget.resolve(view.num_tokens, compression_ratio=compression_ratio, budget_tokens=budget_tokens)
+        return self._preparer.job(
+            view,
+            chosen,
+            budget,
+            encoded=EncodedDocument(token_ids, 0, made.layout, boundary),
+            given=frozenset(given),
+            questions=expected_questions,
+            parent=self._parent(cache),
+        )
+
+    def _parent(self, cache: CompressedCache) -> Parent:
+        coder = self.coder_of(cache.identity.transforms) if cache.identity.transforms else None
+        plain = cache if coder is None else cache.decoded(coder)
+        return Parent(cache, plain, Attachment(plain, self.passes.devices.layers, self.rotate), coder)
+
+    def _require_room(self, cache: CompressedCache, appended: int) -> None:
+        longest = min(self.max_tokens, reach(self.model.config, cache.num_tokens) or self.max_tokens)
+        if cache.num_tokens + appended > longest:
+            raise DocumentTooLong(
+                f"the cache is of {cache.num_tokens} tokens, and {appended} more are beyond the {longest} that "
+                f"{self.name!r} takes behind it; append less, or begin another cache",
+                param="document",
+            )
+
     def level(self, job: Job, codec: str = "none") -> Level:
-        """A job with the codec of its cache. Raises `InvalidRequest` for an unknown codec and for shares of more than
-        the job keeps, and as `coder` does."""
+        """A job with the codec of its cache; what is appended to a cache has the cache's, whatever `codec` says. Raises
+        `InvalidRequest` for an unknown codec and for shares of more than the job keeps, and as `coder` does."""
+        if job.parent is not None:
+            coder = job.parent.coder
+            return Level(job, job.parent.cache.codec, None if coder is None else coder.transforms)
         chosen = Codec.parse(codec)
         chosen.require_kept(job.budget.tokens, job.num_tokens)
         if isinstance(job.policy, InfLLM):
@@ -391,7 +482,7 @@ class Engine:
         if not cues or job.absorber is not None or not self._alike:
             return None
         probe = Probe.of(job.document, cues)
-        if probe is None or job.num_tokens + probe.length > self.max_tokens:
+        if probe is None or job.document.end + probe.length > self.max_tokens:
             return None
         return probe
 

@@ -97,11 +97,12 @@ class KeyCoder:
 
 @dataclass(eq=False)
 class SummaryMaker:
-    """Sees the layers of one prefill. summary: by layer, the distinct codes of the document, ascending; empty without a
-    coder."""
+    """Sees the layers of one prefill. first_position: of its document, as of a `DocumentView`. summary: by layer, the
+    distinct codes of the document, ascending; empty without a coder."""
 
     coder: KeyCoder | None
     num_tokens: int
+    first_position: int = 0
     summary: tuple[bytes, ...] = field(default=(), init=False)
 
     def after_attention(self, layer: Attended) -> None:
@@ -109,12 +110,13 @@ class SummaryMaker:
             return
         codes = []
         for start in range(0, self.num_tokens, _AT_ONCE):
-            keys = _plain_keys(layer, self.coder.rope, start, min(start + _AT_ONCE, self.num_tokens))
+            end = min(start + _AT_ONCE, self.num_tokens)
+            keys = _plain_keys(layer, self.coder.rope, start, end, self.first_position)
             codes.append(self.coder.codes(layer.layer_idx, keys))
-        self.summary += (_packed(np.concatenate(codes)),)
+        self.summary += (packed(np.concatenate(codes)),)
 
 
-def _packed(codes: Codes) -> bytes:
+def packed(codes: Codes) -> bytes:
     """The distinct codes; of more than `MAX_CODES`, as many from places spread over the document."""
     _, first = np.unique(codes, return_index=True)
     if len(first) > MAX_CODES:
@@ -156,10 +158,11 @@ def _projections(channels: int) -> Tensor:
     return torch.from_numpy(bits.astype(np.float32) * 2 - 1)
 
 
-def _plain_keys(layer: Attended, rope: Rope, start: int, end: int) -> Tensor:
-    """The keys of some of a layer's tokens without their rotation, heads side by side: `[N, kv_heads * D]` fp32."""
+def _plain_keys(layer: Attended, rope: Rope, start: int, end: int, first: int = 0) -> Tensor:
+    """The keys of some of a layer's tokens without their rotation, heads side by side: `[N, kv_heads * D]` fp32. first:
+    position of the layer's first token."""
     keys = layer.keys[0, :, start:end]
-    plain = rope.unrotate(keys, torch.arange(start, end, device=keys.device))
+    plain = rope.unrotate(keys, torch.arange(first + start, first + end, device=keys.device))
     return plain.transpose(0, 1).flatten(1)
 
 

@@ -110,8 +110,8 @@ class TextFormat:
             return self.encode(prompt)
         return self.turns(boundary, [{"role": "user", "content": prompt}])
 
-    def turns(self, boundary: Boundary, messages: Sequence[Message]) -> list[int]:
-        """The ids that add `messages` and open the assistant's turn.
+    def turns(self, boundary: Boundary, messages: Sequence[Message], *, opening: bool = True) -> list[int]:
+        """The ids that add `messages` and, for a question, open the assistant's turn.
 
         After a document the first message must be the user's: it ends the turn that the document is in. A system
         message may stand before it: the document is already in the cache, so its text comes behind the document, as
@@ -127,9 +127,9 @@ class TextFormat:
         if boundary == "document":
             added = _system_before_question(added)
             # The document stands in the first message's place; the pieces after it are what the question adds.
-            pieces = self._template_pieces(added, opening=True)[1:]
+            pieces = self._template_pieces(added, opening=opening)[1:]
             return self.encode(QUESTION_SEPARATOR + added[0][1]) + self._encode_pieces(pieces, added[1:])
-        return self._appended(boundary.removeprefix("after_"), added)
+        return self._appended(boundary.removeprefix("after_"), added, opening=opening)
 
     def suffix(self, boundary: Boundary) -> list[int]:
         """The tokens that the template writes between the cached tokens and the model's answer; none where a question
@@ -185,12 +185,12 @@ class TextFormat:
             self._token_texts[token_id] = self.decode([token_id])
         return self._token_texts[token_id]
 
-    def _appended(self, last_role: str, added: list[tuple[str, str]]) -> list[int]:
+    def _appended(self, last_role: str, added: list[tuple[str, str]], *, opening: bool) -> list[int]:
         # The cached turns are not kept. A stand-in with the same last role shows what the template writes after it.
         stand_in = [("user", "")] if last_role == "assistant" else []
         stand_in.append((last_role, ""))
         before = self._template_pieces(stand_in, opening=False)
-        after = self._template_pieces(stand_in + added, opening=True)
+        after = self._template_pieces(stand_in + added, opening=opening)
         shared = len(before) - 1
         if after[:shared] != before[:shared] or not after[shared].startswith(before[shared]):
             raise InvalidRequest(

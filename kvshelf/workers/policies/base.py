@@ -259,7 +259,7 @@ class ProbedPolicy(Policy):
         return True
 
     def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:
-        end = document.num_tokens
+        end = document.end
         if document.questions:
             return [ProbePass(ids, end) for ids in document.questions]
         ids = document.suffix if self.probe is None else encoded(self.probe, document, "policy_params.probe")

@@ -43,7 +43,7 @@ class DapQ(ScoringPolicy):
         return True
 
     def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:
-        start = document.num_tokens + self.offset
+        start = document.end + self.offset
         if document.questions:
             return [ProbePass(ids, start) for ids in document.questions]
         ids = document.suffix if self.probe is None else encoded(self.probe, document, "policy_params.probe")

@@ -76,8 +76,9 @@ class ExpectedAttention(ScoringPolicy):
     def _future_queries(self, layer: LayerView, first: int) -> tuple[Tensor, Tensor]:
         """Mean `[q_heads, D]` and covariance `[q_heads, D, D]` of the queries at the future positions, fp32."""
         assert layer.rope is not None, "the policy says that it observes RoPE"
-        queries, positions = layer.all_queries[:, first:], layer.positions[first:]
-        future = torch.arange(layer.num_tokens, layer.num_tokens + self.n_future, device=queries.device)
+        queries, positions = layer.all_queries[:, first:], layer.rotated_to[first:]
+        end = layer.document.end
+        future = torch.arange(end, end + self.n_future, device=queries.device)
         rotation = layer.rope.mean_rotation(queries.shape[-1], future)
         mean, covariance = _moments(queries, positions, layer.rope, covariance=self.covariance)
         return mean @ rotation.T, rotation @ covariance @ rotation.T

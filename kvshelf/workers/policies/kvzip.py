@@ -69,7 +69,7 @@ class KVzip(ScoringPolicy):
         if "chunk" in given or document.max_tokens is None:
             return policy
         words = [self._ask(document, None), self._ask(document, (0,) * _LEAD)]
-        room = document.max_tokens - document.num_tokens - max(map(len, words))
+        room = document.max_tokens - document.end - max(map(len, words))
         return replace(policy, chunk=min(self.chunk, max(room, _LEAST_CHUNK)))
 
     def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:
@@ -77,7 +77,7 @@ class KVzip(ScoringPolicy):
         lead: tuple[int, ...] | None = None
         for start, end in self._chunks(document):
             tokens = tuple(document.token_ids[start:end])
-            passes.append(ProbePass((*self._ask(document, lead), *tokens), document.num_tokens))
+            passes.append(ProbePass((*self._ask(document, lead), *tokens), document.end))
             lead = tokens[-_LEAD:]
         return passes
 

@@ -59,6 +59,8 @@ class DocumentView:
     template writes between the document and the model's answer, the last ones the model reads before any answer.
     `questions`: the tokens of each expected question. `text` is None for an engine without tokenizer. `max_tokens`: the
     longest sequence of the model. `calibration`: the model's `Calibration`, for a policy that observes it.
+    `first_position`: of its first token, above 0 where the tokens are appended to a stored cache, which they have read
+    and which no policy judges.
     """
 
     token_ids: Sequence[int]
@@ -68,16 +70,22 @@ class DocumentView:
     text: TextFormat | None = None
     max_tokens: int | None = None
     calibration: Calibration | None = None
+    first_position: int = 0
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def end(self) -> int:
+        """Position of what follows its last token."""
+        return self.first_position + self.num_tokens
+
     def cue(self, asked: slice, answer: slice) -> ProbePass:
         """A question that the document answers: its tokens `asked`, what the chat template writes before an answer, and
         its tokens `answer`. The model finds what follows the cue, as it finds what a real question asks for."""
         ids = (*self._separator, *self.token_ids[asked], *self.suffix, *self.token_ids[answer])
-        return ProbePass(ids, self.num_tokens)
+        return ProbePass(ids, self.end)
 
     @cached_property
     def _separator(self) -> Sequence[int]:
@@ -189,8 +197,13 @@ class LayerView:
 
     @cached_property
     def positions(self) -> Tensor:
-        """Original positions `[N]`."""
+        """Places of the document's tokens `[N]`, from 0."""
         return torch.arange(self.num_tokens, device=self.keys.device)
+
+    @cached_property
+    def rotated_to(self) -> Tensor:
+        """The positions `[N]` that RoPE rotated queries and keys to."""
+        return self.positions + self.document.first_position
 
     @cached_property
     def all_queries(self) -> Tensor:
@@ -213,7 +226,7 @@ class LayerView:
 
     def keys_unrotated(self) -> Tensor:
         """Keys before RoPE, `[kv_heads, N, D]` fp32."""
-        return self._rope().unrotate(self.keys, self.positions)
+        return self._rope().unrotate(self.keys, self.rotated_to)
 
     def output_projection(self) -> Tensor:
         """The rows of W_o that multiply each query head's output, `[q_heads, Dv, hidden]`."""

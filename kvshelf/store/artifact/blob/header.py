@@ -83,6 +83,7 @@ class IdentityHeader(Strict):
     probe: Text
     expected_questions: list[str]
     transforms: Text
+    parent: Text
 
 
 class Header(Strict):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -107,6 +107,40 @@ class Encoder:
         if not isinstance(prompt, Tensor) and prompt and isinstance(prompt[0], Mapping):
             return self.require_text("messages").turns(boundary, prompt)  # type: ignore[arg-type]
         return self._checked_ids(prompt, "prompt")
+
+    def appended(self, layout: Layout, boundary: Boundary, more: Document) -> tuple[list[int], Boundary]:
+        """The token ids that `more` appends to a cache that ends at `boundary`, and where it ends with them.
+
+        A text goes on where the document ends, just as it is; messages are whole turns behind it. Raises
+        `InvalidRequest`.
+        """
+        if isinstance(more, str):
+            if boundary not in ("text", "document"):
+                raise InvalidRequest(
+                    "this cache ends with a whole turn, to which no text can be appended; append messages",
+                    param="document",
+                )
+            ids = self.require_text("document").encode(more)
+        elif not isinstance(more, Tensor) and more and isinstance(more[0], Mapping):
+            if layout == "plain":
+                raise InvalidRequest(
+                    "this cache has the layout 'plain' and no turns; append a text to it", param="messages"
+                )
+            turns = check_messages(more, "messages")  # type: ignore[arg-type]
+            ids = self.require_text("messages").turns(boundary, more, opening=False)  # type: ignore[arg-type]
+            boundary = cast(Boundary, f"after_{turns[-1][0]}")
+        else:
+            ids = self._checked_ids(more, "token_ids")
+        if not ids:
+            raise DocumentTooShort("what is to be appended is empty; send at least one token", param="document")
+        return ids, boundary
+
+    def appended_view(
+        self, token_ids: Sequence[int], first_position: int, boundary: Boundary, expected_questions: Sequence[str]
+    ) -> DocumentView:
+        """Appended tokens as policies see them. Raises as `view`."""
+        view = self.view(EncodedDocument(list(token_ids), 0, "plain", boundary), expected_questions)
+        return replace(view, first_position=first_position)
 
     def search(self, query: str) -> list[int]:
         """The token ids of a question that a search reads behind the coder's reference tokens.

@@ -8,17 +8,35 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.artifact.coder import Coder
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.artifact.transforms import Transforms
+from kvshelf.workers.engine.attention.attachment import Attachment
 from kvshelf.workers.policies import Policy
 from kvshelf.workers.policies.base import Absorber
 from kvshelf.workers.policies.budgets import Budget
 from kvshelf.workers.policies.view import DocumentView, ProbePass
 
 
+@dataclass(frozen=True, eq=False)
+class Parent:
+    """A stored cache that tokens are appended to. plain: the same with rows that attention can read, which differs under
+    codec klt alone. document: that, attached. coder: of codec klt, with the transforms of the cache; None under any
+    other codec."""
+
+    cache: CompressedCache
+    plain: CompressedCache
+    document: Attachment
+    coder: Coder | None
+
+
 @dataclass(frozen=True)
 class Job:
-    """A checked and tokenized document, ready to be compressed. Its identity is known before any work is done."""
+    """A checked and tokenized document, ready to be compressed. Its identity is known before any work is done.
+
+    parent: what the document is appended to; None: it is compressed as one.
+    """
 
     document: DocumentView
     policy: Policy
@@ -26,9 +44,11 @@ class Job:
     passes: tuple[ProbePass, ...]
     absorber: Absorber | None
     identity: Identity
+    parent: Parent | None = None
 
     @property
     def num_tokens(self) -> int:
+        """Of the document, without those that it is appended to."""
         return self.document.num_tokens
 
     def inputs(self, device: torch.device, measured: Sequence[ProbePass] = ()) -> dict[str, Tensor]:

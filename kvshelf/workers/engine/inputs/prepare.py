@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import Identity, ModelIdentity, digest
-from kvshelf.workers.engine.inputs.job import Job
+from kvshelf.workers.engine.inputs.job import Job, Parent
 from kvshelf.workers.engine.inputs.requirements import (
+    require_appending,
     require_compressible,
     require_observable,
     require_one_pass,
@@ -53,11 +55,12 @@ class Preparer:
         encoded: EncodedDocument,
         given: frozenset[str],
         questions: Sequence[str],
+        parent: Parent | None = None,
     ) -> Job:
         """The job that compresses `document` by `policy`. With a budget for the whole document the policy has no work.
 
         encoded: the same document, with its layout. given: the parameters that the caller chose, which are not
-        fitted. questions: the expected ones, as texts. Raises `PolicyUnsupported`, `InvalidRequest` or
+        fitted. questions: the expected ones, as texts. parent: what `document` is appended to. Raises `PolicyUnsupported`, `InvalidRequest` or
         `DocumentTooLong`.
         """
         passes: tuple[ProbePass, ...] = ()
@@ -72,8 +75,10 @@ class Preparer:
             passes = tuple(policy.probe_passes(document))
             require_room(passes, self.max_tokens, self.name)
             absorber = policy.absorber(document, budget)
-            require_one_pass(policy, self.kinds, self.name, document.num_tokens, passes, absorber)
-            require_one_rotation(document.num_tokens, passes, absorber, self.model.config, self.name)
+            require_one_pass(policy, self.kinds, self.name, document.end, passes, absorber)
+            require_one_rotation(document.end, passes, absorber, self.model.config, self.name)
+            if parent is not None:
+                require_appending(policy, absorber, moves=moves)
         token_ids = torch.tensor(document.token_ids, dtype=torch.int64).numpy().tobytes()
         identity = Identity(
             model=self.identity,
@@ -90,7 +95,9 @@ class Preparer:
             probe=policy.probe_text(document) if passes else "",
             expected_questions=tuple(questions),
         )
-        return Job(document, policy, budget, passes, absorber, identity)
+        if parent is not None:
+            identity = _appended(parent.cache, identity, token_ids)
+        return Job(document, policy, budget, passes, absorber, identity, parent)
 
     def calibrated(self, document: DocumentView, policy: Policy) -> DocumentView:
         """The document with the model's calibration, for a policy that needs one. It is read anew each time, so that a
@@ -99,3 +106,15 @@ class Preparer:
             return document
         found = calibration.find(self.identity, self.model.config.name_or_path)
         return replace(document, calibration=found)
+
+
+def _appended(parent: CompressedCache, own: Identity, token_ids: bytes) -> Identity:
+    """The identity of a cache and tokens appended to it. own: as if these were a document."""
+    return replace(
+        own,
+        document=parent.identity.appended_document(token_ids),
+        num_tokens=parent.num_tokens + own.num_tokens,
+        prefill="appended",
+        budget_tokens=parent.kept_tokens + own.budget_tokens,
+        parent=parent.identity.as_parent(parent.codec),
+    )

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvshelf.errors import DocumentTooLong, InvalidRequest, PolicyUnsupported
+from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.artifact.records import Indexed, parts_of
 from kvshelf.store.artifact.shape import LayerShape
 from kvshelf.workers.model.layers import LayerKind, reducible
 from kvshelf.workers.model.rope import Rope, reach
@@ -132,6 +134,37 @@ def _stored_whole(kinds: Sequence[LayerKind]) -> str:
     if any(kind.states for kind in kinds):
         return "recurrent states"
     return "a sliding window" if all(kind.chunk is None for kind in kinds) else "chunked attention"
+
+
+def require_growing(cache: CompressedCache, name: str, *, ranks: bool) -> None:
+    """Refuse to append to a cache whose positions, or whose index, do not go on. ranks: whether processes share the
+    model."""
+    policy = cache.identity.policy
+    if ranks:
+        why = f"{name!r} runs in several processes, which append to no cache"
+    elif cache.repositioned:
+        why = f"policy {policy!r} counted its positions within the cache, and no document goes on from there"
+    elif any(isinstance(part, Indexed) for entries in cache.reduced for part in parts_of(entries)):
+        why = f"policy {policy!r} made an index of the whole document, which appended tokens would not be in"
+    else:
+        return
+    raise PolicyUnsupported(f"{why}; compress the whole document anew", param="cache_id")
+
+
+def require_appending(policy: Policy, absorber: Absorber | None, *, moves: bool) -> None:
+    """Refuse a policy that cannot reduce tokens behind a stored cache. moves: as of `require_compressible`."""
+    if moves:
+        why = "counts positions within the cache"
+    elif absorber is not None:
+        why = "reads a document chunk by chunk from its beginning"
+    elif policy.indexes:
+        why = "makes an index of a whole document"
+    else:
+        return
+    raise PolicyUnsupported(
+        f"policy {policy.name!r} {why}, so it cannot reduce what is appended to a cache; choose another, or full",
+        param="policy",
+    )
 
 
 def require_joinable(kinds: Sequence[LayerKind], name: str, *, moves: bool, ranks: bool) -> None:

@@ -19,6 +19,7 @@ from kvshelf.workers.engine.forward.passes import Passes
 from kvshelf.workers.engine.inputs.job import Job, Level
 from kvshelf.workers.engine.inputs.requirements import require_every_layer
 from kvshelf.workers.engine.prefill import stateful
+from kvshelf.workers.engine.prefill.appending import continued
 from kvshelf.workers.engine.prefill.chunked import ChunkedPrefill
 from kvshelf.workers.engine.prefill.reducing import LayerReducer, Scorer, SharedReducer
 from kvshelf.workers.engine.quality import Probe, Reference, ask_without
@@ -89,14 +90,15 @@ def run_prefill(
     rounds = 1 if absorber is None else len(absorber.chunks)
     checkpoint = _counted(checkpoint, progress, len(attending(kinds)) * rounds)
     reduced: Sequence[LayerReducer | ChunkedPrefill]
-    summary = SummaryMaker(coder, jobs[0].num_tokens)
+    summary = SummaryMaker(coder, jobs[0].num_tokens, jobs[0].document.first_position)
     started = time.perf_counter()
     with torch.no_grad(), kvshelf_attention(passes.model):
         if absorber is not None:
             chunked = _in_chunks(passes.model, jobs[0], checkpoint)
             reduced, paused_s, reference = [chunked], chunked.paused_s, None
         else:
-            way = _with_states if any(kind.states for kind in kinds) else _whole
+            apart = jobs[0].parent is not None or any(kind.states for kind in kinds)
+            way = _apart if apart else _whole
             whole, reference = way(passes, rope, kinds, jobs, probe, checkpoint, summary)
             reduced, paused_s = whole.reducers, whole.paused_s
         joined = tuple if passes.ranks is None else passes.ranks.joined
@@ -110,7 +112,17 @@ def run_prefill(
         made_of = (job.num_tokens, next_position, job.identity)
         cache = CompressedCache(layers, *made_of, sentence_ends=ends, summary=summary.summary)
         made[id(job)] = Compression(cache, prefill_s, reducer.compress_s)
-    return Prefill([made[id(level.job)].encoded(level.codec, encode) for level in group], reference)
+    return Prefill([_finished(level, made[id(level.job)], encode) for level in group], reference)
+
+
+def _finished(level: Level, compression: Compression, encode: Encode) -> Compression:
+    """A compression under the codec of its level, with its parent if it has one."""
+    parent, budget = level.job.parent, level.job.budget
+    if parent is None:
+        return compression.encoded(level.codec, encode)
+    started = time.perf_counter()
+    cache = continued(parent, compression.cache, level.identity, budget.tokens)
+    return replace(compression, cache=cache, compress_s=compression.compress_s + time.perf_counter() - started)
 
 
 def _counted(checkpoint: Checkpoint, progress: Progress, total: int) -> Checkpoint:
@@ -168,7 +180,7 @@ def _whole(
     return reducer, _answered(model, first, probe, logits[0])
 
 
-def _with_states(
+def _apart(
     passes: Passes,
     rope: Rope | None,
     kinds: tuple[LayerKind, ...],
@@ -177,7 +189,7 @@ def _with_states(
     checkpoint: Checkpoint,
     summary: SummaryMaker,
 ) -> tuple[SharedReducer, Reference | None]:
-    """As `_whole`, for a model with recurrent states."""
+    """As `_whole`, for a model with recurrent states and for appended tokens: see `prefill.stateful`."""
     first, model = jobs[0], passes.model
     reducer = SharedReducer([_reducer(passes, rope, kinds, job) for job in jobs], (), checkpoint, summary)
     if probe is None and not first.passes:
@@ -215,6 +227,7 @@ def _reducer(passes: Passes, rope: Rope | None, kinds: tuple[LayerKind, ...], jo
         tuple(len(found.token_ids) for found in job.passes),
         rope,
         passes.ranks,
+        () if job.parent is None else job.parent.plain.layers,
     )
 
 

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import select
+from kvshelf.store.artifact.growth import placed
 from kvshelf.store.artifact.packed import Packed
-from kvshelf.store.artifact.records import Entries, Kept, Latents, LayerRecord, Recent, States
+from kvshelf.store.artifact.records import Entries, Kept, Latents, LayerRecord, Recent, States, entries_of
 from kvshelf.workers.engine.attention.function import Attended
 from kvshelf.workers.engine.inputs.requirements import require_every_layer
 from kvshelf.workers.engine.summary import SummaryMaker
@@ -32,8 +33,9 @@ _SLACK = 1.125
 
 @dataclass(eq=False)
 class LayerReducer:
-    """Reduces the layers of one document by one policy. kinds: of all layers. ranks: see `LayerView`. states: of each
-    layer behind the document, set after the pass; empty for a model without states."""
+    """Reduces the layers of one document by one policy. kinds: of all layers. ranks: see `LayerView`. behind: the
+    layers of the cache that the document is appended to, if it is. states: of each layer behind the document, set after
+    the pass; empty for a model without states."""
 
     policy: Policy
     document: DocumentView
@@ -42,6 +44,7 @@ class LayerReducer:
     probe_lengths: tuple[int, ...]
     rope: Rope | None
     ranks: Ranks | None = None
+    behind: Sequence[LayerRecord] = ()
 
     def __post_init__(self) -> None:
         self._places = {layer: place for place, layer in enumerate(reducible(self.kinds))}
@@ -57,12 +60,18 @@ class LayerReducer:
         started = time.perf_counter()
         index = attended.layer_idx
         kind = self.kinds[index]
+        if not kind.attends:
+            return  # by the keys and values of a layer before
         if kind.sees_all:
             self.reduce(self._view(attended), self._stored(attended))
         else:
             num_tokens = self.document.num_tokens
             keys, values = (of[0, :, :num_tokens] for of in (attended.keys, attended.values))
-            self._records[index] = Recent.of(keys, values, kind.window, kind.chunk)
+            before = entries_of(self.behind[index]) if self.behind else None
+            if isinstance(before, Recent):
+                self._records[index] = before.followed_by(keys, values, self.document.end)
+            else:
+                self._records[index] = Recent.of(keys, values, kind.window, kind.chunk)
         self.compress_s += time.perf_counter() - started
 
     def reduce(self, layer: LayerView, latents: LayerView | None = None) -> None:
@@ -103,7 +112,11 @@ class LayerReducer:
         return tuple(_beside(of_layer, reduced.get(layer)) for layer, of_layer in enumerate(states))
 
     def _shared(self, layer: int, entries: Entries) -> Entries:
-        """Of a layer with latents, which were reduced as keys and values of one head, the record of latents."""
+        """The entries at their positions. Of a layer with latents, which were reduced as keys and values of one head,
+        the record of latents."""
+        if isinstance(entries, Recent):
+            return entries
+        entries = placed(entries, self.document.first_position)
         return Latents.of(entries) if self.kinds[layer].latents and isinstance(entries, Kept) else entries
 
     def _view(self, attended: Attended) -> LayerView:

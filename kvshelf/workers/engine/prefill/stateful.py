@@ -1,9 +1,10 @@
-"""The prefill of a model with recurrent states.
+"""The prefill of a model with recurrent states, and that of tokens appended to a stored cache.
 
 Elsewhere, probe passes stand behind the document in one sequence, and attention keeps them apart. A recurrent layer
-would run through all of them as through one text. So here the document has a pass of its own, and each probe pass
-begins with a copy of the states behind it, over the full cache. It is held until the probes are done: of all layers
-that attend, which in such models are few.
+would run through all of them as through one text, and behind a stored cache attention reads that cache in place. So
+here the document has a pass of its own, and each probe pass begins behind it, over the full cache, with a copy of the
+states. It is held until the probes are done: of all layers that attend, which in models with states are few, or of the
+appended tokens alone.
 """
 
 from __future__ import annotations
@@ -17,21 +18,22 @@ import torch
 from torch import Tensor
 
 from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.artifact.growth import followed
 from kvshelf.store.artifact.records import States
-from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, HandedOn, PassingLayer, in_line
+from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, AttachedCache, HandedOn, PassingLayer, in_line
 from kvshelf.workers.engine.attention.attachment import Attachment
 from kvshelf.workers.engine.attention.function import CONTEXT, Attended, ForwardContext
 from kvshelf.workers.engine.attention.latents import Handover
 from kvshelf.workers.engine.attention.states import StatefulCache, StateLayer, alone
 from kvshelf.workers.engine.forward.passes import Passes
-from kvshelf.workers.engine.inputs.job import Job
+from kvshelf.workers.engine.inputs.job import Job, Parent
 from kvshelf.workers.engine.prefill.reducing import LayerReducer
 from kvshelf.workers.engine.quality import Probe, ask
 from kvshelf.workers.model.caches import cache_class
 from kvshelf.workers.model.layers import LayerKind
 from kvshelf.workers.policies.budgets import Budget
 from kvshelf.workers.policies.full import Full
-from kvshelf.workers.policies.view import ProbePass
+from kvshelf.workers.policies.view import DocumentView, ProbePass
 
 
 class _PassStateLayer(StateLayer, PassingLayer):
@@ -44,6 +46,8 @@ class _PassStateLayer(StateLayer, PassingLayer):
 
 def read(passes: Passes, kinds: Sequence[LayerKind], job: Job, context: ForwardContext) -> tuple[States, ...]:
     """One pass over the document alone, under the eyes of `context`. Returns the states of each layer behind it."""
+    if job.parent is not None:
+        return _appended(passes, job.parent, job.document, context)
     layers: list[StateLayer | PassingLayer] = []
 
     def made(handover: Handover) -> StatefulCache:
@@ -61,6 +65,15 @@ def _empty(index: int, kind: LayerKind, handover: Handover) -> StateLayer | Pass
     if kind.latents:
         return HandedOn(index, handover)
     return _PassStateLayer(kind.states) if kind.states else PassingLayer()
+
+
+def _appended(passes: Passes, parent: Parent, document: DocumentView, context: ForwardContext) -> tuple[States, ...]:
+    """As `read`, over tokens that continue a stored cache."""
+    past = passes.attached(parent.document)
+    ids = torch.tensor([list(document.token_ids)], device=passes.devices.inputs)
+    with torch.no_grad(), past.begun_by(passes.model.base_model):
+        _run(passes, past, ids, torch.tensor([[document.first_position]], device=ids.device), context)
+    return tuple(States(alone(layer.held(), 0) if isinstance(layer, StateLayer) else ()) for layer in past.layers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,11 +100,15 @@ class Read:
         """queries: whether the queries of the document's tokens are held, too. paused_s: what `checkpoint` took."""
         held = _Held(checkpoint, queries)
         states = read(passes, kinds, job, held)
-        whole = LayerReducer(Full(), job.document, Budget.full(job.num_tokens), kinds, (), None)
+        before = () if job.parent is None else job.parent.plain.to(passes.devices.layers).layers
+        whole = LayerReducer(Full(), job.document, Budget.full(job.num_tokens), kinds, (), None, behind=before)
         for attended in held.attended.values():
             whole.after_attention(attended)
         whole.states = states
-        full = CompressedCache(whole.records(), job.num_tokens, job.num_tokens, job.identity)
+        layers = whole.records()
+        if before:
+            layers = tuple(followed(before, layers))
+        full = CompressedCache(layers, job.document.end, job.document.end, job.identity)
         return cls(passes, states, held.attended, full, held.paused_s)
 
     def answered(self, probe: Probe) -> Tensor:
@@ -144,18 +161,28 @@ class _Held:
 
 def _behind(passes: Passes, document: Attachment, probes: Sequence[ProbePass]) -> dict[int, Attended]:
     """What each layer saw of some passes of one length, a row each."""
-    model, device, past = passes.model, passes.devices.inputs, passes.attached(document)
+    device, past = passes.devices.inputs, passes.attached(document)
     ids = torch.tensor([probe.token_ids for probe in probes], device=device)
     first = torch.tensor([[probe.first_position] for probe in probes], device=device)
-    seen: list[dict[int, Attended]] = []
-    with past.begun_by(model.base_model):
-        for piece in past.pieces(ids):
-            held, positions = _Held(_nothing, queries=True), first + torch.arange(piece.shape[1], device=device)
-            given = {CACHE_ARGUMENT: past, CONTEXT: held}
-            model.base_model(input_ids=piece, position_ids=positions, use_cache=True, **given)
-            seen.append(held.attended)
-            first = first + piece.shape[1]
-    return {layer: _joined([each[layer] for each in seen]) for layer in seen[0]}
+    held = _Held(_nothing, queries=True)
+    with past.begun_by(passes.model.base_model):
+        _run(passes, past, ids, first, held)
+    return held.attended
+
+
+def _run(passes: Passes, past: AttachedCache, ids: Tensor, first: Tensor, context: ForwardContext) -> None:
+    """A pass over tokens `[rows, T]` from positions `first` `[rows, 1]` on, behind an attached cache, under the eyes of
+    `context`: also where the model takes them in several pieces."""
+    pieces = past.pieces(ids)
+    held = [context] if len(pieces) == 1 else [_Held(_nothing, queries=True) for _ in pieces]
+    for piece, seen in zip(pieces, held, strict=True):
+        positions = first + torch.arange(piece.shape[1], device=ids.device)
+        given = {CACHE_ARGUMENT: past, CONTEXT: seen}
+        passes.model.base_model(input_ids=piece, position_ids=positions, use_cache=True, **given)
+        first = first + piece.shape[1]
+    if len(pieces) > 1:
+        for layer in held[0].attended:
+            context.after_attention(_joined([each.attended[layer] for each in held]))
 
 
 def _joined(pieces: Sequence[Attended]) -> Attended:
