@@ -35,8 +35,8 @@ def encode(
 
     Each part of `Parts` is encoded separately, with its own residual and share. `where` names the record in errors.
     classes: those of `classes_of`, under klt with classes. whole_groups: let the residual grow until the entries before
-    it fill their groups, so that others can be appended to these without coding them again. Raises `InvalidRequest` for a record that is quantized
-    already, holds NaN or infinity, or lacks the importance that mixed chooses by.
+    it fill their groups, so that others can be appended to these without coding them again. Raises `InvalidRequest` for
+    a record that is quantized already, holds NaN or infinity, or lacks the importance that mixed chooses by.
     """
     if codec.name == "none":
         return record
@@ -139,7 +139,7 @@ def _quantized(codec: Codec, record: PackedRecord, precision: Precision, where: 
 
 
 def _last(record: Packed, count: int, group: int) -> Tensor:
-    """`[entries]` bool: the last `count` entries of each head, or a few more, so that whole groups stand before them."""
+    """`[entries]` bool: the last `count` entries of each head, or a few more: whole groups stand before them."""
     last = torch.zeros(record.entries, dtype=torch.bool, device=record.entry_positions.device)
     for start, stop in zip(record.offsets, record.offsets[1:], strict=False):
         before = max(0, stop - start - count) // group * group

@@ -54,7 +54,7 @@ def placed(entries: Entries, first: int) -> Entries:
 
 def _placed(record: PackedRecord, first: int) -> PackedRecord:
     moved = replace(record, entries_at=record.entry_positions + first)
-    return replace(moved, slot_positions=record.slot_positions + first) if isinstance(moved, Merged) else moved
+    return replace(moved, slot_positions=moved.slot_positions + first) if isinstance(moved, Merged) else moved
 
 
 def followed(parent: Sequence[LayerRecord], appended: Sequence[LayerRecord]) -> list[LayerRecord]:

@@ -111,9 +111,10 @@ class Recent(Kept):
     def followed_by(self, keys: Tensor, values: Tensor, end: int) -> Recent:
         """The last tokens of the document once tokens with these keys `[kv_heads, T, D]` and values have been appended
         to it, so that it has `end` tokens."""
-        own = (rows.view(self.kv_heads, -1, rows.shape[1]).to(keys.device) for rows in self.rows)
-        both = (torch.cat(pair, dim=1) for pair in zip(own, (keys, values), strict=True))
-        return Recent._ending_at(end, *both, getattr(self, "window", None), getattr(self, "chunk", None))
+        own_keys, own_values = (torch.stack(heads) for heads in self.plain_heads())  # [kv_heads, kept, D]
+        keys = torch.cat([own_keys.to(keys.device), keys], dim=1)
+        values = torch.cat([own_values.to(values.device), values], dim=1)
+        return Recent._ending_at(end, keys, values, getattr(self, "window", None), getattr(self, "chunk", None))
 
     @staticmethod
     def _ending_at(end: int, keys: Tensor, values: Tensor, window: int | None, chunk: int | None) -> Recent:

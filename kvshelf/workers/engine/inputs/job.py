@@ -21,9 +21,9 @@ from kvshelf.workers.policies.view import DocumentView, ProbePass
 
 @dataclass(frozen=True, eq=False)
 class Parent:
-    """A stored cache that tokens are appended to. plain: the same with rows that attention can read, which differs under
-    codec klt alone. document: that, attached. coder: of codec klt, with the transforms of the cache; None under any
-    other codec."""
+    """A stored cache that tokens are appended to. plain: the same with rows that attention can read, which differs
+    under codec klt alone. document: that, attached. coder: of codec klt, with the transforms of the cache; None under
+    any other codec."""
 
     cache: CompressedCache
     plain: CompressedCache

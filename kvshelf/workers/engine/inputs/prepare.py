@@ -60,8 +60,8 @@ class Preparer:
         """The job that compresses `document` by `policy`. With a budget for the whole document the policy has no work.
 
         encoded: the same document, with its layout. given: the parameters that the caller chose, which are not
-        fitted. questions: the expected ones, as texts. parent: what `document` is appended to. Raises `PolicyUnsupported`, `InvalidRequest` or
-        `DocumentTooLong`.
+        fitted. questions: the expected ones, as texts. parent: what `document` is appended to. Raises
+        `PolicyUnsupported`, `InvalidRequest` or `DocumentTooLong`.
         """
         passes: tuple[ProbePass, ...] = ()
         absorber: Absorber | None = None

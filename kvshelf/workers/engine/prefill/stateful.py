@@ -174,15 +174,14 @@ def _run(passes: Passes, past: AttachedCache, ids: Tensor, first: Tensor, contex
     """A pass over tokens `[rows, T]` from positions `first` `[rows, 1]` on, behind an attached cache, under the eyes of
     `context`: also where the model takes them in several pieces."""
     pieces = past.pieces(ids)
-    held = [context] if len(pieces) == 1 else [_Held(_nothing, queries=True) for _ in pieces]
+    held = [_Held(_nothing, queries=True) for _ in pieces]
     for piece, seen in zip(pieces, held, strict=True):
         positions = first + torch.arange(piece.shape[1], device=ids.device)
-        given = {CACHE_ARGUMENT: past, CONTEXT: seen}
+        given = {CACHE_ARGUMENT: past, CONTEXT: context if len(pieces) == 1 else seen}
         passes.model.base_model(input_ids=piece, position_ids=positions, use_cache=True, **given)
         first = first + piece.shape[1]
-    if len(pieces) > 1:
-        for layer in held[0].attended:
-            context.after_attention(_joined([each.attended[layer] for each in held]))
+    for layer in held[0].attended:  # none of a pass in one piece, which `context` has seen
+        context.after_attention(_joined([each.attended[layer] for each in held]))
 
 
 def _joined(pieces: Sequence[Attended]) -> Attended:
