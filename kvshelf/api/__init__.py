@@ -27,6 +27,7 @@ from kvshelf.api.caches import Tried as Tried
 from kvshelf.api.caches import UpdateCache as UpdateCache
 from kvshelf.api.caches import Verification as Verification
 from kvshelf.api.caches import WorstPart as WorstPart
+from kvshelf.api.creation import AppendCache as AppendCache
 from kvshelf.api.creation import CacheOptions as CacheOptions
 from kvshelf.api.creation import CreateCache as CreateCache
 from kvshelf.api.creation import CreationProgress as CreationProgress

@@ -135,6 +135,7 @@ class CacheObject(ResponseBody):
     has_source: bool = False
     timings: Timings = Timings()
     uses: int = Field(0, description="questions asked so far")
+    parent_id: str | None = Field(None, description="the cache that this one was appended to")
     existing: bool = False
 
 

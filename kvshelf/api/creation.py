@@ -204,6 +204,48 @@ class CreateCache(CacheOptions):
         return SplitOptions() if self.split else None
 
 
+class AppendCache(RequestBody):
+    """POST /v1/caches/{id}/append: more of a document, read behind its cache. Exactly one of `document` (a text, which
+    goes on where the document ends), `messages` (whole turns) and `token_ids` is required.
+
+    A new cache is stored; the one that it was appended to stays as it is. Policy, ratio and budget are of what is
+    appended alone: by default the policy and the ratio of the cache, under whose codec all of it is stored. Without
+    `ttl_s` and `expires_at` the new cache expires with the cache that it was appended to.
+    """
+
+    model_config = ConfigDict(json_schema_extra=one_of(document="string", messages="array", token_ids="array"))
+
+    document: str | None = Field(None, description="text; special tokens in it are plain text")
+    messages: MessageList | None = Field(None, description="turns behind a document or a conversation")
+    token_ids: TokenIds | None = Field(None, description="token ids of the model")
+    tokenizer: Annotated[str, Field(max_length=128)] | None = Field(
+        None, description="with token_ids: digest of their tokenizer, from /v1/models; a different one is refused"
+    )
+    policy: Annotated[str, Field(min_length=1, max_length=64)] | None = Field(
+        None, description="one of /v1/policies; default: that of the cache"
+    )
+    policy_params: dict[str, Any] = Field(default_factory=dict, max_length=64)
+    compression_ratio: Ratio | None = None
+    budget_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    expected_questions: Annotated[list[Text], Field(fail_fast=True)] = Field(default_factory=list, max_length=256)
+    ttl_s: Ttl | None = Field(None, description="seconds until the new cache expires")
+    expires_at: ExpiresAt | None = Field(None, description="Unix seconds, instead of ttl_s")
+    labels: Labels = Field(default_factory=dict)
+    name: CacheName = ""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        require_one_document(self)
+        if self.policy == "auto":
+            raise misuse("policy", 'the policy "auto" chooses for a whole document; name a policy')
+        if self.compression_ratio is not None and self.budget_tokens is not None:
+            raise misuse("budget_tokens", "give compression_ratio or budget_tokens, not both")
+        if self.tokenizer is not None and self.token_ids is None:
+            raise misuse("tokenizer", "tokenizer belongs to token_ids; leave it out")
+        require_one_expiry(self.ttl_s, self.expires_at)
+        return self
+
+
 class Estimate(CreateCache):
     """POST /v1/estimate: the cost of a creation with these fields. Nothing is compressed or stored.
 

@@ -9,7 +9,21 @@ import typer
 
 import kvshelf
 from kvshelf.bench.cli import app as bench
-from kvshelf.cli import _common, batch, caches, calibrate, demo, doctor, estimate, keys, plan, policies, serve, transfer
+from kvshelf.cli import (
+    _common,
+    append,
+    batch,
+    caches,
+    calibrate,
+    demo,
+    doctor,
+    estimate,
+    keys,
+    plan,
+    policies,
+    serve,
+    transfer,
+)
 from kvshelf.errors import KvshelfError
 
 app = typer.Typer(
@@ -34,6 +48,7 @@ for command in (
     demo.sample,
     serve.serve,
     caches.put,
+    append.append,
     caches.search,
     caches.ask,
     caches.ls,

@@ -111,13 +111,14 @@ def _put_one(client: Client, file: Path, fields: Mapping[str, Any], as_json: boo
             _common.print_object(cache)
         else:
             print(cache.id, flush=True)
-            _common.notes.print(f"{_named(file)}{_part(cache)}: {_summary(cache)}", style="dim", soft_wrap=True)
+            _common.notes.print(f"{_named(file)}{_part(cache)}: {summary(cache)}", style="dim", soft_wrap=True)
     if fields["split"] and not as_json:
         label = shlex.quote(f"document={caches[0].labels['document']}")
         _common.notes.print(f'ask all parts: kvshelf ask --label {label} "QUESTION"', style="dim", soft_wrap=True)
 
 
-def _summary(cache: CacheObject) -> str:
+def summary(cache: CacheObject) -> str:
+    """What was put on the shelf, in one line."""
     done = "already on the shelf" if cache.existing else _seconds(cache)
     agreement = "" if cache.quality is None else f", agreement {cache.quality.told}"
     return (
@@ -477,6 +478,7 @@ def _details(cache: CacheObject) -> Table:
     rows = {
         "id": cache.id,
         "document": cache.document_id,
+        **({"appended to": cache.parent_id} if cache.parent_id else {}),
         "name": cache.name or "-",
         "model": f"{cache.model} ({cache.layout})",
         "policy": f"{cache.policy}{f' ({used})' if used else ''}, {cache.compression_ratio:.0%} removed",

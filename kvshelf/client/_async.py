@@ -143,6 +143,7 @@ class AsyncCaches(_Group):
     """The shelf: `client.caches`."""
 
     create = _awaited(_calls.create_cache)
+    append = _awaited(_calls.append_cache)
     retrieve = _awaited(_calls.retrieve_cache)
     list = _listed(_calls.list_caches)
     update = _awaited(_calls.update_cache)

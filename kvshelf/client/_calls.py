@@ -88,6 +88,28 @@ class WatchFields(LevelFields, total=False):
     split: Split
 
 
+class AppendFields(TypedDict, total=False):
+    """What is appended to a cache, and how it is reduced; None means absent.
+
+    Exactly one of `document`, `messages`, `token_ids` and `file` (the path of text, PDF or HTML) is needed.
+    """
+
+    document: str | None
+    messages: Messages | None
+    token_ids: Sequence[int] | None
+    tokenizer: str | None
+    file: str | os.PathLike[str] | None
+    policy: str | None
+    policy_params: Mapping[str, Any] | None
+    compression_ratio: float | None
+    budget_tokens: int | None
+    expected_questions: Sequence[str] | None
+    ttl_s: float | None
+    expires_at: float | None
+    labels: Mapping[str, str] | None
+    name: str | None
+
+
 class UpdateFields(TypedDict, total=False):
     """What `caches.update` changes; absent fields stay. With None as `ttl_s` or `expires_at` a cache never expires."""
 
@@ -230,6 +252,24 @@ def creation(fields: WatchFields) -> Call[api.CacheObject | list[api.CacheObject
 def watched_creation(fields: WatchFields) -> Call[Any]:
     """The creation as a stream of events."""
     return replace(creation(fields), headers={"accept": "text/event-stream"})
+
+
+def append_cache(id: str, **fields: Unpack[AppendFields]) -> Call[api.CacheObject]:
+    """Read more of a document behind its cache, and store the cache of all as a new one; only what is new is prefilled.
+
+    One of `document` (a text, which goes on where the document ends), `messages` (whole turns), `token_ids` and `file`
+    (a path), and as keywords `policy`, `policy_params`, `compression_ratio` or `budget_tokens`, which are of what is
+    appended alone, `ttl_s` or `expires_at`, `name` and `labels`. By default policy, ratio and expiry are those of the
+    cache `id`.
+
+    Raises `CacheNotFound`, `CacheExpired`, `ModelMismatch`, `DocumentTooLong`, `PolicyUnsupported`, ...
+    """
+    given: dict[str, Any] = {**fields}
+    if (path := given.pop("file", None)) is None:
+        body = {"json": checked(api.AppendCache, given)}
+    else:
+        body = _upload(Path(str(path)), given, api.AppendCache)
+    return Call("POST", _cache_path(id) + "/append", parse_as(api.CacheObject), body=body)
 
 
 def retrieve_cache(id: str) -> Call[api.CacheObject]:
@@ -474,12 +514,12 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is no JSON type")
 
 
-def _upload(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _upload(path: Path, fields: Mapping[str, Any], model: type[RequestBody] = api.CreateCache) -> dict[str, Any]:
     """A multipart body: the file unchanged, text fields as text, all others as JSON."""
     data = _read(path)
     _require_no_document(fields)
     # The bytes stand in for the document, so that the other fields are checked by the same rules.
-    given = checked(api.CreateCache, {**fields, "document": "file"})
+    given = checked(model, {**fields, "document": "file"})
     form = {key: value if isinstance(value, str) else json.dumps(value) for key, value in given.items()}
     del form["document"]
     return {"files": {"file": (path.name, data, MEDIA_TYPES.get(path.suffix.lower(), "text/plain"))}, "data": form}

@@ -144,6 +144,7 @@ class Caches(_Group):
     """The shelf: `client.caches`."""
 
     create = _sent(_calls.create_cache)
+    append = _sent(_calls.append_cache)
     retrieve = _sent(_calls.retrieve_cache)
     list = _listed(_calls.list_caches)
     update = _sent(_calls.update_cache)

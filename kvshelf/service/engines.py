@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from opentelemetry.trace import Span, Status, StatusCode, Tracer
 
-from kvshelf.api import Asking, CreateCache, CreationProgress, Estimate, EstimateObject, SearchCaches
+from kvshelf.api import AppendCache, Asking, CreateCache, CreationProgress, Estimate, EstimateObject, SearchCaches
 from kvshelf.errors import RequestTimeout
 from kvshelf.service.fair_queue import FairQueue
 from kvshelf.service.observe.logs import note
@@ -78,6 +78,16 @@ class EngineClient:
                 created: Created = await self.remote.call("create", spec, tenant=tenant, deadline_s=left_s, **recorded)
                 add_phases(self.tracer, span, began_ns, created.phases)
         self._created(created, spec.policy, tenant)
+        return created
+
+    async def append(self, cache_id: str, spec: AppendCache, policy: str, *, tenant: str, deadline_s: float) -> Created:
+        """policy: that reduces what is appended, for the metrics."""
+        async with self._queues["creation"].turn(tenant, deadline_s) as left_s:
+            with self.metrics.creating(self.model, policy), self._observed("append") as span:
+                began_ns = time.time_ns()
+                created: Created = await self.remote.call("append", cache_id, spec, tenant=tenant, deadline_s=left_s)
+                add_phases(self.tracer, span, began_ns, created.phases)
+        self._created(created, policy, tenant)
         return created
 
     def watch(

@@ -111,7 +111,7 @@ class Question:
         cache = self.caches[at]
         if self.asking.on_miss == "error" or cache.recomputed:
             raise miss
-        if cache.source is None:
+        if cache.source is None or cache.manifest.identity["parent"]:
             raise _lost(miss) from miss
         made = await self._create(_spec(cache.manifest, cache.source))
         if cache.manifest.pinned and not made.pinned:

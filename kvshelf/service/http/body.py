@@ -19,7 +19,7 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
-from kvshelf.api import CreateCache, QueryString
+from kvshelf.api import AppendCache, CreateCache, QueryString
 from kvshelf.api.strict import RequestT, parse_request, require_bounded
 from kvshelf.corpus.input.extract import Upload
 from kvshelf.errors import InvalidRequest
@@ -31,6 +31,7 @@ from kvshelf.service.state import Service
 from kvshelf.service.storage import space_for
 
 QueryT = TypeVar("QueryT", bound=QueryString)
+DocumentT = TypeVar("DocumentT", CreateCache, AppendCache)
 
 BLOB_TYPE = "application/octet-stream"
 
@@ -50,15 +51,16 @@ async def read_json(request: Request, model: type[RequestT], service: Service) -
     return await service.parser.parsed(model, body, request.state.caller.tenant)
 
 
-async def read_create(request: Request, service: Service, caller: Caller) -> CreateCache:
-    """The validated body of a creation: JSON, or a form with the document as `file` (text, PDF or HTML)."""
+async def read_document(request: Request, service: Service, caller: Caller, model: type[DocumentT]) -> DocumentT:
+    """The validated body of a request with a document: JSON, or a form with the document as `file` (text, PDF or
+    HTML)."""
     is_form = require_type(request, JSON_TYPE, _FORM) == _FORM
     body = await read_body(request, service.settings)
     if not is_form:
-        return await service.parser.parsed(CreateCache, body, caller.tenant)
-    values, file = await _form_values(request, body)
+        return await service.parser.parsed(model, body, caller.tenant)
+    values, file = await _form_values(request, body, model.model_json_schema())
     # Validate the other fields before extracting text from the file, which is expensive.
-    checked = parse_request(CreateCache, values | {"document": ""})
+    checked = parse_request(model, values | {"document": ""})
     kind = file.kind
     if kind == "text":
         text = _utf8(file.data, "file")
@@ -161,8 +163,9 @@ class _StrictParser(MultiPartParser):
             super().on_part_end()
 
 
-async def _form_values(request: Request, body: bytearray) -> tuple[dict[str, Any], Upload]:
-    """The fields of a creation from a form, and its `file`. Text fields are text, all others JSON."""
+async def _form_values(request: Request, body: bytearray, schema: Mapping[str, Any]) -> tuple[dict[str, Any], Upload]:
+    """The fields of a request from a form, and its `file`. Fields that are text in its schema are text, all others
+    JSON."""
 
     async def chunks() -> AsyncGenerator[bytes, None]:
         for start in range(0, len(body), _SLICE_BYTES):
@@ -182,7 +185,7 @@ async def _form_values(request: Request, body: bytearray) -> tuple[dict[str, Any
         if isinstance(value, UploadFile):
             file = await _upload(value)
         else:
-            values[name] = value if _is_text(CreateCache.model_json_schema(), name) else _json(value, name)
+            values[name] = value if _is_text(schema, name) else _json(value, name)
     if file is None:
         raise InvalidRequest("a form has the document as one file part named file; there is none", param="file")
     return values, file

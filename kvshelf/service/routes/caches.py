@@ -10,6 +10,7 @@ from fastapi import APIRouter, Header, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvshelf.api import (
+    AppendCache,
     CacheList,
     CacheObject,
     CreateCache,
@@ -23,7 +24,7 @@ from kvshelf.api import (
 from kvshelf.errors import InvalidRequest
 from kvshelf.service.access.keys import Reader, Writer
 from kvshelf.service.http import openapi
-from kvshelf.service.http.body import read_create, read_json, read_query
+from kvshelf.service.http.body import read_document, read_json, read_query
 from kvshelf.service.http.events import EVENT_STREAM, event_stream
 from kvshelf.service.http.waiting import off_loop, until_hangup
 from kvshelf.service.routes.requests import request_json
@@ -65,7 +66,7 @@ async def create(
     In a form, the part `file` holds the document; the other parts are the fields. Text is sent plain (`policy=full`),
     every other type as JSON (`compression_ratio=0.75`, `labels={"team": "law"}`, `levels=[0.5, 0.75]`).
     """
-    body = await read_create(request, service, caller)
+    body = await read_document(request, service, caller, CreateCache)
     engine = service.engine(body.model)
     require_tokenizer(service, engine.model, body)
     require_policy(body)
@@ -107,7 +108,28 @@ async def _events(
                 yield cache_object(event.manifest, existing=event.existing).model_dump(mode="json")
 
 
-def require_tokenizer(service: Service, model: str, body: CreateCache) -> None:
+@router.post(
+    "/{cache_id}/append",
+    status_code=201,
+    response_model=CacheObject,
+    openapi_extra=openapi.body_of(AppendCache, form=True),
+    dependencies=[TAKES_TOKENS],
+)
+async def append(cache_id: str, request: Request, service: InService, caller: Writer) -> Response:
+    """Read more of a document behind its cache, and store the cache of all as a new one. Only what is new goes through
+    the model, and only what is new takes space; the cache that it was appended to stays as it is."""
+    body = await read_document(request, service, caller, AppendCache)
+    manifest = await off_loop(service.store.stat, cache_id, tenant=caller.tenant)
+    engine = service.engine_for_all([manifest])
+    require_tokenizer(service, engine.model, body)
+    await off_loop(service.store.expiry, body.ttl_s, body.expires_at)
+    policy, deadline_s = body.policy or manifest.policy, service.settings.request_deadline_s
+    work = engine.append(cache_id, body, policy, tenant=caller.tenant, deadline_s=deadline_s)
+    created = await until_hangup(request, work)
+    return cache_response(created.manifest, existing=created.existing)
+
+
+def require_tokenizer(service: Service, model: str, body: CreateCache | AppendCache) -> None:
     """Raises `InvalidRequest` if token ids come from a tokenizer other than the model's: they would mean other text."""
     ours = service.identities[model].tokenizer
     if body.tokenizer not in (None, ours):

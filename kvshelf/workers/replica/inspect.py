@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from kvshelf.api.inspect import KeptLayer, KeptTokens
 from kvshelf.api.strict import MessageList, require_bounded
-from kvshelf.errors import InvalidRequest, StateConflict
+from kvshelf.errors import InvalidRequest, SourceNotKept, StateConflict
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.artifact.records import LayerRecord, Merged, Recent, entries_of, is_latent, parts_of, states_of
@@ -68,6 +68,12 @@ def kept_tokens(
     manifest = store.stat(cache_id, tenant=tenant)
     identity = Identity.from_dict(manifest.identity)
     engine.identity.require_match(identity.model)
+    if identity.parent:
+        raise SourceNotKept(
+            f"cache {cache_id} was made by appending to another, and no text of all of it is kept; ask for the tokens "
+            f"of the cache that it was appended to, {manifest.parent_id or 'which was stored elsewhere'}",
+            param="cache_id",
+        )
     if document is None:
         document = _kept_source(store, manifest, identity)
     source = _same_document(engine, store, manifest, identity, document)

@@ -14,10 +14,8 @@ from typing import Any
 
 from kvshelf.api.inspect import KeptTokens
 from kvshelf.errors import InternalError
-from kvshelf.store.artifact.arriving import ArrivingCache
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.base import Store
-from kvshelf.workers.engine.attention.attachment import Attachment
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.inputs.encode import Document
 from kvshelf.workers.engine.quality import CUES
@@ -26,6 +24,7 @@ from kvshelf.workers.replica.calls import Threads, called_as
 from kvshelf.workers.replica.create.creations import Creations
 from kvshelf.workers.replica.inspect import kept_tokens, require_source
 from kvshelf.workers.replica.questions import Questions
+from kvshelf.workers.replica.reading import attached
 from kvshelf.workers.replica.residents import ResidentLimits, Residents
 from kvshelf.workers.replica.scheduler import Scheduler
 from kvshelf.workers.replica.search import Searches
@@ -38,8 +37,8 @@ layers, so one layer has taken this long: it hangs, or it blocks the replica for
 class Replica:
     """See the module. `start` it on the event loop that will call it, `stop` it once.
 
-    create, watch, estimate, cues, max_document_tokens: see `Creations`. query, stream: see `Questions`. search: see
-    `Searches`. origin: the id under which the caller logs the request; log lines here carry it, too.
+    create, watch, append, estimate, cues, max_document_tokens: see `Creations`. query, stream: see `Questions`. search:
+    see `Searches`. origin: the id under which the caller logs the request; log lines here carry it, too.
     """
 
     def __init__(
@@ -61,9 +60,9 @@ class Replica:
         attempts = Attempts(store.requests, self.name, threads)
         self._creations = Creations(engine, store, scheduler, threads, attempts, cues, max_document_tokens)
         self.create, self.watch = self._creations.create, self._creations.watch
-        self.estimate = self._creations.estimate
+        self.estimate, self.append = self._creations.estimate, self._creations.append
         limits = residents or ResidentLimits()
-        held = Residents(store, partial(_attached, engine, store), engine.attach_part, limits, threads)
+        held = Residents(store, partial(attached, engine, store), engine.attach_part, limits, threads)
         self._questions = Questions(engine, store, scheduler, threads, held)
         self.query, self.stream = self._questions.query, self._questions.stream
         self.search = Searches(engine, store, scheduler, threads).search
@@ -115,15 +114,3 @@ class Replica:
         """Whether a text is a cache's document, see `kvshelf.workers.replica.inspect`."""
         with called_as(origin):
             await self._threads.run(require_source, self._engine, identity, source)
-
-
-def _attached(engine: Engine, store: Store, arriving: ArrivingCache) -> Attachment:
-    """The cache as the model reads it, by transforms from the shelf if the engine does not have them. An imported cache
-    is under transforms that the shelf may lack: it keeps them from now on."""
-    digest = arriving.identity.transforms
-    if digest and not engine.knows(digest):
-        if (data := store.transforms.get(digest)) is not None:
-            engine.learn(data)
-    elif digest:
-        store.transforms.keep(digest, engine.coder_of(digest).transforms.data)
-    return engine.attach(arriving)

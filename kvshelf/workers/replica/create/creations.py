@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from kvshelf.api import CreateCache, CreationProgress, Estimate, EstimateObject, Tried
+from kvshelf.api import AppendCache, CreateCache, CreationProgress, Estimate, EstimateObject, Tried
 from kvshelf.errors import QualityBelowFloor
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
@@ -23,8 +23,9 @@ from kvshelf.workers.replica.create.auto import Selection
 from kvshelf.workers.replica.create.estimates import Rates, estimate
 from kvshelf.workers.replica.create.progress import Teller, Watcher
 from kvshelf.workers.replica.create.publish import Publisher
-from kvshelf.workers.replica.create.spec import Levels, encode, requested_levels
+from kvshelf.workers.replica.create.spec import Levels, appended_level, encode, requested_levels
 from kvshelf.workers.replica.create.split import joined, label_part, naming, parts_of
+from kvshelf.workers.replica.reading import whole
 from kvshelf.workers.replica.results import Created, Phase, Stored, in_sequence, rounded
 from kvshelf.workers.replica.scheduler import Scheduler, Work
 from kvshelf.workers.replica.singleflight import SingleFlight
@@ -136,6 +137,25 @@ class Creations:
                 await self.threads.run(self.store.requests.finish, request_id, attempt, cache_ids=ids)
                 return replace(created, worker=self.attempts.worker)
 
+    async def append(
+        self,
+        cache_id: str,
+        spec: AppendCache,
+        *,
+        tenant: str,
+        deadline_s: float | None = None,
+        origin: str = "",
+    ) -> Created:
+        """Read more of a document behind its cache and store the cache of all, unless the shelf has it."""
+        with called_as(origin):
+            manifest = await self.threads.run(self.store.stat, cache_id, tenant=tenant)
+            if spec.ttl_s is None and spec.expires_at is None:
+                spec = spec.model_copy(update={"expires_at": manifest.expires_at})
+            parent = await self.threads.run(whole, self.engine, self.store, cache_id, tenant)
+            level = await self.threads.run(appended_level, self.engine, parent, spec)
+            publisher = Publisher.of(self.store, tenant, spec, [level], cache_id)
+            return await self._once(Levels((level,), self.cues), publisher, deadline_s, Teller(lambda _: None))
+
     async def _created(self, spec: CreateCache, tenant: str, deadline_s: float | None, watcher: Watcher) -> Created:
         """The caches on the shelf, compressed if they were not there."""
         if spec.split_options is None:
@@ -153,10 +173,16 @@ class Creations:
         return joined(made)
 
     async def _whole(self, spec: CreateCache, tenant: str, deadline_s: float | None, teller: Teller) -> Created:
-        """The caches of one document, or of one part. Equal creations at one time run once."""
+        """The caches of one document, or of one part."""
         wanted = await self.threads.run(requested_levels, self.engine, spec, self.cues, self.max_document_tokens)
+        publisher = Publisher.of(self.store, tenant, spec, wanted.levels)
+        return await self._once(wanted, publisher, deadline_s, teller)
+
+    async def _once(
+        self, wanted: Levels | Selection, publisher: Publisher, deadline_s: float | None, teller: Teller
+    ) -> Created:
+        """The caches of some levels. Equal creations at one time run once."""
         work = replace(wanted, progress=teller)
-        publisher = Publisher.of(self.store, tenant, spec, work.levels)
         if isinstance(work, Selection):
             key = f"{work.target!r} of {' '.join(publisher.ids)}"
             begin = partial(self._choose, work, publisher, deadline_s, teller)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvshelf.api import CreateCache, Timings, Tried
+from kvshelf.api import AppendCache, CreateCache, Timings, Tried
 from kvshelf.errors import CacheError, CacheNotFound
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Judgement, Manifest
@@ -19,18 +19,27 @@ from kvshelf.workers.replica.create.spec import source_of
 
 @dataclass(frozen=True)
 class Publisher:
-    """The store as one creation uses it. `ids`: of its levels' caches, whether they are stored or not."""
+    """The store as one creation uses it. `ids`: of its levels' caches, whether they are stored or not. parent_id: of
+    the cache that the document is appended to, if it is."""
 
     store: Store
     tenant: str
-    spec: CreateCache
+    spec: CreateCache | AppendCache
     ids: tuple[str, ...]
+    parent_id: str | None = None
 
     @classmethod
-    def of(cls, store: Store, tenant: str, spec: CreateCache, levels: Sequence[Level]) -> Publisher:
+    def of(
+        cls,
+        store: Store,
+        tenant: str,
+        spec: CreateCache | AppendCache,
+        levels: Sequence[Level],
+        parent_id: str | None = None,
+    ) -> Publisher:
         """Raises `InvalidRequest` for an unknown codec."""
         ids = tuple(store.cache_id(level.identity, tenant=tenant, codec=level.codec) for level in levels)
-        return cls(store, tenant, spec, ids)
+        return cls(store, tenant, spec, ids, parent_id)
 
     def there(self) -> dict[str, Manifest]:
         """The caches on the shelf, by id, without expired and corrupt ones, which `put` replaces."""
@@ -87,6 +96,7 @@ class Publisher:
             timings=Timings(queue_s=queue_s, prefill_s=compression.prefill_s, compress_s=compression.compress_s),
             source=source_of(self.spec),
             judged=judged,
+            parent_id=self.parent_id,
         )
         newest = Judgement(quality=judged.quality or manifest.quality, tried=judged.tried or manifest.tried)
         if (newest.quality, newest.tried) == (manifest.quality, manifest.tried):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvshelf.api import CreateCache, Estimate
+from kvshelf.api import AppendCache, CreateCache, Estimate
 from kvshelf.api.inspect import KeptOf
 from kvshelf.errors import DocumentTooLong, InvalidRequest
+from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import canonical_json
 from kvshelf.workers.engine.decode.generation import Checkpoint, Progress
 from kvshelf.workers.engine.engine import Compression, Engine
@@ -98,7 +99,21 @@ def encode(engine: Engine, spec: CreateCache | Estimate, max_document_tokens: in
     return found
 
 
-def document_of(spec: CreateCache | KeptOf) -> Document:
+def appended_level(engine: Engine, parent: CompressedCache, spec: AppendCache) -> Level:
+    """What is to be appended to a cache. The model does not run. Raises as `Engine.prepare_append` does."""
+    job = engine.prepare_append(
+        parent,
+        document_of(spec),
+        policy=spec.policy,
+        compression_ratio=spec.compression_ratio,
+        budget_tokens=spec.budget_tokens,
+        policy_params=spec.policy_params,
+        expected_questions=spec.expected_questions,
+    )
+    return engine.level(job)
+
+
+def document_of(spec: CreateCache | AppendCache | KeptOf) -> Document:
     """The one document of a request: text, messages or token ids."""
     if spec.messages is not None:
         return [message.model_dump() for message in spec.messages]
@@ -107,8 +122,8 @@ def document_of(spec: CreateCache | KeptOf) -> Document:
     return document
 
 
-def source_of(spec: CreateCache) -> str | None:
+def source_of(spec: CreateCache | AppendCache) -> str | None:
     """The source to keep beside the cache: the text, or the messages as JSON. None without `keep_source`."""
-    if not spec.keep_source:
+    if isinstance(spec, AppendCache) or not spec.keep_source:
         return None
     return spec.document if spec.document is not None else canonical_json(document_of(spec))
