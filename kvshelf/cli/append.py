@@ -39,7 +39,7 @@ def append(
     with _common.connected(url, as_json=as_json) as client:
         made = client.caches.append(
             _references.id_at(client, cache),
-            **document,  # type: ignore[arg-type]  # the keys are fields of the call
+            **document,
             policy=policy,
             policy_params=_common.parameters(param),
             compression_ratio=compression_ratio,
