@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
-from kvshelf.api.queries import Select, Source
+from kvshelf.api.queries import Select, Source, require_storable
 from kvshelf.api.strict import (
     MAX_MESSAGES,
     CacheIds,
@@ -26,6 +26,7 @@ from kvshelf.api.strict import (
     Stops,
     Temperature,
     TopP,
+    Ttl,
     misuse,
     one_of,
     one_or_list,
@@ -48,7 +49,6 @@ _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
-    "store": (False,),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "top_logprobs": (0,),
@@ -82,7 +82,9 @@ class StreamOptions(RequestBody):
 
 class ChatCompletionRequest(RequestBody):
     """OpenAI's body plus either `cache_id`, the stored cache to ask, or `cache_ids`, several to ask together, and
-    `select`, what the answer reads of them. `user` is accepted and has no effect."""
+    `select`, what the answer reads of them. With `store` the turn is kept behind the cache, for `ttl_s` seconds or as
+    long as the cache; a later request with the whole conversation goes on from there. `user` is accepted and has no
+    effect."""
 
     model_config = ConfigDict(json_schema_extra=one_of(cache_id="string", cache_ids="array"))
 
@@ -99,6 +101,8 @@ class ChatCompletionRequest(RequestBody):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     select: Select | None = None
+    store: bool | None = None
+    ttl_s: Ttl | None = None
     user: str | None = None
 
     @model_validator(mode="before")
@@ -120,6 +124,9 @@ class ChatCompletionRequest(RequestBody):
             raise misuse("cache_id", "cache_id or cache_ids is needed: this service answers from stored caches only")
         if self.cache_id is not None and self.cache_ids is not None:
             raise misuse("cache_ids", "give cache_id or cache_ids, not both")
+        if self.store and self.cache_ids is not None:
+            raise misuse("store", "an answer is kept behind one cache; leave store out, or give cache_id")
+        require_storable(store=self.store, ttl_s=self.ttl_s, select=self.select)
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise misuse("max_completion_tokens", "give max_tokens or max_completion_tokens, not both")
         if self.stream_options is not None and not self.stream:
@@ -161,7 +168,8 @@ class ChatChoice(ResponseBody):
 
 
 class ChatCompletion(ResponseBody):
-    """OpenAI's, plus `sources` where the request had `cache_ids`."""
+    """OpenAI's, plus `sources` where the request had `cache_ids`, and `stored_cache_id` or `not_stored` where it had
+    `store`, as of an `AnswerObject`."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -170,6 +178,8 @@ class ChatCompletion(ResponseBody):
     choices: list[ChatChoice]
     usage: ChatUsage
     sources: list[Source] | None = None
+    stored_cache_id: str | None = None
+    not_stored: str | None = None
 
 
 class Delta(ResponseBody):
@@ -185,8 +195,8 @@ class ChunkChoice(ResponseBody):
 
 
 class ChatCompletionChunk(ResponseBody):
-    """One event of a streamed completion. The one with the `finish_reason` has `sources` where the request had
-    `cache_ids`. With `include_usage` the last event has the usage and no choice."""
+    """One event of a streamed completion. The one with the `finish_reason` has what else a `ChatCompletion` has beside
+    OpenAI's fields. With `include_usage` the last event has the usage and no choice."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -195,3 +205,5 @@ class ChatCompletionChunk(ResponseBody):
     choices: list[ChunkChoice]
     usage: ChatUsage | None = None
     sources: list[Source] | None = None
+    stored_cache_id: str | None = None
+    not_stored: str | None = None

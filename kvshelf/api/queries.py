@@ -21,6 +21,7 @@ from kvshelf.api.strict import (
     Stops,
     Temperature,
     TopP,
+    Ttl,
     misuse,
     one_of,
     require_each_once,
@@ -38,6 +39,14 @@ class Select(RequestBody):
     passages: bool = Field(False, description="also say which tokens of the documents the answer read")
 
 
+def require_storable(*, store: bool | None, ttl_s: float | None, select: Select | None) -> None:
+    """Refuse what does not go with keeping an answer."""
+    if ttl_s is not None and not store:
+        raise misuse("ttl_s", "ttl_s is of the cache that store makes; leave it out, or give store: true")
+    if store and select is not None:
+        raise misuse("store", "an answer that reads a part of the cache is not kept behind it; leave select out")
+
+
 class Asking(RequestBody):
     """What is asked and how it is answered, whichever caches are asked. Exactly one of `prompt` (one or several) and
     `messages`."""
@@ -53,6 +62,12 @@ class Asking(RequestBody):
     stop: Stops | None = None
     stream: bool = False
     select: Select | None = None
+    store: bool = Field(
+        False, description="keep question and answer behind the cache, as a new one: `stored_cache_id` of the answer"
+    )
+    ttl_s: Ttl | None = Field(
+        None, description="with store: seconds until the new cache expires; default: with the cache that was asked"
+    )
     on_miss: Literal["error", "recompute"] = Field(
         "error", description="recompute: remake a cache that cannot be used from its kept source"
     )
@@ -64,6 +79,7 @@ class Asking(RequestBody):
             raise misuse("prompt", f"exactly one of prompt and messages is needed; {found}")
         if self.stream and isinstance(self.prompt, list):
             raise misuse("stream", "several prompts cannot be streamed in one call; send one prompt per stream")
+        require_storable(store=self.store, ttl_s=self.ttl_s, select=self.select)
         return self
 
 
@@ -76,6 +92,8 @@ class Query(Asking):
     def _comparable(self) -> Self:
         if self.stream and self.compare:
             raise misuse("compare", "a comparison needs whole answers; leave stream out")
+        if self.store and self.compare:
+            raise misuse("compare", "a comparison keeps no answer; leave store out")
         return self
 
 
@@ -90,6 +108,8 @@ class JointQuery(Asking):
     def _not_compared(cls, data: Any) -> Any:
         if isinstance(data, dict) and "compare" in data:
             raise misuse("compare", "a comparison needs one document; leave compare out, or ask each cache by itself")
+        if isinstance(data, dict) and data.get("store"):
+            raise misuse("store", "an answer is kept behind one cache; leave store out, or ask one cache by itself")
         return data
 
     @model_validator(mode="after")
@@ -179,13 +199,17 @@ class Answered(ResponseBody):
 
 class AnswerObject(Answered):
     """`cache_id` is the cache that answered. If it replaces a cache that could not be used, `recomputed` says why.
-    `compare` is the answer of the full cache. Both are present only if they apply."""
+    `compare` is the answer of the full cache. Of a query with `store`, `stored_cache_id` is the cache of question and
+    answer behind the one that was asked, and `not_stored` says why there is none. Each is present only if it
+    applies."""
 
     cache_id: str
     policy: str
     compression_ratio: float
     compare: Comparison | None = None
     recomputed: MissReason | None = None
+    stored_cache_id: str | None = None
+    not_stored: str | None = None
 
 
 class AnswerList(ListBody):

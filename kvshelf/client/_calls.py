@@ -137,6 +137,9 @@ class AskFields(TypedDict, total=False):
 
     `on_miss="recompute"` makes a corrupt cache, or a cache of another model, again from its kept source. It may raise
     `SourceNotKept`.
+
+    `store` keeps question and answer behind the cache: the answer's `stored_cache_id` is asked like any cache. It
+    expires with the cache that was asked, or after `ttl_s`.
     """
 
     max_tokens: int | None
@@ -146,6 +149,8 @@ class AskFields(TypedDict, total=False):
     stop: str | Sequence[str] | None
     select: Mapping[str, Any] | api.Select | None
     on_miss: str | None
+    store: bool | None
+    ttl_s: float | None
 
 
 class QueryFields(AskFields, total=False):

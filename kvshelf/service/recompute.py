@@ -69,8 +69,10 @@ class Question:
         """Look up the caches. Raises as `Store.stat` does, and `ModelMismatch` for caches of several models; if a cache
         may be made again, `SourceNotKept` for one that was lost together with its source."""
         recompute = asking.on_miss == "recompute"
-        if (compare or recompute) and "write" not in caller.scopes:
-            raise Forbidden("on_miss: recompute and compare may store caches; they need a key with the scope 'write'")
+        if (compare or recompute or asking.store) and "write" not in caller.scopes:
+            raise Forbidden(
+                "store, compare and on_miss: recompute may store caches; they need a key with the scope 'write'"
+            )
 
         def look_up() -> tuple[AskedCache, ...]:
             needs = {"source": compare or recompute, "recompute": recompute}

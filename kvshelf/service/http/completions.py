@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from kvshelf.api import Asking, Source, Usage
 from kvshelf.api.openai import (
@@ -23,13 +23,24 @@ from kvshelf.api.openai import (
 )
 from kvshelf.api.strict import FinishReason
 
+_OURS: Final = {"sources", "stored_cache_id", "not_stored"}
+
 
 class Ending(NamedTuple):
-    """What follows the last text of an answer. sources: None where one cache was asked as one."""
+    """What follows the last text of an answer. sources: None where one cache was asked as one. stored_cache_id,
+    not_stored: as of a `ChatCompletion`."""
 
     finish_reason: FinishReason
     usage: Usage
     sources: list[Source] | None = None
+    stored_cache_id: str | None = None
+    not_stored: str | None = None
+
+    @property
+    def ours(self) -> dict[str, Any]:
+        """Fields beside OpenAI's, those that apply."""
+        found = {"sources": self.sources, "stored_cache_id": self.stored_cache_id, "not_stored": self.not_stored}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -44,10 +55,9 @@ class Completion:
         """A `ChatCompletion` as JSON."""
         choice = ChatChoice(message=AssistantMessage(content=text), finish_reason=end.finish_reason)
         completion = ChatCompletion(
-            id=self.id, created=self.created, model=self.model, choices=[choice], usage=_usage(end.usage),
-            sources=end.sources,
-        )  # fmt: skip
-        return completion.model_dump(mode="json", exclude={"sources"} if end.sources is None else None)
+            id=self.id, created=self.created, model=self.model, choices=[choice], usage=_usage(end.usage), **end.ours
+        )
+        return completion.model_dump(mode="json", exclude=_OURS - end.ours.keys())
 
     async def chunks(
         self, pieces: AsyncGenerator[str | Ending, None], *, with_usage: bool
@@ -64,22 +74,21 @@ class Completion:
                 if isinstance(piece, str):
                     yield self._chunk(Delta(content=piece)) | extra
                     continue
-                sources = {} if piece.sources is None else {"sources": [each.model_dump() for each in piece.sources]}
-                yield self._chunk(Delta(), piece.finish_reason) | extra | sources
+                yield self._chunk(Delta(), piece.finish_reason, **piece.ours) | extra
                 if with_usage:
                     yield self._last(piece.usage)
 
-    def _chunk(self, delta: Delta, finish_reason: FinishReason | None = None) -> dict[str, Any]:
+    def _chunk(self, delta: Delta, finish_reason: FinishReason | None = None, **ours: Any) -> dict[str, Any]:
         choice = ChunkChoice(delta=delta, finish_reason=finish_reason)
-        chunk = ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=[choice])
-        wire = chunk.model_dump(mode="json", exclude={"usage", "sources"})
+        chunk = ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=[choice], **ours)
+        wire = chunk.model_dump(mode="json", exclude={"usage"} | (_OURS - ours.keys()))
         # OpenAI's deltas hold only new fields: absent content is left out, not null.
         wire["choices"][0]["delta"] = delta.model_dump(exclude_none=True)
         return wire
 
     def _last(self, usage: Usage) -> dict[str, Any]:
         chunk = ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=[], usage=_usage(usage))
-        return chunk.model_dump(mode="json", exclude={"sources"})
+        return chunk.model_dump(mode="json", exclude=_OURS)
 
 
 def asking_of(body: ChatCompletionRequest) -> Asking:
@@ -92,6 +101,8 @@ def asking_of(body: ChatCompletionRequest) -> Asking:
         seed=body.seed,
         stop=body.stop,
         select=body.select,
+        store=bool(body.store),
+        ttl_s=body.ttl_s,
     )
 
 

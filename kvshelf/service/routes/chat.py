@@ -53,4 +53,5 @@ async def _pieces(replies: AsyncGenerator[str | Reply, None], *, together: bool)
 
 
 def _ending(reply: Reply, *, together: bool) -> Ending:
-    return Ending(reply.finish_reason, reply.usage, list(reply.sources) if together else None)
+    sources = list(reply.sources) if together else None
+    return Ending(reply.finish_reason, reply.usage, sources, reply.stored_cache_id, reply.not_stored)

@@ -36,6 +36,9 @@ from kvshelf.workers.replica.results import Reply
 
 router = APIRouter(prefix="/v1", tags=["queries"], responses=openapi.ERRORS)
 
+_SILENT = ("compare", "recomputed", "passages", "stored_cache_id", "not_stored")
+"""Fields that an answer has only if they apply."""
+
 Shape = Callable[[Question, Reply], Answered]
 """The answer of the API for a reply to a question."""
 
@@ -152,6 +155,6 @@ def agreement(ours: Sequence[int], theirs: Sequence[int]) -> float:
 
 
 def _wire(event: Answered | AnswerDelta) -> dict[str, Any]:
-    """An answer or a piece of one as JSON, without `compare`, `recomputed` and `passages` if they are None."""
-    silent = {name for name in ("compare", "recomputed", "passages") if getattr(event, name, None) is None}
+    """An answer or a piece of one as JSON, without the fields that do not apply."""
+    silent = {name for name in _SILENT if getattr(event, name, None) is None}
     return event.model_dump(mode="json", exclude=silent)

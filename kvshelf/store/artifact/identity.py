@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 import msgpack
@@ -162,9 +162,17 @@ class Identity:
         canonical text. The same in every home, unlike the cache's id."""
         return digest("kvshelf.parent", self.content(), codec)
 
-    def appended_document(self, token_ids: bytes) -> str:
-        """Hex digest of this document with tokens appended to it. token_ids: int64, little-endian."""
-        return digest("kvshelf.appended", self.document, token_ids)
+    def behind(self, parent: Identity, codec: str, kept_tokens: int, token_ids: bytes) -> Identity:
+        """This identity, of tokens as a document, for these tokens appended to a cache. codec, kept_tokens: of that
+        cache. token_ids: int64, little-endian."""
+        return replace(
+            self,
+            document=digest("kvshelf.appended", parent.document, token_ids),
+            num_tokens=parent.num_tokens + self.num_tokens,
+            prefill="appended",
+            budget_tokens=kept_tokens + self.budget_tokens,
+            parent=parent.as_parent(codec),
+        )
 
     def cache_id(self, *, key: bytes, tenant: str, codec: str, format_major: int) -> str:
         """`kvs_...`, the content address of this artifact in one home, for one tenant, under one codec.

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -15,13 +16,13 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvshelf.api import Quality
-from kvshelf.errors import DocumentTooLong, InvalidRequest, ModelMismatch, PolicyUnsupported
+from kvshelf.errors import DocumentTooLong, InvalidRequest, ModelMismatch, PolicyUnsupported, StateConflict
 from kvshelf.store.artifact.arriving import ArrivingCache
 from kvshelf.store.artifact.blob.reading import PartialCache
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.codecs import Codec
 from kvshelf.store.artifact.coder import Coder
-from kvshelf.store.artifact.identity import Layout
+from kvshelf.store.artifact.identity import Identity, Layout
 from kvshelf.store.artifact.packed import Rotate
 from kvshelf.store.artifact.shape import LayerShape
 from kvshelf.store.artifact.transforms import Transforms
@@ -40,11 +41,12 @@ from kvshelf.workers.engine.decode.selection import (
     UnitSelection,
     stored_entries,
 )
+from kvshelf.workers.engine.decode.turns import Turn
 from kvshelf.workers.engine.export import Positions, export
 from kvshelf.workers.engine.forward.passes import Passes
 from kvshelf.workers.engine.inputs.encode import Document, Encoder, Prompt
 from kvshelf.workers.engine.inputs.job import Job, Level, Parent, shared
-from kvshelf.workers.engine.inputs.prepare import Preparer
+from kvshelf.workers.engine.inputs.prepare import Preparer, as_bytes
 from kvshelf.workers.engine.inputs.requirements import (
     require_budget_taken,
     require_growing,
@@ -57,6 +59,7 @@ from kvshelf.workers.engine.inputs.requirements import (
     require_sentences,
 )
 from kvshelf.workers.engine.parallel.ranks import SharedModel
+from kvshelf.workers.engine.prefill.appending import continued
 from kvshelf.workers.engine.prefill.prefill import Compression, Prefill, run_prefill, run_scores
 from kvshelf.workers.engine.quality import CUES, Probe, Reference, ask
 from kvshelf.workers.engine.summary import LAYERS, Codes, KeyCoder, require_summarised
@@ -69,6 +72,7 @@ from kvshelf.workers.model.text import EncodedDocument, TextFormat
 from kvshelf.workers.policies import DEFAULT_POLICY, build
 from kvshelf.workers.policies.base import Policy, ScoringPolicy
 from kvshelf.workers.policies.budgets import Budget
+from kvshelf.workers.policies.full import Full
 from kvshelf.workers.policies.infllm import InfLLM
 from kvshelf.workers.selectors import build as build_selector
 from kvshelf.workers.selectors.base import UnitSelector
@@ -339,10 +343,65 @@ class Engine:
             parent=self._parent(cache),
         )
 
+    def turn_ids(self, document: Attachment, prompt: Prompt, text: str, token_ids: Sequence[int]) -> list[int]:
+        """What a turn appends to a cache: a prompt, and the answer with this text and these ids. A conversation has the
+        text, encoded as a client's next request would have it; a plain document has the ids, without those that end an
+        answer. Thread-safe. Raises `InvalidRequest` for a turn without an answer, and for one that is too long."""
+        identity, ends = document.identity, self._end_ids()
+        if identity.boundary == "text":
+            said = [*self.encode_query(document, prompt), *(each for each in token_ids if each not in ends)]
+        elif text:
+            asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+            turn: Any = [*asked, {"role": "assistant", "content": text}]
+            said, _ = self._encoder.appended(identity.layout, identity.boundary, turn)
+        else:
+            raise InvalidRequest("the answer is empty, and a turn of a conversation needs some text", param="store")
+        if document.next_position + len(said) > self._longest(document):
+            raise InvalidRequest("the turn ends beyond the longest sequence of the model", param="store")
+        return said
+
+    def with_turns(self, cache: CompressedCache, turns: Sequence[Document], made: Turn) -> list[CompressedCache]:
+        """Caches of a document after each of some turns, whose keys and values a batch has made: no pass of the model.
+
+        turns: together the tokens of `made`; each is appended to the cache before it, under policy full. Raises as
+        `prepare_append`, and `StateConflict` where the turns are other tokens than those that ran.
+        """
+        caches, at = [], 0
+        for turn in turns:
+            job = self.prepare_append(cache, turn, policy="full")
+            ran = made.part(at, at + job.num_tokens)
+            if list(ran.token_ids) != list(job.document.token_ids):
+                raise StateConflict("the turn is written otherwise when the next one follows; it was not kept")
+            assert job.parent is not None
+            layers = ran.records(self.kinds, cache.layers, cache.num_tokens)
+            ends = job.document.stored_sentence_ends
+            own = CompressedCache(layers, job.num_tokens, job.num_tokens, job.identity, sentence_ends=ends)
+            cache = continued(job.parent, own, self.level(job).identity, job.num_tokens)
+            caches.append(cache)
+            at += job.num_tokens
+        return caches
+
+    def turn_identity(self, parent: Identity, codec: str, kept_tokens: int, turn: Document) -> Identity:
+        """The identity of a cache after a turn, as `with_turns` gives it, from what a shelf knows of the cache before.
+        Thread-safe. Raises `InvalidRequest` for a turn that cannot follow."""
+        ids, boundary = self._encoder.appended(parent.layout, parent.boundary, turn)
+        own = replace(
+            parent,
+            num_tokens=len(ids),
+            boundary=boundary,
+            policy=Full.name,
+            policy_version=Full().revision,
+            policy_params=Full().parameters(),
+            budget_tokens=len(ids),
+            compression_ratio=0.0,
+            probe="",
+            expected_questions=(),
+        )
+        return own.behind(parent, codec, kept_tokens, as_bytes(ids))
+
     def _parent(self, cache: CompressedCache) -> Parent:
         coder = self.coder_of(cache.identity.transforms) if cache.identity.transforms else None
-        plain = cache if coder is None else cache.decoded(coder)
-        return Parent(cache, plain, Attachment(plain, self.passes.devices.layers, self.rotate), coder)
+        return Parent(cache, coder, self.passes.devices.layers, self.rotate)
 
     def _require_room(self, cache: CompressedCache, appended: int) -> None:
         longest = min(self.max_tokens, reach(self.model.config, cache.num_tokens) or self.max_tokens)

@@ -6,20 +6,22 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import structlog
 
 from kvshelf.api import Asking, ReadShares, Source
-from kvshelf.errors import DeadlineExceeded, KvshelfError
+from kvshelf.errors import CacheError, CacheNotFound, DeadlineExceeded, KvshelfError
 from kvshelf.store.base import Store
-from kvshelf.workers.engine.attention.attachment import Attached
+from kvshelf.workers.engine.attention.attachment import Attached, Attachment
 from kvshelf.workers.engine.decode.generation import Answer, Sampling
 from kvshelf.workers.engine.decode.selection import Selection
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.replica.calls import Threads, called_as
+from kvshelf.workers.replica.conversations import Conversations, prompt_of, said_in
 from kvshelf.workers.replica.residents import Resident, Residents
 from kvshelf.workers.replica.results import Phase, Reply, rounded
 from kvshelf.workers.replica.scheduler import Scheduler
@@ -38,6 +40,7 @@ class Questions:
     scheduler: Scheduler
     threads: Threads
     residents: Residents
+    conversations: Conversations
     _evicting: asyncio.Task[NoReturn] | None = field(default=None, init=False)
 
     def stop(self) -> None:
@@ -58,9 +61,10 @@ class Questions:
         one, so that tenants take turns."""
         with called_as(origin):
             async with self._loaded(caches, query, tenant, deadline_s) as loaded:
-                ticket = await self._begun(loaded.document, query, tenant=tenant, deadline_s=deadline_s)
+                ticket = await self._begun(loaded, tenant=tenant, deadline_s=deadline_s)
                 try:
-                    return loaded.reply(await asyncio.wrap_future(ticket.future), ticket)
+                    answer = await asyncio.wrap_future(ticket.future)
+                    return await self._kept(loaded, answer, loaded.reply(answer, ticket), tenant)
                 finally:
                     ticket.cancel()
 
@@ -82,12 +86,13 @@ class Questions:
                 def put(piece: str | None) -> None:
                     loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-                ticket = await self._begun(loaded.document, query, on_text=put, tenant=tenant, deadline_s=deadline_s)
+                ticket = await self._begun(loaded, on_text=put, tenant=tenant, deadline_s=deadline_s)
                 ticket.future.add_done_callback(lambda _: put(None))
                 try:
                     while (piece := await pieces.get()) is not None:
                         yield piece
-                    yield loaded.reply(ticket.future.result(), ticket)
+                    answer = ticket.future.result()
+                    yield await self._kept(loaded, answer, loaded.reply(answer, ticket), tenant)
                 finally:
                     ticket.cancel()
 
@@ -98,12 +103,13 @@ class Questions:
         if self._evicting is None:  # begun here: the event loop of the first question is the one that will run it
             self._evicting = asyncio.ensure_future(self.residents.evict_idle_forever())
         started = time.monotonic()
-        cache_ids = [caches] if isinstance(caches, str) else caches
-        part = query.select is not None and reads_by_index(query.select.method)
+        cache_ids = [caches] if isinstance(caches, str) else list(caches)
+        if query.store:
+            await self.threads.run(self.store.admit, tenant)
         async with AsyncExitStack() as stack:
             try:
                 async with asyncio.timeout(deadline_s):
-                    held = await stack.enter_async_context(self.residents.using_all(cache_ids, tenant, part=part))
+                    cache_ids, query, held = await self._held(stack, cache_ids, query, tenant)
             except TimeoutError as exc:
                 raise DeadlineExceeded(
                     f"the cache could not be had within {deadline_s} s: the store is slow, or the memory for caches is "
@@ -112,7 +118,8 @@ class Questions:
             for cache_id in cache_ids:
                 self.threads.submit(_touch, self.store, cache_id, tenant)
             document = self.engine.joined([resident.document for resident, _ in held])
-            loaded = _Loaded(dict(zip(cache_ids, held, strict=True)), document, started, time.monotonic() - started)
+            found = dict(zip(cache_ids, held, strict=True))
+            loaded = _Loaded(found, document, query, started, time.monotonic() - started)
             try:
                 yield loaded
             except KvshelfError as error:
@@ -120,11 +127,49 @@ class Questions:
                     error.details["cache_id"] = failed
                 raise
 
-    async def _begun(self, document: Attached, query: Asking, **options: Any) -> Ticket[Answer]:
+    async def _held(
+        self, stack: AsyncExitStack, cache_ids: list[str], query: Asking, tenant: str
+    ) -> tuple[list[str], Asking, list[tuple[Resident, bool]]]:
+        """The caches to ask, with what is left to ask of them: of a conversation about one, what follows the turns that
+        are on the shelf."""
+        part = query.select is not None and reads_by_index(query.select.method)
+        if len(cache_ids) == 1 and query.messages is not None and len(query.messages) > 1:
+            shelved = self.conversations.shelved
+            cache_id, left = await self.threads.run(shelved, cache_ids[0], said_in(query), tenant)
+            if cache_id != cache_ids[0]:
+                rest = query.model_copy(update={"messages": query.messages[-len(left) :]})
+                # A turn that cannot be read is a longer prefill, and no error.
+                with suppress(CacheError, CacheNotFound):
+                    return [cache_id], rest, await self._entered(stack, [cache_id], tenant, part=part)
+        return cache_ids, query, await self._entered(stack, cache_ids, tenant, part=part)
+
+    async def _entered(
+        self, stack: AsyncExitStack, cache_ids: list[str], tenant: str, *, part: bool
+    ) -> list[tuple[Resident, bool]]:
+        return await stack.enter_async_context(self.residents.using_all(cache_ids, tenant, part=part))
+
+    async def _begun(self, loaded: _Loaded, **options: Any) -> Ticket[Answer]:
         """The queued answer. options: of `Scheduler.generate`."""
+        document, query = loaded.document, loaded.query
         ids = await self._encode(document, query)
         selection, passages = await self._selected(document, query, ids), _asks_passages(query)
+        if query.store:
+            assert isinstance(document, Attachment)
+            options["turn_of"] = partial(self.engine.turn_ids, document, _prompt(query))
         return self.scheduler.generate(document, ids, _sampling(query), selection, passages=passages, **options)
+
+    async def _kept(self, loaded: _Loaded, answer: Answer, reply: Reply, tenant: str) -> Reply:
+        """The reply, once its turn is stored if the query asks for that. What keeps a turn from being stored is no
+        error of the answer."""
+        if not loaded.query.store:
+            return reply
+        try:
+            keep = self.conversations.keep
+            stored = await self.threads.run(keep, reply.cache_id, loaded.query, answer, tenant)
+        except KvshelfError as error:
+            log.warning("a turn was not stored", cache_id=reply.cache_id, reason=error.message)
+            return reply.model_copy(update={"not_stored": error.message})
+        return reply.model_copy(update={"stored_cache_id": stored})
 
     async def _encode(self, document: Attached, query: Asking) -> list[int]:
         return await self.threads.run(self.engine.encode_query, document, _prompt(query))
@@ -146,12 +191,13 @@ class _Loaded:
     """The caches to query, by id, each with whether it was in memory. They may still be arriving; every answer waits
     for all of them.
 
-    document: they, as the question sees them. started: the time of the request, of `time.monotonic`. found_s: seconds
-    until the caches were found in memory or began to arrive.
+    document: they, as the question sees them. query: what is asked of them. started: the time of the request, of
+    `time.monotonic`. found_s: seconds until the caches were found in memory or began to arrive.
     """
 
     held: dict[str, tuple[Resident, bool]]
     document: Attached
+    query: Asking
     started: float
     found_s: float
 
@@ -199,11 +245,7 @@ class _Loaded:
 
 def _prompt(query: Asking) -> str | list[dict[str, str]]:
     """The prompt to answer: a text, or a conversation."""
-    if query.messages is not None:
-        return [message.model_dump() for message in query.messages]
-    assert query.prompt is not None  # the type asks for exactly one of the two
-    (prompt,) = query.prompt if isinstance(query.prompt, list) else [query.prompt]
-    return prompt
+    return prompt_of(query) if query.messages is None else said_in(query)
 
 
 def _sampling(query: Asking) -> Sampling:

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -60,15 +60,20 @@ class Compressing:
     tenant: str
 
 
+TurnOf = Callable[[str, Sequence[int]], Sequence[int]]
+
+
 @dataclass(eq=False)
 class Answering:
-    """A question's place in the queue and among the open answers. `suffix_bytes`: of question and longest answer."""
+    """A question's place in the queue and among the open answers. `suffix_bytes`: of question and longest answer.
+    turn_of: gives the tokens of the whole turn from the text and the tokens of the answer, where the turn is kept."""
 
     ticket: Ticket[Answer]
     generation: Generation
     on_text: Callable[[str], None]
     suffix_bytes: int
     tenant: str
+    turn_of: TurnOf | None = None
 
 
 @dataclass(eq=False)

@@ -21,6 +21,7 @@ from kvshelf.workers.engine.inputs.encode import Document
 from kvshelf.workers.engine.quality import CUES
 from kvshelf.workers.replica.attempts import Attempts
 from kvshelf.workers.replica.calls import Threads, called_as
+from kvshelf.workers.replica.conversations import Conversations
 from kvshelf.workers.replica.create.creations import Creations
 from kvshelf.workers.replica.inspect import kept_tokens, require_source
 from kvshelf.workers.replica.questions import Questions
@@ -63,7 +64,8 @@ class Replica:
         self.estimate, self.append = self._creations.estimate, self._creations.append
         limits = residents or ResidentLimits()
         held = Residents(store, partial(attached, engine, store), engine.attach_part, limits, threads)
-        self._questions = Questions(engine, store, scheduler, threads, held)
+        conversations = Conversations(engine, store)
+        self._questions = Questions(engine, store, scheduler, threads, held, conversations)
         self.query, self.stream = self._questions.query, self._questions.stream
         self.search = Searches(engine, store, scheduler, threads).search
 

@@ -20,12 +20,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvshelf.errors import InvalidRequest, KvshelfError, NoWorker
+from kvshelf.errors import InternalError, InvalidRequest, KvshelfError, NoWorker
 from kvshelf.workers.engine.attention.attachment import block
 from kvshelf.workers.engine.attention.function import kvshelf_attention
 from kvshelf.workers.engine.decode.selection import Selection
 from kvshelf.workers.engine.decode.suffixes import capacity_for
-from kvshelf.workers.replica.queues import Answering, Compressing, Passing, Queues, SchedulerLimits, Work
+from kvshelf.workers.replica.queues import Answering, Compressing, Passing, Queues, SchedulerLimits, TurnOf, Work
 from kvshelf.workers.replica.ticket import Ticket
 
 if TYPE_CHECKING:
@@ -99,17 +99,19 @@ class Scheduler:
         *,
         passages: bool = False,
         on_text: Callable[[str], None] = lambda _: None,
+        turn_of: TurnOf | None = None,
         tenant: str = "default",
         deadline_s: float | None = None,
     ) -> Ticket[Answer]:
         """Queue a question. `on_text` gets each piece of final text on the scheduler's thread, so it must not block.
+        turn_of: as of `Answering`; the answer then has its turn, or none where the turn cannot be kept.
 
         Raises `QueueFull`, `NoWorker`, `InvalidRequest` for a question beyond the limits, and what `Engine.start`
         raises.
         """
         suffix_bytes = self._suffix_bytes(len(query) + sampling.max_tokens)
         generation = self._engine.start(cache, query, sampling, selection, passages=passages)
-        work = Answering(Ticket(deadline_s), generation, on_text, suffix_bytes, tenant)
+        work = Answering(Ticket(deadline_s), generation, on_text, suffix_bytes, tenant, turn_of)
         with self._queues.changed:
             self._require_accepting()
             self._queues.add_question(work)
@@ -248,6 +250,13 @@ class Scheduler:
 
     def _tell(self, work: Answering, text: str | Exception) -> None:
         """Deliver a step's text or error for one answer."""
+        if work.generation.closing:
+            if isinstance(text, Exception):
+                work.generation.turn = text if isinstance(text, KvshelfError) else InternalError("the turn did not run")
+                self._end(work, None)
+            elif not work.generation.pending:
+                self._keep(work)
+            return
         if isinstance(text, Exception):
             if self._still_wanted(work):  # a step that all callers have left raises one caller's error
                 self._end(work, text)
@@ -262,7 +271,26 @@ class Scheduler:
             return
         if work.generation.finished:
             self._queues.answer_pace.record(work.ticket.busy_s)
+            self._close(work)
+
+    def _close(self, work: Answering) -> None:
+        """End a complete answer, or have the rest of its turn run first."""
+        generation = work.generation
+        if work.turn_of is None:
             self._end(work, None)
+            return
+        try:
+            generation.close(work.turn_of(generation.text, generation.token_ids))
+        except KvshelfError as exc:
+            generation.turn = exc
+            self._end(work, None)
+        else:
+            if not generation.pending:
+                self._keep(work)
+
+    def _keep(self, work: Answering) -> None:
+        self._batch.keep(work.generation)
+        self._end(work, None)
 
     def _end(self, work: Answering, error: Exception | None) -> None:
         self._open.remove(work)
@@ -273,7 +301,9 @@ class Scheduler:
         try:
             self._queues.check(work.ticket)
         except KvshelfError as exc:
-            self._end(work, exc)
+            if work.generation.closing:  # the answer is complete
+                work.generation.turn = exc
+            self._end(work, None if work.generation.closing else exc)
             return False
         return True
 

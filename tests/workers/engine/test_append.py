@@ -16,6 +16,8 @@ from kvshelf.store.artifact.growth import MAX_RECORDS, joined
 from kvshelf.store.artifact.records import Parts, Recent, entries_of, parts_of, states_of
 from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.workers.engine.attention.states import SUPPORTED
+from kvshelf.workers.engine.decode.generation import Sampling
+from kvshelf.workers.engine.decode.turns import Turn
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.policies import POLICIES, build
 from kvshelf.workers.policies.budgets import LayerBudget
@@ -290,3 +292,99 @@ def test_windows_move_on_and_records_of_the_parent_are_the_same_objects() -> Non
             assert isinstance(entries, Parts)
             assert entries.parts[0] is own
             assert not isinstance(entries.parts[0].keys, QuantizedRows)
+
+
+def kept_turn(engine: Engine, cache: CompressedCache, prompt: Any, beside: int = 0, count: int = 12) -> Any:
+    """The answer to a prompt, with its turn, in a batch with others."""
+    document, batch = engine.attach(cache), engine.batch()
+    query = engine.encode_query(document, prompt)
+    made = engine.start(document, query, Sampling(count))
+    others = [engine.start(document, ids(5 + n, seed=n), Sampling(40)) for n in range(beside)]
+    while not made.finished:
+        told = batch.step([made, *(other for other in others if not other.finished)])
+        assert not any(isinstance(each, Exception) for each in told)
+    made.close(engine.turn_ids(document, prompt, made.text, made.token_ids))
+    while made.pending:
+        batch.step([made, *(other for other in others if not other.finished)])
+    batch.keep(made)
+    batch.leave(made)
+    return made.answer()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_kept_turn_is_what_appending_it_makes(family: str) -> None:
+    engine, tokens = engine_of(family), ids(90)
+    for policy in ("full", "streaming_llm"):
+        if policy != "full" and family == "falcon_h1":
+            continue
+        parent = engine.compress(tokens, policy=policy)
+        asked = ids(9, seed=8)
+        answer = kept_turn(engine, parent, asked, beside=2)
+        assert isinstance(answer.turn, Turn)
+        (kept,) = engine.with_turns(parent, [list(answer.turn.token_ids)], answer.turn)
+        expected = engine.extend(parent, [*asked, *answer.token_ids], policy="full")
+        assert kept.identity == expected.identity
+        assert kept.shape == expected.shape
+        for mine, other in zip(kept.layers, expected.layers, strict=True):
+            for a, b in zip(states_of(mine), states_of(other), strict=True):
+                torch.testing.assert_close(a.tensor, b.tensor, rtol=1e-4, atol=1e-5)
+            own, entries = entries_of(mine), entries_of(other)
+            if own is not None and entries is not None:
+                for a, b in zip(own.dense(), entries.dense(), strict=True):
+                    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        assert kept.to_bytes() == CompressedCache.from_bytes(kept.to_bytes()).to_bytes()
+
+
+@pytest.mark.parametrize("codec", ["none", "int4", "klt"])
+def test_turns_are_kept_as_a_client_sends_them_again(codec: str, tiny: Engine) -> None:
+    facts = "The code of the red gate is 4711. The code of the blue gate is 1234. " * 3
+    parent = tiny.encoded(tiny.compress(facts, policy="full"), codec)
+    talk: list[dict[str, str]] = []
+    cache, caches = parent, []
+    for question in ("What is the code of the red gate?", "What is the code of the blue gate?", "And the red one?"):
+        asked = [{"role": "user", "content": question}]
+        answer = kept_turn(tiny, cache, asked)
+        turn = [*asked, {"role": "assistant", "content": answer.text}]
+        expected = tiny.turn_identity(cache.identity, cache.codec, cache.kept_tokens, turn)
+        (cache,) = tiny.with_turns(cache, [turn], answer.turn)
+        assert cache.identity == expected, "its id is known before it is looked for"
+        talk += turn
+        caches.append(cache)
+    # The same three turns at once: from one row, cut where turns end.
+    first = kept_turn(tiny, parent, talk[:-1], count=len(tiny.require_text("document").encode(talk[-1]["content"])) + 1)
+    again = [*talk[:-1], {"role": "assistant", "content": first.text}]
+    made = tiny.with_turns(parent, [again[:2], again[2:4], again[4:]], first.turn)
+    assert [each.identity for each in made][:2] == [each.identity for each in caches][:2]
+    assert (made[2].identity == caches[2].identity) == (first.text == talk[-1]["content"])
+    final = [{"role": "user", "content": "What is the code of the blue gate?"}]
+    assert tiny.answer(cache, final).text == "1234"
+    ids_at_once = tiny.encode_query(parent, [*talk, *final])
+    assert cache.num_tokens + len(tiny.encode_query(cache, final)) == parent.num_tokens + len(ids_at_once)
+
+
+def test_a_turn_whose_text_is_encoded_otherwise_runs_again_from_there(tiny: Engine) -> None:
+    parent = tiny.compress("The lamp is green. " * 5, policy="full")
+    document, batch = tiny.attach(parent), tiny.batch()
+    asked = [{"role": "user", "content": "What?"}]
+    made = tiny.start(document, tiny.encode_query(document, asked), Sampling(4))
+    while not made.finished:
+        batch.step([made])
+    ran = made.row.length
+    said = "The lamp is green, they say, and so it is."
+    made.close(tiny.turn_ids(document, asked, said, made.token_ids))
+    assert made.row.length < ran or made.pending
+    batch.step([made])
+    batch.keep(made)
+    turn = [*asked, {"role": "assistant", "content": said}]
+    (kept,) = tiny.with_turns(parent, [turn], made.turn)
+    expected = tiny.extend(parent, turn, policy="full")
+    for a, b in zip(kept.layers[-1].dense(), expected.layers[-1].dense(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_turn_that_cannot_be_kept_says_why(tiny: Engine) -> None:
+    document = tiny.attach(tiny.compress("The lamp is green. " * 5, policy="full"))
+    with pytest.raises(InvalidRequest, match="the answer is empty"):
+        tiny.turn_ids(document, "What?", "", [1])
+    with pytest.raises(InvalidRequest, match="beyond the longest"):
+        tiny.turn_ids(document, "What?", "word " * tiny.max_tokens, [1])

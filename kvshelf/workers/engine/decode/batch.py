@@ -29,6 +29,7 @@ from kvshelf.workers.engine.attention.states import Source, StatefulCache, State
 from kvshelf.workers.engine.decode.generation import Checkpoint, Generation
 from kvshelf.workers.engine.decode.selection import Selection
 from kvshelf.workers.engine.decode.suffixes import Slab, SuffixPool
+from kvshelf.workers.engine.decode.turns import Turn
 from kvshelf.workers.engine.forward.passes import Passes
 from kvshelf.workers.model.caches import cache_class
 from kvshelf.workers.model.devices import Devices
@@ -84,7 +85,9 @@ class DecodeBatch:
             for row, place in enumerate(step.places if self._with_states else ()):
                 place.generation.row.states = [alone(of_layer, row) for of_layer in states]
             asking = [place.generation for place in step.places if place.complete]
-            told |= {id(g): _token_taken(g, logits, row, likeliest[row]) for row, g in enumerate(asking)}
+            for row, generation in enumerate(asking):
+                if not generation.closing:
+                    told[id(generation)] = _token_taken(generation, logits, row, likeliest[row])
         return [told.get(id(generation), "") for generation in generations]
 
     def _passed(self, step: _Step, checkpoint: Checkpoint, wait: Wait) -> _Passed:
@@ -106,6 +109,14 @@ class DecodeBatch:
             return self.step([generation], checkpoint, wait)[0]
         except Exception as exc:  # raising it would lose the texts of the answers before this one
             return exc
+
+    def keep(self, generation: Generation) -> None:
+        """Give a closed answer, of which no token is pending, its turn."""
+        row = generation.row
+        assert row.slab is not None
+        states = row.states or [()] * len(self._kinds)
+        copied = tuple(tuple(each._replace(tensor=each.tensor.clone()) for each in layer) for layer in states)
+        generation.turn = Turn(generation.turn_ids, row.slab.of(row), copied)
 
     def leave(self, generation: Generation) -> None:
         """Free the suffix of an answer, finished or abandoned. It cannot be stepped again."""

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from kvshelf.api import Usage
 from kvshelf.api.strict import FinishReason
-from kvshelf.errors import InvalidRequest
+from kvshelf.errors import InvalidRequest, KvshelfError
 from kvshelf.workers.engine.attention.attachment import Attached, Wait
 from kvshelf.workers.engine.attention.function import Attended
 from kvshelf.workers.engine.decode.detokenizer import Detokenizer
 from kvshelf.workers.engine.decode.passages import Passages
 from kvshelf.workers.engine.decode.selection import SeenDocument, Selection
 from kvshelf.workers.engine.decode.suffixes import SuffixRow
+from kvshelf.workers.engine.decode.turns import Turn
 
 _LEAST_TEMPERATURE = 1e-30  # float32 has smaller numbers, but not many
 
@@ -48,7 +49,8 @@ class Sampling:
 @dataclass(frozen=True)
 class Answer:
     """A finished answer. `token_ids` include the end token where there is one; `text` does not. sources: as
-    `Generation.sources`. passages: as `Passages.shares`, if asked for."""
+    `Generation.sources`. passages: as `Passages.shares`, if asked for. turn: question and answer, or why they could
+    not be kept; None if nobody asked for it."""
 
     text: str
     token_ids: list[int]
@@ -56,6 +58,7 @@ class Answer:
     usage: Usage
     sources: tuple[float, ...]
     passages: tuple[bytes, ...] | None = None
+    turn: Turn | KvshelfError | None = None
 
 
 class Generation:
@@ -83,6 +86,12 @@ class Generation:
         self._passages = passages
         self.pending = list(query)
         """Tokens that must run through the model before the next one can be chosen."""
+        self._query = tuple(query)
+        self.closing = False
+        """Whether the answer is complete, and tokens still run that its turn is to have behind it."""
+        self.turn_ids: tuple[int, ...] = ()
+        """The tokens of a turn that is being closed."""
+        self.turn: Turn | KvshelfError | None = None
         self.row = SuffixRow()
         self._end_ids = end_ids
         self._sampler = _Sampler(sampling)
@@ -93,6 +102,11 @@ class Generation:
         self._masses: list[Tensor] = []
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
+
+    @property
+    def text(self) -> str:
+        """The text that is final."""
+        return self._text.text
 
     @property
     def finished(self) -> bool:
@@ -184,6 +198,8 @@ class Generation:
             self._observed.clear()
         if not self.token_ids:
             self._prefill_tokens = self.row.length
+        if self.closing:
+            return
         if self._passages is not None and not self.pending and (self.token_ids or self._selects_question):
             self._passages.count(self.seen)
 
@@ -209,11 +225,24 @@ class Generation:
             self._selection.advance(self.token_ids)
         return text
 
+    def close(self, token_ids: Sequence[int]) -> None:
+        """Have the suffix of a finished answer hold exactly these tokens, the whole turn. Those that ran already stay,
+        up to the first that differs; the others are pending."""
+        assert self.finished
+        ran = [*self._query, *self.token_ids][: self.row.length]
+        same = next((at for at, pair in enumerate(zip(ran, token_ids, strict=False)) if pair[0] != pair[1]), None)
+        shared = min(len(ran), len(token_ids)) if same is None else same
+        if shared < self.row.length and self.row.states is not None:
+            shared, self.row.states = 0, None  # states cannot be taken back
+        self.row.length, self.pending, self.closing = shared, list(token_ids[shared:]), True
+        self.turn_ids = tuple(token_ids)
+
     def answer(self) -> Answer:
         """The finished answer."""
         assert self.finish_reason is not None
         passages = None if self._passages is None else self._passages.shares()
-        return Answer(self._text.text, list(self.token_ids), self.finish_reason, self.usage(), self.sources, passages)
+        made = (self._text.text, list(self.token_ids), self.finish_reason, self.usage(), self.sources, passages)
+        return Answer(*made, self.turn)
 
     def usage(self) -> Usage:
         """The tokens counted so far."""

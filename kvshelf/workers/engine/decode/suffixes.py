@@ -55,6 +55,13 @@ class Slab:
         self._layers[layer] = made
         return made
 
+    def of(self, row: SuffixRow) -> tuple[tuple[Tensor, ...], ...]:
+        """A copy of the states of a row, of each layer as in `Turn.layers`."""
+        return tuple(
+            tuple(states[row.slot, :, : row.length].clone() for states in layer) if layer is not None else ()
+            for layer in self._layers
+        )
+
     def take(self, row: SuffixRow) -> None:
         """Give a row a slot here, and move its tokens from its previous slab."""
         if not self._free:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.coder import Coder
 from kvshelf.store.artifact.identity import Identity
+from kvshelf.store.artifact.packed import Rotate
 from kvshelf.store.artifact.transforms import Transforms
 from kvshelf.workers.engine.attention.attachment import Attachment
 from kvshelf.workers.policies import Policy
@@ -21,14 +23,23 @@ from kvshelf.workers.policies.view import DocumentView, ProbePass
 
 @dataclass(frozen=True, eq=False)
 class Parent:
-    """A stored cache that tokens are appended to. plain: the same with rows that attention can read, which differs
-    under codec klt alone. document: that, attached. coder: of codec klt, with the transforms of the cache; None under
-    any other codec."""
+    """A stored cache that tokens are appended to. coder: of codec klt, with the transforms of the cache; None under any
+    other codec. devices, rotate: as of an `Attachment`."""
 
     cache: CompressedCache
-    plain: CompressedCache
-    document: Attachment
     coder: Coder | None
+    devices: Sequence[torch.device]
+    rotate: Rotate | None
+
+    @cached_property
+    def plain(self) -> CompressedCache:
+        """The cache with rows that attention can read."""
+        return self.cache if self.coder is None else self.cache.decoded(self.coder)
+
+    @cached_property
+    def document(self) -> Attachment:
+        """The cache as the model's layers read it."""
+        return Attachment(self.plain, self.devices, self.rotate)
 
 
 @dataclass(frozen=True)

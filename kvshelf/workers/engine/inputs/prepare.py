@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import Identity, ModelIdentity, digest
 from kvshelf.workers.engine.inputs.job import Job, Parent
 from kvshelf.workers.engine.inputs.requirements import (
@@ -79,7 +78,7 @@ class Preparer:
             require_one_rotation(document.end, passes, absorber, self.model.config, self.name)
             if parent is not None:
                 require_appending(policy, absorber, moves=moves)
-        token_ids = torch.tensor(document.token_ids, dtype=torch.int64).numpy().tobytes()
+        token_ids = as_bytes(document.token_ids)
         identity = Identity(
             model=self.identity,
             document=digest("kvshelf.tokens", token_ids),
@@ -96,7 +95,8 @@ class Preparer:
             expected_questions=tuple(questions),
         )
         if parent is not None:
-            identity = _appended(parent.cache, identity, token_ids)
+            before = parent.cache
+            identity = identity.behind(before.identity, before.codec, before.kept_tokens, token_ids)
         return Job(document, policy, budget, passes, absorber, identity, parent)
 
     def calibrated(self, document: DocumentView, policy: Policy) -> DocumentView:
@@ -108,13 +108,6 @@ class Preparer:
         return replace(document, calibration=found)
 
 
-def _appended(parent: CompressedCache, own: Identity, token_ids: bytes) -> Identity:
-    """The identity of a cache and tokens appended to it. own: as if these were a document."""
-    return replace(
-        own,
-        document=parent.identity.appended_document(token_ids),
-        num_tokens=parent.num_tokens + own.num_tokens,
-        prefill="appended",
-        budget_tokens=parent.kept_tokens + own.budget_tokens,
-        parent=parent.identity.as_parent(parent.codec),
-    )
+def as_bytes(token_ids: Sequence[int]) -> bytes:
+    """Token ids as identities digest them: int64, little-endian."""
+    return torch.tensor(token_ids, dtype=torch.int64).numpy().tobytes()

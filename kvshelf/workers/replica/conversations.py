@@ -1,0 +1,110 @@
+"""Conversations on the shelf: each turn that was stored is a cache, appended to the one before it.
+
+A client that sends the whole conversation each time is answered from the last turn that is there. The id of a turn's
+cache follows from the cache before it and the turn's tokens, so finding it takes a look at the index and no search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Final
+
+from kvshelf.api import Asking
+from kvshelf.errors import CacheError, CacheNotFound, InvalidRequest, KvshelfError
+from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.artifact.identity import Identity
+from kvshelf.store.base import Store
+from kvshelf.store.manifest import Manifest
+from kvshelf.workers.engine.decode.generation import Answer
+from kvshelf.workers.engine.decode.turns import Turn
+from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.replica.reading import whole
+
+Said = dict[str, str]
+"""A message: its role and content."""
+
+TURN_TTL_S: Final = 7 * 86400.0
+"""How long a stored turn is kept where neither the query nor the cache that it follows says so."""
+
+
+class Conversations:
+    """The stored turns of one model. Blocks; for threads."""
+
+    def __init__(self, engine: Engine, store: Store) -> None:
+        self._engine = engine
+        self._store = store
+
+    def shelved(self, cache_id: str, messages: Sequence[Said], tenant: str) -> tuple[str, Sequence[Said]]:
+        """The cache behind the longest beginning of a conversation that is on the shelf, and the messages that follow:
+        at least one. Raises as `Store.stat` for the cache that the conversation is about."""
+        manifest = self._store.stat(cache_id, tenant=tenant)
+        while (found := self._next(manifest, messages)) is not None:
+            manifest, messages = found
+        return manifest.id, messages
+
+    def _next(self, manifest: Manifest, messages: Sequence[Said]) -> tuple[Manifest, Sequence[Said]] | None:
+        """The cache of the first turns that are stored behind one, and the messages after them."""
+        for end in ends_of_turns(messages[:-1]):  # the question is to have a message
+            try:
+                identity = self._engine.turn_identity(
+                    Identity.from_dict(manifest.identity), manifest.codec, manifest.kept_tokens, messages[:end]
+                )
+                cache_id = self._store.cache_id(identity, tenant=manifest.tenant, codec=manifest.codec)
+                return self._store.stat(cache_id, tenant=manifest.tenant), messages[end:]
+            except (CacheNotFound, CacheError):
+                continue  # stored with the turns after it, perhaps
+            except InvalidRequest:
+                return None  # the turns are no continuation; the query itself gets the error
+        return None
+
+    def keep(self, cache_id: str, query: Asking, answer: Answer, tenant: str) -> str:
+        """Store the turn of an answer behind the cache that it was asked of, and before it the turns that the query
+        has; the id of the last one's cache. What was stored before an error stays.
+
+        Raises as `Store.put` and `Engine.with_turns`, and the error that kept the turn from being whole.
+        """
+        if isinstance(answer.turn, KvshelfError):
+            raise answer.turn
+        assert answer.turn is not None, "the question was asked with its turn to be kept"
+        parent = whole(self._engine, self._store, cache_id, tenant)
+        manifest = self._store.stat(cache_id, tenant=tenant)
+        ttl_s, expires_at = query.ttl_s, None if query.ttl_s is not None else manifest.expires_at
+        if ttl_s is None and expires_at is None and self._store.expiry(None, None) is None:
+            ttl_s = TURN_TTL_S
+        for cache in self._caches(parent, query, answer, answer.turn):
+            stored = self._store.put(
+                cache, codec=cache.codec, tenant=tenant, ttl_s=ttl_s, expires_at=expires_at, parent_id=cache_id
+            )
+            cache_id = stored.id
+        return cache_id
+
+    def _caches(self, parent: CompressedCache, query: Asking, answer: Answer, turn: Turn) -> Sequence[CompressedCache]:
+        """The caches after each turn; one after all where the states of the model are known behind the last alone."""
+        if parent.identity.boundary == "text":
+            return self._engine.with_turns(parent, [list(turn.token_ids)], turn)
+        said = [*said_in(query), {"role": "assistant", "content": answer.text}]
+        ends = [0, *ends_of_turns(said)]
+        each = [said[start:end] for start, end in pairwise(ends)]
+        if any(kind.states for kind in self._engine.kinds):
+            each = [said]
+        return self._engine.with_turns(parent, each, turn)
+
+
+def said_in(query: Asking) -> list[Said]:
+    """The messages of a query, or its one prompt as one."""
+    if query.messages is not None:
+        return [message.model_dump() for message in query.messages]
+    return [{"role": "user", "content": prompt_of(query)}]
+
+
+def prompt_of(query: Asking) -> str:
+    """The one prompt of a query without messages."""
+    assert query.prompt is not None  # the type asks for exactly one of the two
+    (prompt,) = query.prompt if isinstance(query.prompt, list) else [query.prompt]
+    return prompt
+
+
+def ends_of_turns(messages: Sequence[Said]) -> list[int]:
+    """Where each turn of a conversation ends: behind the assistant's messages."""
+    return [at for at, message in enumerate(messages, 1) if message["role"] == "assistant"]
