@@ -7,10 +7,25 @@ import typer
 from kvshelf.bench.batches.cli import batch
 from kvshelf.bench.kernels.cli import column_sums, kernels
 from kvshelf.bench.models.cli import models
-from kvshelf.bench.quality.cli import memory, quality, retrieval, search, together
-from kvshelf.bench.speed.cli import speed
+from kvshelf.bench.quality.cli import growing, memory, quality, retrieval, search, together
+from kvshelf.bench.speed.cli import speed, turns
 from kvshelf.bench.stores.cli import rates, store
 
 app = typer.Typer(help="Measure models, policies and speed on this machine.", no_args_is_help=True)
-for command in (quality, memory, speed, column_sums, kernels, store, rates, batch, retrieval, search, together, models):
+for command in (
+    quality,
+    memory,
+    speed,
+    column_sums,
+    kernels,
+    store,
+    rates,
+    batch,
+    retrieval,
+    search,
+    together,
+    growing,
+    turns,
+    models,
+):
     app.command()(command)
