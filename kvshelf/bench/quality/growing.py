@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from kvshelf.bench.measure import wilson
@@ -79,7 +80,7 @@ def _pieces(engine: Engine, text: str, count: int) -> list[str]:
     """The text in so many pieces of about as many tokens, cut before a space."""
     starts = engine.require_text("document").token_starts(text)
     cuts = [0, *(text.rfind(" ", 0, starts[len(starts) * each // count]) for each in range(1, count)), len(text)]
-    return [text[start:end] for start, end in zip(cuts, cuts[1:], strict=False)]
+    return [text[start:end] for start, end in pairwise(cuts)]
 
 
 def _right(engine: Engine, cache: CompressedCache, question: Question) -> bool:

@@ -39,7 +39,7 @@ def speed(
         str,
         typer.Option(
             "--lengths",
-            help="Tokens per document.  [default: 2k to 8k, codecs 8k, from the shelf to 16k, select, cold and append 32k]",
+            help="Tokens per document.  [default: 2k to 8k, codecs 8k, from the shelf to 16k, others 32k]",
         ),
     ] = "",
     policies: Annotated[str, typer.Option("--policies", help="To compress with.  [default: all of one pass]")] = "",
@@ -129,10 +129,9 @@ def speed(
             tables.append(show.cold_table(read))
         if "append" in chosen:
             with _opened([]) as homes:
-                of_lengths = at or _APPEND_LENGTHS
-                bar = progress.add_task("appending", total=2 * len(of_lengths))
-                step = partial(progress.advance, bar)
-                report["append"] = grown = growings(subject, homes["disk"], of_lengths, rounds, step)
+                sizes = at or list(_APPEND_LENGTHS)
+                step = partial(progress.advance, progress.add_task("appending", total=2 * len(sizes)))
+                report["append"] = grown = growings(subject, homes["disk"], sizes, rounds, step)
             tables.append(show.growing_table(grown))
         if "serving" in chosen:
             with open_vllm(vllm_python, subject, threads, LONGEST) if vllm_python else nullcontext() as vllm:
@@ -183,7 +182,7 @@ def turns(
     made = make_document("multikey", "prose", tokens, 0, lambda text: -(-len(text) // 4))  # about as many tokens
     questions = [question.text for question in made.questions[:count]]
     where, found, said = machine(), {}, {}
-    with Client(base_url=url) as client, progress_bar() as progress:
+    with Client(url) as client, progress_bar() as progress:
         step = partial(progress.advance, progress.add_task("turns", total=2 * len(questions)))
         for store in (False, True):
             found[store], said[store] = conversation(client, url, made.text, questions, store=store, progress=step)

@@ -63,7 +63,7 @@ def _grown(
     def anew() -> None:
         engine.encoded(compress(ids), codec)
 
-    ways = {"append": partial(engine.extend, parent, ids[tokens:]), "anew": anew}
+    ways: dict[str, Callable[[], object]] = {"append": partial(engine.extend, parent, ids[tokens:]), "anew": anew}
     runs = interleaved({name: partial(cost, way, subject.device) for name, way in ways.items()}, rounds)
     append_s, anew_s = ([each.seconds for each in runs[name]] for name in ("append", "anew"))
     child = engine.extend(parent, ids[tokens:])

@@ -52,7 +52,8 @@ def _turn(http: httpx.Client, cache_id: str, messages: list[dict[str, str]], num
         "stream_options": {"include_usage": True},
         "store": store,
     }
-    text, first_s, usage = "", 0.0, {}
+    text, first_s = "", 0.0
+    usage: dict[str, Any] = {}
     started = time.perf_counter()
     with http.stream("POST", "/v1/chat/completions", json=body) as response:
         response.raise_for_status()
