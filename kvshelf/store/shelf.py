@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from io import BufferedReader
 from typing import TYPE_CHECKING, Any
@@ -479,20 +479,26 @@ class Shelf(Store):
         """Returns the problem, None if there was none or the cache ended meanwhile."""
         try:
             for _ in range(_SEAL_ROUNDS):
-                if self._writer.swap(entry, entry.manifest(), self._contents(entry)):
-                    return None
+                with ExitStack() as parent, suppress(BasesGone):
+                    if self._writer.swap(entry, entry.manifest(), self._contents(entry, parent)):
+                        return None
                 entry = self._reader.ready(entry.id, entry.tenant)  # it was changed meanwhile
         except KvshelfError as error:
             return None if error.code in ("cache_not_found", "cache_expired") else error.message
         return f"it was changed {_SEAL_ROUNDS} times while it was sealed anew; try again when it is at rest"
 
-    def _contents(self, entry: Entry) -> Sequence[Content]:
-        """The blob of a cache, and its source if one is kept, read and verified."""
+    def _contents(self, entry: Entry, opened: ExitStack) -> Sequence[Content]:
+        """The blob of a cache, and its source if one is kept, read and verified. The blob is what its parent lacks, if
+        that is sealed anew already; the parent stays open in `opened`."""
         packed = self.get(entry.id, tenant=entry.tenant).pack()
+        parent_id = entry.parent_id if entry.bases else None
+        parent = None if parent_id is None else self._index.find(parent_id, entry.tenant)
+        if parent is None or parent.state != "ready" or not self._writer.would_seal_alike(parent):
+            parent_id = None
+        content = self._blob_content(entry.id, packed, parent_id, entry.tenant, opened)
         if entry.source is None:
-            return [blob_content(entry.id, packed)]
-        text = self.source(entry.id, tenant=entry.tenant)
-        return [blob_content(entry.id, packed), source_content(entry.id, text.encode())]
+            return [content]
+        return [content, source_content(entry.id, self.source(entry.id, tenant=entry.tenant).encode())]
 
 
 _SEAL_ROUNDS = 10

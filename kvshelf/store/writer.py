@@ -242,6 +242,8 @@ class Writer:
                 if (not content.bases and size != content.nbytes) or not content.verify(file, size):
                     raise BlobError("other bytes came back", reason="digest_mismatch")
         except BlobError as error:
+            if content.bases:  # one of them may be damaged
+                raise BasesGone from error
             raise StoreUnavailable(
                 f"the shelf on {self._blobs.home} does not keep what is written to it: {error}", stored=False
             ) from error
