@@ -170,6 +170,14 @@ def extended(parent: CompressedCache, seed: int = 1, *, entries: int = 30, token
     return replace(parent, layers=tuple(layers), num_tokens=num_tokens, next_position=num_tokens, identity=identity)
 
 
+def family(generations: int, seed: int = 0, *, entries: int = 32) -> list[CompressedCache]:
+    """A cache of 16 KiB for 32 `entries`, the cache that extends it, the one that extends that, and so on."""
+    found = [make_cache(seed, num_tokens=2 * entries, lengths=((entries,),), dims=(64, 64))]
+    while len(found) < generations:
+        found.append(extended(found[-1], len(found), entries=entries, tokens=2 * entries))
+    return found
+
+
 def parts_of(record: LayerRecord) -> tuple[PackedRecord, ...]:
     entries = entries_of(record)
     return () if entries is None else entries.parts if isinstance(entries, Parts) else (entries,)

@@ -239,7 +239,9 @@ def test_a_cache_with_children_is_deleted_only_with_them(store: Shelf, place: Pl
 
 
 @pytest.mark.parametrize("shares", [True, False])
-def test_a_descendant_behind_an_expired_cache_is_one_still(store: Shelf, clock: Clock, place: Place, shares: bool) -> None:
+def test_a_descendant_behind_an_expired_cache_is_one_still(
+    store: Shelf, clock: Clock, place: Place, shares: bool
+) -> None:
     caches = family(3) if shares else [big(0), big(1), big(2)]
     root = store.put(caches[0])
     child = store.put(caches[1], parent_id=root.id, ttl_s=10)
