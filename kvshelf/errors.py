@@ -15,6 +15,7 @@
     │   ├── ModelMismatch               409  model_mismatch
     │   ├── SourceNotKept               409  source_not_kept
     │   ├── StateConflict               409  state_conflict
+    │   ├── CacheHasChildren            409  cache_has_children
     │   ├── EtagMismatch                412  etag_mismatch
     │   ├── DocumentTooLong             413  document_too_long
     │   ├── BodyTooLarge                413  body_too_large
@@ -149,6 +150,12 @@ class SourceNotKept(CallerError):
 
 class StateConflict(CallerError):
     code, status, type = "state_conflict", 409, "conflict_error"
+
+
+class CacheHasChildren(CallerError):
+    """Other caches extend the one that is to be deleted, so its bytes would live on in them."""
+
+    code, status, type = "cache_has_children", 409, "conflict_error"
 
 
 class EtagMismatch(CallerError):

@@ -49,16 +49,19 @@ class Store(abc.ABC):
         timings: Timings | None = None,
         source: str | None = None,
         judged: Judgement | None = None,
+        parent_id: str | None = None,
     ) -> Manifest:
         """Store a cache: write, verify what was written, then make it visible. Durable when it returns.
 
         `codec` is a text of `kvshelf.store.artifact.codecs`; "none" adds no encoding to the cache. The manifest and
         the id hold the canonical text of the codec. source: the document's text, to be kept with the cache. judged:
-        the cache's measured quality.
+        the cache's measured quality. parent_id: the stored cache that this one extends. The home then keeps only the
+        bytes that the parent lacks, and deletes the parent only together with this cache (see `delete`).
         If this cache is on the shelf already, nothing is written and its manifest is returned unchanged, labels and
         expiry included; only a missing source is added. An expired or corrupt cache is replaced. Sets `store_s` in the
         manifest's timings. Raises `InvalidRequest` (arguments, or a cache that the codec or the format cannot hold),
-        `QuotaExceeded`, `StorageFull`; nothing is visible after an error.
+        `QuotaExceeded`, `StorageFull`, `CacheNotFound` if the parent is unknown or was deleted, even while this cache
+        was being written; nothing is visible after an error. A parent that has expired is no error.
         """
 
     @abc.abstractmethod
@@ -141,12 +144,14 @@ class Store(abc.ABC):
         name: str | None = None,
         id_prefix: str | None = None,
         labels: Mapping[str, str] | None = None,
+        parent_id: str | None = None,
         limit: int = 20,
         after: str | None = None,
     ) -> Page:
         """Live caches of a tenant, newest first. A cache must match every filter, and have every label in `labels`.
 
-        `id_prefix` is the beginning of ids, `kvs_` and at least four of the digits after it.
+        `id_prefix` is the beginning of ids, `kvs_` and at least four of the digits after it. `parent_id` is the cache
+        that the listed ones extend.
 
         `after` is the last id of the page before. The order never changes, and deleting that cache does not lose the
         place. Raises `InvalidRequest` for a limit outside 1 to 1,000, another `id_prefix`, or an `after` this tenant
@@ -174,9 +179,19 @@ class Store(abc.ABC):
         """
 
     @abc.abstractmethod
-    def delete(self, cache_id: str, *, tenant: str = "default", if_revision: Collection[str] | None = None) -> Receipt:
+    def delete(
+        self,
+        cache_id: str,
+        *,
+        tenant: str = "default",
+        if_revision: Collection[str] | None = None,
+        cascade: bool = False,
+    ) -> Receipt:
         """Remove a cache, even an expired or corrupt one. Readers that have it open can finish. Raises `CacheNotFound`.
 
+        cascade: also remove all caches that extend it, and those that extend these, the last ones first. Without it,
+        such a cache raises `CacheHasChildren`: its bytes would live on in them. An interrupted cascade has removed some
+        of them whole; call it again.
         if_revision: as for `update`; it then raises as `get` does.
         """
 
@@ -187,6 +202,11 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def sweep(self, now: float | None = None) -> Swept:
         """Remove expired items and the remains of crashes. Safe while others write; call it every few minutes."""
+
+    @abc.abstractmethod
+    def compact(self) -> int:
+        """Write caches anew, each as a whole, that lie in many files because caches were extended again and again.
+        Returns how many. Safe while others write; call it after `sweep`."""
 
     @abc.abstractmethod
     def cache_id(self, identity: Identity, *, tenant: str = "default", codec: str = "none") -> str:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 Step = Callable[[str], None]
 """Called with the name of each completed step of a write: for tracing, and for tests that stop there."""
 
+Name = tuple[str, int]
+"""A name in `Blobs`, and the size with which it was written."""
+
 WRITE_LEASE_S: Final = 60.0
 """How long a writer may be silent before its write counts as abandoned."""
 
@@ -35,6 +38,11 @@ _NAME = re.compile(r"[0-9a-f]{40}-[0-9a-f]{16}")
 def new_name(cache_id: str) -> str:
     """A fresh name for bytes of a cache. The random part separates two writers of one cache."""
     return f"{cache_id.removeprefix('kvs_')}-{secrets.token_hex(8)}"
+
+
+def cache_of(name: str) -> str:
+    """The cache whose bytes were written under a name."""
+    return f"kvs_{name[:40]}"
 
 
 def is_name(name: str) -> bool:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, Final, Literal
 
-from kvshelf.errors import CacheCorrupt, CacheNotFound, EtagMismatch, InvalidRequest
+from kvshelf.errors import CacheCorrupt, CacheHasChildren, CacheNotFound, EtagMismatch, InvalidRequest
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.types import Unset
 
@@ -49,6 +49,17 @@ def corrupt(cache_id: str, problem: str, reason: str) -> CacheCorrupt:
         f"cache {cache_id} is corrupt ({problem}); it is never used. Compress its document again.",
         param="cache_id",
         reason=reason,
+    )
+
+
+def has_children(cache_id: str, children: int) -> CacheHasChildren:
+    """children: how many stored caches descend from it."""
+    caches = "cache extends" if children == 1 else "caches extend"
+    return CacheHasChildren(
+        f"{children} {caches} {cache_id}, whose bytes would live on there; delete those first, or all at once with "
+        "?cascade=true (cascade=True, kvshelf rm --cascade)",
+        param="cache_id",
+        children=children,
     )
 
 

@@ -35,6 +35,8 @@ def bury(index: Index, blobs: Blobs, entry: Entry, state: Literal["expired", "ev
     except StorageFull:
         # A full disk has no space for the tombstone, so free some: remove the bytes first. If the process dies in
         # between, the next reader finds them missing and the cache corrupt.
+        if entry.name is not None and index.is_base(entry.name):
+            raise
         _remove(blobs, entry)
         buried = index.bury(entry, state, now)
     if buried:
@@ -43,10 +45,16 @@ def bury(index: Index, blobs: Blobs, entry: Entry, state: Literal["expired", "ev
 
 
 def discard(index: Index, blobs: Blobs, names: Entry | Writing) -> None:
-    """Remove the bytes of a replaced or buried entry, or of a write, then their registration. After a crash, a sweep
-    does it."""
-    if _remove(blobs, names) and names.name is not None:
+    """Remove the bytes of a replaced or buried entry, or of a write, then their registration; those of a blob that is a
+    base stay. Then those of bases that were kept for it alone. After a crash, a sweep does it."""
+    if names.name is not None and index.is_base(names.name):
+        source, nbytes = names.source, names.source_bytes
+        if source is not None and blobs.remove(source, nbytes):
+            index.abandon(source)
+    elif _remove(blobs, names) and names.name is not None:
         index.abandon(names.name)
+    if names.bases:
+        reclaim(index, blobs)
 
 
 def _remove(blobs: Blobs, names: Entry | Writing) -> bool:
@@ -109,7 +117,7 @@ def problems(index: Index, blobs: Blobs) -> list[str]:
 
 
 def _problems_of(entries: Sequence[Entry], blobs: Blobs) -> Iterator[str]:
-    ready = [(entry.id, name) for entry in entries if entry.state == "ready" for name in entry.names()]
+    ready = [(entry.id, name) for entry in entries if entry.state == "ready" for name in entry.needed()]
     held = blobs.hold_each([name for _, name in ready])
     short = {cache_id for (cache_id, _), whole in zip(ready, held, strict=True) if not whole}
     for entry in entries:

@@ -4,7 +4,8 @@ Only `publish` makes a cache visible. A writer first registers a name with `begi
 fences the writer: once the lease has run out, the writer can publish nothing.
 
 A name stays registered until its bytes are removed. Names that give way to a newer cache or to a tombstone become
-abandoned writes, until `abandon` is called for them.
+abandoned writes, until `abandon` is called for them. A blob that gives way while another entry has it as a base is kept
+instead, and counts for its tenant; it becomes an abandoned write in the step that ends the last reference to it.
 
 After `StorageFull`, the step was not taken; after `StoreUnavailable`, it may have been.
 """
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from kvshelf.errors import InvalidRequest, QuotaExceeded, StorageFull, StoreUnavailable
-from kvshelf.store.blobs import Blobs
+from kvshelf.store.blobs import Blobs, Name
 from kvshelf.store.jobs.table import JobTable
 from kvshelf.store.leases import Leases
 from kvshelf.store.manifest import Manifest, Usage
@@ -37,7 +38,9 @@ class Entry:
 
     seq: orders listings; never repeats, and a cache that is put again gets a new one. version: counts changes of the
     manifest. name, source: names of the blob and the kept source in `Blobs`. nbytes, source_bytes: their sizes there,
-    encryption included. uses: times the cache was touched. priority: see `kvshelf.store.eviction`.
+    encryption included. uses: times the cache was touched. priority: see `kvshelf.store.eviction`. bases: blobs of
+    other caches that hold a part of this one's bytes (`kvshelf.store.splice`). parent_id: the cache that this one
+    extends; a tombstone keeps it.
     """
 
     seq: int
@@ -57,6 +60,8 @@ class Entry:
     pinned: bool = False
     ended_at: float | None = None
     problem: str | None = None
+    bases: tuple[Name, ...] = ()
+    parent_id: str | None = None
     text: str | None = None
     """The manifest's JSON."""
 
@@ -76,13 +81,23 @@ class Entry:
         manifest = Manifest.model_validate_json(self.text)
         return manifest.model_copy(update={"last_used_at": self.last_used_at, "uses": self.uses})
 
-    def names(self) -> list[tuple[str, int]]:
+    def names(self) -> list[Name]:
         """Every name in `Blobs` that belongs to the entry, with its size."""
         both = ((self.name, self.nbytes), (self.source, self.source_bytes))
         return [(name, nbytes) for name, nbytes in both if name is not None]
 
+    def needed(self) -> list[Name]:
+        """Every name that reading the entry takes: its own, and those of its bases."""
+        return [*self.names(), *self.bases]
+
+    def retired(self) -> Writing:
+        """The names and bases that the entry loses when it ends."""
+        return Writing(
+            self.name or "", self.id, self.tenant, self.nbytes, self.source, self.source_bytes, bases=self.bases
+        )
+
     def swapped(self, manifest: Manifest, writing: Writing | None) -> tuple[Entry, Writing | None]:
-        """The entry with another manifest and the names of a write, and the names that the write replaces.
+        """The entry with another manifest and the names of a write, and the names and bases that the write replaces.
 
         A write without a blob (`nbytes` 0) replaces the source alone. A write without a source keeps the entry's
         source, if the manifest says that there is one.
@@ -98,11 +113,11 @@ class Entry:
         )
         if writing is None:
             return entry, None
-        gone = Writing(self.name or "", self.id, self.tenant, self.nbytes, self.source, self.source_bytes)
+        gone = self.retired()
         if writing.nbytes:
-            entry = replace(entry, name=writing.name, nbytes=writing.nbytes)
+            entry = replace(entry, name=writing.name, nbytes=writing.nbytes, bases=writing.bases)
         else:
-            gone = replace(gone, name=self.source or "", nbytes=0)
+            gone = replace(gone, name=self.source or "", nbytes=0, bases=())
         if writing.source is None and manifest.has_source:
             gone = replace(gone, source=None, source_bytes=0)
         else:
@@ -114,7 +129,8 @@ class Entry:
 class Writing:
     """A write in progress: names in `Blobs` with their sizes, which are reserved for the tenant.
 
-    `nbytes` is 0 where only a source is written; `name` is then that of the source.
+    `nbytes` is 0 where only a source is written; `name` is then that of the source. bases, parent_id: those of the
+    entry that the write becomes; they are registered with the entry, not before.
     """
 
     name: str
@@ -123,8 +139,10 @@ class Writing:
     nbytes: int
     source: str | None = None
     source_bytes: int = 0
+    bases: tuple[Name, ...] = ()
+    parent_id: str | None = None
 
-    def names(self) -> list[tuple[str, int]]:
+    def names(self) -> list[Name]:
         """The names under which the write puts bytes, with their sizes."""
         both = ((self.name if self.nbytes else None, self.nbytes), (self.source, self.source_bytes))
         return [(name, nbytes) for name, nbytes in both if name is not None]
@@ -176,6 +194,11 @@ class Query:
     name: str | None = None
     id_prefix: str | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
+    parent_id: str | None = None
+
+
+class BasesGone(Exception):
+    """A base of a write has ended since, and nothing was done: the caller writes the cache whole."""
 
 
 class Index(abc.ABC):
@@ -233,9 +256,11 @@ class Index(abc.ABC):
 
         If a live entry has the id and its blob is not that of `over`, nothing is changed: (False, that entry).
         Otherwise the cache replaces any entry of its id: (True, the replaced entry if it had names, else None). Those
-        names are then among the `abandoned`. cost_s: seconds to make the cache again, for eviction.
+        names are then among the `abandoned`, or kept. cost_s: seconds to make the cache again, for eviction.
 
-        Raises `StoreUnavailable` if the lease of the write has run out.
+        Raises `StoreUnavailable` if the lease of the write has run out, `CacheNotFound` if an ancestor of the cache
+        (its parent, the parent's parent) was deleted, and `BasesGone` unless each base is the blob of a stored entry of
+        this tenant, or kept. Nothing is changed then.
         """
 
     # Reading
@@ -249,6 +274,10 @@ class Index(abc.ABC):
         """Live entries, newest first, with a seq below `before`."""
 
     @abc.abstractmethod
+    def children(self, cache_id: str, tenant: str) -> list[Entry]:
+        """The entries in any state that have this cache as their parent; the cache itself need not exist."""
+
+    @abc.abstractmethod
     def usage(self, tenant: str | None) -> Usage:
         """Ready entries and their bytes, sources included. tenant None: of all tenants."""
 
@@ -258,7 +287,11 @@ class Index(abc.ABC):
 
     @abc.abstractmethod
     def knows(self, name: str) -> bool:
-        """Whether an entry or a write in progress has this name in `Blobs`, as blob or as source."""
+        """Whether an entry or a write in progress has this name in `Blobs`, as blob or as source, or it is kept."""
+
+    @abc.abstractmethod
+    def is_base(self, name: str) -> bool:
+        """Whether a stored entry has this name as a base. Once a name has given way, it does not become one again."""
 
     # Changing
 
@@ -267,9 +300,9 @@ class Index(abc.ABC):
         """Put another manifest into a ready entry, with the manifest's expiry, labels and pin.
 
         writing: give the entry the names of this write as well, which ends the write; see `Entry.swapped`. The replaced
-        names are then among the `abandoned`. A new blob makes a corrupt entry ready again. False: the entry has
-        ended or changed since (name, version), and nothing is done. Raises `StoreUnavailable` if the lease of the write
-        has run out.
+        names are then among the `abandoned`, or kept. A new blob makes a corrupt entry ready again. False: the entry
+        has ended or changed since (name, version), and nothing is done. Raises `StoreUnavailable` if the lease of the
+        write has run out, and `BasesGone` as `publish` does.
         """
 
     @abc.abstractmethod
@@ -282,11 +315,13 @@ class Index(abc.ABC):
 
     @abc.abstractmethod
     def bury(self, entry: Entry, state: Literal["expired", "evicted", "deleted"], now: float) -> bool:
-        """Turn a stored entry into a tombstone, without data of callers. Its names are then among the `abandoned`.
+        """Turn a stored entry into a tombstone, without data of callers. Its names are then among the `abandoned`, or
+        kept.
 
         False, and nothing done: the entry was put again since (its seq differs), or is a tombstone already. "deleted"
-        also replaces tombstones of other states, and requires an unchanged version. "expired" requires that the entry
-        has expired at `now`.
+        also replaces tombstones of other states, requires an unchanged version, and that no descendant is stored.
+        "evicted" requires that the entry's blob is no base: evicting it would free nothing. "expired" requires that the
+        entry has expired at `now`.
         """
 
     @abc.abstractmethod
@@ -295,11 +330,16 @@ class Index(abc.ABC):
 
     @abc.abstractmethod
     def victims(self, limit: int) -> list[Entry]:
-        """Ready entries that are not pinned, those with the lowest priority first."""
+        """Ready entries that are not pinned and whose blob is no base, those with the lowest priority first."""
+
+    @abc.abstractmethod
+    def spliced(self, least: int, limit: int) -> list[Entry]:
+        """Ready entries with at least so many bases."""
 
     @abc.abstractmethod
     def forget(self, before: float) -> int:
-        """Drop tombstones that ended before a time; returns how many."""
+        """Drop tombstones that ended before a time; returns how many. One with children stays as long as they do: it
+        says whose descendants they are."""
 
     @abc.abstractmethod
     def problems(self) -> list[str]:

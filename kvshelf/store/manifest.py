@@ -48,10 +48,11 @@ class Manifest(Record):
     identity: `Identity.to_dict()`. bytes_full: keys and values before compression. bytes_stored: the blob.
     blob_digest: the blob's root digest; segment_digests: one per layer. uses: questions asked so far.
     source_digest: BLAKE3 of the document's text as UTF-8, if the text is kept with the cache.
-    quality, tried: see `Judgement`.
+    quality, tried: see `Judgement`. parent_id: the cache that this one extends, None if it extends none.
     """
 
     id: str
+    parent_id: str | None = None
     document_id: str
     tenant: str
     identity: dict[str, Any]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 
 from kvshelf.errors import BlobError, CacheCorrupt, CacheExpired, SourceNotKept, StoreError
 from kvshelf.store import checks
-from kvshelf.store.blobs import Blobs, StoredFile
+from kvshelf.store.blobs import Blobs, Name, StoredFile
 from kvshelf.store.index import Entry, Index
 from kvshelf.store.manifest import source_digest
 from kvshelf.store.rules import Rules
-from kvshelf.store.writer import SOURCE_PREFIX, opened, plain
+from kvshelf.store.writer import SOURCE_PREFIX, joined, open_all, opened
 
 
 class Reader:
@@ -57,26 +57,29 @@ class Reader:
 
         once: see `Blobs.open`.
         """
-        entry, file = self._open(cache_id, tenant, once)
-        try:
-            with self.quarantining(entry):
-                yield entry, *plain(file, self._rules, entry.nbytes, tenant, cache_id)
-        except BaseException:
-            file.close()
-            raise
+        entry, names, files = self._open(cache_id, tenant, once)
+        with self.quarantining(entry):
+            file, nbytes = joined(files, self._rules, names, tenant, cache_id)
+            try:
+                yield entry, file, nbytes
+            except BaseException:
+                file.close()
+                raise
 
-    def _open(self, cache_id: str, tenant: str, once: bool) -> tuple[Entry, StoredFile]:
-        """Open a cache's blob. If the cache is deleted or replaced meanwhile, the index decides."""
+    def _open(self, cache_id: str, tenant: str, once: bool) -> tuple[Entry, Sequence[Name], Sequence[StoredFile]]:
+        """Open a cache's blob and its bases. If the cache is deleted or replaced meanwhile, the index decides."""
         entry = self.ready(cache_id, tenant)
         while True:
             assert entry.name is not None, "a ready cache has a blob"
-            file = self._blobs.open(entry.name, entry.nbytes, once=once)
-            if file is not None:
-                return entry, file
+            names = [(entry.name, entry.nbytes), *entry.bases]
+            files = open_all(self._blobs, names, once=once)
+            if files is not None:
+                return entry, names, files
             again = self.ready(cache_id, tenant)
             if again.name == entry.name:
                 with self.quarantining(entry):
-                    raise BlobError("its file is missing or not a regular file", reason="missing")
+                    which = "its file, or one of its bases," if entry.bases else "its file"
+                    raise BlobError(f"{which} is missing or not a regular file", reason="missing")
             entry = again
 
     def source(self, entry: Entry) -> str:
@@ -99,15 +102,17 @@ class Reader:
         """A `BlobError` in the block quarantines the cache: later reads fail at once, without reading its bytes.
 
         read: name and size of the bytes that the block reads; the blob by default. The source of a cache with a corrupt
-        blob stays in place, so that the cache can be recomputed from it.
+        blob stays in place, so that the cache can be recomputed from it, and so does a blob that other caches have as a
+        base: what they use of it may be sound.
         """
         try:
             yield
         except BlobError as error:
             # If the shelf cannot be written either, the next read finds the damage again.
             with suppress(StoreError):
-                if self._index.mark_corrupt(entry, error.message):
-                    self._blobs.set_aside(*(read or entry.names()[0]))
+                name, nbytes = read or entry.names()[0]
+                if self._index.mark_corrupt(entry, error.message) and not self._index.is_base(name):
+                    self._blobs.set_aside(name, nbytes)
             raise checks.corrupt(entry.id, error.message, error.reason) from error
 
 

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from io import BufferedReader
 from typing import TYPE_CHECKING, Any
 
 from kvshelf.api import Timings
-from kvshelf.errors import BlobError, InvalidRequest, KvshelfError, QuotaExceeded
+from kvshelf.errors import (
+    BlobError,
+    CacheError,
+    CacheNotFound,
+    InvalidRequest,
+    KvshelfError,
+    QuotaExceeded,
+    StorageFull,
+)
 from kvshelf.store import checks, housekeeping
 from kvshelf.store.artifact import blob, codecs
+from kvshelf.store.artifact.blob import PackedBlob
 from kvshelf.store.artifact.blob.frame import FORMAT_MAJOR, BlobSummary
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.base import Store
 from kvshelf.store.blobs import Blobs, Health, RangesFile, Step
-from kvshelf.store.index import KEEP_ENDED_S, Entry, Index, Query
+from kvshelf.store.index import KEEP_ENDED_S, BasesGone, Entry, Index, Query
 from kvshelf.store.jobs.batches import Batches
 from kvshelf.store.jobs.bodies import Bodies
 from kvshelf.store.jobs.files import Files
@@ -27,12 +38,14 @@ from kvshelf.store.manifest import Judgement, Manifest, Usage, describe, source_
 from kvshelf.store.reader import Reader, require_root
 from kvshelf.store.rules import Rules
 from kvshelf.store.types import UNSET, BlobFile, Page, Receipt, Scrubbed, Swept, Unset
-from kvshelf.store.writer import Content, Writer, blob_content, is_whole, source_content
+from kvshelf.store.writer import Content, Writer, blob_content, is_whole, source_content, spliced_content
 
 if TYPE_CHECKING:
     from kvshelf.store.artifact.arriving import ArrivingCache
     from kvshelf.store.artifact.blob.reading import PartialCache
     from kvshelf.store.artifact.cache import CompressedCache
+
+log = logging.getLogger("kvshelf.store")
 
 
 class Shelf(Store):
@@ -100,6 +113,7 @@ class Shelf(Store):
         timings: Timings | None = None,
         source: str | None = None,
         judged: Judgement | None = None,
+        parent_id: str | None = None,
     ) -> Manifest:
         fields: dict[str, Any] = {
             "expires_at": self.expiry(ttl_s, expires_at),
@@ -113,31 +127,64 @@ class Shelf(Store):
         text = None if source is None else checks.require_source(source).encode()
         codec = str(codecs.resolve(cache.codec, codec))
         cache_id = self.cache_id(cache.identity, tenant=tenant, codec=codec)
+        if parent_id is not None:
+            self._require_parent(parent_id, cache_id, tenant)
         entry = self._index.find(cache_id, tenant)
         if entry is not None and entry.live(self._now()) and is_whole(self._blobs, entry):
             return entry.manifest() if source is None else self.keep_source(cache_id, source, tenant=tenant)
         started = time.perf_counter()
         packed = cache.encoded(codec).pack()
-        contents = [blob_content(cache_id, packed)]
+        sources = []
         if text is not None:
-            contents.append(source_content(cache_id, text))
+            sources.append(source_content(cache_id, text))
             fields |= {"has_source": True, "source_digest": source_digest(text)}
-        fields |= {"id": cache_id, "document_id": self.document_id(cache.identity, tenant=tenant)}
+        fields |= {
+            "id": cache_id,
+            "document_id": self.document_id(cache.identity, tenant=tenant),
+            "parent_id": parent_id,
+        }
         manifest = describe(cache, packed, created_at=self._now(), **fields)
-        return self._writer.put(manifest, contents, started=started)
+        put = partial(self._writer.put, manifest, started=started, parent_id=parent_id)
+        with ExitStack() as parent:  # open until the cache is published, so that nobody evicts it for the cache
+            try:
+                return put([self._blob_content(cache_id, packed, parent_id, tenant, parent), *sources])
+            except BasesGone:
+                return put([blob_content(cache_id, packed), *sources])
+
+    def _require_parent(self, parent_id: str, cache_id: str, tenant: str) -> None:
+        entry = self._index.find(checks.require_id(parent_id), tenant)
+        if entry is None or entry.state == "deleted":
+            raise checks.not_found(parent_id)
+        if parent_id == cache_id:
+            raise InvalidRequest("parent_id: a cache does not extend itself", param="parent_id")
+
+    def _blob_content(
+        self, cache_id: str, packed: PackedBlob, parent_id: str | None, tenant: str, opened: ExitStack
+    ) -> Content:
+        """The bytes of a blob that the blob of its parent lacks; the whole blob if that cannot be read. The parent
+        stays open in `opened`."""
+        if parent_id is None:
+            return blob_content(cache_id, packed)
+        try:
+            with self._reader.opening(parent_id, tenant) as (entry, file, nbytes):
+                opened.enter_context(file)
+                return spliced_content(cache_id, packed, entry, file, nbytes)
+        except (CacheNotFound, CacheError):
+            return blob_content(cache_id, packed)
 
     def expiry(self, ttl_s: float | None, expires_at: float | None) -> float | None:
         return self._rules.expiry(ttl_s, expires_at, self._now())
 
-    def adopt(self, cache: CompressedCache, manifest: Manifest) -> None:
-        """Store a cache under an existing manifest: copy it to a tier, or give it back to its home.
+    def adopt(self, cache: CompressedCache, manifest: Manifest, *, parent_id: str | None = None) -> None:
+        """Store a cache under an existing manifest: copy it to a tier, or give it back to its home, with its parent.
 
-        Raises `BlobError` if the manifest belongs to another blob, and as `put` does.
+        A tier knows no parents: its copies go one by one. Raises `BlobError` if the manifest belongs to another blob,
+        and as `put` does; a parent may be unknown here.
         """
         packed = cache.pack()
         if packed.root.hex() != manifest.blob_digest:
             raise BlobError("the manifest belongs to another blob", reason="wrong_blob")
-        self._writer.put(manifest, [blob_content(manifest.id, packed)])
+        self._writer.put(manifest, [blob_content(manifest.id, packed)], parent_id=parent_id)
 
     def mend(self, cache: CompressedCache, cache_id: str, *, tenant: str) -> None:
         """Replace the bytes of a corrupt cache from a copy; its manifest stays. Does nothing if the cache changed.
@@ -244,15 +291,18 @@ class Shelf(Store):
         name: str | None = None,
         id_prefix: str | None = None,
         labels: Mapping[str, str] | None = None,
+        parent_id: str | None = None,
         limit: int = 20,
         after: str | None = None,
     ) -> Page:
         checks.require_limit(limit)
-        for param, value in {"document_id": document_id, "model": model, "policy": policy, "name": name}.items():
+        texts = {"document_id": document_id, "model": model, "policy": policy, "name": name, "parent_id": parent_id}
+        for param, value in texts.items():
             checks.require_text(value or "", param)
         if id_prefix is not None:
             checks.require_id_prefix(id_prefix)
-        query = Query(tenant, document_id, model, policy, name, id_prefix, checks.require_labels(labels or {}))
+        wanted = checks.require_labels(labels or {})
+        query = Query(tenant, document_id, model, policy, name, id_prefix, wanted, parent_id)
         before = None
         if after is not None:
             cursor = self._index.find(checks.require_text(after, "after"), tenant)
@@ -295,7 +345,7 @@ class Shelf(Store):
             old, new = entry.expires_at, manifest.expires_at
             if old is not None and (new is None or new > old):
                 with self._reader.quarantining(entry):
-                    for name, nbytes in entry.names():
+                    for name, nbytes in entry.needed():
                         self._blobs.keep_until(name, nbytes, new)
             if self._index.swap(entry, manifest):  # else it was changed since it was looked up
                 return manifest
@@ -303,18 +353,57 @@ class Shelf(Store):
     def touch(self, cache_id: str, *, tenant: str = "default") -> None:
         self._index.touch(cache_id, tenant, self._now())
 
-    def delete(self, cache_id: str, *, tenant: str = "default", if_revision: Collection[str] | None = None) -> Receipt:
+    def delete(
+        self,
+        cache_id: str,
+        *,
+        tenant: str = "default",
+        if_revision: Collection[str] | None = None,
+        cascade: bool = False,
+    ) -> Receipt:
         checks.require_id(cache_id)
         now = self._now()
+        descendants: list[str] = []
+        freed = 0
         while True:
             entry = self._index.find(cache_id, tenant) if if_revision is None else self._reader.ready(cache_id, tenant)
             if entry is None or entry.state == "deleted":
                 raise checks.not_found(cache_id)
             if if_revision is not None:
                 checks.require_revision(entry.manifest(), if_revision)
+            for child in self._descendants(entry, now, cascade=cascade):
+                if housekeeping.bury(self._index, self._blobs, child, "deleted", now):
+                    descendants.append(child.id)
+                    freed += child.nbytes + child.source_bytes
             if housekeeping.bury(self._index, self._blobs, entry, "deleted", now):
-                freed = entry.nbytes + entry.source_bytes
-                return Receipt(id=cache_id, deleted_at=now, bytes_freed=freed, homes=(self._blobs.home,))
+                freed += entry.nbytes + entry.source_bytes
+                homes = (self._blobs.home,)
+                return Receipt(
+                    id=cache_id, deleted_at=now, bytes_freed=freed, homes=homes, descendants=tuple(descendants)
+                )
+
+    def _descendants(self, entry: Entry, now: float, *, cascade: bool) -> Sequence[Entry]:
+        """The stored caches that extend a cache, the deepest first, to be deleted before it; expired ones end here.
+
+        Raises `CacheHasChildren` for live and corrupt ones without `cascade`.
+        """
+        found: dict[str, Entry] = {}
+        left = [entry]
+        for each in left:  # which grows meanwhile
+            for child in self._index.children(each.id, each.tenant):
+                if child.id not in found:
+                    found[child.id] = child
+                    left.append(child)
+        stored = [child for child in reversed(found.values()) if child.stored]
+        expired = {
+            child.id
+            for child in stored
+            if child.expired(now) and housekeeping.bury(self._index, self._blobs, child, "expired", now)
+        }
+        stored = [child for child in stored if child.id not in expired]
+        if stored and not cascade:
+            raise checks.has_children(entry.id, len(stored))
+        return stored
 
     # Housekeeping
 
@@ -336,6 +425,18 @@ class Shelf(Store):
         )
         housekeeping.reclaim(self._index, self._blobs)  # the bytes that the forgotten jobs held
         return swept
+
+    def compact(self) -> int:
+        count = 0
+        for entry in self._index.spliced(_COMPACT_BASES, _COMPACT_BATCH):
+            try:
+                packed = self.get(entry.id, tenant=entry.tenant).pack()
+                count += self._writer.swap(entry, entry.manifest(), [blob_content(entry.id, packed)], evict=False)
+            except (CacheNotFound, CacheError):
+                pass  # it ended meanwhile, or is corrupt
+            except (QuotaExceeded, StorageFull) as error:
+                log.warning("cache %s lies in %d files and stays there: %s", entry.id, len(entry.bases) + 1, error)
+        return count
 
     def usage(self, *, tenant: str | None = None) -> Usage:
         return self._index.usage(tenant)
@@ -378,23 +479,34 @@ class Shelf(Store):
         """Returns the problem, None if there was none or the cache ended meanwhile."""
         try:
             for _ in range(_SEAL_ROUNDS):
-                if self._writer.swap(entry, entry.manifest(), self._contents(entry)):
-                    return None
+                with ExitStack() as parent, suppress(BasesGone):
+                    if self._writer.swap(entry, entry.manifest(), self._contents(entry, parent)):
+                        return None
                 entry = self._reader.ready(entry.id, entry.tenant)  # it was changed meanwhile
         except KvshelfError as error:
             return None if error.code in ("cache_not_found", "cache_expired") else error.message
         return f"it was changed {_SEAL_ROUNDS} times while it was sealed anew; try again when it is at rest"
 
-    def _contents(self, entry: Entry) -> Sequence[Content]:
-        """The blob of a cache, and its source if one is kept, read and verified."""
+    def _contents(self, entry: Entry, opened: ExitStack) -> Sequence[Content]:
+        """The blob of a cache, and its source if one is kept, read and verified. The blob is what its parent lacks, if
+        that is sealed anew already; the parent stays open in `opened`."""
         packed = self.get(entry.id, tenant=entry.tenant).pack()
+        parent_id = entry.parent_id if entry.bases else None
+        parent = None if parent_id is None else self._index.find(parent_id, entry.tenant)
+        if parent is None or parent.state != "ready" or not self._writer.would_seal_alike(parent):
+            parent_id = None
+        content = self._blob_content(entry.id, packed, parent_id, entry.tenant, opened)
         if entry.source is None:
-            return [blob_content(entry.id, packed)]
-        text = self.source(entry.id, tenant=entry.tenant)
-        return [blob_content(entry.id, packed), source_content(entry.id, text.encode())]
+            return [content]
+        return [content, source_content(entry.id, self.source(entry.id, tenant=entry.tenant).encode())]
 
 
 _SEAL_ROUNDS = 10
+
+_COMPACT_BASES = 8
+"""A cache with so many bases is written anew: in object storage, each costs a request of its own."""
+
+_COMPACT_BATCH = 1000
 
 _GONE = "gone"
 

@@ -23,12 +23,14 @@ class Page(Record):
 
 
 class Receipt(Record):
-    """Proof of a deletion. Unix seconds and bytes; `homes` names the home and tiers that had the cache."""
+    """Proof of a deletion. Unix seconds and bytes; `homes` names the home and tiers that had the cache. descendants:
+    the caches that a cascade deleted before it, in this order; `bytes_freed` counts theirs."""
 
     id: str
     deleted_at: float
     bytes_freed: int
     homes: tuple[str, ...]
+    descendants: tuple[str, ...] = ()
 
 
 class Swept(Record):

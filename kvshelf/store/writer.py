@@ -12,18 +12,19 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from io import RawIOBase
 from typing import Final
 
-from kvshelf.errors import BlobError, QuotaExceeded, StorageFull, StoreError, StoreUnavailable
+from kvshelf.errors import BlobError, CacheNotFound, QuotaExceeded, StorageFull, StoreError, StoreUnavailable
 from kvshelf.store import eviction, housekeeping, sealing
 from kvshelf.store.artifact import blob
-from kvshelf.store.blobs import Blobs, Step, StoredFile, new_name
-from kvshelf.store.index import Entry, Index, Quota, Writing, lapsed
+from kvshelf.store.blobs import Blobs, Name, Step, StoredFile, cache_of, new_name
+from kvshelf.store.index import BasesGone, Entry, Index, Quota, Writing, lapsed
 from kvshelf.store.manifest import Manifest, source_digest
 from kvshelf.store.rules import Rules
+from kvshelf.store.splice import SplicedFile, read_splice, shared_with, spliced
 
 log = logging.getLogger("kvshelf.store")
 
@@ -39,12 +40,14 @@ _ROUNDS: Final = 100
 
 @dataclass(frozen=True)
 class Content:
-    """Bytes to store, and their check when they are read back. Each of `parts` is sealed separately."""
+    """Bytes to store, and their check when they are read back. Each of `parts` is sealed separately. bases: stored
+    files with which the bytes are read together, as one blob (`kvshelf.store.splice`)."""
 
     subject: str
     parts: Sequence[Sequence[memoryview]]
     nbytes: int
     verify: Verify
+    bases: tuple[Name, ...] = ()
 
 
 def blob_content(cache_id: str, packed: blob.PackedBlob) -> Content:
@@ -52,6 +55,20 @@ def blob_content(cache_id: str, packed: blob.PackedBlob) -> Content:
         return blob.verify_file(file, nbytes).root == packed.root  # type: ignore[arg-type]
 
     return Content(cache_id, packed.parts, packed.nbytes, same)
+
+
+def spliced_content(cache_id: str, packed: blob.PackedBlob, parent: Entry, file: StoredFile, nbytes: int) -> Content:
+    """The bytes of a blob that a stored one lacks; the whole blob where they have little in common.
+
+    parent: the entry of the other blob, which is open in `file`, of `nbytes` bytes.
+    """
+    whole = blob_content(cache_id, packed)
+    assert parent.name is not None, "a blob that is open has a name"
+    shared = shared_with(packed, blob.open_file(file, nbytes), file)  # type: ignore[arg-type]
+    found = spliced(packed, shared, (parent.name, parent.nbytes), file, parent.bases)
+    if found is None:
+        return whole
+    return Content(cache_id, found.parts, found.nbytes, whole.verify, found.splice.bases)
 
 
 def source_content(cache_id: str, text: bytes) -> Content:
@@ -71,13 +88,22 @@ class Writer:
         self._now = now
         self._on_step = on_step
 
-    def put(self, manifest: Manifest, contents: Sequence[Content], *, started: float | None = None) -> Manifest:
+    def put(
+        self,
+        manifest: Manifest,
+        contents: Sequence[Content],
+        *,
+        started: float | None = None,
+        parent_id: str | None = None,
+    ) -> Manifest:
         """Store a cache: its blob, and perhaps its source.
 
         started: of `time.perf_counter`; the manifest's `store_s` becomes the time from then until publishing begins.
-        Returns the manifest that is visible in the end: another writer's, if that writer published first.
+        parent_id: a cache that must not have been deleted, and whose deletion takes this one into account. Returns the
+        manifest that is visible in the end: another writer's, if that writer published first. Raises `CacheNotFound`
+        for a parent that was deleted, and `BasesGone`.
         """
-        with self.writing(manifest.id, manifest.tenant, contents) as writing:
+        with self.writing(manifest.id, manifest.tenant, contents, parent_id=parent_id) as writing:
             self.keep_until(writing, manifest.expires_at)
         made = manifest
         if started is not None:
@@ -85,22 +111,37 @@ class Writer:
             made = manifest.model_copy(update={"timings": timings})
         try:
             return self._publish(writing, made)
-        except StorageFull:
+        except (StorageFull, CacheNotFound, BasesGone):
             self.discard(writing)
             raise
         # Any other error leaves the bytes alone: the index may have published them although its answer was lost. If it
         # has not, the lease runs out and a sweep removes them.
 
-    def swap(self, entry: Entry, manifest: Manifest, contents: Sequence[Content], *, source_only: bool = False) -> bool:
+    def swap(
+        self,
+        entry: Entry,
+        manifest: Manifest,
+        contents: Sequence[Content],
+        *,
+        source_only: bool = False,
+        evict: bool = True,
+    ) -> bool:
         """Store contents of an entry anew: its blob, its blob and source, or its source alone.
 
-        Puts `manifest` in place of the entry's. False: the entry has changed since.
+        Puts `manifest` in place of the entry's. evict: whether other caches may be evicted for it. False: the entry has
+        changed since. Raises `BasesGone`.
         """
-        with self.writing(entry.id, entry.tenant, contents, source_only=source_only) as writing:
+        with self.writing(entry.id, entry.tenant, contents, source_only=source_only, evict=evict) as writing:
             self.keep_until(writing, entry.expires_at)
-        if not self._index.swap(entry, manifest, writing):
+        try:
+            swapped = self._index.swap(entry, manifest, writing)
+        except BasesGone:
+            self.discard(writing)
+            raise
+        if not swapped:
             self.discard(writing)
             return False
+        self._on_step("swapped")
         _, gone = entry.swapped(manifest, writing)
         if gone is not None:
             self.discard(gone)
@@ -109,7 +150,7 @@ class Writer:
     def would_seal_alike(self, entry: Entry) -> bool:
         """Whether an entry is sealed with the current sealing key; without a key, whether it is plain."""
         wanted = None if self._rules.keyring is None else self._rules.keyring.sealing_id
-        return all(self._is_sealed_with(wanted, name, nbytes) for name, nbytes in entry.names())
+        return all(self._is_sealed_with(wanted, name, nbytes) for name, nbytes in entry.needed())
 
     @contextmanager
     def writing(
@@ -120,11 +161,13 @@ class Writer:
         *,
         source_only: bool = False,
         quota: Quota | None = None,
+        parent_id: str | None = None,
+        evict: bool = True,
     ) -> Iterator[Writing]:
         """Write and verify contents. An error here or in the block leaves nothing behind.
 
         cache_id: of the cache, or another key of its form. source_only: there is one content, and it is no blob. quota:
-        used in place of that of the rules.
+        used in place of that of the rules. parent_id, evict: see `put` and `swap`.
         """
         sealed = [self._sealed(tenant, content) for content in contents]
         names = [new_name(cache_id) for _ in contents]
@@ -132,9 +175,10 @@ class Writer:
         if source_only:
             writing = Writing(names[0], cache_id, tenant, 0, names[0], sizes[0])
         else:
-            source = (names[1], sizes[1]) if len(contents) > 1 else (None, 0)
-            writing = Writing(names[0], cache_id, tenant, sizes[0], *source)
-        self._begin(writing, self._rules.quota if quota is None else quota)
+            source, source_bytes = (names[1], sizes[1]) if len(contents) > 1 else (None, 0)
+            bases = contents[0].bases
+            writing = Writing(names[0], cache_id, tenant, sizes[0], source, source_bytes, bases, parent_id)
+        self._begin(writing, self._rules.quota if quota is None else quota, evict)
         try:
             with _repeating(lambda: self._renew(writing), self._index.write_lease_s / 6):
                 for name, (buffers, nbytes), content in zip(names, sealed, contents, strict=True):
@@ -145,7 +189,7 @@ class Writer:
             self.discard(writing)
             raise
 
-    def _begin(self, writing: Writing, quota: Quota) -> None:
+    def _begin(self, writing: Writing, quota: Quota, evict: bool) -> None:
         """Register the write, and evict for it if the rules allow that."""
         rounds = 0
         while True:
@@ -154,7 +198,7 @@ class Writer:
                 return
             except (QuotaExceeded, StorageFull) as error:
                 # If other data fills the medium, evicting every cache would not help: evict only once then.
-                limit = _ROUNDS if "fits" in error.details else 1
+                limit = 0 if not evict else _ROUNDS if "fits" in error.details else 1
                 if rounds >= limit or not self._make_room(writing, quota, error):
                     raise
                 rounds += 1
@@ -190,23 +234,33 @@ class Writer:
 
     def _read_back(self, name: str, nbytes: int, tenant: str, content: Content) -> None:
         try:
-            file, size = opened(self._blobs, self._rules, name, nbytes, tenant, content.subject)
+            files = open_all(self._blobs, [(name, nbytes), *content.bases])
+            if files is None and content.bases:
+                raise BasesGone
+            file, size = joined(files or (), self._rules, [(name, nbytes), *content.bases], tenant, content.subject)
             with file:
-                if size != content.nbytes or not content.verify(file, size):
+                if (not content.bases and size != content.nbytes) or not content.verify(file, size):
                     raise BlobError("other bytes came back", reason="digest_mismatch")
         except BlobError as error:
+            if content.bases:  # one of them may be damaged
+                raise BasesGone from error
             raise StoreUnavailable(
                 f"the shelf on {self._blobs.home} does not keep what is written to it: {error}", stored=False
             ) from error
         self._on_step("verified")
 
     def keep_until(self, writing: Writing, expires_at: float | None) -> None:
-        """Set when the server may drop the bytes of a write."""
+        """Set when the server may drop the bytes of a write and of its bases. Raises `BasesGone`."""
         try:
             for name, nbytes in writing.names():
                 self._blobs.keep_until(name, nbytes, expires_at)
         except BlobError as error:
             raise lapsed() from error
+        try:
+            for name, nbytes in writing.bases:
+                self._blobs.keep_until(name, nbytes, expires_at)
+        except BlobError as error:
+            raise BasesGone from error
 
     def _publish(self, writing: Writing, manifest: Manifest) -> Manifest:
         """Publish a cache, unless another writer published a whole one first. Returns the visible manifest."""
@@ -233,7 +287,7 @@ class Writer:
 
 def is_whole(blobs: Blobs, entry: Entry) -> bool:
     """Whether all bytes of a live entry exist, by their sizes."""
-    return all(blobs.holds(name, nbytes) for name, nbytes in entry.names())
+    return all(blobs.holds(name, nbytes) for name, nbytes in entry.needed())
 
 
 def opened(blobs: Blobs, rules: Rules, name: str, nbytes: int, tenant: str, subject: str) -> tuple[StoredFile, int]:
@@ -241,14 +295,47 @@ def opened(blobs: Blobs, rules: Rules, name: str, nbytes: int, tenant: str, subj
 
     Raises `BlobError` (reason "missing") if the name does not exist, and as `sealing.unseal` does.
     """
-    file = blobs.open(name, nbytes)
-    if file is None:
+    files = open_all(blobs, [(name, nbytes)])
+    return joined(files or (), rules, [(name, nbytes)], tenant, subject)
+
+
+def open_all(blobs: Blobs, names: Sequence[Name], *, once: bool = False) -> Sequence[StoredFile] | None:
+    """All names as files, None if one does not exist. once: see `Blobs.open`."""
+    with ExitStack() as opening:
+        files: list[StoredFile] = []
+        for name, nbytes in names:
+            file = blobs.open(name, nbytes, once=once and len(names) == 1)
+            if file is None:
+                return None
+            files.append(opening.enter_context(file))
+        opening.pop_all()
+    return files
+
+
+def joined(
+    files: Sequence[StoredFile], rules: Rules, names: Sequence[Name], tenant: str, subject: str
+) -> tuple[StoredFile, int]:
+    """The plain content of open files, at byte 0, and its size: of one file, or of a blob and its bases. The result
+    owns the files, which are closed after an error.
+
+    Raises `BlobError` (reason "missing") if there are no files, and as `sealing.unseal` and `read_splice` do.
+    """
+    if not files:
         raise BlobError("it is gone", reason="missing")
-    try:
-        return plain(file, rules, nbytes, tenant, subject)
-    except BaseException:
-        file.close()
-        raise
+    with ExitStack() as opening:
+        for file in files:
+            opening.enter_context(file)
+        subjects = [subject, *(cache_of(name) for name, _ in names[1:])]
+        parts = [
+            plain(file, rules, nbytes, tenant, of) for file, (_, nbytes), of in zip(files, names, subjects, strict=True)
+        ]
+        found, size = parts[0]
+        if len(parts) > 1:
+            splice, table = read_splice(found, size, names[1:])
+            found = SplicedFile(splice, table, [file for file, _ in parts], [size for _, size in parts])
+            size = splice.nbytes
+        opening.pop_all()
+    return found, size
 
 
 def plain(file: StoredFile, rules: Rules, nbytes: int, tenant: str, subject: str) -> tuple[StoredFile, int]:

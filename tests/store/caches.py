@@ -148,6 +148,36 @@ def make_cache(
     return CompressedCache(layers, num_tokens, num_tokens, make_identity(num_tokens, **fields))
 
 
+def extended(parent: CompressedCache, seed: int = 1, *, entries: int = 30, tokens: int = 50) -> CompressedCache:
+    """The cache of a document that goes on for `tokens` more tokens, of which every head keeps `entries`: the parent's
+    records, and one more in each layer."""
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens = parent.num_tokens + tokens
+    layers: list[LayerRecord] = []
+    for record in parent.layers:
+        old = parts_of(record)
+        new = make_layer(
+            [entries] * old[0].kv_heads,
+            tokens,
+            dims=(old[0].key_dim, old[0].value_dim),
+            dtype=old[0].dtype,
+            generator=generator,
+        )
+        new = replace(new, entries_at=new.entry_positions + parent.num_tokens)
+        added = replace(parent, layers=(new,), num_tokens=num_tokens, codec="none").encoded(parent.codec)
+        layers.append(Parts((*old, *parts_of(added.layers[0]))))
+    identity = replace(parent.identity, document=f"{seed:08x}{parent.identity.document[:32]}", num_tokens=num_tokens)
+    return replace(parent, layers=tuple(layers), num_tokens=num_tokens, next_position=num_tokens, identity=identity)
+
+
+def family(generations: int, seed: int = 0, *, entries: int = 32) -> list[CompressedCache]:
+    """A cache of 16 KiB for 32 `entries`, the cache that extends it, the one that extends that, and so on."""
+    found = [make_cache(seed, num_tokens=2 * entries, lengths=((entries,),), dims=(64, 64))]
+    while len(found) < generations:
+        found.append(extended(found[-1], len(found), entries=entries, tokens=2 * entries))
+    return found
+
+
 def parts_of(record: LayerRecord) -> tuple[PackedRecord, ...]:
     entries = entries_of(record)
     return () if entries is None else entries.parts if isinstance(entries, Parts) else (entries,)

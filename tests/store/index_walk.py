@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from kvshelf.store.index import Entry, Index, Query, Quota, Writing
+from kvshelf.errors import CacheNotFound
+from kvshelf.store.blobs import Name
+from kvshelf.store.index import BasesGone, Entry, Index, Query, Quota, Writing
 from kvshelf.store.manifest import Manifest, Usage
 from tests.store.indexes import NOW, cache_id, manifest, writing
 
@@ -22,6 +25,10 @@ class _Known:
     writing: Writing
     manifest: Manifest
     uses: int = 0
+
+    @property
+    def stored(self) -> bool:
+        return self.state in ("ready", "corrupt")
 
 
 class Walk:
@@ -46,13 +53,15 @@ class Walk:
 
     def end(self) -> None:
         """Leave the home empty."""
-        for entry in list(self._index.stored()):
-            assert self._index.bury(entry, "deleted", self._now)
+        while entries := list(self._index.stored()):
+            for entry in reversed(entries):  # whose descendants go first
+                self._index.bury(entry, "deleted", self._now)
         for _, write in self._open:
             self._index.abandon(write.name)
         for write in self._index.abandoned():
             self._index.abandon(write.name)
-        self._index.forget(self._now * 2)
+        while self._index.forget(self._now * 2):
+            pass
         assert self._index.problems() == []
 
     def check(self) -> None:
@@ -68,14 +77,20 @@ class Walk:
             self._check_listing(Query(tenant, name="n1"))
             self._check_listing(Query(tenant, name="n1", id_prefix="kvs_0000"))
         unpinned = {n for n, k in self._known.items() if k.state == "ready" and not k.manifest.pinned}
-        assert {entry.id for entry in self._index.victims(100)} == {cache_id(number) for number in unpinned}
+        victims = {cache_id(number) for number in unpinned if self._count(self._known[number].writing.name) == 0}
+        assert {entry.id for entry in self._index.victims(100)} == victims
+        for name, _ in self._names():
+            assert self._index.is_base(name) == (self._count(name) > 0)
+            assert self._index.knows(name)
+        long = {n for n, k in self._known.items() if k.state == "ready" and len(k.writing.bases) >= 2}
+        assert {entry.id for entry in self._index.spliced(2, 100)} == {cache_id(number) for number in long}
         assert self._index.problems() == []
 
     # What a caller does
 
     def _begin(self) -> None:
         number = self._chance.randrange(_IDS)
-        made = writing(number, self._chance.randint(1, 99), self._chance.choice([0, 7]), _tenant(number))
+        made = self._writing(number)
         self._index.begin(made, Quota())
         self._open.append((number, made))
 
@@ -87,9 +102,18 @@ class Walk:
         known = self._known.get(number)
         over = self._index.find(cache_id(number), _tenant(number)) if self._chance.random() < 0.3 else None
         self._index.renew(write.name)
-        published, other = self._index.publish(write, made, over=over, cost_s=1.0, now=self._now)
         live = known is not None and known.state == "ready" and not self._is_expired(known)
         stands = live and over is None
+        try:
+            published, other = self._index.publish(write, made, over=over, cost_s=1.0, now=self._now)
+        except (CacheNotFound, BasesGone) as error:
+            assert not stands
+            assert isinstance(error, CacheNotFound) == self._is_disowned(write.parent_id)
+            assert isinstance(error, CacheNotFound) or not set(write.bases) <= set(self._names(_tenant(number)))
+            self._index.abandon(write.name)
+            return
+        assert stands or not self._is_disowned(write.parent_id)
+        assert stands or set(write.bases) <= set(self._names(_tenant(number)))
         assert published != stands
         assert (other.id if other else None) == (cache_id(number) if number in self._order else None)
         if published:
@@ -128,12 +152,12 @@ class Walk:
 
     def _replace(self) -> None:
         number, known, entry = self._pick()
-        write = writing(number, self._chance.randint(1, 99), self._chance.choice([0, 7]), _tenant(number))
+        write = self._writing(number)
         self._index.begin(write, Quota())
         if entry is not None and entry.stored:
             assert self._index.swap(entry, entry.manifest(), write)
             assert known is not None
-            known.state, known.writing = "ready", write
+            known.state, known.writing = "ready", replace(write, parent_id=known.writing.parent_id)
             assert not self._index.swap(entry, known.manifest), "it has changed"
         else:
             assert known is None or known.state != "ready"
@@ -157,9 +181,10 @@ class Walk:
         if entry is None or known is None:
             return
         state: Literal["expired", "evicted", "deleted"] = self._chance.choice(["expired", "evicted", "deleted"])
+        is_base = self._count(known.writing.name) > 0
         allowed = {
-            "deleted": known.state != "deleted",
-            "evicted": known.state == "ready" and not known.manifest.pinned,
+            "deleted": known.state != "deleted" and not any(child.stored for child in self._descendants(number)),
+            "evicted": known.state == "ready" and not known.manifest.pinned and not is_base,
             "expired": known.state in ("ready", "corrupt") and self._is_expired(known),
         }
         assert self._index.bury(entry, state, self._now) == allowed[state]
@@ -179,10 +204,15 @@ class Walk:
         self._open = [(number, write) for number, write in self._open if self._index.knows(write.name)]
 
     def _forget(self) -> None:
-        ended = [number for number in self._known if number not in self._order]
-        assert self._index.forget(self._now + 1) == len(ended)
-        for number in ended:
-            del self._known[number]
+        """Tombstones with children stay, and go once these are gone."""
+        forgotten = 0
+        while count := self._index.forget(self._now + 1):
+            forgotten += count
+        while ended := [n for n, known in self._known.items() if not known.stored and not any(self._children(n))]:
+            for number in ended:
+                del self._known[number]
+            forgotten -= len(ended)
+        assert forgotten == 0
 
     def _look(self) -> None:
         self._check_entry(self._chance.randrange(_IDS))
@@ -193,6 +223,36 @@ class Walk:
     def _pick(self) -> tuple[int, _Known | None, Entry | None]:
         number = self._chance.randrange(_IDS)
         return number, self._known.get(number), self._index.find(cache_id(number), _tenant(number))
+
+    def _writing(self, number: int) -> Writing:
+        """A write of a cache, perhaps with bases that there are now, perhaps the child of one that there is or was."""
+        made = writing(number, self._chance.randint(1, 99), self._chance.choice([0, 7]), _tenant(number))
+        others = [name for name in self._names(_tenant(number)) if name[0][:40] != made.name[:40]]
+        bases = self._chance.sample(others, min(len(others), self._chance.choice([0, 0, 1, 3])))
+        older = [None, None, *range(number % 2, number, 2)]  # so that none descends from itself
+        parent = self._chance.choice(older)
+        return replace(made, bases=tuple(bases), parent_id=None if parent is None else cache_id(parent))
+
+    def _names(self, tenant: str | None = None) -> Iterator[Name]:
+        """Blobs of stored entries, and those that are kept."""
+        stored = [k for k in self._known.values() if k.stored and tenant in (None, k.manifest.tenant)]
+        yield from sorted({name for k in stored for name in ((k.writing.name, k.writing.nbytes), *k.writing.bases)})
+
+    def _count(self, name: str) -> int:
+        """References to a name."""
+        return sum(name == base for k in self._known.values() if k.stored for base, _ in k.writing.bases)
+
+    def _children(self, number: int) -> Iterator[int]:
+        yield from (n for n, k in self._known.items() if k.writing.parent_id == cache_id(number))
+
+    def _descendants(self, number: int) -> Iterator[_Known]:
+        for child in self._children(number):
+            yield self._known[child]
+            yield from self._descendants(child)
+
+    def _is_disowned(self, parent_id: str | None) -> bool:
+        known = None if parent_id is None else self._known.get(int(parent_id[4:], 16))
+        return known is not None and (known.state == "deleted" or self._is_disowned(known.writing.parent_id))
 
     def _manifest(self, number: int) -> Manifest:
         fields: dict[str, Any] = {
@@ -223,6 +283,8 @@ class Walk:
         return Usage(caches=len(ready), bytes=nbytes)
 
     def _check_entry(self, number: int) -> None:
+        children = {entry.id for entry in self._index.children(cache_id(number), _tenant(number))}
+        assert children == {cache_id(child) for child in self._children(number)}
         known, entry = self._known.get(number), self._index.find(cache_id(number), _tenant(number))
         if known is None:
             assert entry is None
@@ -231,6 +293,7 @@ class Walk:
         assert entry.state == known.state
         if entry.stored:
             assert (entry.name, entry.source) == (known.writing.name, known.writing.source)
+            assert (entry.bases, entry.parent_id) == (known.writing.bases, known.writing.parent_id)
             assert (entry.uses, entry.pinned) == (known.uses, known.manifest.pinned)
             assert all(self._index.knows(name) for name, _ in entry.names())
 

@@ -128,6 +128,8 @@ class RedisPlace(Place):
                     yield b"".join(client.lrange(key, 0, -1))
                 case b"zset":
                     yield b"".join(client.zrange(key, 0, -1))
+                case b"set":
+                    yield b"".join(client.smembers(key))
                 case other:
                     raise AssertionError(f"a key of type {other!r}")
 

@@ -11,14 +11,16 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvshelf.errors import CacheExpired, CacheNotFound, StoreUnavailable
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.disk import DiskStore
-from tests.store.caches import make_cache, require_equal
+from tests.store.caches import family, make_cache, require_equal
 from tests.store.places import Clock, Place, cut, remove_late_arrivals
 
 STEPS = ("created", "written", "synced", "verified", "published", "replaced")
@@ -58,8 +60,18 @@ class LateClock(Clock):
         return time.time() + self.time
 
 
-def require_sound(place: Place, caches: dict[str, CompressedCache], stored: set[str], gone: set[str]) -> set[str]:
-    """0 torn, 0 lost: what is listed can be read, what was acknowledged is listed. Returns the ids on the shelf."""
+def require_sound(
+    place: Place,
+    caches: dict[str, CompressedCache],
+    stored: set[str],
+    gone: set[str],
+    *,
+    kept: int = 0,
+) -> set[str]:
+    """0 torn, 0 lost: what is listed can be read, what was acknowledged is listed. Returns the ids on the shelf.
+
+    kept: blobs that are there as bases alone.
+    """
     clock = LateClock()
     place.let_leases_run_out(clock)
     with place.open(now=clock) as store:
@@ -72,7 +84,7 @@ def require_sound(place: Place, caches: dict[str, CompressedCache], stored: set[
         assert store.check() == []
         if place.kind == "objects":
             remove_late_arrivals(store)
-        assert len(place.names()) == len(visible)
+        assert len(place.names()) == len(visible) + kept
     return visible
 
 
@@ -162,6 +174,140 @@ def test_killed_at_random_moments(place: Place, tmp_path: Path, soak: bool) -> N
         visible = require_sound(place, caches, stored, gone)
         stored, gone = visible, set(caches) - visible
     print(f"{rounds} kills on {place.kind}, {inside} of them inside a call: 0 torn, 0 lost")
+    assert inside > rounds / 2
+
+
+# Caches that extend others
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_killed_while_a_child_is_put(place: Place, step: str) -> None:
+    """The parent has expired in the meantime, so its blob is kept if its child is there, and gone if it is not."""
+    root, child = family(2)
+    with place.open() as store:
+        root_id, child_id = store.put(root).id, store.cache_id(child.identity)
+
+    def work() -> None:
+        with place.open(on_step=kill_at(step)) as store:
+            store.put(child, parent_id=root_id)
+
+    assert place.start(work).wait() == -signal.SIGKILL
+    published = STEPS.index(step) >= STEPS.index("published")
+    caches = {root_id: root, child_id: child}
+    assert require_sound(place, caches, {root_id}, set()) == ({root_id, child_id} if published else {root_id})
+    with place.open() as store:
+        store.update(root_id, ttl_s=0.01)
+        time.sleep(0.02)
+        store.sweep()
+    assert require_sound(place, caches, set(), {root_id}, kept=int(published)) == ({child_id} if published else set())
+
+
+@pytest.mark.parametrize("step", [*STEPS[:4], "swapped"])
+def test_killed_while_a_chain_is_compacted(place: Place, step: str) -> None:
+    """The blob of the last but one is there as a base alone, and goes with the compaction."""
+    caches = family(9, entries=16)
+    ids: list[str] = []
+    with place.open() as store:
+        for cache in caches:
+            ids.append(store.put(cache, parent_id=ids[-1] if ids else None).id)
+        store.update(ids[7], ttl_s=0.01)
+        time.sleep(0.02)
+        store.sweep()
+    stored = dict(zip(ids, caches, strict=True))
+    left = set(ids) - {ids[7]}
+
+    def work() -> None:
+        with place.open(on_step=kill_at(step)) as store:
+            store.compact()
+
+    assert place.start(work).wait() == -signal.SIGKILL
+    compacted = step == "swapped"
+    assert require_sound(place, stored, left, {ids[7]}, kept=int(not compacted)) == left
+    with place.open() as store:
+        assert store.compact() == int(not compacted)
+    assert require_sound(place, stored, left, {ids[7]}) == left
+
+
+@pytest.mark.parametrize("deleted", [1, 2])
+def test_killed_in_the_middle_of_a_cascade(place: Place, deleted: int) -> None:
+    caches = family(3)
+    with place.open() as store:
+        ids: list[str] = []
+        for cache in caches:
+            ids.append(store.put(cache, parent_id=ids[-1] if ids else None).id)
+
+    def work() -> None:
+        with place.open() as store:
+            bury, left = store._index.bury, iter(range(deleted))
+
+            def die(*args: Any) -> bool:
+                if next(left, None) is None:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return bury(*args)
+
+            store._index.bury = die  # type: ignore[method-assign]
+            store.delete(ids[0], cascade=True)
+
+    assert place.start(work).wait() == -signal.SIGKILL
+    left = set(ids[: 3 - deleted])
+    assert require_sound(place, dict(zip(ids, caches, strict=True)), left, set(ids) - left) == left
+    with place.open() as store:
+        store.delete(ids[0], cascade=True)
+        assert place.names() == set()
+
+
+def test_killed_at_random_moments_while_caches_grow(place: Place, tmp_path: Path, soak: bool) -> None:
+    """As `test_killed_at_random_moments`; the child extends caches, compacts chains, and deletes families."""
+    rng = random.Random(20261126)
+    rounds = 200 if soak else 10
+    made = {seed: family(10, seed) for seed in range(3)}
+    with place.open() as store:
+        caches = {store.cache_id(cache.identity): cache for line in made.values() for cache in line}
+        lines = [[store.cache_id(cache.identity) for cache in line] for line in made.values()]
+    stored: set[str] = set()
+    gone: set[str] = set()
+    inside = 0
+    for _ in range(rounds):
+        log, order = Log(tmp_path / "log"), [(rng.randrange(len(lines)), rng.random()) for _ in range(1000)]
+
+        def child(log: Log = log, order: list[tuple[int, float]] = order) -> None:
+            with place.open() as store:
+                for number, chance in order:
+                    line = lines[number]
+                    if chance < 0.1:
+                        log.say("begin compact")
+                        store.compact()
+                        log.say("compacted all")
+                    elif chance < 0.25:
+                        first = line[int(chance * 1000) % len(line)]
+                        log.say(f"begin {' '.join(line[line.index(first) :])}")
+                        with suppress(CacheNotFound):
+                            store.delete(first, cascade=True)
+                        log.say(f"deleted {' '.join(line[line.index(first) :])}")
+                    else:
+                        there = {manifest.id for manifest in store.list(limit=1000).data}
+                        depth = next((n for n, each in enumerate(line) if each not in there), None)
+                        if depth is not None:
+                            log.say(f"begin {line[depth]}")
+                            parent_id = line[depth - 1] if depth else None
+                            store.put(caches[line[depth]], parent_id=parent_id)
+                            log.say(f"put {line[depth]}")
+
+        writer = place.start(child)
+        log.await_first()
+        time.sleep(rng.uniform(0, 0.5))
+        writer.kill()
+        assert writer.wait() == -signal.SIGKILL
+        lines_said = log.lines()
+        for event, *ids in lines_said:
+            stored -= set(ids)  # while a call is under way, both outcomes are right
+            gone -= set(ids)
+            if event in ("put", "deleted"):
+                (stored if event == "put" else gone).update(ids)
+        inside += lines_said[-1][0] == "begin"
+        visible = require_sound(place, caches, stored, gone)
+        stored, gone = visible, set(caches) - visible
+    print(f"{rounds} kills on {place.kind}, {inside} of them inside a call: 0 torn, 0 lost, 0 orphans")
     assert inside > rounds / 2
 
 

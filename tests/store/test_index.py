@@ -660,7 +660,9 @@ def test_two_processes_do_not_bury_one_cache(index: Index, home: Home) -> None:
 def test_nothing_drifts_in_any_order_of_operations(index: Index, soak: bool) -> None:
     for seed in range(20 if soak else 3):
         walk = Walk(index, random.Random(seed))
-        for _ in range(400):
+        for step in range(2000 if soak else 400):
             walk.step()
+            if soak and step % 20 == 0:
+                walk.check()
         walk.check()
         walk.end()

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, astuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any, Final, Literal
 
-from kvshelf.store import eviction
-from kvshelf.store.blobs import WRITE_LEASE_S
+from kvshelf.store import checks, eviction
+from kvshelf.store.blobs import WRITE_LEASE_S, Name, cache_of
 from kvshelf.store.disk.database import Database
-from kvshelf.store.disk.jobs import SqliteJobs
-from kvshelf.store.index import Entry, Index, Query, Quota, Writing, lapsed
+from kvshelf.store.disk.jobs import FOREVER, SqliteJobs
+from kvshelf.store.index import BasesGone, Entry, Index, Query, Quota, Writing, lapsed
 from kvshelf.store.manifest import Manifest, Usage
 
 _FIELDS: Final = (
     "seq, id, tenant, state, version, name, nbytes, source, source_bytes, expires_at, last_used_at, uses, cost_s, "
-    "priority, pinned, ended_at, problem, manifest AS text"
+    "priority, pinned, ended_at, problem, bases, parent_id, manifest AS text"
 )
+_IS_BASE: Final = "EXISTS (SELECT 1 FROM refs WHERE refs.name = caches.name)"
 _NAME: Final = "json_extract(manifest, '$.name')"  # as the index has it; the column `name` is that of the blob
 _BATCH: Final = 500
 
@@ -75,9 +77,13 @@ class SqliteIndex(Index):
             old = _find(tx, manifest.id, manifest.tenant)
             if old is not None and old.live(now) and (over is None or old.name != over.name):
                 return False, old
-            _doom(tx, "id = ?", (manifest.id,))
+            if writing.parent_id is not None:
+                _require_ancestors(tx, writing.parent_id)
+            _require_bases(tx, writing)
             tx.execute("DELETE FROM caches WHERE id = ?", (manifest.id,))
             _insert(tx, writing, manifest, cost_s)
+            if old is not None and old.stored:
+                _retire(tx, old.retired())
             tx.execute("DELETE FROM writes WHERE name = ?", (writing.name,))
         return True, old if old is not None and old.stored else None
 
@@ -91,6 +97,7 @@ class SqliteIndex(Index):
         where = ["tenant = ?", "state = 'ready'", "(expires_at IS NULL OR expires_at > ?)"]
         values: list[Any] = [query.tenant, now]
         columns = {"document_id": query.document_id, "model": query.model, "policy": query.policy, _NAME: query.name}
+        columns |= {"parent_id": query.parent_id}
         for name, value in columns.items():
             if value is not None:
                 where.append(f"{name} = ?")
@@ -106,6 +113,10 @@ class SqliteIndex(Index):
             values.append(before)
         with self._database.read() as connection:
             return _entries(connection, f"{' AND '.join(where)} ORDER BY seq DESC LIMIT ?", (*values, limit))
+
+    def children(self, cache_id: str, tenant: str) -> list[Entry]:
+        with self._database.read() as connection:
+            return _entries(connection, "parent_id = ? AND tenant = ? ORDER BY seq", (cache_id, tenant))
 
     def usage(self, tenant: str | None) -> Usage:
         where, values = ("", ()) if tenant is None else ("WHERE tenant = ?", (tenant,))
@@ -131,6 +142,10 @@ class SqliteIndex(Index):
             queries = (f"SELECT 1 FROM {table} WHERE {where}" for table in ("caches", "writes"))
             return any(connection.execute(query, values).fetchone() for query in queries)
 
+    def is_base(self, name: str) -> bool:
+        with self._database.read() as connection:
+            return _is_base(connection, name)
+
     # Changing
 
     def swap(self, entry: Entry, manifest: Manifest, writing: Writing | None = None) -> bool:
@@ -139,13 +154,14 @@ class SqliteIndex(Index):
         with self._database.write() as tx:
             if writing is not None:
                 _require_lease(tx, writing.name, self._now())
+                _require_bases(tx, writing)
             swapped = tx.execute(
                 "UPDATE caches SET manifest = ?, expires_at = ?, pinned = ?, version = ?, state = ?, problem = NULL, "
-                "name = ?, nbytes = ?, source = ?, source_bytes = ? "
+                "name = ?, nbytes = ?, source = ?, source_bytes = ?, bases = ? "
                 f"WHERE seq = ? AND name = ? AND version = ? AND state IN ({states})",
                 (
                     *(new.text, new.expires_at, new.pinned, new.version, new.state),
-                    *(new.name, new.nbytes, new.source, new.source_bytes),
+                    *(new.name, new.nbytes, new.source, new.source_bytes, json.dumps(new.bases)),
                     *(entry.seq, entry.name, entry.version),
                 ),
             )
@@ -153,7 +169,8 @@ class SqliteIndex(Index):
                 return False
             _set_labels(tx, entry.seq, manifest.tenant, manifest.labels)
             if gone is not None:
-                _register(tx, gone, 0)
+                _set_refs(tx, entry.seq, new.bases)
+                _retire(tx, gone)
             if writing is not None:
                 tx.execute("DELETE FROM writes WHERE name = ?", (writing.name,))
         return True
@@ -179,22 +196,25 @@ class SqliteIndex(Index):
         where = {
             "deleted": "state != 'deleted' AND version = ?",
             "expired": "state IN ('ready', 'corrupt') AND expires_at <= ?",
-            "evicted": "state = 'ready' AND pinned = 0",
+            "evicted": f"state = 'ready' AND pinned = 0 AND NOT {_IS_BASE}",
         }[state]
         bound: dict[str, list[float]] = {"deleted": [entry.version], "expired": [now], "evicted": []}
-        values = (state, now, entry.seq, *bound[state])
         with self._database.write() as tx:
-            _doom(tx, f"seq = ? AND {where}", values[2:])
-            buried = tx.execute(
+            due = _entries(tx, f"seq = ? AND {where}", (entry.seq, *bound[state]))
+            if not due or (state == "deleted" and _has_descendants(tx, entry)):
+                return False
+            tx.execute(
                 "UPDATE caches SET state = ?, ended_at = ?, name = NULL, nbytes = 0, source = NULL, source_bytes = 0, "
-                f"problem = NULL, manifest = NULL WHERE seq = ? AND {where}",
-                values,
-            ).rowcount
-            if buried:
-                _set_labels(tx, entry.seq, entry.tenant, {})
-                if state == "evicted":
-                    _raise_clock(tx, entry.priority)
-        return buried == 1
+                "problem = NULL, bases = '[]', manifest = NULL WHERE seq = ?",
+                (state, now, entry.seq),
+            )
+            _set_labels(tx, entry.seq, entry.tenant, {})
+            if due[0].stored:
+                _set_refs(tx, entry.seq, ())
+                _retire(tx, due[0].retired())
+            if state == "evicted":
+                _raise_clock(tx, entry.priority)
+        return True
 
     def expired(self, now: float, limit: int) -> list[Entry]:
         with self._database.read() as connection:
@@ -202,17 +222,27 @@ class SqliteIndex(Index):
 
     def victims(self, limit: int) -> list[Entry]:
         with self._database.read() as connection:
-            return _entries(connection, "state = 'ready' AND pinned = 0 ORDER BY priority LIMIT ?", (limit,))
+            where = f"state = 'ready' AND pinned = 0 AND NOT {_IS_BASE} ORDER BY priority LIMIT ?"
+            return _entries(connection, where, (limit,))
+
+    def spliced(self, least: int, limit: int) -> list[Entry]:
+        where = "state = 'ready' AND bases != '[]' AND json_array_length(bases) >= ? LIMIT ?"
+        with self._database.read() as connection:
+            return _entries(connection, where, (least, limit))
 
     def forget(self, before: float) -> int:
         with self._database.write() as tx:
             return tx.execute(
-                "DELETE FROM caches WHERE state IN ('expired', 'evicted', 'deleted') AND ended_at < ?", (before,)
+                "DELETE FROM caches WHERE state IN ('expired', 'evicted', 'deleted') AND ended_at < ? "
+                "AND NOT EXISTS (SELECT 1 FROM caches AS child WHERE child.parent_id = caches.id)",
+                (before,),
             ).rowcount
 
     def problems(self) -> list[str]:
         with self._database.read() as connection:
-            return [f"index: {row[0]}" for row in connection.execute("PRAGMA quick_check") if row[0] != "ok"]
+            found = [row[0] for row in connection.execute("PRAGMA quick_check") if row[0] != "ok"]
+            found += [row[0] for query in _WRONG_REFERENCES for row in connection.execute(query)]
+        return [f"index: {problem}" for problem in found]
 
     def close(self) -> None:
         self._database.close()
@@ -223,7 +253,11 @@ def _entries(
 ) -> list[Entry]:
     by = "" if index is None else f"INDEXED BY {index}"
     rows = connection.execute(f"SELECT {_FIELDS} FROM caches {by} WHERE {where}", values)
-    return [Entry(**{**row, "pinned": bool(row["pinned"])}) for row in rows]
+    return [Entry(**{**row, "pinned": bool(row["pinned"]), "bases": _bases(row["bases"])}) for row in rows]
+
+
+def _bases(text: str) -> tuple[Name, ...]:
+    return tuple((name, nbytes) for name, nbytes in json.loads(text)) if text != "[]" else ()
 
 
 def _find(connection: sqlite3.Connection, cache_id: str, tenant: str) -> Entry | None:
@@ -232,14 +266,15 @@ def _find(connection: sqlite3.Connection, cache_id: str, tenant: str) -> Entry |
 
 
 def _taken(connection: sqlite3.Connection, cache_id: str, tenant: str | None) -> tuple[int, int]:
-    """Caches and bytes, ready or being written, of one tenant or all, except those of one cache id."""
+    """Caches and bytes, ready, kept or being written, of one tenant or all, except those that a write of one cache id
+    replaces."""
     mine, values = ("", ()) if tenant is None else ("AND tenant = ?", (tenant,))
     row = connection.execute(
         f"SELECT coalesce(sum(caches), 0) AS caches, coalesce(sum(bytes), 0) AS bytes FROM ("
         f"  SELECT caches, bytes FROM usage WHERE true {mine}"
         f"  UNION ALL SELECT -1, -nbytes - source_bytes FROM caches WHERE id = ? AND state = 'ready' {mine}"
         f"  UNION ALL SELECT nbytes > 0, nbytes + source_bytes FROM writes"
-        f"  WHERE lease_until > 0 AND id != ? {mine})",
+        f"  WHERE lease_until > 0 AND (kept OR id != ?) {mine})",
         (*values, cache_id, *values, cache_id, *values),
     ).fetchone()
     return row["caches"], row["bytes"]
@@ -256,26 +291,95 @@ def _insert(connection: sqlite3.Connection, writing: Writing, manifest: Manifest
     described = manifest.model_dump(include={"id", "tenant", "document_id", "model", "policy", "expires_at", "pinned"})
     cursor = connection.execute(
         "INSERT INTO caches (id, tenant, state, name, nbytes, source, source_bytes, document_id, model, policy, "
-        "expires_at, cost_s, priority, pinned, manifest) VALUES (:id, :tenant, 'ready', :name, :nbytes, :source, "
-        ":source_bytes, :document_id, :model, :policy, :expires_at, :cost_s, :priority, :pinned, :manifest)",
-        asdict(writing) | described | {"cost_s": cost_s, "priority": priority, "manifest": manifest.model_dump_json()},
+        "expires_at, cost_s, priority, pinned, bases, parent_id, manifest) VALUES (:id, :tenant, 'ready', :name, "
+        ":nbytes, :source, :source_bytes, :document_id, :model, :policy, :expires_at, :cost_s, :priority, :pinned, "
+        ":bases, :parent_id, :manifest)",
+        asdict(writing)
+        | described
+        | {"cost_s": cost_s, "priority": priority, "manifest": manifest.model_dump_json()}
+        | {"bases": json.dumps(writing.bases)},
     )
     assert cursor.lastrowid is not None
+    _set_refs(connection, cursor.lastrowid, writing.bases)
     _set_labels(connection, cursor.lastrowid, manifest.tenant, manifest.labels)
 
 
 def _register(connection: sqlite3.Connection, writing: Writing, lease_until: float) -> None:
     """lease_until: Unix seconds; 0 for names that are only to be removed."""
-    connection.execute("INSERT INTO writes VALUES (?, ?, ?, ?, ?, ?, ?)", (*astuple(writing), lease_until))
+    row = (writing.name, writing.cache_id, writing.tenant, writing.nbytes, writing.source, writing.source_bytes)
+    connection.execute("INSERT INTO writes VALUES (?, ?, ?, ?, ?, ?, ?, 0)", (*row, lease_until))
 
 
-def _doom(connection: sqlite3.Connection, where: str, values: tuple[Any, ...]) -> None:
-    """Record the names of entries that are about to be removed, like those of abandoned writes."""
-    connection.execute(
-        "INSERT INTO writes SELECT name, id, tenant, nbytes, source, source_bytes, 0 FROM caches "
-        f"WHERE name IS NOT NULL AND {where}",
-        values,
+def _retire(connection: sqlite3.Connection, gone: Writing) -> None:
+    """Record names that gave way, like those of abandoned writes; a blob that is a base is kept. Then the same for
+    kept names whose last reference was the one that the entry lost."""
+    if gone.nbytes and _is_base(connection, gone.name):
+        _register(connection, replace(gone, nbytes=0, source=gone.name, source_bytes=gone.nbytes), FOREVER)
+        connection.execute("UPDATE writes SET kept = 1 WHERE name = ?", (gone.name,))
+        gone = replace(gone, name=gone.source or "", nbytes=0)
+    if gone.name:
+        _register(connection, gone, 0)
+    connection.executemany(
+        "UPDATE writes SET lease_until = 0, kept = 0 "
+        "WHERE name = ? AND kept = 1 AND NOT EXISTS (SELECT 1 FROM refs WHERE refs.name = writes.name)",
+        [(name,) for name, _ in gone.bases],
     )
+
+
+def _is_base(connection: sqlite3.Connection, name: str) -> bool:
+    return connection.execute("SELECT 1 FROM refs WHERE name = ?", (name,)).fetchone() is not None
+
+
+def _set_refs(connection: sqlite3.Connection, seq: int, bases: Sequence[Name]) -> None:
+    connection.execute("DELETE FROM refs WHERE seq = ?", (seq,))
+    connection.executemany("INSERT INTO refs VALUES (?, ?)", [(name, seq) for name, _ in bases])
+
+
+def _require_bases(connection: sqlite3.Connection, writing: Writing) -> None:
+    query = (
+        "SELECT 1 FROM caches WHERE id = :id AND name = :name AND tenant = :tenant "
+        "UNION ALL SELECT 1 FROM writes WHERE kept = 1 AND name = :name AND tenant = :tenant"
+    )
+    for name, _ in writing.bases:
+        values = {"id": cache_of(name), "name": name, "tenant": writing.tenant}
+        if connection.execute(query, values).fetchone() is None:
+            raise BasesGone
+
+
+def _require_ancestors(connection: sqlite3.Connection, parent_id: str) -> None:
+    query = (
+        "WITH RECURSIVE line (id) AS (VALUES (?) UNION "
+        "SELECT parent_id FROM caches JOIN line USING (id) WHERE parent_id IS NOT NULL) "
+        "SELECT 1 FROM caches JOIN line USING (id) WHERE state = 'deleted'"
+    )
+    if connection.execute(query, (parent_id,)).fetchone() is not None:
+        raise checks.not_found(parent_id)
+
+
+def _has_descendants(connection: sqlite3.Connection, entry: Entry) -> bool:
+    """Whether a cache has descendants that are stored. Below one of those it need not look."""
+    query = (
+        "WITH RECURSIVE below (id, stored) AS ("
+        "SELECT id, state IN ('ready', 'corrupt') FROM caches WHERE parent_id = :id AND tenant = :tenant "
+        "UNION SELECT caches.id, state IN ('ready', 'corrupt') FROM caches JOIN below ON parent_id = below.id "
+        "WHERE NOT below.stored AND tenant = :tenant) "
+        "SELECT 1 FROM below WHERE stored"
+    )
+    return connection.execute(query, {"id": entry.id, "tenant": entry.tenant}).fetchone() is not None
+
+
+_WRONG_REFERENCES: Final = (
+    "SELECT id || ' and the references to its bases differ' FROM caches WHERE "
+    "(SELECT count(*) FROM refs WHERE refs.seq = caches.seq) != json_array_length(bases) OR EXISTS (SELECT 1 FROM "
+    "json_each(bases) AS base WHERE NOT EXISTS (SELECT 1 FROM refs WHERE refs.seq = caches.seq AND "
+    "refs.name = json_extract(base.value, '$[0]')))",
+    "SELECT 'the base ' || refs.name || ' is no blob of a cache and is not kept' FROM refs WHERE NOT EXISTS "
+    "(SELECT 1 FROM caches WHERE id = 'kvs_' || substr(refs.name, 1, 40) AND name = refs.name) AND NOT EXISTS "
+    "(SELECT 1 FROM writes WHERE writes.name = refs.name AND kept = 1)",
+    "SELECT writes.name || ' is kept and is no base' FROM writes WHERE kept = 1 AND NOT EXISTS "
+    "(SELECT 1 FROM refs WHERE refs.name = writes.name)",
+)
+"""Queries whose rows are references that do not add up."""
 
 
 def _set_labels(connection: sqlite3.Connection, seq: int, tenant: str, labels: Mapping[str, str]) -> None:

@@ -11,7 +11,7 @@ from kvshelf.store.jobs.table import Item, JobTable, Kind, overtaken, too_many, 
 
 _FIELDS: Final = "kind, id, tenant, text, version, open, due, held, term, holder, lease_until, created_at, updated_at"
 
-_FOREVER: Final = 9e15
+FOREVER: Final = 9e15
 """The end of a lease that never ends: a number, not NULL, so that all comparisons of leases work for it too."""
 
 
@@ -128,7 +128,7 @@ class SqliteJobs(JobTable):
 
     def _hold(self, tx: sqlite3.Connection, name: str | None) -> None:
         if name is not None:
-            values = (_FOREVER, name, self._now())
+            values = (FOREVER, name, self._now())
             held = tx.execute("UPDATE writes SET lease_until = ? WHERE name = ? AND lease_until > ?", values)
             if held.rowcount != 1:
                 raise too_slow()

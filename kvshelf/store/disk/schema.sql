@@ -4,7 +4,7 @@ CREATE TABLE meta (name TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT;
 
 -- One row per id that ever was, until its tombstone is swept. `seq` orders listings: it never repeats and never
 -- changes. state: ready | corrupt | expired | evicted | deleted; the last three are tombstones without a manifest and
--- without files.
+-- without files. bases: JSON, [[name, nbytes], ...]; `refs` has the same, to be found by name.
 CREATE TABLE caches (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
     id TEXT NOT NULL UNIQUE,
@@ -26,6 +26,8 @@ CREATE TABLE caches (
     pinned INTEGER NOT NULL DEFAULT 0,
     ended_at REAL,
     problem TEXT,
+    bases TEXT NOT NULL DEFAULT '[]',
+    parent_id TEXT,
     manifest TEXT
 ) STRICT;
 -- By tenant first: otherwise a look-up would take longer where the id is another tenant's (by 0.3 us).
@@ -36,6 +38,17 @@ CREATE INDEX caches_by_name ON caches (tenant, json_extract(manifest, '$.name'),
 CREATE INDEX tombstones ON caches (ended_at) WHERE ended_at IS NOT NULL;
 CREATE INDEX caches_by_expiry ON caches (expires_at) WHERE state IN ('ready', 'corrupt') AND expires_at IS NOT NULL;
 CREATE INDEX caches_by_priority ON caches (priority) WHERE state = 'ready' AND pinned = 0;
+
+CREATE INDEX caches_of_parent ON caches (parent_id, tenant, seq) WHERE parent_id IS NOT NULL;
+CREATE INDEX caches_by_bases ON caches (json_array_length(bases)) WHERE state = 'ready' AND bases != '[]';
+
+-- Which entries have a name as a base.
+CREATE TABLE refs (
+    name TEXT NOT NULL,
+    seq INTEGER NOT NULL REFERENCES caches (seq) ON DELETE CASCADE,
+    PRIMARY KEY (name, seq)
+) STRICT, WITHOUT ROWID;
+CREATE INDEX refs_of_cache ON refs (seq);
 
 CREATE TABLE labels (
     seq INTEGER NOT NULL REFERENCES caches (seq) ON DELETE CASCADE,
@@ -48,7 +61,8 @@ CREATE TABLE labels (
 CREATE INDEX labels_by_value ON labels (tenant, name, value, seq);
 
 -- Writes in progress, bytes that jobs hold, and bytes that are to be removed. A writer that is silent until lease_until
--- can publish nothing any more; 0: it was revoked, or its bytes gave way to others.
+-- can publish nothing any more; 0: it was revoked, or its bytes gave way to others. kept: its bytes gave way, but are a
+-- base of other entries.
 CREATE TABLE writes (
     name TEXT PRIMARY KEY,
     id TEXT NOT NULL,
@@ -56,7 +70,8 @@ CREATE TABLE writes (
     nbytes INTEGER NOT NULL,
     source TEXT,
     source_bytes INTEGER NOT NULL,
-    lease_until REAL NOT NULL
+    lease_until REAL NOT NULL,
+    kept INTEGER NOT NULL DEFAULT 0
 ) STRICT;
 CREATE INDEX writes_of_tenant ON writes (tenant);
 CREATE INDEX writes_of_cache ON writes (id);

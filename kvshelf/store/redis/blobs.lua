@@ -50,26 +50,31 @@ function operations.renew()
   return 1
 end
 
--- KEYS: the chunks. ARGV: their expiry (Unix time) or '' for never, then the length of each chunk. Returns 1 if every
--- chunk has its length. Otherwise returns 0 and changes nothing. It never makes a chunk expire sooner, because a reader
--- may need the chunk.
+-- Stands among the readers of a name that was removed while it was read, until its chunks are gone.
+local REMOVED = 'removed'
+
+-- KEYS: the readers, then the chunks. ARGV: their expiry (Unix time) or '' for never, then the length of each chunk.
+-- Returns 1 if every chunk has its length. Otherwise, or if the name was removed, returns 0 and changes nothing. It never
+-- makes a chunk expire sooner, because a reader may need the chunk.
 function operations.keep()
-  for i, key in ipairs(KEYS) do
-    if call('EXISTS', key) == 0 or call('STRLEN', key) ~= tonumber(ARGV[i + 2]) then return 0 end
+  if call('ZSCORE', KEYS[1], REMOVED) then return 0 end
+  for i = 2, #KEYS do
+    if call('EXISTS', KEYS[i]) == 0 or call('STRLEN', KEYS[i]) ~= tonumber(ARGV[i + 1]) then return 0 end
   end
   local now = now_ms()
-  for _, key in ipairs(KEYS) do
-    local left = call('PTTL', key)
-    if ARGV[2] == '' then call('PERSIST', key)
-    elseif left >= 0 and now + left < tonumber(ARGV[2]) then call('PEXPIREAT', key, ARGV[2]) end
+  for i = 2, #KEYS do
+    local left = call('PTTL', KEYS[i])
+    if ARGV[2] == '' then call('PERSIST', KEYS[i])
+    elseif left >= 0 and now + left < tonumber(ARGV[2]) then call('PEXPIREAT', KEYS[i], ARGV[2]) end
   end
   return 1
 end
 
 -- KEYS: the readers, then the chunks. Returns how many chunks existed. While a reader has a lease, the chunks are not
--- deleted; they get the end of the last lease as their expiry.
+-- deleted; they get the end of the last lease as their expiry, and `keep` does not change that.
 function operations.remove()
   local ends, found = read_until(), 0
+  if ends > 0 then call('ZADD', KEYS[1], ends, REMOVED) end
   for i = 2, #KEYS do
     found = found + (ends > 0 and call('PEXPIREAT', KEYS[i], ends) or call('UNLINK', KEYS[i]))
   end

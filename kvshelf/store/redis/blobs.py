@@ -109,7 +109,7 @@ class RedisBlobs(Blobs):
 
     def keep_until(self, name: str, nbytes: int, expires_at: float | None) -> None:
         until = "" if expires_at is None else _ms(expires_at + MARGIN_S)
-        if not self._run("keep", self._chunks(name, nbytes), until, *_sizes(nbytes)):
+        if not self._run("keep", [self._key(name, "readers"), *self._chunks(name, nbytes)], until, *_sizes(nbytes)):
             raise BlobError(f"not all chunks of {name} are in Redis any more", reason="missing")
 
     def remove(self, name: str, nbytes: int) -> bool:

@@ -28,13 +28,14 @@ def writing_fields(writing: Writing) -> dict[str, Value]:
         "nbytes": writing.nbytes,
         "source": writing.source,
         "source_bytes": writing.source_bytes,
+        "bases": ",".join(f"{name}:{nbytes}" for name, nbytes in writing.bases) or None,
     }
 
 
 def manifest_fields(manifest: Manifest) -> dict[str, Value]:
     """A manifest as the script stores and lists it."""
     columns = (manifest.tenant, manifest.document_id, manifest.model, manifest.policy, manifest.name, manifest.id)
-    own = Query(*columns, manifest.labels)
+    own = Query(*columns, manifest.labels, manifest.parent_id)
     return {
         "id": manifest.id,
         "text": manifest.model_dump_json(),
@@ -52,6 +53,7 @@ def listings_of(query: Query) -> list[str]:
         "model": query.model,
         "policy": query.policy,
         "name": query.name,
+        "parent": query.parent_id,
         "id": query.id_prefix and query.id_prefix[:ID_PREFIX],
     }
     found = [_listing(query.tenant, name, value) for name, value in columns.items() if value is not None]
@@ -89,6 +91,7 @@ def read_entry(shown: tuple[bytes, bytes | None], *, as_kept: bool = False) -> E
     """
     try:
         fields = json.loads(shown[0]) | {"text": shown[1]}
+        fields["bases"] = [base.split(":") for base in filter(None, fields.get("bases", "").split(","))]
         entry = _ENTRY.validate_python(fields)
         if entry.state != "ready" or entry.text is not None or as_kept:
             return entry

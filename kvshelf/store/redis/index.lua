@@ -15,13 +15,17 @@
 --   l:<digest>       ready ids by seq, in listings: one per tenant, and one per document, model, policy, name, label and
 --                    beginning of ids of a tenant
 --   expiry           stored ids by expires_at
---   eviction         ready ids that are not pinned, by priority
+--   eviction         ready ids that are not pinned and whose blob is no base, by priority
 --   ended            ids of tombstones by ended_at
---   places           hash: stored id -> "<bytes> <digests of its listings> <tenant>". `drop` uses this record to take
---                    the id out of the other keys. It is not in c:<id>, because the server may expire that key first
+--   places           hash: stored id -> "<bytes> <digests of its listings> <bases> <tenant>". `drop` uses this record to
+--                    take the id out of the other keys. It is not in c:<id>, because the server may expire that key first
+--   r:<name>         set: stored ids that have a name as a base; bases are written "<name>:<bytes>,<name>:<bytes>"
+--   k:<id>           set: ids of the cache's children. One whose c:<id> is gone goes when the set is walked
+--   spliced          ready ids that have bases, by their number
 --   u, u:<tenant>    hash, of the home and of a tenant: caches and bytes of its ready entries; held_caches and
 --                    held_bytes of its writes that are not revoked
---   writes           names of writes by the end of their lease, in ms of the server's clock; 0 if revoked or replaced
+--   writes           names of writes by the end of their lease, in ms of the server's clock; 0 if revoked or replaced,
+--                    KEPT if replaced and still a base
 --   w:<id>           hash: name of a write of this cache -> "<nbytes> <source_bytes> <source or -> <tenant>"
 --
 -- Full memory. A server whose memory is full may refuse the first write command of a script, and never a later one. It
@@ -33,6 +37,8 @@ local HOME = KEYS[1]
 local BASE = HOME:sub(1, -5)
 local STORED, EXPIRY, EVICTION, ENDED = BASE .. 'stored', BASE .. 'expiry', BASE .. 'eviction', BASE .. 'ended'
 local PLACES, WRITES, USAGE = BASE .. 'places', BASE .. 'writes', BASE .. 'u'
+local SPLICED = BASE .. 'spliced'
+local KEPT = '9100000000000000'
 
 local a = {}
 for i = 3, #ARGV, 2 do a[ARGV[i]] = ARGV[i + 1] end
@@ -62,6 +68,12 @@ local function cache_of(name) return 'kvs_' .. name:sub(1, 40) end -- see new_na
 
 local function write_key(name) return BASE .. 'w:' .. cache_of(name) end
 
+local function refs_key(name) return BASE .. 'r:' .. name end
+
+local function children_key(id) return BASE .. 'k:' .. id end
+
+local function bases_of(text) return text:gmatch('([^:,]+):%d+') end
+
 local function words(text) return text:gmatch('[^,]+') end
 
 local function read(key)
@@ -85,11 +97,28 @@ local function count(tenant, caches, bytes, kind)
   end
 end
 
--- Returns the bytes, the digests of the listings and the tenant of a stored id. A corrupt id has no listings ('') and
--- is not counted.
+-- Returns the bytes, the digests of the listings, the bases and the tenant of a stored id. A corrupt id has no listings
+-- ('') and is not counted.
 local function place(id)
   local record = call('HGET', PLACES, id)
-  if record then return record:match('^(%d+) (%S*) (.*)$') end
+  if record then return record:match('^(%d+) (%S*) (%S*) (.*)$') end
+end
+
+local function is_base(name) return call('EXISTS', refs_key(name)) == 1 end
+
+-- The server does not expire an entry that has children or whose blob is a base: a sweep ends it, and knows.
+local function expire_entry(id, at)
+  if call('EXISTS', children_key(id)) == 1 or is_base(call('HGET', entry_key(id), 'name') or '') then
+    call('PERSIST', entry_key(id))
+  else
+    call('PEXPIREAT', entry_key(id), whole(math.ceil((at + a.keep_ended_s) * 1000)))
+  end
+end
+
+local function rank(entry)
+  if entry.state == 'ready' and entry.pinned == '0' and not is_base(entry.name) then
+    call('ZADD', EVICTION, entry.priority, entry.id)
+  end
 end
 
 -- Takes a stored id out of every key except c:<id> and m:<id>.
@@ -97,8 +126,10 @@ local function drop(id)
   call('ZREM', STORED, id)
   call('ZREM', EXPIRY, id)
   call('ZREM', EVICTION, id)
-  local bytes, listings, tenant = place(id)
+  call('ZREM', SPLICED, id)
+  local bytes, listings, bases, tenant = place(id)
   if not bytes then return end
+  for name in bases_of(bases) do call('SREM', refs_key(name), id) end
   for digest in words(listings) do call('ZREM', listing_key(digest), id) end
   if listings ~= '' then count(tenant, -1, -bytes, '') end
   call('HDEL', PLACES, id)
@@ -108,7 +139,7 @@ end
 local function keep_until(id, expires_at)
   if expires_at then
     call('PEXPIREAT', manifest_key(id), whole(math.ceil(expires_at * 1000) + 1000))
-    call('PEXPIREAT', entry_key(id), whole(math.ceil((expires_at + a.keep_ended_s) * 1000)))
+    expire_entry(id, expires_at)
   else
     call('PERSIST', manifest_key(id))
     call('PERSIST', entry_key(id))
@@ -124,10 +155,18 @@ local function enlist(id, listings)
   if entry.state == 'ready' then
     bytes = whole(entry.nbytes + entry.source_bytes)
     for digest in words(listings) do call('ZADD', listing_key(digest), entry.seq, id) end
-    if entry.pinned == '0' then call('ZADD', EVICTION, entry.priority, id) end
+    rank(entry)
     count(entry.tenant, 1, bytes, '')
   end
-  call('HSET', PLACES, id, bytes .. ' ' .. listings .. ' ' .. entry.tenant)
+  local bases, number = entry.bases or '', 0
+  for name in bases_of(bases) do
+    call('SADD', refs_key(name), id)
+    call('PERSIST', entry_key(cache_of(name)))
+    call('ZREM', EVICTION, cache_of(name))
+    number = number + 1
+  end
+  if number > 0 and entry.state == 'ready' then call('ZADD', SPLICED, number, id) end
+  call('HSET', PLACES, id, bytes .. ' ' .. listings .. ' ' .. bases .. ' ' .. entry.tenant)
   keep_until(id, entry.expires_at)
 end
 
@@ -185,6 +224,8 @@ local function lease(name) call('ZADD', WRITES, whole(server_ms() + a.lease_ms),
 
 local function is_held(name) return tonumber(call('ZSCORE', WRITES, name) or 0) > 0 end
 
+local function is_kept(name) return tonumber(call('ZSCORE', WRITES, name) or 0) == tonumber(KEPT) end
+
 local function write_record(write)
   return table.concat({write.nbytes, write.source_bytes, write.source or '-', write.tenant}, ' ')
 end
@@ -217,10 +258,37 @@ local function revoke(name)
   release(record)
 end
 
--- Registers names that an entry no longer uses as a revoked write, so that a sweep removes their bytes.
+-- Ends references that an entry had. A kept name that is no base any more is to be removed; an entry whose blob is none
+-- may be evicted again.
+local function let_go(bases)
+  for name in bases_of(bases or '') do
+    if not is_base(name) then
+      local entry = read(entry_key(cache_of(name)))
+      if is_kept(name) then
+        revoke(name)
+      elseif entry and entry.name == name then
+        rank(entry)
+      end
+    end
+  end
+end
+
+-- Registers names that an entry no longer uses as a revoked write, so that a sweep removes their bytes; a blob that is a
+-- base is kept. The entry's own references were taken away by `drop`, and those it has now were added.
 local function retire(write)
-  call('HSET', write_key(write.name), write.name, write_record(write))
-  call('ZADD', WRITES, 0, write.name)
+  if write.nbytes ~= '0' and is_base(write.name) then
+    local kept = {nbytes = '0', source_bytes = write.nbytes, source = write.name, tenant = write.tenant}
+    call('HSET', write_key(write.name), write.name, write_record(kept))
+    call('ZADD', WRITES, KEPT, write.name)
+    count(write.tenant, 0, write.nbytes, 'held_')
+    write = {name = write.source, nbytes = '0', source_bytes = write.source_bytes, source = write.source,
+      tenant = write.tenant, bases = write.bases}
+  end
+  if write.name then
+    call('HSET', write_key(write.name), write.name, write_record(write))
+    call('ZADD', WRITES, 0, write.name)
+  end
+  let_go(write.bases)
 end
 
 -- The second part of the reply is name, record, name, record, ...
@@ -242,7 +310,7 @@ local function replaced_by(name, blob_bytes)
   if ready_bytes and listings ~= '' then caches, bytes = 1, tonumber(ready_bytes) end
   for other, record in pairs(read(write_key(name)) or {}) do
     local nbytes, source_bytes = parse_write(record)
-    if is_held(other) then caches, bytes = caches + held_caches(nbytes), bytes + nbytes + source_bytes end
+    if is_held(other) and not is_kept(other) then caches, bytes = caches + held_caches(nbytes), bytes + nbytes + source_bytes end
   end
   return caches, bytes
 end
@@ -290,23 +358,86 @@ end
 
 function operations.held() return list_writes('(0', '+inf') end
 
+function operations.kept() return list_writes(KEPT, KEPT) end
+
+-- Whether a cache or one of its ancestors was deleted.
+local function is_disowned(id)
+  local seen = {}
+  while id and not seen[id] do
+    seen[id] = true
+    local found = call('HMGET', entry_key(id), 'state', 'parent_id')
+    if found[1] == 'deleted' then return true end
+    id = found[2]
+  end
+  return false
+end
+
+local function has_bases(bases, tenant)
+  for name in bases_of(bases or '') do
+    local found = call('HMGET', entry_key(cache_of(name)), 'name', 'tenant')
+    local stored = found[1] == name and found[2] == tenant
+    if not stored and is_kept(name) then
+      local _, _, _, owner = parse_write(call('HGET', write_key(name), name))
+      stored = owner == tenant
+    end
+    if not stored then return false end
+  end
+  return true
+end
+
+local function children_of(id)
+  local ids = call('SMEMBERS', children_key(id))
+  local found = {}
+  for _, child in ipairs(ids) do
+    if call('EXISTS', entry_key(child)) == 1 then found[#found + 1] = child else call('SREM', children_key(id), child) end
+  end
+  return found
+end
+
+-- Whether a cache has descendants that are stored. Below one of those it need not look.
+local function has_descendants(id)
+  local left, seen = {id}, {}
+  while #left > 0 do
+    for _, child in ipairs(children_of(table.remove(left))) do
+      local state = call('HGET', entry_key(child), 'state')
+      if state == 'ready' or state == 'corrupt' then return true end
+      if not seen[child] then left[#left + 1] = child end
+      seen[child] = true
+    end
+  end
+  return false
+end
+
+local function leave(id, parent)
+  if parent then call('SREM', children_key(parent), id) end
+end
+
 function operations.publish()
   local old = read(entry_key(a.id))
   if old and old.name == a.name then return {'published', false} end -- a repeated call
   if not leased(a.name) then return {'lapsed'} end
   local shown = old and is_stored(old) and show(a.id) or false
   if old and old.name ~= a.over and is_live(old, a.now) then return {'kept', shown} end
+  if is_disowned(a.parent_id) then return {'disowned'} end
+  if not has_bases(a.bases, a.tenant) then return {'baseless'} end
   call('SET', manifest_key(a.id), a.text)
   drop(a.id)
-  if old and is_stored(old) then retire(old) end
   call('ZREM', ENDED, a.id)
   call('DEL', entry_key(a.id))
+  if old then leave(a.id, old.parent_id) end
   call('HSET', entry_key(a.id), 'seq', next_seq(), 'id', a.id, 'tenant', a.tenant, 'state', 'ready', 'version', '0',
     'name', a.name, 'nbytes', a.nbytes, 'source_bytes', a.source_bytes, 'uses', '0', 'cost_s', a.cost_s,
     'priority', priority(1, a.cost_s, a.nbytes), 'pinned', a.pinned)
   if a.source then call('HSET', entry_key(a.id), 'source', a.source) end
   if a.expires_at then call('HSET', entry_key(a.id), 'expires_at', a.expires_at) end
+  if a.bases then call('HSET', entry_key(a.id), 'bases', a.bases) end
+  if a.parent_id then
+    call('HSET', entry_key(a.id), 'parent_id', a.parent_id)
+    call('SADD', children_key(a.parent_id), a.id)
+    call('PERSIST', entry_key(a.parent_id))
+  end
   enlist(a.id, a.listings)
+  if old and is_stored(old) then retire(old) end
   end_write(a.name)
   return {'published', shown}
 end
@@ -364,6 +495,10 @@ function operations.knows()
   return {'known', known and '1' or '0'}
 end
 
+function operations.is_base() return {'known', is_base(a.name) and '1' or '0'} end
+
+function operations.children() return {'entries', show_all(children_of(a.id))} end
+
 -- Changing
 
 -- Replaces an entry's manifest and, if there is a write, its names. a.name, a.source, a.nbytes and a.source_bytes: the
@@ -379,18 +514,20 @@ function operations.swap()
   local unchanged = entry and entry.name == a.entry_name and entry.version == a.version
     and (entry.state == 'ready' or a.repairs and entry.state == 'corrupt')
   if not unchanged or call('EXISTS', manifest_key(a.id)) == 0 then return {'changed'} end
+  if a.write and not has_bases(a.bases, entry.tenant) then return {'baseless'} end
   call('SET', manifest_key(a.id), a.text)
   drop(a.id)
-  call('HDEL', entry_key(a.id), 'problem', 'source', 'expires_at')
+  call('HDEL', entry_key(a.id), 'problem', 'source', 'expires_at', 'bases')
   call('HSET', entry_key(a.id), 'state', 'ready', 'version', whole(entry.version + 1), 'pinned', a.pinned,
     'name', a.name, 'nbytes', a.nbytes, 'source_bytes', a.source_bytes)
   if a.source then call('HSET', entry_key(a.id), 'source', a.source) end
   if a.expires_at then call('HSET', entry_key(a.id), 'expires_at', a.expires_at) end
+  if a.bases then call('HSET', entry_key(a.id), 'bases', a.bases) end
+  enlist(a.id, a.listings)
   if a.gone_name then
     retire({name = a.gone_name, nbytes = a.gone_nbytes, source = a.gone_source, source_bytes = a.gone_source_bytes,
-      tenant = entry.tenant})
+      tenant = entry.tenant, bases = a.gone_bases})
   end
-  enlist(a.id, a.listings)
   if a.write then end_write(a.write) end
   return {'done'}
 end
@@ -402,7 +539,8 @@ function operations.touch()
     local lifted = priority(uses + 1, entry.cost_s, entry.nbytes)
     call('ZREM', EVICTION, a.id)
     call('HSET', entry_key(a.id), 'uses', whole(uses), 'last_used_at', a.now, 'priority', lifted)
-    if entry.pinned == '0' then call('ZADD', EVICTION, lifted, a.id) end
+    entry.priority = lifted
+    rank(entry)
   end
   return {'touched'}
 end
@@ -418,19 +556,21 @@ end
 
 local function may_bury(entry)
   if a.state == 'deleted' then return entry.state ~= 'deleted' and entry.version == a.version end
-  if a.state == 'evicted' then return entry.state == 'ready' and entry.pinned == '0' end
+  if a.state == 'evicted' then return entry.state == 'ready' and entry.pinned == '0' and not is_base(entry.name) end
   return is_stored(entry) and is_expired(entry.expires_at, a.now)
 end
 
 function operations.bury()
   local entry = read(entry_key(a.id))
   if not entry or entry.seq ~= a.seq or not may_bury(entry) then return {'changed'} end
+  if a.state == 'deleted' and has_descendants(a.id) then return {'changed'} end
   drop(a.id)
   call('DEL', manifest_key(a.id), entry_key(a.id))
   if is_stored(entry) then retire(entry) end
   call('HSET', entry_key(a.id), 'seq', entry.seq, 'id', a.id, 'tenant', entry.tenant, 'state', a.state,
     'version', entry.version, 'ended_at', a.now)
-  call('PEXPIREAT', entry_key(a.id), whole(math.ceil((a.now + a.keep_ended_s) * 1000)))
+  if entry.parent_id then call('HSET', entry_key(a.id), 'parent_id', entry.parent_id) end
+  expire_entry(a.id, a.now)
   call('ZADD', ENDED, a.now, a.id)
   local clock = tonumber(call('HGET', HOME, 'clock') or 0)
   if a.state == 'evicted' and tonumber(entry.priority) > clock then call('HSET', HOME, 'clock', entry.priority) end
@@ -440,20 +580,34 @@ end
 function operations.expired()
   local ids = call('ZRANGEBYSCORE', EXPIRY, '-inf', a.now, 'LIMIT', 0, a.limit)
   for _, id in ipairs(ids) do
-    if call('EXISTS', entry_key(id)) == 0 then drop(id) end -- the server expired the entry before any sweep
+    if call('EXISTS', entry_key(id)) == 0 then -- the server expired the entry before any sweep
+      local _, _, bases = place(id)
+      drop(id)
+      let_go(bases)
+    end
   end
   return {'entries', show_all(ids)}
 end
 
 function operations.victims() return {'entries', show_all(call('ZRANGE', EVICTION, 0, a.limit - 1))} end
 
+function operations.spliced()
+  return {'entries', show_all(call('ZRANGEBYSCORE', SPLICED, a.least, '+inf', 'LIMIT', 0, a.limit))}
+end
+
+-- The second part of the reply is how many tombstones were looked at: those with children stay.
 function operations.forget()
-  local ids = call('ZRANGEBYSCORE', ENDED, '-inf', '(' .. a.before, 'LIMIT', 0, a.limit)
+  local ids = call('ZRANGEBYSCORE', ENDED, '-inf', '(' .. a.before, 'LIMIT', a.offset, a.limit)
+  local forgotten = 0
   for _, id in ipairs(ids) do
-    call('ZREM', ENDED, id)
-    call('DEL', entry_key(id))
+    if #children_of(id) == 0 then
+      call('ZREM', ENDED, id)
+      leave(id, call('HGET', entry_key(id), 'parent_id'))
+      call('DEL', entry_key(id))
+      forgotten = forgotten + 1
+    end
   end
-  return {'forgotten', whole(#ids)}
+  return {'forgotten', whole(forgotten), whole(#ids)}
 end
 
 -- The home itself
@@ -469,15 +623,22 @@ end
 
 local function is_ranked(entry)
   local rank = call('ZSCORE', EVICTION, entry.id)
-  if entry.pinned == '1' then return not rank end
+  if entry.pinned == '1' or is_base(entry.name) then return not rank end
   return rank and tonumber(rank) == tonumber(entry.priority)
 end
 
 local function misplaced(id, seq)
   local entry = read(entry_key(id))
-  local bytes, listings = place(id)
+  local bytes, listings, bases = place(id)
   if not bytes then return 'has no place' end
   if not entry then return nil end -- expired on the server; a sweep will drop the id
+  if bases ~= (entry.bases or '') then return 'has other bases than its place says' end
+  for name in bases_of(bases) do
+    if call('SISMEMBER', refs_key(name), id) == 0 then return 'is no reference to its base ' .. name end
+    if call('HGET', entry_key(cache_of(name)), 'name') ~= name and not is_kept(name) then
+      return 'has a base that is no blob of a cache and is not kept: ' .. name
+    end
+  end
   if entry.seq ~= seq then return 'is kept under another seq' end
   local expires_at = call('ZSCORE', EXPIRY, id) or 0
   if tonumber(expires_at) ~= tonumber(entry.expires_at or 0) then return 'expires at another time' end
@@ -497,14 +658,16 @@ function operations.audit()
   local found = {}
   for i = 1, #walked, 2 do
     local id, seq = walked[i], walked[i + 1]
-    local bytes, listings, tenant = place(id)
+    local bytes, listings, bases, tenant = place(id)
+    local name = call('HGET', entry_key(id), 'name') or ''
     found[#found + 1] = {id, misplaced(id, seq) or '', listings or '', bytes or '0', tenant or '',
-      call('ZSCORE', EXPIRY, id) and '1' or '0', call('ZSCORE', EVICTION, id) and '1' or '0'}
+      call('ZSCORE', EXPIRY, id) and '1' or '0', call('ZSCORE', EVICTION, id) and '1' or '0', bases or '',
+      is_base(name) and name or ''}
   end
   return {'walked', walked[#walked] or false, found}
 end
 
-local sizes = {zset = 'ZCARD', hash = 'HLEN', none = 'EXISTS'}
+local sizes = {zset = 'ZCARD', set = 'SCARD', hash = 'HLEN', none = 'EXISTS'}
 
 -- Returns the size of each key in a.keys, or the value of one field of a hash, written '<field>@<key>'. Zero bytes
 -- separate the keys.

@@ -13,9 +13,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, Literal, Self
 
 from kvshelf.errors import StoreUnavailable
+from kvshelf.store import checks
 from kvshelf.store.blobs import WRITE_LEASE_S
 from kvshelf.store.index import (
     KEEP_ENDED_S,
+    BasesGone,
     Entry,
     Index,
     MakeBlobs,
@@ -38,7 +40,7 @@ from kvshelf.store.redis.jobs import RedisJobs
 from kvshelf.store.redis.link import RedisLink
 from kvshelf.store.redis.script import Script, Value
 
-HOME_FORMAT: Final = 3
+HOME_FORMAT: Final = 4
 """Incremented when the keys change in a way that older versions cannot read, or leave out what this one looks for."""
 
 _BATCH: Final = 100
@@ -50,15 +52,16 @@ _STEPS: Final = 1000
 _ATTEMPTS: Final = 3
 
 _ALWAYS_COUNTED: Final = (
-    *("stored", "places", "expiry", "eviction"),
+    *("stored", "places", "expiry", "eviction", "spliced"),
     *("caches@u", "bytes@u", "held_caches@u", "held_bytes@u"),
 )
 
 _REPLIES: Final = {
     **dict.fromkeys(("lost", "lapsed", "begun", "renewed", "abandoned", "done", "changed", "touched"), 0),
+    **dict.fromkeys(("disowned", "baseless"), 0),
     **dict.fromkeys(("max_caches", "max_bytes", "budget_bytes", "published", "kept", "found", "writes", "entries"), 1),
-    **dict.fromkeys(("known", "forgotten", "counts", "home"), 1),
-    **dict.fromkeys(("listing", "walked"), 2),
+    **dict.fromkeys(("known", "counts", "home"), 1),
+    **dict.fromkeys(("listing", "walked", "forgotten"), 2),
 }
 """The first word of each kind of reply, and how many parts follow it."""
 
@@ -132,11 +135,12 @@ class RedisIndex(Index):
             "publish",
             **writing_fields(writing),
             **manifest_fields(manifest),
+            parent_id=writing.parent_id,
             over=None if over is None else over.name,
             cost_s=cost_s,
             now=now,
         )
-        _require_lease(reply)
+        _require_publishable(reply, writing)
         return reply[0] == "published", read_entry(reply[1]) if reply[1] else None
 
     # Reading
@@ -159,6 +163,10 @@ class RedisIndex(Index):
             steps = _STEPS
         return found
 
+    def children(self, cache_id: str, tenant: str) -> list[Entry]:
+        found = map(read_entry, self._run("children", id=cache_id)[1])
+        return sorted((entry for entry in found if entry.tenant == tenant), key=lambda entry: entry.seq)
+
     def usage(self, tenant: str | None) -> Usage:
         key = "u" if tenant is None else f"u:{tenant}"
         counts = self._counts([f"caches@{key}", f"bytes@{key}"])
@@ -172,11 +180,14 @@ class RedisIndex(Index):
     def knows(self, name: str) -> bool:
         return bool(self._run("knows", name=name)[1] == b"1")
 
+    def is_base(self, name: str) -> bool:
+        return bool(self._run("is_base", name=name)[1] == b"1")
+
     # Changing
 
     def swap(self, entry: Entry, manifest: Manifest, writing: Writing | None = None) -> bool:
         new, gone = entry.swapped(manifest, writing)
-        names = Writing(new.name or "", entry.id, entry.tenant, new.nbytes, new.source, new.source_bytes)
+        names = new.retired()
         given_way = {} if gone is None else {f"gone_{field}": value for field, value in writing_fields(gone).items()}
         reply = self._run(
             "swap",
@@ -188,7 +199,7 @@ class RedisIndex(Index):
             entry_name=entry.name,
             version=entry.version,
         )
-        _require_lease(reply)
+        _require_publishable(reply, names)
         return _is_done(reply)
 
     def touch(self, cache_id: str, tenant: str, now: float) -> None:
@@ -210,11 +221,17 @@ class RedisIndex(Index):
     def victims(self, limit: int) -> list[Entry]:
         return [read_entry(shown, as_kept=True) for shown in self._run("victims", limit=limit)[1]]
 
+    def spliced(self, least: int, limit: int) -> list[Entry]:
+        return [read_entry(shown, as_kept=True) for shown in self._run("spliced", least=least, limit=limit)[1]]
+
     def forget(self, before: float) -> int:
-        count = 0
-        while forgotten := int(self._run("forget", before=before, limit=_STEPS)[1]):
+        count = kept = 0
+        while True:
+            forgotten, seen = map(int, self._run("forget", before=before, offset=kept, limit=_STEPS)[1:])
             count += forgotten
-        return count
+            kept += seen - forgotten
+            if seen < _STEPS:
+                return count
 
     # Care
 
@@ -278,13 +295,20 @@ class RedisIndex(Index):
         due: Counter[str] = Counter(dict.fromkeys(_ALWAYS_COUNTED, 0))
         for rows in self._walk("audit"):
             for row in rows:
-                cache_id, problem, listings, nbytes, tenant, expires, ranked = (value.decode() for value in row)
+                decoded = [value.decode() for value in row]
+                cache_id, problem, listings, nbytes, tenant, expires, ranked, bases, base = decoded
                 if problem:
                     found.append(f"index: {cache_id} {problem}")
                 due.update({"stored": 1, "places": 1, "expiry": int(expires), "eviction": int(ranked)})
+                due.update({f"r:{base}": 0} if base else {})
+                due.update(f"r:{each.split(':')[0]}" for each in filter(None, bases.split(",")))
                 if listings:
+                    due["spliced"] += int(bool(bases))
                     due.update(f"l:{listing}" for listing in listings.split(","))
                     due.update(_counted(tenant, "", 1, int(nbytes)))
+        for writing in self._writes("kept"):
+            if f"r:{writing.name}" not in due:
+                found.append(f"index: {writing.name} is kept and is no base")
         for writing in self._writes("held"):
             caches, size = int(writing.nbytes > 0), writing.nbytes + writing.source_bytes
             due.update(_counted(writing.tenant, "held_", caches, size))
@@ -324,3 +348,11 @@ def _is_done(reply: Sequence[Any]) -> bool:
 def _require_lease(reply: Sequence[Any]) -> None:
     if reply[0] == "lapsed":
         raise lapsed()
+
+
+def _require_publishable(reply: Sequence[Any], writing: Writing) -> None:
+    _require_lease(reply)
+    if reply[0] == "disowned":
+        raise checks.not_found(writing.parent_id or "")
+    if reply[0] == "baseless":
+        raise BasesGone

@@ -201,7 +201,8 @@ class TieredStore(Store):
                 # The home's manifest counts: its labels, expiry or pin may be newer than the copy's.
                 self._home.mend(cache, manifest.id, tenant=manifest.tenant)
             except _Lost:
-                self._home.adopt(cache, manifest.model_copy(update={"has_source": False, "source_digest": None}))
+                plain = manifest.model_copy(update={"has_source": False, "source_digest": None})
+                self._home.adopt(cache, plain, parent_id=manifest.parent_id)
             if text is not None:
                 self._home.keep_source(manifest.id, text, tenant=manifest.tenant)
             log.info("gave cache %s back to its home", manifest.id)
@@ -252,9 +253,18 @@ class TieredStore(Store):
         self._tiers.confirm(manifest)
         return manifest
 
-    def delete(self, cache_id: str, *, tenant: str = "default", if_revision: Collection[str] | None = None) -> Receipt:
-        delete = partial(self._home.delete, cache_id, tenant=tenant, if_revision=if_revision)
+    def delete(
+        self,
+        cache_id: str,
+        *,
+        tenant: str = "default",
+        if_revision: Collection[str] | None = None,
+        cascade: bool = False,
+    ) -> Receipt:
+        delete = partial(self._home.delete, cache_id, tenant=tenant, if_revision=if_revision, cascade=cascade)
         receipt = self._insist(cache_id, tenant, delete)
+        for descendant in receipt.descendants:
+            self._tiers.drop(descendant, tenant)
         return receipt.model_copy(update={"homes": (*receipt.homes, *self._tiers.drop(cache_id, tenant))})
 
     def touch(self, cache_id: str, *, tenant: str = "default") -> None:
@@ -301,6 +311,9 @@ class TieredStore(Store):
         yield from self._tiers.scrub()
 
     # Answered by the home alone
+
+    def compact(self) -> int:
+        return self._home.compact()
 
     def expiry(self, ttl_s: float | None, expires_at: float | None) -> float | None:
         return self._home.expiry(ttl_s, expires_at)

@@ -1,0 +1,356 @@
+"""A cache that extends another one, stored as the bytes that the other lacks. docs/format.md describes the table.
+
+    table    magic, version, length, msgpack, then zeros up to a multiple of 64
+    bytes    those of the cache's blob that lie in no base, in their order
+
+The table says how the whole blob is put together: from runs of the file's own bytes, and of the bytes of its bases,
+which are stored blobs of the cache's ancestors. A base is always a file: the table of a cache whose parent has a table
+itself names the files that have the parent's bytes. All offsets are of plain bytes; each file is sealed for itself.
+Nothing here is trusted: who reads the whole blob checks all its digests, as for any blob.
+"""
+
+from __future__ import annotations
+
+import struct
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, Final, NamedTuple
+
+import msgpack
+import numpy as np
+
+from kvshelf.errors import BlobError
+from kvshelf.store.artifact.blob import PackedBlob
+from kvshelf.store.artifact.blob.frame import TRAILER, BlobSummary
+from kvshelf.store.artifact.blob.layer import Layer, Span, aligned
+from kvshelf.store.blobs import Name, SeekableFile, StoredFile, is_name
+
+MAGIC: Final = b"KVSPLICE"
+VERSION: Final = 1
+
+BASES_LIMIT: Final = 64
+"""Most bases of a cache; one that would have more is written whole."""
+
+TABLE_LIMIT: Final = 4 << 20
+"""Bytes of a packed table."""
+
+LEAST_RUN: Final = 4 << 10
+"""Bytes. A shorter run is written again: it takes a read of its own, and its place in the table."""
+
+LEAST_SHARE: Final = 1 / 8
+"""A cache that shares less of its blob is written whole."""
+
+_FIXED: Final = struct.Struct("<8sHHI")
+_PIECE: Final = 1 << 20  # bytes compared at once
+
+
+class Run(NamedTuple):
+    """Bytes of a file: of the cache's own, behind its table (file 0), or of base number `file`, from 1 on."""
+
+    file: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Splice:
+    """How a blob is put together. bases: names of stored files, with their sizes there. runs: in the order of the blob,
+    as few as possible; those of the own file follow each other from its first byte to its last."""
+
+    bases: tuple[Name, ...]
+    runs: tuple[Run, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole blob."""
+        return sum(run.nbytes for run in self.runs)
+
+    def pack(self) -> bytes:
+        packed: bytes = msgpack.packb({"bases": self.bases, "runs": self.runs})
+        fixed = _FIXED.pack(MAGIC, VERSION, 0, len(packed)) + packed
+        return fixed.ljust(aligned(len(fixed)), b"\0")
+
+
+WHOLE: Final = Splice((), ())
+"""Of a file that is a whole blob."""
+
+
+def read_splice(file: StoredFile, nbytes: int, bases: Sequence[Name]) -> tuple[Splice, int]:
+    """The table of a file of `nbytes` plain bytes, and how many bytes it takes.
+
+    bases: those that the index says. Raises `BlobError` for any table that `pack` does not write (`bad_magic`,
+    `newer_major`, `unknown_major`, `header_too_large`, `header_malformed`, `field_malformed`, `not_canonical`,
+    `nonzero_padding`, `truncated`), for one with other bases (`unknown_base`), and for one whose runs of own bytes
+    leave some out (`hole`), repeat some (`overlap`) or end elsewhere than the file (`length_mismatch`).
+    """
+    if nbytes < _FIXED.size:
+        raise BlobError(f"the spliced file is cut off: it has {nbytes} bytes", reason="truncated")
+    magic, version, flags, length = _FIXED.unpack(_read(file, 0, _FIXED.size))
+    if magic != MAGIC:
+        raise BlobError(f"the file does not begin with a table of its bases, but with {magic!r}", reason="bad_magic")
+    if version != VERSION:
+        raise BlobError(
+            f"the table of bases has version {version}; this version of kvshelf reads {VERSION}. Upgrade kvshelf",
+            reason="newer_major" if version > VERSION else "unknown_major",
+        )
+    if flags:
+        raise BlobError(f"the table of bases has flags {flags}", reason="field_malformed")
+    if length > TABLE_LIMIT:
+        raise BlobError(
+            f"the table of bases claims {length} bytes, the format allows {TABLE_LIMIT}", reason="header_too_large"
+        )
+    size = aligned(_FIXED.size + length)
+    if nbytes < size:
+        raise BlobError(f"the spliced file is cut off within its table: it has {nbytes} bytes", reason="truncated")
+    rest = _read(file, _FIXED.size, size - _FIXED.size)
+    if any(rest[length:]):
+        raise BlobError("the padding after the table of bases is not zero", reason="nonzero_padding")
+    splice = _parse(rest[:length])
+    if list(splice.bases) != list(bases):
+        raise BlobError("the table names other bases than the cache was stored with", reason="unknown_base")
+    _require_own(splice, nbytes - size)
+    return splice, size
+
+
+def _read(file: StoredFile, start: int, nbytes: int) -> bytes:
+    data = bytearray(nbytes)
+    file.read_ranges([(start, memoryview(data))])
+    return bytes(data)
+
+
+def _parse(packed: bytes) -> Splice:
+    try:
+        found = msgpack.unpackb(packed, strict_map_key=True, max_ext_len=0)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise BlobError(f"the table of bases is no msgpack: {error!r:.80}", reason="header_malformed") from error
+    if not isinstance(found, dict) or found.keys() != {"bases", "runs"}:
+        raise _malformed("it has other fields than bases and runs")
+    bases = tuple(_items(found["bases"], (str, int)))
+    runs = tuple(Run(*each) for each in _items(found["runs"], (int, int, int)))
+    if not 0 < len(bases) <= BASES_LIMIT or len({name for name, _ in bases}) < len(bases):
+        raise _malformed(f"it has {len(bases)} bases, some perhaps twice; it may have 1 to {BASES_LIMIT}")
+    if not all(is_name(name) for name, _ in bases):
+        raise _malformed("a base has a name that no file has")
+    if {run.file for run in runs} - {0} != set(range(1, len(bases) + 1)):
+        raise _malformed("its runs are of other bases than it names")
+    splice = Splice(bases, runs)
+    follow = any(a.file == b.file and a.offset + a.nbytes == b.offset for a, b in pairwise(runs))
+    if follow or splice.pack()[_FIXED.size :][: len(packed)] != packed:
+        raise BlobError("the table of bases is not written as kvshelf writes it", reason="not_canonical")
+    return splice
+
+
+def _items(found: Any, types: tuple[type, ...]) -> Iterator[Any]:
+    if not isinstance(found, list):
+        raise _malformed("bases or runs are no list")
+    for each in found:
+        if not isinstance(each, list) or list(map(type, each)) != list(types):
+            raise _malformed(f"{each!r:.80} is no base or run")
+        *_, nbytes = each
+        if any(isinstance(value, int) and not 0 <= value < 2**63 for value in each) or not nbytes:
+            raise _malformed(f"{each!r:.80} has a number out of range")
+        yield tuple(each)
+
+
+def _require_own(splice: Splice, nbytes: int) -> None:
+    end = 0
+    for run in splice.runs:
+        if run.file == 0:
+            if run.offset != end:
+                reason = "hole" if run.offset > end else "overlap"
+                raise BlobError(f"own bytes are used from {run.offset} on, not from {end} on", reason=reason)
+            end += run.nbytes
+    if end != nbytes:
+        raise BlobError(f"the table tells of {end} own bytes, the file has {nbytes}", reason="length_mismatch")
+
+
+def _malformed(why: str) -> BlobError:
+    return BlobError(f"the table of bases is malformed: {why}", reason="field_malformed")
+
+
+class SplicedFile(SeekableFile):
+    """A whole blob, read from several files, all of which it closes. files: the own file, then the bases; sizes: their
+    plain bytes. table: bytes of the table before the own bytes. Raises `BlobError` for a run beyond the end of its file
+    (`truncated`).
+
+    Every read asks the files for exactly its bytes: what follows them there is seldom what is read next.
+    """
+
+    def __init__(self, splice: Splice, table: int, files: Sequence[StoredFile], sizes: Sequence[int]) -> None:
+        super().__init__()
+        self._files = files
+        self._runs = [run._replace(offset=run.offset + table) if run.file == 0 else run for run in splice.runs]
+        self._starts = list(accumulate((run.nbytes for run in self._runs[:-1]), initial=0))
+        self.nbytes = splice.nbytes
+        for run in self._runs:
+            if run.offset + run.nbytes > sizes[run.file]:
+                raise BlobError(
+                    f"the table asks for bytes up to {run.offset + run.nbytes} of a file of {sizes[run.file]}",
+                    reason="truncated",
+                )
+
+    def locate(self, start: int, nbytes: int) -> Iterator[Run]:
+        """Where bytes of the blob lie: offsets count from the beginning of each file."""
+        index = bisect_right(self._starts, start) - 1
+        while nbytes:
+            run, skipped = self._runs[index], start - self._starts[index]
+            count = min(nbytes, run.nbytes - skipped)
+            yield Run(run.file, run.offset + skipped, count)
+            start, nbytes, index = start + count, nbytes - count, index + 1
+
+    def read_ranges(self, ranges: Sequence[tuple[int, memoryview]], /) -> None:
+        """See `StoredFile`: one request to each file, if its bytes are asked for in ascending order."""
+        asked: dict[int, list[tuple[int, memoryview]]] = {}
+        for start, buffer in ranges:
+            if start + len(buffer) > self.nbytes:
+                raise BlobError("the blob ended early while it was read", reason="truncated")
+            for run in self.locate(start, len(buffer)):
+                own = asked.setdefault(run.file, [])
+                if own and own[-1][0] + len(own[-1][1]) > run.offset:  # a base may be used in any order
+                    self._files[run.file].read_ranges(own)
+                    own.clear()
+                own.append((run.offset, buffer[: run.nbytes]))
+                buffer = buffer[run.nbytes :]
+        for file, own in asked.items():
+            self._files[file].read_ranges(own)
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+        super().close()
+
+    def _read_some(self, view: memoryview) -> int:
+        self.read_ranges([(self._position, view)])
+        return len(view)
+
+
+class Shared(NamedTuple):
+    """Bytes of a new blob, from byte `start` on, that are those of another blob from byte `offset` on."""
+
+    start: int
+    offset: int
+    nbytes: int
+
+
+def shared_with(packed: PackedBlob, parent: BlobSummary, file: StoredFile) -> list[Shared]:
+    """The bytes that a blob has in common with a stored one that it extends: whole arrays of the first records of each
+    layer, in ascending order, joined where they follow each other. Compares the bytes of both.
+
+    file: the parent's whole blob. The padding behind an array counts as shared: it is zero in both.
+    """
+    found: list[Shared] = []
+    own = packed.nbytes - TRAILER.size - packed.header.body_bytes
+    other = parent.nbytes - TRAILER.size - parent.header.body_bytes
+    memory = memoryview(bytearray(_PIECE))
+    for layer, old, segment in zip(packed.header.layers, parent.header.layers, packed.parts[1:-1], strict=False):
+        buffers = _by_offset(segment)
+        for span, theirs in _pairs(layer, old):
+            offset = other + old.offset + theirs.offset
+            if span.nbytes and _are_equal(buffers[span.offset], offset, file, memory):
+                _join(found, Shared(own + layer.offset + span.offset, offset, aligned(span.nbytes)))
+    return [each for each in found if each.nbytes >= LEAST_RUN]
+
+
+def _by_offset(segment: Sequence[memoryview]) -> dict[int, memoryview]:
+    starts = accumulate(map(len, segment), initial=0)
+    return {start: buffer for start, buffer in zip(starts, segment, strict=False) if len(buffer)}
+
+
+def _pairs(layer: Layer, old: Layer) -> Iterator[tuple[Span, Span]]:
+    """The arrays of both layers that could be equal, by their place and size."""
+    for spans, theirs in zip(layer.arrays, old.arrays, strict=False):
+        for name, span in spans.items():
+            if name in theirs and theirs[name].nbytes == span.nbytes:
+                yield span, theirs[name]
+
+
+def _are_equal(buffer: memoryview, offset: int, file: StoredFile, memory: memoryview) -> bool:
+    for start in range(0, len(buffer), len(memory)):
+        ours = buffer[start : start + len(memory)]
+        theirs = memory[: len(ours)]
+        file.read_ranges([(offset + start, theirs)])
+        if not np.array_equal(np.frombuffer(ours, np.uint8), np.frombuffer(theirs, np.uint8)):
+            return False
+    return True
+
+
+def _join(found: list[Shared], new: Shared) -> None:
+    last = found[-1] if found else None
+    if last and (last.start + last.nbytes, last.offset + last.nbytes) == (new.start, new.offset):
+        found[-1] = last._replace(nbytes=last.nbytes + new.nbytes)
+    else:
+        found.append(new)
+
+
+class Spliced(NamedTuple):
+    """A blob as a file to write: its table, and its own bytes in parts as those of a `PackedBlob`."""
+
+    splice: Splice
+    parts: list[list[memoryview]]
+    nbytes: int
+
+
+def spliced(
+    packed: PackedBlob, shared: Sequence[Shared], parent: Name, file: StoredFile, bases: Sequence[Name]
+) -> Spliced | None:
+    """A blob without the bytes that it shares; None where it shares too little, or would have too many bases.
+
+    parent: the file that has the other blob, or the own bytes of it; bases: those of it.
+    """
+    if sum(each.nbytes for each in shared) < LEAST_SHARE * packed.nbytes:
+        return None
+    files: dict[Name, int] = {}
+    runs: list[Run] = []
+    own = end = 0
+    for start, nbytes, offset in [*((each.start, each.nbytes, each.offset) for each in shared), (packed.nbytes, 0, 0)]:
+        if start > end:
+            runs.append(Run(0, own, start - end))
+            own += start - end
+        for run in _located(file, offset, nbytes):
+            name = [parent, *bases][run.file]
+            runs.append(run._replace(file=files.setdefault(name, len(files) + 1)))
+        end = start + nbytes
+    if len(files) > BASES_LIMIT:
+        return None
+    splice = Splice(tuple(files), tuple(_joined(runs)))
+    table = splice.pack()
+    if len(table) > TABLE_LIMIT:
+        return None
+    parts = [[memoryview(table)], *_without(packed, shared)]
+    return Spliced(splice, parts, len(table) + own)
+
+
+def _located(file: StoredFile, offset: int, nbytes: int) -> Iterator[Run]:
+    return (
+        file.locate(offset, nbytes) if isinstance(file, SplicedFile) else iter([Run(0, offset, nbytes)][: bool(nbytes)])
+    )
+
+
+def _joined(runs: Sequence[Run]) -> list[Run]:
+    found: list[Run] = []
+    for run in runs:
+        last = found[-1] if found else None
+        if last and last.file == run.file and last.offset + last.nbytes == run.offset:
+            found[-1] = last._replace(nbytes=last.nbytes + run.nbytes)
+        else:
+            found.append(run)
+    return found
+
+
+def _without(packed: PackedBlob, shared: Sequence[Shared]) -> list[list[memoryview]]:
+    """The parts of a blob without its shared bytes, which begin and end with buffers."""
+    found: list[list[memoryview]] = []
+    left = iter(shared)
+    skip, start = next(left, None), 0
+    for part in packed.parts:
+        kept: list[memoryview] = []
+        for buffer in part:
+            while skip and start >= skip.start + skip.nbytes:
+                skip = next(left, None)
+            if not skip or start < skip.start:
+                kept.append(buffer)
+            start += len(buffer)
+        found.append(kept)
+    return found
