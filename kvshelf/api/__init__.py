@@ -21,9 +21,11 @@ from kvshelf.api.caches import SearchCaches as SearchCaches
 from kvshelf.api.caches import SearchHit as SearchHit
 from kvshelf.api.caches import SearchList as SearchList
 from kvshelf.api.caches import Skipped as Skipped
+from kvshelf.api.caches import StoredTurn as StoredTurn
 from kvshelf.api.caches import Timings as Timings
 from kvshelf.api.caches import TokenCounts as TokenCounts
 from kvshelf.api.caches import Tried as Tried
+from kvshelf.api.caches import TurnList as TurnList
 from kvshelf.api.caches import UpdateCache as UpdateCache
 from kvshelf.api.caches import Verification as Verification
 from kvshelf.api.caches import WorstPart as WorstPart

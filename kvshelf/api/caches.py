@@ -13,6 +13,7 @@ from kvshelf.api.strict import (
     Labels,
     LayoutName,
     ListBody,
+    Message,
     QueryString,
     RequestBody,
     ResponseBody,
@@ -139,6 +140,30 @@ class CacheObject(ResponseBody):
     existing: bool = False
 
 
+class StoredTurn(ResponseBody):
+    """One cache of a conversation or a document that grew: what was appended to its parent, `tokens` of `total_tokens`.
+    `messages`: of a turn that a query stored; null where their text is not kept. `children`: the newest
+    caches that were appended to it, at most 20."""
+
+    cache_id: str
+    parent_id: str | None
+    messages: list[Message] | None
+    tokens: int
+    total_tokens: int
+    policy: str
+    compression_ratio: float
+    name: str
+    created_at: float
+    children: list[str]
+
+
+class TurnList(ListBody):
+    """GET /v1/caches/{id}/turns: from the document that was compressed first, as far as it is known, to the cache that
+    was asked for."""
+
+    data: list[StoredTurn]
+
+
 class LevelList(ListBody):
     """The answer to a creation with `levels` or `split`: one cache per level or part, in their order."""
 
@@ -196,6 +221,7 @@ class ListCaches(QueryString):
     model: str | None = Field(None, description="caches of this model")
     policy: str | None = Field(None, description="caches of this policy")
     name: str | None = Field(None, description="caches with this name")
+    parent_id: str | None = Field(None, description="caches that were appended to this one")
     id_prefix: str | None = Field(None, description="caches whose id begins so: `kvs_` and at least 4 of its digits")
     limit: Annotated[int, Field(ge=1, le=1000, description="caches in this page")] = 20
     after: str | None = Field(None, description="the last id of the page before")

@@ -166,6 +166,7 @@ class ListFields(TypedDict, total=False):
     model: str | None
     policy: str | None
     name: str | None
+    parent_id: str | None
     id_prefix: str | None
     labels: Mapping[str, str] | None
     limit: int | None
@@ -282,11 +283,17 @@ def retrieve_cache(id: str) -> Call[api.CacheObject]:
     return Call("GET", _cache_path(id), parse_as(api.CacheObject))
 
 
+def list_turns(id: str) -> Call[list[api.StoredTurn]]:
+    """The caches that one grew from by appends and stored turns, the oldest first and itself last. Raises as
+    `retrieve`."""
+    return Call("GET", _cache_path(id) + "/turns", lambda response: parse_as(api.TurnList)(response).data)
+
+
 def list_caches(**fields: Unpack[ListFields]) -> Call[api.CacheList]:
     """All caches that match every filter, fetched `limit` at a time as they are read.
 
-    The filters are `document_id`, `model`, `policy`, `name`, `id_prefix` and `labels`. `after` is the id of the cache
-    before the first one.
+    The filters are `document_id`, `model`, `policy`, `name`, `parent_id` (what was appended to a cache), `id_prefix`
+    and `labels`. `after` is the id of the cache before the first one.
     """
     return Call("GET", "/v1/caches", parse_as(api.CacheList), params=query_string(api.ListCaches, fields))
 

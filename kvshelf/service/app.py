@@ -35,6 +35,7 @@ from kvshelf.service.routes import (
     chat,
     estimate,
     files,
+    growth,
     inspect,
     meta,
     page,
@@ -96,7 +97,7 @@ def create_app(
     app = FastAPI(
         title="kvshelf", version=kvshelf.__version__, lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None
     )
-    resources = (caches, blobs, queries, inspect, requests, estimate, chat, files, batches, meta, page)
+    resources = (caches, growth, blobs, queries, inspect, requests, estimate, chat, files, batches, meta, page)
     routers = [resource.router for resource in resources]
     for router in routers:
         app.include_router(router)

@@ -113,7 +113,7 @@ class Question:
         cache = self.caches[at]
         if self.asking.on_miss == "error" or cache.recomputed:
             raise miss
-        if cache.source is None or cache.manifest.identity["parent"]:
+        if cache.source is None:
             raise _lost(miss) from miss
         made = await self._create(_spec(cache.manifest, cache.source))
         if cache.manifest.pinned and not made.pinned:
@@ -191,15 +191,23 @@ def _found(store: Store, cache_id: str, tenant: str, *, source: bool, recompute:
     """source: whether the kept source is read, too. recompute: whether a corrupt cache may be made again from it."""
     try:
         manifest = store.stat(cache_id, tenant=tenant)
-        kept = store.source(cache_id, tenant=tenant) if source and manifest.has_source else None
+        kept = store.source(cache_id, tenant=tenant) if source and _is_whole(manifest) else None
         return AskedCache(cache_id, manifest, kept)
     except CacheCorrupt as miss:
         if not recompute:
             raise
         try:
-            return AskedCache(cache_id, *store.original(cache_id, tenant=tenant))
+            manifest, text = store.original(cache_id, tenant=tenant)
         except SourceNotKept:
             raise miss from None
+        if not _is_whole(manifest):
+            raise
+        return AskedCache(cache_id, manifest, text)
+
+
+def _is_whole(manifest: Manifest) -> bool:
+    """Whether the kept source is all of the cache's document, and not what was appended to another cache."""
+    return manifest.has_source and not manifest.identity["parent"]
 
 
 def _lost(miss: KvshelfError) -> SourceNotKept:

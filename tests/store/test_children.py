@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest

@@ -108,27 +108,6 @@ async def _events(
                 yield cache_object(event.manifest, existing=event.existing).model_dump(mode="json")
 
 
-@router.post(
-    "/{cache_id}/append",
-    status_code=201,
-    response_model=CacheObject,
-    openapi_extra=openapi.body_of(AppendCache, form=True),
-    dependencies=[TAKES_TOKENS],
-)
-async def append(cache_id: str, request: Request, service: InService, caller: Writer) -> Response:
-    """Read more of a document behind its cache, and store the cache of all as a new one. Only what is new goes through
-    the model, and only what is new takes space; the cache that it was appended to stays as it is."""
-    body = await read_document(request, service, caller, AppendCache)
-    manifest = await off_loop(service.store.stat, cache_id, tenant=caller.tenant)
-    engine = service.engine_for_all([manifest])
-    require_tokenizer(service, engine.model, body)
-    await off_loop(service.store.expiry, body.ttl_s, body.expires_at)
-    policy, deadline_s = body.policy or manifest.policy, service.settings.request_deadline_s
-    work = engine.append(cache_id, body, policy, tenant=caller.tenant, deadline_s=deadline_s)
-    created = await until_hangup(request, work)
-    return cache_response(created.manifest, existing=created.existing)
-
-
 def require_tokenizer(service: Service, model: str, body: CreateCache | AppendCache) -> None:
     """Raises `InvalidRequest` if token ids come from a tokenizer other than the model's: they would mean other text."""
     ours = service.identities[model].tokenizer

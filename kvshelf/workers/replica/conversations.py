@@ -6,14 +6,14 @@ cache follows from the cache before it and the turn's tokens, so finding it take
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Final
 
 from kvshelf.api import Asking
 from kvshelf.errors import CacheError, CacheNotFound, InvalidRequest, KvshelfError
 from kvshelf.store.artifact.cache import CompressedCache
-from kvshelf.store.artifact.identity import Identity
+from kvshelf.store.artifact.identity import Identity, canonical_json
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.engine.decode.generation import Answer
@@ -60,7 +60,8 @@ class Conversations:
 
     def keep(self, cache_id: str, query: Asking, answer: Answer, tenant: str) -> str:
         """Store the turn of an answer behind the cache that it was asked of, and before it the turns that the query
-        has; the id of the last one's cache. What was stored before an error stays.
+        has; the id of the last one's cache. The texts of a turn are its cache's source. What was stored before an error
+        stays.
 
         Raises as `Store.put` and `Engine.with_turns`, and the error that kept the turn from being whole.
         """
@@ -72,23 +73,31 @@ class Conversations:
         ttl_s, expires_at = query.ttl_s, None if query.ttl_s is not None else manifest.expires_at
         if ttl_s is None and expires_at is None and self._store.expiry(None, None) is None:
             ttl_s = TURN_TTL_S
-        for cache in self._caches(parent, query, answer, answer.turn):
+        for messages, cache in self._caches(parent, query, answer, answer.turn):
             stored = self._store.put(
-                cache, codec=cache.codec, tenant=tenant, ttl_s=ttl_s, expires_at=expires_at, parent_id=cache_id
+                cache,
+                codec=cache.codec,
+                tenant=tenant,
+                ttl_s=ttl_s,
+                expires_at=expires_at,
+                source=canonical_json(messages),
+                parent_id=cache_id,
             )
             cache_id = stored.id
         return cache_id
 
-    def _caches(self, parent: CompressedCache, query: Asking, answer: Answer, turn: Turn) -> Sequence[CompressedCache]:
-        """The caches after each turn; one after all where the states of the model are known behind the last alone."""
-        if parent.identity.boundary == "text":
-            return self._engine.with_turns(parent, [list(turn.token_ids)], turn)
+    def _caches(
+        self, parent: CompressedCache, query: Asking, answer: Answer, turn: Turn
+    ) -> Iterator[tuple[Sequence[Said], CompressedCache]]:
+        """Each turn, and the cache after it; all turns as one where the model's states are known behind the last alone."""
         said = [*said_in(query), {"role": "assistant", "content": answer.text}]
-        ends = [0, *ends_of_turns(said)]
-        each = [said[start:end] for start, end in pairwise(ends)]
-        if any(kind.states for kind in self._engine.kinds):
-            each = [said]
-        return self._engine.with_turns(parent, each, turn)
+        plain = parent.identity.boundary == "text"
+        if plain or any(kind.states for kind in self._engine.kinds):
+            turns = [said]
+        else:
+            turns = [said[start:end] for start, end in pairwise([0, *ends_of_turns(said)])]
+        documents = [list(turn.token_ids)] if plain else turns
+        yield from zip(turns, self._engine.with_turns(parent, documents, turn), strict=True)
 
 
 def said_in(query: Asking) -> list[Said]:

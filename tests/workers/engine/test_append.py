@@ -175,9 +175,14 @@ def test_many_small_appends_do_not_add_up_to_many_records() -> None:
 def test_a_codec_that_cannot_join_says_so_before_the_blob_would() -> None:
     engine, tokens = engine_of("llama"), ids(200)
     cache = engine.encoded(engine.compress(tokens[:60], policy="keydiff"), "mixed:share=0.3")
-    with pytest.raises(InvalidRequest, match="appended to so often"):
+
+    def grow_on() -> None:
+        nonlocal cache
         for start in range(60, 200, 10):
             cache = engine.extend(cache, tokens[start : start + 10], policy="keydiff")
+
+    with pytest.raises(InvalidRequest, match="appended to so often"):
+        grow_on()
     assert 12 <= len(records_of(cache)) <= MAX_RECORDS
     cache.to_bytes()
 

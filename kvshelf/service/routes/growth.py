@@ -1,0 +1,95 @@
+"""/v1/caches/{id}/append and /turns: documents that grow, and the conversations behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from fastapi import APIRouter, Request, Response
+from pydantic import TypeAdapter
+
+from kvshelf.api import AppendCache, CacheObject, MessageList, StoredTurn, TurnList
+from kvshelf.errors import CacheError, CacheNotFound
+from kvshelf.service.access.keys import Reader, Writer
+from kvshelf.service.http import openapi
+from kvshelf.service.http.body import read_document
+from kvshelf.service.http.waiting import off_loop, until_hangup
+from kvshelf.service.routes.caches import require_tokenizer
+from kvshelf.service.state import TAKES_TOKENS, InService, cache_response
+from kvshelf.store.base import Store
+from kvshelf.store.manifest import Manifest
+
+router = APIRouter(prefix="/v1/caches/{cache_id}", tags=["caches"], responses=openapi.ERRORS)
+
+_MOST_TURNS: Final = 1000
+_MOST_CHILDREN: Final = 20
+
+
+@router.post(
+    "/append",
+    status_code=201,
+    response_model=CacheObject,
+    openapi_extra=openapi.body_of(AppendCache, form=True),
+    dependencies=[TAKES_TOKENS],
+)
+async def append(cache_id: str, request: Request, service: InService, caller: Writer) -> Response:
+    """Read more of a document behind its cache, and store the cache of all as a new one. Only what is new goes through
+    the model, and only what is new takes space; the cache that it was appended to stays as it is."""
+    body = await read_document(request, service, caller, AppendCache)
+    manifest = await off_loop(service.store.stat, cache_id, tenant=caller.tenant)
+    engine = service.engine_for_all([manifest])
+    require_tokenizer(service, engine.model, body)
+    await off_loop(service.store.expiry, body.ttl_s, body.expires_at)
+    policy, deadline_s = body.policy or manifest.policy, service.settings.request_deadline_s
+    work = engine.append(cache_id, body, policy, tenant=caller.tenant, deadline_s=deadline_s)
+    created = await until_hangup(request, work)
+    return cache_response(created.manifest, existing=created.existing)
+
+
+@router.get("/turns")
+async def turns(cache_id: str, service: InService, caller: Reader) -> TurnList:
+    """The caches that one grew from, the oldest first and itself last, with what each appended. A cache whose parent
+    has expired or was evicted begins the list."""
+    return TurnList(data=await off_loop(_turns, service.store, cache_id, caller.tenant))
+
+
+def _turns(store: Store, cache_id: str, tenant: str) -> list[StoredTurn]:
+    chain = list(_chain(store, store.stat(cache_id, tenant=tenant)))[::-1]
+    before = [0, *(manifest.num_tokens for manifest in chain)]
+    return [_turn(store, manifest, shorter) for manifest, shorter in zip(chain, before, strict=False)]
+
+
+def _chain(store: Store, manifest: Manifest) -> Iterator[Manifest]:
+    """A cache and those that it grew from, the nearest first, as far as they are there."""
+    yield manifest
+    for _ in range(_MOST_TURNS):
+        if manifest.parent_id is None:
+            return
+        try:
+            manifest = store.stat(manifest.parent_id, tenant=manifest.tenant)
+        except (CacheNotFound, CacheError):
+            return
+        yield manifest
+
+
+def _turn(store: Store, manifest: Manifest, shorter: int) -> StoredTurn:
+    """shorter: tokens of its parent, 0 if that is not known."""
+    children = store.list(tenant=manifest.tenant, parent_id=manifest.id, limit=_MOST_CHILDREN).data
+    messages = None
+    if manifest.has_source and manifest.identity["parent"]:
+        messages = _MESSAGES.validate_json(store.source(manifest.id, tenant=manifest.tenant))
+    return StoredTurn(
+        cache_id=manifest.id,
+        parent_id=manifest.parent_id,
+        messages=messages,
+        tokens=manifest.num_tokens - shorter,
+        total_tokens=manifest.num_tokens,
+        policy=manifest.policy,
+        compression_ratio=manifest.compression_ratio,
+        name=manifest.name,
+        created_at=manifest.created_at,
+        children=[child.id for child in children],
+    )
+
+
+_MESSAGES: Final = TypeAdapter(MessageList)
