@@ -430,7 +430,7 @@ def test_a_longer_life_is_that_of_the_bases_too(place: Place, clock: Clock) -> N
 def test_every_reference_is_counted_in_any_order_of_calls(place: Place, clock: Clock) -> None:
     with place.open(now=clock, write_lease_s=1e6) as store:
         walk = FamilyWalk(place, store, clock, random.Random(20261126))
-        for _ in range(amount(200, 2000)):
+        for _ in range(amount(25 if place.kind == "objects" else 150, 2000)):
             walk.step()
             walk.check()
     print(f"{sum(walk.done.values())} steps on {place.kind}: {dict(walk.done)}")
