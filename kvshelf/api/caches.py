@@ -134,6 +134,7 @@ class CacheObject(ResponseBody):
     name: str = ""
     labels: dict[str, str] = Field(default_factory=dict)
     has_source: bool = False
+    parent_id: str | None = Field(None, description="the cache that this one extends")
     timings: Timings = Timings()
     uses: int = Field(0, description="questions asked so far")
     parent_id: str | None = Field(None, description="the cache that this one was appended to")
@@ -221,8 +222,8 @@ class ListCaches(QueryString):
     model: str | None = Field(None, description="caches of this model")
     policy: str | None = Field(None, description="caches of this policy")
     name: str | None = Field(None, description="caches with this name")
-    parent_id: str | None = Field(None, description="caches that were appended to this one")
     id_prefix: str | None = Field(None, description="caches whose id begins so: `kvs_` and at least 4 of its digits")
+    parent_id: str | None = Field(None, description="caches that extend this cache")
     limit: Annotated[int, Field(ge=1, le=1000, description="caches in this page")] = 20
     after: str | None = Field(None, description="the last id of the page before")
 
@@ -267,11 +268,12 @@ class ImportCache(QueryString):
 
 
 class Deleted(ResponseBody):
-    """The answer to DELETE."""
+    """The answer to DELETE. `descendants` are the ids of the caches that `cascade` deleted before it."""
 
     id: str
     object: Literal["cache"] = "cache"
     deleted: bool = True
+    descendants: list[str] = Field(default_factory=list)
 
 
 class Verification(ResponseBody):

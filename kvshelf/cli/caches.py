@@ -514,6 +514,9 @@ def _quality(cache: CacheObject) -> str:
 
 def rm(
     caches: Annotated[list[str], typer.Argument(metavar="CACHE...", help=_CACHE)],
+    cascade: Annotated[
+        bool, typer.Option("--cascade", help="Also delete the caches that extend it, and those that extend these.")
+    ] = False,
     url: _options.Url = None,
     as_json: _options.AsJson = False,
 ) -> None:
@@ -528,8 +531,13 @@ def rm(
         for cache in caches:
             with failures.reported():
                 ids[_references.id_at(client, cache)] = None
+        gone: set[str] = set()
         for id in ids:
+            if id in gone:
+                continue
             with failures.reported():
-                deleted = client.caches.delete(id)
-                _common.print_object(deleted) if as_json else print(deleted.id, flush=True)
+                deleted = client.caches.delete(id, cascade=cascade)
+                gone |= {*deleted.descendants}
+                lines = "\n".join([*deleted.descendants, deleted.id])
+                _common.print_object(deleted) if as_json else print(lines, flush=True)
     raise typer.Exit(failures.exit_code)

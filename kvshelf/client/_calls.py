@@ -166,9 +166,9 @@ class ListFields(TypedDict, total=False):
     model: str | None
     policy: str | None
     name: str | None
-    parent_id: str | None
     id_prefix: str | None
     labels: Mapping[str, str] | None
+    parent_id: str | None
     limit: int | None
     after: str | None
 
@@ -292,8 +292,8 @@ def list_turns(id: str) -> Call[list[api.StoredTurn]]:
 def list_caches(**fields: Unpack[ListFields]) -> Call[api.CacheList]:
     """All caches that match every filter, fetched `limit` at a time as they are read.
 
-    The filters are `document_id`, `model`, `policy`, `name`, `parent_id` (what was appended to a cache), `id_prefix`
-    and `labels`. `after` is the id of the cache before the first one.
+    The filters are `document_id`, `model`, `policy`, `name`, `id_prefix`, `labels`, and `parent_id` for the caches that
+    extend one. `after` is the id of the cache before the first one.
     """
     return Call("GET", "/v1/caches", parse_as(api.CacheList), params=query_string(api.ListCaches, fields))
 
@@ -307,9 +307,11 @@ def update_cache(id: str, **fields: Unpack[UpdateFields]) -> Call[api.CacheObjec
     return Call("PATCH", _cache_path(id), parse_as(api.CacheObject), body=body)
 
 
-def delete_cache(id: str) -> Call[api.Deleted]:
-    """Delete one cache. Raises `CacheNotFound`."""
-    return Call("DELETE", _cache_path(id), parse_as(api.Deleted), repeatable=False)
+def delete_cache(id: str, cascade: bool = False) -> Call[api.Deleted]:
+    """Delete one cache, with `cascade` also those that extend it. Raises `CacheNotFound`, and `CacheHasChildren` for a
+    cache that others extend."""
+    params = {"cascade": "true"} if cascade else {}
+    return Call("DELETE", _cache_path(id), parse_as(api.Deleted), params=params, repeatable=False)
 
 
 def download_cache(id: str, *, about: bool = False) -> Call[bytes]:

@@ -163,4 +163,5 @@ async def _take_stock(store: Store) -> None:
 
 async def _sweep(store: Store) -> None:
     swept = await asyncio.to_thread(store.sweep)
-    log.debug("swept", **swept.model_dump())
+    compacted = await asyncio.to_thread(store.compact)
+    log.debug("swept", **swept.model_dump(), compacted=compacted)

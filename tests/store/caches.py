@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -153,6 +154,7 @@ def extended(parent: CompressedCache, seed: int = 1, *, entries: int = 30, token
     records, and one more in each layer."""
     generator = torch.Generator().manual_seed(seed)
     num_tokens = parent.num_tokens + tokens
+    document = hashlib.sha1(f"{seed} {parent.identity.document}".encode()).hexdigest()
     layers: list[LayerRecord] = []
     for record in parent.layers:
         old = parts_of(record)
@@ -166,7 +168,7 @@ def extended(parent: CompressedCache, seed: int = 1, *, entries: int = 30, token
         new = replace(new, entries_at=new.entry_positions + parent.num_tokens)
         added = replace(parent, layers=(new,), num_tokens=num_tokens, codec="none").encoded(parent.codec)
         layers.append(Parts((*old, *parts_of(added.layers[0]))))
-    identity = replace(parent.identity, document=f"{seed:08x}{parent.identity.document[:32]}", num_tokens=num_tokens)
+    identity = replace(parent.identity, document=document, num_tokens=num_tokens)
     return replace(parent, layers=tuple(layers), num_tokens=num_tokens, next_position=num_tokens, identity=identity)
 
 

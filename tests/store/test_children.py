@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -23,7 +24,9 @@ from kvshelf.store.manifest import Manifest
 from kvshelf.store.rules import Rules
 from kvshelf.store.sealing.keyring import Keyring
 from kvshelf.store.shelf import Shelf
+from tests.amounts import amount
 from tests.store.caches import extended, make_cache, require_equal
+from tests.store.family_walk import FamilyWalk
 from tests.store.places import Clock, Place, RedisPlace, flip
 
 PLAIN, SEALED = Rules(), Rules(keyring=Keyring([b"k" * 32]))
@@ -179,7 +182,7 @@ def test_a_parent_that_expired_leaves_its_children_what_they_need(store: Shelf, 
 
 def test_kept_bytes_count_for_the_quota(place: Place, clock: Clock) -> None:
     caches = family(2)
-    limit = sum(each.pack().nbytes for each in caches)
+    limit = caches[1].pack().nbytes + 8192
     rules = Rules(quota=Quota(max_bytes=limit))
     with place.open(now=clock, rules=rules) as store:
         root = store.put(caches[0], ttl_s=10)
@@ -187,7 +190,6 @@ def test_kept_bytes_count_for_the_quota(place: Place, clock: Clock) -> None:
         clock.time += 20
         store.sweep()
         with pytest.raises(QuotaExceeded):
-            store.put(big(5))
             store.put(big(6))
         store.delete(child.id)
         store.put(big(6))
@@ -270,8 +272,8 @@ def test_a_cache_whose_parent_was_deleted_is_refused(store: Shelf, place: Place)
         store.put(caches[1], parent_id=root.id)
     with pytest.raises(CacheNotFound):
         store.put(caches[1], parent_id="kvs_" + "0" * 40)
+    child = store.put(caches[1])
     with pytest.raises(InvalidRequest, match="parent_id"):
-        child = store.put(caches[1])
         store.put(caches[1], parent_id=child.id)
     assert len(place.names()) == 1
 
@@ -420,3 +422,15 @@ def test_a_longer_life_is_that_of_the_bases_too(place: Place, clock: Clock) -> N
             require_equal(caches[1], store.get(child.id))
         else:
             assert store.list().data == ()
+
+
+# In any order
+
+
+def test_every_reference_is_counted_in_any_order_of_calls(place: Place, clock: Clock) -> None:
+    with place.open(now=clock, write_lease_s=1e6) as store:
+        walk = FamilyWalk(place, store, clock, random.Random(20261126))
+        for _ in range(amount(25 if place.kind == "objects" else 150, 2000)):
+            walk.step()
+            walk.check()
+    print(f"{sum(walk.done.values())} steps on {place.kind}: {dict(walk.done)}")

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Request, Response
+from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvshelf.api import (
@@ -34,6 +34,8 @@ from kvshelf.workers.replica.create.spec import require_policy
 from kvshelf.workers.replica.results import Created
 
 router = APIRouter(prefix="/v1/caches", tags=["caches"], responses=openapi.ERRORS)
+
+Cascade = Annotated[bool, Query(description="also delete the caches that extend it, and those that extend these")]
 
 _ACCEPTED: dict[int | str, dict[str, Any]] = {
     200: openapi.json_or_events(CacheObject, LevelList)[200] | {"description": "everything was there, or the events"},
@@ -156,12 +158,15 @@ async def update_cache(
 
 @router.delete("/{cache_id}")
 async def delete_cache(
-    cache_id: str, service: InService, caller: Writer, if_match: Annotated[str, Header()] = ""
+    cache_id: str, service: InService, caller: Writer, cascade: Cascade = False, if_match: Annotated[str, Header()] = ""
 ) -> Deleted:
-    """Delete a cache. Downloads and answers in progress are completed."""
+    """Delete a cache. Downloads and answers in progress are completed.
+
+    A cache that others extend is deleted with these, by `cascade`, or not at all: they have its bytes.
+    """
     condition = {"tenant": caller.tenant, "if_revision": _seen(if_match)}
-    receipt = await off_loop(service.store.delete, cache_id, **condition)
-    return Deleted(id=receipt.id)
+    receipt = await off_loop(service.store.delete, cache_id, cascade=cascade, **condition)
+    return Deleted(id=receipt.id, descendants=list(receipt.descendants))
 
 
 def _tagged(manifest: Manifest) -> Response:

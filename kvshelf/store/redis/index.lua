@@ -161,8 +161,10 @@ local function enlist(id, listings)
   local bases, number = entry.bases or '', 0
   for name in bases_of(bases) do
     call('SADD', refs_key(name), id)
-    call('PERSIST', entry_key(cache_of(name)))
-    call('ZREM', EVICTION, cache_of(name))
+    if call('HGET', entry_key(cache_of(name)), 'name') == name then -- else it is kept
+      call('PERSIST', entry_key(cache_of(name)))
+      call('ZREM', EVICTION, cache_of(name))
+    end
     number = number + 1
   end
   if number > 0 and entry.state == 'ready' then call('ZADD', SPLICED, number, id) end

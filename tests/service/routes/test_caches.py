@@ -17,7 +17,7 @@ DOCUMENT = "The keeper of the northern light wrote down every ship. " * 12
 CACHE_FIELDS = {
     "id", "object", "document_id", "model", "layout", "policy", "policy_params", "compression_ratio", "codec", "tokens",
     "bytes", "quality", "tried", "created_at", "expires_at", "last_used_at", "pinned", "name", "labels", "has_source",
-    "timings", "existing", "uses",
+    "timings", "existing", "uses", "parent_id",
 }  # fmt: skip
 
 
@@ -229,7 +229,12 @@ def test_of_many_who_saw_the_same_one_changes_it(http: httpx.Client) -> None:
 
 def test_deleting(http: httpx.Client) -> None:
     cache_id = create(http, document=DOCUMENT + "to be deleted", policy="full")["id"]
-    assert http.delete(f"/v1/caches/{cache_id}").json() == {"id": cache_id, "object": "cache", "deleted": True}
+    assert http.delete(f"/v1/caches/{cache_id}").json() == {
+        "id": cache_id,
+        "object": "cache",
+        "deleted": True,
+        "descendants": [],
+    }
     for response in (
         http.get(f"/v1/caches/{cache_id}"),
         http.delete(f"/v1/caches/{cache_id}"),
