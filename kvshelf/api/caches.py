@@ -137,7 +137,6 @@ class CacheObject(ResponseBody):
     parent_id: str | None = Field(None, description="the cache that this one extends")
     timings: Timings = Timings()
     uses: int = Field(0, description="questions asked so far")
-    parent_id: str | None = Field(None, description="the cache that this one was appended to")
     existing: bool = False
 
 
