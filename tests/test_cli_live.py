@@ -215,6 +215,23 @@ def test_ls_show_and_rm(report: Path, tmp_path: Path) -> None:
     assert id[:12] not in run("ls").stdout
 
 
+def test_append_prints_the_id_of_a_cache_that_goes_on(report: Path, tmp_path: Path) -> None:
+    id = run("put", report, "--policy", "full").stdout.strip()
+    letter = tmp_path / "letter.txt"
+    letter.write_text("The access code of the silver heron is 551093.\n" * 3)
+    made = run("append", id[:12], letter, "--name", "with a letter", "--ttl", "1h")
+    assert "letter.txt: " in made.stderr
+    child = json.loads(run("show", made.stdout.strip(), "--json").stdout)
+    assert (child["parent_id"], child["name"], child["policy"]) == (id, "with a letter", "full")
+    assert id in run("show", child["id"]).stdout
+    piped = run("append", id, "-", "--policy", "keydiff", "--compression-ratio", "0.5", "--json", text="x y z " * 20)
+    assert json.loads(piped.stdout)["policy"] == "keydiff"
+    assert "cache_not_found" in run("append", "kvs_" + "0" * 40, letter, "--json", code=3).output
+    assert "cascade" in run("rm", id, code=2).output
+    assert run("rm", id, "--cascade").stdout == f"{id}\n"
+    run("show", child["id"], code=3)
+
+
 @pytest.fixture
 def two(report: Path, tmp_path: Path) -> tuple[str, str, str]:
     """The ids of two caches, and the name of both."""

@@ -89,7 +89,7 @@ class Conversations:
     def _caches(
         self, parent: CompressedCache, query: Asking, answer: Answer, turn: Turn
     ) -> Iterator[tuple[Sequence[Said], CompressedCache]]:
-        """Each turn, and the cache after it; all as one where the states of the model are known behind the last alone."""
+        """Each turn, and the cache after it; all as one where states of the model are known behind the last alone."""
         said = [*said_in(query), {"role": "assistant", "content": answer.text}]
         plain = parent.identity.boundary == "text"
         if plain or any(kind.states for kind in self._engine.kinds):
