@@ -101,12 +101,14 @@ class JointQuery(Asking):
 class Usage(ResponseBody):
     """`cache_read_tokens`: document tokens served from the shelf. `read_tokens`: stored entries that a token of the
     answer reads, of a KV head; the mean over layers and heads. `prefill_tokens`: tokens that went through the model,
-    counted in its forward. `completion_tokens`: generated tokens."""
+    counted in its forward. `completion_tokens`: generated tokens. `suffix_tokens`: entries of a KV head that the answer
+    held beside the documents at its end, those of the question included; null where nobody told."""
 
     cache_read_tokens: int
     read_tokens: int
     prefill_tokens: int
     completion_tokens: int
+    suffix_tokens: int | None = None
 
 
 class Comparison(ResponseBody):

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvshelf.kernels.checks import require, require_states
 from kvshelf.kernels.dispatch import implementation
 from kvshelf.kernels.prefix_attention import eager
+from kvshelf.kernels.prefix_attention.attend import attention_weights
 from kvshelf.kernels.prefix_attention.native import Scratch, attention_part
 from kvshelf.kernels.prefix_attention.prefixes import (
     BatchLayout,
@@ -41,8 +42,10 @@ __all__ = [
     "StackedPrefix",
     "StreamedPrefix",
     "SuffixRows",
+    "attention_and_lse",
     "attention_by_document",
     "attention_part",
+    "attention_weights",
     "causal_attention",
     "prefix_attention",
 ]
@@ -106,6 +109,35 @@ def prefix_attention(
     not measured. On the CPU a decode step reads plain prefixes as fast as a sum over them does; torch's own operations
     reach half that rate. A quantized prefix takes 1 to 1.5 times as long as a plain one; with torch's, 4 to 7 times.
     """
+    _require(queries, prefixes, suffixes, layout)
+    out: Tensor = implementation("prefix_attention", queries.device).prefix_attention(
+        queries, prefixes, suffixes, layout, rules
+    )
+    return out.to(queries.dtype)
+
+
+def attention_and_lse(
+    queries: Tensor,
+    prefixes: Sequence[Sequence[Prefix]],
+    suffixes: Sequence[tuple[Tensor, Tensor]],
+    layout: BatchLayout,
+    rules: LogitRules,
+) -> tuple[Tensor, Tensor]:
+    """As `prefix_attention`, and the log-sum-exp of each token's logits over prefixes, suffix and sinks, `[N, q_heads]`
+    fp32, natural logarithms. On a GPU it is made of torch's operations."""
+    _require(queries, prefixes, suffixes, layout)
+    form = implementation("prefix_attention", queries.device)
+    attend = getattr(form, "attention_and_lse", eager.attention_and_lse)  # two forms give no log-sum-exps
+    out, lse = attend(queries, prefixes, suffixes, layout, rules)
+    return out.to(queries.dtype), lse
+
+
+def _require(
+    queries: Tensor,
+    prefixes: Sequence[Sequence[Prefix]],
+    suffixes: Sequence[tuple[Tensor, Tensor]],
+    layout: BatchLayout,
+) -> None:
     keys, values = suffixes[0]
     given = {"queries": queries, "keys": keys, "values": values}
     require_states("prefix_attention", {"queries": 3, "keys": 4, "values": 4}, **given)
@@ -122,7 +154,3 @@ def prefix_attention(
         f"tokens in {len(layout.shares)} shares and {len(layout.suffixes)} suffixes",
         **given,
     )
-    out: Tensor = implementation("prefix_attention", queries.device).prefix_attention(
-        queries, prefixes, suffixes, layout, rules
-    )
-    return out.to(queries.dtype)

@@ -78,8 +78,8 @@ def attend_both(
     suffixes: Sequence[tuple[Tensor, Tensor]],
     layout: BatchLayout,
     rules: LogitRules,
-) -> Tensor:
-    """See `kvshelf.kernels.prefix_attention.prefix_attention`; `over_prefixes` computes its first half."""
+) -> tuple[Tensor, Tensor]:
+    """See `kvshelf.kernels.prefix_attention.attention_and_lse`; `over_prefixes` computes its first half."""
     rules = rules.within(layout)
     num_tokens, q_heads, dim = queries.shape
     kv_heads, value_dim = suffixes[0][1].shape[1], suffixes[0][1].shape[3]
@@ -87,8 +87,8 @@ def attend_both(
     out, lse = _attend_suffixes(grouped, suffixes, layout, rules)
     if any(prefixes):
         out, lse = combine(*over_prefixes(grouped, prefixes, value_dim, layout, rules), out, lse)
-    out, _ = with_sinks(out, lse, rules)
-    return out.to(queries.dtype).reshape(num_tokens, q_heads, value_dim)
+    out, lse = with_sinks(out, lse, rules)
+    return out.to(queries.dtype).reshape(num_tokens, q_heads, value_dim), lse.reshape(num_tokens, q_heads)
 
 
 def attend_by_document(
@@ -132,7 +132,18 @@ def attend_shares(
     return found[0] if len(found) == 1 else (torch.cat(outs), torch.cat(lses))
 
 
-prefix_attention = partial(attend_both, attend_shares)
+attention_and_lse = partial(attend_both, attend_shares)
+
+
+def prefix_attention(
+    queries: Tensor,
+    prefixes: Sequence[Sequence[Prefix]],
+    suffixes: Sequence[tuple[Tensor, Tensor]],
+    layout: BatchLayout,
+    rules: LogitRules,
+) -> Tensor:
+    """See `kvshelf.kernels.prefix_attention.prefix_attention`."""
+    return attention_and_lse(queries, prefixes, suffixes, layout, rules)[0]
 
 
 def attend_share(queries: Tensor, parts: Sequence[Prefix], value_dim: int, rules: LogitRules) -> tuple[Tensor, Tensor]:

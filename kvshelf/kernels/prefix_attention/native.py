@@ -51,6 +51,17 @@ def prefix_attention(
     rules: LogitRules,
 ) -> Tensor:
     """See `kvshelf.kernels.prefix_attention.prefix_attention`."""
+    return attention_and_lse(queries, prefixes, suffixes, layout, rules)[0]
+
+
+def attention_and_lse(
+    queries: Tensor,
+    prefixes: Sequence[Sequence[Prefix]],
+    suffixes: Sequence[tuple[Tensor, Tensor]],
+    layout: BatchLayout,
+    rules: LogitRules,
+) -> tuple[Tensor, Tensor]:
+    """See `kvshelf.kernels.prefix_attention.attention_and_lse`."""
     num_tokens, q_heads, dim = queries.shape
     rules = rules.within(layout)
     grouped = queries.reshape(num_tokens, suffixes[0][0].shape[1], -1, dim)  # [N, kv_heads, group, D]
@@ -62,9 +73,9 @@ def prefix_attention(
         run_parts([_part(grouped, prefixes, suffixes, layout, rules, (out, lse))])
     else:
         out, lse = attend_shares(grouped, prefixes, dim, layout, rules)
-        out = out.float().contiguous()
-        run_parts([_part(grouped, (), suffixes, layout, rules, (out, lse.contiguous()))])
-    return out.to(queries.dtype).view(num_tokens, q_heads, dim)
+        out, lse = out.float().contiguous(), lse.contiguous()
+        run_parts([_part(grouped, (), suffixes, layout, rules, (out, lse))])
+    return out.to(queries.dtype).view(num_tokens, q_heads, dim), lse.view(num_tokens, q_heads)
 
 
 def attention_part(

@@ -19,7 +19,15 @@ from torch import Tensor
 
 from kvshelf.errors import CacheUnusable
 from kvshelf.kernels.native import Part
-from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, Prefix, Scratch, SuffixRows, attention_part
+from kvshelf.kernels.prefix_attention import (
+    BatchLayout,
+    LogitRules,
+    Prefix,
+    Scratch,
+    SuffixRows,
+    attention_part,
+    attention_weights,
+)
 from kvshelf.store.artifact.records import State
 from kvshelf.workers.engine.attention.attached import AttachedStates, PassingLayer, in_line
 from kvshelf.workers.engine.attention.attachment import Attached, Wait, block
@@ -85,6 +93,7 @@ class DecodeBatch:
                 place.generation.row.states = [alone(of_layer, row) for of_layer in states]
             asking = [place.generation for place in step.places if place.complete]
             told |= {id(g): _token_taken(g, logits, row, likeliest[row]) for row, g in enumerate(asking)}
+            told |= {id(g): error for g in asking if (error := self._reduced(g)) is not None}
         return [told.get(id(generation), "") for generation in generations]
 
     def _passed(self, step: _Step, checkpoint: Checkpoint, wait: Wait) -> _Passed:
@@ -100,6 +109,17 @@ class DecodeBatch:
         asking = [row for row, place in enumerate(step.places) if place.complete]
         logits = self._passes.continuing(ids, positions, past, last)[asking, 0]
         return _Passed(logits, _likeliest(logits), past.states)
+
+    def _reduced(self, generation: Generation) -> Exception | None:
+        """Let the policy of an answer that goes on reduce its suffix, if it is time. Returns the error that ends it."""
+        row, reducer = generation.row, generation.reducer
+        if reducer is None or generation.finished or not reducer.due(row):
+            return None
+        try:
+            self._pool.shrink(row, reducer.reduce(row))
+        except Exception as exc:  # any error of one answer ends that answer alone
+            return exc
+        return None
 
     def _told_alone(self, generation: Generation, checkpoint: Checkpoint | None, wait: Wait) -> str | Exception:
         try:
@@ -153,6 +173,7 @@ class _Step:
         self.last_tokens = torch.tensor(last, dtype=torch.int64, device=devices.inputs)  # an empty list would be floats
         self.observing = [place for place in places if place.generation.observing]
         self.choosing = [place for place in places if place.generation.choosing]
+        self.attending = [(place, asks) for place in places if (asks := place.generation.attended) is not None]
         self.documents, shares = _shares(places)
         weighing = places[0].generation.weighing and places[0].complete
         self.read = places[0].generation.seen_parts if weighing else self.documents
@@ -184,6 +205,14 @@ class _Step:
         for place in self.choosing:
             place.generation.choose(layer, queries[place.first : place.first + place.count], wait)
 
+    def tell(self, layer: int, queries: Tensor, lse: Tensor, rules: LogitRules) -> None:
+        """Give the answers whose suffix policies want it what each of their tokens gave to its suffix. queries: `[N,
+        q_heads, D]`, lse: `[N, q_heads]`, of the whole attention."""
+        for place, reducer in self.attending:
+            row = place.generation.row
+            keys = place.slab.row(layer, row)[0][:, : row.stored + 1]
+            reducer.observe(layer, attention_weights(queries[place.first], keys, lse[place.first], rules))
+
     def _weigh(self, masses: Tensor) -> None:
         self.masses.append(masses[:, -1].mean(1))  # of [documents, N, q_heads]
 
@@ -192,7 +221,7 @@ class _Step:
         """The next `count` tokens of each answer. Rows of one document are adjacent."""
         places, first = [], 0
         for generation, count in sorted(counts, key=lambda each: (each[0].document.number, each[0].seen.number)):
-            slab = pool.reserve(generation.row, generation.row.length + count)
+            slab = pool.reserve(generation.row, generation.row.stored + count)
             places.append(_Place(generation, first, count, count == len(generation.pending), slab))
             first += count
         return cls(places, devices)
@@ -245,14 +274,14 @@ class _SuffixGroup:
         rows = {p.generation.row.slot: p for p in places}
         self._slots = range(min(rows), max(rows) + 1)
         self.rows = SuffixRows(
-            lengths=tuple(rows[s].generation.row.length + self._new if s in rows else 1 for s in self._slots),
+            lengths=tuple(rows[s].generation.row.stored + self._new if s in rows else 1 for s in self._slots),
             first=tuple(rows[s].first if s in rows else -1 for s in self._slots),
             new=self._new,
         )
         self.memory = (slab, slab.slots, self._slots, self.rows.first, self._new)
         self._first = places[0].first
-        self._start = places[0].generation.row.length
-        self._slots_and_lengths = [(p.generation.row.slot, p.generation.row.length) for p in places]
+        self._start = places[0].generation.row.stored
+        self._slots_and_lengths = [(p.generation.row.slot, p.generation.row.stored) for p in places]
         whole = sum(p.count for p in places) == tokens
         self._tokens = None if whole else torch.tensor([p.first for p in places], device=device)
         self._places: Tensor | None = None
@@ -312,7 +341,10 @@ class _BatchLayer(PassingLayer):
         written = (group.write(self._index, *given) for group in groups)
         suffixes = [(keys, values) for keys, values in written]
         choose = partial(self._step.choose, self._index, self._wait) if self._step.choosing else None
-        states = AttachedStates(prefixes, suffixes, layout, key_states, value_states, None, self._step.weigh, choose)
+        tell = partial(self._step.tell, self._index) if self._step.attending else None
+        states = AttachedStates(
+            prefixes, suffixes, layout, key_states, value_states, None, self._step.weigh, choose, tell
+        )
         return states, states
 
     def _prefixes(self) -> list[tuple[Prefix, ...]]:
@@ -396,7 +428,7 @@ class _StepPast:
         self.cache = cache_class(StatefulCache, passes.model)(layers=layers)
         self.checkpoint = checkpoint
         self.observe = step.observe
-        self.planned = not (step.weigh or step.observing or step.choosing) and all(
+        self.planned = not (step.weigh or step.observing or step.choosing or step.attending) and all(
             document.arrived for document in step.documents
         )
 

@@ -17,6 +17,7 @@ from kvshelf.workers.engine.attention.attachment import Attached, Wait
 from kvshelf.workers.engine.attention.function import Attended
 from kvshelf.workers.engine.decode.detokenizer import Detokenizer
 from kvshelf.workers.engine.decode.passages import Passages
+from kvshelf.workers.engine.decode.reduction import SuffixReducer
 from kvshelf.workers.engine.decode.selection import SeenDocument, Selection
 from kvshelf.workers.engine.decode.suffixes import SuffixRow
 
@@ -75,15 +76,17 @@ class Generation:
         decoder: Tokenizer | None,
         selection: Selection | None = None,
         passages: Passages | None = None,
+        reducer: SuffixReducer | None = None,
     ) -> None:
         """selection: what the answer's tokens see of the document; None: all. The question's tokens see all. passages:
-        counts what they read."""
+        counts what they read. reducer: bounds the suffix; None: all of it stays."""
         self.document = document
         self._selection = selection
         self._passages = passages
         self.pending = list(query)
         """Tokens that must run through the model before the next one can be chosen."""
-        self.row = SuffixRow()
+        self.reducer = reducer
+        self.row = SuffixRow(None if reducer is None else reducer.most)
         self._end_ids = end_ids
         self._sampler = _Sampler(sampling)
         self._text = _TextStream(decoder, sampling.stop)
@@ -102,7 +105,7 @@ class Generation:
     @property
     def next_position(self) -> int:
         """Position of the first pending token."""
-        return self.document.next_position + self.row.length
+        return self.document.next_position + self.row.logical
 
     @property
     def seen(self) -> Attached | Selection:
@@ -146,6 +149,12 @@ class Generation:
         self._observed[attended.layer_idx] = attended
 
     @property
+    def attended(self) -> SuffixReducer | None:
+        """Who wants the weights that the pending token gives to the suffix."""
+        asks = self.reducer is not None and bool(self.token_ids) and self.reducer.observes(self.row)
+        return self.reducer if asks else None
+
+    @property
     def weighing(self) -> bool:
         """Whether its next tokens are of a question about several documents, whose parts in it are to be told."""
         return len(self.document.parts) > 1 and not self.token_ids
@@ -176,14 +185,17 @@ class Generation:
 
     def appended(self, count: int) -> None:
         """Record that the first `count` pending tokens ran through the model and are in the suffix."""
-        self.row.length += count
+        self.row.logical += count
+        self.row.stored += count
         del self.pending[:count]
+        if self.reducer is not None:
+            self.reducer.appended(self.row)
         if self._selection is not None:
             for attended in self._observed.values():
                 self._selection.observe(attended)
             self._observed.clear()
         if not self.token_ids:
-            self._prefill_tokens = self.row.length
+            self._prefill_tokens = self.row.logical
         if self._passages is not None and not self.pending and (self.token_ids or self._selects_question):
             self._passages.count(self.seen)
 
@@ -222,6 +234,7 @@ class Generation:
             read_tokens=self._read_tokens,
             prefill_tokens=self._prefill_tokens,
             completion_tokens=len(self.token_ids),
+            suffix_tokens=self.row.stored,
         )
 
     @property
