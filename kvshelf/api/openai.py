@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
-from kvshelf.api.queries import Select, Source
+from kvshelf.api.queries import Select, Source, SuffixOptions
 from kvshelf.api.strict import (
     MAX_MESSAGES,
     CacheIds,
@@ -81,8 +81,9 @@ class StreamOptions(RequestBody):
 
 
 class ChatCompletionRequest(RequestBody):
-    """OpenAI's body plus either `cache_id`, the stored cache to ask, or `cache_ids`, several to ask together, and
-    `select`, what the answer reads of them. `user` is accepted and has no effect."""
+    """OpenAI's body plus either `cache_id`, the stored cache to ask, or `cache_ids`, several to ask together, `select`,
+    what the answer reads of them, and `suffix`, what stays in memory of the answer itself. `user` is accepted and has
+    no effect."""
 
     model_config = ConfigDict(json_schema_extra=one_of(cache_id="string", cache_ids="array"))
 
@@ -99,6 +100,7 @@ class ChatCompletionRequest(RequestBody):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     select: Select | None = None
+    suffix: SuffixOptions | None = None
     user: str | None = None
 
     @model_validator(mode="before")

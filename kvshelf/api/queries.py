@@ -38,6 +38,16 @@ class Select(RequestBody):
     passages: bool = Field(False, description="also say which tokens of the documents the answer read")
 
 
+class SuffixOptions(RequestBody):
+    """What stays in memory of the question and the answer while it is made: what a suffix policy keeps (GET
+    /v1/suffix_policies), `budget` entries of each KV head, the question's included; by default 512 beside these. The
+    documents are not touched."""
+
+    policy: Annotated[str, Field(min_length=1, max_length=64)]
+    budget: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    params: dict[str, Any] = Field(default_factory=dict, max_length=64)
+
+
 class Asking(RequestBody):
     """What is asked and how it is answered, whichever caches are asked. Exactly one of `prompt` (one or several) and
     `messages`."""
@@ -53,6 +63,7 @@ class Asking(RequestBody):
     stop: Stops | None = None
     stream: bool = False
     select: Select | None = None
+    suffix: SuffixOptions | None = None
     on_miss: Literal["error", "recompute"] = Field(
         "error", description="recompute: remake a cache that cannot be used from its kept source"
     )

@@ -43,6 +43,7 @@ for command in (
     plan.plan,
     policies.policies,
     policies.selectors,
+    policies.suffixes,
     calibrate.calibrate,
     doctor.doctor,
 ):

@@ -93,8 +93,8 @@ class Engine:
     """A causal language model of transformers, its tokenizer, and what kvshelf does with them.
 
     One thread owns the model; only `prepare`, `encode_document`, `split`, `encode_query`, `encode_search`, `attach`,
-    `joined`, `select`, `bound` and `start` are thread-safe. The model keeps its own attention function; a call selects kvshelf's
-    while it runs.
+    `joined`, `select`, `bound` and `start` are thread-safe. The model keeps its own attention function; a call selects
+    kvshelf's while it runs.
     """
 
     def __init__(

@@ -17,6 +17,7 @@ from kvshelf.errors import DeadlineExceeded, KvshelfError
 from kvshelf.store.base import Store
 from kvshelf.workers.engine.attention.attachment import Attached
 from kvshelf.workers.engine.decode.generation import Answer, Sampling
+from kvshelf.workers.engine.decode.reduction import SuffixReducer
 from kvshelf.workers.engine.decode.selection import Selection
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.replica.calls import Threads, called_as
@@ -123,11 +124,20 @@ class Questions:
     async def _begun(self, document: Attached, query: Asking, **options: Any) -> Ticket[Answer]:
         """The queued answer. options: of `Scheduler.generate`."""
         ids = await self._encode(document, query)
-        selection, passages = await self._selected(document, query, ids), _asks_passages(query)
-        return self.scheduler.generate(document, ids, _sampling(query), selection, passages=passages, **options)
+        options |= {"passages": _asks_passages(query), "reducer": self._bound(query, ids)}
+        selection = await self._selected(document, query, ids)
+        return self.scheduler.generate(document, ids, _sampling(query), selection, **options)
 
     async def _encode(self, document: Attached, query: Asking) -> list[int]:
         return await self.threads.run(self.engine.encode_query, document, _prompt(query))
+
+    def _bound(self, query: Asking, ids: Sequence[int]) -> SuffixReducer | None:
+        """What bounds the answer's memory."""
+        if query.suffix is None:
+            return None
+        return self.engine.bound(
+            query.suffix.policy, question_tokens=len(ids), budget=query.suffix.budget, params=query.suffix.params
+        )
 
     async def _selected(self, document: Attached, query: Asking, ids: Sequence[int]) -> Selection | None:
         """What the answer reads, on a thread: it waits for all layers of a cache that is arriving."""

@@ -8,15 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvshelf.workers.suffixes.base import (
-    Columns,
-    Observes,
-    PeriodicPolicy,
-    Reduction,
-    Suffix,
-    ends,
-    parameter,
-)
+from kvshelf.workers.policies.base import parameter
+from kvshelf.workers.suffixes.base import Columns, Observes, PeriodicPolicy, Reduction, Suffix, ends
 from kvshelf.workers.suffixes.draws import uniform
 
 _AT_ONCE = 256
@@ -54,7 +47,7 @@ class CaM(PeriodicPolicy):
 
     def reduce(self, suffix: Suffix) -> Reduction:
         going = suffix.stored - suffix.budget
-        behind = suffix.values[:, suffix.protected :].float()  # those that leave, then the window
+        behind = suffix.values[:, suffix.protected :].to(torch.float32, copy=True)  # those that leave, then the window
         weights = self._drawn(suffix, going) / self.merge
         for first in range(0, going, _AT_ONCE):
             stop = min(first + _AT_ONCE, going)

@@ -8,17 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvshelf.workers.policies.base import parameter
 from kvshelf.workers.policies.ems import classified, merged
-from kvshelf.workers.suffixes.base import (
-    Columns,
-    Observes,
-    PeriodicPolicy,
-    Reduction,
-    Suffix,
-    best,
-    numbers_of,
-    parameter,
-)
+from kvshelf.workers.suffixes.base import Columns, Observes, PeriodicPolicy, Reduction, Suffix, best, numbers_of
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvshelf.workers.suffixes.base import (
-    Columns,
-    Observes,
-    PeriodicPolicy,
-    Reduction,
-    Suffix,
-    best,
-    numbers_of,
-    parameter,
-)
+from kvshelf.workers.policies.base import parameter
+from kvshelf.workers.suffixes.base import Columns, Observes, PeriodicPolicy, Reduction, Suffix, best, numbers_of
 
 
 @dataclass(frozen=True)

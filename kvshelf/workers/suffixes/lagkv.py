@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from kvshelf.kernels.lag_scores import lag_scores
+from kvshelf.workers.policies.base import parameter
 from kvshelf.workers.policies.partitions import Cut
-from kvshelf.workers.suffixes.base import Reduction, Suffix, SuffixPolicy, numbers_of, parameter
+from kvshelf.workers.suffixes.base import Reduction, Suffix, SuffixPolicy, numbers_of
 
 
 @dataclass(frozen=True)

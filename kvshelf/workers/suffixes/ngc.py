@@ -9,7 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvshelf.workers.suffixes.base import Columns, Observes, Reduction, Suffix, SuffixPolicy, numbers_of, parameter
+from kvshelf.workers.policies.base import parameter
+from kvshelf.workers.suffixes.base import Columns, Observes, Reduction, Suffix, SuffixPolicy, numbers_of
 
 
 @dataclass(frozen=True)

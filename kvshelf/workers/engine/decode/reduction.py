@@ -30,8 +30,8 @@ class SuffixReducer:
         if self._budget < least:
             of_question = f"{self._protected} of the question, which stay, and " if self._protected else ""
             raise InvalidRequest(
-                f"suffix.budget is {budget}, and policy {policy.name!r} always keeps {least} entries here: {of_question}"
-                f"{policy.least} by its parameters; give more, or change these",
+                f"suffix.budget is {budget}, and policy {policy.name!r} always keeps {least} entries here: "
+                f"{of_question}{policy.least} by its parameters; give more, or change these",
                 param="suffix.budget",
             )
         self.most = max(self._budget, question_tokens) + policy.interval
