@@ -19,9 +19,7 @@ from kvshelf.kernels.prefix_attention import (
     StackedPrefix,
     StreamedPrefix,
     SuffixRows,
-    attention_and_lse,
     attention_by_document,
-    attention_weights,
     causal_attention,
     eager,
     prefix_attention,
@@ -497,27 +495,31 @@ def masses_of(queries, documents, suffix, rules):
     return masses
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("kind", [packed, merged, streamed])
 @pytest.mark.parametrize(
     "given", [{}, {"softcap": 0.7}, {"sinks": RULES["all"]["sinks"]}], ids=["none", "cap", "sinks"]
 )
-def test_weights_of_suffix_columns_are_those_of_one_softmax(given, kind):
-    """Made again from queries, keys and the log-sum-exp over prefix, suffix and sinks."""
-    made = kind([9, 70], [30, 90], 32, 32) if kind is merged else kind([9, 70], 32, 32)
+def test_weights_of_suffix_tokens_are_those_of_one_softmax(given, kind, dtype):
+    """Of the rows that ask; the others are told nothing, and the output is what it is without."""
+    made = kind([9, 70], [30, 90], 32, 32, dtype) if kind is merged else kind([9, 70], 32, 32, dtype)
     rules = rules_of(**given)
-    layout = BatchLayout((2,), (SuffixRows((40, 7), (1, 0), 1),), CPU)
-    suffixes, queries = states(layout, 2, 32, 32), random(2, 4, 32)
-    out, lse = attention_and_lse(queries, [[made]], suffixes, layout, rules)
+    rows = SuffixRows((40, 7, 5), (1, 0, 2), 1, asked=(True, True, False)), SuffixRows((50,), (3,), 4)
+    layout = BatchLayout((7,), rows, CPU)
+    suffixes, queries = states(layout, 2, 32, 32, dtype), random(7, 4, 32, dtype=dtype)
+    weights = torch.full((3, 4, 43), torch.nan)
+    out = prefix_attention(queries, [[made]], suffixes, layout, rules, [weights, None])
     assert torch.equal(out, prefix_attention(queries, [[made]], suffixes, layout, rules))
     for row, (token, length) in enumerate(((1, 40), (0, 7))):
-        keys = suffixes[0][0][row, :, :length]
-        weights = attention_weights(queries[token], keys, lse[token], rules)  # [kv_heads, group, length]
+        keys = suffixes[0][0][row, :, :length].double()
         for head in range(4):
             before, _ = reference.token_states(made, head // 2)
-            logits = rules.scale * torch.cat([before, keys[head // 2].double()]) @ queries[token, head].double()
+            logits = rules.scale * torch.cat([before, keys[head // 2]]) @ queries[token, head].double()
             if rules.softcap:
                 logits = rules.softcap * torch.tanh(logits / rules.softcap)
             if rules.sinks is not None:
                 logits = torch.cat([rules.sinks[head : head + 1].double(), logits])
             expected = torch.softmax(logits, 0)[-length:]
-            assert torch.allclose(weights[head // 2, head % 2].double(), expected, rtol=1e-4, atol=1e-7)
+            assert torch.allclose(weights[row, head, :length].double(), expected, rtol=1e-4, atol=1e-7)
+        assert weights[row, :, length:].isnan().all()
+    assert weights[2].isnan().all()

@@ -15,7 +15,6 @@ from torch import Tensor
 from kvshelf.kernels.checks import require, require_states
 from kvshelf.kernels.dispatch import implementation
 from kvshelf.kernels.prefix_attention import eager
-from kvshelf.kernels.prefix_attention.attend import attention_weights
 from kvshelf.kernels.prefix_attention.native import Scratch, attention_part
 from kvshelf.kernels.prefix_attention.prefixes import (
     BatchLayout,
@@ -42,10 +41,8 @@ __all__ = [
     "StackedPrefix",
     "StreamedPrefix",
     "SuffixRows",
-    "attention_and_lse",
     "attention_by_document",
     "attention_part",
-    "attention_weights",
     "causal_attention",
     "prefix_attention",
 ]
@@ -93,6 +90,7 @@ def prefix_attention(
     suffixes: Sequence[tuple[Tensor, Tensor]],
     layout: BatchLayout,
     rules: LogitRules,
+    weights: Sequence[Tensor | None] = (),
 ) -> Tensor:
     """Attention of every token of a batch over the prefixes of its share and the suffix of its row.
 
@@ -104,40 +102,15 @@ def prefix_attention(
     attended to, but must be finite. Query head h reads KV head h // (q_heads // kv_heads). Returns `[N, q_heads, Dv]`
     in the dtype of the queries; logits and sums in fp32. Raises `InvalidTensor` for other shapes.
 
+    weights: where given, for each of `layout.suffixes` `[rows, q_heads, capacity]` fp32, or None. Rows that `asked`
+    names are told there what share of its attention, to prefixes, suffix and sinks together, their new token gave to
+    each of their suffix's tokens. The rules have no window and no chunk then.
+
     Bytes: every prefix once per share, whatever the number of its tokens, every suffix once. FLOPs: 2 * N * q_heads *
     (K + S) * (D + Dv) for plain prefixes; `prefixes.py` says what the other kinds cost. Share of the limit on a GPU:
     not measured. On the CPU a decode step reads plain prefixes as fast as a sum over them does; torch's own operations
     reach half that rate. A quantized prefix takes 1 to 1.5 times as long as a plain one; with torch's, 4 to 7 times.
     """
-    _require(queries, prefixes, suffixes, layout)
-    out: Tensor = implementation("prefix_attention", queries.device).prefix_attention(
-        queries, prefixes, suffixes, layout, rules
-    )
-    return out.to(queries.dtype)
-
-
-def attention_and_lse(
-    queries: Tensor,
-    prefixes: Sequence[Sequence[Prefix]],
-    suffixes: Sequence[tuple[Tensor, Tensor]],
-    layout: BatchLayout,
-    rules: LogitRules,
-) -> tuple[Tensor, Tensor]:
-    """As `prefix_attention`, and the log-sum-exp of each token's logits over prefixes, suffix and sinks, `[N, q_heads]`
-    fp32, natural logarithms. On a GPU it is made of torch's operations."""
-    _require(queries, prefixes, suffixes, layout)
-    form = implementation("prefix_attention", queries.device)
-    attend = getattr(form, "attention_and_lse", eager.attention_and_lse)  # two forms give no log-sum-exps
-    out, lse = attend(queries, prefixes, suffixes, layout, rules)
-    return out.to(queries.dtype), lse
-
-
-def _require(
-    queries: Tensor,
-    prefixes: Sequence[Sequence[Prefix]],
-    suffixes: Sequence[tuple[Tensor, Tensor]],
-    layout: BatchLayout,
-) -> None:
     keys, values = suffixes[0]
     given = {"queries": queries, "keys": keys, "values": values}
     require_states("prefix_attention", {"queries": 3, "keys": 4, "values": 4}, **given)
@@ -148,9 +121,18 @@ def _require(
         and len(prefixes) == len(layout.shares)
         and len(suffixes) == len(layout.suffixes)
         and all(k.shape[0] == len(rows.first) for rows, (k, _) in zip(layout.suffixes, suffixes, strict=True))
-        and all(k.shape[2] >= max(rows.lengths) for rows, (k, _) in zip(layout.suffixes, suffixes, strict=True)),
+        and all(k.shape[2] >= max(rows.lengths) for rows, (k, _) in zip(layout.suffixes, suffixes, strict=True))
+        and all(
+            into is None or into.shape == (k.shape[0], queries.shape[1], k.shape[2])
+            for into, (k, _) in zip(weights, suffixes, strict=False)
+        ),
         "prefix_attention",
         f"queries must be [N, q_heads, D] and suffixes [rows, kv_heads, capacity, D] of a batch of {layout.num_tokens} "
         f"tokens in {len(layout.shares)} shares and {len(layout.suffixes)} suffixes",
         **given,
     )
+    asking = [weights] if weights else []
+    out: Tensor = implementation("prefix_attention", queries.device).prefix_attention(
+        queries, prefixes, suffixes, layout, rules, *asking
+    )
+    return out.to(queries.dtype)

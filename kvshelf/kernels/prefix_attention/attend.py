@@ -65,11 +65,11 @@ def attention_weights(queries: Tensor, keys: Tensor, lse: Tensor, rules: LogitRu
     """The weights that one token gave to some of the keys that it attended to, made again from the log-sum-exp.
 
     queries: `[q_heads, D]`, keys: `[kv_heads, K, D]`, lse: `[q_heads]` fp32, of all that the token attended to, sinks
-    included. Returns `[kv_heads, group, K]` fp32. Bytes: the keys once. FLOPs: 2 * q_heads * K * D.
+    included. Returns `[q_heads, K]` fp32. Bytes: the keys once. FLOPs: 2 * q_heads * K * D.
     """
     grouped = queries.view(keys.shape[0], -1, queries.shape[1]).float() * rules.scale
     logits = capped(torch.matmul(grouped, keys.float().transpose(1, 2)), rules)
-    return logits.sub_(lse.view(keys.shape[0], -1, 1)).exp_()
+    return logits.sub_(lse.view(keys.shape[0], -1, 1)).exp_().flatten(0, 1)
 
 
 def rows_per_block(logits_per_row: int) -> int:

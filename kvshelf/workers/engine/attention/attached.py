@@ -19,7 +19,6 @@ from kvshelf.kernels.prefix_attention import (
     LogitRules,
     Prefix,
     SuffixRows,
-    attention_and_lse,
     attention_by_document,
     prefix_attention,
 )
@@ -358,8 +357,8 @@ class AttachedStates:
     those of this call's tokens. `first_position`: where the call has to begin; None if the caller has set the
     positions. `weigh`: where given, all tokens see all documents, prefixes are those of each, and it is called with the
     masses of `attention_by_document`. `choose`: where given, it is called with the queries `[B * T, q_heads, D]`
-    before the attention, and sets what selected prefixes read. `tell`: where given, it is called after the attention
-    with the queries, its log-sum-exps `[B * T, q_heads]` and the rules.
+    before the attention, and sets what selected prefixes read. `weights`: where given, it is called with the number of
+    query heads, and makes room for the weights of the rows that ask for theirs.
     """
 
     prefixes: Sequence[Sequence[Prefix]]
@@ -370,7 +369,7 @@ class AttachedStates:
     first_position: int | None
     weigh: Callable[[Tensor], None] | None = None
     choose: Callable[[Tensor], None] | None = None
-    tell: Callable[[Tensor, Tensor, LogitRules], None] | None = None
+    weights: Callable[[int], Sequence[Tensor | None]] | None = None
 
     def attend(self, queries: Tensor, rules: LogitRules) -> Tensor:
         """Attention of this call's queries `[B, q_heads, T, D]` over document and suffix. Returns `[B, T, q_heads,
@@ -379,15 +378,12 @@ class AttachedStates:
         flat = queries.transpose(1, 2).reshape(batch * new, heads, dim)
         if self.choose is not None:
             self.choose(flat)
-        given = flat, self.prefixes, self.suffixes, self.layout, rules
-        if self.weigh is not None:
-            out, masses = attention_by_document(*given)
-            self.weigh(masses)
-        elif self.tell is not None:
-            out, lse = attention_and_lse(*given)
-            self.tell(flat, lse, rules)
+        if self.weigh is None:
+            weights = () if self.weights is None else self.weights(heads)
+            out = prefix_attention(flat, self.prefixes, self.suffixes, self.layout, rules, weights)
         else:
-            out = prefix_attention(*given)
+            out, masses = attention_by_document(flat, self.prefixes, self.suffixes, self.layout, rules)
+            self.weigh(masses)
         return out.view(batch, new, heads, -1)
 
     def check_positions(self, position_ids: Tensor | None) -> None:

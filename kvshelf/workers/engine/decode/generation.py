@@ -149,10 +149,9 @@ class Generation:
         self._observed[attended.layer_idx] = attended
 
     @property
-    def attended(self) -> SuffixReducer | None:
-        """Who wants the weights that the pending token gives to the suffix."""
-        asks = self.reducer is not None and bool(self.token_ids) and self.reducer.observes(self.row)
-        return self.reducer if asks else None
+    def attending(self) -> bool:
+        """Whether its suffix policy wants the weights that the pending token gives to the suffix."""
+        return self.reducer is not None and bool(self.token_ids) and self.reducer.observes(self.row)
 
     @property
     def weighing(self) -> bool:
@@ -188,8 +187,6 @@ class Generation:
         self.row.logical += count
         self.row.stored += count
         del self.pending[:count]
-        if self.reducer is not None:
-            self.reducer.appended(self.row)
         if self._selection is not None:
             for attended in self._observed.values():
                 self._selection.observe(attended)

@@ -36,21 +36,19 @@ class SuffixReducer:
             )
         self.most = max(self._budget, question_tokens) + policy.interval
         self._layers = {layer: _Noted(policy) for layer in layers}
-        self._seen: dict[int, Tensor] = {}  # by the step that runs, which may be abandoned and run again
 
     def observes(self, row: SuffixRow) -> bool:
         """Whether it wants the weights that the next token of the answer gives to the suffix."""
         return self._policy.observes_at(row.logical + 1 - self._question)
 
-    def observe(self, layer: int, weights: Tensor) -> None:
-        """Take the weights of the newest token at a layer, `[kv_heads, group, S]` fp32, itself included."""
-        self._seen[layer] = weights
-
-    def appended(self, row: SuffixRow) -> None:
-        """Note what the last step showed, which has happened."""
-        for layer, weights in self._seen.items():
-            self._layers[layer].observe(weights, row, row.logical - self._question)
-        self._seen.clear()
+    def observe(self, layer: int, row: SuffixRow, weights: Tensor) -> None:
+        """Note what the newest token, which the row has by now, gave to each entry at a layer, itself included.
+        weights: `[q_heads, S]` fp32; their memory is not kept."""
+        assert row.slab is not None
+        heads = row.slab.row(layer, row)[0].shape[0]
+        positions, columns = self._layers[layer].of(row, heads, weights.device)
+        by_group = weights.view(heads, -1, row.stored)  # [kv_heads, group, S]
+        self._policy.observe(columns, by_group, positions, row.logical - self._question)
 
     def due(self, row: SuffixRow) -> bool:
         """Whether the row is to be reduced."""
@@ -99,10 +97,6 @@ class _Noted:
         self._columns: Columns = {}
         self._tokens = 0
         """How many of the row's tokens it has an entry for, or had."""
-
-    def observe(self, weights: Tensor, row: SuffixRow, answered: int) -> None:
-        positions, columns = self.of(row, len(weights), weights.device)
-        self._policy.observe(columns, weights, positions, answered)
 
     def of(self, row: SuffixRow, heads: int, device: torch.device) -> tuple[Tensor, Columns]:
         """Positions `[kv_heads, S]` int64 and columns of the row's entries."""
