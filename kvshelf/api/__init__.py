@@ -53,6 +53,7 @@ from kvshelf.api.queries import ReadShares as ReadShares
 from kvshelf.api.queries import Remade as Remade
 from kvshelf.api.queries import Select as Select
 from kvshelf.api.queries import Source as Source
+from kvshelf.api.queries import SuffixOptions as SuffixOptions
 from kvshelf.api.queries import TokenRun as TokenRun
 from kvshelf.api.queries import Usage as Usage
 from kvshelf.api.service import Allowance as Allowance
@@ -65,6 +66,8 @@ from kvshelf.api.service import Readiness as Readiness
 from kvshelf.api.service import ReadyPart as ReadyPart
 from kvshelf.api.service import SelectorList as SelectorList
 from kvshelf.api.service import SelectorObject as SelectorObject
+from kvshelf.api.service import SuffixPolicyList as SuffixPolicyList
+from kvshelf.api.service import SuffixPolicyObject as SuffixPolicyObject
 from kvshelf.api.service import TenantAllowances as TenantAllowances
 from kvshelf.api.strict import ErrorBody as ErrorBody
 from kvshelf.api.strict import ErrorEnvelope as ErrorEnvelope

@@ -39,12 +39,26 @@ class Select(RequestBody):
     passages: bool = Field(False, description="also say which tokens of the documents the answer read")
 
 
-def require_storable(*, store: bool | None, ttl_s: float | None, select: Select | None) -> None:
+class SuffixOptions(RequestBody):
+    """What stays in memory of the question and the answer while it is made: what a suffix policy keeps (GET
+    /v1/suffix_policies), `budget` entries of each KV head, the question's included; by default 512 beside these. The
+    documents are not touched."""
+
+    policy: Annotated[str, Field(min_length=1, max_length=64)]
+    budget: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    params: dict[str, Any] = Field(default_factory=dict, max_length=64)
+
+
+def require_storable(
+    *, store: bool | None, ttl_s: float | None, select: Select | None, suffix: SuffixOptions | None
+) -> None:
     """Refuse what does not go with keeping an answer."""
     if ttl_s is not None and not store:
         raise misuse("ttl_s", "ttl_s is of the cache that store makes; leave it out, or give store: true")
     if store and select is not None:
         raise misuse("store", "an answer that reads a part of the cache is not kept behind it; leave select out")
+    if store and suffix is not None:
+        raise misuse("store", "an answer of which a part is dropped is not kept behind the cache; leave suffix out")
 
 
 class Asking(RequestBody):
@@ -62,6 +76,7 @@ class Asking(RequestBody):
     stop: Stops | None = None
     stream: bool = False
     select: Select | None = None
+    suffix: SuffixOptions | None = None
     store: bool = Field(
         False, description="keep question and answer behind the cache, as a new one: `stored_cache_id` of the answer"
     )
@@ -79,7 +94,7 @@ class Asking(RequestBody):
             raise misuse("prompt", f"exactly one of prompt and messages is needed; {found}")
         if self.stream and isinstance(self.prompt, list):
             raise misuse("stream", "several prompts cannot be streamed in one call; send one prompt per stream")
-        require_storable(store=self.store, ttl_s=self.ttl_s, select=self.select)
+        require_storable(store=self.store, ttl_s=self.ttl_s, select=self.select, suffix=self.suffix)
         return self
 
 
@@ -121,12 +136,14 @@ class JointQuery(Asking):
 class Usage(ResponseBody):
     """`cache_read_tokens`: document tokens served from the shelf. `read_tokens`: stored entries that a token of the
     answer reads, of a KV head; the mean over layers and heads. `prefill_tokens`: tokens that went through the model,
-    counted in its forward. `completion_tokens`: generated tokens."""
+    counted in its forward. `completion_tokens`: generated tokens. `suffix_tokens`: entries of a KV head that the answer
+    held beside the documents at its end, those of the question included; null where nobody told."""
 
     cache_read_tokens: int
     read_tokens: int
     prefill_tokens: int
     completion_tokens: int
+    suffix_tokens: int | None = None
 
 
 class Comparison(ResponseBody):

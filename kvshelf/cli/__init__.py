@@ -58,6 +58,7 @@ for command in (
     plan.plan,
     policies.policies,
     policies.selectors,
+    policies.suffixes,
     calibrate.calibrate,
     doctor.doctor,
 ):

@@ -204,6 +204,14 @@ def ask(
     select_param: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="A parameter of the selector. May be repeated.")
     ] = None,
+    suffix: Annotated[
+        str | None,
+        typer.Option(help="Keep of question and answer what this suffix policy keeps; see `kvshelf suffixes`."),
+    ] = None,
+    suffix_budget: Annotated[int | None, typer.Option(min=1, help="Entries of a KV head to keep of them.")] = None,
+    suffix_param: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A parameter of the suffix policy. May be repeated.")
+    ] = None,
     passages: Annotated[
         bool, typer.Option("--passages", help="With --select: print the passages that the answer read most.")
     ] = False,
@@ -218,6 +226,7 @@ def ask(
     """
     fields: Any = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
     fields["select"] = _select(select, select_tokens, select_param, passages)
+    fields["suffix"] = _suffix(suffix, suffix_budget, suffix_param)
     asked = [cache, *(questions or ())] if label or search_all else questions or []
     if not asked:
         raise typer.BadParameter("a question is missing", param_hint="QUESTION...")
@@ -275,6 +284,14 @@ def _select(method: str | None, tokens: int | None, params: list[str] | None, pa
     return {"method": method, "tokens": tokens, "params": _common.parameters(params) or {}, "passages": passages}
 
 
+def _suffix(policy: str | None, budget: int | None, params: list[str] | None) -> dict[str, Any] | None:
+    if policy is None and (budget is not None or params):
+        raise typer.BadParameter("--suffix-budget and --suffix-param need a suffix policy", param_hint="--suffix")
+    if policy is None:
+        return None
+    return {"policy": policy, "budget": budget, "params": _common.parameters(params) or {}}
+
+
 def _sources(references: Sequence[str], answer: JointAnswer) -> Table:
     """The shares of a joint answer, the largest first, each with the reference by which its cache was asked."""
     shares = sorted(zip(references, answer.sources, strict=True), key=lambda each: -each[1].share)
@@ -313,10 +330,12 @@ def _tokens(client: Client, cache_id: str) -> list[str]:
 
 def _cost(answer: Answered) -> str:
     usage = answer.usage
+    ran = usage.prefill_tokens + usage.completion_tokens - 1  # the last token never runs
+    bounded = usage.suffix_tokens is not None and usage.suffix_tokens < ran
     return (
         f"{usage.cache_read_tokens} tokens from the shelf (loaded in {answer.load_ms:.1f} ms), "
         f"{usage.read_tokens} entries read, {usage.prefill_tokens} prefilled, {usage.completion_tokens} generated"
-    )
+    ) + (f", {usage.suffix_tokens} entries of these kept" if bounded else "")
 
 
 def _ask_parts(

@@ -135,6 +135,8 @@ class AskFields(TypedDict, total=False):
     `select` is what the answer reads, where it does not read all: `{"method": "quest", "tokens": 256}`; with
     `"passages": True` the answer's `passages` say which tokens of the documents these were.
 
+    `suffix` is what stays in memory of question and answer, where it is not all: `{"policy": "lagkv", "budget": 512}`.
+
     `on_miss="recompute"` makes a corrupt cache, or a cache of another model, again from its kept source. It may raise
     `SourceNotKept`.
 
@@ -148,6 +150,7 @@ class AskFields(TypedDict, total=False):
     seed: int | None
     stop: str | Sequence[str] | None
     select: Mapping[str, Any] | api.Select | None
+    suffix: Mapping[str, Any] | api.SuffixOptions | None
     on_miss: str | None
     store: bool | None
     ttl_s: float | None
@@ -382,8 +385,8 @@ def query_cache(
 
     A list of questions has a list of answers in the same order. A list of up to 64 ids asks these caches together: each
     question sees all documents, and the answer's `sources` say what part each had. Keywords: `max_tokens`,
-    `temperature`, `top_p`, `seed`, `stop`, `select`, `on_miss`, and `compare` for one cache. Raises `CacheNotFound`,
-    `CacheExpired`, `CacheCorrupt`, `ModelMismatch`, `SourceNotKept`, ...
+    `temperature`, `top_p`, `seed`, `stop`, `select`, `suffix`, `on_miss`, and `compare` for one cache. Raises
+    `CacheNotFound`, `CacheExpired`, `CacheCorrupt`, `ModelMismatch`, `SourceNotKept`, ...
     """
     path, body = _asked(id, {**fields, "prompt": prompt, "messages": messages})
     several = isinstance(prompt, list | tuple)
@@ -470,6 +473,11 @@ def list_models() -> Call[list[api.ModelObject]]:
 def list_selectors() -> Call[list[api.SelectorObject]]:
     """The selectors, each with its parameters and its source."""
     return Call("GET", "/v1/selectors", lambda response: parse_as(api.SelectorList)(response).data)
+
+
+def list_suffix_policies() -> Call[list[api.SuffixPolicyObject]]:
+    """The suffix policies, each with its parameters and its source."""
+    return Call("GET", "/v1/suffix_policies", lambda response: parse_as(api.SuffixPolicyList)(response).data)
 
 
 def list_policies() -> Call[list[api.PolicyObject]]:

@@ -207,6 +207,7 @@ class EngineClient:
             read_tokens=sum(reply.usage.read_tokens for reply in replies),
             prefill_tokens=sum(reply.usage.prefill_tokens for reply in replies),
             completion_tokens=sum(reply.usage.completion_tokens for reply in replies),
+            suffix_tokens=sum(reply.usage.suffix_tokens or 0 for reply in replies),
         )
 
     @contextmanager

@@ -18,8 +18,8 @@ from kvshelf.bench.options import Device, Dtype, Json, Model, Output, Threads, c
 if TYPE_CHECKING:
     from kvshelf.store.base import Store
 
-PARTS = ("compression", "codecs", "first-token", "decode", "select", "cold", "append", "serving", "ranks")
-_DEFAULT_PARTS = PARTS[:4]  # all but long documents, vLLM, which few have installed, and several processes
+PARTS = ("compression", "codecs", "first-token", "decode", "select", "cold", "append", "suffix", "serving", "ranks")
+_DEFAULT_PARTS = PARTS[:4]  # all but long documents and answers, vLLM, which few have installed, and several processes
 
 _COMPRESSION_LENGTHS = (2048, 4096, 8192)
 _CODECS_LENGTHS = (8192,)
@@ -82,6 +82,8 @@ def speed(
         from kvshelf.bench.speed.selecting import SELECTORS, selectings
         from kvshelf.bench.speed.serving import LONGEST, servings
         from kvshelf.bench.speed.subject import load_subject
+        from kvshelf.bench.speed.suffixes import bounded_answers
+        from kvshelf.workers.suffixes.registry import SUFFIX_POLICIES
 
     chosen = choices(parts, PARTS, "--parts")
     at = numbers(lengths) if lengths else None
@@ -133,6 +135,10 @@ def speed(
                 step = partial(progress.advance, progress.add_task("appending", total=2 * len(sizes)))
                 report["append"] = grown = growings(subject, homes["disk"], sizes, rounds, step)
             tables.append(show.growing_table(grown))
+        if "suffix" in chosen:
+            bar = progress.add_task("answering", total=1 + len(SUFFIX_POLICIES))
+            report["suffix"] = bounded = bounded_answers(subject, progress=lambda: progress.advance(bar))
+            tables.append(show.suffix_table(bounded))
         if "serving" in chosen:
             with open_vllm(vllm_python, subject, threads, LONGEST) if vllm_python else nullcontext() as vllm:
                 served = servings(subject, vllm, rounds, removed)

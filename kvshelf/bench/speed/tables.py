@@ -17,6 +17,7 @@ from kvshelf.bench.speed.growing import APPENDED, Growing
 from kvshelf.bench.speed.ranks import Sharing
 from kvshelf.bench.speed.selecting import Selecting
 from kvshelf.bench.speed.serving import Serving
+from kvshelf.bench.speed.suffixes import BoundedAnswer
 from kvshelf.bench.speed.turns import Turned
 
 
@@ -140,6 +141,21 @@ def cold_table(rows: Sequence[Cold]) -> Table:
         table.add_row(
             f"{row.tokens:,}", row.place, _ms(row.all_s), next(read), _ms(row.part_s), next(read), ratio(row.ratio)
         )
+    return table
+
+
+def suffix_table(rows: Sequence[BoundedAnswer]) -> Table:
+    """One row for each suffix policy, behind the answer with all of its suffix."""
+    table = Table("policy", "stored", "memory", "a token", "same choice", "same answer")
+    table.title = f"greedy answers of {rows[0].tokens:,} tokens, and what each holds beside its document"
+    for row in rows:
+        cells = (
+            row.policy or "(none)",
+            f"{row.stored:,}",
+            f"{row.bytes / 2**20:,.2f} MiB",
+            f"{1e3 * row.token_s:.2f} ms",
+        )
+        table.add_row(*cells, f"{row.behind:.1%}", f"{row.equal:.1%}")
     return table
 
 

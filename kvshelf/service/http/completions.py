@@ -101,6 +101,7 @@ def asking_of(body: ChatCompletionRequest) -> Asking:
         seed=body.seed,
         stop=body.stop,
         select=body.select,
+        suffix=body.suffix,
         store=bool(body.store),
         ttl_s=body.ttl_s,
     )

@@ -46,6 +46,8 @@ class Metrics(QuestionMetrics):
         self._completion_tokens = counter("completion_tokens", "tokens of answers", "model")
         about = "stored entries of a KV head that the last token of each answer read, summed over answers"
         self._read_tokens = counter("read_tokens", about, "model")
+        about = "entries of a KV head that answers held beside their documents at their end, summed over answers"
+        self._suffix_tokens = counter("suffix_tokens", about, "model")
         self._answer_s = histogram("answer_phase_seconds", "phases of answers", "model", "phase")
         self._first_token_s = histogram("first_token_seconds", "from a question's arrival to its first token", "model")
         self._searches = counter("searches", "searches by result: found or an error code", "model", "result")
@@ -95,6 +97,7 @@ class Metrics(QuestionMetrics):
             self._tokens_saved.labels(model).inc(usage.cache_read_tokens)
             self._prefill_tokens.labels(model).inc(usage.prefill_tokens)
             self._read_tokens.labels(model).inc(usage.read_tokens)
+            self._suffix_tokens.labels(model).inc(usage.suffix_tokens or 0)
             self._completion_tokens.labels(model).inc(usage.completion_tokens)
             self._first_token_s.labels(model).observe(reply.first_token_s)
             _observe(self._answer_s, model, reply.phases)

@@ -33,6 +33,7 @@ from kvshelf.workers.engine.attention.inspection import layer_shapes
 from kvshelf.workers.engine.decode.batch import DecodeBatch
 from kvshelf.workers.engine.decode.generation import Answer, Checkpoint, Generation, Progress, Sampling
 from kvshelf.workers.engine.decode.passages import Passages
+from kvshelf.workers.engine.decode.reduction import SuffixReducer
 from kvshelf.workers.engine.decode.selection import (
     BlockSelection,
     PolicySelection,
@@ -48,6 +49,7 @@ from kvshelf.workers.engine.inputs.encode import Document, Encoder, Prompt
 from kvshelf.workers.engine.inputs.job import Job, Level, Parent, shared
 from kvshelf.workers.engine.inputs.prepare import Preparer, as_bytes
 from kvshelf.workers.engine.inputs.requirements import (
+    require_bounded,
     require_budget_taken,
     require_growing,
     require_joinable,
@@ -57,6 +59,7 @@ from kvshelf.workers.engine.inputs.requirements import (
     require_questions_taken,
     require_selectable,
     require_sentences,
+    require_suffix_fields,
 )
 from kvshelf.workers.engine.parallel.ranks import SharedModel
 from kvshelf.workers.engine.prefill.appending import continued
@@ -80,6 +83,7 @@ from kvshelf.workers.selectors.by_policy import ByPolicy
 from kvshelf.workers.selectors.fasa import Fasa
 from kvshelf.workers.selectors.infllm import InfLLM as InfLLMBlocks
 from kvshelf.workers.selectors.sentencekv import SentenceKV
+from kvshelf.workers.suffixes.registry import build as build_suffix_policy
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
@@ -94,8 +98,8 @@ class Engine:
     """A causal language model of transformers, its tokenizer, and what kvshelf does with them.
 
     One thread owns the model; only `prepare`, `encode_document`, `split`, `encode_query`, `encode_search`, `attach`,
-    `joined`, `select` and `start` are thread-safe. The model keeps its own attention function; a call selects kvshelf's
-    while it runs.
+    `joined`, `select`, `bound` and `start` are thread-safe. The model keeps its own attention function; a call selects
+    kvshelf's while it runs.
     """
 
     def __init__(
@@ -768,12 +772,13 @@ class Engine:
         selection: Selection | None = None,
         *,
         passages: bool = False,
+        reducer: SuffixReducer | None = None,
     ) -> Generation:
         """Begin an answer to the token ids `query`. It runs when a batch steps it, not before.
 
         The answer ends early, with finish reason "length", where the model's longest sequence is reached. selection:
         as `select` has made it for this document and this one answer. passages: whether the answer says which tokens of
-        the documents it read.
+        the documents it read. reducer: as `bound` has made it for this one answer.
         """
         sampling = sampling or Sampling()
         document = cache if isinstance(cache, Attached) else self.attach(cache)
@@ -797,7 +802,28 @@ class Engine:
             decoder=decoder,
             selection=selection,
             passages=Passages(document) if passages else None,
+            reducer=reducer,
         )
+
+    def bound(
+        self,
+        policy: str,
+        *,
+        question_tokens: int,
+        budget: int | None = None,
+        params: Mapping[str, Any] | None = None,
+    ) -> SuffixReducer:
+        """What bounds the keys and values of one question and its answer, by the suffix policy of this name.
+        Thread-safe.
+
+        budget: entries of a KV head, those of the question included (default: 512 beside these). question_tokens: of
+        this question. Raises `InvalidRequest` for an unknown policy or parameter and a budget below what is always
+        kept, `PolicyUnsupported` for a model with windows, chunks or latents, or in several processes.
+        """
+        chosen = build_suffix_policy(policy, params or {})
+        require_bounded(self.kinds, self.name, ranks=self.passes.ranks is not None)
+        attending = [layer for layer, kind in enumerate(self.kinds) if kind.attends]
+        return SuffixReducer(chosen, question_tokens, budget, attending)
 
     def select(
         self,
@@ -873,9 +899,11 @@ class Engine:
         select: str | None = None,
         select_tokens: int | None = None,
         select_params: Mapping[str, Any] | None = None,
+        suffix: Mapping[str, Any] | None = None,
     ) -> Answer:
         """Ask one document, or several together (a list of caches, see `joined`), and wait. Greedy unless a temperature
-        is given. select: the name of a selector, whose budget and parameters follow (see `Engine.select`)."""
+        is given. select: the name of a selector, whose budget and parameters follow (see `Engine.select`). suffix: the
+        `policy` that bounds what the answer adds in memory, its `budget` and `params` (see `Engine.bound`)."""
         (answer,) = self.answer_all(
             [(cache, prompt)],
             max_new_tokens=max_new_tokens,
@@ -886,6 +914,7 @@ class Engine:
             select=select,
             select_tokens=select_tokens,
             select_params=select_params,
+            suffix=suffix,
         )
         return answer
 
@@ -901,11 +930,12 @@ class Engine:
         select: str | None = None,
         select_tokens: int | None = None,
         select_params: Mapping[str, Any] | None = None,
+        suffix: Mapping[str, Any] | None = None,
     ) -> list[Answer]:
         """Answer every prompt from its cache, with one forward pass per token for all. In the order of `asked`.
 
         The options are those of `answer`. Keys and values of all questions and answers are in memory at once, 1 to 2
-        times `kv_bytes_per_token` for each token. Raises the first error.
+        times `kv_bytes_per_token` for each token, or for each entry of the budget of `suffix`. Raises the first error.
         """
         sampling = Sampling(max_new_tokens, temperature, top_p, seed, tuple(stop))
         batch = self.batch()
@@ -917,13 +947,18 @@ class Engine:
                 selection = self.select(
                     document, select, question_tokens=len(query), tokens=select_tokens, params=select_params
                 )
-            answers.append(self.start(document, query, sampling, selection))
+            reducer = None if suffix is None else self._bound(suffix, len(query))
+            answers.append(self.start(document, query, sampling, selection, reducer=reducer))
         with kvshelf_attention(self.model):  # otherwise each step would select and restore it
             while open_ones := [answer for answer in answers if not answer.finished]:
                 for told in batch.step(open_ones):
                     if isinstance(told, Exception):
                         raise told
         return [answer.answer() for answer in answers]
+
+    def _bound(self, suffix: Mapping[str, Any], question_tokens: int) -> SuffixReducer:
+        given = require_suffix_fields(suffix)
+        return self.bound(given.pop("policy"), question_tokens=question_tokens, **given)
 
     def _attached(self, asked: Asked) -> Attached:
         caches = [asked] if isinstance(asked, CompressedCache) else asked

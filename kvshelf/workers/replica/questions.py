@@ -18,6 +18,7 @@ from kvshelf.errors import CacheError, CacheNotFound, DeadlineExceeded, KvshelfE
 from kvshelf.store.base import Store
 from kvshelf.workers.engine.attention.attachment import Attached, Attachment
 from kvshelf.workers.engine.decode.generation import Answer, Sampling
+from kvshelf.workers.engine.decode.reduction import SuffixReducer
 from kvshelf.workers.engine.decode.selection import Selection
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.replica.calls import Threads, called_as
@@ -152,11 +153,12 @@ class Questions:
         """The queued answer. options: of `Scheduler.generate`."""
         document, query = loaded.document, loaded.query
         ids = await self._encode(document, query)
-        selection, passages = await self._selected(document, query, ids), _asks_passages(query)
+        options |= {"passages": _asks_passages(query), "reducer": self._bound(query, ids)}
+        selection = await self._selected(document, query, ids)
         if query.store:
             assert isinstance(document, Attachment)
             options["turn_of"] = partial(self.engine.turn_ids, document, _prompt(query))
-        return self.scheduler.generate(document, ids, _sampling(query), selection, passages=passages, **options)
+        return self.scheduler.generate(document, ids, _sampling(query), selection, **options)
 
     async def _kept(self, loaded: _Loaded, answer: Answer, reply: Reply, tenant: str) -> Reply:
         """The reply, once its turn is stored if the query asks for that. What keeps a turn from being stored is no
@@ -173,6 +175,14 @@ class Questions:
 
     async def _encode(self, document: Attached, query: Asking) -> list[int]:
         return await self.threads.run(self.engine.encode_query, document, _prompt(query))
+
+    def _bound(self, query: Asking, ids: Sequence[int]) -> SuffixReducer | None:
+        """What bounds the answer's memory."""
+        if query.suffix is None:
+            return None
+        return self.engine.bound(
+            query.suffix.policy, question_tokens=len(ids), budget=query.suffix.budget, params=query.suffix.params
+        )
 
     async def _selected(self, document: Attached, query: Asking, ids: Sequence[int]) -> Selection | None:
         """What the answer reads, on a thread: it waits for all layers of a cache that is arriving."""

@@ -69,6 +69,7 @@ NEEDS = {
     ("GET", "/v1/models"): "read",
     ("GET", "/v1/policies"): "read",
     ("GET", "/v1/selectors"): "read",
+    ("GET", "/v1/suffix_policies"): "read",
     ("GET", "/v1/limits"): "read",
     ("GET", "/metrics"): "admin",
 }

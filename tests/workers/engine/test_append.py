@@ -374,10 +374,10 @@ def test_a_turn_whose_text_is_encoded_otherwise_runs_again_from_there(tiny: Engi
     made = tiny.start(document, tiny.encode_query(document, asked), Sampling(4))
     while not made.finished:
         batch.step([made])
-    ran = made.row.length
+    ran = made.row.logical
     said = "The lamp is green, they say, and so it is."
     made.close(tiny.turn_ids(document, asked, said, made.token_ids))
-    assert made.row.length < ran or made.pending
+    assert made.row.logical < ran or made.pending
     batch.step([made])
     batch.keep(made)
     turn = [*asked, {"role": "assistant", "content": said}]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvshelf.errors import DocumentTooLong, InvalidRequest, PolicyUnsupported
@@ -189,6 +189,36 @@ def require_selectable(name: str, *, ranks: bool) -> None:
         raise PolicyUnsupported(
             f"{name!r} runs in several processes, which read whole caches; ask without select", param="select"
         )
+
+
+def require_bounded(kinds: Sequence[LayerKind], name: str, *, ranks: bool) -> None:
+    """Refuse suffix policies to a model where a row's entries are not what they choose among: ranks, several processes
+    share it."""
+    if ranks:
+        why = "runs in several processes, which would have to drop the same entries"
+    elif any(kind.latents for kind in kinds):
+        why = "stores latents, which all heads of a layer share"
+    elif not all(kind.sees_all for kind in kinds):
+        why = f"has layers with {_stored_whole(kinds)}, which count what they see by places in the suffix"
+    else:
+        return
+    raise PolicyUnsupported(f"{name!r} {why}; ask without suffix", param="suffix.policy")
+
+
+def require_suffix_fields(suffix: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of what a caller says of a suffix: `policy`, and `budget` and `params` if given. Raises `InvalidRequest`
+    for others, and for a budget that is no number from 1."""
+    given = dict(suffix)
+    for name in given.keys() - {"policy", "budget", "params"}:
+        raise InvalidRequest(f"suffix has no {name!r}; it has policy, budget and params", param=f"suffix.{name}")
+    if not isinstance(given.get("policy"), str):
+        raise InvalidRequest("suffix needs the name of a policy", param="suffix.policy")
+    budget = given.get("budget")
+    if budget is not None and (type(budget) is not int or budget < 1):
+        raise InvalidRequest(f"suffix.budget is {budget!r}; it must be an integer from 1", param="suffix.budget")
+    if not isinstance(given.get("params") or {}, Mapping):
+        raise InvalidRequest("suffix.params must map names to values", param="suffix.params")
+    return given
 
 
 def require_own_keys(kinds: Sequence[LayerKind], name: str) -> None:
