@@ -25,6 +25,7 @@ from kvshelf.api.strict import (
     Seed,
     Stops,
     Temperature,
+    ToolName,
     TopP,
     misuse,
     one_of,
@@ -81,8 +82,9 @@ class StreamOptions(RequestBody):
 
 
 class ChatCompletionRequest(RequestBody):
-    """OpenAI's body plus either `cache_id`, the stored cache to ask, or `cache_ids`, several to ask together, and
-    `select`, what the answer reads of them. `user` is accepted and has no effect."""
+    """OpenAI's body plus either `cache_id`, the stored cache to ask, or `cache_ids`, several to ask together, `select`,
+    what the answer reads of them, and `tool`, the tool that it calls, as in a query. `user` is accepted and has no
+    effect."""
 
     model_config = ConfigDict(json_schema_extra=one_of(cache_id="string", cache_ids="array"))
 
@@ -99,6 +101,7 @@ class ChatCompletionRequest(RequestBody):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     select: Select | None = None
+    tool: ToolName | None = None
     user: str | None = None
 
     @model_validator(mode="before")

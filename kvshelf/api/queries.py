@@ -20,6 +20,7 @@ from kvshelf.api.strict import (
     Seed,
     Stops,
     Temperature,
+    ToolName,
     TopP,
     misuse,
     one_of,
@@ -53,6 +54,9 @@ class Asking(RequestBody):
     stop: Stops | None = None
     stream: bool = False
     select: Select | None = None
+    tool: ToolName | None = Field(
+        None, description="the tool that the answer calls: the caches stay in memory for its result"
+    )
     on_miss: Literal["error", "recompute"] = Field(
         "error", description="recompute: remake a cache that cannot be used from its kept source"
     )
@@ -64,6 +68,8 @@ class Asking(RequestBody):
             raise misuse("prompt", f"exactly one of prompt and messages is needed; {found}")
         if self.stream and isinstance(self.prompt, list):
             raise misuse("stream", "several prompts cannot be streamed in one call; send one prompt per stream")
+        if self.tool is not None and isinstance(self.prompt, list):
+            raise misuse("tool", "a tool is called by one answer; send the prompt whose answer calls it alone")
         return self
 
 
@@ -76,6 +82,8 @@ class Query(Asking):
     def _comparable(self) -> Self:
         if self.stream and self.compare:
             raise misuse("compare", "a comparison needs whole answers; leave stream out")
+        if self.tool is not None and self.compare:
+            raise misuse("compare", "after a comparison, no tool's result is awaited; leave tool out")
         return self
 
 

@@ -92,6 +92,7 @@ def asking_of(body: ChatCompletionRequest) -> Asking:
         seed=body.seed,
         stop=body.stop,
         select=body.select,
+        tool=body.tool,
     )
 
 

@@ -38,12 +38,19 @@ class Questions:
     scheduler: Scheduler
     threads: Threads
     residents: Residents
-    _evicting: asyncio.Task[NoReturn] | None = field(default=None, init=False)
+    _housekeeping: list[asyncio.Task[NoReturn]] = field(default_factory=list, init=False)
 
     def stop(self) -> None:
-        if self._evicting is not None:
-            self._evicting.cancel()
+        for task in self._housekeeping:
+            task.cancel()
         self.residents.close()
+
+    async def hint(self, cache_id: str, next_use_s: float | None, *, tenant: str, origin: str = "") -> dict[str, int]:
+        """The next question on a cache comes in so many seconds, see `Residents.hint`; returns its `take_counts`."""
+        with called_as(origin):
+            self._keep_house()
+            self.residents.hint(cache_id, tenant, next_use_s)
+            return self.residents.take_counts()
 
     async def query(
         self,
@@ -95,15 +102,16 @@ class Questions:
     async def _loaded(
         self, caches: str | Sequence[str], query: Asking, tenant: str, deadline_s: float | None
     ) -> AsyncIterator[_Loaded]:
-        if self._evicting is None:  # begun here: the event loop of the first question is the one that will run it
-            self._evicting = asyncio.ensure_future(self.residents.evict_idle_forever())
+        self._keep_house()
         started = time.monotonic()
         cache_ids = [caches] if isinstance(caches, str) else caches
         part = query.select is not None and reads_by_index(query.select.method)
         async with AsyncExitStack() as stack:
             try:
                 async with asyncio.timeout(deadline_s):
-                    held = await stack.enter_async_context(self.residents.using_all(cache_ids, tenant, part=part))
+                    held = await stack.enter_async_context(
+                        self.residents.using_all(cache_ids, tenant, part=part, tool=query.tool)
+                    )
             except TimeoutError as exc:
                 raise DeadlineExceeded(
                     f"the cache could not be had within {deadline_s} s: the store is slow, or the memory for caches is "
@@ -112,13 +120,20 @@ class Questions:
             for cache_id in cache_ids:
                 self.threads.submit(_touch, self.store, cache_id, tenant)
             document = self.engine.joined([resident.document for resident, _ in held])
-            loaded = _Loaded(dict(zip(cache_ids, held, strict=True)), document, started, time.monotonic() - started)
+            found_s, counts = time.monotonic() - started, self.residents.take_counts()
+            loaded = _Loaded(dict(zip(cache_ids, held, strict=True)), document, started, found_s, counts)
             try:
                 yield loaded
             except KvshelfError as error:
                 if (failed := loaded.failed) is not None:
                     error.details["cache_id"] = failed
                 raise
+
+    def _keep_house(self) -> None:
+        """Begun by the first call: its event loop is the one that will run it."""
+        if not self._housekeeping:
+            forever = self.residents.evict_idle_forever(), self.residents.read_ahead_forever()
+            self._housekeeping += map(asyncio.ensure_future, forever)
 
     async def _begun(self, document: Attached, query: Asking, **options: Any) -> Ticket[Answer]:
         """The queued answer. options: of `Scheduler.generate`."""
@@ -147,13 +162,14 @@ class _Loaded:
     for all of them.
 
     document: they, as the question sees them. started: the time of the request, of `time.monotonic`. found_s: seconds
-    until the caches were found in memory or began to arrive.
+    until the caches were found in memory or began to arrive. counts: of `Residents.take_counts`.
     """
 
     held: dict[str, tuple[Resident, bool]]
     document: Attached
     started: float
     found_s: float
+    counts: dict[str, int]
 
     @property
     def failed(self) -> str | None:
@@ -192,6 +208,7 @@ class _Loaded:
             token_ids=answer.token_ids,
             read_from=read_from,
             phases=phases,
+            memory=self.counts,
             sources=tuple(Source(cache_id=id, share=share) for id, share in shares.items()),
             passages=None if answer.passages is None else list(map(ReadShares.of, self.held, answer.passages)),
         )
