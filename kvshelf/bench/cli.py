@@ -8,9 +8,12 @@ from kvshelf.bench.batches.cli import batch
 from kvshelf.bench.kernels.cli import column_sums, kernels
 from kvshelf.bench.models.cli import models
 from kvshelf.bench.quality.cli import memory, quality, retrieval, search, together
+from kvshelf.bench.retention.cli import retention
 from kvshelf.bench.speed.cli import speed
 from kvshelf.bench.stores.cli import rates, store
 
 app = typer.Typer(help="Measure models, policies and speed on this machine.", no_args_is_help=True)
-for command in (quality, memory, speed, column_sums, kernels, store, rates, batch, retrieval, search, together, models):
+for command in (
+    quality, memory, speed, column_sums, kernels, store, rates, batch, retrieval, search, together, models, retention
+):  # fmt: skip
     app.command()(command)

@@ -13,7 +13,7 @@ here reads a clock, and nothing knows sizes or limits of a memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
 from kvshelf.store import eviction
@@ -108,6 +108,17 @@ class Retention:
     def yields(self, key: Key, to: Key, now: float) -> bool:
         """Whether one cache may leave so that another is read ahead of its use: only if it is used later."""
         return not self.pinned(key, now) and self.wait_s(key, now) > self.wait_s(to, now)
+
+    def leaving_for(self, to: Key, unused: Mapping[Key, int], missing: int, now: float) -> list[Key] | None:
+        """The caches that leave so that one is read ahead of its use, the first to leave first; None if all that yield
+        to it are too few. unused: bytes of each that no question uses. missing: bytes, none if not positive."""
+        leaving: list[Key] = []
+        for key in sorted(unused, key=lambda key: self.order(key, now)):
+            if missing <= 0 or not self.yields(key, to, now):
+                break  # the order has what is used later first
+            leaving.append(key)
+            missing -= unused[key]
+        return None if missing > 0 else leaving
 
     def hinted(self, now: float) -> list[tuple[float, Key]]:
         """Seconds until the next use and key of every cache with a hint that counts, the nearest first."""

@@ -23,9 +23,9 @@ class SingleFlight(Generic[ResultT]):
     def __init__(self) -> None:
         self._calls: dict[str, _Call[ResultT]] = {}
 
-    def __contains__(self, key: str) -> bool:
-        """Whether work is in progress."""
-        return key in self._calls
+    def __len__(self) -> int:
+        """How much work is in progress."""
+        return len(self._calls)
 
     async def join(self, key: str, work: Callable[[], Awaitable[ResultT]]) -> tuple[ResultT, bool]:
         """The result of `work`, and whether this caller started it or joined an earlier call with the same key.

@@ -81,9 +81,9 @@ class Tools:
     def stay_s(self, tenant: str, tool: str, *, wait_s: float, reload_s: float) -> float:
         """tau* by the tool's runs if there are `ENOUGH`, else by those of all tools of the tenant, else by Exp(1 s)
         with an eta of 1. wait_s: T."""
-        runs = self._runs.get(tenant, {}).get(tool, ())
-        for known in (runs, self._all_runs.get(tenant, ())):
-            if len(known) >= ENOUGH:
+        of_tool = self._runs.get(tenant, OrderedDict()).get(tool)
+        for known in (of_tool, self._all_runs.get(tenant)):
+            if known is not None and len(known) >= ENOUGH:
                 return best_stay_s(known, wait_s * self._eta + reload_s)
         return math.log(max(1.0, wait_s + reload_s))  # where the derivative of (1 - exp(-tau)) * gain - tau is 0
 

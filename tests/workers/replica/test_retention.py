@@ -6,7 +6,7 @@ import asyncio
 import math
 import statistics
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -95,11 +95,12 @@ def test_a_hint_counts_down_and_is_void_when_it_is_long_overdue(wait_s: float) -
 
 
 def test_a_hint_ends_with_its_question_with_null_and_with_its_cache() -> None:
-    for end in (
+    ends: list[Callable[[Retention], None]] = [
         lambda retention: retention.used(key(0), 2.0, cost_s=1.0, nbytes=1),
         lambda retention: retention.hint(key(0), None, 2.0),
         lambda retention: retention.forget(key(0)),
-    ):
+    ]
+    for end in ends:
         retention = Retention()
         retention.hint(key(0), 5.0, 1.0)
         end(retention)
@@ -136,10 +137,12 @@ def test_nothing_nearer_and_nothing_pinned_leaves_for_a_cache_that_is_read_ahead
     for number in pinned:
         retention.pin(key(number), 1.0)
     wanted, held = 0, range(1, len(waits))
-    near = math.inf if waits[wanted] is None else waits[wanted]
+    until = [math.inf if wait_s is None else wait_s for wait_s in waits]
     for number in held:
-        later = math.inf if waits[number] is None else waits[number]
-        assert retention.yields(key(number), key(wanted), 0.0) == (number not in pinned and later > near)
+        may_leave = number not in pinned and until[number] > until[wanted]
+        assert retention.yields(key(number), key(wanted), 0.0) == may_leave
+        leaving = retention.leaving_for(key(wanted), {key(number): 1}, 1, 0.0)
+        assert leaving == ([key(number)] if may_leave else None)
     ordered = sorted(held, key=lambda number: retention.order(key(number), 0.0))
     yields = [retention.yields(key(number), key(wanted), 0.0) for number in ordered]
     assert yields == sorted(yields, reverse=True), "what may leave comes first"
@@ -266,7 +269,7 @@ def of(shelf: DiskStore, engine: Engine, threads: ThreadPoolExecutor, fits: floa
     """A memory that holds `fits` of the caches, which are of equal size."""
     with shelf.open_cache(shelf.list().data[0].id) as one:
         nbytes = one.attached_bytes
-    limited = ResidentLimits(max_bytes=int(fits * nbytes), **limits)  # type: ignore[arg-type]
+    limited = ResidentLimits(max_bytes=int(fits * nbytes), **limits)
     return Residents(shelf, engine.attach, engine.attach_part, limited, threads)
 
 
