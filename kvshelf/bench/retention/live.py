@@ -34,12 +34,13 @@ _TENANT: Final = "default"
 
 @contextmanager
 def shelf_of(trace: Trace, engine: Engine) -> Iterator[tuple[DiskStore, dict[str, str]]]:
-    """A shelf in a temporary folder with a cache of about its size for each name of a trace, and their ids."""
+    """A shelf in a temporary folder with a cache of about its size for each one that a trace asks, and their ids."""
     draw = random.Random(0)
+    asked = sorted({turn.cache for program in trace.programs for turn in program.turns})
     with tempfile.TemporaryDirectory(prefix="kvshelf-bench-") as folder, DiskStore.open(Path(folder) / "home") as store:
         ids = {}
-        for name, nbytes in trace.sizes.items():
-            count = max(16, nbytes // engine.kv_bytes_per_token)
+        for name in asked:
+            count = max(16, trace.sizes[name] // engine.kv_bytes_per_token)
             tokens = [draw.randrange(engine.model.config.vocab_size) for _ in range(count)]
             ids[name] = store.put(engine.compress(tokens, policy="full")).id
         yield store, ids
