@@ -215,6 +215,22 @@ def test_ls_show_and_rm(report: Path, tmp_path: Path) -> None:
     assert id[:12] not in run("ls").stdout
 
 
+def test_update_changes_what_is_named_and_nothing_else(report: Path, tmp_path: Path) -> None:
+    id = run("put", report, "--policy", "full", "--label", f"of={tmp_path.name}", "--ttl", "1h").stdout.strip()
+    before = json.loads(run("show", id, "--json").stdout)
+    assert run("update", id[:12], "--next-use", "20s").stdout == f"{id}\n"
+    assert json.loads(run("show", id, "--json").stdout) == before, "a hint is no property of a cache"
+    changed = json.loads(run("update", id, "--name", "minutes", "--pin", "--ttl", "never", "--json").stdout)
+    assert (changed["name"], changed["pinned"], changed["expires_at"]) == ("minutes", True, None)
+    assert changed["labels"] == before["labels"]
+    again = json.loads(run("update", id, "--label", "a=b", "--no-pin", "--next-use", "never", "--json").stdout)
+    assert (again["labels"], again["pinned"], again["name"]) == ({"a": "b"}, False, "minutes")
+    assert "nothing to change" in run("update", id, code=2).stderr
+    assert "next_use_s" in run("update", id, "--next-use", "2d", code=2).stderr
+    assert run("ask", id, QUESTION, "--max-tokens", "2", "--tool", "search").stdout
+    assert "tool" in run("ask", id, QUESTION, "--tool", "a b", code=2).stderr
+
+
 @pytest.fixture
 def two(report: Path, tmp_path: Path) -> tuple[str, str, str]:
     """The ids of two caches, and the name of both."""

@@ -89,7 +89,8 @@ class RemoteEngine:
         all queues: they must be short."""
         with self._translated():
             response = self.handle.broadcast(method, *args, **kwargs, origin=_origin())
-            return await response.results_async(timeout_s=deadline_s)
+            results: list[Any] = await response.results_async(timeout_s=deadline_s)
+        return results
 
     async def stream(self, method: str, *args: Any, tenant: str, deadline_s: float) -> AsyncGenerator[Any, None]:
         """What a method of `Replica` yields, which runs under the caller's log id: `stream` or `watch`."""
