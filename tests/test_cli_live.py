@@ -228,8 +228,25 @@ def test_append_prints_the_id_of_a_cache_that_goes_on(report: Path, tmp_path: Pa
     assert json.loads(piped.stdout)["policy"] == "keydiff"
     assert "cache_not_found" in run("append", "kvs_" + "0" * 40, letter, "--json", code=3).output
     assert "cascade" in run("rm", id, code=2).output
-    assert run("rm", id, "--cascade").stdout == f"{id}\n"
+    deleted = run("rm", id, "--cascade").stdout.splitlines()
+    assert (deleted[-1], set(deleted)) == (id, {id, child["id"], json.loads(piped.stdout)["id"]})
     run("show", child["id"], code=3)
+
+
+def test_update_changes_what_is_named_and_nothing_else(report: Path, tmp_path: Path) -> None:
+    id = run("put", report, "--policy", "full", "--label", f"of={tmp_path.name}", "--ttl", "1h").stdout.strip()
+    before = json.loads(run("show", id, "--json").stdout)
+    assert run("update", id[:12], "--next-use", "20s").stdout == f"{id}\n"
+    assert json.loads(run("show", id, "--json").stdout) == before, "a hint is no property of a cache"
+    changed = json.loads(run("update", id, "--name", "minutes", "--pin", "--ttl", "never", "--json").stdout)
+    assert (changed["name"], changed["pinned"], changed["expires_at"]) == ("minutes", True, None)
+    assert changed["labels"] == before["labels"]
+    again = json.loads(run("update", id, "--label", "a=b", "--no-pin", "--next-use", "never", "--json").stdout)
+    assert (again["labels"], again["pinned"], again["name"]) == ({"a": "b"}, False, "minutes")
+    assert "nothing to change" in run("update", id, code=2).stderr
+    assert "next_use_s" in run("update", id, "--next-use", "2d", code=2).stderr
+    assert run("ask", id, QUESTION, "--max-tokens", "2", "--tool", "search").stdout
+    assert "tool" in run("ask", id, QUESTION, "--tool", "a b", code=2).stderr
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from kvshelf.api.strict import (
     Seed,
     Stops,
     Temperature,
+    ToolName,
     TopP,
     Ttl,
     misuse,
@@ -82,9 +83,9 @@ class StreamOptions(RequestBody):
 
 class ChatCompletionRequest(RequestBody):
     """OpenAI's body plus either `cache_id`, the stored cache to ask, or `cache_ids`, several to ask together, `select`,
-    what the answer reads of them, and `suffix`, what stays in memory of the answer itself. With `store` the turn is
-    kept behind the cache, for `ttl_s` seconds or as long as the cache; a later request with the whole conversation goes
-    on from there. `user` is accepted and has no effect."""
+    what the answer reads of them, `suffix`, what stays in memory of the answer itself, and `tool`, the tool that it
+    calls, as in a query. With `store` the turn is kept behind the cache, for `ttl_s` seconds or as long as the cache; a
+    later request with the whole conversation goes on from there. `user` is accepted and has no effect."""
 
     model_config = ConfigDict(json_schema_extra=one_of(cache_id="string", cache_ids="array"))
 
@@ -104,6 +105,7 @@ class ChatCompletionRequest(RequestBody):
     suffix: SuffixOptions | None = None
     store: bool | None = None
     ttl_s: Ttl | None = None
+    tool: ToolName | None = None
     user: str | None = None
 
     @model_validator(mode="before")

@@ -20,6 +20,7 @@ from kvshelf.api.strict import (
     Seed,
     Stops,
     Temperature,
+    ToolName,
     TopP,
     Ttl,
     misuse,
@@ -83,6 +84,9 @@ class Asking(RequestBody):
     ttl_s: Ttl | None = Field(
         None, description="with store: seconds until the new cache expires; default: with the cache that was asked"
     )
+    tool: ToolName | None = Field(
+        None, description="the tool that the answer calls: the caches stay in memory for its result"
+    )
     on_miss: Literal["error", "recompute"] = Field(
         "error", description="recompute: remake a cache that cannot be used from its kept source"
     )
@@ -95,6 +99,8 @@ class Asking(RequestBody):
         if self.stream and isinstance(self.prompt, list):
             raise misuse("stream", "several prompts cannot be streamed in one call; send one prompt per stream")
         require_storable(store=self.store, ttl_s=self.ttl_s, select=self.select, suffix=self.suffix)
+        if self.tool is not None and isinstance(self.prompt, list):
+            raise misuse("tool", "a tool is called by one answer; send the prompt whose answer calls it alone")
         return self
 
 
@@ -109,6 +115,8 @@ class Query(Asking):
             raise misuse("compare", "a comparison needs whole answers; leave stream out")
         if self.store and self.compare:
             raise misuse("compare", "a comparison keeps no answer; leave store out")
+        if self.tool is not None and self.compare:
+            raise misuse("compare", "after a comparison, no tool's result is awaited; leave tool out")
         return self
 
 

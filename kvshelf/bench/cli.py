@@ -8,6 +8,7 @@ from kvshelf.bench.batches.cli import batch
 from kvshelf.bench.kernels.cli import column_sums, kernels
 from kvshelf.bench.models.cli import models
 from kvshelf.bench.quality.cli import growing, memory, quality, retrieval, search, together
+from kvshelf.bench.retention.cli import retention
 from kvshelf.bench.speed.cli import speed, turns
 from kvshelf.bench.stores.cli import rates, store
 
@@ -27,5 +28,6 @@ for command in (
     growing,
     turns,
     models,
+    retention,
 ):
     app.command()(command)

@@ -53,6 +53,7 @@ for command in (
     caches.ask,
     caches.ls,
     caches.show,
+    caches.update,
     caches.rm,
     estimate.estimate,
     plan.plan,

@@ -1,4 +1,4 @@
-"""put, search, ask, ls, show, rm: commands that talk to a running service."""
+"""put, search, ask, ls, show, update, rm: commands that talk to a running service."""
 
 from __future__ import annotations
 
@@ -215,6 +215,9 @@ def ask(
     passages: Annotated[
         bool, typer.Option("--passages", help="With --select: print the passages that the answer read most.")
     ] = False,
+    tool: Annotated[
+        str | None, typer.Option(help="The tool that the answer calls: the caches stay in memory for its result.")
+    ] = None,
     url: _options.Url = None,
     as_json: _options.AsJson = False,
 ) -> None:
@@ -225,6 +228,7 @@ def ask(
     question goes to the documents of the shelf that hold most of its words (see `kvshelf search`).
     """
     fields: Any = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
+    fields["tool"] = tool
     fields["select"] = _select(select, select_tokens, select_param, passages)
     fields["suffix"] = _suffix(suffix, suffix_budget, suffix_param)
     asked = [cache, *(questions or ())] if label or search_all else questions or []
@@ -529,6 +533,44 @@ def _quality(cache: CacheObject) -> str:
         f"agreement {found.told} with the full cache on {found.cues} cues, lowest {worst['agreement']:.3f} at tokens "
         f"{worst['from']} to {worst['to']}, KL {found.kl:.3g} nats{chosen}"
     )
+
+
+NEVER = "never"
+
+
+def update(
+    cache: Cache,
+    ttl: Annotated[str | None, typer.Option(help="Lifetime from now on: 90s, 15m, 2h, 7d, or never.")] = None,
+    name: Annotated[str | None, typer.Option(help="Display name.")] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option("--label", metavar="KEY=VALUE", help="Replaces all labels. May be repeated."),
+    ] = None,
+    pin: Annotated[
+        bool | None, typer.Option("--pin/--no-pin", help="Never evict it to make room on the shelf.")
+    ] = None,
+    next_use: Annotated[
+        str | None,
+        typer.Option(
+            help="Time until its next question: 20s, 5m; the service has it in memory by then. never takes it back."
+        ),
+    ] = None,
+    url: _options.Url = None,
+    as_json: _options.AsJson = False,
+) -> None:
+    """Change a cache on the shelf, or say when its next question comes. Prints its id."""
+    given: dict[str, Any] = {
+        "ttl_s": None if ttl == NEVER else _common.seconds(ttl),
+        "next_use_s": None if next_use == NEVER else _common.seconds(next_use, "--next-use"),
+        "labels": _common.pairs(label, "--label") if label else None,
+        "name": name,
+        "pinned": pin,
+    }
+    cleared = {name for name, text in (("ttl_s", ttl), ("next_use_s", next_use)) if text == NEVER}
+    with connected(url, as_json=as_json) as client:
+        changes: Any = {name: value for name, value in given.items() if value is not None or name in cleared}
+        changed = client.caches.update(_references.id_at(client, cache), **changes)
+        _common.print_object(changed) if as_json else print(changed.id)
 
 
 def rm(

@@ -111,13 +111,15 @@ class AppendFields(TypedDict, total=False):
 
 
 class UpdateFields(TypedDict, total=False):
-    """What `caches.update` changes; absent fields stay. With None as `ttl_s` or `expires_at` a cache never expires."""
+    """What `caches.update` changes; absent fields stay. With None as `ttl_s` or `expires_at` a cache never expires.
+    `next_use_s` is a hint; None takes it back."""
 
     ttl_s: float | None
     expires_at: float | None
     labels: Mapping[str, str]
     name: str
     pinned: bool
+    next_use_s: float | None
 
 
 class ImportFields(TypedDict, total=False):
@@ -137,6 +139,8 @@ class AskFields(TypedDict, total=False):
 
     `suffix` is what stays in memory of question and answer, where it is not all: `{"policy": "lagkv", "budget": 512}`.
 
+    `tool` names the tool that the answer calls: while it runs, the caches stay in memory as long as that is worth it.
+
     `on_miss="recompute"` makes a corrupt cache, or a cache of another model, again from its kept source. It may raise
     `SourceNotKept`.
 
@@ -151,6 +155,7 @@ class AskFields(TypedDict, total=False):
     stop: str | Sequence[str] | None
     select: Mapping[str, Any] | api.Select | None
     suffix: Mapping[str, Any] | api.SuffixOptions | None
+    tool: str | None
     on_miss: str | None
     store: bool | None
     ttl_s: float | None
@@ -304,7 +309,9 @@ def list_caches(**fields: Unpack[ListFields]) -> Call[api.CacheList]:
 def update_cache(id: str, **fields: Unpack[UpdateFields]) -> Call[api.CacheObject]:
     """Change `ttl_s` or `expires_at` (None: it never expires), `labels` (as a whole), `name` or `pinned`.
 
-    Absent fields stay. A pinned cache is never evicted. Raises `InvalidRequest`, `CacheNotFound`, `CacheExpired`.
+    Absent fields stay. A pinned cache is never evicted. `next_use_s` says in how many seconds the next question comes:
+    replicas keep the cache in memory for it, or read it before. Raises `InvalidRequest`, `CacheNotFound`,
+    `CacheExpired`, and with `next_use_s` also `ModelMismatch`.
     """
     body = {"json": _as_json(api.UpdateCache, fields)}
     return Call("PATCH", _cache_path(id), parse_as(api.CacheObject), body=body)
@@ -385,8 +392,8 @@ def query_cache(
 
     A list of questions has a list of answers in the same order. A list of up to 64 ids asks these caches together: each
     question sees all documents, and the answer's `sources` say what part each had. Keywords: `max_tokens`,
-    `temperature`, `top_p`, `seed`, `stop`, `select`, `suffix`, `on_miss`, and `compare` for one cache. Raises
-    `CacheNotFound`, `CacheExpired`, `CacheCorrupt`, `ModelMismatch`, `SourceNotKept`, ...
+    `temperature`, `top_p`, `seed`, `stop`, `select`, `suffix`, `tool`, `on_miss`, and `store`, `ttl_s` and `compare`
+    for one cache. Raises `CacheNotFound`, `CacheExpired`, `CacheCorrupt`, `ModelMismatch`, `SourceNotKept`, ...
     """
     path, body = _asked(id, {**fields, "prompt": prompt, "messages": messages})
     several = isinstance(prompt, list | tuple)

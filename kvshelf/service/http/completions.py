@@ -104,6 +104,7 @@ def asking_of(body: ChatCompletionRequest) -> Asking:
         suffix=body.suffix,
         store=bool(body.store),
         ttl_s=body.ttl_s,
+        tool=body.tool,
     )
 
 

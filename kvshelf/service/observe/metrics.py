@@ -23,6 +23,7 @@ USAGE_AGE_S: Final = 5.0
 _USAGE_PATIENCE_S = 2.0
 _AGREEMENTS = (0.25, 0.5, 0.75, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 1)
 _PLACES = ("memory", "ram", "disk", "home")
+_EVENTS = ("pinned", "released", "read_ahead", "read_ahead_used")
 
 
 class Metrics(QuestionMetrics):
@@ -43,6 +44,8 @@ class Metrics(QuestionMetrics):
         about = "share of the cues on which new caches agree with the full cache"
         self._agreement = histogram("quality_agreement", about, "model", "policy", buckets=_AGREEMENTS)
         self._hits = counter("cache_hits", "queries by the place of their cache", "read_from")
+        about = "caches in the memory of replicas that were pinned after a tool's call, released early, read by a hint"
+        self._retention = counter("cache_retention", about, "model", "event")
         self._completion_tokens = counter("completion_tokens", "tokens of answers", "model")
         about = "stored entries of a KV head that the last token of each answer read, summed over answers"
         self._read_tokens = counter("read_tokens", about, "model")
@@ -101,6 +104,12 @@ class Metrics(QuestionMetrics):
             self._completion_tokens.labels(model).inc(usage.completion_tokens)
             self._first_token_s.labels(model).observe(reply.first_token_s)
             _observe(self._answer_s, model, reply.phases)
+            self.remembered(model, reply.memory)
+
+    def remembered(self, model: str, counts: Mapping[str, int]) -> None:
+        """Records what happened in a replica's memory for caches, as `Residents.take_counts`."""
+        for event in _EVENTS:
+            self._retention.labels(model, event).inc(counts.get(event, 0))
 
     @contextmanager
     def searching(self, model: str) -> Iterator[None]:

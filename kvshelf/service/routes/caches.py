@@ -29,6 +29,7 @@ from kvshelf.service.http.events import EVENT_STREAM, event_stream
 from kvshelf.service.http.waiting import off_loop, until_hangup
 from kvshelf.service.routes.requests import request_json
 from kvshelf.service.state import TAKES_TOKENS, InService, Service, cache_object, cache_response, etag_of
+from kvshelf.store.checks import require_revision
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.replica.create.spec import require_policy
 from kvshelf.workers.replica.results import Created
@@ -149,10 +150,19 @@ async def get_cache(
 async def update_cache(
     cache_id: str, request: Request, service: InService, caller: Writer, if_match: Annotated[str, Header()] = ""
 ) -> Response:
-    """Change the expiry, name, labels or pin of a cache. Absent fields stay as they are."""
+    """Change the expiry, name, labels or pin of a cache, or say when its next question comes. Absent fields stay as
+    they are."""
     body = await read_json(request, UpdateCache, service)
-    condition = {"tenant": caller.tenant, "if_revision": _seen(if_match)}
-    manifest = await off_loop(service.store.update, cache_id, **condition, **body.changes())
+    condition: dict[str, Any] = {"tenant": caller.tenant, "if_revision": _seen(if_match)}
+    if "next_use_s" not in body.model_fields_set:
+        return _tagged(await off_loop(service.store.update, cache_id, **condition, **body.changes()))
+    manifest = await off_loop(service.store.stat, cache_id, tenant=caller.tenant)
+    engine = service.engine_for_all([manifest])  # before anything changes: nobody could ask a cache of another model
+    if changes := body.changes():
+        manifest = await off_loop(service.store.update, cache_id, **condition, **changes)
+    else:
+        require_revision(manifest, condition["if_revision"])
+    await engine.hint(cache_id, body.next_use_s, tenant=caller.tenant)
     return _tagged(manifest)
 
 

@@ -42,12 +42,19 @@ class Questions:
     threads: Threads
     residents: Residents
     conversations: Conversations
-    _evicting: asyncio.Task[NoReturn] | None = field(default=None, init=False)
+    _housekeeping: list[asyncio.Task[NoReturn]] = field(default_factory=list, init=False)
 
     def stop(self) -> None:
-        if self._evicting is not None:
-            self._evicting.cancel()
+        for task in self._housekeeping:
+            task.cancel()
         self.residents.close()
+
+    async def hint(self, cache_id: str, next_use_s: float | None, *, tenant: str, origin: str = "") -> dict[str, int]:
+        """The next question on a cache comes in so many seconds, see `Residents.hint`; returns its `take_counts`."""
+        with called_as(origin):
+            self._keep_house()
+            self.residents.hint(cache_id, tenant, next_use_s)
+            return self.residents.take_counts()
 
     async def query(
         self,
@@ -101,8 +108,7 @@ class Questions:
     async def _loaded(
         self, caches: str | Sequence[str], query: Asking, tenant: str, deadline_s: float | None
     ) -> AsyncIterator[_Loaded]:
-        if self._evicting is None:  # begun here: the event loop of the first question is the one that will run it
-            self._evicting = asyncio.ensure_future(self.residents.evict_idle_forever())
+        self._keep_house()
         started = time.monotonic()
         cache_ids = [caches] if isinstance(caches, str) else list(caches)
         if query.store:
@@ -120,7 +126,8 @@ class Questions:
                 self.threads.submit(_touch, self.store, cache_id, tenant)
             document = self.engine.joined([resident.document for resident, _ in held])
             found = dict(zip(cache_ids, held, strict=True))
-            loaded = _Loaded(found, document, query, started, time.monotonic() - started)
+            found_s, counts = time.monotonic() - started, self.residents.take_counts()
+            loaded = _Loaded(found, document, query, started, found_s, counts)
             try:
                 yield loaded
             except KvshelfError as error:
@@ -128,12 +135,17 @@ class Questions:
                     error.details["cache_id"] = failed
                 raise
 
+    def _keep_house(self) -> None:
+        """Begun by the first call: its event loop is the one that will run it."""
+        if not self._housekeeping:
+            forever = self.residents.evict_idle_forever(), self.residents.read_ahead_forever()
+            self._housekeeping += map(asyncio.ensure_future, forever)
+
     async def _held(
         self, stack: AsyncExitStack, cache_ids: list[str], query: Asking, tenant: str
     ) -> tuple[list[str], Asking, list[tuple[Resident, bool]]]:
         """The caches to ask, with what is left to ask of them: of a conversation about one, what follows the turns that
         are on the shelf."""
-        part = query.select is not None and reads_by_index(query.select.method)
         if len(cache_ids) == 1 and query.messages is not None and len(query.messages) > 1:
             shelved = self.conversations.shelved
             cache_id, left = await self.threads.run(shelved, cache_ids[0], said_in(query), tenant)
@@ -141,13 +153,15 @@ class Questions:
                 rest = query.model_copy(update={"messages": query.messages[-len(left) :]})
                 # A turn that cannot be read is a longer prefill, and no error.
                 with suppress(CacheError, CacheNotFound):
-                    return [cache_id], rest, await self._entered(stack, [cache_id], tenant, part=part)
-        return cache_ids, query, await self._entered(stack, cache_ids, tenant, part=part)
+                    return [cache_id], rest, await self._entered(stack, [cache_id], query, tenant)
+        return cache_ids, query, await self._entered(stack, cache_ids, query, tenant)
 
     async def _entered(
-        self, stack: AsyncExitStack, cache_ids: list[str], tenant: str, *, part: bool
+        self, stack: AsyncExitStack, cache_ids: list[str], query: Asking, tenant: str
     ) -> list[tuple[Resident, bool]]:
-        return await stack.enter_async_context(self.residents.using_all(cache_ids, tenant, part=part))
+        part = query.select is not None and reads_by_index(query.select.method)
+        using = self.residents.using_all(cache_ids, tenant, part=part, tool=query.tool)
+        return await stack.enter_async_context(using)
 
     async def _begun(self, loaded: _Loaded, **options: Any) -> Ticket[Answer]:
         """The queued answer. options: of `Scheduler.generate`."""
@@ -202,7 +216,8 @@ class _Loaded:
     for all of them.
 
     document: they, as the question sees them. query: what is asked of them. started: the time of the request, of
-    `time.monotonic`. found_s: seconds until the caches were found in memory or began to arrive.
+    `time.monotonic`. found_s: seconds until the caches were found in memory or began to arrive. counts: of
+    `Residents.take_counts`.
     """
 
     held: dict[str, tuple[Resident, bool]]
@@ -210,6 +225,7 @@ class _Loaded:
     query: Asking
     started: float
     found_s: float
+    counts: dict[str, int]
 
     @property
     def failed(self) -> str | None:
@@ -248,6 +264,7 @@ class _Loaded:
             token_ids=answer.token_ids,
             read_from=read_from,
             phases=phases,
+            memory=self.counts,
             sources=tuple(Source(cache_id=id, share=share) for id, share in shares.items()),
             passages=None if answer.passages is None else list(map(ReadShares.of, self.held, answer.passages)),
         )
