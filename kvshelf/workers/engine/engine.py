@@ -54,6 +54,7 @@ from kvshelf.workers.engine.inputs.requirements import (
     require_questions_taken,
     require_selectable,
     require_sentences,
+    require_unshared,
 )
 from kvshelf.workers.engine.parallel.ranks import SharedModel
 from kvshelf.workers.engine.prefill.prefill import Compression, Prefill, run_prefill, run_scores
@@ -261,9 +262,11 @@ class Engine:
             budget = Budget.resolve(view.num_tokens, compression_ratio=compression_ratio, budget_tokens=budget_tokens)
         else:
             budget = Budget.full(view.num_tokens)
-        return self._preparer.job(
+        job = self._preparer.job(
             view, chosen, budget, encoded=encoded, given=frozenset(given), questions=expected_questions
         )
+        require_unshared(job.absorber, self.name, ranks=self.passes.ranks is not None)
+        return job
 
     def level(self, job: Job, codec: str = "none") -> Level:
         """A job with the codec of its cache. Raises `InvalidRequest` for an unknown codec and for shares of more than
