@@ -210,9 +210,7 @@ def _prose(rng: random.Random, things: Sequence[str]) -> Iterator[str]:
             yield (" " if i else "\n\n") + sentence
 
 
-def written(
-    rng: random.Random, pattern: str, thing: str = "", slots: Mapping[str, Sequence[str]] = words.SLOTS
-) -> str:
+def written(rng: random.Random, pattern: str, thing: str = "", slots: Mapping[str, Sequence[str]] = words.SLOTS) -> str:
     """Fill every slot of a prose pattern on its own, so that two uses of a slot differ. slots: what to draw from."""
 
     def fill(slot: re.Match[str]) -> str:

@@ -6,8 +6,9 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -40,6 +41,7 @@ from kvshelf.workers.engine.decode.selection import (
     UnitSelection,
     stored_entries,
 )
+from kvshelf.workers.engine.episodes import Episode, episodes_in, nearest_episode
 from kvshelf.workers.engine.export import Positions, export
 from kvshelf.workers.engine.forward.passes import Passes
 from kvshelf.workers.engine.inputs.encode import Document, Encoder, Prompt
@@ -69,6 +71,7 @@ from kvshelf.workers.model.text import EncodedDocument, TextFormat
 from kvshelf.workers.policies import DEFAULT_POLICY, build
 from kvshelf.workers.policies.base import Policy, ScoringPolicy
 from kvshelf.workers.policies.budgets import Budget
+from kvshelf.workers.policies.epicache import EpiCache
 from kvshelf.workers.policies.infllm import InfLLM
 from kvshelf.workers.selectors import build as build_selector
 from kvshelf.workers.selectors.base import UnitSelector
@@ -89,9 +92,9 @@ Asked = CompressedCache | Sequence[CompressedCache]
 class Engine:
     """A causal language model of transformers, its tokenizer, and what kvshelf does with them.
 
-    One thread owns the model; only `prepare`, `encode_document`, `split`, `encode_query`, `encode_search`, `attach`,
-    `joined`, `select` and `start` are thread-safe. The model keeps its own attention function; a call selects kvshelf's
-    while it runs.
+    One thread owns the model; only `prepare`, `encode_document`, `split`, `find_episodes`, `nearest`, `encode_query`,
+    `encode_search`, `attach`, `joined`, `select` and `start` are thread-safe. The model keeps its own attention
+    function; a call selects kvshelf's while it runs.
     """
 
     def __init__(
@@ -267,6 +270,34 @@ class Engine:
         )
         require_unshared(job.absorber, self.name, ranks=self.passes.ranks is not None)
         return job
+
+    def find_episodes(self, document: Document, count: int = 4) -> list[Episode]:
+        """The episodes of a conversation, from its messages or from a text, whose paragraphs (or sentences, where there
+        are few) count as utterances. Thread-safe: the model does not run. Raises `InvalidRequest`."""
+        return episodes_in(document, count, self.require_text("episodes").encode)
+
+    def episodes(
+        self,
+        document: Document,
+        count: int = 4,
+        *,
+        prefill: str = "chunked",
+        **options: Any,
+    ) -> list[CompressedCache]:
+        """One cache of the whole document for each of its episodes, by policy `epicache`: `find_episodes`, then
+        `compress` for each with these options. Each cache has the whole budget: `count` of them take `count` times the
+        bytes. `answer` with route "nearest" asks the one that a question is about."""
+        found = self.find_episodes(document, count)
+        given = {"policy": EpiCache.name, "prefill": prefill, **options}
+        return [self.compress(document, probe=each.text, centroid=each.centroid, **given) for each in found]
+
+    def nearest(self, params: Sequence[Mapping[str, Any]], prompt: Prompt) -> int:
+        """Which of several caches of episodes a question is about, by its words. Thread-safe: the model does not run.
+
+        params: the policy parameters of each cache. Raises `InvalidRequest` for one cache alone, and for one that is of
+        no episode.
+        """
+        return nearest_episode(params, self._encoder.words(prompt))
 
     def level(self, job: Job, codec: str = "none") -> Level:
         """A job with the codec of its cache. Raises `InvalidRequest` for an unknown codec and for shares of more than
@@ -726,9 +757,17 @@ class Engine:
         select: str | None = None,
         select_tokens: int | None = None,
         select_params: Mapping[str, Any] | None = None,
+        route: Literal["nearest"] | None = None,
     ) -> Answer:
         """Ask one document, or several together (a list of caches, see `joined`), and wait. Greedy unless a temperature
-        is given. select: the name of a selector, whose budget and parameters follow (see `Engine.select`)."""
+        is given. select: the name of a selector, whose budget and parameters follow (see `Engine.select`). route:
+        "nearest" asks only that of several caches of episodes that the question is about; its share among the
+        `sources` is 1."""
+        place = None
+        if route is not None:
+            caches = [cache] if isinstance(cache, CompressedCache) else cache
+            place = self._routed(caches, prompt, route)
+            cache, count = caches[place], len(caches)
         (answer,) = self.answer_all(
             [(cache, prompt)],
             max_new_tokens=max_new_tokens,
@@ -740,7 +779,16 @@ class Engine:
             select_tokens=select_tokens,
             select_params=select_params,
         )
-        return answer
+        if place is None:
+            return answer
+        return replace(answer, sources=tuple(float(at == place) for at in range(count)))
+
+    def _routed(self, caches: Sequence[CompressedCache], prompt: Prompt, route: str) -> int:
+        if route != "nearest":
+            raise InvalidRequest(f"unknown route {route!r}; there is 'nearest'", param="route")
+        for cache in caches:
+            self.require_own(cache)
+        return self.nearest([cache.identity.policy_params for cache in caches], prompt)
 
     def answer_all(
         self,

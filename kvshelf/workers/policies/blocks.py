@@ -141,7 +141,9 @@ class BlockAbsorber:
 
     def importance(self, past: Past) -> Tensor:
         """Of the entries of one head, `[kept + block]` fp32, infinite where one must stay."""
-        return importance_of(self.policy.judged(past), torch.arange(len(past.keys), device=past.keys.device) < past.sinks)
+        return importance_of(
+            self.policy.judged(past), torch.arange(len(past.keys), device=past.keys.device) < past.sinks
+        )
 
     def counts(self, heads: Sequence[Tensor]) -> list[int]:
         """Entries that each head keeps, of its importance `[n]`: all, as long as the budget holds them."""

@@ -31,9 +31,9 @@ class KVzip(BlockPolicy):
     heads share one budget (`across="cache"`, the authors' "pair"), or each layer has its own, or each head
     ("pair-uniform"). The forward pass has 2 N tokens or more, which must fit into the model's longest sequence.
 
-    With `prefill` "chunked" each pass stands behind its chunk, and sees the chunk and what was kept of those before. Its
-    score is of its chunk alone, as above; entries of earlier chunks keep theirs. Then the lowest go until the budget
-    holds, and layers no longer share one: `across` is "layer" or "head".
+    With `prefill` "chunked" each pass stands behind its chunk, and sees the chunk and what was kept of those before.
+    Its score is of its chunk alone, as above; entries of earlier chunks keep theirs. Then the lowest go until the
+    budget holds, and layers no longer share one: `across` is "layer" or "head".
 
     Departures: the sink block is the chat template's tokens or the first `sink`, whichever are more, and always stays;
     softmax runs in fp32; the kept total is exact, while the authors' threshold drops ties; without a tokenizer the

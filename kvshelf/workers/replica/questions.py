@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import structlog
 
-from kvshelf.api import Asking, ReadShares, Source
+from kvshelf.api import Asking, JointQuery, ReadShares, Source
 from kvshelf.errors import DeadlineExceeded, KvshelfError
 from kvshelf.store.base import Store
 from kvshelf.workers.engine.attention.attachment import Attached
@@ -98,7 +98,9 @@ class Questions:
         if self._evicting is None:  # begun here: the event loop of the first question is the one that will run it
             self._evicting = asyncio.ensure_future(self.residents.evict_idle_forever())
         started = time.monotonic()
-        cache_ids = [caches] if isinstance(caches, str) else caches
+        asked = [caches] if isinstance(caches, str) else caches
+        routed = isinstance(query, JointQuery) and query.route is not None
+        cache_ids = [await self._nearest(asked, query, tenant)] if routed else asked
         part = query.select is not None and reads_by_index(query.select.method)
         async with AsyncExitStack() as stack:
             try:
@@ -109,16 +111,30 @@ class Questions:
                     f"the cache could not be had within {deadline_s} s: the store is slow, or the memory for caches is "
                     "full of others that are being asked; try again"
                 ) from exc
+            except KvshelfError as error:
+                if routed:
+                    error.details["cache_id"] = cache_ids[0]
+                raise
             for cache_id in cache_ids:
                 self.threads.submit(_touch, self.store, cache_id, tenant)
             document = self.engine.joined([resident.document for resident, _ in held])
-            loaded = _Loaded(dict(zip(cache_ids, held, strict=True)), document, started, time.monotonic() - started)
+            found_s = time.monotonic() - started
+            loaded = _Loaded(asked, dict(zip(cache_ids, held, strict=True)), document, started, found_s)
             try:
                 yield loaded
             except KvshelfError as error:
                 if (failed := loaded.failed) is not None:
                     error.details["cache_id"] = failed
                 raise
+
+    async def _nearest(self, cache_ids: Sequence[str], query: Asking, tenant: str) -> str:
+        """Of these caches of episodes the one that the question is about."""
+
+        def nearest() -> str:
+            params = [self.store.stat(cache_id, tenant=tenant).policy_params for cache_id in cache_ids]
+            return cache_ids[self.engine.nearest(params, _prompt(query))]
+
+        return await self.threads.run(nearest)
 
     async def _begun(self, document: Attached, query: Asking, **options: Any) -> Ticket[Answer]:
         """The queued answer. options: of `Scheduler.generate`."""
@@ -146,10 +162,12 @@ class _Loaded:
     """The caches to query, by id, each with whether it was in memory. They may still be arriving; every answer waits
     for all of them.
 
-    document: they, as the question sees them. started: the time of the request, of `time.monotonic`. found_s: seconds
-    until the caches were found in memory or began to arrive.
+    asked: the ids in the question, of which a route may have chosen one to hold. document: they, as the question sees
+    them. started: the time of the request, of `time.monotonic`. found_s: seconds until the caches were found in memory
+    or began to arrive.
     """
 
+    asked: Sequence[str]
     held: dict[str, tuple[Resident, bool]]
     document: Attached
     started: float
@@ -159,7 +177,7 @@ class _Loaded:
     def failed(self) -> str | None:
         """Of several caches, one that could not be read."""
         unread = (cache_id for cache_id, (resident, _) in self.held.items() if resident.document.failed)
-        return next(unread, None) if len(self.held) > 1 else None
+        return next(unread, None) if len(self.asked) > 1 else None
 
     def reply(self, answer: Answer, ticket: Ticket[Answer]) -> Reply:
         """The reply for an answer that has just ended."""
@@ -192,7 +210,7 @@ class _Loaded:
             token_ids=answer.token_ids,
             read_from=read_from,
             phases=phases,
-            sources=tuple(Source(cache_id=id, share=share) for id, share in shares.items()),
+            sources=tuple(Source(cache_id=id, share=shares.get(id, 0.0)) for id in self.asked),
             passages=None if answer.passages is None else list(map(ReadShares.of, self.held, answer.passages)),
         )
 

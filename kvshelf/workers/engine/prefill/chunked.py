@@ -163,7 +163,7 @@ class _Head(NamedTuple):
 
 def _by_head(kept: Kept) -> list[_Head]:
     """Views of the heads of a record."""
-    tensors = kept.keys, kept.values, kept.entry_positions, kept.importance
+    tensors = cast("tuple[Tensor, ...]", (kept.keys, kept.values, kept.entry_positions, kept.importance))
     return [_Head(*(tensor[start:end] for tensor in tensors)) for start, end in pairwise(kept.offsets)]
 
 
