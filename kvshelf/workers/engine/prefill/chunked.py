@@ -65,7 +65,7 @@ class ChunkedPrefill:
 
     def after_attention(self, layer: Attended) -> None:
         started = time.perf_counter()
-        self._layers[layer.layer_idx].absorb(layer, self._rows)
+        self._layers[layer.layer_idx].reduce(layer, self._rows)
         absorbed = time.perf_counter()
         self._checkpoint()
         self.compress_s += absorbed - started
@@ -104,7 +104,7 @@ class ProbedLayer(AttachedLayer):
         # A pass is all of the suffix: there is nothing to append it to.
         self.keys, self.values = key_states.contiguous(), value_states.contiguous()
 
-    def absorb(self, attended: Attended, probe: int) -> None:
+    def reduce(self, attended: Attended, probe: int) -> None:
         """Judge what is left of the document so far by the last `probe` tokens of this pass, drop these, and keep as
         many entries as the budget has room for."""
         block = self._length - probe
@@ -214,7 +214,11 @@ class ChunkedLayer(AttachedLayer):
         self._positions = torch.empty(shape, dtype=torch.int32, device=key_states.device)
         self._importance = torch.empty(shape, dtype=torch.float32, device=key_states.device)
 
-    def absorb(self, attended: Attended, probe: int) -> None:  # noqa: ARG002
+    def reduce(self, attended: Attended, probe: int) -> None:  # noqa: ARG002
+        """Absorb what this pass brought: it has no probe, and nothing asks for queries."""
+        self.absorb()
+
+    def absorb(self) -> None:
         """Reduce the oldest tokens of the suffix while the policy has enough of them."""
         while self._length:
             chosen = self._absorber.absorb(
