@@ -19,7 +19,6 @@ from kvshelf import CompressedCache, Engine
 from kvshelf.bench.measure import wilson
 from kvshelf.bench.quality.conversations import Conversation, make_conversation
 from kvshelf.bench.quality.retrieval import counter
-from kvshelf.bench.quality.tasks import Question
 from kvshelf.workers.engine.episodes import UTTERANCES, kmeans, windows_of
 
 TOKENS = 2048

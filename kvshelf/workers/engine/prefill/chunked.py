@@ -87,15 +87,14 @@ class ChunkedPrefill:
 class ProbedLayer(AttachedLayer):
     """One layer while the document is read: kept entries are the prefix, a block and the probe behind it the suffix.
 
-    Heads may keep different numbers of entries. `most` is the largest number that a KV head has had to hold, the mean
-    over the heads of the layer, with block and probe.
+    Heads may keep different numbers of entries. While a layer is reduced, what it kept before and what it will keep are
+    both in memory; other layers hold the budget.
     """
 
     def __init__(self, absorber: BlockAbsorber) -> None:
         super().__init__((), 0)
         self._absorber = absorber
         self._kept: Kept | None = None
-        self.most = 0.0
 
     def _make_room(self, key_states: Tensor, value_states: Tensor) -> None:  # noqa: ARG002
         self.is_initialized = True
@@ -108,43 +107,40 @@ class ProbedLayer(AttachedLayer):
         """Judge what is left of the document so far by the last `probe` tokens of this pass, drop these, and keep as
         many entries as the budget has room for."""
         block = self._length - probe
-        queries, (keys, values) = attended.queries[0, :, block:], (self.keys[0], self.values[0])
-        heads = len(keys)
-        kept = self._kept or _nothing(keys, values)
-        self.most = max(self.most, kept.entries / heads + self._length)
-        old = _by_head(kept)
+        old = _by_head(self._kept or _nothing(self.keys[0], self.values[0]))
+        queries = attended.queries[0, :, block:]
+        grouped = queries.reshape(len(old), -1, *queries.shape[1:])
         importance = [
             self._absorber.importance(
                 Past(
-                    keys=torch.cat([head.keys, keys[h, :block]]),
+                    keys=torch.cat([head.keys, self.keys[0, h, :block]]),
                     importance=head.importance,
                     sinks=self._absorber.sinks(self.start + block),
-                    queries=queries.reshape(heads, -1, *queries.shape[1:])[h],
-                    own_keys=keys[h, block:],
+                    queries=grouped[h],
+                    own_keys=self.keys[0, h, block:],
                     scaling=attended.scaling,
                 )
             )
             for h, head in enumerate(old)
         ]
-        positions = torch.arange(self.start, self.start + block, dtype=torch.int32, device=keys.device)
-        counts = self._absorber.counts(importance)
-        chosen = []
-        for h, (head, scores, count) in enumerate(zip(old, importance, counts, strict=True)):
-            rows = scores.sort(descending=True, stable=True).indices[:count].sort().values
-            both = (head.keys, keys[h, :block]), (head.values, values[h, :block]), (head.positions, positions)
-            chosen.append((*(_rows(*pair, rows) for pair in both), scores[rows]))
-        of_keys, of_values, of_positions, of_importance = map(torch.cat, zip(*chosen, strict=True))
-        self._kept = Kept(
-            keys=of_keys,
-            values=of_values,
-            entries_at=of_positions,
-            offsets=tuple(accumulate(counts, initial=0)),
-            importance=of_importance,
-        )
+        self._kept = self._best(old, block, importance)
         self.prefix = self._kept.prefixes()
         del self.keys, self.values
         self.start += block
         self._length = 0
+
+    def _best(self, old: Sequence[_Head], block: int, importance: Sequence[Tensor]) -> Kept:
+        """The most important of the kept entries and the block's; equal ones by the smaller position."""
+        counts = self._absorber.counts(importance)
+        positions = torch.arange(self.start, self.start + block, dtype=torch.int32, device=self.keys.device)
+        chosen = []
+        for h, (head, scores, count) in enumerate(zip(old, importance, counts, strict=True)):
+            rows = scores.sort(descending=True, stable=True).indices[:count].sort().values
+            new = self.keys[0, h, :block], self.values[0, h, :block], positions
+            chosen.append((*(_rows(*pair, rows) for pair in zip(head, new, strict=False)), scores[rows]))
+        keys, values, entries_at, of_entries = map(torch.cat, zip(*chosen, strict=True))
+        offsets = tuple(accumulate(counts, initial=0))
+        return Kept(keys=keys, values=values, entries_at=entries_at, offsets=offsets, importance=of_entries)
 
     def record(self) -> Kept:
         """The entries kept from the whole document."""
