@@ -128,11 +128,17 @@ class Questions:
                 raise
 
     async def _nearest(self, cache_ids: Sequence[str], query: Asking, tenant: str) -> str:
-        """Of these caches of episodes the one that the question is about."""
+        """Of these caches of episodes the one that the question is about. Errors of the store name their cache."""
+
+        def params(cache_id: str) -> dict[str, Any]:
+            try:
+                return self.store.stat(cache_id, tenant=tenant).policy_params
+            except KvshelfError as error:
+                error.details["cache_id"] = cache_id
+                raise
 
         def nearest() -> str:
-            params = [self.store.stat(cache_id, tenant=tenant).policy_params for cache_id in cache_ids]
-            return cache_ids[self.engine.nearest(params, _prompt(query))]
+            return cache_ids[self.engine.nearest(list(map(params, cache_ids)), _prompt(query))]
 
         return await self.threads.run(nearest)
 

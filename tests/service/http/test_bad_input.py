@@ -48,7 +48,6 @@ FINE = {"document": "A short note about nothing in particular."}
         ({"episodes": {}, "policy_params": {"probe": "x"}}, "policy_params.probe"),
         ({"episodes": {}, "policy_params": {"across": "cache"}}, "policy_params.across"),
         ({"episodes": {}, "labels": {"episode": "1"}}, "labels"),
-        ({"episodes": {}, "expected_questions": ["Who?"]}, "expected_questions"),
         ({"document": None, "token_ids": [1], "episodes": {}}, "episodes"),
         ({"model": "gpt-17"}, "model"),
         ({"policy": "magic"}, "policy"),

@@ -153,11 +153,13 @@ def test_an_episode_that_cannot_be_read_is_made_again(http: httpx.Client, servic
     """With its probe and its centroid, so that it gets the same id and questions still find it."""
     fields = {"document": TALK + " ", "episodes": {"count": 2}, "keep_source": True, "name": "again"}
     ids = ids_of(http.post("/v1/caches", json=fields).json()["data"])
-    before = ask(http, ids, prompt="crane", route="nearest")
     flip(service, ids[0])
+    refused(post(http, ids, prompt="crane", route="nearest"), 424, "cache_corrupt")
     answer = ask(http, ids, prompt="crane", route="nearest", on_miss="recompute")
     assert answer["recomputed"] == [{"cache_id": ids[0], "reason": "corrupt"}]
-    assert (answer["text"], answer["sources"]) == (before["text"], before["sources"])
+    assert [source["share"] for source in answer["sources"]] == [1.0, 0.0]
+    assert answer["cache_ids"] == ids
+    assert ask(http, ids, prompt="crane", route="nearest")["text"] == answer["text"]
 
 
 def test_an_unknown_cache_among_others_is_as_if_asked_alone(http: httpx.Client, caches: list[dict[str, Any]]) -> None:
