@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,13 @@ TOPICS = 4
 CONVERSATIONS = 8
 CHUNK = 512
 REMOVED = (0.75, 0.5)
-ALONE = ("kvzip", "snapkv", "keydiff")
+ALONE: dict[str, dict[str, Any]] = {
+    "full": {"policy": "full"},
+    "kvzip": {"policy": "kvzip"},
+    "kvzip in chunks": {"policy": "kvzip", "prefill": "chunked", "chunk": CHUNK},
+    "snapkv": {"policy": "snapkv"},
+    "keydiff": {"policy": "keydiff"},
+}
 
 Vector = NDArray[np.float64]
 
@@ -50,11 +57,11 @@ def told(name: str, hits: Sequence[Sequence[bool]], nbytes: Sequence[int]) -> No
 def quality(engine: Engine, made: Sequence[Conversation], removed: float) -> None:
     """One cache, then episodes that take as many bytes together."""
     print(f"{removed:.0%} removed by one cache:", flush=True)
-    for policy in ("full", *ALONE):
-        ratio = None if policy == "full" else removed
-        caches = [engine.compress(each.text, policy=policy, compression_ratio=ratio) for each in made]
+    for name, options in ALONE.items():
+        ratio = None if name == "full" else removed
+        caches = [engine.compress(each.text, compression_ratio=ratio, **options) for each in made]
         hits = [right(engine, each, [cache] * len(each.questions)) for each, cache in zip(made, caches, strict=True)]
-        told(policy, hits, [cache.nbytes for cache in caches])
+        told(name, hits, [cache.nbytes for cache in caches])
     for count in (1, TOPICS):
         share = 1 - (1 - removed) / count
         sets = [engine.episodes(each.text, count, compression_ratio=share, chunk=CHUNK) for each in made]
