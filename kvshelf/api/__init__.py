@@ -33,6 +33,7 @@ from kvshelf.api.creation import AppendCache as AppendCache
 from kvshelf.api.creation import CacheOptions as CacheOptions
 from kvshelf.api.creation import CreateCache as CreateCache
 from kvshelf.api.creation import CreationProgress as CreationProgress
+from kvshelf.api.creation import EpisodeOptions as EpisodeOptions
 from kvshelf.api.creation import Estimate as Estimate
 from kvshelf.api.creation import EstimateObject as EstimateObject
 from kvshelf.api.creation import LevelOptions as LevelOptions

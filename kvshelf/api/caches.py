@@ -166,7 +166,7 @@ class TurnList(ListBody):
 
 
 class LevelList(ListBody):
-    """The answer to a creation with `levels` or `split`: one cache per level or part, in their order."""
+    """The answer to a creation with `levels`, `split` or `episodes`: one cache for each, in their order."""
 
     data: list[CacheObject]
 

@@ -121,10 +121,15 @@ class Query(Asking):
 
 
 class JointQuery(Asking):
-    """POST /v1/query: ask several stored caches of one model together; every prompt sees all of their documents. One of
-    `prompt` (one or several) and `messages`."""
+    """POST /v1/query: ask several stored caches of one model together; every prompt sees all of their documents, or
+    with `route` one of them. One of `prompt` (one or several) and `messages`."""
 
     cache_ids: CacheIds
+    route: Literal["nearest"] | None = Field(
+        None,
+        description="nearest: of these caches of episodes only that one answers which the question is about; default: "
+        "all together",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -138,6 +143,8 @@ class JointQuery(Asking):
     @model_validator(mode="after")
     def _each_once(self) -> Self:
         require_each_once(self.cache_ids)
+        if self.route is not None and len(self.cache_ids) < 2:
+            raise misuse("route", "route chooses among several caches, and one was given; leave route out")
         return self
 
 
@@ -244,7 +251,7 @@ class AnswerList(ListBody):
 class Source(ResponseBody):
     """`share`: of the attention that the question's last token gave to documents, the part that went to this one; a
     mean over layers and heads. The answer begins from this token; of its later ones the share says nothing. The shares
-    of an answer add up to 1."""
+    of an answer add up to 1. With `route`, that of the cache that answered is 1."""
 
     cache_id: str
     share: float
@@ -259,8 +266,8 @@ class Remade(ResponseBody):
 
 class JointAnswer(Answered):
     """The answer of several caches together. `cache_ids` are the caches that answered, in the order of the query, and
-    `sources` the share of each. `recomputed` names those of the query that could not be used, and is present only if
-    there are any."""
+    `sources` the share of each; with `route`, those among which it chose. `recomputed` names those of the query that
+    could not be used, and is present only if there are any."""
 
     cache_ids: list[str]
     sources: list[Source]

@@ -16,6 +16,8 @@ MAX_STOPS = 16
 MAX_LABELS = 64
 MAX_JOINT = 64
 """Caches that one question asks together."""
+MAX_EPISODES = MAX_JOINT
+"""Of one creation: one question can be sent to the nearest of all of them."""
 MAX_LEVELS = 16
 MAX_TTL_S = 10 * 365 * 86400.0
 MAX_FIELDS = 16_384

@@ -55,10 +55,11 @@ def put(
     split: _options.Split = False,
     part_tokens: _options.PartTokens = None,
     overlap_tokens: _options.OverlapTokens = None,
+    episodes: _options.Episodes = None,
     url: _options.Url = None,
     as_json: _options.AsJson = False,
 ) -> None:
-    """Compress documents and put them on the shelf. Prints one cache id per file, or one per level or part.
+    """Compress documents and put them on the shelf. Prints one cache id per file, or one per level, part or episode.
 
     A document that is already on the shelf, compressed in the same way, costs nothing. If one file fails, the others
     still run; the exit code is that of the first failure.
@@ -82,6 +83,7 @@ def put(
             "labels": _common.pairs(label, "--label"),
             "keep_source": keep_source,
             "split": _split(split, part_tokens, overlap_tokens),
+            "episodes": None if episodes is None else {"count": episodes},
         }
         for file in files:
             with failures.reported(of=_named(file)):
@@ -115,6 +117,10 @@ def _put_one(client: Client, file: Path, fields: Mapping[str, Any], as_json: boo
     if fields["split"] and not as_json:
         label = shlex.quote(f"document={caches[0].labels['document']}")
         _common.notes.print(f'ask all parts: kvshelf ask --label {label} "QUESTION"', style="dim", soft_wrap=True)
+    if len(caches) > 1 and fields["episodes"] and not as_json:
+        ids = ",".join(_references.shortened([cache.id for cache in caches]))
+        told = f'ask the nearest: kvshelf ask {ids} --route nearest "QUESTION"'
+        _common.notes.print(told, style="dim", soft_wrap=True)
 
 
 def summary(cache: CacheObject) -> str:
@@ -129,6 +135,8 @@ def summary(cache: CacheObject) -> str:
 
 
 def _part(cache: CacheObject) -> str:
+    if cache.policy == "epicache" and "episode" in cache.labels:
+        return f" episode {cache.labels['episode']}"
     return f" part {cache.labels['part']}" if _is_part(cache) else ""
 
 
@@ -218,12 +226,19 @@ def ask(
     tool: Annotated[
         str | None, typer.Option(help="The tool that the answer calls: the caches stay in memory for its result.")
     ] = None,
+    route: Annotated[
+        str | None,
+        typer.Option(
+            metavar="nearest", help="Of several caches of episodes ask only that which the question is about."
+        ),
+    ] = None,
     url: _options.Url = None,
     as_json: _options.AsJson = False,
 ) -> None:
     """Ask a stored document one or several independent questions. The document is not prefilled again.
 
-    Of several documents (CACHE,CACHE) each question sees all, and a table says what part each had in its answer. With
+    Of several documents (CACHE,CACHE) each question sees all, or with --route one, and a table says what part each had
+    in its answer. With
     --label the questions go to each part of a document in turn, and each answer names its part. With --all each
     question goes to the documents of the shelf that hold most of its words (see `kvshelf search`).
     """
@@ -231,6 +246,8 @@ def ask(
     fields["tool"] = tool
     fields["select"] = _select(select, select_tokens, select_param, passages)
     fields["suffix"] = _suffix(suffix, suffix_budget, suffix_param)
+    if route is not None:
+        fields["route"] = _route(route, cache, whole=not label and not search_all)
     asked = [cache, *(questions or ())] if label or search_all else questions or []
     if not asked:
         raise typer.BadParameter("a question is missing", param_hint="QUESTION...")
@@ -245,6 +262,12 @@ def ask(
                 _common.notes.print(question, style="bold")
             of = _best(client, question, labels, best) if search_all else named
             _ask_together(client, of, question, fields, as_json)
+
+
+def _route(route: str, cache: str, *, whole: bool) -> str:
+    if not whole or "," not in cache:
+        raise typer.BadParameter("it chooses among several caches: give CACHE,CACHE", param_hint="--route")
+    return route
 
 
 Named = tuple[str, str]

@@ -60,8 +60,8 @@ async def create(
 ) -> Response:
     """Compress a document once and store its cache. The same document, model and policy give the same id.
 
-    With `levels`, the answer lists one cache per level; with `split`, one per part of the document. With `min_quality`
-    or the policy "auto", the service stores the smallest cache that is good enough.
+    With `levels`, the answer lists one cache per level; with `split` or `episodes`, one per part or episode. With
+    `min_quality` or the policy "auto", the service stores the smallest cache that is good enough.
 
     With `Accept: text/event-stream` the answer is a stream: `cache.progress` events, then what would be the body of the
     answer.
@@ -90,7 +90,7 @@ async def create(
 
 
 def _makes_several(body: CreateCache) -> bool:
-    return body.split_options is not None or (body.levels is not None and not body.chooses)
+    return body.in_parts or (body.levels is not None and not body.chooses)
 
 
 def _cache_list(created: Created) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -43,6 +43,7 @@ from kvshelf.workers.engine.decode.selection import (
     stored_entries,
 )
 from kvshelf.workers.engine.decode.turns import Turn
+from kvshelf.workers.engine.episodes import Episode, episodes_in, nearest_episode
 from kvshelf.workers.engine.export import Positions, export
 from kvshelf.workers.engine.forward.passes import Passes
 from kvshelf.workers.engine.inputs.encode import Document, Encoder, Prompt
@@ -60,6 +61,7 @@ from kvshelf.workers.engine.inputs.requirements import (
     require_selectable,
     require_sentences,
     require_suffix_fields,
+    require_unshared,
 )
 from kvshelf.workers.engine.parallel.ranks import SharedModel
 from kvshelf.workers.engine.prefill.appending import continued
@@ -75,6 +77,7 @@ from kvshelf.workers.model.text import EncodedDocument, TextFormat
 from kvshelf.workers.policies import DEFAULT_POLICY, build
 from kvshelf.workers.policies.base import Policy, ScoringPolicy
 from kvshelf.workers.policies.budgets import Budget
+from kvshelf.workers.policies.epicache import EpiCache
 from kvshelf.workers.policies.full import Full
 from kvshelf.workers.policies.infllm import InfLLM
 from kvshelf.workers.selectors import build as build_selector
@@ -97,9 +100,9 @@ Asked = CompressedCache | Sequence[CompressedCache]
 class Engine:
     """A causal language model of transformers, its tokenizer, and what kvshelf does with them.
 
-    One thread owns the model; only `prepare`, `encode_document`, `split`, `encode_query`, `encode_search`, `attach`,
-    `joined`, `select`, `bound` and `start` are thread-safe. The model keeps its own attention function; a call selects
-    kvshelf's while it runs.
+    One thread owns the model; only `prepare`, `prepare_append`, `encode_document`, `split`, `find_episodes`, `nearest`,
+    `encode_query`, `encode_search`, `attach`, `joined`, `select`, `bound`, `start`, `turn_ids` and `turn_identity` are
+    thread-safe. The model keeps its own attention function; a call selects kvshelf's while it runs.
     """
 
     def __init__(
@@ -270,9 +273,39 @@ class Engine:
             budget = Budget.resolve(view.num_tokens, compression_ratio=compression_ratio, budget_tokens=budget_tokens)
         else:
             budget = Budget.full(view.num_tokens)
-        return self._preparer.job(
+        job = self._preparer.job(
             view, chosen, budget, encoded=encoded, given=frozenset(given), questions=expected_questions
         )
+        require_unshared(job.absorber, self.name, ranks=self.passes.ranks is not None)
+        return job
+
+    def find_episodes(self, document: Document, count: int = 4) -> list[Episode]:
+        """The episodes of a conversation, from its messages or from a text, whose paragraphs (or sentences, where there
+        are few) count as utterances. Thread-safe: the model does not run. Raises `InvalidRequest`."""
+        return episodes_in(document, count, self.require_text("episodes").encode)
+
+    def episodes(
+        self,
+        document: Document,
+        count: int = 4,
+        *,
+        prefill: str = "chunked",
+        **options: Any,
+    ) -> list[CompressedCache]:
+        """One cache of the whole document for each of its episodes, by policy `epicache`: `find_episodes`, then
+        `compress` for each with these options. Each cache has the whole budget: `count` of them take `count` times the
+        bytes. `answer` with route "nearest" asks the one that a question is about."""
+        found = self.find_episodes(document, count)
+        given = {"policy": EpiCache.name, "prefill": prefill, **options}
+        return [self.compress(document, probe=each.text, centroid=each.centroid, **given) for each in found]
+
+    def nearest(self, params: Sequence[Mapping[str, Any]], prompt: Prompt) -> int:
+        """Which of several caches of episodes a question is about, by its words. Thread-safe: the model does not run.
+
+        params: the policy parameters of each cache. Raises `InvalidRequest` for one cache alone, and for one that is of
+        no episode.
+        """
+        return nearest_episode(params, self._encoder.words(prompt))
 
     def extend(
         self,
@@ -900,10 +933,18 @@ class Engine:
         select_tokens: int | None = None,
         select_params: Mapping[str, Any] | None = None,
         suffix: Mapping[str, Any] | None = None,
+        route: Literal["nearest"] | None = None,
     ) -> Answer:
         """Ask one document, or several together (a list of caches, see `joined`), and wait. Greedy unless a temperature
         is given. select: the name of a selector, whose budget and parameters follow (see `Engine.select`). suffix: the
-        `policy` that bounds what the answer adds in memory, its `budget` and `params` (see `Engine.bound`)."""
+        `policy` that bounds what the answer adds in memory, its `budget` and `params` (see `Engine.bound`). route:
+        "nearest" asks only that of several caches of episodes that the question is about; its share among the
+        `sources` is 1."""
+        place = None
+        if route is not None:
+            caches = [cache] if isinstance(cache, CompressedCache) else cache
+            place = self._routed(caches, prompt, route)
+            cache, count = caches[place], len(caches)
         (answer,) = self.answer_all(
             [(cache, prompt)],
             max_new_tokens=max_new_tokens,
@@ -916,7 +957,16 @@ class Engine:
             select_params=select_params,
             suffix=suffix,
         )
-        return answer
+        if place is None:
+            return answer
+        return replace(answer, sources=tuple(float(at == place) for at in range(count)))
+
+    def _routed(self, caches: Sequence[CompressedCache], prompt: Prompt, route: str) -> int:
+        if route != "nearest":
+            raise InvalidRequest(f"unknown route {route!r}; there is 'nearest'", param="route")
+        for cache in caches:
+            self.require_own(cache)
+        return self.nearest([cache.identity.policy_params for cache in caches], prompt)
 
     def answer_all(
         self,

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import structlog
 
-from kvshelf.api import Asking, ReadShares, Source
+from kvshelf.api import Asking, JointQuery, ReadShares, Source
 from kvshelf.errors import CacheError, CacheNotFound, DeadlineExceeded, KvshelfError
 from kvshelf.store.base import Store
 from kvshelf.workers.engine.attention.attachment import Attached, Attachment
@@ -110,7 +110,9 @@ class Questions:
     ) -> AsyncIterator[_Loaded]:
         self._keep_house()
         started = time.monotonic()
-        cache_ids = [caches] if isinstance(caches, str) else list(caches)
+        asked = [caches] if isinstance(caches, str) else list(caches)
+        routed = isinstance(query, JointQuery) and query.route is not None
+        cache_ids = [await self._nearest(asked, query, tenant)] if routed else asked
         if query.store:
             await self.threads.run(self.store.admit, tenant)
         async with AsyncExitStack() as stack:
@@ -122,18 +124,38 @@ class Questions:
                     f"the cache could not be had within {deadline_s} s: the store is slow, or the memory for caches is "
                     "full of others that are being asked; try again"
                 ) from exc
+            except KvshelfError as error:
+                if routed:
+                    error.details["cache_id"] = cache_ids[0]
+                raise
             for cache_id in cache_ids:
                 self.threads.submit(_touch, self.store, cache_id, tenant)
             document = self.engine.joined([resident.document for resident, _ in held])
             found = dict(zip(cache_ids, held, strict=True))
             found_s, counts = time.monotonic() - started, self.residents.take_counts()
-            loaded = _Loaded(found, document, query, started, found_s, counts)
+            named = asked if routed else cache_ids
+            loaded = _Loaded(named, found, document, query, started, found_s, counts)
             try:
                 yield loaded
             except KvshelfError as error:
                 if (failed := loaded.failed) is not None:
                     error.details["cache_id"] = failed
                 raise
+
+    async def _nearest(self, cache_ids: Sequence[str], query: Asking, tenant: str) -> str:
+        """Of these caches of episodes the one that the question is about. Errors of the store name their cache."""
+
+        def params(cache_id: str) -> dict[str, Any]:
+            try:
+                return self.store.stat(cache_id, tenant=tenant).policy_params
+            except KvshelfError as error:
+                error.details["cache_id"] = cache_id
+                raise
+
+        def nearest() -> str:
+            return cache_ids[self.engine.nearest(list(map(params, cache_ids)), _prompt(query))]
+
+        return await self.threads.run(nearest)
 
     def _keep_house(self) -> None:
         """Begun by the first call: its event loop is the one that will run it."""
@@ -215,11 +237,12 @@ class _Loaded:
     """The caches to query, by id, each with whether it was in memory. They may still be arriving; every answer waits
     for all of them.
 
-    document: they, as the question sees them. query: what is asked of them. started: the time of the request, of
-    `time.monotonic`. found_s: seconds until the caches were found in memory or began to arrive. counts: of
-    `Residents.take_counts`.
+    asked: the ids in the answer, of which a route may have chosen one to hold. document: they, as the question sees
+    them. query: what is asked of them. started: the time of the request, of `time.monotonic`. found_s: seconds until
+    the caches were found in memory or began to arrive. counts: of `Residents.take_counts`.
     """
 
+    asked: Sequence[str]
     held: dict[str, tuple[Resident, bool]]
     document: Attached
     query: Asking
@@ -231,7 +254,7 @@ class _Loaded:
     def failed(self) -> str | None:
         """Of several caches, one that could not be read."""
         unread = (cache_id for cache_id, (resident, _) in self.held.items() if resident.document.failed)
-        return next(unread, None) if len(self.held) > 1 else None
+        return next(unread, None) if len(self.asked) > 1 else None
 
     def reply(self, answer: Answer, ticket: Ticket[Answer]) -> Reply:
         """The reply for an answer that has just ended."""
@@ -265,7 +288,7 @@ class _Loaded:
             read_from=read_from,
             phases=phases,
             memory=self.counts,
-            sources=tuple(Source(cache_id=id, share=share) for id, share in shares.items()),
+            sources=tuple(Source(cache_id=id, share=shares.get(id, 0.0)) for id in self.asked),
             passages=None if answer.passages is None else list(map(ReadShares.of, self.held, answer.passages)),
         )
 

@@ -13,6 +13,7 @@ from kvshelf.workers.model.layers import LayerKind, reducible
 from kvshelf.workers.model.rope import Rope, reach
 from kvshelf.workers.policies.ada import Ada
 from kvshelf.workers.policies.base import Absorber, Observes, Policy
+from kvshelf.workers.policies.blocks import BlockAbsorber
 from kvshelf.workers.policies.together import chooses_together
 from kvshelf.workers.policies.view import ProbePass, output_weight
 
@@ -112,7 +113,13 @@ def require_one_pass(
     passes: Sequence[ProbePass],
     absorber: Absorber | None,
 ) -> None:
-    """Refuse ways to read a document that windows, chunks and states do not go with."""
+    """Refuse ways to read a document that windows, chunks, states and latents do not go with."""
+    if absorber is not None and any(kind.latents for kind in kinds):
+        raise PolicyUnsupported(
+            f"policy {policy.name!r} reads the document in chunks, and all heads of a layer of {name!r} share the "
+            "latents of a token (MLA); take prefill=whole, or another policy",
+            param="policy_params.prefill",
+        )
     if all(kind.sees_all and not kind.states for kind in kinds):
         return
     if absorber is not None:
@@ -255,6 +262,15 @@ def require_window(layer: int, found: int | None, told: int | None) -> None:
             f"layer {layer} attends with a sliding window of {found}, and the model's configuration says {told}; "
             "kvshelf stores no layer that it may misread",
             param="model",
+        )
+
+
+def require_unshared(absorber: Absorber | None, name: str, *, ranks: bool) -> None:
+    """Refuse chunks with probes to a model whose heads several processes share: ranks. No process sees all scores."""
+    if ranks and isinstance(absorber, BlockAbsorber):
+        raise PolicyUnsupported(
+            f"{name!r} runs in several processes, which reduce whole layers; take prefill=whole",
+            param="policy_params.prefill",
         )
 
 
