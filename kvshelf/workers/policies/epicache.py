@@ -63,7 +63,7 @@ class EpiCache(BlockPolicy):
     def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:
         ids = self._pass(document)
         if self.prefill == "whole":
-            return [ProbePass(ids, document.num_tokens)]
+            return [ProbePass(ids, document.end)]
         return [ProbePass(ids, end) for _, end in self.blocks(document)]
 
     def probe_text(self, document: DocumentView) -> str:
