@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from kvshelf.api import Answered, CacheObject, JointAnswer, SearchList
     from kvshelf.client import Client
 
-Files = Annotated[
-    list[Path], typer.Argument(metavar="FILE...", help="UTF-8 text, PDF or HTML; - reads text from standard input.")
-]
+_ONE_FILE = "UTF-8 text, PDF or HTML; - reads text from standard input."
+Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help=_ONE_FILE)]
 STDIN = Path("-")
 
 _CACHE = "An id (kvs_...), the beginning of one as `kvshelf ls` shows it, or the name of a cache."
@@ -91,6 +90,47 @@ def put(
     raise typer.Exit(failures.exit_code)
 
 
+def append(
+    cache: Cache,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help=_ONE_FILE)],
+    policy: _options.Policy = None,
+    compression_ratio: _options.CompressionRatio = None,
+    budget_tokens: _options.BudgetTokens = None,
+    param: _options.Parameters = None,
+    ttl: _options.Ttl = None,
+    name: _options.Name = None,
+    label: _options.Labels = None,
+    expected_question: _options.ExpectedQuestions = None,
+    url: _options.Url = None,
+    as_json: _options.AsJson = False,
+) -> None:
+    """Read a file behind the document of a cache, and put the cache of both on the shelf. Prints its id.
+
+    The text goes on where the document ends, just as it is. Only the file goes through the model, and only what is new
+    takes space; CACHE stays as it is. Policy, ratio and budget are of the file alone, by default those of CACHE; the
+    new cache expires with CACHE unless --ttl says otherwise.
+    """
+    document = {"document": _common.standard_input()} if file == STDIN else {"file": file}
+    with connected(url, as_json=as_json) as client:
+        made = client.caches.append(
+            _references.id_at(client, cache),
+            **document,
+            policy=policy,
+            policy_params=_common.parameters(param),
+            compression_ratio=compression_ratio,
+            budget_tokens=budget_tokens,
+            expected_questions=expected_question,
+            ttl_s=_common.seconds(ttl),
+            name=name,
+            labels=_common.pairs(label, "--label"),
+        )
+        if as_json:
+            _common.print_object(made)
+            return
+        print(made.id, flush=True)
+        _common.notes.print(f"{_named(file)}: {_summary(made)}", style="dim", soft_wrap=True)
+
+
 def _named(file: Path) -> str:
     return "standard input" if file == STDIN else str(file)
 
@@ -113,7 +153,7 @@ def _put_one(client: Client, file: Path, fields: Mapping[str, Any], as_json: boo
             _common.print_object(cache)
         else:
             print(cache.id, flush=True)
-            _common.notes.print(f"{_named(file)}{_part(cache)}: {summary(cache)}", style="dim", soft_wrap=True)
+            _common.notes.print(f"{_named(file)}{_part(cache)}: {_summary(cache)}", style="dim", soft_wrap=True)
     if fields["split"] and not as_json:
         label = shlex.quote(f"document={caches[0].labels['document']}")
         _common.notes.print(f'ask all parts: kvshelf ask --label {label} "QUESTION"', style="dim", soft_wrap=True)
@@ -123,8 +163,7 @@ def _put_one(client: Client, file: Path, fields: Mapping[str, Any], as_json: boo
         _common.notes.print(told, style="dim", soft_wrap=True)
 
 
-def summary(cache: CacheObject) -> str:
-    """What was put on the shelf, in one line."""
+def _summary(cache: CacheObject) -> str:
     done = "already on the shelf" if cache.existing else _seconds(cache)
     agreement = "" if cache.quality is None else f", agreement {cache.quality.told}"
     return (

@@ -13,12 +13,10 @@ from kvshelf.bench.speed.cold import Cold
 from kvshelf.bench.speed.compression import CompressionCosts
 from kvshelf.bench.speed.decode import Decodings
 from kvshelf.bench.speed.first_token import FirstTokens
-from kvshelf.bench.speed.growing import APPENDED, Growing
 from kvshelf.bench.speed.ranks import Sharing
 from kvshelf.bench.speed.selecting import Selecting
 from kvshelf.bench.speed.serving import Serving
 from kvshelf.bench.speed.suffixes import BoundedAnswer
-from kvshelf.bench.speed.turns import Turned
 
 
 def compression_table(costs: CompressionCosts) -> Table:
@@ -61,31 +59,6 @@ def codecs_table(costs: CodecCosts) -> Table:
             f"{row.over_int4.median:.2f}" if row.over_int4 else "",
             f"{row.decoding.median:.0%}" if row.decoding else "",
         )
-    return table
-
-
-def growing_table(found: Sequence[Growing]) -> Table:
-    """A row for each length and level."""
-    headings = ("tokens", "policy", "codec", "prefilled", "append", "all anew", "append / anew", "written", "of new")
-    table = Table(*headings, "of all", title=f"{APPENDED} tokens appended to a stored cache")
-    for row in found:
-        table.add_row(
-            f"{row.tokens}", row.policy, row.codec, f"{row.prefilled}", _ms(row.append_s), _ms(row.anew_s),
-            f"1/{1 / row.ratio.median:.1f}", f"{row.written_bytes / 1e6:.2f} MB",
-            f"{row.written_bytes / row.new_bytes:.2f}", f"{row.written_bytes / row.whole_bytes:.1%}",
-        )  # fmt: skip
-    return table
-
-
-def turns_table(stored: Sequence[Turned], resent: Sequence[Turned], same: int) -> Table:
-    """A row for each turn."""
-    table = Table("turn", "from the shelf", "prefilled", "first token", "without store: prefilled", "first token")
-    table.title = f"a conversation that is sent whole at every turn; {same} of {len(stored)} answers the same"
-    for row, plain in zip(stored, resent, strict=True):
-        table.add_row(
-            f"{row.number}", f"{row.read}", f"{row.prefilled}", f"{1000 * row.first_s:.0f} ms",
-            f"{plain.prefilled}", f"{1000 * plain.first_s:.0f} ms",
-        )  # fmt: skip
     return table
 
 
