@@ -137,6 +137,27 @@ def test_when_all_is_gone_only_the_home_is_left(index: RedisIndex, client: redis
     assert client.keys() == [HOME]
 
 
+def test_the_server_ends_a_cache_and_its_references(index: RedisIndex, client: redis.Redis) -> None:
+    """No sweep came for a month. An entry stays as long as others have its blob as a base, or it as their parent."""
+    root = put(index, 1, expires_at=NOW + 100)
+    assert root.name is not None
+    write = replace(writing(2), bases=((root.name, root.nbytes),), parent_id=root.id)
+    index.begin(write, Quota())
+    index.publish(write, manifest(2, expires_at=NOW + 200), over=None, cost_s=1, now=NOW)
+    assert client.ttl(f"{BASE}c:{root.id}") == -1
+    assert index.bury(root, "expired", NOW + 150)
+    assert (index.is_base(root.name), index.knows(root.name), index.abandoned()) == (True, True, [])
+    assert client.ttl(f"{BASE}c:{root.id}") == -1
+    client.delete(f"{BASE}c:{found(index, 2).id}", f"{BASE}m:{found(index, 2).id}")
+    assert index.expired(NOW + 300, 10) == []
+    assert not index.is_base(root.name)
+    assert [each.name for each in index.abandoned()] == [root.name]
+    index.abandon(root.name)
+    assert index.children(root.id, "me") == []
+    assert index.forget(NOW + 151) == 1
+    assert client.keys() == [HOME]
+
+
 def test_the_server_ends_what_has_an_end(index: RedisIndex, client: redis.Redis) -> None:
     """The manifest first, so that nothing is readable whose bytes are gone; the rest when nobody asks any more."""
     entry = put(index, 1, expires_at=NOW + 100)
