@@ -108,7 +108,7 @@ class SuffixPolicy(ABC):
     def observe(self, columns: Columns, weights: Tensor, positions: Tensor, answered: int) -> None:  # noqa: B027
         """Note what the newest token gave to each entry, itself included. weights: `[kv_heads, group, S]` fp32, shares
         of its attention to document and suffix together. positions: as of a `Suffix`. answered: the token's number in
-        the answer, counted from 1. Entries of `columns` may be replaced; their tensors are not changed."""
+        the answer, counted from 1. Changes `columns` in place."""
 
     @abstractmethod
     def reduce(self, suffix: Suffix) -> Reduction:

@@ -43,7 +43,7 @@ class CaM(PeriodicPolicy):
     seed: int = parameter(0, "of the draws", minimum=0)
 
     def observe(self, columns: Columns, weights: Tensor, positions: Tensor, answered: int) -> None:  # noqa: ARG002
-        columns["sum"] = columns["sum"] + weights.mean(1)
+        columns["sum"] += weights.mean(1)
 
     def reduce(self, suffix: Suffix) -> Reduction:
         going = suffix.stored - suffix.budget

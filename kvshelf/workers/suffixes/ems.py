@@ -44,10 +44,11 @@ class EMS(PeriodicPolicy):
 
     def observe(self, columns: Columns, weights: Tensor, positions: Tensor, answered: int) -> None:  # noqa: ARG002
         given = weights.mean(1)
-        columns["all"] = columns["all"] + given
-        columns["current"] = columns["current"] + given
+        columns["all"] += given
+        columns["current"] += given
         if answered % self.window == 0:
-            columns["past"], columns["current"] = columns["current"], torch.zeros_like(given)
+            columns["past"].copy_(columns["current"])
+            columns["current"].zero_()
 
     def reduce(self, suffix: Suffix) -> Reduction:
         scores = self._scores(suffix.columns)

@@ -34,7 +34,7 @@ class H2O(PeriodicPolicy):
         return max(1, self.recent or 0)
 
     def observe(self, columns: Columns, weights: Tensor, positions: Tensor, answered: int) -> None:  # noqa: ARG002
-        columns["sum"] = columns["sum"] + weights.mean(1)
+        columns["sum"] += weights.mean(1)
 
     def reduce(self, suffix: Suffix) -> Reduction:
         recent = (suffix.budget - suffix.protected) // 2 if self.recent is None else self.recent

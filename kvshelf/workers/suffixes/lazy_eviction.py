@@ -47,11 +47,12 @@ class LazyEviction(SuffixPolicy):
         return self.window
 
     def observe(self, columns: Columns, weights: Tensor, positions: Tensor, answered: int) -> None:  # noqa: ARG002
-        last = torch.where(columns["last"] < 0, positions.float(), columns["last"])
+        last, gap = columns["last"], columns["gap"]
+        last.copy_(torch.where(last < 0, positions, last))
         now = positions[:, -1:].float()
         used = weights.amax(1) >= self.alpha
-        columns["gap"] = torch.where(used, torch.maximum(columns["gap"], now - last), columns["gap"])
-        columns["last"] = torch.where(used, now, last)
+        gap.copy_(torch.where(used, torch.maximum(gap, now - last), gap))
+        last.copy_(torch.where(used, now, last))
 
     def reduce(self, suffix: Suffix) -> Reduction:
         interval = suffix.columns["gap"].clamp_min(1).double()

@@ -49,8 +49,9 @@ class NGC(SuffixPolicy):
         return -answered % self.every < self.queries
 
     def observe(self, columns: Columns, weights: Tensor, positions: Tensor, answered: int) -> None:  # noqa: ARG002
-        first = -answered % self.every == min(self.queries, self.every) - 1
-        columns["sum"] = weights.mean(1) + (0 if first else columns["sum"])
+        if -answered % self.every == min(self.queries, self.every) - 1:  # the first of the last
+            columns["sum"].zero_()
+        columns["sum"] += weights.mean(1)
 
     def reduce(self, suffix: Suffix) -> Reduction:
         heads, blocks = suffix.keys.shape[0], (suffix.stored - suffix.protected) // self.block

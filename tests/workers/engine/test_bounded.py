@@ -119,7 +119,7 @@ def test_what_is_stored_is_bounded_and_positions_go_on(llama, caches, followed, 
 
 def parts_of(row):
     """The bits of a row's slot at all layers."""
-    return [states.clone() for layer in range(2) for states in row.slab.row(layer, row)]
+    return [states.clone() for layer in range(2) for states in row.slab.of_row(layer, row)]
 
 
 @pytest.mark.parametrize("name", NAMES)

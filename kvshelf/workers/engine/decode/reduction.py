@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.engine.decode.suffixes import SuffixRow
@@ -35,7 +34,7 @@ class SuffixReducer:
                 param="suffix.budget",
             )
         self.most = max(self._budget, question_tokens) + policy.interval
-        self._layers = {layer: _Noted(policy) for layer in layers}
+        self._layers = {layer: _Noted(policy, self.most) for layer in layers}
 
     def observes(self, row: SuffixRow) -> bool:
         """Whether it wants the weights that the next token of the answer gives to the suffix."""
@@ -45,7 +44,7 @@ class SuffixReducer:
         """Note what the newest token, which the row has by now, gave to each entry at a layer, itself included.
         weights: `[q_heads, S]` fp32; their memory is not kept."""
         assert row.slab is not None
-        heads = row.slab.row(layer, row)[0].shape[0]
+        heads = row.slab.of_row(layer, row)[0].shape[0]
         positions, columns = self._layers[layer].of(row, heads, weights.device)
         by_group = weights.view(heads, -1, row.stored)  # [kv_heads, group, S]
         self._policy.observe(columns, by_group, positions, row.logical - self._question)
@@ -61,7 +60,7 @@ class SuffixReducer:
         assert row.slab is not None
         left = row.stored
         for layer, noted in self._layers.items():
-            keys, values = row.slab.row(layer, row)
+            keys, values = row.slab.of_row(layer, row)
             suffix = Suffix(
                 layer,
                 keys[:, : row.stored],
@@ -88,33 +87,36 @@ def _states(suffix: Suffix, reduction: Reduction) -> tuple[Tensor, Tensor]:
 
 
 class _Noted:
-    """Of one layer, the place of each stored entry among all tokens, and the policy's columns: made when first needed,
-    and lengthened by the tokens that have come since."""
+    """Of one layer, the place of each stored entry among all tokens, and the policy's columns, in memory for as many
+    entries as there will be: made when first needed. A column has its first value where no entry is yet."""
 
-    def __init__(self, policy: SuffixPolicy) -> None:
-        self._policy = policy
-        self._positions: Tensor | None = None
+    def __init__(self, policy: SuffixPolicy, most: int) -> None:
+        self._first = policy.columns
+        self._most = most
+        self._positions = torch.empty(0, 0, dtype=torch.int64)
         self._columns: Columns = {}
         self._tokens = 0
-        """How many of the row's tokens it has an entry for, or had."""
+        """How many of the row's tokens it has a position for, or had."""
 
     def of(self, row: SuffixRow, heads: int, device: torch.device) -> tuple[Tensor, Columns]:
-        """Positions `[kv_heads, S]` int64 and columns of the row's entries."""
-        if self._positions is None:
-            self._positions = torch.empty(heads, 0, dtype=torch.int64, device=device)
-            self._columns = {name: torch.empty(heads, 0, device=device) for name in self._policy.columns}
+        """Positions `[kv_heads, S]` int64 and columns of the row's entries, not copies."""
+        if self._tokens == 0:
+            self._positions = torch.empty(heads, self._most, dtype=torch.int64, device=device)
+            self._columns = {
+                name: torch.full((heads, self._most), first, device=device) for name, first in self._first.items()
+            }
         if new := row.logical - self._tokens:
-            places = torch.arange(self._tokens, row.logical, device=device).expand(heads, -1)
-            self._positions = torch.cat([self._positions, places], dim=1)
-            for name, value in self._policy.columns.items():
-                self._columns[name] = pad(self._columns[name], (0, new), value=value)
+            places = torch.arange(self._tokens, row.logical, device=device)
+            self._positions[:, row.stored - new : row.stored] = places
             self._tokens = row.logical
-        return self._positions, self._columns
+        columns = {name: column[:, : row.stored] for name, column in self._columns.items()}
+        return self._positions[:, : row.stored], columns
 
     def reduced(self, suffix: Suffix, reduction: Reduction) -> None:
         """Keep what was noted of the entries that stay."""
-        self._positions = suffix.positions.gather(1, reduction.kept)
-        self._columns = {
-            name: reduction.columns[name] if reduction.columns is not None else column.gather(1, reduction.kept)
-            for name, column in self._columns.items()
-        }
+        left = reduction.kept.shape[1]
+        self._positions[:, :left] = suffix.positions.gather(1, reduction.kept)
+        for name, column in suffix.columns.items():
+            given = None if reduction.columns is None else reduction.columns[name]
+            column[:, :left] = column.gather(1, reduction.kept) if given is None else given
+            column[:, left:] = self._first[name]

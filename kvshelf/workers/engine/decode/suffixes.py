@@ -62,7 +62,7 @@ class Slab:
         self._layers[layer] = made
         return made
 
-    def row(self, layer: int, row: SuffixRow) -> tuple[Tensor, ...]:
+    def of_row(self, layer: int, row: SuffixRow) -> tuple[Tensor, ...]:
         """Keys and values of one row at a layer where it has some, `[kv_heads, capacity, D]`, not a copy."""
         held = self._layers[layer]
         assert held is not None
