@@ -366,6 +366,28 @@ def test_an_answer_that_reads_a_part(report: Path) -> None:
     assert "did you mean 'quest'" in " ".join(refused.stderr.split())
 
 
+def test_a_question_goes_to_the_nearest_episode(tmp_path: Path) -> None:
+    talk = tmp_path / "talk.txt"
+    about = [
+        ["The crane lifts grain.", "Is the crane oiled?"] * 4,
+        ["Pupils sing loudly.", "The teacher sings, too."] * 4,
+    ]
+    talk.write_text("\n\n".join(utterance for topic in about for utterance in topic))
+    put = run("put", talk, "--episodes", "2", "--compression-ratio", "0.3")
+    ids = put.stdout.split()
+    assert len(ids) == 2
+    assert "talk.txt episode 2/2: " in put.stderr
+    assert "--route nearest" in put.stderr
+    asking = ("ask", ",".join(ids), "What do pupils sing?", "--route", "nearest")
+    answer = json.loads(run(*asking, "--json").stdout)
+    assert [source["share"] for source in answer["sources"]] == [0.0, 1.0]
+    assert "100.0%" in run(*asking).stdout
+    one = run("ask", ids[0], "What?", "--route", "nearest", code=2)
+    assert "among several caches" in " ".join(one.stderr.split())
+    unknown = run("ask", ",".join(ids), "What?", "--route", "farthest", code=2)
+    assert "nearest" in unknown.stderr
+
+
 PARTS = "".join(f"The locker of unit {number} has the code {number * 37}.\n" for number in range(60))
 
 
