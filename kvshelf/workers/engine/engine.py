@@ -61,6 +61,7 @@ from kvshelf.workers.engine.inputs.requirements import (
     require_selectable,
     require_sentences,
     require_suffix_fields,
+    require_turns,
     require_unshared,
 )
 from kvshelf.workers.engine.parallel.ranks import SharedModel
@@ -379,6 +380,10 @@ class Engine:
             questions=expected_questions,
             parent=self._parent(cache),
         )
+
+    def require_turns(self) -> None:
+        """Raises `PolicyUnsupported` for a model whose turns cannot be kept."""
+        require_turns(self.name, ranks=self.passes.ranks is not None)
 
     def turn_ids(self, document: Attachment, prompt: Prompt, text: str, token_ids: Sequence[int]) -> list[int]:
         """What a turn appends to a cache: a prompt, and the answer with this text and these ids. A conversation has the

@@ -114,6 +114,7 @@ class Questions:
         routed = isinstance(query, JointQuery) and query.route is not None
         cache_ids = [await self._nearest(asked, query, tenant)] if routed else asked
         if query.store:
+            self.engine.require_turns()
             await self.threads.run(self.store.admit, tenant)
         async with AsyncExitStack() as stack:
             try:

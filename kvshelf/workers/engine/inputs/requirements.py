@@ -158,6 +158,14 @@ def require_growing(cache: CompressedCache, name: str, *, ranks: bool) -> None:
     raise PolicyUnsupported(f"{why}; compress the whole document anew", param="cache_id")
 
 
+def require_turns(name: str, *, ranks: bool) -> None:
+    """Refuse to keep the turns of a model that several processes share: ranks."""
+    if ranks:
+        raise PolicyUnsupported(
+            f"{name!r} runs in several processes, which keep no turns; ask without store", param="store"
+        )
+
+
 def require_appending(policy: Policy, absorber: Absorber | None, *, moves: bool) -> None:
     """Refuse a policy that cannot reduce tokens behind a stored cache. moves: as of `require_compressible`."""
     if moves:
