@@ -359,6 +359,21 @@ def test_a_base_that_was_compacted_is_kept(place: Place, clock: Clock) -> None:
         assert place.names() == set()
 
 
+def test_a_chain_for_which_there_is_no_room_stays(place: Place, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is evicted for it."""
+    with place.open(now=clock) as store:
+        made = put_all(store, family(10))
+        taken = store.usage().bytes
+    for quota in (Quota(budget_bytes=taken + 1000), Quota(max_bytes=taken + 1000)):
+        with place.open(now=clock, rules=Rules(quota=quota)) as store:
+            assert store.compact() == 0
+            assert len(store.list().data) == 10
+            assert [bases_of(store, each.id) for each in made] == [*range(10)]
+    assert len(caplog.records) == 2
+    with place.open(now=clock) as store:
+        assert store.compact() == 2
+
+
 def test_resealing_ends_with_all_bytes_under_the_new_key(place: Place, clock: Clock) -> None:
     caches = family(3)
     old, new = b"o" * 32, b"n" * 32
