@@ -40,7 +40,6 @@ _STARTS: Final = 10
 _MOST_STEPS: Final = 300
 _SENTENCE: Final = re.compile(r"(?<=[.?!])\s+|(?<=[。？！])|\n+")  # noqa: RUF001  the full-width ones are meant
 
-
 _CHANNELS: Final = 1024
 """Of the vectors that are clustered. A token has one channel and one sign (feature hashing, Weinberger et al., 2009):
 a channel for each token of a large vocabulary would take gigabytes for a long conversation."""
@@ -179,7 +178,7 @@ class Clusters:
 def kmeans(points: Vectors, count: int) -> Clusters:
     """Lloyd's k-means from k-means++ (Arthur and Vassilvitskii 2007), the best of ten starts from a fixed seed.
 
-    points: `[n, channels]`, of which at least `count` differ. No cluster is empty.
+    points: `[n, channels]`, at least `count`. No cluster is empty.
     """
     rng = np.random.default_rng(_SEED)
     tried = [_lloyd(points, _plus_plus(points, count, rng)) for _ in range(_STARTS)]
@@ -197,6 +196,9 @@ def _plus_plus(points: Vectors, count: int, rng: np.random.Generator) -> Vectors
     while len(chosen) < count:
         nearest = _distances(points, points[chosen]).min(axis=1)
         nearest[chosen] = 0.0  # whatever rounding left
+        if not nearest.any():  # different tokens may share a channel, and their windows a point
+            nearest = np.ones(len(points))
+            nearest[chosen] = 0.0
         chosen.append(int(rng.choice(len(points), p=nearest / nearest.sum())))
     return points[chosen]
 

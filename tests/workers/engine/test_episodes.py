@@ -45,6 +45,12 @@ def test_k_means_is_a_fixed_point_without_empty_clusters(seed, count, points, tw
     assert repr(kmeans(found, count)) == repr(clusters)
 
 
+def test_equal_points_make_clusters_too():
+    """Windows of different tokens may be one point, as tokens share channels."""
+    clusters = kmeans(np.ones((5, 3)), 4)
+    assert sorted(map(len, clusters.members)) == [1, 1, 1, 2]
+
+
 def test_k_means_finds_groups_that_are_apart():
     centers = np.array([[0.0, 0], [9, 0], [0, 9], [9, 9]])
     points = np.concatenate([centers + np.random.default_rng(n).normal(scale=0.5, size=(4, 2)) for n in range(8)])

@@ -9,14 +9,17 @@ import pytest
 import torch
 from transformers import AttentionInterface, DynamicCache
 
+from kvshelf.bench.models.small import small_model
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.prefill.chunked import ProbedLayer
 from tests.workers.engine.asking import ids
+from tests.workers.engine.test_chunks import made as with_chunks
 from tests.workers.engine.test_latents import OLD
 from tests.workers.engine.test_latents import made as with_latents
+from tests.workers.engine.test_states import SUPPORTED
 from tests.workers.engine.test_windows import made as with_windows
 
 TOKENS, CHUNK, BUDGET, SINK, LEAD = 230, 64, 50, 4, 8
@@ -164,10 +167,14 @@ def test_equal_requests_give_equal_bytes_and_the_mode_is_part_of_the_identity(ll
 def test_what_does_not_go_with_blocks_is_refused_by_name(tiny: Engine) -> None:
     document = ids(200)
     windows = Engine(with_windows("gemma2"), name="gemma2")
-    for policy in ("epicache", "kvzip"):
-        with pytest.raises(PolicyUnsupported, match="sliding window") as refused:
-            chunked(windows, document, policy)
-        assert refused.value.param == "policy"
+    others = [(windows, "sliding window"), (Engine(with_chunks(), name="llama4"), "chunked attention")]
+    if SUPPORTED:
+        others.append((Engine(small_model("falcon_h1"), name="falcon_h1"), "recurrent states"))
+    for engine, what in others:
+        for policy in ("epicache", "kvzip"):
+            with pytest.raises(PolicyUnsupported, match=what) as refused:
+                chunked(engine, document, policy)
+            assert refused.value.param == "policy"
     if not OLD:
         latents = Engine(with_latents("deepseek_v2"), name="deepseek_v2")
         with pytest.raises(PolicyUnsupported, match="latents") as refused:
