@@ -5,8 +5,9 @@
 
 The numbers of the package (kvshelf/models/kvshelf-tiny/quality.json) are what `kvshelf policies` prints. With them it
 prints what the policies' classes say, which this script writes to kvshelf/workers/policies/catalog.json, and what the
-selectors' classes say to kvshelf/workers/selectors/catalog.json, so that no torch is needed to read them. The pages
-docs/policies.md and docs/selectors.md keep everything outside their two marks; the text between them is generated from
+selectors' classes say to kvshelf/workers/selectors/catalog.json, and those of suffix policies to
+kvshelf/workers/suffixes/catalog.json, so that no torch is needed to read them. The pages
+docs/policies.md, docs/selectors.md and docs/suffix.md keep everything outside their two marks; the text between them is generated from
 docstrings and these numbers. Tests compare all of them.
 """
 
@@ -23,12 +24,16 @@ from kvshelf.workers.policies.info import PolicyInfo
 from kvshelf.workers.policies.registry import POLICIES, info_of
 from kvshelf.workers.selectors import registry as selectors
 from kvshelf.workers.selectors.info import SelectorInfo
+from kvshelf.workers.suffixes import registry as suffixes
+from kvshelf.workers.suffixes.info import SuffixPolicyInfo
 
 ROOT = Path(__file__).parents[1]
 NUMBERS = ROOT / "kvshelf" / "models" / "kvshelf-tiny" / "quality.json"
 CATALOG = ROOT / "kvshelf" / "workers" / "policies" / "catalog.json"
+SUFFIXES = ROOT / "kvshelf" / "workers" / "suffixes" / "catalog.json"
 SELECTORS = ROOT / "kvshelf" / "workers" / "selectors" / "catalog.json"
 PAGE = ROOT / "docs" / "policies.md"
+SUFFIXES_PAGE = ROOT / "docs" / "suffix.md"
 SELECTORS_PAGE = ROOT / "docs" / "selectors.md"
 BEGIN, END = "<!-- from here on written by scripts/publish_quality.py -->", "<!-- up to here -->"
 REMOVED = (0.5, 0.75, 0.875, 0.9375)
@@ -49,13 +54,15 @@ def written() -> dict[Path, str]:
     return {
         CATALOG: classes(policies),
         SELECTORS: classes([selectors.info_of(name) for name in selectors.names()]),
+        SUFFIXES: classes([suffixes.info_of(cls) for cls in suffixes.SUFFIX_POLICIES.values()]),
         PAGE: page(PAGE.read_text(), generated(policies)),
         SELECTORS_PAGE: page(SELECTORS_PAGE.read_text(), of_selectors()),
+        SUFFIXES_PAGE: page(SUFFIXES_PAGE.read_text(), of_suffix_policies()),
     }
 
 
-def classes(infos: Sequence[PolicyInfo | SelectorInfo]) -> str:
-    """What the classes of policies or selectors say, without what was measured; one per line."""
+def classes(infos: Sequence[PolicyInfo | SelectorInfo | SuffixPolicyInfo]) -> str:
+    """What the classes of policies, selectors or suffix policies say, without what was measured; one per line."""
     said = [{name: value for name, value in asdict(info).items() if name != "measured"} for info in infos]
     return "[\n" + ",\n".join(json.dumps(one) for one in said) + "\n]\n"
 
@@ -159,6 +166,15 @@ def of_selectors() -> str:
     return "\n".join([*lines, ""])
 
 
+def of_suffix_policies() -> str:
+    """A section for each suffix policy."""
+    lines: list[str] = []
+    for info in map(suffixes.info_of, suffixes.SUFFIX_POLICIES.values()):
+        lines += [f"## `{info.name}`", "", info.summary, "", *(part + "\n" for part in info.details)]
+        lines += [f"**Choose it** {info.advice}", "", f"Source: {info.source}. Parameters: {parameters(info)}.", ""]
+    return "\n".join(lines)
+
+
 def row_label(row: dict[str, Any]) -> str:
     """The selector of a measured row, with its parameters."""
     params = ",".join(f"{name}={value}" for name, value in row["params"].items())
@@ -179,7 +195,7 @@ def section(policy: PolicyInfo) -> str:
     return "\n".join([*lines, *measured(policy)])
 
 
-def parameters(policy: PolicyInfo | SelectorInfo) -> str:
+def parameters(policy: PolicyInfo | SelectorInfo | SuffixPolicyInfo) -> str:
     shown = [f"`{name}` = {json.dumps(about.default)} ({about.legal})" for name, about in policy.parameters.items()]
     return ", ".join(shown) or "none"
 

@@ -50,7 +50,21 @@ def test_the_entry_points_are_the_same_program() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["serve", "put", "ask", "ls", "show", "rm", "export", "import", "policies", "calibrate", "doctor", "bench"],
+    [
+        "serve",
+        "put",
+        "ask",
+        "ls",
+        "show",
+        "update",
+        "rm",
+        "export",
+        "import",
+        "policies",
+        "calibrate",
+        "doctor",
+        "bench",
+    ],
 )
 def test_every_command_explains_itself(command: str) -> None:
     shown = run(command, "--help")
@@ -106,6 +120,7 @@ def test_the_shell_completes_commands_and_options(tmp_path: Path) -> None:
         ("put", __file__),
         ("ask", "kvs_1", "hello"),
         ("show", "kvs_1"),
+        ("update", "kvs_1", "--next-use", "20s"),
         ("rm", "kvs_1"),
         ("policies",),
         ("export", "kvs_1", "--output", "out"),

@@ -215,6 +215,40 @@ def test_ls_show_and_rm(report: Path, tmp_path: Path) -> None:
     assert id[:12] not in run("ls").stdout
 
 
+def test_append_prints_the_id_of_a_cache_that_goes_on(report: Path, tmp_path: Path) -> None:
+    id = run("put", report, "--policy", "full").stdout.strip()
+    letter = tmp_path / "letter.txt"
+    letter.write_text("The access code of the silver heron is 551093.\n" * 3)
+    made = run("append", id[:12], letter, "--name", "with a letter", "--ttl", "1h")
+    assert "letter.txt: " in made.stderr
+    child = json.loads(run("show", made.stdout.strip(), "--json").stdout)
+    assert (child["parent_id"], child["name"], child["policy"]) == (id, "with a letter", "full")
+    assert id in run("show", child["id"]).stdout
+    piped = run("append", id, "-", "--policy", "keydiff", "--compression-ratio", "0.5", "--json", text="x y z " * 20)
+    assert json.loads(piped.stdout)["policy"] == "keydiff"
+    assert "cache_not_found" in run("append", "kvs_" + "0" * 40, letter, "--json", code=3).output
+    assert "cascade" in run("rm", id, code=2).output
+    deleted = run("rm", id, "--cascade").stdout.splitlines()
+    assert (deleted[-1], set(deleted)) == (id, {id, child["id"], json.loads(piped.stdout)["id"]})
+    run("show", child["id"], code=3)
+
+
+def test_update_changes_what_is_named_and_nothing_else(report: Path, tmp_path: Path) -> None:
+    id = run("put", report, "--policy", "full", "--label", f"of={tmp_path.name}", "--ttl", "1h").stdout.strip()
+    before = json.loads(run("show", id, "--json").stdout)
+    assert run("update", id[:12], "--next-use", "20s").stdout == f"{id}\n"
+    assert json.loads(run("show", id, "--json").stdout) == before, "a hint is no property of a cache"
+    changed = json.loads(run("update", id, "--name", "minutes", "--pin", "--ttl", "never", "--json").stdout)
+    assert (changed["name"], changed["pinned"], changed["expires_at"]) == ("minutes", True, None)
+    assert changed["labels"] == before["labels"]
+    again = json.loads(run("update", id, "--label", "a=b", "--no-pin", "--next-use", "never", "--json").stdout)
+    assert (again["labels"], again["pinned"], again["name"]) == ({"a": "b"}, False, "minutes")
+    assert "nothing to change" in run("update", id, code=2).stderr
+    assert "next_use_s" in run("update", id, "--next-use", "2d", code=2).stderr
+    assert run("ask", id, QUESTION, "--max-tokens", "2", "--tool", "search").stdout
+    assert "tool" in run("ask", id, QUESTION, "--tool", "a b", code=2).stderr
+
+
 @pytest.fixture
 def two(report: Path, tmp_path: Path) -> tuple[str, str, str]:
     """The ids of two caches, and the name of both."""
@@ -330,6 +364,28 @@ def test_an_answer_that_reads_a_part(report: Path) -> None:
     assert "need a selector" in " ".join(alone.stderr.split())
     refused = run("ask", cache_id, QUESTION, "--select", "quets", code=2)
     assert "did you mean 'quest'" in " ".join(refused.stderr.split())
+
+
+def test_a_question_goes_to_the_nearest_episode(tmp_path: Path) -> None:
+    talk = tmp_path / "talk.txt"
+    about = [
+        ["The crane lifts grain.", "Is the crane oiled?"] * 4,
+        ["Pupils sing loudly.", "The teacher sings, too."] * 4,
+    ]
+    talk.write_text("\n\n".join(utterance for topic in about for utterance in topic))
+    put = run("put", talk, "--episodes", "2", "--compression-ratio", "0.3")
+    ids = put.stdout.split()
+    assert len(ids) == 2
+    assert "talk.txt episode 2/2: " in put.stderr
+    assert "--route nearest" in put.stderr
+    asking = ("ask", ",".join(ids), "What do pupils sing?", "--route", "nearest")
+    answer = json.loads(run(*asking, "--json").stdout)
+    assert [source["share"] for source in answer["sources"]] == [0.0, 1.0]
+    assert "100.0%" in run(*asking).stdout
+    one = run("ask", ids[0], "What?", "--route", "nearest", code=2)
+    assert "among several caches" in " ".join(one.stderr.split())
+    unknown = run("ask", ",".join(ids), "What?", "--route", "farthest", code=2)
+    assert "nearest" in unknown.stderr
 
 
 PARTS = "".join(f"The locker of unit {number} has the code {number * 37}.\n" for number in range(60))

@@ -24,7 +24,7 @@ FLOORS: list[set[str]] = [
     {"client", "store.artifact"},
     {"store", "workers.model"},
     {"workers.policies"},
-    {"workers.selectors"},
+    {"workers.selectors", "workers.suffixes"},
     {"workers.engine"},
     {"workers.replica"},
     {"workers.cluster"},
@@ -39,7 +39,7 @@ FLOORS: list[set[str]] = [
 
 LEVEL = {package: level for level, floor in enumerate(FLOORS) for package in floor}
 
-MODEL_SIDE = {"workers.model", "workers.policies", "workers.selectors", "workers.engine"}
+MODEL_SIDE = {"workers.model", "workers.policies", "workers.selectors", "workers.suffixes", "workers.engine"}
 """Plain Python around a transformers model: of the store they know the artifact, and neither Ray nor HTTP."""
 
 NOT_BELOW = {

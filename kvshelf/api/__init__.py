@@ -33,6 +33,7 @@ from kvshelf.api.creation import AppendCache as AppendCache
 from kvshelf.api.creation import CacheOptions as CacheOptions
 from kvshelf.api.creation import CreateCache as CreateCache
 from kvshelf.api.creation import CreationProgress as CreationProgress
+from kvshelf.api.creation import EpisodeOptions as EpisodeOptions
 from kvshelf.api.creation import Estimate as Estimate
 from kvshelf.api.creation import EstimateObject as EstimateObject
 from kvshelf.api.creation import LevelOptions as LevelOptions
@@ -53,6 +54,7 @@ from kvshelf.api.queries import ReadShares as ReadShares
 from kvshelf.api.queries import Remade as Remade
 from kvshelf.api.queries import Select as Select
 from kvshelf.api.queries import Source as Source
+from kvshelf.api.queries import SuffixOptions as SuffixOptions
 from kvshelf.api.queries import TokenRun as TokenRun
 from kvshelf.api.queries import Usage as Usage
 from kvshelf.api.service import Allowance as Allowance
@@ -65,6 +67,8 @@ from kvshelf.api.service import Readiness as Readiness
 from kvshelf.api.service import ReadyPart as ReadyPart
 from kvshelf.api.service import SelectorList as SelectorList
 from kvshelf.api.service import SelectorObject as SelectorObject
+from kvshelf.api.service import SuffixPolicyList as SuffixPolicyList
+from kvshelf.api.service import SuffixPolicyObject as SuffixPolicyObject
 from kvshelf.api.service import TenantAllowances as TenantAllowances
 from kvshelf.api.strict import ErrorBody as ErrorBody
 from kvshelf.api.strict import ErrorEnvelope as ErrorEnvelope

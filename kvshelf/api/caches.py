@@ -14,6 +14,7 @@ from kvshelf.api.strict import (
     LayoutName,
     ListBody,
     Message,
+    NextUse,
     QueryString,
     RequestBody,
     ResponseBody,
@@ -165,7 +166,7 @@ class TurnList(ListBody):
 
 
 class LevelList(ListBody):
-    """The answer to a creation with `levels` or `split`: one cache per level or part, in their order."""
+    """The answer to a creation with `levels`, `split` or `episodes`: one cache for each, in their order."""
 
     data: list[CacheObject]
 
@@ -230,7 +231,8 @@ class ListCaches(QueryString):
 class UpdateCache(RequestBody):
     """PATCH /v1/caches/{id}: changes the given fields. `labels` replaces all labels.
 
-    A pinned cache is never evicted to make room, but it still expires.
+    A pinned cache is never evicted to make room, but it still expires. `next_use_s` is a hint to the replicas and no
+    property of the cache: no answer shows it.
     """
 
     ttl_s: Ttl | None = Field(None, description="seconds from now; null: never expires")
@@ -238,6 +240,9 @@ class UpdateCache(RequestBody):
     labels: Labels = Field(default_factory=dict)
     name: CacheName = ""
     pinned: bool = False
+    next_use_s: NextUse | None = Field(
+        None, description="seconds until its next question: replicas keep or read it for that; null: nobody knows"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -248,8 +253,8 @@ class UpdateCache(RequestBody):
         return self
 
     def changes(self) -> dict[str, Any]:
-        """The given fields."""
-        return {name: getattr(self, name) for name in self.model_fields_set}
+        """The given fields, without the hint."""
+        return {name: getattr(self, name) for name in self.model_fields_set - {"next_use_s"}}
 
 
 class ImportCache(QueryString):

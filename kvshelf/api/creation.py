@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from kvshelf.api.strict import (
+    MAX_EPISODES,
     MAX_LEVELS,
     CacheName,
     CodecText,
@@ -154,6 +155,20 @@ PART_LABELS = ("part", "split")
 """Labels that a split sets itself: the number of a part, such as 2/5, and what the parts of one split share."""
 
 
+EPISODE_LABELS = ("episode", "episodes")
+"""Labels that episodes set: the number of one, such as 2/4, and what those of one document share."""
+
+_OF_EPISODES = ("probe", "centroid")
+"""Parameters of policy epicache that a creation with episodes sets itself."""
+
+
+class EpisodeOptions(RequestBody):
+    """How many episodes a conversation is taken to have. Each gets a cache of the whole document, of the whole budget:
+    `count` times the bytes."""
+
+    count: Annotated[int, Field(ge=1, le=MAX_EPISODES)] = 4
+
+
 class CreateCache(CacheOptions):
     """POST /v1/caches: compress a document once. Exactly one of `document`, `messages` and `token_ids` is required.
 
@@ -176,9 +191,24 @@ class CreateCache(CacheOptions):
         "`document` (the name) and `split`, and have `part` (2/5)",
     )
 
+    episodes: EpisodeOptions | None = Field(
+        None,
+        description="make one cache for each episode of a conversation, by policy epicache; they share the label "
+        "`episodes` and have `episode` (2/4); ask the one that a question is about with route=nearest",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_epicache(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("episodes") is not None and data.get("policy") is None:
+            return {**data, "policy": "epicache"}
+        return data
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         require_one_document(self)
+        if self.episodes is not None:
+            self._require_episodes()
         if self.split_options is not None:
             self._require_splittable()
         if self.tokenizer is not None and self.token_ids is None:
@@ -187,14 +217,36 @@ class CreateCache(CacheOptions):
             raise misuse("keep_source", "token_ids have no text to keep; leave keep_source out")
         return self
 
+    def _require_episodes(self) -> None:
+        if self.token_ids is not None:
+            raise misuse("episodes", "episodes are found in a text or in messages; token_ids have neither")
+        if self.split_options is not None:
+            raise misuse("episodes", "a split document has one cache for each part; leave split or episodes out")
+        if self.levels is not None or self.chooses:
+            raise misuse("episodes", "each episode has one cache, of one ratio; leave levels and targets out")
+        if self.policy != "epicache":
+            raise misuse("policy", f"episodes are kept by policy epicache, not by {self.policy}; leave policy out")
+        for name in _OF_EPISODES:
+            if name in self.policy_params:
+                raise misuse(f"policy_params.{name}", f"{name} is set by episodes; leave it out")
+        self._require_free(EPISODE_LABELS, "episodes")
+
+    def _require_free(self, labels: tuple[str, ...], by: str) -> None:
+        for label in labels:
+            if label in self.labels:
+                raise misuse("labels", f"the label {label!r} is set by {by}; choose another name")
+
     def _require_splittable(self) -> None:
         if self.document is None:
             raise misuse("split", "only a text can be split; send it as document or file")
         if self.levels is not None:
             raise misuse("split", "a split document has one cache for each part; give one ratio instead of levels")
-        for label in PART_LABELS:
-            if label in self.labels:
-                raise misuse("labels", f"the label {label!r} is set by split; choose another name")
+        self._require_free(PART_LABELS, "split")
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether several creations follow from this: one for each part or episode."""
+        return self.split_options is not None or self.episodes is not None
 
     @property
     def split_options(self) -> SplitOptions | None:
@@ -262,6 +314,8 @@ class Estimate(CreateCache):
     def _whole(self) -> Self:
         if self.split_options is not None:
             raise misuse("split", "an estimate is of a whole document; leave split out")
+        if self.episodes is not None:
+            raise misuse("episodes", "an estimate is of one cache, and each episode has such a one; leave episodes out")
         return self
 
 
@@ -286,8 +340,8 @@ class CreationProgress(ResponseBody):
     """An event of a creation that is watched (`Accept: text/event-stream`).
 
     `prefill` counts layers, each of which the policy reduces at once; `quality` and `store` count caches. `seconds`
-    since the phase began. `part`: that of a document that is split, such as 2/5. A creation that joins an equal one
-    under way, or finds its cache on the shelf, has no events but the last, its answer.
+    since the phase began. `part`: the part of a document that is split, or the episode, such as 2/5. A creation that
+    joins an equal one under way, or finds its cache on the shelf, has no events but the last, its answer.
     """
 
     object: Literal["cache.progress"] = "cache.progress"

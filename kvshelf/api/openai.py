@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
-from kvshelf.api.queries import Select, Source, require_storable
+from kvshelf.api.queries import Select, Source, SuffixOptions, require_storable
 from kvshelf.api.strict import (
     MAX_MESSAGES,
     CacheIds,
@@ -25,6 +25,7 @@ from kvshelf.api.strict import (
     Seed,
     Stops,
     Temperature,
+    ToolName,
     TopP,
     Ttl,
     misuse,
@@ -81,10 +82,10 @@ class StreamOptions(RequestBody):
 
 
 class ChatCompletionRequest(RequestBody):
-    """OpenAI's body plus either `cache_id`, the stored cache to ask, or `cache_ids`, several to ask together, and
-    `select`, what the answer reads of them. With `store` the turn is kept behind the cache, for `ttl_s` seconds or as
-    long as the cache; a later request with the whole conversation goes on from there. `user` is accepted and has no
-    effect."""
+    """OpenAI's body plus either `cache_id`, the stored cache to ask, or `cache_ids`, several to ask together, `select`,
+    what the answer reads of them, `suffix`, what stays in memory of the answer itself, and `tool`, the tool that it
+    calls, as in a query. With `store` the turn is kept behind the cache, for `ttl_s` seconds or as long as the cache; a
+    later request with the whole conversation goes on from there. `user` is accepted and has no effect."""
 
     model_config = ConfigDict(json_schema_extra=one_of(cache_id="string", cache_ids="array"))
 
@@ -101,8 +102,10 @@ class ChatCompletionRequest(RequestBody):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     select: Select | None = None
+    suffix: SuffixOptions | None = None
     store: bool | None = None
     ttl_s: Ttl | None = None
+    tool: ToolName | None = None
     user: str | None = None
 
     @model_validator(mode="before")
@@ -126,7 +129,7 @@ class ChatCompletionRequest(RequestBody):
             raise misuse("cache_ids", "give cache_id or cache_ids, not both")
         if self.store and self.cache_ids is not None:
             raise misuse("store", "an answer is kept behind one cache; leave store out, or give cache_id")
-        require_storable(store=self.store, ttl_s=self.ttl_s, select=self.select)
+        require_storable(store=self.store, ttl_s=self.ttl_s, select=self.select, suffix=self.suffix)
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise misuse("max_completion_tokens", "give max_tokens or max_completion_tokens, not both")
         if self.stream_options is not None and not self.stream:

@@ -20,6 +20,7 @@ from kvshelf.api.strict import (
     Seed,
     Stops,
     Temperature,
+    ToolName,
     TopP,
     Ttl,
     misuse,
@@ -39,12 +40,26 @@ class Select(RequestBody):
     passages: bool = Field(False, description="also say which tokens of the documents the answer read")
 
 
-def require_storable(*, store: bool | None, ttl_s: float | None, select: Select | None) -> None:
+class SuffixOptions(RequestBody):
+    """What stays in memory of the question and the answer while it is made: what a suffix policy keeps (GET
+    /v1/suffix_policies), `budget` entries of each KV head, the question's included; by default 512 beside these. The
+    documents are not touched."""
+
+    policy: Annotated[str, Field(min_length=1, max_length=64)]
+    budget: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    params: dict[str, Any] = Field(default_factory=dict, max_length=64)
+
+
+def require_storable(
+    *, store: bool | None, ttl_s: float | None, select: Select | None, suffix: SuffixOptions | None
+) -> None:
     """Refuse what does not go with keeping an answer."""
     if ttl_s is not None and not store:
         raise misuse("ttl_s", "ttl_s is of the cache that store makes; leave it out, or give store: true")
     if store and select is not None:
         raise misuse("store", "an answer that reads a part of the cache is not kept behind it; leave select out")
+    if store and suffix is not None:
+        raise misuse("store", "an answer of which a part is dropped is not kept behind the cache; leave suffix out")
 
 
 class Asking(RequestBody):
@@ -62,11 +77,15 @@ class Asking(RequestBody):
     stop: Stops | None = None
     stream: bool = False
     select: Select | None = None
+    suffix: SuffixOptions | None = None
     store: bool = Field(
         False, description="keep question and answer behind the cache, as a new one: `stored_cache_id` of the answer"
     )
     ttl_s: Ttl | None = Field(
         None, description="with store: seconds until the new cache expires; default: with the cache that was asked"
+    )
+    tool: ToolName | None = Field(
+        None, description="the tool that the answer calls: the caches stay in memory for its result"
     )
     on_miss: Literal["error", "recompute"] = Field(
         "error", description="recompute: remake a cache that cannot be used from its kept source"
@@ -79,7 +98,9 @@ class Asking(RequestBody):
             raise misuse("prompt", f"exactly one of prompt and messages is needed; {found}")
         if self.stream and isinstance(self.prompt, list):
             raise misuse("stream", "several prompts cannot be streamed in one call; send one prompt per stream")
-        require_storable(store=self.store, ttl_s=self.ttl_s, select=self.select)
+        require_storable(store=self.store, ttl_s=self.ttl_s, select=self.select, suffix=self.suffix)
+        if self.tool is not None and isinstance(self.prompt, list):
+            raise misuse("tool", "a tool is called by one answer; send the prompt whose answer calls it alone")
         return self
 
 
@@ -94,14 +115,21 @@ class Query(Asking):
             raise misuse("compare", "a comparison needs whole answers; leave stream out")
         if self.store and self.compare:
             raise misuse("compare", "a comparison keeps no answer; leave store out")
+        if self.tool is not None and self.compare:
+            raise misuse("compare", "after a comparison, no tool's result is awaited; leave tool out")
         return self
 
 
 class JointQuery(Asking):
-    """POST /v1/query: ask several stored caches of one model together; every prompt sees all of their documents. One of
-    `prompt` (one or several) and `messages`."""
+    """POST /v1/query: ask several stored caches of one model together; every prompt sees all of their documents, or
+    with `route` one of them. One of `prompt` (one or several) and `messages`."""
 
     cache_ids: CacheIds
+    route: Literal["nearest"] | None = Field(
+        None,
+        description="nearest: of these caches of episodes only that one answers which the question is about; default: "
+        "all together",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -115,18 +143,22 @@ class JointQuery(Asking):
     @model_validator(mode="after")
     def _each_once(self) -> Self:
         require_each_once(self.cache_ids)
+        if self.route is not None and len(self.cache_ids) < 2:
+            raise misuse("route", "route chooses among several caches, and one was given; leave route out")
         return self
 
 
 class Usage(ResponseBody):
     """`cache_read_tokens`: document tokens served from the shelf. `read_tokens`: stored entries that a token of the
     answer reads, of a KV head; the mean over layers and heads. `prefill_tokens`: tokens that went through the model,
-    counted in its forward. `completion_tokens`: generated tokens."""
+    counted in its forward. `completion_tokens`: generated tokens. `suffix_tokens`: entries of a KV head that the answer
+    held beside the documents at its end, those of the question included; null where nobody told."""
 
     cache_read_tokens: int
     read_tokens: int
     prefill_tokens: int
     completion_tokens: int
+    suffix_tokens: int | None = None
 
 
 class Comparison(ResponseBody):
@@ -219,7 +251,7 @@ class AnswerList(ListBody):
 class Source(ResponseBody):
     """`share`: of the attention that the question's last token gave to documents, the part that went to this one; a
     mean over layers and heads. The answer begins from this token; of its later ones the share says nothing. The shares
-    of an answer add up to 1."""
+    of an answer add up to 1. With `route`, that of the cache that answered is 1."""
 
     cache_id: str
     share: float
@@ -234,8 +266,8 @@ class Remade(ResponseBody):
 
 class JointAnswer(Answered):
     """The answer of several caches together. `cache_ids` are the caches that answered, in the order of the query, and
-    `sources` the share of each. `recomputed` names those of the query that could not be used, and is present only if
-    there are any."""
+    `sources` the share of each; with `route`, those among which it chose. `recomputed` names those of the query that
+    could not be used, and is present only if there are any."""
 
     cache_ids: list[str]
     sources: list[Source]

@@ -64,6 +64,21 @@ class SelectorList(ListBody):
     data: list[SelectorObject]
 
 
+class SuffixPolicyObject(ResponseBody):
+    """`parameters` as of a policy."""
+
+    id: str
+    object: Literal["suffix_policy"] = "suffix_policy"
+    summary: str
+    advice: str = ""
+    source: str
+    parameters: dict[str, dict[str, Any]]
+
+
+class SuffixPolicyList(ListBody):
+    data: list[SuffixPolicyObject]
+
+
 class Allowance(ResponseBody):
     """A limit of a tenant, its use and what is left. `limit` null: unlimited. `used` null: not counted, or the store is
     not answering."""

@@ -16,6 +16,8 @@ MAX_STOPS = 16
 MAX_LABELS = 64
 MAX_JOINT = 64
 """Caches that one question asks together."""
+MAX_EPISODES = MAX_JOINT
+"""Of one creation: one question can be sent to the nearest of all of them."""
 MAX_LEVELS = 16
 MAX_TTL_S = 10 * 365 * 86400.0
 MAX_FIELDS = 16_384
@@ -36,6 +38,8 @@ LabelKey = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-/]{1,64}$")]
 LabelValue = Annotated[str, Field(max_length=512)]
 Labels = Annotated[dict[LabelKey, LabelValue], Field(max_length=MAX_LABELS)]
 CacheIds = Annotated[list[Text], Field(min_length=1, max_length=MAX_JOINT, fail_fast=True)]
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]{1,64}$")]
+NextUse = Annotated[float, Field(ge=0, le=86400)]
 CacheName = Annotated[str, Field(max_length=256)]
 Ttl = Annotated[float, Field(gt=0, le=MAX_TTL_S)]
 ExpiresAt = Annotated[float, Field(gt=0)]

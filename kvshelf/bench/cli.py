@@ -5,10 +5,12 @@ from __future__ import annotations
 import typer
 
 from kvshelf.bench.batches.cli import batch
+from kvshelf.bench.growth.cli import append, growing, turns
 from kvshelf.bench.kernels.cli import column_sums, kernels
 from kvshelf.bench.models.cli import models
-from kvshelf.bench.quality.cli import growing, memory, quality, retrieval, search, together
-from kvshelf.bench.speed.cli import speed, turns
+from kvshelf.bench.quality.cli import memory, quality, retrieval, search, together
+from kvshelf.bench.retention.cli import retention
+from kvshelf.bench.speed.cli import speed
 from kvshelf.bench.stores.cli import rates, store
 
 app = typer.Typer(help="Measure models, policies and speed on this machine.", no_args_is_help=True)
@@ -24,8 +26,10 @@ for command in (
     retrieval,
     search,
     together,
+    append,
     growing,
     turns,
     models,
+    retention,
 ):
     app.command()(command)

@@ -11,7 +11,6 @@ import kvshelf
 from kvshelf.bench.cli import app as bench
 from kvshelf.cli import (
     _common,
-    append,
     batch,
     caches,
     calibrate,
@@ -48,16 +47,18 @@ for command in (
     demo.sample,
     serve.serve,
     caches.put,
-    append.append,
+    caches.append,
     caches.search,
     caches.ask,
     caches.ls,
     caches.show,
+    caches.update,
     caches.rm,
     estimate.estimate,
     plan.plan,
     policies.policies,
     policies.selectors,
+    policies.suffixes,
     calibrate.calibrate,
     doctor.doctor,
 ):

@@ -83,6 +83,10 @@ OverlapTokens = Annotated[
     int | None,
     typer.Option(help="With --split: tokens that a part shares with the next.  [default: 128]"),
 ]
+Episodes = Annotated[
+    int | None,
+    typer.Option(min=1, help="Take the document for a conversation, and make a cache for each of so many episodes."),
+]
 Layout = Annotated[str | None, typer.Option(help="chat or plain.")]
 Codec = Annotated[
     str | None,

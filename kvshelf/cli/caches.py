@@ -1,4 +1,4 @@
-"""put, search, ask, ls, show, rm: commands that talk to a running service."""
+"""put, search, ask, ls, show, update, rm: commands that talk to a running service."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from kvshelf.api import Answered, CacheObject, JointAnswer, SearchList
     from kvshelf.client import Client
 
-Files = Annotated[
-    list[Path], typer.Argument(metavar="FILE...", help="UTF-8 text, PDF or HTML; - reads text from standard input.")
-]
+_ONE_FILE = "UTF-8 text, PDF or HTML; - reads text from standard input."
+Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help=_ONE_FILE)]
 STDIN = Path("-")
 
 _CACHE = "An id (kvs_...), the beginning of one as `kvshelf ls` shows it, or the name of a cache."
@@ -55,10 +54,11 @@ def put(
     split: _options.Split = False,
     part_tokens: _options.PartTokens = None,
     overlap_tokens: _options.OverlapTokens = None,
+    episodes: _options.Episodes = None,
     url: _options.Url = None,
     as_json: _options.AsJson = False,
 ) -> None:
-    """Compress documents and put them on the shelf. Prints one cache id per file, or one per level or part.
+    """Compress documents and put them on the shelf. Prints one cache id per file, or one per level, part or episode.
 
     A document that is already on the shelf, compressed in the same way, costs nothing. If one file fails, the others
     still run; the exit code is that of the first failure.
@@ -82,11 +82,53 @@ def put(
             "labels": _common.pairs(label, "--label"),
             "keep_source": keep_source,
             "split": _split(split, part_tokens, overlap_tokens),
+            "episodes": None if episodes is None else {"count": episodes},
         }
         for file in files:
             with failures.reported(of=_named(file)):
                 _put_one(client, file, fields | {"name": name or ("" if file == STDIN else file.name)}, as_json)
     raise typer.Exit(failures.exit_code)
+
+
+def append(
+    cache: Cache,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help=_ONE_FILE)],
+    policy: _options.Policy = None,
+    compression_ratio: _options.CompressionRatio = None,
+    budget_tokens: _options.BudgetTokens = None,
+    param: _options.Parameters = None,
+    ttl: _options.Ttl = None,
+    name: _options.Name = None,
+    label: _options.Labels = None,
+    expected_question: _options.ExpectedQuestions = None,
+    url: _options.Url = None,
+    as_json: _options.AsJson = False,
+) -> None:
+    """Read a file behind the document of a cache, and put the cache of both on the shelf. Prints its id.
+
+    The text goes on where the document ends, just as it is. Only the file goes through the model, and only what is new
+    takes space; CACHE stays as it is. Policy, ratio and budget are of the file alone, by default those of CACHE; the
+    new cache expires with CACHE unless --ttl says otherwise.
+    """
+    document = {"document": _common.standard_input()} if file == STDIN else {"file": file}
+    with connected(url, as_json=as_json) as client:
+        made = client.caches.append(
+            _references.id_at(client, cache),
+            **document,
+            policy=policy,
+            policy_params=_common.parameters(param),
+            compression_ratio=compression_ratio,
+            budget_tokens=budget_tokens,
+            expected_questions=expected_question,
+            ttl_s=_common.seconds(ttl),
+            name=name,
+            labels=_common.pairs(label, "--label"),
+        )
+        if as_json:
+            _common.print_object(made)
+            return
+        print(made.id, flush=True)
+        _common.notes.print(f"{_named(file)}: {_summary(made)}", style="dim", soft_wrap=True)
 
 
 def _named(file: Path) -> str:
@@ -111,14 +153,17 @@ def _put_one(client: Client, file: Path, fields: Mapping[str, Any], as_json: boo
             _common.print_object(cache)
         else:
             print(cache.id, flush=True)
-            _common.notes.print(f"{_named(file)}{_part(cache)}: {summary(cache)}", style="dim", soft_wrap=True)
+            _common.notes.print(f"{_named(file)}{_part(cache)}: {_summary(cache)}", style="dim", soft_wrap=True)
     if fields["split"] and not as_json:
         label = shlex.quote(f"document={caches[0].labels['document']}")
         _common.notes.print(f'ask all parts: kvshelf ask --label {label} "QUESTION"', style="dim", soft_wrap=True)
+    if len(caches) > 1 and fields["episodes"] and not as_json:
+        ids = ",".join(_references.shortened([cache.id for cache in caches]))
+        told = f'ask the nearest: kvshelf ask {ids} --route nearest "QUESTION"'
+        _common.notes.print(told, style="dim", soft_wrap=True)
 
 
-def summary(cache: CacheObject) -> str:
-    """What was put on the shelf, in one line."""
+def _summary(cache: CacheObject) -> str:
     done = "already on the shelf" if cache.existing else _seconds(cache)
     agreement = "" if cache.quality is None else f", agreement {cache.quality.told}"
     return (
@@ -129,6 +174,8 @@ def summary(cache: CacheObject) -> str:
 
 
 def _part(cache: CacheObject) -> str:
+    if cache.policy == "epicache" and "episode" in cache.labels:
+        return f" episode {cache.labels['episode']}"
     return f" part {cache.labels['part']}" if _is_part(cache) else ""
 
 
@@ -204,20 +251,42 @@ def ask(
     select_param: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="A parameter of the selector. May be repeated.")
     ] = None,
+    suffix: Annotated[
+        str | None,
+        typer.Option(help="Keep of question and answer what this suffix policy keeps; see `kvshelf suffixes`."),
+    ] = None,
+    suffix_budget: Annotated[int | None, typer.Option(min=1, help="Entries of a KV head to keep of them.")] = None,
+    suffix_param: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A parameter of the suffix policy. May be repeated.")
+    ] = None,
     passages: Annotated[
         bool, typer.Option("--passages", help="With --select: print the passages that the answer read most.")
     ] = False,
+    tool: Annotated[
+        str | None, typer.Option(help="The tool that the answer calls: the caches stay in memory for its result.")
+    ] = None,
+    route: Annotated[
+        str | None,
+        typer.Option(
+            metavar="nearest", help="Of several caches of episodes ask only that which the question is about."
+        ),
+    ] = None,
     url: _options.Url = None,
     as_json: _options.AsJson = False,
 ) -> None:
     """Ask a stored document one or several independent questions. The document is not prefilled again.
 
-    Of several documents (CACHE,CACHE) each question sees all, and a table says what part each had in its answer. With
+    Of several documents (CACHE,CACHE) each question sees all, or with --route one, and a table says what part each had
+    in its answer. With
     --label the questions go to each part of a document in turn, and each answer names its part. With --all each
     question goes to the documents of the shelf that hold most of its words (see `kvshelf search`).
     """
     fields: Any = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
+    fields["tool"] = tool
     fields["select"] = _select(select, select_tokens, select_param, passages)
+    fields["suffix"] = _suffix(suffix, suffix_budget, suffix_param)
+    if route is not None:
+        fields["route"] = _route(route, cache, whole=not label and not search_all)
     asked = [cache, *(questions or ())] if label or search_all else questions or []
     if not asked:
         raise typer.BadParameter("a question is missing", param_hint="QUESTION...")
@@ -232,6 +301,12 @@ def ask(
                 _common.notes.print(question, style="bold")
             of = _best(client, question, labels, best) if search_all else named
             _ask_together(client, of, question, fields, as_json)
+
+
+def _route(route: str, cache: str, *, whole: bool) -> str:
+    if not whole or "," not in cache:
+        raise typer.BadParameter("it chooses among several caches: give CACHE,CACHE", param_hint="--route")
+    return route
 
 
 Named = tuple[str, str]
@@ -275,6 +350,14 @@ def _select(method: str | None, tokens: int | None, params: list[str] | None, pa
     return {"method": method, "tokens": tokens, "params": _common.parameters(params) or {}, "passages": passages}
 
 
+def _suffix(policy: str | None, budget: int | None, params: list[str] | None) -> dict[str, Any] | None:
+    if policy is None and (budget is not None or params):
+        raise typer.BadParameter("--suffix-budget and --suffix-param need a suffix policy", param_hint="--suffix")
+    if policy is None:
+        return None
+    return {"policy": policy, "budget": budget, "params": _common.parameters(params) or {}}
+
+
 def _sources(references: Sequence[str], answer: JointAnswer) -> Table:
     """The shares of a joint answer, the largest first, each with the reference by which its cache was asked."""
     shares = sorted(zip(references, answer.sources, strict=True), key=lambda each: -each[1].share)
@@ -313,10 +396,12 @@ def _tokens(client: Client, cache_id: str) -> list[str]:
 
 def _cost(answer: Answered) -> str:
     usage = answer.usage
+    ran = usage.prefill_tokens + usage.completion_tokens - 1  # the last token never runs
+    bounded = usage.suffix_tokens is not None and usage.suffix_tokens < ran
     return (
         f"{usage.cache_read_tokens} tokens from the shelf (loaded in {answer.load_ms:.1f} ms), "
         f"{usage.read_tokens} entries read, {usage.prefill_tokens} prefilled, {usage.completion_tokens} generated"
-    )
+    ) + (f", {usage.suffix_tokens} entries of these kept" if bounded else "")
 
 
 def _ask_parts(
@@ -510,6 +595,44 @@ def _quality(cache: CacheObject) -> str:
         f"agreement {found.told} with the full cache on {found.cues} cues, lowest {worst['agreement']:.3f} at tokens "
         f"{worst['from']} to {worst['to']}, KL {found.kl:.3g} nats{chosen}"
     )
+
+
+NEVER = "never"
+
+
+def update(
+    cache: Cache,
+    ttl: Annotated[str | None, typer.Option(help="Lifetime from now on: 90s, 15m, 2h, 7d, or never.")] = None,
+    name: Annotated[str | None, typer.Option(help="Display name.")] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option("--label", metavar="KEY=VALUE", help="Replaces all labels. May be repeated."),
+    ] = None,
+    pin: Annotated[
+        bool | None, typer.Option("--pin/--no-pin", help="Never evict it to make room on the shelf.")
+    ] = None,
+    next_use: Annotated[
+        str | None,
+        typer.Option(
+            help="Time until its next question: 20s, 5m; the service has it in memory by then. never takes it back."
+        ),
+    ] = None,
+    url: _options.Url = None,
+    as_json: _options.AsJson = False,
+) -> None:
+    """Change a cache on the shelf, or say when its next question comes. Prints its id."""
+    given: dict[str, Any] = {
+        "ttl_s": None if ttl == NEVER else _common.seconds(ttl),
+        "next_use_s": None if next_use == NEVER else _common.seconds(next_use, "--next-use"),
+        "labels": _common.pairs(label, "--label") if label else None,
+        "name": name,
+        "pinned": pin,
+    }
+    cleared = {name for name, text in (("ttl_s", ttl), ("next_use_s", next_use)) if text == NEVER}
+    with connected(url, as_json=as_json) as client:
+        changes: Any = {name: value for name, value in given.items() if value is not None or name in cleared}
+        changed = client.caches.update(_references.id_at(client, cache), **changes)
+        _common.print_object(changed) if as_json else print(changed.id)
 
 
 def rm(

@@ -1,5 +1,5 @@
-"""policies, selectors: what a cache keeps and what a question reads of it, when to choose each, and how they
-measured."""
+"""policies, selectors, suffixes: what a cache keeps, what a question reads of it, what stays of an answer; when to
+choose each, and how they measured."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvshelf.cli import _common, _options
 from kvshelf.errors import InvalidRequest, nearest
 
 if TYPE_CHECKING:
-    from kvshelf.api import PolicyObject, SelectorObject
+    from kvshelf.api import PolicyObject, SelectorObject, SuffixPolicyObject
 
 _REMOVED = (0.5, 0.75, 0.875, 0.9375)
 
-ListedT = TypeVar("ListedT", "PolicyObject", "SelectorObject")
+ListedT = TypeVar("ListedT", "PolicyObject", "SelectorObject", "SuffixPolicyObject")
 
 
 def policies(
@@ -56,6 +56,22 @@ def selectors(
     _print(found, name, ("SELECTOR", "WHAT IT READS"), numbers, _SELECTORS_LEGEND, as_json=as_json)
 
 
+def suffixes(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Show only this suffix policy, with its parameters.")
+    ] = None,
+    url: _options.Url = None,
+    as_json: _options.AsJson = False,
+) -> None:
+    """List the suffix policies, which bound what an answer holds in memory beside its documents.
+
+    Lists those of this version, or with --url those of a service. With NAME, shows one in full.
+    """
+    with _common.named_errors(as_json=as_json):
+        found = _named(_found_suffixes(url, as_json), name, "suffix policy", "suffixes")
+    _print(found, name, ("POLICY", "WHAT STAYS"), {}, _SUFFIXES_LEGEND, as_json=as_json)
+
+
 def _named(found: list[ListedT], name: str | None, kind: str, command: str) -> list[ListedT]:
     """Those of this name, or all. Raises `InvalidRequest` for a name that none has."""
     names = [each.id for each in found]
@@ -67,7 +83,7 @@ def _named(found: list[ListedT], name: str | None, kind: str, command: str) -> l
 
 
 def _print(
-    found: Sequence[PolicyObject | SelectorObject],
+    found: Sequence[PolicyObject | SelectorObject | SuffixPolicyObject],
     name: str | None,
     headings: tuple[str, str],
     numbers: Mapping[str, Callable[[list[dict[str, Any]]], str]],
@@ -112,6 +128,19 @@ def _read(measured: list[dict[str, Any]], share: float) -> str:
     return f"{100 * rows[0]['exact']:.0f}" if rows else "-"
 
 
+_SUFFIXES_LEGEND = "`kvshelf suffixes NAME` shows parameters, `kvshelf ask --suffix NAME` uses one."
+
+
+def _found_suffixes(url: str | None, as_json: bool) -> list[SuffixPolicyObject]:
+    if url is not None:
+        with _common.connected(url, as_json=as_json) as client:
+            return client.suffix_policies.list()
+    from kvshelf.api import SuffixPolicyObject
+    from kvshelf.workers.suffixes.info import catalog
+
+    return [SuffixPolicyObject.model_validate(info.to_dict()) for info in catalog()]
+
+
 _LEGEND = (
     "Numbers: per cent of exact answers after removing that share of the entries, when the question is not known yet; "
     "the mean over the tasks that kvshelf-tiny solves with the full cache. `kvshelf policies NAME` shows parameters, "
@@ -131,7 +160,7 @@ def _found(url: str | None, as_json: bool) -> list[PolicyObject]:
 
 
 def _table(
-    found: Sequence[PolicyObject | SelectorObject],
+    found: Sequence[PolicyObject | SelectorObject | SuffixPolicyObject],
     headings: tuple[str, str],
     numbers: Mapping[str, Callable[[list[dict[str, Any]]], str]],
 ) -> Table:
@@ -142,10 +171,13 @@ def _table(
     for heading in numbers:
         table.add_column(heading, justify="right", no_wrap=True)
     for each in found:
-        table.add_row(
-            each.id, each.summary, each.advice or "-", *(number(each.measured) for number in numbers.values())
-        )
+        table.add_row(each.id, each.summary, each.advice or "-", *(number(_rows(each)) for number in numbers.values()))
     return table
+
+
+def _rows(each: PolicyObject | SelectorObject | SuffixPolicyObject) -> list[dict[str, Any]]:
+    """What the quality bench measured; of suffix policies it measures nothing."""
+    return getattr(each, "measured", [])
 
 
 def _exact(measured: list[dict[str, Any]], removed: float) -> str:
@@ -153,7 +185,7 @@ def _exact(measured: list[dict[str, Any]], removed: float) -> str:
     return f"{100 * rows[0]['exact']:.0f}" if rows else "-"
 
 
-def _show(policy: PolicyObject | SelectorObject) -> None:
+def _show(policy: PolicyObject | SelectorObject | SuffixPolicyObject) -> None:
     console = _common.table_console()
     console.print(f"{policy.id}: {policy.summary}", style="bold")
     for line in (f"Choose it: {policy.advice}" if policy.advice else "", f"Source: {policy.source}"):
@@ -165,7 +197,7 @@ def _show(policy: PolicyObject | SelectorObject) -> None:
         default = "null" if about["default"] is None else str(about["default"])
         table.add_row(name, default, str(about["legal"]), str(about["help"]))
     console.print(table if policy.parameters else "It has no parameters.")
-    for row in policy.measured:
+    for row in _rows(policy):
         console.print(_measured(row))
 
 

@@ -233,6 +233,12 @@ class AsyncSelectors(_Group):
     list = _awaited(_calls.list_selectors)
 
 
+class AsyncSuffixPolicies(_Group):
+    """`client.suffix_policies`."""
+
+    list = _awaited(_calls.list_suffix_policies)
+
+
 class AsyncClient(_Group):
     """`Client`, awaited: `await AsyncClient().caches.create(document=...)`. Close it, or use it in `async with`."""
 
@@ -258,6 +264,7 @@ class AsyncClient(_Group):
         self.models = AsyncModels(self._sender)
         self.policies = AsyncPolicies(self._sender)
         self.selectors = AsyncSelectors(self._sender)
+        self.suffix_policies = AsyncSuffixPolicies(self._sender)
 
     async def aclose(self) -> None:
         """Close all connections. The client cannot be used afterwards."""

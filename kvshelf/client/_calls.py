@@ -35,6 +35,7 @@ Levels = list[api.CacheObject]
 Level = float | Mapping[str, Any] | api.LevelOptions
 Parts = list[api.CacheObject]
 Split = bool | Mapping[str, Any] | api.SplitOptions
+Episodes = Mapping[str, Any] | api.EpisodeOptions
 
 
 class OptionFields(TypedDict, total=False):
@@ -86,6 +87,7 @@ class WatchFields(LevelFields, total=False):
     """The keywords of `caches.create_events`."""
 
     split: Split
+    episodes: Episodes | None
 
 
 class AppendFields(TypedDict, total=False):
@@ -111,13 +113,15 @@ class AppendFields(TypedDict, total=False):
 
 
 class UpdateFields(TypedDict, total=False):
-    """What `caches.update` changes; absent fields stay. With None as `ttl_s` or `expires_at` a cache never expires."""
+    """What `caches.update` changes; absent fields stay. With None as `ttl_s` or `expires_at` a cache never expires.
+    `next_use_s` is a hint; None takes it back."""
 
     ttl_s: float | None
     expires_at: float | None
     labels: Mapping[str, str]
     name: str
     pinned: bool
+    next_use_s: float | None
 
 
 class ImportFields(TypedDict, total=False):
@@ -135,6 +139,10 @@ class AskFields(TypedDict, total=False):
     `select` is what the answer reads, where it does not read all: `{"method": "quest", "tokens": 256}`; with
     `"passages": True` the answer's `passages` say which tokens of the documents these were.
 
+    `suffix` is what stays in memory of question and answer, where it is not all: `{"policy": "lagkv", "budget": 512}`.
+
+    `tool` names the tool that the answer calls: while it runs, the caches stay in memory as long as that is worth it.
+
     `on_miss="recompute"` makes a corrupt cache, or a cache of another model, again from its kept source. It may raise
     `SourceNotKept`.
 
@@ -148,9 +156,18 @@ class AskFields(TypedDict, total=False):
     seed: int | None
     stop: str | Sequence[str] | None
     select: Mapping[str, Any] | api.Select | None
+    suffix: Mapping[str, Any] | api.SuffixOptions | None
+    tool: str | None
     on_miss: str | None
     store: bool | None
     ttl_s: float | None
+
+
+class JointFields(AskFields, total=False):
+    """As `AskFields`, for several caches. `route="nearest"`: of caches of episodes only that one answers which the
+    question is about."""
+
+    route: Literal["nearest"] | None
 
 
 class QueryFields(AskFields, total=False):
@@ -191,6 +208,15 @@ def create_cache(
 ) -> Call[Parts]: ...
 @overload
 def create_cache(
+    *,
+    levels: None = None,
+    split: Literal[False] = False,
+    episodes: Episodes,
+    respond_async: Literal[False] = False,
+    **fields: Unpack[CreateFields],
+) -> Call[Parts]: ...
+@overload
+def create_cache(
     *, levels: Sequence[Level], min_quality: float, respond_async: Literal[False] = False, **fields: Unpack[KeepFields]
 ) -> Call[api.CacheObject]: ...
 @overload
@@ -206,6 +232,7 @@ def create_cache(
     *,
     levels: Sequence[Level] | None = None,
     split: Split = False,
+    episodes: Episodes | None = None,
     respond_async: Literal[True],
     **fields: Unpack[CreateFields],
 ) -> Call[api.RequestObject]: ...
@@ -213,6 +240,7 @@ def create_cache(
     *,
     levels: Sequence[Level] | None = None,
     split: Split = False,
+    episodes: Episodes | None = None,
     respond_async: bool = False,
     **fields: Unpack[CreateFields],
 ) -> Call[api.CacheObject] | Call[Levels] | Call[api.RequestObject]:
@@ -230,12 +258,14 @@ def create_cache(
 
     `split` makes one cache for each part of a text that is too long, and they come back in a list: True, or a mapping
     of `overlap_tokens` (128) and `max_tokens` of a part. The parts share the labels `document` (the name) and `split`;
-    each has a label `part`, such as 2/5.
+    each has a label `part`, such as 2/5. `episodes` ({"count": 4}) makes one cache of the whole document for each
+    episode of a conversation, by policy epicache; they share the label `episodes`, and each has a label `episode`.
+    `query` with `route="nearest"` asks the one that a question is about.
 
     Raises `InvalidRequest`, `DocumentTooLong`, `DocumentTooShort`, `PolicyUnsupported`, `QualityBelowFloor`,
     `QueueFull`, ...
     """
-    given: dict[str, Any] = {**fields, "levels": levels, "split": split or None}
+    given: dict[str, Any] = {**fields, "levels": levels, "split": split or None, "episodes": episodes}
     if (path := given.pop("file", None)) is None:
         body = {"json": checked(api.CreateCache, given)}
     else:
@@ -244,7 +274,7 @@ def create_cache(
         headers = {"prefer": "respond-async"}
         return Call("POST", "/v1/caches", parse_as(api.RequestObject), headers=headers, body=body)
     chooses = any(given.get(name) is not None for name in ("min_quality", "max_bytes", "bytes_per_token"))
-    if split or (levels is not None and not chooses):
+    if split or episodes is not None or (levels is not None and not chooses):
         return Call("POST", "/v1/caches", lambda response: parse_as(api.LevelList)(response).data, body=body)
     return Call("POST", "/v1/caches", parse_as(api.CacheObject), body=body)
 
@@ -301,7 +331,9 @@ def list_caches(**fields: Unpack[ListFields]) -> Call[api.CacheList]:
 def update_cache(id: str, **fields: Unpack[UpdateFields]) -> Call[api.CacheObject]:
     """Change `ttl_s` or `expires_at` (None: it never expires), `labels` (as a whole), `name` or `pinned`.
 
-    Absent fields stay. A pinned cache is never evicted. Raises `InvalidRequest`, `CacheNotFound`, `CacheExpired`.
+    Absent fields stay. A pinned cache is never evicted. `next_use_s` says in how many seconds the next question comes:
+    replicas keep the cache in memory for it, or read it before. Raises `InvalidRequest`, `CacheNotFound`,
+    `CacheExpired`, and with `next_use_s` also `ModelMismatch`.
     """
     body = {"json": _as_json(api.UpdateCache, fields)}
     return Call("PATCH", _cache_path(id), parse_as(api.CacheObject), body=body)
@@ -366,24 +398,25 @@ def query_cache(id: str, prompt: Prompts, **fields: Unpack[QueryFields]) -> Call
 @overload
 def query_cache(id: str, *, messages: Messages, **fields: Unpack[QueryFields]) -> Call[api.AnswerObject]: ...
 @overload
-def query_cache(id: Together, prompt: str, **fields: Unpack[AskFields]) -> Call[api.JointAnswer]: ...
+def query_cache(id: Together, prompt: str, **fields: Unpack[JointFields]) -> Call[api.JointAnswer]: ...
 @overload
-def query_cache(id: Together, prompt: Prompts, **fields: Unpack[AskFields]) -> Call[JointAnswers]: ...
+def query_cache(id: Together, prompt: Prompts, **fields: Unpack[JointFields]) -> Call[JointAnswers]: ...
 @overload
-def query_cache(id: Together, *, messages: Messages, **fields: Unpack[AskFields]) -> Call[api.JointAnswer]: ...
+def query_cache(id: Together, *, messages: Messages, **fields: Unpack[JointFields]) -> Call[api.JointAnswer]: ...
 def query_cache(
     id: str | Together,
     prompt: str | Prompts | None = None,
     *,
     messages: Messages | None = None,
-    **fields: Unpack[QueryFields],
+    **fields: Any,  # of one of the forms above
 ) -> Call[api.AnswerObject] | Call[Answers] | Call[api.JointAnswer] | Call[JointAnswers]:
     """Ask one question, several independent ones (a list), or continue with chat `messages`.
 
     A list of questions has a list of answers in the same order. A list of up to 64 ids asks these caches together: each
     question sees all documents, and the answer's `sources` say what part each had. Keywords: `max_tokens`,
-    `temperature`, `top_p`, `seed`, `stop`, `select`, `on_miss`, and `compare` for one cache. Raises `CacheNotFound`,
-    `CacheExpired`, `CacheCorrupt`, `ModelMismatch`, `SourceNotKept`, ...
+    `temperature`, `top_p`, `seed`, `stop`, `select`, `suffix`, `tool`, `on_miss`; for one cache `store`, `ttl_s` and
+    `compare`; for several `route`. Raises `CacheNotFound`, `CacheExpired`, `CacheCorrupt`, `ModelMismatch`,
+    `SourceNotKept`, ...
     """
     path, body = _asked(id, {**fields, "prompt": prompt, "messages": messages})
     several = isinstance(prompt, list | tuple)
@@ -402,10 +435,10 @@ def stream_query(
 ) -> Call[type[api.AnswerObject]]: ...
 @overload
 def stream_query(
-    id: Together, prompt: str | None = None, *, messages: Messages | None = None, **fields: Unpack[AskFields]
+    id: Together, prompt: str | None = None, *, messages: Messages | None = None, **fields: Unpack[JointFields]
 ) -> Call[type[api.JointAnswer]]: ...
 def stream_query(
-    id: str | Together, prompt: str | None = None, *, messages: Messages | None = None, **fields: Unpack[QueryFields]
+    id: str | Together, prompt: str | None = None, *, messages: Messages | None = None, **fields: Any
 ) -> Call[type[api.AnswerObject]] | Call[type[api.JointAnswer]]:
     """As `query`, with the text as it is generated. The question is on its way when the call returns its stream."""
     path, body = _asked(id, {**fields, "prompt": prompt, "messages": messages, "stream": True})
@@ -470,6 +503,11 @@ def list_models() -> Call[list[api.ModelObject]]:
 def list_selectors() -> Call[list[api.SelectorObject]]:
     """The selectors, each with its parameters and its source."""
     return Call("GET", "/v1/selectors", lambda response: parse_as(api.SelectorList)(response).data)
+
+
+def list_suffix_policies() -> Call[list[api.SuffixPolicyObject]]:
+    """The suffix policies, each with its parameters and its source."""
+    return Call("GET", "/v1/suffix_policies", lambda response: parse_as(api.SuffixPolicyList)(response).data)
 
 
 def list_policies() -> Call[list[api.PolicyObject]]:

@@ -232,6 +232,12 @@ class Selectors(_Group):
     list = _sent(_calls.list_selectors)
 
 
+class SuffixPolicies(_Group):
+    """`client.suffix_policies`."""
+
+    list = _sent(_calls.list_suffix_policies)
+
+
 class Client(_Group):
     """A kvshelf service: `Client().caches.create(document=...)`. Close it, or use it in a `with` block.
 
@@ -263,6 +269,7 @@ class Client(_Group):
         self.models = Models(self._sender)
         self.policies = Policies(self._sender)
         self.selectors = Selectors(self._sender)
+        self.suffix_policies = SuffixPolicies(self._sender)
 
     def close(self) -> None:
         """Close all connections. The client cannot be used afterwards."""

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from opentelemetry.trace import Span, Status, StatusCode, Tracer
 
 from kvshelf.api import AppendCache, Asking, CreateCache, CreationProgress, Estimate, EstimateObject, SearchCaches
-from kvshelf.errors import RequestTimeout
+from kvshelf.errors import KvshelfError, RequestTimeout
 from kvshelf.service.fair_queue import FairQueue
 from kvshelf.service.observe.logs import note
 from kvshelf.service.observe.metrics import Metrics
@@ -29,6 +29,9 @@ CREATIONS_PER_REPLICA = 2
 
 ESTIMATES_PER_REPLICA = 2
 """One document is being tokenized while the next is on its way."""
+
+HINT_S = 2.0
+"""How long the answer to a request waits for replicas to take a hint."""
 
 MAX_UNREAD_PIECES = 1024
 """Pieces of a streamed answer that may wait for a slow client before its question is given up."""
@@ -115,6 +118,17 @@ class EngineClient:
         if len(created.caches) > 1:
             note(caches=len(created.caches))
         self.spend(tenant, created.prefilled_tokens)
+
+    async def hint(self, cache_id: str, next_use_s: float | None, *, tenant: str) -> None:
+        """Tell every replica when the next question on a cache comes. A replica that cannot be told reads the cache
+        with its question, as without a hint."""
+        try:
+            told = await self.remote.broadcast("hint", cache_id, next_use_s, tenant=tenant, deadline_s=HINT_S)
+        except KvshelfError as error:
+            note(hint=error.code)
+            return
+        for counts in told:
+            self.metrics.remembered(self.model, counts)
 
     async def search(self, spec: SearchCaches, *, tenant: str, deadline_s: float) -> Found:
         """Which documents hold the words of a question; takes the turn of one."""
@@ -207,6 +221,7 @@ class EngineClient:
             read_tokens=sum(reply.usage.read_tokens for reply in replies),
             prefill_tokens=sum(reply.usage.prefill_tokens for reply in replies),
             completion_tokens=sum(reply.usage.completion_tokens for reply in replies),
+            suffix_tokens=sum(reply.usage.suffix_tokens or 0 for reply in replies),
         )
 
     @contextmanager

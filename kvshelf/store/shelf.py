@@ -428,7 +428,10 @@ class Shelf(Store):
 
     def compact(self) -> int:
         count = 0
+        full: set[str] = set()  # tenants; to read their other caches as well would be in vain
         for entry in self._index.spliced(_COMPACT_BASES, _COMPACT_BATCH):
+            if entry.tenant in full:
+                continue
             try:
                 packed = self.get(entry.id, tenant=entry.tenant).pack()
                 count += self._writer.swap(entry, entry.manifest(), [blob_content(entry.id, packed)], evict=False)
@@ -436,6 +439,7 @@ class Shelf(Store):
                 pass  # it ended meanwhile, or is corrupt
             except (QuotaExceeded, StorageFull) as error:
                 log.warning("cache %s lies in %d files and stays there: %s", entry.id, len(entry.bases) + 1, error)
+                full.add(entry.tenant)
         return count
 
     def usage(self, *, tenant: str | None = None) -> Usage:

@@ -24,7 +24,8 @@ from kvshelf.store.blobs import Blobs, Name, Step, StoredFile, cache_of, new_nam
 from kvshelf.store.index import BasesGone, Entry, Index, Quota, Writing, lapsed
 from kvshelf.store.manifest import Manifest, source_digest
 from kvshelf.store.rules import Rules
-from kvshelf.store.splice import SplicedFile, read_splice, shared_with, spliced
+from kvshelf.store.splice import SplicedFile, read_splice
+from kvshelf.store.splice.sharing import shared_with, spliced
 
 log = logging.getLogger("kvshelf.store")
 

@@ -198,6 +198,16 @@ def test_a_deletion_that_was_refused_before_it_began_is_repeated(
     assert call(service, lambda c: c.caches.delete("kvs_1")).deleted
 
 
+def test_a_deletion_takes_descendants_along_if_asked(call: Callable[..., Any]) -> None:
+    gone = httpx.Response(200, json={"id": "kvs_1", "deleted": True, "descendants": ["kvs_3", "kvs_2"]})
+    refused = wire_error(409, "cache_has_children")
+    service = Script(refused, gone)
+    with pytest.raises(errors.CacheHasChildren):
+        call(service, lambda c: c.caches.delete("kvs_1"))
+    assert call(service, lambda c: c.caches.delete("kvs_1", cascade=True)).descendants == ["kvs_3", "kvs_2"]
+    assert [request.url.query for request in service.requests] == [b"", b"cascade=true"]
+
+
 def test_a_deletion_that_was_never_sent_is_repeated(call: Callable[..., Any]) -> None:
     service = Script(httpx.ConnectError("refused"), httpx.Response(200, json={"id": "kvs_1", "deleted": True}))
     assert call(service, lambda c: c.caches.delete("kvs_1")).deleted

@@ -28,6 +28,8 @@ def use(client: Client) -> None:
     assert_type(client.caches.create(document="a", levels=[0.5], min_quality=0.9), CacheObject)
     assert_type(client.caches.create(document="a", split=True), list[CacheObject])
     assert_type(client.caches.create(document="a", split={"overlap_tokens": 9}, min_quality=0.9), list[CacheObject])
+    assert_type(client.caches.create(messages=[], episodes={"count": 4}), list[CacheObject])
+    assert_type(client.caches.query(["kvs_1", "kvs_2"], "a", route="nearest"), JointAnswer)
     assert_type(client.caches.retrieve("kvs_1"), CacheObject)
     assert_type(client.caches.list(limit=5), Iterator[CacheObject])
     assert_type(client.caches.search("a", labels={"a": "b"}, limit=3), SearchList)

@@ -493,3 +493,33 @@ def masses_of(queries, documents, suffix, rules):
         weights = torch.softmax(torch.cat([logits, *sinks]), dim=0)[: len(logits)]
         masses[:, t, h] = torch.stack([part.sum() for part in weights.split([*map(len, keys), len(own)])])[:-1]
     return masses
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("kind", [packed, merged, streamed])
+@pytest.mark.parametrize(
+    "given", [{}, {"softcap": 0.7}, {"sinks": RULES["all"]["sinks"]}], ids=["none", "cap", "sinks"]
+)
+def test_weights_of_suffix_tokens_are_those_of_one_softmax(given, kind, dtype):
+    """Of the rows that ask; the others are told nothing, and the output is what it is without."""
+    made = kind([9, 70], [30, 90], 32, 32, dtype) if kind is merged else kind([9, 70], 32, 32, dtype)
+    rules = rules_of(**given)
+    rows = SuffixRows((40, 7, 5), (1, 0, 2), 1, asked=(True, True, False)), SuffixRows((50,), (3,), 4)
+    layout = BatchLayout((7,), rows, CPU)
+    suffixes, queries = states(layout, 2, 32, 32, dtype), random(7, 4, 32, dtype=dtype)
+    weights = torch.full((3, 4, 43), torch.nan)
+    out = prefix_attention(queries, [[made]], suffixes, layout, rules, [weights, None])
+    assert torch.equal(out, prefix_attention(queries, [[made]], suffixes, layout, rules))
+    for row, (token, length) in enumerate(((1, 40), (0, 7))):
+        keys = suffixes[0][0][row, :, :length].double()
+        for head in range(4):
+            before, _ = reference.token_states(made, head // 2)
+            logits = rules.scale * torch.cat([before, keys[head // 2]]) @ queries[token, head].double()
+            if rules.softcap:
+                logits = rules.softcap * torch.tanh(logits / rules.softcap)
+            if rules.sinks is not None:
+                logits = torch.cat([rules.sinks[head : head + 1].double(), logits])
+            expected = torch.softmax(logits, 0)[-length:]
+            assert torch.allclose(weights[row, head, :length].double(), expected, rtol=1e-4, atol=1e-7)
+        assert weights[row, :, length:].isnan().all()
+    assert weights[2].isnan().all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,15 +20,20 @@ from kvshelf.errors import (
     QuotaExceeded,
 )
 from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.base import Store
 from kvshelf.store.index import Quota
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.rules import Rules
 from kvshelf.store.sealing.keyring import Keyring
 from kvshelf.store.shelf import Shelf
+from kvshelf.store.tiers.disk import DiskTier
+from kvshelf.store.tiers.ram import RamTier
+from kvshelf.store.tiers.tiered import TieredStore
 from tests.amounts import amount
 from tests.store.caches import extended, make_cache, require_equal
 from tests.store.family_walk import FamilyWalk
-from tests.store.places import Clock, Place, RedisPlace, flip
+from tests.store.places import Clock, DiskPlace, Place, RedisPlace, flip
+from tests.store.redis.servers import ValkeyServer
 
 PLAIN, SEALED = Rules(), Rules(keyring=Keyring([b"k" * 32]))
 
@@ -45,7 +51,7 @@ def family(generations: int, **fields: Any) -> list[CompressedCache]:
     return found
 
 
-def put_all(store: Shelf, caches: list[CompressedCache], **fields: Any) -> list[Manifest]:
+def put_all(store: Store, caches: list[CompressedCache], **fields: Any) -> list[Manifest]:
     """Each as the child of the one before."""
     found: list[Manifest] = []
     for cache in caches:
@@ -353,6 +359,21 @@ def test_a_base_that_was_compacted_is_kept(place: Place, clock: Clock) -> None:
         assert place.names() == set()
 
 
+def test_a_chain_for_which_there_is_no_room_stays(place: Place, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is evicted for it."""
+    with place.open(now=clock) as store:
+        made = put_all(store, family(10))
+        taken = store.usage().bytes
+    for quota in (Quota(budget_bytes=taken + 1000), Quota(max_bytes=taken + 1000)):
+        with place.open(now=clock, rules=Rules(quota=quota)) as store:
+            assert store.compact() == 0
+            assert len(store.list().data) == 10
+            assert [bases_of(store, each.id) for each in made] == [*range(10)]
+    assert len(caplog.records) == 2
+    with place.open(now=clock) as store:
+        assert store.compact() == 2
+
+
 def test_resealing_ends_with_all_bytes_under_the_new_key(place: Place, clock: Clock) -> None:
     caches = family(3)
     old, new = b"o" * 32, b"n" * 32
@@ -422,6 +443,86 @@ def test_a_longer_life_is_that_of_the_bases_too(place: Place, clock: Clock) -> N
             require_equal(caches[1], store.get(child.id))
         else:
             assert store.list().data == ()
+
+
+# Tiers
+
+
+@pytest.fixture
+def tiered(place: Place, clock: Clock, tmp_path: Path) -> Iterator[TieredStore]:
+    """Memory and a folder before a home."""
+    home = place.open(now=clock)
+    disk = DiskTier.open(tmp_path / "scratch", 1 << 30, key=home.key, now=clock)
+    with TieredStore(home, [RamTier(1 << 30, now=clock), disk]) as store:
+        yield store
+        assert store.check() == []
+
+
+def test_tiers_hold_whole_caches(tiered: TieredStore, place: Place, tmp_path: Path) -> None:
+    caches = family(3)
+    made = put_all(tiered, caches)
+    scratch = DiskPlace(tmp_path / "scratch")
+    assert sorted(path.stat().st_size for path in (scratch.folder / "blobs").iterdir()) == [
+        each.bytes_stored for each in made
+    ]
+    for manifest, cache in zip(made, caches, strict=True):
+        require_equal(cache, tiered.get(manifest.id))
+    with pytest.raises(CacheHasChildren):
+        tiered.delete(made[0].id)
+    receipt = tiered.delete(made[0].id, cascade=True)
+    assert (receipt.homes, receipt.descendants) == ((place.kind, "disk", "ram"), (made[2].id, made[1].id))
+    assert place.names() == scratch.names() == set()
+    secret = caches[0].layers[0].keys.numpy().tobytes()[:4096]
+    assert not any(secret in data for data in (*place.contents(), *scratch.contents()))
+    for each in made:
+        with pytest.raises(CacheNotFound):
+            tiered.open_blob(each.id)
+
+
+def test_a_tier_drops_a_parent_alone(tiered: TieredStore) -> None:
+    caches = family(2)
+    made = put_all(tiered, caches)
+    for tier in tiered._tiers.all:
+        assert tier.drop(made[0].id, "default")
+        assert tier.open_blob(made[1]) is not None
+    require_equal(caches[0], tiered.get(made[0].id))
+    assert all(tier.open_blob(made[0]) is not None for tier in tiered._tiers.all)
+
+
+def test_damage_at_home_is_mended_from_a_tier(tiered: TieredStore, place: Place) -> None:
+    """That of a base is damage to all caches that use it."""
+    caches = family(3)
+    made = put_all(tiered, caches)
+    place.change(made[0], flip)
+    assert sum(found.problem is not None for found in tiered.scrub()) == 3
+    home = tiered._home
+    for manifest, cache in zip(made, caches, strict=True):
+        require_equal(cache, home.get(manifest.id))
+    assert [bases_of(home, each.id) for each in made] == [0, 0, 0]
+
+
+def test_a_home_that_lost_everything_learns_of_parents_again(
+    shared_valkey: ValkeyServer, clock: Clock, tmp_path: Path
+) -> None:
+    place = RedisPlace(shared_valkey)
+    caches = family(3)
+    key = b"k" * 32
+    for again in (False, True):
+        disk = DiskTier.open(tmp_path / "scratch", 1 << 30, key=key, now=clock)
+        with TieredStore(place.open(now=clock, key=key), [disk]) as store:
+            if not again:
+                made = put_all(store, caches)
+                client = shared_valkey.client()
+                client.delete(*client.keys(f"{{{place.prefix}[/}}]*"))
+                continue
+            store.sweep()
+            for manifest, cache in zip(made, caches, strict=True):
+                require_equal(cache, store._home.get(manifest.id))
+            assert {each.id for each in store.list(parent_id=made[0].id).data} == {made[1].id}
+            with pytest.raises(CacheHasChildren, match="2 caches"):
+                store.delete(made[0].id)
+            assert len(store.delete(made[0].id, cascade=True).descendants) == 2
+            assert store.check() == []
 
 
 # In any order

@@ -46,6 +46,7 @@ def test_a_manifest_says_what_was_stored(store: DiskStore, clock: Clock) -> None
         manifest.model_dump(exclude={"timings"})
         == {
             "id": store.cache_id(cache.identity),
+            "parent_id": None,
             "document_id": store.document_id(cache.identity),
             "tenant": "default",
             "identity": cache.identity.to_dict(),
@@ -400,6 +401,7 @@ def test_delete_gives_a_receipt_and_frees_the_disk(store: DiskStore, clock: Cloc
         "id": manifest.id,
         "deleted_at": clock.time,
         "bytes_freed": manifest.bytes_stored,
+        "descendants": (),
         "homes": ("disk",),
     }
     assert (blob_files(home), store.usage().bytes, store.list().data) == ([], 0, ())

@@ -17,7 +17,8 @@ from kvshelf.store.blobs import StoredFile, new_name
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.rules import Rules
 from kvshelf.store.sealing.keyring import Keyring
-from kvshelf.store.splice import BASES_LIMIT, TABLE_LIMIT, Run, Splice, SplicedFile, read_splice, shared_with, spliced
+from kvshelf.store.splice import BASES_LIMIT, TABLE_LIMIT, Run, Splice, SplicedFile, read_splice
+from kvshelf.store.splice.sharing import shared_with, spliced
 from tests.store.caches import extended, family, make_cache, require_equal
 
 NAMES = [new_name(f"kvs_{number:040x}") for number in range(3)]

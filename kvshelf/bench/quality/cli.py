@@ -246,52 +246,6 @@ def together(
     publish(report | {"machine": machine(), "rows": rows}, [table], output, as_json)
 
 
-def growing(
-    model: Model = "kvshelf-tiny",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    threads: Threads = 1,
-    policies: Annotated[
-        str, typer.Option("--policies", help="Comma-separated.")
-    ] = "keydiff,snapkv,kvzip,expected_attention,streaming_llm",
-    removed: Annotated[float, typer.Option("--removed", help="Fraction that the policies remove.")] = 0.5,
-    codec: Annotated[str, typer.Option("--codec", help="Of every cache.")] = "none",
-    tokens: Annotated[int, typer.Option("--tokens", min=300, help="Tokens of each document.")] = 4096,
-    appends: Annotated[int, typer.Option("--appends", min=1, help="Appends, behind a beginning of one more part.")] = 8,
-    documents: Annotated[int, typer.Option("--documents", min=1, help="Documents.")] = 5,
-    questions: Annotated[int, typer.Option("--questions", min=1, max=48, help="Questions about a document.")] = 16,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Another set of documents.")] = 0,
-    output: Output = None,
-    as_json: Json = False,
-) -> None:
-    """Exact answers behind a document that grew by appends, beside the same text compressed as one."""
-    with needs_extra("serve", "the bench"):
-        from kvshelf.bench.engines import EngineOptions
-        from kvshelf.bench.measure import machine
-        from kvshelf.bench.quality.growing import measure_grown
-
-    engine, rows = EngineOptions(model, device, dtype, threads).load(), []
-    levels = [("full", 0.0), *((name.strip(), removed) for name in policies.split(","))]
-    with progress_bar() as progress:
-        step = partial(progress.advance, progress.add_task(model, total=documents * len(levels)))
-        for policy, share in levels:
-            rows.append(
-                measure_grown(
-                    engine, policy, share, codec, tokens=tokens, appends=appends, documents=documents,
-                    questions=questions, seed=seed, progress=step,
-                )
-            )  # fmt: skip
-    title = f"{model}, {codec}: {tokens} tokens in {appends + 1} parts, exact answers"
-    table = Table("policy", "removed", "questions", "grown", "95 %", "as one", "bytes, grown / as one", title=title)
-    for row in rows:
-        grown, whole = (f"{100 * found / row.questions:.1f} %" for found in (row.grown, row.whole))
-        size = f"{row.grown_bytes / row.whole_bytes:.3f}"
-        cells = (f"{row.removed:.0%}", f"{row.questions}", grown, f"{row.low:.1%} - {row.high:.1%}", whole, size)
-        table.add_row(row.policy, *cells)
-    report: dict[str, Any] = {"bench": "growing", "model": model, "codec": codec, "machine": machine(), "rows": rows}
-    publish(report, [table], output, as_json)
-
-
 def search(
     model: Model = "kvshelf-tiny",
     device: Device = "auto",

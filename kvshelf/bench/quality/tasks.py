@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
@@ -201,17 +201,17 @@ def _prose(rng: random.Random, things: Sequence[str]) -> Iterator[str]:
     patterns = [p for kind in rng.sample(sorted(words.PROSE), rng.randint(1, 2)) for p in words.PROSE[kind]]
     while True:
         if rng.random() < _HEADING_SHARE:
-            yield f"\n\n{_written(rng, rng.choice(words.HEADINGS))}\n\n"
+            yield f"\n\n{written(rng, rng.choice(words.HEADINGS))}\n\n"
         for i in range(rng.randint(*_SENTENCES_PER_PARAGRAPH)):
             if things and rng.random() < _MENTION_SHARE:
-                sentence = _written(rng, rng.choice(words.MENTIONS), rng.choice(things))
+                sentence = written(rng, rng.choice(words.MENTIONS), rng.choice(things))
             else:
-                sentence = _written(rng, rng.choice(patterns))
+                sentence = written(rng, rng.choice(patterns))
             yield (" " if i else "\n\n") + sentence
 
 
-def _written(rng: random.Random, pattern: str, thing: str = "") -> str:
-    """Fill every slot of a prose pattern on its own, so that two uses of a slot differ."""
+def written(rng: random.Random, pattern: str, thing: str = "", slots: Mapping[str, Sequence[str]] = words.SLOTS) -> str:
+    """Fill every slot of a prose pattern on its own, so that two uses of a slot differ. slots: what to draw from."""
 
     def fill(slot: re.Match[str]) -> str:
         match slot[1]:
@@ -228,7 +228,7 @@ def _written(rng: random.Random, pattern: str, thing: str = "") -> str:
             case "thing":
                 return _thing(rng)
             case name:
-                return rng.choice(words.SLOTS[name])
+                return rng.choice(slots[name])
 
     return _capitalised(_SLOT.sub(fill, pattern))
 

@@ -6,7 +6,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,14 +17,13 @@ from kvshelf.bench.options import Device, Dtype, Json, Model, Output, Threads, c
 if TYPE_CHECKING:
     from kvshelf.store.base import Store
 
-PARTS = ("compression", "codecs", "first-token", "decode", "select", "cold", "append", "serving", "ranks")
-_DEFAULT_PARTS = PARTS[:4]  # all but long documents, vLLM, which few have installed, and several processes
+PARTS = ("compression", "codecs", "first-token", "decode", "select", "cold", "suffix", "serving", "ranks")
+_DEFAULT_PARTS = PARTS[:4]  # all but long documents and answers, vLLM, which few have installed, and several processes
 
 _COMPRESSION_LENGTHS = (2048, 4096, 8192)
 _CODECS_LENGTHS = (8192,)
 _SELECT_LENGTHS = (32768,)
 _SELECT_ROWS = (1, 16)
-_APPEND_LENGTHS = (4096, 32768)
 _SHELF_LENGTHS = (2048, 4096, 8192, 16320)  # the last leaves room for the question in a model of 16,384 positions
 
 
@@ -76,12 +74,13 @@ def speed(
         from kvshelf.bench.speed.compression import ONE_PASS, compression_costs
         from kvshelf.bench.speed.decode import decodings
         from kvshelf.bench.speed.first_token import first_tokens
-        from kvshelf.bench.speed.growing import growings
         from kvshelf.bench.speed.peer import open_kvpress, open_vllm
         from kvshelf.bench.speed.ranks import sharings
         from kvshelf.bench.speed.selecting import SELECTORS, selectings
         from kvshelf.bench.speed.serving import LONGEST, servings
         from kvshelf.bench.speed.subject import load_subject
+        from kvshelf.bench.speed.suffixes import bounded_answers
+        from kvshelf.workers.suffixes.registry import SUFFIX_POLICIES
 
     chosen = choices(parts, PARTS, "--parts")
     at = numbers(lengths) if lengths else None
@@ -127,12 +126,10 @@ def speed(
                 bar = progress.add_task("reading", total=len(of_lengths) * (len(homes) + 1))
                 report["cold"] = read = colds(subject, homes, of_lengths, rounds, lambda: progress.advance(bar))
             tables.append(show.cold_table(read))
-        if "append" in chosen:
-            with _opened([]) as homes:
-                sizes = at or list(_APPEND_LENGTHS)
-                step = partial(progress.advance, progress.add_task("appending", total=2 * len(sizes)))
-                report["append"] = grown = growings(subject, homes["disk"], sizes, rounds, step)
-            tables.append(show.growing_table(grown))
+        if "suffix" in chosen:
+            bar = progress.add_task("answering", total=1 + len(SUFFIX_POLICIES))
+            report["suffix"] = bounded = bounded_answers(subject, progress=lambda: progress.advance(bar))
+            tables.append(show.suffix_table(bounded))
         if "serving" in chosen:
             with open_vllm(vllm_python, subject, threads, LONGEST) if vllm_python else nullcontext() as vllm:
                 served = servings(subject, vllm, rounds, removed)
@@ -161,31 +158,3 @@ def _opened(urls: list[str]) -> Iterator[dict[str, Store]]:
             name = kind if named[kind] == 1 else f"{kind}-{named[kind]}"
             homes[name] = open_stores.enter_context(open_store(url))
         yield homes
-
-
-def turns(
-    url: Annotated[str, typer.Option("--url", help="Of a running service.")] = "http://127.0.0.1:8000",
-    count: Annotated[int, typer.Option("--turns", min=2, max=48, help="Turns of the conversation.")] = 20,
-    tokens: Annotated[int, typer.Option("--tokens", min=300, help="Of the document, about.")] = 4096,
-    output: Output = None,
-    as_json: Json = False,
-) -> None:
-    """A conversation about a stored document, sent whole at every turn: what is prefilled, and the time to the first
-    token, with `store` and without."""
-    with needs_extra("serve", "the bench"):
-        from kvshelf.bench.measure import machine
-        from kvshelf.bench.quality.tasks import make_document
-        from kvshelf.bench.speed import tables as show
-        from kvshelf.bench.speed.turns import conversation
-        from kvshelf.client import Client
-
-    made = make_document("multikey", "prose", tokens, 0, lambda text: -(-len(text) // 4))  # about as many tokens
-    questions = [question.text for question in made.questions[:count]]
-    where, found, said = machine(), {}, {}
-    with Client(url) as client, progress_bar() as progress:
-        step = partial(progress.advance, progress.add_task("turns", total=2 * len(questions)))
-        for store in (False, True):
-            found[store], said[store] = conversation(client, url, made.text, questions, store=store, progress=step)
-    same = sum(a == b for a, b in zip(said[False], said[True], strict=True))
-    report = {"bench": "turns", "machine": where, "stored": found[True], "resent": found[False], "same": same}
-    publish(report, [show.turns_table(found[True], found[False], same)], output, as_json)

@@ -13,11 +13,10 @@ from kvshelf.bench.speed.cold import Cold
 from kvshelf.bench.speed.compression import CompressionCosts
 from kvshelf.bench.speed.decode import Decodings
 from kvshelf.bench.speed.first_token import FirstTokens
-from kvshelf.bench.speed.growing import APPENDED, Growing
 from kvshelf.bench.speed.ranks import Sharing
 from kvshelf.bench.speed.selecting import Selecting
 from kvshelf.bench.speed.serving import Serving
-from kvshelf.bench.speed.turns import Turned
+from kvshelf.bench.speed.suffixes import BoundedAnswer
 
 
 def compression_table(costs: CompressionCosts) -> Table:
@@ -60,31 +59,6 @@ def codecs_table(costs: CodecCosts) -> Table:
             f"{row.over_int4.median:.2f}" if row.over_int4 else "",
             f"{row.decoding.median:.0%}" if row.decoding else "",
         )
-    return table
-
-
-def growing_table(found: Sequence[Growing]) -> Table:
-    """A row for each length and level."""
-    headings = ("tokens", "policy", "codec", "prefilled", "append", "all anew", "append / anew", "written", "of new")
-    table = Table(*headings, "of all", title=f"{APPENDED} tokens appended to a stored cache")
-    for row in found:
-        table.add_row(
-            f"{row.tokens}", row.policy, row.codec, f"{row.prefilled}", _ms(row.append_s), _ms(row.anew_s),
-            f"1/{1 / row.ratio.median:.1f}", f"{row.written_bytes / 1e6:.2f} MB",
-            f"{row.written_bytes / row.new_bytes:.2f}", f"{row.written_bytes / row.whole_bytes:.1%}",
-        )  # fmt: skip
-    return table
-
-
-def turns_table(stored: Sequence[Turned], resent: Sequence[Turned], same: int) -> Table:
-    """A row for each turn."""
-    table = Table("turn", "from the shelf", "prefilled", "first token", "without store: prefilled", "first token")
-    table.title = f"a conversation that is sent whole at every turn; {same} of {len(stored)} answers the same"
-    for row, plain in zip(stored, resent, strict=True):
-        table.add_row(
-            f"{row.number}", f"{row.read}", f"{row.prefilled}", f"{1000 * row.first_s:.0f} ms",
-            f"{plain.prefilled}", f"{1000 * plain.first_s:.0f} ms",
-        )  # fmt: skip
     return table
 
 
@@ -140,6 +114,21 @@ def cold_table(rows: Sequence[Cold]) -> Table:
         table.add_row(
             f"{row.tokens:,}", row.place, _ms(row.all_s), next(read), _ms(row.part_s), next(read), ratio(row.ratio)
         )
+    return table
+
+
+def suffix_table(rows: Sequence[BoundedAnswer]) -> Table:
+    """One row for each suffix policy, behind the answer with all of its suffix."""
+    table = Table("policy", "stored", "memory", "a token", "same choice", "same answer")
+    table.title = f"greedy answers of {rows[0].tokens:,} tokens, and what each holds beside its document"
+    for row in rows:
+        cells = (
+            row.policy or "(none)",
+            f"{row.stored:,}",
+            f"{row.bytes / 2**20:,.2f} MiB",
+            f"{1e3 * row.token_s:.2f} ms",
+        )
+        table.add_row(*cells, f"{row.behind:.1%}", f"{row.equal:.1%}")
     return table
 
 

@@ -66,6 +66,10 @@ def read_row(values: Any, defaults: Mapping[str, Any], *, source: str, line: int
         spec = parse_request(CreateCache, _merged(defaults, fields))
         if spec.split_options is not None:
             raise InvalidRequest("split: a row of a batch is one document; split it before", param="split")
+        if spec.episodes is not None:
+            raise InvalidRequest(
+                "episodes: a row of a batch is one cache; create these by POST /v1/caches", param="episodes"
+            )
         return replace(row, spec=spec)
     except KvshelfError as error:
         return row.failed(error)

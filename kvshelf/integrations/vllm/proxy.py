@@ -178,6 +178,10 @@ def _names_a_cache(data: bytes) -> bool:
         raise InvalidRequest("vLLM answers from one cache at a time; give cache_id", param="cache_ids")
     if body.get("select") is not None:
         raise InvalidRequest("vLLM reads whole caches; leave select out", param="select")
+    if isinstance(body.get("suffix"), dict):  # a text is what vLLM puts behind a completion
+        raise InvalidRequest("vLLM keeps whole answers; leave suffix out", param="suffix")
+    if body.get("tool") is not None:
+        raise InvalidRequest("vLLM keeps its own cache of prefixes; leave tool out", param="tool")
     return body.get("cache_id") is not None
 
 

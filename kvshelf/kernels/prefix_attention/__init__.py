@@ -90,6 +90,7 @@ def prefix_attention(
     suffixes: Sequence[tuple[Tensor, Tensor]],
     layout: BatchLayout,
     rules: LogitRules,
+    weights: Sequence[Tensor | None] = (),
 ) -> Tensor:
     """Attention of every token of a batch over the prefixes of its share and the suffix of its row.
 
@@ -100,6 +101,10 @@ def prefix_attention(
     included; new token t of a row sees the row's first length - new + t + 1 tokens. Memory beyond a row's length is not
     attended to, but must be finite. Query head h reads KV head h // (q_heads // kv_heads). Returns `[N, q_heads, Dv]`
     in the dtype of the queries; logits and sums in fp32. Raises `InvalidTensor` for other shapes.
+
+    weights: where given, for each of `layout.suffixes` `[rows, q_heads, capacity]` fp32, or None. Rows that `asked`
+    names are told there what share of its attention, to prefixes, suffix and sinks together, their new token gave to
+    each of their suffix's tokens. The rules have no window and no chunk then.
 
     Bytes: every prefix once per share, whatever the number of its tokens, every suffix once. FLOPs: 2 * N * q_heads *
     (K + S) * (D + Dv) for plain prefixes; `prefixes.py` says what the other kinds cost. Share of the limit on a GPU:
@@ -116,13 +121,18 @@ def prefix_attention(
         and len(prefixes) == len(layout.shares)
         and len(suffixes) == len(layout.suffixes)
         and all(k.shape[0] == len(rows.first) for rows, (k, _) in zip(layout.suffixes, suffixes, strict=True))
-        and all(k.shape[2] >= max(rows.lengths) for rows, (k, _) in zip(layout.suffixes, suffixes, strict=True)),
+        and all(k.shape[2] >= max(rows.lengths) for rows, (k, _) in zip(layout.suffixes, suffixes, strict=True))
+        and all(
+            into is None or into.shape == (k.shape[0], queries.shape[1], k.shape[2])
+            for into, (k, _) in zip(weights, suffixes, strict=False)
+        ),
         "prefix_attention",
         f"queries must be [N, q_heads, D] and suffixes [rows, kv_heads, capacity, D] of a batch of {layout.num_tokens} "
         f"tokens in {len(layout.shares)} shares and {len(layout.suffixes)} suffixes",
         **given,
     )
+    asking = [weights] if weights else []
     out: Tensor = implementation("prefix_attention", queries.device).prefix_attention(
-        queries, prefixes, suffixes, layout, rules
+        queries, prefixes, suffixes, layout, rules, *asking
     )
     return out.to(queries.dtype)

@@ -61,6 +61,17 @@ def capped(logits: Tensor, rules: LogitRules) -> Tensor:
     return logits.div_(rules.softcap).tanh_().mul_(rules.softcap) if rules.softcap else logits
 
 
+def attention_weights(queries: Tensor, keys: Tensor, lse: Tensor, rules: LogitRules) -> Tensor:
+    """The weights that one token gave to some of the keys that it attended to, made again from the log-sum-exp.
+
+    queries: `[q_heads, D]`, keys: `[kv_heads, K, D]`, lse: `[q_heads]` fp32, of all that the token attended to, sinks
+    included. Returns `[q_heads, K]` fp32. Bytes: the keys once. FLOPs: 2 * q_heads * K * D.
+    """
+    grouped = queries.view(keys.shape[0], -1, queries.shape[1]).float() * rules.scale
+    logits = capped(torch.matmul(grouped, keys.float().transpose(1, 2)), rules)
+    return logits.sub_(lse.view(keys.shape[0], -1, 1)).exp_().flatten(0, 1)
+
+
 def rows_per_block(logits_per_row: int) -> int:
     """How many rows of queries to take at a time when each has this many logits; at least 1."""
     return max(1, _LOGITS_PER_BLOCK // max(1, logits_per_row))

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvshelf.kernels.choose import choose
-from kvshelf.kernels.prefix_attention.attend import CPU_ATTENTION, attend, capped, combine, rows_per_block
+from kvshelf.kernels.prefix_attention.attend import (
+    CPU_ATTENTION,
+    attend,
+    attention_weights,
+    capped,
+    combine,
+    rows_per_block,
+)
 from kvshelf.kernels.prefix_attention.prefixes import (
     BatchLayout,
     LogitRules,
@@ -78,8 +84,9 @@ def attend_both(
     suffixes: Sequence[tuple[Tensor, Tensor]],
     layout: BatchLayout,
     rules: LogitRules,
-) -> Tensor:
-    """See `kvshelf.kernels.prefix_attention.prefix_attention`; `over_prefixes` computes its first half."""
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exps `[N, q_heads]` of `kvshelf.kernels.prefix_attention.prefix_attention`; `over_prefixes`
+    computes its first half."""
     rules = rules.within(layout)
     num_tokens, q_heads, dim = queries.shape
     kv_heads, value_dim = suffixes[0][1].shape[1], suffixes[0][1].shape[3]
@@ -87,8 +94,8 @@ def attend_both(
     out, lse = _attend_suffixes(grouped, suffixes, layout, rules)
     if any(prefixes):
         out, lse = combine(*over_prefixes(grouped, prefixes, value_dim, layout, rules), out, lse)
-    out, _ = with_sinks(out, lse, rules)
-    return out.to(queries.dtype).reshape(num_tokens, q_heads, value_dim)
+    out, lse = with_sinks(out, lse, rules)
+    return out.to(queries.dtype).reshape(num_tokens, q_heads, value_dim), lse.reshape(num_tokens, q_heads)
 
 
 def attend_by_document(
@@ -132,7 +139,33 @@ def attend_shares(
     return found[0] if len(found) == 1 else (torch.cat(outs), torch.cat(lses))
 
 
-prefix_attention = partial(attend_both, attend_shares)
+def prefix_attention(
+    queries: Tensor,
+    prefixes: Sequence[Sequence[Prefix]],
+    suffixes: Sequence[tuple[Tensor, Tensor]],
+    layout: BatchLayout,
+    rules: LogitRules,
+    weights: Sequence[Tensor | None] = (),
+) -> Tensor:
+    """See `kvshelf.kernels.prefix_attention.prefix_attention`."""
+    out, lse = attend_both(attend_shares, queries, prefixes, suffixes, layout, rules)
+    tell_weights(queries, suffixes, layout, rules, lse, weights)
+    return out
+
+
+def tell_weights(
+    queries: Tensor,
+    suffixes: Sequence[tuple[Tensor, Tensor]],
+    layout: BatchLayout,
+    rules: LogitRules,
+    lse: Tensor,
+    weights: Sequence[Tensor | None],
+) -> None:
+    """Fill the weights of the rows that ask for theirs. lse: `[N, q_heads]`, of the whole attention."""
+    for rows, (keys, _), into in zip(layout.suffixes, suffixes, weights, strict=False):
+        for row, (token, length, asked) in enumerate(zip(rows.first, rows.lengths, rows.asked, strict=False)):
+            if into is not None and asked:
+                into[row, :, :length] = attention_weights(queries[token], keys[row, :, :length], lse[token], rules)
 
 
 def attend_share(queries: Tensor, parts: Sequence[Prefix], value_dim: int, rules: LogitRules) -> tuple[Tensor, Tensor]:

@@ -293,6 +293,30 @@ static void attend_many(const Call *a, const Run *run) {
 /* Whether tiles are made out of codes: of keys and values, or of neither. */
 static int is_quantized(const Call *a) { return a->key_layout.bits != 0; }
 
+/* The shares that the rows of a suffix gave to its keys, once their log-sum-exps are known: `into` [rows, step]. */
+static void weigh(const Call *a, const Run *run, float *into, int64_t step) {
+    const int64_t dim = a->dim, parts = dim / LANES;
+    Floats query[ROWS][MOST_PARTS], key[MOST_PARTS];
+    for (int64_t r = 0; r < run->rows; r++)
+        for (int64_t p = 0; p < parts; p++) query[r][p] = load(a->queries, query_of(a, run, r) * dim + p * LANES, a->type);
+    for (int64_t j = 0; j < run->end; j++) {
+        for (int64_t p = 0; p < parts; p++) key[p] = load(run->keys.data, j * a->key_layout.stride + p * LANES, a->type);
+        for (int64_t r = 0; r < run->rows; r++) into[r * step + j] = dot(query[r], key, (int)parts);
+    }
+    for (int64_t r = 0; r < run->rows; r++) {
+        const float lse = a->lses[result_of(a, run, r)] * LOG2_E;
+        for (int64_t j = 0; j < run->end; j += LANES) {
+            const int64_t left = run->end - j, bytes = (left < LANES ? left : LANES) * (int64_t)sizeof(float);
+            Floats logits = {0};
+            memcpy(&logits, into + r * step + j, bytes);
+            logits *= a->scale * LOG2_E;
+            if (a->softcap > 0) logits = capped(logits, a->softcap);
+            logits = power_of_2(logits - lse);
+            memcpy(into + r * step + j, &logits, bytes);
+        }
+    }
+}
+
 /* The common shapes of few rows with their loops unrolled, so that rows and sums stay in registers. */
 static void attend(const Call *a, const Run *run, int few) {
     if (!few) return attend_many(a, run);
@@ -322,12 +346,17 @@ typedef struct {
 } Launch;
 
 /* Suffixes that lie in one pair of tensors [rows, kv_heads, capacity, D]. strides: elements, of keys and then of values,
-   but the last. table: [rows, 2], the first token of each, or -1, and how long its suffix is, with its `new` tokens. */
+   but the last. table: [rows, 2], the first token of each, or -1, and how long its suffix is, with its `new` tokens.
+   weights: [rows, kv_heads, group, step], where the rows that `asked` names are told what their one new token gave to each
+   key; 0: none is. Such rows see all of their suffix. */
 typedef struct {
     char *keys, *values;
     int64_t strides[6];
     const int32_t *table;
     int64_t rows, new;
+    float *weights;
+    int64_t step;
+    const int32_t *asked;
 } Suffixes;
 
 /* The attention of one layer: over prefixes, whose runs leave results in `outs` and `lses` until they are united; then
@@ -454,6 +483,8 @@ static void attend_suffix(const Attention *a, const Suffixes *s, int64_t i) {
     run.end = limit_of(&call, &run, run.rows - 1);
     const Run seen = seen_of(&call, run);
     attend(&call, &seen, all <= FEW_ROWS);
+    if (s->weights && s->asked[row])
+        weigh(&call, &run, s->weights + ((row * a->kv_heads + head) * a->group + begin) * s->step, s->step);
 }
 
 static void attend_suffixes(const void *context, int64_t i) {

@@ -49,21 +49,24 @@ def prefix_attention(
     suffixes: Sequence[tuple[Tensor, Tensor]],
     layout: BatchLayout,
     rules: LogitRules,
+    weights: Sequence[Tensor | None] = (),
 ) -> Tensor:
     """See `kvshelf.kernels.prefix_attention.prefix_attention`."""
     num_tokens, q_heads, dim = queries.shape
     rules = rules.within(layout)
     grouped = queries.reshape(num_tokens, suffixes[0][0].shape[1], -1, dim)  # [N, kv_heads, group, D]
     if not _takes_all(grouped, suffixes, layout):
-        return eager.attend_both(attend_shares, queries, prefixes, suffixes, layout, rules)
+        made, lse = eager.attend_both(attend_shares, queries, prefixes, suffixes, layout, rules)
+        eager.tell_weights(queries, suffixes, layout, rules, lse, weights)
+        return made
     grouped = grouped.contiguous()
     if all(_ours(grouped, prefixes, layout)):
         out, lse = _room_for(grouped)
-        run_parts([_part(grouped, prefixes, suffixes, layout, rules, (out, lse))])
+        run_parts([_part(grouped, prefixes, suffixes, layout, rules, (out, lse), weights)])
     else:
         out, lse = attend_shares(grouped, prefixes, dim, layout, rules)
         out = out.float().contiguous()
-        run_parts([_part(grouped, (), suffixes, layout, rules, (out, lse.contiguous()))])
+        run_parts([_part(grouped, (), suffixes, layout, rules, (out, lse.contiguous()), weights)])
     return out.to(queries.dtype).view(num_tokens, q_heads, dim)
 
 
@@ -75,6 +78,7 @@ def attention_part(
     rules: LogitRules,
     out: Tensor,
     scratch: Scratch,
+    weights: Sequence[Tensor | None] = (),
 ) -> Part | None:
     """Attention of a batch that `run_parts` will run, which then also appends keys and values to the suffixes.
 
@@ -91,7 +95,7 @@ def attention_part(
     if not (_takes_all(grouped, suffixes, layout) and all(_ours(grouped, prefixes, layout))):
         return None
     shape = (tokens, keys.shape[1], grouped.shape[2], dim)
-    found, held = _attention(queries.dtype, shape, prefixes, suffixes, layout, rules.within(layout), scratch)
+    found, held = _attention(queries.dtype, shape, prefixes, suffixes, layout, rules.within(layout), scratch, weights)
     found.queries, found.out = queries.data_ptr(), out.data_ptr()
     (found.keys, found.key_step), (found.values, found.value_step) = (
         (each.data_ptr(), each.stride(0)) for each in (keys, values)
@@ -222,7 +226,8 @@ class _Launch(ctypes.Structure):
 class _Suffixes(ctypes.Structure):
     _fields_ = (
         ("keys", ctypes.c_void_p), ("values", ctypes.c_void_p), ("strides", ctypes.c_int64 * 6),
-        ("table", ctypes.c_void_p), ("rows", ctypes.c_int64), ("new", ctypes.c_int64),
+        ("table", ctypes.c_void_p), ("rows", ctypes.c_int64), ("new", ctypes.c_int64), ("weights", ctypes.c_void_p),
+        ("step", ctypes.c_int64), ("asked", ctypes.c_void_p),
     )  # fmt: skip
 
 
@@ -246,13 +251,14 @@ def _part(
     layout: BatchLayout,
     rules: LogitRules,
     results: tuple[Tensor, Tensor],
+    weights: Sequence[Tensor | None] = (),
 ) -> Part:
     """queries: `[N, kv_heads, group, D]` contiguous. results: output, as the queries, and log-sum-exps without D, both
     fp32; without prefixes they hold what these gave."""
     tokens, kv_heads, group, dim = queries.shape
     out, lse = results
     shape = tokens, kv_heads, group, dim
-    found, held = _attention(queries.dtype, shape, prefixes, suffixes, layout, rules, Scratch())
+    found, held = _attention(queries.dtype, shape, prefixes, suffixes, layout, rules, Scratch(), weights)
     found.queries, found.out, found.lse = queries.data_ptr(), out.data_ptr(), lse.data_ptr()
     return Part(0, ctypes.addressof(found), (found, held, queries, results))
 
@@ -265,6 +271,7 @@ def _attention(
     layout: BatchLayout,
     rules: LogitRules,
     scratch: Scratch,
+    weights: Sequence[Tensor | None],
 ) -> tuple[_Attention, object]:
     """Without queries and results but for the log-sum-exps, which are in the scratch; and what it points to."""
     tokens, kv_heads, group, dim = shape
@@ -290,6 +297,10 @@ def _attention(
     for each, rows, at, (k, v) in zip(of_rows, layout.suffixes, layout.tables[1], suffixes, strict=False):
         each.keys, each.values, each.strides[:] = k.data_ptr(), v.data_ptr(), (*k.stride()[:3], *v.stride()[:3])
         each.table, each.rows, each.new = at.data_ptr(), len(at), rows.new
+    for each, into, asked in zip(of_rows, weights, layout.asked, strict=False):
+        if into is not None and asked is not None:
+            each.weights, each.step, each.asked = into.data_ptr(), into.shape[2], asked.data_ptr()
+            held += [into, asked]
     found.suffixes, found.num_suffixes = ctypes.addressof(of_rows), len(of_rows)
     ranks = [kv_heads * choosing.most_units(choice) for choice, _ in choices]
     memory, (found.lse, found.outs, found.lses, *of_ranks) = scratch.room(lses, runs * dim, runs, *ranks)

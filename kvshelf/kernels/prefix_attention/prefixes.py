@@ -194,12 +194,13 @@ class SuffixRows:
 
     Row r has `lengths[r]` suffix tokens, the last `new` of which are in the batch: tokens `first[r]` to `first[r] +
     new`. A row that takes no part has first -1: its place in the tensors is not read. With `new` above 1 all lengths
-    are equal.
+    are equal. asked: the rows whose weights are wanted, each with one new token; none where it is empty.
     """
 
     lengths: tuple[int, ...]
     first: tuple[int, ...]
     new: int = 1
+    asked: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,6 +292,11 @@ class BatchLayout:
         of_rows = [torch.tensor((rows.first, rows.lengths), dtype=torch.int32).T for rows in self.suffixes]
         tokens, *rows_of = upload([of_tokens, *of_rows], self.device)
         return tokens, rows_of
+
+    @cached_property
+    def asked(self) -> list[Tensor | None]:
+        """For each of `suffixes`, the rows whose weights are wanted, `[rows]` int32 on the CPU; None if none are."""
+        return [torch.tensor(rows.asked, dtype=torch.int32) if any(rows.asked) else None for rows in self.suffixes]
 
     @cached_property
     def length_masks(self) -> list[Tensor | None]:

@@ -60,13 +60,14 @@ def prefix_attention(
     suffixes: Sequence[tuple[Tensor, Tensor]],
     layout: BatchLayout,
     rules: LogitRules,
+    weights: Sequence[Tensor | None] = (),
     least_split: int = LEAST_SPLIT,
 ) -> Tensor:
     """See `kvshelf.kernels.prefix_attention.prefix_attention`. least_split: fewest rows of a prefix for one program.
-    Rules beside the scale are left to torch's operations, and so are heads as wide as latents, of which no tile fits
-    the shared memory."""
-    if not rules.plain or queries.shape[-1] > _WIDEST:
-        return eager.prefix_attention(queries, prefixes, suffixes, layout, rules)
+    Rules beside the scale and weights are left to torch's operations, and so are heads as wide as latents, of which no
+    tile fits the shared memory."""
+    if not rules.plain or weights or queries.shape[-1] > _WIDEST:
+        return eager.prefix_attention(queries, prefixes, suffixes, layout, rules, weights)
     num_tokens, q_heads, _ = queries.shape
     kv_heads, value_dim = suffixes[0][1].shape[1], suffixes[0][1].shape[3]
     out = queries.new_empty(num_tokens, q_heads, value_dim)

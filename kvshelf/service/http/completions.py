@@ -101,8 +101,10 @@ def asking_of(body: ChatCompletionRequest) -> Asking:
         seed=body.seed,
         stop=body.stop,
         select=body.select,
+        suffix=body.suffix,
         store=bool(body.store),
         ttl_s=body.ttl_s,
+        tool=body.tool,
     )
 
 

@@ -23,6 +23,7 @@ USAGE_AGE_S: Final = 5.0
 _USAGE_PATIENCE_S = 2.0
 _AGREEMENTS = (0.25, 0.5, 0.75, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 1)
 _PLACES = ("memory", "ram", "disk", "home")
+_EVENTS = ("pinned", "released", "read_ahead", "read_ahead_used")
 
 
 class Metrics(QuestionMetrics):
@@ -43,9 +44,13 @@ class Metrics(QuestionMetrics):
         about = "share of the cues on which new caches agree with the full cache"
         self._agreement = histogram("quality_agreement", about, "model", "policy", buckets=_AGREEMENTS)
         self._hits = counter("cache_hits", "queries by the place of their cache", "read_from")
+        about = "caches in the memory of replicas that were pinned after a tool's call, released early, read by a hint"
+        self._retention = counter("cache_retention", about, "model", "event")
         self._completion_tokens = counter("completion_tokens", "tokens of answers", "model")
         about = "stored entries of a KV head that the last token of each answer read, summed over answers"
         self._read_tokens = counter("read_tokens", about, "model")
+        about = "entries of a KV head that answers held beside their documents at their end, summed over answers"
+        self._suffix_tokens = counter("suffix_tokens", about, "model")
         self._answer_s = histogram("answer_phase_seconds", "phases of answers", "model", "phase")
         self._first_token_s = histogram("first_token_seconds", "from a question's arrival to its first token", "model")
         self._searches = counter("searches", "searches by result: found or an error code", "model", "result")
@@ -95,9 +100,16 @@ class Metrics(QuestionMetrics):
             self._tokens_saved.labels(model).inc(usage.cache_read_tokens)
             self._prefill_tokens.labels(model).inc(usage.prefill_tokens)
             self._read_tokens.labels(model).inc(usage.read_tokens)
+            self._suffix_tokens.labels(model).inc(usage.suffix_tokens or 0)
             self._completion_tokens.labels(model).inc(usage.completion_tokens)
             self._first_token_s.labels(model).observe(reply.first_token_s)
             _observe(self._answer_s, model, reply.phases)
+            self.remembered(model, reply.memory)
+
+    def remembered(self, model: str, counts: Mapping[str, int]) -> None:
+        """Records what happened in a replica's memory for caches, as `Residents.take_counts`."""
+        for event in _EVENTS:
+            self._retention.labels(model, event).inc(counts.get(event, 0))
 
     @contextmanager
     def searching(self, model: str) -> Iterator[None]:

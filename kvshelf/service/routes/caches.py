@@ -29,6 +29,7 @@ from kvshelf.service.http.events import EVENT_STREAM, event_stream
 from kvshelf.service.http.waiting import off_loop, until_hangup
 from kvshelf.service.routes.requests import request_json
 from kvshelf.service.state import TAKES_TOKENS, InService, Service, cache_object, cache_response, etag_of
+from kvshelf.store.checks import require_revision
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.replica.create.spec import require_policy
 from kvshelf.workers.replica.results import Created
@@ -59,8 +60,8 @@ async def create(
 ) -> Response:
     """Compress a document once and store its cache. The same document, model and policy give the same id.
 
-    With `levels`, the answer lists one cache per level; with `split`, one per part of the document. With `min_quality`
-    or the policy "auto", the service stores the smallest cache that is good enough.
+    With `levels`, the answer lists one cache per level; with `split` or `episodes`, one per part or episode. With
+    `min_quality` or the policy "auto", the service stores the smallest cache that is good enough.
 
     With `Accept: text/event-stream` the answer is a stream: `cache.progress` events, then what would be the body of the
     answer.
@@ -89,7 +90,7 @@ async def create(
 
 
 def _makes_several(body: CreateCache) -> bool:
-    return body.split_options is not None or (body.levels is not None and not body.chooses)
+    return body.in_parts or (body.levels is not None and not body.chooses)
 
 
 def _cache_list(created: Created) -> dict[str, Any]:
@@ -149,10 +150,19 @@ async def get_cache(
 async def update_cache(
     cache_id: str, request: Request, service: InService, caller: Writer, if_match: Annotated[str, Header()] = ""
 ) -> Response:
-    """Change the expiry, name, labels or pin of a cache. Absent fields stay as they are."""
+    """Change the expiry, name, labels or pin of a cache, or say when its next question comes. Absent fields stay as
+    they are."""
     body = await read_json(request, UpdateCache, service)
-    condition = {"tenant": caller.tenant, "if_revision": _seen(if_match)}
-    manifest = await off_loop(service.store.update, cache_id, **condition, **body.changes())
+    condition: dict[str, Any] = {"tenant": caller.tenant, "if_revision": _seen(if_match)}
+    if "next_use_s" not in body.model_fields_set:
+        return _tagged(await off_loop(service.store.update, cache_id, **condition, **body.changes()))
+    manifest = await off_loop(service.store.stat, cache_id, tenant=caller.tenant)
+    engine = service.engine_for_all([manifest])  # before anything changes: nobody could ask a cache of another model
+    if changes := body.changes():
+        manifest = await off_loop(service.store.update, cache_id, **condition, **changes)
+    else:
+        require_revision(manifest, condition["if_revision"])
+    await engine.hint(cache_id, body.next_use_s, tenant=caller.tenant)
     return _tagged(manifest)
 
 

@@ -17,6 +17,8 @@ from kvshelf.api import (
     ReadyPart,
     SelectorList,
     SelectorObject,
+    SuffixPolicyList,
+    SuffixPolicyObject,
     TenantAllowances,
 )
 from kvshelf.api.strict import MAX_PROMPTS
@@ -29,6 +31,7 @@ from kvshelf.service.state import InService, Service
 from kvshelf.workers.cluster.remote import RemoteEngine
 from kvshelf.workers.policies import catalog
 from kvshelf.workers.selectors import catalog as selector_catalog
+from kvshelf.workers.suffixes.info import catalog as suffix_catalog
 
 router = APIRouter(tags=["service"], responses=openapi.ERRORS)
 
@@ -51,6 +54,12 @@ async def policies(_: Reader) -> PolicyList:
 async def selectors(_: Reader) -> SelectorList:
     """The selectors, which choose for one question what it reads, with their parameters and sources."""
     return SelectorList(data=[SelectorObject.model_validate(info.to_dict()) for info in selector_catalog()])
+
+
+@router.get("/v1/suffix_policies")
+async def suffix_policies(_: Reader) -> SuffixPolicyList:
+    """The suffix policies, which bound what an answer holds in memory, with their parameters and sources."""
+    return SuffixPolicyList(data=[SuffixPolicyObject.model_validate(info.to_dict()) for info in suffix_catalog()])
 
 
 @router.get("/v1/limits")

@@ -89,10 +89,12 @@ def grown(
 
 def joined(parts: Sequence[PackedRecord]) -> tuple[PackedRecord, ...]:
     """The records of a layer, fewer where the rows of one can stand behind those of another just as they are: plain
-    ones, and codes behind whole groups."""
-    made: list[list[PackedRecord]] = []
-    for part in parts:
-        group = next((group for group in made if _continues(group[-1], part)), None)
+    ones, and codes behind whole groups. A first record with most of the entries stays alone: it is what a home has one
+    copy of for all that grew from it."""
+    apart = 1 if parts[0].entries > sum(part.entries for part in parts[1:]) else 0
+    made: list[list[PackedRecord]] = [[part] for part in parts[:apart]]
+    for part in parts[apart:]:
+        group = next((group for group in made[apart:] if _continues(group[-1], part)), None)
         if group is None:
             made.append([part])
         else:

@@ -26,8 +26,7 @@ from torch import Tensor
 from kvshelf.kernels.prefix_attention.prefixes import MergedPrefix, PackedPrefix, Prefix, StreamedPrefix
 from kvshelf.store.artifact.identity import RopeMode
 from kvshelf.store.artifact.packed import HeadView, Packed, Rotate, offsets_of, padded, rotation
-from kvshelf.store.artifact.seen import tokens_seen
-from kvshelf.store.artifact.shape import StateRole, StateShape
+from kvshelf.store.artifact.shape import StateRole, StateShape, tokens_seen
 
 __all__ = [
     "Chunk", "Entries", "Indexed", "Kept", "Latents", "LayerRecord", "Merged", "PackedRecord", "Parts", "Recent",

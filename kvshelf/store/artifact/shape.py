@@ -106,3 +106,11 @@ def _size(fields: dict[str, Any], name: str, *, most: int) -> int:
     """A size in a configuration; `most` where it has none."""
     value = fields.get(name)
     return value if type(value) is int else most
+
+
+def tokens_seen(num_tokens: int, window: int | None, chunk: int | None) -> int:
+    """How many of a document's tokens, its last ones, queries behind it see: those that a window leaves to the first of
+    them, or the document's last chunk if it is not finished."""
+    if chunk is not None:
+        return num_tokens % chunk
+    return num_tokens if window is None else min(num_tokens, window - 1)

@@ -90,6 +90,10 @@ function operations.set_aside()
 end
 
 -- KEYS[1]: the readers. Returns how many leases have not ended.
-function operations.readers() return call('ZCOUNT', KEYS[1], '(' .. now_ms(), '+inf') end
+function operations.readers()
+  local now = now_ms()
+  local removed = tonumber(call('ZSCORE', KEYS[1], REMOVED) or 0) > now
+  return call('ZCOUNT', KEYS[1], '(' .. now, '+inf') - (removed and 1 or 0)
+end
 
 return operations[ARGV[1]]()

@@ -312,7 +312,9 @@ local function replaced_by(name, blob_bytes)
   if ready_bytes and listings ~= '' then caches, bytes = 1, tonumber(ready_bytes) end
   for other, record in pairs(read(write_key(name)) or {}) do
     local nbytes, source_bytes = parse_write(record)
-    if is_held(other) and not is_kept(other) then caches, bytes = caches + held_caches(nbytes), bytes + nbytes + source_bytes end
+    if is_held(other) and not is_kept(other) then
+      caches, bytes = caches + held_caches(nbytes), bytes + nbytes + source_bytes
+    end
   end
   return caches, bytes
 end

@@ -84,6 +84,14 @@ class RemoteEngine:
         self._pace.record(time.monotonic() - started)
         return result
 
+    async def broadcast(self, method: str, *args: Any, deadline_s: float, **kwargs: Any) -> list[Any]:
+        """The results of a method of `Replica`, called on every replica that runs. Ray makes such calls at once, past
+        all queues: they must be short."""
+        with self._translated():
+            response = self.handle.broadcast(method, *args, **kwargs, origin=_origin())
+            results: list[Any] = await response.results_async(timeout_s=deadline_s)
+        return results
+
     async def stream(self, method: str, *args: Any, tenant: str, deadline_s: float) -> AsyncGenerator[Any, None]:
         """What a method of `Replica` yields, which runs under the caller's log id: `stream` or `watch`."""
         about = {"tenant": tenant, "deadline_s": deadline_s, "origin": _origin()}

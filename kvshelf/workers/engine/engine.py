@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -33,6 +33,7 @@ from kvshelf.workers.engine.attention.inspection import layer_shapes
 from kvshelf.workers.engine.decode.batch import DecodeBatch
 from kvshelf.workers.engine.decode.generation import Answer, Checkpoint, Generation, Progress, Sampling
 from kvshelf.workers.engine.decode.passages import Passages
+from kvshelf.workers.engine.decode.reduction import SuffixReducer
 from kvshelf.workers.engine.decode.selection import (
     BlockSelection,
     PolicySelection,
@@ -42,12 +43,14 @@ from kvshelf.workers.engine.decode.selection import (
     stored_entries,
 )
 from kvshelf.workers.engine.decode.turns import Turn
+from kvshelf.workers.engine.episodes import Episode, episodes_in, nearest_episode
 from kvshelf.workers.engine.export import Positions, export
 from kvshelf.workers.engine.forward.passes import Passes
 from kvshelf.workers.engine.inputs.encode import Document, Encoder, Prompt
 from kvshelf.workers.engine.inputs.job import Job, Level, Parent, shared
 from kvshelf.workers.engine.inputs.prepare import Preparer, as_bytes
 from kvshelf.workers.engine.inputs.requirements import (
+    require_bounded,
     require_budget_taken,
     require_growing,
     require_joinable,
@@ -57,6 +60,9 @@ from kvshelf.workers.engine.inputs.requirements import (
     require_questions_taken,
     require_selectable,
     require_sentences,
+    require_suffix_fields,
+    require_turns,
+    require_unshared,
 )
 from kvshelf.workers.engine.parallel.ranks import SharedModel
 from kvshelf.workers.engine.prefill.appending import continued
@@ -72,6 +78,7 @@ from kvshelf.workers.model.text import EncodedDocument, TextFormat
 from kvshelf.workers.policies import DEFAULT_POLICY, build
 from kvshelf.workers.policies.base import Policy, ScoringPolicy
 from kvshelf.workers.policies.budgets import Budget
+from kvshelf.workers.policies.epicache import EpiCache
 from kvshelf.workers.policies.full import Full
 from kvshelf.workers.policies.infllm import InfLLM
 from kvshelf.workers.selectors import build as build_selector
@@ -80,6 +87,7 @@ from kvshelf.workers.selectors.by_policy import ByPolicy
 from kvshelf.workers.selectors.fasa import Fasa
 from kvshelf.workers.selectors.infllm import InfLLM as InfLLMBlocks
 from kvshelf.workers.selectors.sentencekv import SentenceKV
+from kvshelf.workers.suffixes.registry import build as build_suffix_policy
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
@@ -93,9 +101,9 @@ Asked = CompressedCache | Sequence[CompressedCache]
 class Engine:
     """A causal language model of transformers, its tokenizer, and what kvshelf does with them.
 
-    One thread owns the model; only `prepare`, `encode_document`, `split`, `encode_query`, `encode_search`, `attach`,
-    `joined`, `select` and `start` are thread-safe. The model keeps its own attention function; a call selects kvshelf's
-    while it runs.
+    One thread owns the model; only `prepare`, `prepare_append`, `encode_document`, `split`, `find_episodes`, `nearest`,
+    `encode_query`, `encode_search`, `attach`, `joined`, `select`, `bound`, `start`, `turn_ids` and `turn_identity` are
+    thread-safe. The model keeps its own attention function; a call selects kvshelf's while it runs.
     """
 
     def __init__(
@@ -266,9 +274,39 @@ class Engine:
             budget = Budget.resolve(view.num_tokens, compression_ratio=compression_ratio, budget_tokens=budget_tokens)
         else:
             budget = Budget.full(view.num_tokens)
-        return self._preparer.job(
+        job = self._preparer.job(
             view, chosen, budget, encoded=encoded, given=frozenset(given), questions=expected_questions
         )
+        require_unshared(job.absorber, self.name, ranks=self.passes.ranks is not None)
+        return job
+
+    def find_episodes(self, document: Document, count: int = 4) -> list[Episode]:
+        """The episodes of a conversation, from its messages or from a text, whose paragraphs (or sentences, where there
+        are few) count as utterances. Thread-safe: the model does not run. Raises `InvalidRequest`."""
+        return episodes_in(document, count, self.require_text("episodes").encode)
+
+    def episodes(
+        self,
+        document: Document,
+        count: int = 4,
+        *,
+        prefill: str = "chunked",
+        **options: Any,
+    ) -> list[CompressedCache]:
+        """One cache of the whole document for each of its episodes, by policy `epicache`: `find_episodes`, then
+        `compress` for each with these options. Each cache has the whole budget: `count` of them take `count` times the
+        bytes. `answer` with route "nearest" asks the one that a question is about."""
+        found = self.find_episodes(document, count)
+        given = {"policy": EpiCache.name, "prefill": prefill, **options}
+        return [self.compress(document, probe=each.text, centroid=each.centroid, **given) for each in found]
+
+    def nearest(self, params: Sequence[Mapping[str, Any]], prompt: Prompt) -> int:
+        """Which of several caches of episodes a question is about, by its words. Thread-safe: the model does not run.
+
+        params: the policy parameters of each cache. Raises `InvalidRequest` for one cache alone, and for one that is of
+        no episode.
+        """
+        return nearest_episode(params, self._encoder.words(prompt))
 
     def extend(
         self,
@@ -342,6 +380,10 @@ class Engine:
             questions=expected_questions,
             parent=self._parent(cache),
         )
+
+    def require_turns(self) -> None:
+        """Raises `PolicyUnsupported` for a model whose turns cannot be kept."""
+        require_turns(self.name, ranks=self.passes.ranks is not None)
 
     def turn_ids(self, document: Attachment, prompt: Prompt, text: str, token_ids: Sequence[int]) -> list[int]:
         """What a turn appends to a cache: a prompt, and the answer with this text and these ids. A conversation has the
@@ -768,12 +810,13 @@ class Engine:
         selection: Selection | None = None,
         *,
         passages: bool = False,
+        reducer: SuffixReducer | None = None,
     ) -> Generation:
         """Begin an answer to the token ids `query`. It runs when a batch steps it, not before.
 
         The answer ends early, with finish reason "length", where the model's longest sequence is reached. selection:
         as `select` has made it for this document and this one answer. passages: whether the answer says which tokens of
-        the documents it read.
+        the documents it read. reducer: as `bound` has made it for this one answer.
         """
         sampling = sampling or Sampling()
         document = cache if isinstance(cache, Attached) else self.attach(cache)
@@ -797,7 +840,28 @@ class Engine:
             decoder=decoder,
             selection=selection,
             passages=Passages(document) if passages else None,
+            reducer=reducer,
         )
+
+    def bound(
+        self,
+        policy: str,
+        *,
+        question_tokens: int,
+        budget: int | None = None,
+        params: Mapping[str, Any] | None = None,
+    ) -> SuffixReducer:
+        """What bounds the keys and values of one question and its answer, by the suffix policy of this name.
+        Thread-safe.
+
+        budget: entries of a KV head, those of the question included (default: 512 beside these). question_tokens: of
+        this question. Raises `InvalidRequest` for an unknown policy or parameter and a budget below what is always
+        kept, `PolicyUnsupported` for a model with windows, chunks or latents, or in several processes.
+        """
+        chosen = build_suffix_policy(policy, params or {})
+        require_bounded(self.kinds, self.name, ranks=self.passes.ranks is not None)
+        attending = [layer for layer, kind in enumerate(self.kinds) if kind.attends]
+        return SuffixReducer(chosen, question_tokens, budget, attending)
 
     def select(
         self,
@@ -873,9 +937,19 @@ class Engine:
         select: str | None = None,
         select_tokens: int | None = None,
         select_params: Mapping[str, Any] | None = None,
+        suffix: Mapping[str, Any] | None = None,
+        route: Literal["nearest"] | None = None,
     ) -> Answer:
         """Ask one document, or several together (a list of caches, see `joined`), and wait. Greedy unless a temperature
-        is given. select: the name of a selector, whose budget and parameters follow (see `Engine.select`)."""
+        is given. select: the name of a selector, whose budget and parameters follow (see `Engine.select`). suffix: the
+        `policy` that bounds what the answer adds in memory, its `budget` and `params` (see `Engine.bound`). route:
+        "nearest" asks only that of several caches of episodes that the question is about; its share among the
+        `sources` is 1."""
+        place = None
+        if route is not None:
+            caches = [cache] if isinstance(cache, CompressedCache) else cache
+            place = self._routed(caches, prompt, route)
+            cache, count = caches[place], len(caches)
         (answer,) = self.answer_all(
             [(cache, prompt)],
             max_new_tokens=max_new_tokens,
@@ -886,8 +960,18 @@ class Engine:
             select=select,
             select_tokens=select_tokens,
             select_params=select_params,
+            suffix=suffix,
         )
-        return answer
+        if place is None:
+            return answer
+        return replace(answer, sources=tuple(float(at == place) for at in range(count)))
+
+    def _routed(self, caches: Sequence[CompressedCache], prompt: Prompt, route: str) -> int:
+        if route != "nearest":
+            raise InvalidRequest(f"unknown route {route!r}; there is 'nearest'", param="route")
+        for cache in caches:
+            self.require_own(cache)
+        return self.nearest([cache.identity.policy_params for cache in caches], prompt)
 
     def answer_all(
         self,
@@ -901,11 +985,12 @@ class Engine:
         select: str | None = None,
         select_tokens: int | None = None,
         select_params: Mapping[str, Any] | None = None,
+        suffix: Mapping[str, Any] | None = None,
     ) -> list[Answer]:
         """Answer every prompt from its cache, with one forward pass per token for all. In the order of `asked`.
 
         The options are those of `answer`. Keys and values of all questions and answers are in memory at once, 1 to 2
-        times `kv_bytes_per_token` for each token. Raises the first error.
+        times `kv_bytes_per_token` for each token, or for each entry of the budget of `suffix`. Raises the first error.
         """
         sampling = Sampling(max_new_tokens, temperature, top_p, seed, tuple(stop))
         batch = self.batch()
@@ -917,13 +1002,18 @@ class Engine:
                 selection = self.select(
                     document, select, question_tokens=len(query), tokens=select_tokens, params=select_params
                 )
-            answers.append(self.start(document, query, sampling, selection))
+            reducer = None if suffix is None else self._bound(suffix, len(query))
+            answers.append(self.start(document, query, sampling, selection, reducer=reducer))
         with kvshelf_attention(self.model):  # otherwise each step would select and restore it
             while open_ones := [answer for answer in answers if not answer.finished]:
                 for told in batch.step(open_ones):
                     if isinstance(told, Exception):
                         raise told
         return [answer.answer() for answer in answers]
+
+    def _bound(self, suffix: Mapping[str, Any], question_tokens: int) -> SuffixReducer:
+        given = require_suffix_fields(suffix)
+        return self.bound(given.pop("policy"), question_tokens=question_tokens, **given)
 
     def _attached(self, asked: Asked) -> Attached:
         caches = [asked] if isinstance(asked, CompressedCache) else asked

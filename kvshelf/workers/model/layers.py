@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Final, NamedTuple
 
 from kvshelf.errors import PolicyUnsupported
-from kvshelf.store.artifact.seen import tokens_seen
+from kvshelf.store.artifact.shape import tokens_seen
 
 _CHUNKED: Final = "chunked_attention"
 _ATTEND: Final = frozenset({"full_attention", "sliding_attention", _CHUNKED, "hybrid", "hybrid_sliding"})

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvshelf.errors import InvalidRequest
 from kvshelf.kernels.select import importance_of
 from kvshelf.workers.policies.base import Observes, Policy, ScoringPolicy, parameter, parameter_fields
+from kvshelf.workers.policies.blocks import BlockPolicy
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.sharing import GlobalSharing, flat_counts, least
 from kvshelf.workers.policies.snapkv import SnapKV
@@ -53,6 +54,11 @@ class Ada(ScoringPolicy):
         base = _scoring_policy(ada.base, known)
         leaves_sharing = _can_leave_sharing(base)
         scoring = base.build(of_base | ({"across": "head"} if leaves_sharing else {}), known)
+        if isinstance(scoring, BlockPolicy) and scoring.prefill != "whole":
+            raise InvalidRequest(
+                f"ada shares budgets once a layer is whole; take prefill=whole, or policy {ada.base!r} itself",
+                param="policy_params.prefill",
+            )
         if ada.across == "cache" and base.counts is not ScoringPolicy.counts and not leaves_sharing:
             raise InvalidRequest(
                 f"policy {ada.base!r} shares the budget among layers or heads itself, which across 'cache' would undo; "

@@ -60,7 +60,8 @@ def pooling_kernel(default: int) -> Any:
 
 
 class Absorber(Protocol):
-    """Compresses a document by a policy while it is read, chunk by chunk."""
+    """Compresses a document by a policy while it is read, chunk by chunk: tokens that wait until the policy has enough
+    of them (`Buffered`), or whole chunks, each judged by a probe behind it (`blocks.BlockAbsorber`)."""
 
     @property
     def mode(self) -> str:
@@ -73,6 +74,10 @@ class Absorber(Protocol):
     @property
     def chunks(self) -> Sequence[int]:
         """Tokens of each forward pass; they add up to the document."""
+
+
+class Buffered(Absorber, Protocol):
+    """One that needs no queries."""
 
     def absorb(self, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
         """Judge the oldest tokens that are not yet reduced; None if more tokens must come first.

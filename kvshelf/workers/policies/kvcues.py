@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Final
 
 import torch
@@ -42,6 +42,7 @@ class KVcues(KVzip):
         "for the smallest caches that still answer: keeps what questions read, for up to ten times the prefill."
     )
 
+    prefill: str = field(default="whole", init=False)  # cues are asked of the whole document
     every: int = parameter(EVERY, "document tokens from one cue to the next", minimum=1)
 
     def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:

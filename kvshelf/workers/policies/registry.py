@@ -14,6 +14,7 @@ from kvshelf.workers.policies.compresskv import CompressKV
 from kvshelf.workers.policies.dapq import DapQ
 from kvshelf.workers.policies.defensivekv import DefensiveKV
 from kvshelf.workers.policies.ems import EMS
+from kvshelf.workers.policies.epicache import EpiCache
 from kvshelf.workers.policies.expected_attention import ExpectedAttention
 from kvshelf.workers.policies.full import Full
 from kvshelf.workers.policies.h2o import H2O
@@ -50,6 +51,7 @@ _OURS: Mapping[str, type[Policy]] = {
         DapQ,
         DefensiveKV,
         EMS,
+        EpiCache,
         ExpectedAttention,
         H2O,
         InfLLM,

@@ -27,6 +27,10 @@ Said = dict[str, str]
 TURN_TTL_S: Final = 7 * 86400.0
 """How long a stored turn is kept where neither the query nor the cache that it follows says so."""
 
+_TRIES: Final = 4
+"""Beginnings of a conversation that are looked for behind one cache. Turns are stored one by one, so the first is there
+unless it expired before the next, or the model has states."""
+
 
 class Conversations:
     """The stored turns of one model. Blocks; for threads."""
@@ -45,7 +49,7 @@ class Conversations:
 
     def _next(self, manifest: Manifest, messages: Sequence[Said]) -> tuple[Manifest, Sequence[Said]] | None:
         """The cache of the first turns that are stored behind one, and the messages after them."""
-        for end in ends_of_turns(messages[:-1]):  # the question is to have a message
+        for end in ends_of_turns(messages[:-1])[:_TRIES]:  # the question is to have a message
             try:
                 identity = self._engine.turn_identity(
                     Identity.from_dict(manifest.identity), manifest.codec, manifest.kept_tokens, messages[:end]
@@ -89,7 +93,7 @@ class Conversations:
     def _caches(
         self, parent: CompressedCache, query: Asking, answer: Answer, turn: Turn
     ) -> Iterator[tuple[Sequence[Said], CompressedCache]]:
-        """Each turn, and the cache after it; all as one where the states of the model are known behind the last alone."""
+        """Each turn, and the cache after it; all as one where states of the model are known behind the last alone."""
         said = [*said_in(query), {"role": "assistant", "content": answer.text}]
         plain = parent.identity.boundary == "text"
         if plain or any(kind.states for kind in self._engine.kinds):

@@ -13,11 +13,12 @@ from typing import Any, NoReturn
 
 import structlog
 
-from kvshelf.api import Asking, ReadShares, Source
+from kvshelf.api import Asking, JointQuery, ReadShares, Source
 from kvshelf.errors import CacheError, CacheNotFound, DeadlineExceeded, KvshelfError
 from kvshelf.store.base import Store
 from kvshelf.workers.engine.attention.attachment import Attached, Attachment
 from kvshelf.workers.engine.decode.generation import Answer, Sampling
+from kvshelf.workers.engine.decode.reduction import SuffixReducer
 from kvshelf.workers.engine.decode.selection import Selection
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.replica.calls import Threads, called_as
@@ -41,12 +42,19 @@ class Questions:
     threads: Threads
     residents: Residents
     conversations: Conversations
-    _evicting: asyncio.Task[NoReturn] | None = field(default=None, init=False)
+    _housekeeping: list[asyncio.Task[NoReturn]] = field(default_factory=list, init=False)
 
     def stop(self) -> None:
-        if self._evicting is not None:
-            self._evicting.cancel()
+        for task in self._housekeeping:
+            task.cancel()
         self.residents.close()
+
+    async def hint(self, cache_id: str, next_use_s: float | None, *, tenant: str, origin: str = "") -> dict[str, int]:
+        """The next question on a cache comes in so many seconds, see `Residents.hint`; returns its `take_counts`."""
+        with called_as(origin):
+            self._keep_house()
+            self.residents.hint(cache_id, tenant, next_use_s)
+            return self.residents.take_counts()
 
     async def query(
         self,
@@ -100,11 +108,13 @@ class Questions:
     async def _loaded(
         self, caches: str | Sequence[str], query: Asking, tenant: str, deadline_s: float | None
     ) -> AsyncIterator[_Loaded]:
-        if self._evicting is None:  # begun here: the event loop of the first question is the one that will run it
-            self._evicting = asyncio.ensure_future(self.residents.evict_idle_forever())
+        self._keep_house()
         started = time.monotonic()
-        cache_ids = [caches] if isinstance(caches, str) else list(caches)
+        asked = [caches] if isinstance(caches, str) else list(caches)
+        routed = isinstance(query, JointQuery) and query.route is not None
+        cache_ids = [await self._nearest(asked, query, tenant)] if routed else asked
         if query.store:
+            self.engine.require_turns()
             await self.threads.run(self.store.admit, tenant)
         async with AsyncExitStack() as stack:
             try:
@@ -115,11 +125,17 @@ class Questions:
                     f"the cache could not be had within {deadline_s} s: the store is slow, or the memory for caches is "
                     "full of others that are being asked; try again"
                 ) from exc
+            except KvshelfError as error:
+                if routed:
+                    error.details["cache_id"] = cache_ids[0]
+                raise
             for cache_id in cache_ids:
                 self.threads.submit(_touch, self.store, cache_id, tenant)
             document = self.engine.joined([resident.document for resident, _ in held])
             found = dict(zip(cache_ids, held, strict=True))
-            loaded = _Loaded(found, document, query, started, time.monotonic() - started)
+            found_s, counts = time.monotonic() - started, self.residents.take_counts()
+            named = asked if routed else cache_ids
+            loaded = _Loaded(named, found, document, query, started, found_s, counts)
             try:
                 yield loaded
             except KvshelfError as error:
@@ -127,12 +143,32 @@ class Questions:
                     error.details["cache_id"] = failed
                 raise
 
+    async def _nearest(self, cache_ids: Sequence[str], query: Asking, tenant: str) -> str:
+        """Of these caches of episodes the one that the question is about. Errors of the store name their cache."""
+
+        def params(cache_id: str) -> dict[str, Any]:
+            try:
+                return self.store.stat(cache_id, tenant=tenant).policy_params
+            except KvshelfError as error:
+                error.details["cache_id"] = cache_id
+                raise
+
+        def nearest() -> str:
+            return cache_ids[self.engine.nearest(list(map(params, cache_ids)), _prompt(query))]
+
+        return await self.threads.run(nearest)
+
+    def _keep_house(self) -> None:
+        """Begun by the first call: its event loop is the one that will run it."""
+        if not self._housekeeping:
+            forever = self.residents.evict_idle_forever(), self.residents.read_ahead_forever()
+            self._housekeeping += map(asyncio.ensure_future, forever)
+
     async def _held(
         self, stack: AsyncExitStack, cache_ids: list[str], query: Asking, tenant: str
     ) -> tuple[list[str], Asking, list[tuple[Resident, bool]]]:
         """The caches to ask, with what is left to ask of them: of a conversation about one, what follows the turns that
         are on the shelf."""
-        part = query.select is not None and reads_by_index(query.select.method)
         if len(cache_ids) == 1 and query.messages is not None and len(query.messages) > 1:
             shelved = self.conversations.shelved
             cache_id, left = await self.threads.run(shelved, cache_ids[0], said_in(query), tenant)
@@ -140,23 +176,26 @@ class Questions:
                 rest = query.model_copy(update={"messages": query.messages[-len(left) :]})
                 # A turn that cannot be read is a longer prefill, and no error.
                 with suppress(CacheError, CacheNotFound):
-                    return [cache_id], rest, await self._entered(stack, [cache_id], tenant, part=part)
-        return cache_ids, query, await self._entered(stack, cache_ids, tenant, part=part)
+                    return [cache_id], rest, await self._entered(stack, [cache_id], query, tenant)
+        return cache_ids, query, await self._entered(stack, cache_ids, query, tenant)
 
     async def _entered(
-        self, stack: AsyncExitStack, cache_ids: list[str], tenant: str, *, part: bool
+        self, stack: AsyncExitStack, cache_ids: list[str], query: Asking, tenant: str
     ) -> list[tuple[Resident, bool]]:
-        return await stack.enter_async_context(self.residents.using_all(cache_ids, tenant, part=part))
+        part = query.select is not None and reads_by_index(query.select.method)
+        using = self.residents.using_all(cache_ids, tenant, part=part, tool=query.tool)
+        return await stack.enter_async_context(using)
 
     async def _begun(self, loaded: _Loaded, **options: Any) -> Ticket[Answer]:
         """The queued answer. options: of `Scheduler.generate`."""
         document, query = loaded.document, loaded.query
         ids = await self._encode(document, query)
-        selection, passages = await self._selected(document, query, ids), _asks_passages(query)
+        options |= {"passages": _asks_passages(query), "reducer": self._bound(query, ids)}
+        selection = await self._selected(document, query, ids)
         if query.store:
             assert isinstance(document, Attachment)
             options["turn_of"] = partial(self.engine.turn_ids, document, _prompt(query))
-        return self.scheduler.generate(document, ids, _sampling(query), selection, passages=passages, **options)
+        return self.scheduler.generate(document, ids, _sampling(query), selection, **options)
 
     async def _kept(self, loaded: _Loaded, answer: Answer, reply: Reply, tenant: str) -> Reply:
         """The reply, once its turn is stored if the query asks for that. What keeps a turn from being stored is no
@@ -173,6 +212,14 @@ class Questions:
 
     async def _encode(self, document: Attached, query: Asking) -> list[int]:
         return await self.threads.run(self.engine.encode_query, document, _prompt(query))
+
+    def _bound(self, query: Asking, ids: Sequence[int]) -> SuffixReducer | None:
+        """What bounds the answer's memory."""
+        if query.suffix is None:
+            return None
+        return self.engine.bound(
+            query.suffix.policy, question_tokens=len(ids), budget=query.suffix.budget, params=query.suffix.params
+        )
 
     async def _selected(self, document: Attached, query: Asking, ids: Sequence[int]) -> Selection | None:
         """What the answer reads, on a thread: it waits for all layers of a cache that is arriving."""
@@ -191,21 +238,24 @@ class _Loaded:
     """The caches to query, by id, each with whether it was in memory. They may still be arriving; every answer waits
     for all of them.
 
-    document: they, as the question sees them. query: what is asked of them. started: the time of the request, of
-    `time.monotonic`. found_s: seconds until the caches were found in memory or began to arrive.
+    asked: the ids in the answer, of which a route may have chosen one to hold. document: they, as the question sees
+    them. query: what is asked of them. started: the time of the request, of `time.monotonic`. found_s: seconds until
+    the caches were found in memory or began to arrive. counts: of `Residents.take_counts`.
     """
 
+    asked: Sequence[str]
     held: dict[str, tuple[Resident, bool]]
     document: Attached
     query: Asking
     started: float
     found_s: float
+    counts: dict[str, int]
 
     @property
     def failed(self) -> str | None:
         """Of several caches, one that could not be read."""
         unread = (cache_id for cache_id, (resident, _) in self.held.items() if resident.document.failed)
-        return next(unread, None) if len(self.held) > 1 else None
+        return next(unread, None) if len(self.asked) > 1 else None
 
     def reply(self, answer: Answer, ticket: Ticket[Answer]) -> Reply:
         """The reply for an answer that has just ended."""
@@ -238,7 +288,8 @@ class _Loaded:
             token_ids=answer.token_ids,
             read_from=read_from,
             phases=phases,
-            sources=tuple(Source(cache_id=id, share=share) for id, share in shares.items()),
+            memory=self.counts,
+            sources=tuple(Source(cache_id=id, share=shares.get(id, 0.0)) for id in self.asked),
             passages=None if answer.passages is None else list(map(ReadShares.of, self.held, answer.passages)),
         )
 

@@ -38,8 +38,8 @@ layers, so one layer has taken this long: it hangs, or it blocks the replica for
 class Replica:
     """See the module. `start` it on the event loop that will call it, `stop` it once.
 
-    create, watch, append, estimate, cues, max_document_tokens: see `Creations`. query, stream: see `Questions`. search:
-    see `Searches`. origin: the id under which the caller logs the request; log lines here carry it, too.
+    create, watch, append, estimate, cues, max_document_tokens: see `Creations`. query, stream, hint: see `Questions`.
+    search: see `Searches`. origin: the id under which the caller logs the request; log lines here carry it, too.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class Replica:
         conversations = Conversations(engine, store)
         self._questions = Questions(engine, store, scheduler, threads, held, conversations)
         self.query, self.stream = self._questions.query, self._questions.stream
+        self.hint = self._questions.hint
         self.search = Searches(engine, store, scheduler, threads).search
 
     def start(self) -> None:

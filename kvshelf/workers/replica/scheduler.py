@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvshelf.errors import InternalError, InvalidRequest, KvshelfError, NoWorker
 from kvshelf.workers.engine.attention.attachment import block
 from kvshelf.workers.engine.attention.function import kvshelf_attention
+from kvshelf.workers.engine.decode.reduction import SuffixReducer
 from kvshelf.workers.engine.decode.selection import Selection
 from kvshelf.workers.engine.decode.suffixes import capacity_for
 from kvshelf.workers.replica.queues import Answering, Compressing, Passing, Queues, SchedulerLimits, TurnOf, Work
@@ -98,6 +99,7 @@ class Scheduler:
         selection: Selection | None = None,
         *,
         passages: bool = False,
+        reducer: SuffixReducer | None = None,
         on_text: Callable[[str], None] = lambda _: None,
         turn_of: TurnOf | None = None,
         tenant: str = "default",
@@ -109,8 +111,9 @@ class Scheduler:
         Raises `QueueFull`, `NoWorker`, `InvalidRequest` for a question beyond the limits, and what `Engine.start`
         raises.
         """
-        suffix_bytes = self._suffix_bytes(len(query) + sampling.max_tokens)
-        generation = self._engine.start(cache, query, sampling, selection, passages=passages)
+        most = None if reducer is None else reducer.most
+        suffix_bytes = self._suffix_bytes(len(query) + sampling.max_tokens, most)
+        generation = self._engine.start(cache, query, sampling, selection, passages=passages, reducer=reducer)
         work = Answering(Ticket(deadline_s), generation, on_text, suffix_bytes, tenant, turn_of)
         with self._queues.changed:
             self._require_accepting()
@@ -128,8 +131,10 @@ class Scheduler:
             self._queues.add_pass(Passing(ticket, run, tenant))
         return ticket
 
-    def _suffix_bytes(self, tokens: int) -> int:
-        needed = capacity_for(min(tokens, self._engine.max_tokens)) * self._engine.kv_bytes_per_token
+    def _suffix_bytes(self, tokens: int, most: int | None) -> int:
+        """most: entries that there will be at most, where a suffix policy bounds them."""
+        entries = min(tokens, self._engine.max_tokens, most or tokens)
+        needed = capacity_for(entries, most) * self._engine.kv_bytes_per_token
         needed += 2 * self._engine.state_bytes  # a step reads the states before it and makes those behind it
         if needed > self._limits.max_suffix_bytes:
             raise InvalidRequest(

@@ -23,6 +23,10 @@ class SingleFlight(Generic[ResultT]):
     def __init__(self) -> None:
         self._calls: dict[str, _Call[ResultT]] = {}
 
+    def __len__(self) -> int:
+        """How much work is in progress."""
+        return len(self._calls)
+
     async def join(self, key: str, work: Callable[[], Awaitable[ResultT]]) -> tuple[ResultT, bool]:
         """The result of `work`, and whether this caller started it or joined an earlier call with the same key.
 

@@ -41,6 +41,8 @@ NEEDS = {
     ("GET", "/v1/caches/{cache_id}"): "read",
     ("PATCH", "/v1/caches/{cache_id}"): "write",
     ("DELETE", "/v1/caches/{cache_id}"): "write",
+    ("POST", "/v1/caches/{cache_id}/append"): "write",
+    ("GET", "/v1/caches/{cache_id}/turns"): "read",
     ("GET", "/v1/caches/{cache_id}/blob"): "read",
     ("POST", "/v1/caches/{cache_id}/verify"): "write",
     ("POST", "/v1/caches/{cache_id}/query"): "read",
@@ -67,6 +69,7 @@ NEEDS = {
     ("GET", "/v1/models"): "read",
     ("GET", "/v1/policies"): "read",
     ("GET", "/v1/selectors"): "read",
+    ("GET", "/v1/suffix_policies"): "read",
     ("GET", "/v1/limits"): "read",
     ("GET", "/metrics"): "admin",
 }
@@ -282,6 +285,24 @@ def test_a_question_that_may_store_caches_needs_a_key_that_writes(guarded: Guard
             refused(reader.post(path, json=body | about), 403, "forbidden")
             assert reader.post(path, json=body | about | {"on_miss": "error"}).status_code == 200
             assert acme.post(path, json=body | about).status_code == 200
+        path, keeps = f"/v1/caches/{cache_id}/query", {"prompt": "What rises?", "max_tokens": 2, "store": True}
+        refused(reader.post(path, json=keeps), 403, "forbidden")
+        chat = {"cache_id": cache_id, "messages": [{"role": "user", "content": "What rises?"}], "store": True}
+        refused(reader.post("/v1/chat/completions", json=chat), 403, "forbidden")
+
+
+def test_another_tenant_s_cache_grows_for_its_tenant_alone(acme: httpx.Client, other: httpx.Client) -> None:
+    ours = created(acme, document=DOCUMENT)
+    appended = acme.post(f"/v1/caches/{ours['id']}/append", json={"document": " Later, it falls."}).json()
+    for path, body in (("append", {"document": "more"}), ("query", {"prompt": "What?", "store": True})):
+        tried = (other.post(f"/v1/caches/{each}/{path}", json=body) for each in (appended["id"], UNKNOWN))
+        same_but_for_the_id(*tried, appended["id"])
+    seen = (other.get(f"/v1/caches/{each}/turns") for each in (appended["id"], UNKNOWN))
+    same_but_for_the_id(*seen, appended["id"])
+    assert other.get("/v1/caches", params={"parent_id": ours["id"]}).json()["data"] == []
+    gone = (other.delete(f"/v1/caches/{each}", params={"cascade": "true"}) for each in (ours["id"], UNKNOWN))
+    same_but_for_the_id(*gone, ours["id"])
+    assert acme.get(f"/v1/caches/{appended['id']}").json()["parent_id"] == ours["id"]
 
 
 def test_a_request_in_the_background_is_its_tenant_s_alone(acme: httpx.Client, other: httpx.Client) -> None:

@@ -227,6 +227,13 @@ def test_of_many_who_saw_the_same_one_changes_it(http: httpx.Client) -> None:
         assert sorted(threads.map(change, range(10))) == [200] + [412] * 9
 
 
+def test_deleting_with_what_extends_it(http: httpx.Client) -> None:
+    url = f"/v1/caches/{create(http, document=DOCUMENT + 'to be deleted with all', policy='full')['id']}"
+    assert http.delete(url, params={"cascade": "perhaps"}).status_code == 400
+    assert http.delete(url, params={"cascade": "true"}).json()["descendants"] == []
+    assert http.get(url).status_code == 404
+
+
 def test_deleting(http: httpx.Client) -> None:
     cache_id = create(http, document=DOCUMENT + "to be deleted", policy="full")["id"]
     assert http.delete(f"/v1/caches/{cache_id}").json() == {

@@ -106,6 +106,8 @@ def test_prompts_messages_and_streams(http: httpx.Client, caches: list[dict[str,
         ({"prompt": None}, "prompt", "neither"),
         ({"prompt": ["a", "b"], "stream": True}, "stream", "several prompts"),
         ({"on_miss": "guess"}, "on_miss", "recompute"),
+        ({"route": "nearest"}, "route", "several caches"),
+        ({"route": "farthest"}, "route", "nearest"),
     ],
 )
 def test_bad_questions_name_their_field(http: httpx.Client, change: dict[str, Any], param: str, words: str) -> None:
@@ -114,6 +116,50 @@ def test_bad_questions_name_their_field(http: httpx.Client, change: dict[str, An
     error = refused(http.post("/v1/query", json=body), 400, "invalid_request")
     assert error["param"] == param
     assert words in error["message"]
+
+
+TALK = "\n\n".join(
+    ["The crane lifts grain.", "Is the crane oiled?", "The grain is dry.", "A crane needs rope."] * 2
+    + ["Pupils sing loudly.", "The teacher sings, too.", "Songs end the lesson.", "Pupils clap."] * 2
+)
+
+
+def test_a_question_goes_to_the_nearest_of_the_caches_of_episodes(http: httpx.Client) -> None:
+    fields = {"document": TALK, "episodes": {"count": 2}, "compression_ratio": 0.25, "keep_source": True}
+    response = http.post("/v1/caches", json=fields)
+    assert response.status_code == 201, response.text
+    made = response.json()["data"]
+    assert [cache["labels"]["episode"] for cache in made] == ["1/2", "2/2"]
+    assert [(cache["policy"], cache["policy_params"]["prefill"]) for cache in made] == [("epicache", "chunked")] * 2
+    ids = ids_of(made)
+    for prompt, place in (("Who oiled the crane?", 0), ("What do pupils sing?", 1)):
+        answer = ask(http, ids, prompt=prompt, route="nearest")
+        assert [source["share"] for source in answer["sources"]] == [float(place == n) for n in (0, 1)]
+        assert answer["cache_ids"] == ids
+        alone = http.post(f"/v1/caches/{ids[place]}/query", json={"prompt": prompt, "max_tokens": 8}).json()
+        assert (answer["text"], answer["usage"]) == (alone["text"], alone["usage"])
+        *_, last = events(post(http, ids, prompt=prompt, route="nearest", stream=True))
+        assert (last["text"], last["sources"]) == (answer["text"], answer["sources"])
+    both = ask(http, ids, prompt=["crane", "pupils"], route="nearest")["data"]
+    assert [[source["share"] for source in each["sources"]] for each in both] == [[1.0, 0.0], [0.0, 1.0]]
+    other = created(http, document=TALK)
+    error = refused(post(http, [*ids, other["id"]], route="nearest"), 400, "invalid_request")
+    assert (error["param"], "episodes" in error["message"]) == ("cache_ids[2]", True)
+    together = ask(http, ids)["sources"]
+    assert min(source["share"] for source in together) > 0
+
+
+def test_an_episode_that_cannot_be_read_is_made_again(http: httpx.Client, service: LiveService) -> None:
+    """With its probe and its centroid, so that it gets the same id and questions still find it."""
+    fields = {"document": TALK + " ", "episodes": {"count": 2}, "keep_source": True, "name": "again"}
+    ids = ids_of(http.post("/v1/caches", json=fields).json()["data"])
+    flip(service, ids[0])
+    refused(post(http, ids, prompt="crane", route="nearest"), 424, "cache_corrupt")
+    answer = ask(http, ids, prompt="crane", route="nearest", on_miss="recompute")
+    assert answer["recomputed"] == [{"cache_id": ids[0], "reason": "corrupt"}]
+    assert [source["share"] for source in answer["sources"]] == [1.0, 0.0]
+    assert answer["cache_ids"] == ids
+    assert ask(http, ids, prompt="crane", route="nearest")["text"] == answer["text"]
 
 
 def test_an_unknown_cache_among_others_is_as_if_asked_alone(http: httpx.Client, caches: list[dict[str, Any]]) -> None:

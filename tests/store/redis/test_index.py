@@ -27,6 +27,7 @@ from tests.store.indexes import NOW, cache_id, fill, found, manifest, put, redis
 from tests.store.processes import start_child
 from tests.store.redis.servers import Cluster, LyingServer, ValkeyServer, wait_until
 
+KEPT = 9.1e15
 BASE = "{kvshelf}:"
 HOME = BASE + "home"
 
@@ -60,13 +61,23 @@ def require_no_rest(client: redis.Redis) -> None:
 
     assert members("stored") == {id: float(e["seq"]) for id, e in stored.items()}
     assert members("expiry") == {id: float(e["expires_at"]) for id, e in stored.items() if "expires_at" in e}
-    assert members("eviction") == {id: float(e["priority"]) for id, e in ready.items() if e["pinned"] == "0"}
+    refs = {(base.split(":")[0], id) for id, e in stored.items() for base in e.get("bases", "").split(",") if base}
+    assert {(key[2:], id) for key in keys if key.startswith("r:") for id in client.smembers(BASE + key)} == refs
+    bases = {name for name, _ in refs}
+    assert bases - {e["name"] for e in stored.values()} == {n for n, end in members("writes").items() if end == KEPT}
+    unpinned = {id: float(e["priority"]) for id, e in ready.items() if e["pinned"] == "0" and e["name"] not in bases}
+    assert members("eviction") == unpinned
+    numbers = Counter(id for _, id in refs if id in ready)
+    assert members("spliced") == {id: float(number) for id, number in numbers.items()}
+    children = {(e["parent_id"], id) for id, e in entries.items() if "parent_id" in e}
+    found = {(key[2:], id) for key in keys if key.startswith("k:") for id in client.smembers(BASE + key)}
+    assert found == children
     assert members("ended") == {id: float(e["ended_at"]) for id, e in entries.items() if id not in stored}
     assert {key[2:] for key in keys if key.startswith("m:")} == set(stored)
     listings = Counter(id for key in keys if key.startswith("l:") for id in members(key))
     places = client.hgetall(BASE + "places")
     assert set(places) == set(stored)
-    assert listings == Counter({id: places[id].count(",") + 1 for id in ready})
+    assert listings == Counter({id: places[id].split(" ")[1].count(",") + 1 for id in ready})
 
     due: Counter[str] = Counter()
     for entry in ready.values():
@@ -92,7 +103,9 @@ def require_no_rest(client: redis.Redis) -> None:
     }
     assert {k: n for k, n in counted.items() if n} == {k: n for k, n in due.items() if n}
     rest = {
-        key for key in keys if not re.match("(c|m|l|w|u):|(u|stored|expiry|eviction|ended|places|writes|home)$", key)
+        key
+        for key in keys
+        if not re.match("(c|m|l|w|u|r|k):|(u|stored|expiry|eviction|spliced|ended|places|writes|home)$", key)
     }
     assert rest == set()
 
@@ -121,6 +134,27 @@ def test_when_all_is_gone_only_the_home_is_left(index: RedisIndex, client: redis
     for write in index.abandoned():
         index.abandon(write.name)
     assert index.forget(NOW + 1) == 1
+    assert client.keys() == [HOME]
+
+
+def test_the_server_ends_a_cache_and_its_references(index: RedisIndex, client: redis.Redis) -> None:
+    """No sweep came for a month. An entry stays as long as others have its blob as a base, or it as their parent."""
+    root = put(index, 1, expires_at=NOW + 100)
+    assert root.name is not None
+    write = replace(writing(2), bases=((root.name, root.nbytes),), parent_id=root.id)
+    index.begin(write, Quota())
+    index.publish(write, manifest(2, expires_at=NOW + 200), over=None, cost_s=1, now=NOW)
+    assert client.ttl(f"{BASE}c:{root.id}") == -1
+    assert index.bury(root, "expired", NOW + 150)
+    assert (index.is_base(root.name), index.knows(root.name), index.abandoned()) == (True, True, [])
+    assert client.ttl(f"{BASE}c:{root.id}") == -1
+    client.delete(f"{BASE}c:{found(index, 2).id}", f"{BASE}m:{found(index, 2).id}")
+    assert index.expired(NOW + 300, 10) == []
+    assert not index.is_base(root.name)
+    assert [each.name for each in index.abandoned()] == [root.name]
+    index.abandon(root.name)
+    assert index.children(root.id, "me") == []
+    assert index.forget(NOW + 151) == 1
     assert client.keys() == [HOME]
 
 

@@ -374,10 +374,10 @@ def test_a_turn_whose_text_is_encoded_otherwise_runs_again_from_there(tiny: Engi
     made = tiny.start(document, tiny.encode_query(document, asked), Sampling(4))
     while not made.finished:
         batch.step([made])
-    ran = made.row.length
+    ran = made.row.logical
     said = "The lamp is green, they say, and so it is."
     made.close(tiny.turn_ids(document, asked, said, made.token_ids))
-    assert made.row.length < ran or made.pending
+    assert made.row.logical < ran or made.pending
     batch.step([made])
     batch.keep(made)
     turn = [*asked, {"role": "assistant", "content": said}]
@@ -393,3 +393,33 @@ def test_a_turn_that_cannot_be_kept_says_why(tiny: Engine) -> None:
         tiny.turn_ids(document, "What?", "", [1])
     with pytest.raises(InvalidRequest, match="beyond the longest"):
         tiny.turn_ids(document, "What?", "word " * tiny.max_tokens, [1])
+
+
+def test_a_stored_conversation_answers_as_plain_transformers_do_over_the_same_tokens(tiny: Engine) -> None:
+    facts = "The code of the red gate is 4711. The code of the blue gate is 1234. " * 4
+    encoded = tiny.encode_document(facts)
+    cache, tokens = tiny.compress(facts, policy="full"), list(encoded.token_ids)
+    for question in ("What is the code of the red gate?", "And of the blue one?", "What is the code of the red gate?"):
+        asked = [{"role": "user", "content": question}]
+        query = tiny.encode_query(cache, asked)
+        answer = kept_turn(tiny, cache, asked, beside=1)
+        ids_so_far = torch.tensor([[*tokens, *query]])
+        for said in answer.token_ids:
+            with torch.no_grad():
+                logits = tiny.model(ids_so_far, use_cache=False).logits[0, -1]
+            assert said == int(logits.argmax())
+            ids_so_far = torch.cat([ids_so_far, torch.tensor([[said]])], dim=1)
+        tokens += tiny.turn_ids(tiny.attach(cache), asked, answer.text, answer.token_ids)
+        (cache,) = tiny.with_turns(cache, [[*asked, {"role": "assistant", "content": answer.text}]], answer.turn)
+        assert cache.num_tokens == len(tokens)
+
+
+def test_the_largest_record_of_a_layer_stays_alone() -> None:
+    engine, tokens = engine_of("llama"), ids(190)
+    root = engine.compress(tokens[:100], policy="full")
+    cache = root
+    for start in range(100, 190, 6):
+        cache = engine.extend(cache, tokens[start : start + 6])
+    first = records_of(cache)[0]
+    assert first is records_of(root)[0]
+    assert len(records_of(cache)) < 12

@@ -12,21 +12,21 @@ LAYERS, HEADS, DIM = 2, 2, 3
 
 
 def append(pool, row, tokens):
-    slab = pool.reserve(row, row.length + len(tokens))
+    slab = pool.reserve(row, row.stored + len(tokens))
     for layer in range(LAYERS):
         new = torch.tensor(tokens, dtype=torch.float32).view(1, 1, -1, 1).expand(1, HEADS, -1, DIM) + 1000 * layer
         keys, values = slab.states(layer, new, -new)
-        keys[row.slot, :, row.length : row.length + len(tokens)] = new[0]
-        values[row.slot, :, row.length : row.length + len(tokens)] = -new[0]
-    row.length += len(tokens)
+        keys[row.slot, :, row.stored : row.stored + len(tokens)] = new[0]
+        values[row.slot, :, row.stored : row.stored + len(tokens)] = -new[0]
+    row.stored += len(tokens)
 
 
 def held(row, layer):
     keys, values = row.slab.states(layer, torch.empty(1, HEADS, 1, DIM), torch.empty(1, HEADS, 1, DIM))
     assert torch.equal(keys, -values)
-    beyond = keys[row.slot, :, row.length :]
+    beyond = keys[row.slot, :, row.stored :]
     assert torch.equal(beyond, torch.zeros_like(beyond))
-    return (keys[row.slot, 0, : row.length, 0] - 1000 * layer).tolist()
+    return (keys[row.slot, 0, : row.stored, 0] - 1000 * layer).tolist()
 
 
 def test_capacities_are_powers_of_two_from_64():

@@ -123,7 +123,7 @@ def test_the_heads_of_a_pyramid_share_each_layer_of_it(llama):
     assert not all(record.uniform for record in ada.layers)
 
 
-SHARING = {"kvzip", "kvcues"}
+SHARING = {"epicache", "kvzip", "kvcues"}
 """Bases that share budgets by a parameter `across`, unless ada does."""
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvshelf.api import CreateCache, Estimate, PolicyEstimate, Tried
+from kvshelf.api import CreateCache, Estimate, JointQuery, PolicyEstimate, Tried
+from kvshelf.bench.quality.conversations import make_conversation
 from kvshelf.bench.quality.tasks import make_document
 from kvshelf.errors import CacheNotFound, DocumentTooLong, InvalidRequest, PolicyUnsupported, QualityBelowFloor
 from kvshelf.store.disk import DiskStore
@@ -423,3 +424,44 @@ async def test_a_missing_cache_stays_missing_to_others(replica: Replica, shelf: 
     spec = CreateCache(document=document, levels=[0.95, 0.0], min_quality=1.0)
     theirs = await replica.create(spec, tenant="another")
     assert (theirs.existing, theirs.manifest.id != kept.manifest.id) == (False, True)
+
+
+async def test_episodes_are_caches_of_the_whole_document_and_a_question_goes_to_the_nearest(
+    replica: Replica, engine: Counting, shelf: Shelf
+) -> None:
+    talk = make_conversation(3, 900, 0, engine.require_text("text").count_tokens)
+    fields: dict[str, Any] = {
+        "compression_ratio": 0.8, "name": "talk", "labels": {"team": "law"}, "policy_params": {"chunk": 256}
+    }  # fmt: skip
+    made = await create(replica, talk.text, episodes={"count": 3}, **fields)
+    manifests = [cache.manifest for cache in made.caches]
+    (set_id,) = {manifest.labels["episodes"] for manifest in manifests}
+    assert [manifest.labels for manifest in manifests] == [
+        {"team": "law", "episode": f"{number}/3", "episodes": set_id} for number in (1, 2, 3)
+    ]
+    assert {manifest.document_id for manifest in manifests} == {manifests[0].document_id}
+    here = engine.episodes(talk.text, 3, compression_ratio=0.8, chunk=256)
+    assert [shelf.get(manifest.id).to_bytes() for manifest in manifests] == [cache.to_bytes() for cache in here]
+    again = await create(replica, talk.text, episodes={"count": 3}, **fields)
+    assert (ids(again), again.existing, again.prefilled_tokens) == (ids(made), True, 0)
+    for _, question in talk.questions[:4]:
+        expected = engine.answer(here, question.text, max_new_tokens=8, route="nearest")
+        asked = JointQuery(cache_ids=ids(made), prompt=question.text, max_tokens=8, route="nearest")
+        answer = (await replica.query(ids(made), asked, tenant="default")).joint
+        assert answer.text == expected.text
+        assert answer.cache_ids == ids(made)
+        assert [source.share for source in answer.sources] == list(expected.sources)
+    plain = await create(replica, talk.text)
+    asked = JointQuery(cache_ids=[*ids(made), *ids(plain)], prompt="Who?", route="nearest")
+    with pytest.raises(InvalidRequest) as refused:
+        await replica.query(asked.cache_ids, asked, tenant="default")
+    assert refused.value.param == "cache_ids[3]"
+
+
+async def test_what_is_wrong_with_episodes_is_named(replica: Replica, document: str) -> None:
+    with pytest.raises(InvalidRequest, match="different windows") as refused:
+        await create(replica, "One. Two. Three.", episodes={"count": 2})
+    assert refused.value.param == "episodes.count"
+    with pytest.raises(PolicyUnsupported, match=r"episode 1/2 of the document: the budget") as full:
+        await create(replica, document, episodes={"count": 2}, budget_tokens=1)
+    assert full.value.param == "compression_ratio"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -289,3 +291,23 @@ async def test_caches_read_in_part_count_as_whole_ones(
         async with residents.using(cache_id, "default", part=True):
             assert residents.nbytes <= residents._limits.max_bytes
     assert len(residents) == 2
+
+
+async def test_an_evicted_cache_is_freed_at_once(
+    store: Counting, engine: Engine, caches: list[CompressedCache], threads: ThreadPoolExecutor
+) -> None:
+    """Not at the next garbage collection: few objects with gigabytes behind them call for none."""
+    residents = make(store, engine, threads)
+    cache_id = store.put(caches[0]).id
+    gc.disable()
+    try:
+        document, _ = await ask(residents, cache_id)
+        freed = weakref.ref(document)
+        del document
+        residents.evict_idle(time.monotonic() + 1)
+        end = time.monotonic() + 10
+        while freed() is not None and time.monotonic() < end:  # the reading thread lets go of it a moment later
+            await asyncio.sleep(0.01)
+        assert freed() is None
+    finally:
+        gc.enable()

@@ -13,8 +13,7 @@ from kvshelf.errors import BlobError
 from kvshelf.store.artifact import positions
 from kvshelf.store.artifact.codecs import BITS, Precision
 from kvshelf.store.artifact.identity import RopeMode
-from kvshelf.store.artifact.seen import tokens_seen
-from kvshelf.store.artifact.shape import ITEM_BYTES, LayerShape, StateRole, StateShape
+from kvshelf.store.artifact.shape import ITEM_BYTES, LayerShape, StateRole, StateShape, tokens_seen
 
 ALIGNMENT: Final = 64
 """Bytes: a cache line, and the widest vector register. Every array and every segment begins at a multiple of it."""

@@ -357,7 +357,8 @@ class AttachedStates:
     those of this call's tokens. `first_position`: where the call has to begin; None if the caller has set the
     positions. `weigh`: where given, all tokens see all documents, prefixes are those of each, and it is called with the
     masses of `attention_by_document`. `choose`: where given, it is called with the queries `[B * T, q_heads, D]`
-    before the attention, and sets what selected prefixes read.
+    before the attention, and sets what selected prefixes read. `weights`: where given, it is called with the number of
+    query heads, and makes room for the weights of the rows that ask for theirs.
     """
 
     prefixes: Sequence[Sequence[Prefix]]
@@ -368,6 +369,7 @@ class AttachedStates:
     first_position: int | None
     weigh: Callable[[Tensor], None] | None = None
     choose: Callable[[Tensor], None] | None = None
+    weights: Callable[[int], Sequence[Tensor | None]] | None = None
 
     def attend(self, queries: Tensor, rules: LogitRules) -> Tensor:
         """Attention of this call's queries `[B, q_heads, T, D]` over document and suffix. Returns `[B, T, q_heads,
@@ -377,7 +379,8 @@ class AttachedStates:
         if self.choose is not None:
             self.choose(flat)
         if self.weigh is None:
-            out = prefix_attention(flat, self.prefixes, self.suffixes, self.layout, rules)
+            weights = () if self.weights is None else self.weights(heads)
+            out = prefix_attention(flat, self.prefixes, self.suffixes, self.layout, rules, weights)
         else:
             out, masses = attention_by_document(flat, self.prefixes, self.suffixes, self.layout, rules)
             self.weigh(masses)

@@ -8,7 +8,7 @@ attention also tells how much of it goes to each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -19,7 +19,14 @@ from torch import Tensor
 
 from kvshelf.errors import CacheUnusable
 from kvshelf.kernels.native import Part
-from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, Prefix, Scratch, SuffixRows, attention_part
+from kvshelf.kernels.prefix_attention import (
+    BatchLayout,
+    LogitRules,
+    Prefix,
+    Scratch,
+    SuffixRows,
+    attention_part,
+)
 from kvshelf.store.artifact.records import State
 from kvshelf.workers.engine.attention.attached import AttachedStates, PassingLayer, in_line
 from kvshelf.workers.engine.attention.attachment import Attached, Wait, block
@@ -78,16 +85,18 @@ class DecodeBatch:
         passed = [self._passed(step, checkpoint or _nothing, wait) for step in steps]
         # From here on every answer has moved on, so nothing may be raised.
         told: dict[int, str | Exception] = {}
-        for step, (logits, likeliest, states) in zip(steps, passed, strict=True):
+        for step, (logits, likeliest, states, weights) in zip(steps, passed, strict=True):
             for place in step.places:
                 place.generation.weighed(step.masses)
                 place.generation.appended(place.count)
+            step.tell(weights)
             for row, place in enumerate(step.places if self._with_states else ()):
                 place.generation.row.states = [alone(of_layer, row) for of_layer in states]
             asking = [place.generation for place in step.places if place.complete]
             for row, generation in enumerate(asking):
                 if not generation.closing:
                     told[id(generation)] = _token_taken(generation, logits, row, likeliest[row])
+            told |= {id(g): error for g in asking if (error := self._reduced(g)) is not None}
         return [told.get(id(generation), "") for generation in generations]
 
     def _passed(self, step: _Step, checkpoint: Checkpoint, wait: Wait) -> _Passed:
@@ -96,13 +105,24 @@ class DecodeBatch:
         past = _StepPast(step, self._kinds, checkpoint, wait, plan, self._passes)
         if not self._with_states:
             logits = self._passes.continuing(step.token_ids, step.positions, past, step.last_tokens)[0]
-            return _Passed(logits, _likeliest(logits), [])
+            return _Passed(logits, _likeliest(logits), [], plan.weights)
         rows, tokens = len(step.places), step.places[0].count
         ids, positions = step.token_ids.view(rows, tokens), step.positions.view(rows, tokens)
         last = torch.tensor([tokens - 1], device=ids.device)
         asking = [row for row, place in enumerate(step.places) if place.complete]
         logits = self._passes.continuing(ids, positions, past, last)[asking, 0]
-        return _Passed(logits, _likeliest(logits), past.states)
+        return _Passed(logits, _likeliest(logits), past.states, plan.weights)
+
+    def _reduced(self, generation: Generation) -> Exception | None:
+        """Let the policy of an answer that goes on reduce its suffix, if it is time. Returns the error that ends it."""
+        row, reducer = generation.row, generation.reducer
+        if reducer is None or generation.finished or not reducer.due(row):
+            return None
+        try:
+            self._pool.shrink(row, reducer.reduce(row))
+        except Exception as exc:  # any error of one answer ends that answer alone
+            return exc
+        return None
 
     def _told_alone(self, generation: Generation, checkpoint: Checkpoint | None, wait: Wait) -> str | Exception:
         try:
@@ -126,11 +146,12 @@ class DecodeBatch:
 
 class _Passed(NamedTuple):
     """What a step found. logits: `[asking, vocabulary]` of the rows whose next token can be chosen. likeliest: as
-    `_likeliest`. states: of each layer that has some, `[rows, ...]`."""
+    `_likeliest`. states: of each layer that has some, `[rows, ...]`. weights: as of a `_Plan`."""
 
     logits: Tensor
     likeliest: list[int | None]
     states: list[list[State]]
+    weights: Mapping[int, Sequence[Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -195,6 +216,14 @@ class _Step:
         for place in self.choosing:
             place.generation.choose(layer, queries[place.first : place.first + place.count], wait)
 
+    def tell(self, weights: Mapping[int, Sequence[Tensor | None]]) -> None:
+        """Give the answers whose suffix policies asked for it what each of their tokens gave to its suffix, once they
+        have the token. weights: of each layer, as a plan makes them."""
+        for layer, of_groups in weights.items():
+            for group, given in zip(self.here[layer].groups, of_groups, strict=True):
+                if given is not None:
+                    group.tell(layer, given)
+
     def _weigh(self, masses: Tensor) -> None:
         self.masses.append(masses[:, -1].mean(1))  # of [documents, N, q_heads]
 
@@ -203,7 +232,7 @@ class _Step:
         """The next `count` tokens of each answer. Rows of one document are adjacent."""
         places, first = [], 0
         for generation, count in sorted(counts, key=lambda each: (each[0].document.number, each[0].seen.number)):
-            slab = pool.reserve(generation.row, generation.row.length + count)
+            slab = pool.reserve(generation.row, generation.row.stored + count)
             places.append(_Place(generation, first, count, count == len(generation.pending), slab))
             first += count
         return cls(places, devices)
@@ -256,17 +285,31 @@ class _SuffixGroup:
         rows = {p.generation.row.slot: p for p in places}
         self._slots = range(min(rows), max(rows) + 1)
         self.rows = SuffixRows(
-            lengths=tuple(rows[s].generation.row.length + self._new if s in rows else 1 for s in self._slots),
+            lengths=tuple(rows[s].generation.row.stored + self._new if s in rows else 1 for s in self._slots),
             first=tuple(rows[s].first if s in rows else -1 for s in self._slots),
             new=self._new,
+            asked=tuple(s in rows and rows[s].generation.attending for s in self._slots),
         )
-        self.memory = (slab, slab.slots, self._slots, self.rows.first, self._new)
+        self.memory = (slab, slab.slots, self._slots, self.rows.first, self._new, self.rows.asked)
+        self._asking = [p for p in places if self.rows.asked[p.generation.row.slot - self._slots.start]]
         self._first = places[0].first
-        self._start = places[0].generation.row.length
-        self._slots_and_lengths = [(p.generation.row.slot, p.generation.row.length) for p in places]
+        self._start = places[0].generation.row.stored
+        self._slots_and_lengths = [(p.generation.row.slot, p.generation.row.stored) for p in places]
         whole = sum(p.count for p in places) == tokens
         self._tokens = None if whole else torch.tensor([p.first for p in places], device=device)
         self._places: Tensor | None = None
+
+    def weights(self, q_heads: int, device: torch.device) -> Tensor | None:
+        """Room for the weights of the rows that ask for theirs, `[rows, q_heads, capacity]` fp32; None if none does."""
+        shape = len(self._slots), q_heads, self._slab.capacity
+        return torch.empty(shape, device=device) if self._asking else None
+
+    def tell(self, layer: int, weights: Tensor) -> None:
+        """Give these rows their weights."""
+        for place in self._asking:
+            row, reducer = place.generation.row, place.generation.reducer
+            assert reducer is not None
+            reducer.observe(layer, row, weights[row.slot - self._slots.start, :, : row.stored])
 
     def states(self, layer: int, *given: Tensor) -> tuple[Tensor, ...]:
         """Keys and values of the group's rows `[rows, kv_heads, capacity, D]`, or a layer's latents, with room for
@@ -310,11 +353,12 @@ def _suffix_groups(places: Sequence[_Place], device: torch.device) -> list[_Suff
 class _BatchLayer(PassingLayer):
     """One layer of one step, as transformers sees it. The suffixes belong to the batch."""
 
-    def __init__(self, index: int, step: _Step, wait: Wait) -> None:
+    def __init__(self, index: int, step: _Step, wait: Wait, plan: _Plan) -> None:
         super().__init__()
         self._index = index
         self._step = step
         self._wait = wait
+        self._plan = plan
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Append every row's new states to its suffix, once every document of the step has this layer."""
@@ -323,7 +367,10 @@ class _BatchLayer(PassingLayer):
         written = (group.write(self._index, *given) for group in groups)
         suffixes = [(keys, values) for keys, values in written]
         choose = partial(self._step.choose, self._index, self._wait) if self._step.choosing else None
-        states = AttachedStates(prefixes, suffixes, layout, key_states, value_states, None, self._step.weigh, choose)
+        room = partial(self._plan.room, self._index, self._step)
+        states = AttachedStates(
+            prefixes, suffixes, layout, key_states, value_states, None, self._step.weigh, choose, room
+        )
         return states, states
 
     def _prefixes(self) -> list[tuple[Prefix, ...]]:
@@ -333,16 +380,18 @@ class _BatchLayer(PassingLayer):
 class _BatchStateLayer(StateLayer, _BatchLayer):
     """One that has states, too."""
 
-    def __init__(self, index: int, step: _Step, wait: Wait, number_of_states: int, source: Source) -> None:
-        _BatchLayer.__init__(self, index, step, wait)
+    def __init__(self, index: int, step: _Step, wait: Wait, plan: _Plan, number_of_states: int, source: Source) -> None:
+        _BatchLayer.__init__(self, index, step, wait, plan)
         StateLayer.__init__(self, number_of_states, source)
 
 
 class _LatentBatchLayer(_BatchLayer):
     """A layer of one step with latents: what it hands on to the module is this step's tokens alone."""
 
-    def __init__(self, index: int, step: _Step, wait: Wait, absorbed: Absorbed, handover: Handover) -> None:
-        super().__init__(index, step, wait)
+    def __init__(
+        self, index: int, step: _Step, wait: Wait, plan: _Plan, absorbed: Absorbed, handover: Handover
+    ) -> None:
+        super().__init__(index, step, wait, plan)
         self._absorbed = absorbed
         self._handover = handover
 
@@ -365,6 +414,8 @@ class _Plan:
         self._scratch = Scratch()
         self._parts: list[tuple[list[int], Part | None]] = []
         self._layout = step.here[0].layout  # a recorded model is on one device
+        self.weights: dict[int, list[Tensor | None]] = {}
+        """Of each layer, for each group of suffixes, what `room` has made; empty where no row asks for its weights."""
 
     def continued_by(self, step: _Step) -> bool:
         """Whether it is the plan of this step, too, with whose lengths it goes on."""
@@ -375,6 +426,13 @@ class _Plan:
         for sight, since in self._layout.sights.items():
             since.copy_(step.here[0].layout.since(*sight))
         return True
+
+    def room(self, layer: int, step: _Step, q_heads: int) -> Sequence[Tensor | None]:
+        """Where the attention of a layer tells the rows that ask for it what their tokens gave to their suffixes."""
+        here = step.here[layer]
+        if layer not in self.weights and any(any(group.rows.asked) for group in here.groups):
+            self.weights[layer] = [group.weights(q_heads, here.layout.device) for group in here.groups]
+        return self.weights.get(layer, ())
 
     def part(
         self, layer: int, states: tuple[Tensor, Tensor, Tensor], out: Tensor, made: Callable[..., Part | None]
@@ -417,11 +475,12 @@ class _StepPast:
 
         if not kind.attends:
             return StateLayer(kind.states, source)
+        given = index, self._step, self._wait, self._plan
         if index in self._absorbed:
-            return _LatentBatchLayer(index, self._step, self._wait, self._absorbed[index], self.handover)
+            return _LatentBatchLayer(*given, self._absorbed[index], self.handover)
         if not kind.states:
-            return _BatchLayer(index, self._step, self._wait)
-        return _BatchStateLayer(index, self._step, self._wait, kind.states, source)
+            return _BatchLayer(*given)
+        return _BatchStateLayer(*given, kind.states, source)
 
     def _states(self, generation: Generation, layer: int) -> Sequence[State]:
         """Of one row, before the step: its own, or its document's where it has none yet."""
@@ -440,7 +499,8 @@ class _StepPast:
             prefixes = [document.prefixes(layer, self._wait) for document in self._step.documents]
             held = (group.states(layer, *states[1:]) for group in self._step.here[layer].groups)
             suffixes = [(keys, values) for keys, values in held]
-            return attention_part(states, prefixes, suffixes, layout, rules, out, scratch)
+            room = self._plan.room(layer, self._step, states[0].shape[1])
+            return attention_part(states, prefixes, suffixes, layout, rules, out, scratch, room)
 
         return self._plan.part(layer, states, out, made)
 

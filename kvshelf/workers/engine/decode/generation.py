@@ -17,6 +17,7 @@ from kvshelf.workers.engine.attention.attachment import Attached, Wait
 from kvshelf.workers.engine.attention.function import Attended
 from kvshelf.workers.engine.decode.detokenizer import Detokenizer
 from kvshelf.workers.engine.decode.passages import Passages
+from kvshelf.workers.engine.decode.reduction import SuffixReducer
 from kvshelf.workers.engine.decode.selection import SeenDocument, Selection
 from kvshelf.workers.engine.decode.suffixes import SuffixRow
 from kvshelf.workers.engine.decode.turns import Turn
@@ -78,9 +79,10 @@ class Generation:
         decoder: Tokenizer | None,
         selection: Selection | None = None,
         passages: Passages | None = None,
+        reducer: SuffixReducer | None = None,
     ) -> None:
         """selection: what the answer's tokens see of the document; None: all. The question's tokens see all. passages:
-        counts what they read."""
+        counts what they read. reducer: bounds the suffix; None: all of it stays."""
         self.document = document
         self._selection = selection
         self._passages = passages
@@ -92,7 +94,8 @@ class Generation:
         self.turn_ids: tuple[int, ...] = ()
         """The tokens of a turn that is being closed."""
         self.turn: Turn | KvshelfError | None = None
-        self.row = SuffixRow()
+        self.reducer = reducer
+        self.row = SuffixRow(None if reducer is None else reducer.most)
         self._end_ids = end_ids
         self._sampler = _Sampler(sampling)
         self._text = _TextStream(decoder, sampling.stop)
@@ -116,7 +119,7 @@ class Generation:
     @property
     def next_position(self) -> int:
         """Position of the first pending token."""
-        return self.document.next_position + self.row.length
+        return self.document.next_position + self.row.logical
 
     @property
     def seen(self) -> Attached | Selection:
@@ -160,6 +163,11 @@ class Generation:
         self._observed[attended.layer_idx] = attended
 
     @property
+    def attending(self) -> bool:
+        """Whether its suffix policy wants the weights that the pending token gives to the suffix."""
+        return self.reducer is not None and bool(self.token_ids) and self.reducer.observes(self.row)
+
+    @property
     def weighing(self) -> bool:
         """Whether its next tokens are of a question about several documents, whose parts in it are to be told."""
         return len(self.document.parts) > 1 and not self.token_ids
@@ -190,14 +198,15 @@ class Generation:
 
     def appended(self, count: int) -> None:
         """Record that the first `count` pending tokens ran through the model and are in the suffix."""
-        self.row.length += count
+        self.row.logical += count
+        self.row.stored += count
         del self.pending[:count]
         if self._selection is not None:
             for attended in self._observed.values():
                 self._selection.observe(attended)
             self._observed.clear()
         if not self.token_ids:
-            self._prefill_tokens = self.row.length
+            self._prefill_tokens = self.row.logical
         if self.closing:
             return
         if self._passages is not None and not self.pending and (self.token_ids or self._selects_question):
@@ -229,12 +238,14 @@ class Generation:
         """Have the suffix of a finished answer hold exactly these tokens, the whole turn. Those that ran already stay,
         up to the first that differs; the others are pending."""
         assert self.finished
-        ran = [*self._query, *self.token_ids][: self.row.length]
+        assert self.reducer is None, "nothing of a turn that is kept was dropped"
+        ran = [*self._query, *self.token_ids][: self.row.logical]
         same = next((at for at, pair in enumerate(zip(ran, token_ids, strict=False)) if pair[0] != pair[1]), None)
         shared = min(len(ran), len(token_ids)) if same is None else same
-        if shared < self.row.length and self.row.states is not None:
+        if shared < self.row.logical and self.row.states is not None:
             shared, self.row.states = 0, None  # states cannot be taken back
-        self.row.length, self.pending, self.closing = shared, list(token_ids[shared:]), True
+        self.row.logical = self.row.stored = shared
+        self.pending, self.closing = list(token_ids[shared:]), True
         self.turn_ids = tuple(token_ids)
 
     def answer(self) -> Answer:
@@ -251,6 +262,7 @@ class Generation:
             read_tokens=self._read_tokens,
             prefill_tokens=self._prefill_tokens,
             completion_tokens=len(self.token_ids),
+            suffix_tokens=self.row.stored,
         )
 
     @property

@@ -1,9 +1,9 @@
 """The private suffixes of a batch's rows: keys and values of each question and answer behind its document.
 
 Rows of similar length share one pair of tensors per layer, a slab, so that a decode step reads all of them with one
-operation. Slabs have capacities of 64, 128, 256 ... tokens: a row costs at most twice its length or 64 tokens, and a
+operation. Slabs have capacities of 64, 128, 256 ... entries: a row costs at most twice its length or 64 entries, and a
 long question never makes its neighbours read its padding. One slab for all rows would have both costs; a tensor per row
-would cost a call per row, layer and step.
+would cost a call per row, layer and step. A row that a suffix policy bounds has a capacity of that bound at most.
 """
 
 from __future__ import annotations
@@ -16,13 +16,19 @@ _FIRST_CAPACITY = 64
 
 
 class SuffixRow:
-    """One row: the place of its suffix, how many of its tokens are in use, and the states of each layer behind them;
-    None before its first step, and for models without states."""
+    """One row: the place of its suffix, and the states of each layer behind it; None before its first step, and for
+    models without states.
 
-    def __init__(self) -> None:
+    logical: tokens that ran behind the document, which count positions. stored: entries of a KV head that are left of
+    them, fewer where a suffix policy has reduced them. most: the most entries that there will be; None: any number.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
         self.slab: Slab | None = None
         self.slot = -1
-        self.length = 0
+        self.logical = 0
+        self.stored = 0
+        self.most = most
         self.states: list[tuple[State, ...]] | None = None
 
 
@@ -30,7 +36,8 @@ class Slab:
     """Rows of one capacity. For each layer keys `[slots, kv_heads, capacity, D]` and values, with Dv for D, or one
     tensor of latents, made when the layer's first states arrive.
 
-    Unused entries are zero: a masked entry must be finite, because a weight of 0 times NaN is NaN.
+    Unused entries are zero, or what a reduction left: a masked entry must be finite, because a weight of 0 times NaN is
+    NaN.
     """
 
     def __init__(self, capacity: int, num_layers: int) -> None:
@@ -55,10 +62,16 @@ class Slab:
         self._layers[layer] = made
         return made
 
+    def of_row(self, layer: int, row: SuffixRow) -> tuple[Tensor, ...]:
+        """Keys and values of one row at a layer where it has some, `[kv_heads, capacity, D]`, not a copy."""
+        held = self._layers[layer]
+        assert held is not None
+        return tuple(states[row.slot] for states in held)
+
     def of(self, row: SuffixRow) -> tuple[tuple[Tensor, ...], ...]:
         """A copy of the states of a row, of each layer as in `Turn.layers`."""
         return tuple(
-            tuple(states[row.slot, :, : row.length].clone() for states in layer) if layer is not None else ()
+            tuple(states[row.slot, :, : row.stored].clone() for states in layer) if layer is not None else ()
             for layer in self._layers
         )
 
@@ -89,7 +102,7 @@ class Slab:
                 continue  # the row has nothing at this layer yet
             ours = self.states(index, *held)
             for mine, other in zip(ours, held, strict=True):
-                mine[slot, :, : row.length] = other[row.slot, :, : row.length]
+                mine[slot, :, : row.stored] = other[row.slot, :, : row.stored]
 
 
 class SuffixPool:
@@ -105,13 +118,21 @@ class SuffixPool:
         return sum(slab.nbytes for slab in self._slabs.values())
 
     def reserve(self, row: SuffixRow, length: int) -> Slab:
-        """The slab with room for a row of `length` tokens; moves the row if it has outgrown its own."""
+        """The slab with room for a row of `length` entries; moves the row if it has outgrown its own."""
         if row.slab is None or row.slab.capacity < length:
-            capacity = capacity_for(length)
-            self._slabs.setdefault(capacity, Slab(capacity, self._num_layers)).take(row)
-            self._drop_empty(capacity)
+            self._move(row, capacity_for(length, row.most))
         assert row.slab is not None
         return row.slab
+
+    def shrink(self, row: SuffixRow, length: int) -> None:
+        """Move a row to a smaller slab, if there is one with room for `length` entries."""
+        capacity = capacity_for(length, row.most)
+        if row.slab is not None and capacity < row.slab.capacity:
+            self._move(row, capacity)
+
+    def _move(self, row: SuffixRow, capacity: int) -> None:
+        self._slabs.setdefault(capacity, Slab(capacity, self._num_layers)).take(row)
+        self._drop_empty(capacity)
 
     def release(self, row: SuffixRow) -> None:
         """Free a row that has ended."""
@@ -124,9 +145,11 @@ class SuffixPool:
         self._slabs = {c: slab for c, slab in self._slabs.items() if c == kept or not slab.empty}
 
 
-def capacity_for(length: int) -> int:
-    """Tokens of memory for a row of `length` tokens: the next power of two, at least 64."""
-    return max(_FIRST_CAPACITY, 1 << (length - 1).bit_length())
+def capacity_for(length: int, most: int | None = None) -> int:
+    """Entries of memory for a row of `length` entries: the next power of two, at least 64. most: how many it will ever
+    have; then no more than these, in steps of 64."""
+    doubled = max(_FIRST_CAPACITY, 1 << (length - 1).bit_length())
+    return doubled if most is None else min(doubled, -(-most // _FIRST_CAPACITY) * _FIRST_CAPACITY)
 
 
 def _room(tensor: Tensor | None, slots: int, capacity: int, like: Tensor) -> Tensor:

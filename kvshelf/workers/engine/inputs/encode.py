@@ -108,6 +108,16 @@ class Encoder:
             return self.require_text("messages").turns(boundary, prompt)  # type: ignore[arg-type]
         return self._checked_ids(prompt, "prompt")
 
+    def words(self, prompt: Prompt) -> list[int]:
+        """The token ids of what a question says, without the template: of a text, of the contents of messages, or the
+        ids that were given."""
+        if isinstance(prompt, str):
+            return self.require_text("prompt").encode(prompt)
+        if not isinstance(prompt, Tensor) and prompt and isinstance(prompt[0], Mapping):
+            turns = check_messages(prompt, "messages")  # type: ignore[arg-type]
+            return self.require_text("messages").encode("\n\n".join(content for _, content in turns))
+        return self._checked_ids(prompt, "prompt")
+
     def appended(self, layout: Layout, boundary: Boundary, more: Document) -> tuple[list[int], Boundary]:
         """The token ids that `more` appends to a cache that ends at `boundary`, and where it ends with them.
 

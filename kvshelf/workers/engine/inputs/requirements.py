@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvshelf.errors import DocumentTooLong, InvalidRequest, PolicyUnsupported
@@ -13,6 +13,7 @@ from kvshelf.workers.model.layers import LayerKind, reducible
 from kvshelf.workers.model.rope import Rope, reach
 from kvshelf.workers.policies.ada import Ada
 from kvshelf.workers.policies.base import Absorber, Observes, Policy
+from kvshelf.workers.policies.blocks import BlockAbsorber
 from kvshelf.workers.policies.together import chooses_together
 from kvshelf.workers.policies.view import ProbePass, output_weight
 
@@ -112,7 +113,13 @@ def require_one_pass(
     passes: Sequence[ProbePass],
     absorber: Absorber | None,
 ) -> None:
-    """Refuse ways to read a document that windows, chunks and states do not go with."""
+    """Refuse ways to read a document that windows, chunks, states and latents do not go with."""
+    if absorber is not None and any(kind.latents for kind in kinds):
+        raise PolicyUnsupported(
+            f"policy {policy.name!r} reads the document in chunks, and all heads of a layer of {name!r} share the "
+            "latents of a token (MLA); take prefill=whole, or another policy",
+            param="policy_params.prefill",
+        )
     if all(kind.sees_all and not kind.states for kind in kinds):
         return
     if absorber is not None:
@@ -149,6 +156,14 @@ def require_growing(cache: CompressedCache, name: str, *, ranks: bool) -> None:
     else:
         return
     raise PolicyUnsupported(f"{why}; compress the whole document anew", param="cache_id")
+
+
+def require_turns(name: str, *, ranks: bool) -> None:
+    """Refuse to keep the turns of a model that several processes share: ranks."""
+    if ranks:
+        raise PolicyUnsupported(
+            f"{name!r} runs in several processes, which keep no turns; ask without store", param="store"
+        )
 
 
 def require_appending(policy: Policy, absorber: Absorber | None, *, moves: bool) -> None:
@@ -191,6 +206,36 @@ def require_selectable(name: str, *, ranks: bool) -> None:
         )
 
 
+def require_bounded(kinds: Sequence[LayerKind], name: str, *, ranks: bool) -> None:
+    """Refuse suffix policies to a model where a row's entries are not what they choose among: ranks, several processes
+    share it."""
+    if ranks:
+        why = "runs in several processes, which would have to drop the same entries"
+    elif any(kind.latents for kind in kinds):
+        why = "stores latents, which all heads of a layer share"
+    elif not all(kind.sees_all for kind in kinds):
+        why = f"has layers with {_stored_whole(kinds)}, which count what they see by places in the suffix"
+    else:
+        return
+    raise PolicyUnsupported(f"{name!r} {why}; ask without suffix", param="suffix.policy")
+
+
+def require_suffix_fields(suffix: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of what a caller says of a suffix: `policy`, and `budget` and `params` if given. Raises `InvalidRequest`
+    for others, and for a budget that is no number from 1."""
+    given = dict(suffix)
+    for name in given.keys() - {"policy", "budget", "params"}:
+        raise InvalidRequest(f"suffix has no {name!r}; it has policy, budget and params", param=f"suffix.{name}")
+    if not isinstance(given.get("policy"), str):
+        raise InvalidRequest("suffix needs the name of a policy", param="suffix.policy")
+    budget = given.get("budget")
+    if budget is not None and (type(budget) is not int or budget < 1):
+        raise InvalidRequest(f"suffix.budget is {budget!r}; it must be an integer from 1", param="suffix.budget")
+    if not isinstance(given.get("params") or {}, Mapping):
+        raise InvalidRequest("suffix.params must map names to values", param="suffix.params")
+    return given
+
+
 def require_own_keys(kinds: Sequence[LayerKind], name: str) -> None:
     """Refuse policies at the question to a model whose heads share latents: they judge the keys of heads."""
     if any(kind.latents for kind in kinds):
@@ -225,6 +270,15 @@ def require_window(layer: int, found: int | None, told: int | None) -> None:
             f"layer {layer} attends with a sliding window of {found}, and the model's configuration says {told}; "
             "kvshelf stores no layer that it may misread",
             param="model",
+        )
+
+
+def require_unshared(absorber: Absorber | None, name: str, *, ranks: bool) -> None:
+    """Refuse chunks with probes to a model whose heads several processes share: ranks. No process sees all scores."""
+    if ranks and isinstance(absorber, BlockAbsorber):
+        raise PolicyUnsupported(
+            f"{name!r} runs in several processes, which reduce whole layers; take prefill=whole",
+            param="policy_params.prefill",
         )
 
 

@@ -141,7 +141,7 @@ class ParallelEngine(Engine):
         if number is None:
             number = self._answers[generation] = next(self._numbers)
             weakref.finalize(generation, self.lead.leave, number)
-        return AnswerStep(number, generation.document.number, list(generation.pending), generation.row.length)
+        return AnswerStep(number, generation.document.number, list(generation.pending), generation.row.stored)
 
     def left(self, generation: Generation) -> None:
         """Have the other ranks forget an answer."""

@@ -146,8 +146,8 @@ class Follower:
             found = Generation(document, (), sampling, room=_UNBOUNDED, end_ids=frozenset(), decoder=None)
             self._answers[step.number] = found
         found.pending = list(step.pending)
-        if found.row.length != step.length:
-            raise InternalError(f"an answer has {found.row.length} tokens here, and {step.length} on rank 0")
+        if found.row.stored != step.length:
+            raise InternalError(f"an answer has {found.row.stored} tokens here, and {step.length} on rank 0")
         return found
 
     def _pause(self) -> None:

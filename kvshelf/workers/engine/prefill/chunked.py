@@ -1,11 +1,12 @@
 """Chunked prefill: each chunk sees the entries kept from earlier chunks, so that the KV cache never exceeds the budget
-plus the policy's buffer."""
+plus the policy's buffer: tokens that wait for the next partition, or a block and the probe that judges it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,10 +17,12 @@ from kvshelf.kernels.select import pack
 from kvshelf.store.artifact.records import Kept
 from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, AttachedLayer
 from kvshelf.workers.engine.attention.function import CONTEXT, Attended
+from kvshelf.workers.engine.inputs.job import Job
 from kvshelf.workers.engine.inputs.requirements import require_every_layer
 from kvshelf.workers.engine.prefill.reducing import require_finite_scores
 from kvshelf.workers.model.devices import input_device
-from kvshelf.workers.policies.base import Absorber
+from kvshelf.workers.policies.base import Absorber, Buffered
+from kvshelf.workers.policies.blocks import BlockAbsorber, Past
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,31 +37,35 @@ class ChunkedPrefill:
 
     def __init__(
         self,
-        absorber: Absorber,
-        budget_tokens: int,
+        job: Job,
         *,
         num_layers: int,
         checkpoint: Callable[[], None],
     ) -> None:
+        absorber = job.absorber
+        assert absorber is not None
         self._policy = absorber.policy
         self._chunks = list(absorber.chunks)
-        self._layers = [ChunkedLayer(absorber, budget_tokens) for _ in range(num_layers)]
+        self._probes = [probe.token_ids for probe in job.passes] or [()] * len(self._chunks)
+        self._layers = [_layer(absorber, job.budget.tokens) for _ in range(num_layers)]
         self._checkpoint = checkpoint
         self.compress_s = 0.0
         self.paused_s = 0.0
 
     def run(self, model: PreTrainedModel, token_ids: Sequence[int]) -> None:
-        """One forward pass per chunk, at the tokens' true positions."""
+        """One forward pass per chunk and the probe behind it, at the tokens' true positions."""
         cache = Cache(layers=self._layers)
         device = input_device(model)
-        ids = torch.tensor([token_ids], device=device)
-        positions = torch.arange(len(token_ids), device=device).unsqueeze(0)
-        for chunk, at in zip(torch.split(ids, self._chunks, 1), torch.split(positions, self._chunks, 1), strict=True):
-            model.base_model(input_ids=chunk, position_ids=at, use_cache=True, **{CACHE_ARGUMENT: cache, CONTEXT: self})
+        starts = accumulate(self._chunks, initial=0)
+        for start, length, probe in zip(starts, self._chunks, self._probes, strict=False):
+            ids = torch.tensor([[*token_ids[start : start + length], *probe]], device=device)
+            at = torch.arange(start, start + ids.shape[1], device=device).unsqueeze(0)
+            self._rows = len(probe)
+            model.base_model(input_ids=ids, position_ids=at, use_cache=True, **{CACHE_ARGUMENT: cache, CONTEXT: self})
 
     def after_attention(self, layer: Attended) -> None:
         started = time.perf_counter()
-        self._layers[layer.layer_idx].absorb()
+        self._layers[layer.layer_idx].reduce(layer, self._rows)
         absorbed = time.perf_counter()
         self._checkpoint()
         self.compress_s += absorbed - started
@@ -77,6 +84,108 @@ class ChunkedPrefill:
         return records
 
 
+class ProbedLayer(AttachedLayer):
+    """One layer while the document is read: kept entries are the prefix, a block and the probe behind it the suffix.
+
+    Heads may keep different numbers of entries. While a layer is reduced, what it kept before and what it will keep are
+    both in memory; other layers hold the budget.
+    """
+
+    def __init__(self, absorber: BlockAbsorber) -> None:
+        super().__init__((), 0)
+        self._absorber = absorber
+        self._kept: Kept | None = None
+
+    def _make_room(self, key_states: Tensor, value_states: Tensor) -> None:  # noqa: ARG002
+        self.is_initialized = True
+
+    def _write(self, end: int, key_states: Tensor, value_states: Tensor) -> None:  # noqa: ARG002
+        # A pass is all of the suffix: there is nothing to append it to.
+        self.keys, self.values = key_states.contiguous(), value_states.contiguous()
+
+    def reduce(self, attended: Attended, probe: int) -> None:
+        """Judge what is left of the document so far by the last `probe` tokens of this pass, drop these, and keep as
+        many entries as the budget has room for."""
+        block = self._length - probe
+        old = _by_head(self._kept or _nothing(self.keys[0], self.values[0]))
+        queries = attended.queries[0, :, block:]
+        grouped = queries.reshape(len(old), -1, *queries.shape[1:])
+        importance = [
+            self._absorber.importance(
+                Past(
+                    keys=torch.cat([head.keys, self.keys[0, h, :block]]),
+                    importance=head.importance,
+                    sinks=self._absorber.sinks(self.start + block),
+                    queries=grouped[h],
+                    own_keys=self.keys[0, h, block:],
+                    scaling=attended.scaling,
+                )
+            )
+            for h, head in enumerate(old)
+        ]
+        self._kept = self._best(old, block, importance)
+        self.prefix = self._kept.prefixes()
+        del self.keys, self.values
+        self.start += block
+        self._length = 0
+
+    def _best(self, old: Sequence[_Head], block: int, importance: Sequence[Tensor]) -> Kept:
+        """The most important of the kept entries and the block's; equal ones by the smaller position."""
+        counts = self._absorber.counts(importance)
+        positions = torch.arange(self.start, self.start + block, dtype=torch.int32, device=self.keys.device)
+        chosen = []
+        for h, (head, scores, count) in enumerate(zip(old, importance, counts, strict=True)):
+            rows = scores.sort(descending=True, stable=True).indices[:count].sort().values
+            new = self.keys[0, h, :block], self.values[0, h, :block], positions
+            chosen.append((*(_rows(*pair, rows) for pair in zip(head, new, strict=False)), scores[rows]))
+        keys, values, entries_at, of_entries = map(torch.cat, zip(*chosen, strict=True))
+        offsets = tuple(accumulate(counts, initial=0))
+        return Kept(keys=keys, values=values, entries_at=entries_at, offsets=offsets, importance=of_entries)
+
+    def record(self) -> Kept:
+        """The entries kept from the whole document."""
+        assert self._kept is not None, "the document has a block"
+        return self._kept
+
+
+class _Head(NamedTuple):
+    """One KV head of a record: `[n, ...]` each."""
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    importance: Tensor
+
+
+def _by_head(kept: Kept) -> list[_Head]:
+    """Views of the heads of a record."""
+    tensors = cast("tuple[Tensor, ...]", (kept.keys, kept.values, kept.entry_positions, kept.importance))
+    return [_Head(*(tensor[start:end] for tensor in tensors)) for start, end in pairwise(kept.offsets)]
+
+
+def _nothing(keys: Tensor, values: Tensor) -> Kept:
+    """A record without entries, for heads of these keys and values `[kv_heads, T, ...]`."""
+    return Kept(
+        keys=keys[0, :0],
+        values=values[0, :0],
+        entries_at=torch.empty(0, dtype=torch.int32, device=keys.device),
+        offsets=(0,) * (len(keys) + 1),
+        importance=torch.empty(0, device=keys.device),
+    )
+
+
+def _rows(first: Tensor, second: Tensor, rows: Tensor) -> Tensor:
+    """Rows of `second` behind those of `first`, by ascending number, without a copy of the two together."""
+    before = int((rows < len(first)).sum())
+    return torch.cat([first[rows[:before]], second[rows[before:] - len(first)]])
+
+
+def _layer(absorber: Absorber, budget_tokens: int) -> ChunkedLayer | ProbedLayer:
+    if isinstance(absorber, BlockAbsorber):
+        return ProbedLayer(absorber)
+    return ChunkedLayer(cast(Buffered, absorber), budget_tokens)
+
+
 class ChunkedLayer(AttachedLayer):
     """One layer while the document is read: kept entries are the prefix, tokens not yet reduced the suffix.
 
@@ -84,7 +193,7 @@ class ChunkedLayer(AttachedLayer):
     The suffix buffers hold as many tokens as the policy waits for, because reduced tokens make room at once.
     """
 
-    def __init__(self, absorber: Absorber, capacity: int) -> None:
+    def __init__(self, absorber: Buffered, capacity: int) -> None:
         super().__init__((), 0)
         self._absorber = absorber
         self._capacity = capacity
@@ -100,6 +209,10 @@ class ChunkedLayer(AttachedLayer):
         self._kept_values = value_states.new_empty(*shape, value_states.shape[-1])
         self._positions = torch.empty(shape, dtype=torch.int32, device=key_states.device)
         self._importance = torch.empty(shape, dtype=torch.float32, device=key_states.device)
+
+    def reduce(self, attended: Attended, probe: int) -> None:  # noqa: ARG002
+        """Absorb what this pass brought: it has no probe, and nothing asks for queries."""
+        self.absorb()
 
     def absorb(self) -> None:
         """Reduce the oldest tokens of the suffix while the policy has enough of them."""

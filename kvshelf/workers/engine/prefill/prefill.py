@@ -232,8 +232,6 @@ def _reducer(passes: Passes, rope: Rope | None, kinds: tuple[LayerKind, ...], jo
 
 
 def _in_chunks(model: PreTrainedModel, job: Job, checkpoint: Checkpoint) -> ChunkedPrefill:
-    assert job.absorber is not None
-    layers = model.config.num_hidden_layers
-    chunked = ChunkedPrefill(job.absorber, job.budget.tokens, num_layers=layers, checkpoint=checkpoint)
+    chunked = ChunkedPrefill(job, num_layers=model.config.num_hidden_layers, checkpoint=checkpoint)
     chunked.run(model, job.document.token_ids)
     return chunked

@@ -158,15 +158,16 @@ class Creations:
 
     async def _created(self, spec: CreateCache, tenant: str, deadline_s: float | None, watcher: Watcher) -> Created:
         """The caches on the shelf, compressed if they were not there."""
-        if spec.split_options is None:
+        if not spec.in_parts:
             return await self._whole(spec, tenant, deadline_s, Teller(watcher))
         end = None if deadline_s is None else time.monotonic() + deadline_s
         parts = await self.threads.run(parts_of, self.engine, self.store, spec, self.max_document_tokens, tenant=tenant)
         made = []
+        kind = "part" if spec.episodes is None else "episode"  # also the label that has the number
         for part in parts:
-            with naming(part):
+            with naming(kind, part.labels[kind]):
                 left_s = None if end is None else end - time.monotonic()
-                created = await self._whole(part, tenant, left_s, Teller(watcher, part.labels["part"]))
+                created = await self._whole(part, tenant, left_s, Teller(watcher, part.labels[kind]))
                 (cache,) = created.caches
                 manifest = await self.threads.run(label_part, self.store, cache.manifest, part.labels)
             made.append(replace(created, caches=(replace(cache, manifest=manifest),)))

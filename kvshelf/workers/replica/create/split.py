@@ -1,4 +1,5 @@
-"""Documents that are too long for the model: split into parts, each a cache of its own, joined by labels."""
+"""Creations of several caches joined by labels: the parts of a document that is too long for the model, and the
+episodes of a conversation."""
 
 from __future__ import annotations
 
@@ -7,13 +8,14 @@ from contextlib import contextmanager
 from typing import Final
 
 from kvshelf.api import CreateCache
-from kvshelf.api.creation import PART_LABELS
+from kvshelf.api.creation import EPISODE_LABELS, PART_LABELS
 from kvshelf.errors import KvshelfError
 from kvshelf.store.artifact.identity import canonical_msgpack
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.requests import REQUEST_ID
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.replica.create.spec import document_of, encode
 from kvshelf.workers.replica.results import Created, in_sequence
 
 _ID_CHARACTERS: Final = 16
@@ -24,10 +26,12 @@ _OF_ALL_PARTS: Final = {"name", "labels", "ttl_s", "expires_at", "keep_source"}
 def parts_of(
     engine: Engine, store: Store, spec: CreateCache, max_document_tokens: int | None, *, tenant: str
 ) -> list[CreateCache]:
-    """The creation of each part of a document, with the labels that join them. The model does not run.
+    """The creation of each part or episode of a document, with the labels that join them. The model does not run.
 
-    Raises as `Engine.split`.
+    Raises as `Engine.split` and `Engine.find_episodes`.
     """
+    if spec.episodes is not None:
+        return _episodes_of(engine, store, spec, max_document_tokens, tenant)
     options = spec.split_options
     assert options is not None
     assert spec.document is not None
@@ -37,14 +41,39 @@ def parts_of(
     own = {"document": spec.name or split_id} | spec.labels
     return [
         spec.model_copy(
-            update={"document": text, "split": False, "labels": own | _part_labels(number, len(texts), split_id)}
+            update={
+                "document": text,
+                "split": False,
+                "labels": own | _labels(PART_LABELS, number, len(texts), split_id),
+            }
         )
         for number, text in enumerate(texts, 1)
     ]
 
 
-def _part_labels(number: int, count: int, split_id: str) -> dict[str, str]:
-    return dict(zip(PART_LABELS, (f"{number}/{count}", split_id), strict=True))
+def _episodes_of(
+    engine: Engine, store: Store, spec: CreateCache, max_document_tokens: int | None, tenant: str
+) -> list[CreateCache]:
+    assert spec.episodes is not None
+    encode(engine, spec, max_document_tokens)  # refuses what is too long before it is cut up
+    found = engine.find_episodes(document_of(spec), spec.episodes.count)
+    set_id = _split_id(engine, store, spec, tenant)
+    return [
+        spec.model_copy(
+            update={
+                "episodes": None,
+                "policy_params": {"prefill": "chunked"}
+                | spec.policy_params
+                | {"probe": episode.text, "centroid": episode.centroid},
+                "labels": spec.labels | _labels(EPISODE_LABELS, number, len(found), set_id),
+            }
+        )
+        for number, episode in enumerate(found, 1)
+    ]
+
+
+def _labels(names: tuple[str, str], number: int, count: int, set_id: str) -> dict[str, str]:
+    return dict(zip(names, (f"{number}/{count}", set_id), strict=True))
 
 
 def _split_id(engine: Engine, store: Store, spec: CreateCache, tenant: str) -> str:
@@ -56,14 +85,15 @@ def _split_id(engine: Engine, store: Store, spec: CreateCache, tenant: str) -> s
 
 
 def label_part(store: Store, manifest: Manifest, labels: Mapping[str, str]) -> Manifest:
-    """The cache of a part with the labels of its split.
+    """The cache of a part or an episode with the labels that join it to the others.
 
     A cache that was on the shelf may have those of an earlier split, of another version of the document say: a part
     belongs to the newest.
     """
     had = manifest.labels
     wanted = {**had, **labels}
-    if had.get("split") == labels["split"] == labels["document"]:  # no name: the one that was given before stays
+    again = labels.get("split") is not None and had.get("split") == labels["split"] == labels.get("document")
+    if again:  # no name: the one that was given before stays
         wanted["document"] = had.get("document", wanted["document"])
     if wanted == manifest.labels:
         return manifest
@@ -71,12 +101,12 @@ def label_part(store: Store, manifest: Manifest, labels: Mapping[str, str]) -> M
 
 
 @contextmanager
-def naming(part: CreateCache) -> Iterator[None]:
-    """Adds to an error inside which part of the document it is about."""
+def naming(kind: str, number: str) -> Iterator[None]:
+    """Adds to an error inside which part or episode of the document it is about."""
     try:
         yield
     except KvshelfError as error:
-        message = f"part {part.labels['part']} of the document: {error.message}"
+        message = f"{kind} {number} of the document: {error.message}"
         raise type(error)(message, param=error.param, **error.details) from error
 
 

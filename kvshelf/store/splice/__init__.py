@@ -19,12 +19,9 @@ from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
 import msgpack
-import numpy as np
 
 from kvshelf.errors import BlobError
-from kvshelf.store.artifact.blob import PackedBlob
-from kvshelf.store.artifact.blob.frame import TRAILER, BlobSummary
-from kvshelf.store.artifact.blob.layer import Layer, Span, aligned
+from kvshelf.store.artifact.blob.layer import aligned
 from kvshelf.store.blobs import Name, SeekableFile, StoredFile, is_name
 
 MAGIC: Final = b"KVSPLICE"
@@ -36,14 +33,7 @@ BASES_LIMIT: Final = 64
 TABLE_LIMIT: Final = 4 << 20
 """Bytes of a packed table."""
 
-LEAST_RUN: Final = 4 << 10
-"""Bytes. A shorter run is written again: it takes a read of its own, and its place in the table."""
-
-LEAST_SHARE: Final = 1 / 8
-"""A cache that shares less of its blob is written whole."""
-
 _FIXED: Final = struct.Struct("<8sHHI")
-_PIECE: Final = 1 << 20  # bytes compared at once
 
 
 class Run(NamedTuple):
@@ -71,10 +61,6 @@ class Splice:
         packed: bytes = msgpack.packb({"bases": self.bases, "runs": self.runs})
         fixed = _FIXED.pack(MAGIC, VERSION, 0, len(packed)) + packed
         return fixed.ljust(aligned(len(fixed)), b"\0")
-
-
-WHOLE: Final = Splice((), ())
-"""Of a file that is a whole blob."""
 
 
 def read_splice(file: StoredFile, nbytes: int, bases: Sequence[Name]) -> tuple[Splice, int]:
@@ -224,133 +210,3 @@ class SplicedFile(SeekableFile):
     def _read_some(self, view: memoryview) -> int:
         self.read_ranges([(self._position, view)])
         return len(view)
-
-
-class Shared(NamedTuple):
-    """Bytes of a new blob, from byte `start` on, that are those of another blob from byte `offset` on."""
-
-    start: int
-    offset: int
-    nbytes: int
-
-
-def shared_with(packed: PackedBlob, parent: BlobSummary, file: StoredFile) -> list[Shared]:
-    """The bytes that a blob has in common with a stored one that it extends: whole arrays of the first records of each
-    layer, in ascending order, joined where they follow each other. Compares the bytes of both.
-
-    file: the parent's whole blob. The padding behind an array counts as shared: it is zero in both.
-    """
-    found: list[Shared] = []
-    own = packed.nbytes - TRAILER.size - packed.header.body_bytes
-    other = parent.nbytes - TRAILER.size - parent.header.body_bytes
-    memory = memoryview(bytearray(_PIECE))
-    for layer, old, segment in zip(packed.header.layers, parent.header.layers, packed.parts[1:-1], strict=False):
-        buffers = _by_offset(segment)
-        for span, theirs in _pairs(layer, old):
-            offset = other + old.offset + theirs.offset
-            if span.nbytes and _are_equal(buffers[span.offset], offset, file, memory):
-                _join(found, Shared(own + layer.offset + span.offset, offset, aligned(span.nbytes)))
-    return [each for each in found if each.nbytes >= LEAST_RUN]
-
-
-def _by_offset(segment: Sequence[memoryview]) -> dict[int, memoryview]:
-    starts = accumulate(map(len, segment), initial=0)
-    return {start: buffer for start, buffer in zip(starts, segment, strict=False) if len(buffer)}
-
-
-def _pairs(layer: Layer, old: Layer) -> Iterator[tuple[Span, Span]]:
-    """The arrays of both layers that could be equal, by their place and size."""
-    for spans, theirs in zip(layer.arrays, old.arrays, strict=False):
-        for name, span in spans.items():
-            if name in theirs and theirs[name].nbytes == span.nbytes:
-                yield span, theirs[name]
-
-
-def _are_equal(buffer: memoryview, offset: int, file: StoredFile, memory: memoryview) -> bool:
-    for start in range(0, len(buffer), len(memory)):
-        ours = buffer[start : start + len(memory)]
-        theirs = memory[: len(ours)]
-        file.read_ranges([(offset + start, theirs)])
-        if not np.array_equal(np.frombuffer(ours, np.uint8), np.frombuffer(theirs, np.uint8)):
-            return False
-    return True
-
-
-def _join(found: list[Shared], new: Shared) -> None:
-    last = found[-1] if found else None
-    if last and (last.start + last.nbytes, last.offset + last.nbytes) == (new.start, new.offset):
-        found[-1] = last._replace(nbytes=last.nbytes + new.nbytes)
-    else:
-        found.append(new)
-
-
-class Spliced(NamedTuple):
-    """A blob as a file to write: its table, and its own bytes in parts as those of a `PackedBlob`."""
-
-    splice: Splice
-    parts: list[list[memoryview]]
-    nbytes: int
-
-
-def spliced(
-    packed: PackedBlob, shared: Sequence[Shared], parent: Name, file: StoredFile, bases: Sequence[Name]
-) -> Spliced | None:
-    """A blob without the bytes that it shares; None where it shares too little, or would have too many bases.
-
-    parent: the file that has the other blob, or the own bytes of it; bases: those of it.
-    """
-    if sum(each.nbytes for each in shared) < LEAST_SHARE * packed.nbytes:
-        return None
-    files: dict[Name, int] = {}
-    runs: list[Run] = []
-    own = end = 0
-    for start, nbytes, offset in [*((each.start, each.nbytes, each.offset) for each in shared), (packed.nbytes, 0, 0)]:
-        if start > end:
-            runs.append(Run(0, own, start - end))
-            own += start - end
-        for run in _located(file, offset, nbytes):
-            name = [parent, *bases][run.file]
-            runs.append(run._replace(file=files.setdefault(name, len(files) + 1)))
-        end = start + nbytes
-    if len(files) > BASES_LIMIT:
-        return None
-    splice = Splice(tuple(files), tuple(_joined(runs)))
-    table = splice.pack()
-    if len(table) > TABLE_LIMIT:
-        return None
-    parts = [[memoryview(table)], *_without(packed, shared)]
-    return Spliced(splice, parts, len(table) + own)
-
-
-def _located(file: StoredFile, offset: int, nbytes: int) -> Iterator[Run]:
-    return (
-        file.locate(offset, nbytes) if isinstance(file, SplicedFile) else iter([Run(0, offset, nbytes)][: bool(nbytes)])
-    )
-
-
-def _joined(runs: Sequence[Run]) -> list[Run]:
-    found: list[Run] = []
-    for run in runs:
-        last = found[-1] if found else None
-        if last and last.file == run.file and last.offset + last.nbytes == run.offset:
-            found[-1] = last._replace(nbytes=last.nbytes + run.nbytes)
-        else:
-            found.append(run)
-    return found
-
-
-def _without(packed: PackedBlob, shared: Sequence[Shared]) -> list[list[memoryview]]:
-    """The parts of a blob without its shared bytes, which begin and end with buffers."""
-    found: list[list[memoryview]] = []
-    left = iter(shared)
-    skip, start = next(left, None), 0
-    for part in packed.parts:
-        kept: list[memoryview] = []
-        for buffer in part:
-            while skip and start >= skip.start + skip.nbytes:
-                skip = next(left, None)
-            if not skip or start < skip.start:
-                kept.append(buffer)
-            start += len(buffer)
-        found.append(kept)
-    return found

@@ -1,0 +1,134 @@
+"""A written trace: programs of agents that ask caches turn by turn, and single questions about other documents.
+
+    agents      2 to 8 turns on one document, each but the last of which calls a tool and waits for its result
+    workflows   2 to 4 rounds over the same three agents, one after the other, each with its own cache; no tools
+    readers     one question about any document
+
+The trace is the same for every order of leaving; only when a turn begins depends on how long the one before it waited.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+from dataclasses import asdict, dataclass, replace
+from typing import Final
+
+SEED: Final = 20261126
+
+AGENT_DOCUMENTS: Final = 60
+WORKFLOW_AGENTS: Final = 12
+
+TOOLS: Final = {
+    "database": (0.3, 0.0),
+    "search": (0.8, 0.4),
+    "code": (4.0, 1.0),
+    "browse": (12.0, 0.6),
+    "person": (45.0, 1.0),
+}
+"""Median seconds of each tool, and the standard deviation of their logarithm."""
+
+ANSWER_S: Final = 1.5
+HAND_OVER_S: Final = 0.5
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A question on a cache, whose answer takes `answer_s` from its first token on. tool: what it calls. The next turn
+    comes `pause_s` after its end; `mean_pause_s` is what an orchestrator expects."""
+
+    cache: str
+    answer_s: float
+    tool: str | None
+    pause_s: float
+    mean_pause_s: float
+
+
+@dataclass(frozen=True)
+class Program:
+    """Turns one after the other, the first at `start_s`."""
+
+    start_s: float
+    turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """sizes: bytes of each cache."""
+
+    sizes: dict[str, int]
+    programs: tuple[Program, ...]
+
+    def lines(self) -> str:
+        """As JSON lines: the sizes, then a program in each line."""
+        return "".join(json.dumps(line) + "\n" for line in (self.sizes, *map(asdict, self.programs)))
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.lines().encode()).hexdigest()[:16]
+
+    @property
+    def questions(self) -> int:
+        return sum(len(program.turns) for program in self.programs)
+
+    def scaled(self, seconds: float, size: float) -> Trace:
+        """The trace with all times and sizes multiplied."""
+
+        def turn(one: Turn) -> Turn:
+            times = one.answer_s, one.pause_s, one.mean_pause_s
+            answer_s, pause_s, mean_pause_s = (seconds * time for time in times)
+            return replace(one, answer_s=answer_s, pause_s=pause_s, mean_pause_s=mean_pause_s)
+
+        programs = (Program(seconds * one.start_s, tuple(map(turn, one.turns))) for one in self.programs)
+        return Trace({cache: int(nbytes * size) for cache, nbytes in self.sizes.items()}, tuple(programs))
+
+
+def make_trace(seconds: float, per_s: float = 0.2, seed: int = SEED) -> Trace:
+    """Programs that start within so many seconds, `per_s` in each: half are agents, a quarter workflows, a quarter
+    readers."""
+    draw = random.Random(seed)
+    documents = [f"document-{number}" for number in range(AGENT_DOCUMENTS)]
+    agents = [f"agent-{number}" for number in range(WORKFLOW_AGENTS)]
+    sizes = {name: int(1e9 * min(3.0, draw.lognormvariate(-0.5, 0.7))) for name in documents}
+    sizes |= {name: int(1e9 * draw.uniform(0.3, 1.0)) for name in agents}
+    popularity = [1 / (rank + 1) for rank in range(AGENT_DOCUMENTS)]
+    programs: list[Program] = []
+    start_s = draw.expovariate(per_s)
+    while start_s < seconds:
+        kind = draw.random()
+        if kind < 0.5:
+            turns = _agent(draw, draw.choices(documents, popularity)[0])
+        elif kind < 0.75:
+            first = 3 * draw.randrange(WORKFLOW_AGENTS // 3)
+            turns = _workflow(draw, agents[first : first + 3])
+        else:
+            turns = [Turn(draw.choice(documents), _answer_s(draw), None, 0.0, 0.0)]
+        programs.append(Program(start_s, tuple(turns)))
+        start_s += draw.expovariate(per_s)
+    return Trace(sizes, tuple(programs))
+
+
+def _agent(draw: random.Random, document: str) -> list[Turn]:
+    count = draw.randint(2, 8)
+    habit = draw.sample(list(TOOLS), 2)  # an agent calls few tools again and again
+    turns = []
+    for number in range(count):
+        tool = draw.choice(habit) if number < count - 1 else None
+        turns.append(_turn(draw, document, tool, *(TOOLS[tool] if tool else (0.0, 0.0))))
+    return turns
+
+
+def _workflow(draw: random.Random, agents: list[str]) -> list[Turn]:
+    order = agents * draw.randint(2, 4)
+    return [_turn(draw, agent, None, HAND_OVER_S, 0.5) for agent in order]
+
+
+def _turn(draw: random.Random, cache: str, tool: str | None, median_s: float, spread: float) -> Turn:
+    pause_s = draw.lognormvariate(math.log(median_s), spread) if median_s else 0.0
+    return Turn(cache, _answer_s(draw), tool, pause_s, median_s * math.exp(spread * spread / 2))
+
+
+def _answer_s(draw: random.Random) -> float:
+    return 0.2 + draw.expovariate(1 / (ANSWER_S - 0.2))

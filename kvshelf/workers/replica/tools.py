@@ -1,0 +1,123 @@
+"""How long a cache is worth its memory while a tool runs whose result the next question brings (Continuum).
+
+After an answer that calls a tool, the cache stays for tau* = argmax over tau of P(tau) * (T * eta + reload) - tau
+(arXiv 2511.02230): P is the share of the tool's runs that took at most tau, T the mean wait for memory, reload the time
+to read the cache again, and eta says how surely an old program has few turns left. A question waits for the model
+whether its cache is in memory or not, so that wait is no part of T.
+
+Nothing here reads a clock: times are seconds of one clock, passed as `now`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+ENOUGH: Final = 100
+"""Runs of a tool, and programs for eta, from which their distribution counts."""
+
+KEPT: Final = 1000
+"""Runs of each tool, of each tenant, and programs that are remembered, the latest."""
+
+TOOLS: Final = 64
+"""Tools of a tenant that are remembered, those that ran last."""
+
+LONGEST_S: Final = 3600.0
+"""A tool that runs longer counts as never returned: its program has ended."""
+
+_MOST_TURNS: Final = 1000
+
+
+@dataclass
+class _Program:
+    """Turns of one tenant on one cache, each but the last of which called a tool. tool: that runs now; None while an
+    answer is made."""
+
+    turns: int
+    tool: str | None
+    since: float
+
+
+class Tools:
+    """The durations of tools: from the end of an answer that named one to the next question of the same tenant on the
+    same cache. Two programs that share a cache at the same time count as one. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._programs: OrderedDict[tuple[str, str], _Program] = OrderedDict()  # by tenant and cache, oldest first
+        self._runs: dict[str, OrderedDict[str, deque[float]]] = {}
+        self._all_runs: dict[str, deque[float]] = {}
+        self._lengths: deque[int] = deque(maxlen=KEPT)
+        self._eta = 1.0
+
+    def asked(self, tenant: str, cache_id: str, now: float) -> None:
+        """A question came, which ends the run of a tool."""
+        self._end_old(now)
+        program = self._programs.get((tenant, cache_id))
+        if program is None or program.tool is None:
+            return
+        tools = self._runs.setdefault(tenant, OrderedDict())
+        runs = tools.setdefault(program.tool, deque(maxlen=KEPT))
+        tools.move_to_end(program.tool)
+        if len(tools) > TOOLS:
+            tools.popitem(last=False)
+        for kept in (runs, self._all_runs.setdefault(tenant, deque(maxlen=KEPT))):
+            kept.append(now - program.since)
+        self._go_on(tenant, cache_id, _Program(program.turns, None, now))
+
+    def answered(self, tenant: str, cache_id: str, tool: str | None, now: float) -> None:
+        """An answer ended that calls a tool, or none: then its program has ended."""
+        program = self._programs.pop((tenant, cache_id), None)
+        turns = 1 + (program.turns if program else 0)
+        if tool is not None:
+            self._go_on(tenant, cache_id, _Program(turns, tool, now))
+        elif program is not None:
+            self._ended(turns)
+
+    def stay_s(self, tenant: str, tool: str, *, wait_s: float, reload_s: float) -> float:
+        """tau* by the tool's runs if there are `ENOUGH`, else by those of all tools of the tenant, else by Exp(1 s)
+        with an eta of 1. wait_s: T."""
+        of_tool = self._runs.get(tenant, OrderedDict()).get(tool)
+        for known in (of_tool, self._all_runs.get(tenant)):
+            if known is not None and len(known) >= ENOUGH:
+                return best_stay_s(known, wait_s * self._eta + reload_s)
+        return math.log(max(1.0, wait_s + reload_s))  # where the derivative of (1 - exp(-tau)) * gain - tau is 0
+
+    def _go_on(self, tenant: str, cache_id: str, program: _Program) -> None:
+        self._programs[tenant, cache_id] = program
+        self._programs.move_to_end((tenant, cache_id))
+
+    def _end_old(self, now: float) -> None:
+        while self._programs and now - (oldest := next(iter(self._programs.values()))).since > LONGEST_S:
+            self._programs.popitem(last=False)
+            self._ended(oldest.turns)
+
+    def _ended(self, turns: int) -> None:
+        self._lengths.append(min(turns, _MOST_TURNS))
+        if len(self._lengths) >= ENOUGH:
+            self._eta = turns_left(self._lengths)
+
+
+def best_stay_s(runs: Sequence[float], gain_s: float) -> float:
+    """argmax over tau of P(tau) * gain_s - tau, P being the distribution of these durations. The maximum lies at one
+    of them, or at 0; of equal ones the shortest counts."""
+    taus = np.sort(np.asarray(runs, dtype=np.float64))
+    worth = np.arange(1, len(taus) + 1) / len(taus) * gain_s - taus
+    best = int(np.argmax(worth))
+    return float(taus[best]) if worth[best] > 0 else 0.0
+
+
+def turns_left(lengths: Sequence[int]) -> float:
+    """eta = -Corr(k, N - k) over all turns k of programs of N turns, at least 0; 1 where it is not defined, as for
+    programs of one turn."""
+    each = np.asarray(lengths)
+    whole = np.repeat(each, each)
+    turn = np.arange(len(whole)) - np.repeat(np.cumsum(each) - each, each) + 1
+    left = whole - turn
+    if turn.std() == 0 or left.std() == 0:
+        return 1.0
+    return max(0.0, -float(np.corrcoef(turn, left)[0, 1]))

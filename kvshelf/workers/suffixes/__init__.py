@@ -1,0 +1,1 @@
+"""Which entries of a question and its answer stay behind the document: one suffix policy, one file."""

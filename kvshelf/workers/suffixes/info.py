@@ -1,0 +1,40 @@
+"""A suffix policy as documentation and forms show it. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from kvshelf.workers.policies.info import ParameterInfo, parameter_of
+
+
+@dataclass(frozen=True)
+class SuffixPolicyInfo:
+    """One suffix policy."""
+
+    name: str
+    summary: str
+    details: list[str]
+    advice: str
+    source: str
+    parameters: dict[str, ParameterInfo]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields of the API's object of a suffix policy: its id is the name."""
+        return {"id": self.name} | asdict(self)
+
+
+@cache
+def catalog() -> tuple[SuffixPolicyInfo, ...]:
+    """Every suffix policy with its parameters, ranges and source, from catalog.json, which `scripts/publish_quality.py`
+    writes from their classes."""
+    packaged = json.loads((files("kvshelf") / "workers" / "suffixes" / "catalog.json").read_text())
+    return tuple(
+        SuffixPolicyInfo(
+            **about | {"parameters": {name: parameter_of(each) for name, each in about["parameters"].items()}}
+        )
+        for about in packaged
+    )

@@ -1,0 +1,146 @@
+"""Caches of episodes beside one cache of as many bytes, on generated conversations: docs/ask.md has the numbers.
+
+    python -m scripts.measure_episodes
+
+Right answers of all questions, and how often the router finds the episode whose windows hold the fact: by words, as
+kvshelf does, by weighed sums of the model's input embeddings, and by means of its last hidden states.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvshelf import CompressedCache, Engine
+from kvshelf.bench.measure import wilson
+from kvshelf.bench.quality.conversations import Conversation, make_conversation
+from kvshelf.bench.quality.retrieval import counter
+from kvshelf.workers.engine.episodes import UTTERANCES, kmeans, windows_of
+
+TOKENS = 2048
+TOPICS = 4
+CONVERSATIONS = 8
+CHUNK = 512
+REMOVED = (0.75, 0.5)
+ALONE: dict[str, dict[str, Any]] = {
+    "full": {"policy": "full"},
+    "kvzip": {"policy": "kvzip"},
+    "kvzip in chunks": {"policy": "kvzip", "prefill": "chunked", "chunk": CHUNK},
+    "snapkv": {"policy": "snapkv"},
+    "keydiff": {"policy": "keydiff"},
+}
+
+Vector = NDArray[np.float64]
+
+
+def right(engine: Engine, each: Conversation, asked: Sequence[CompressedCache]) -> list[bool]:
+    """Whether each question of a conversation is answered by its cache."""
+    questions = [question for _, question in each.questions]
+    pairs = [(cache, question.text) for cache, question in zip(asked, questions, strict=True)]
+    longest = max(len(question.answer) for question in questions) + 8
+    answers = engine.answer_all(pairs, max_new_tokens=longest)
+    return [answer.text.strip() == question.answer for answer, question in zip(answers, questions, strict=True)]
+
+
+def told(name: str, hits: Sequence[Sequence[bool]], nbytes: Sequence[int]) -> None:
+    every = [hit for each in hits for hit in each]
+    low, high = wilson(sum(every), len(every))
+    mean = sum(nbytes) / len(nbytes) / 1e6
+    print(f"  {name}: {sum(every)} of {len(every)} ({low:.0%} to {high:.0%}), {mean:.2f} MB", flush=True)
+
+
+def quality(engine: Engine, made: Sequence[Conversation], removed: float) -> None:
+    """One cache, then episodes that take as many bytes together."""
+    print(f"{removed:.0%} removed by one cache:", flush=True)
+    for name, options in ALONE.items():
+        ratio = None if name == "full" else removed
+        caches = [engine.compress(each.text, compression_ratio=ratio, **options) for each in made]
+        hits = [right(engine, each, [cache] * len(each.questions)) for each, cache in zip(made, caches, strict=True)]
+        told(name, hits, [cache.nbytes for cache in caches])
+    for count in (1, TOPICS):
+        share = 1 - (1 - removed) / count
+        sets = [engine.episodes(each.text, count, compression_ratio=share, chunk=CHUNK) for each in made]
+        nbytes = [sum(cache.nbytes for cache in caches) for caches in sets]
+        routed, known = [], []
+        for each, caches in zip(made, sets, strict=True):
+            params = [cache.identity.policy_params for cache in caches]
+            places = [engine.nearest(params, asked.text) if count > 1 else 0 for _, asked in each.questions]
+            routed.append(right(engine, each, [caches[place] for place in places]))
+            known.append(right(engine, each, [caches[own(engine, each, at, count)] for at, _ in each.questions]))
+        told(f"{count} episodes, routed", routed, nbytes)
+        if count > 1:
+            told(f"{count} episodes, always the one that has the fact", known, nbytes)
+
+
+def own(engine: Engine, each: Conversation, at: int, count: int) -> int:
+    """The episode whose windows hold utterance `at`."""
+    found = engine.find_episodes(each.text, count)
+    return next(number for number, one in enumerate(found) if at // UTTERANCES in one.windows)
+
+
+def routes(engine: Engine, topics: int, tokens: int, conversations: int) -> None:
+    words, embedded, hidden, asked = 0, 0, 0, 0
+    for seed in range(conversations):
+        each = make_conversation(topics, tokens, seed, counter(engine))
+        params = [{"centroid": one.centroid} for one in engine.find_episodes(each.text, topics)]
+        for at, question in each.questions:
+            words += engine.nearest(params, question.text) == own(engine, each, at, topics)
+        embedded += by_vectors(each, topics, embeddings(engine, each))
+        hidden += by_vectors(each, topics, lambda text: mean_hidden(engine, text))
+        asked += len(each.questions)
+    print(
+        f"router, {topics} topics, {tokens} tokens: {words / asked:.0%} of {asked} by words, {embedded / asked:.0%} by "
+        f"input embeddings, {hidden / asked:.0%} by last hidden states",
+        flush=True,
+    )
+
+
+def by_vectors(each: Conversation, topics: int, vector: Callable[[str], Vector]) -> int:
+    """Questions whose episode is found by these vectors, those of windows less their mean."""
+    points = np.stack([vector(window) for window in windows_of(each.utterances)])
+    points = points - points.mean(axis=0)
+    found = kmeans(points / np.linalg.norm(points, axis=1, keepdims=True), topics)
+    scores = [found.centroids @ vector(question.text) for _, question in each.questions]
+    places = [at // UTTERANCES for at, _ in each.questions]
+    return sum(place in found.members[int(of.argmax())] for place, of in zip(places, scores, strict=True))
+
+
+def embeddings(engine: Engine, each: Conversation) -> Callable[[str], Vector]:
+    """Sums of the input embeddings of distinct tokens, weighed as `episodes` weighs them; of tokens that no window has,
+    by nothing."""
+    encode, windows = engine.require_text("text").encode, windows_of(each.utterances)
+    having = Counter(token for window in windows for token in set(encode(window)))
+    with torch.no_grad():
+        table = engine.model.get_input_embeddings()(torch.arange(engine.model.config.vocab_size)).double().numpy()
+    table = table - table.mean(axis=0)
+
+    def vector(text: str) -> Vector:
+        ids = sorted(having.keys() & set(encode(text)))
+        weights = np.log([len(windows) / having[token] for token in ids])
+        return weights @ table[ids]
+
+    return vector
+
+
+def mean_hidden(engine: Engine, text: str) -> Vector:
+    ids = torch.tensor([engine.require_text("text").encode(text)])
+    with torch.no_grad():
+        return engine.model.base_model(input_ids=ids).last_hidden_state[0].double().mean(dim=0).numpy()
+
+
+def main() -> None:
+    engine = Engine.load("kvshelf-tiny")
+    made = [make_conversation(TOPICS, TOKENS, seed, counter(engine)) for seed in range(CONVERSATIONS)]
+    for topics, tokens, conversations in ((4, 2048, 12), (8, 4096, 6), (4, 8192, 6)):
+        routes(engine, topics, tokens, conversations)
+    for removed in REMOVED:
+        quality(engine, made, removed)
+
+
+if __name__ == "__main__":
+    main()
