@@ -21,6 +21,7 @@ export function Append({ cache, turns, busy, onBusy, onAppended }) {
   const leave = () => {
     stop.current?.abort();
     stop.current = null;
+    setFailure(null);
   };
   useEffect(() => leave, [cache.id]);
 
@@ -29,7 +30,10 @@ export function Append({ cache, turns, busy, onBusy, onAppended }) {
   const usual = policy ? "default" : cache.compression_ratio;
   const fields = { ...(policy && { policy }), ...(ratio && takesBudget && { compression_ratio: Number(ratio) }) };
   const append = async (files) => {
-    if (busy || sending) return setFailure({ message: "Wait until the work before has ended.", code: "busy" });
+    if (busy || sending) {
+      setFailure({ message: "Wait until the work before has ended.", code: "busy" });
+      return;
+    }
     const own = new AbortController();
     stop.current = own;
     const { signal } = own;
@@ -44,12 +48,12 @@ export function Append({ cache, turns, busy, onBusy, onAppended }) {
         ({ id } = await appendTo(id, body, { onProgress, signal }));
       }
     } catch (error) {
-      setFailure(error.name === "AbortError" ? { message: "It was stopped.", code: "stopped" } : error);
+      const told = error.name === "AbortError" ? { message: "It was stopped.", code: "stopped" } : error;
+      if (stop.current === own) setFailure(told);
     }
     setSending(null);
     onBusy(false);
     if (stop.current === own && id !== cache.id) onAppended(id); // else another turn has been chosen meanwhile
-    return undefined;
   };
   return html`
     <h2>Append</h2>

@@ -2,16 +2,18 @@
 
 import { html } from "../dom.js";
 import { Files } from "../fields.js";
-import { useEffect, useState } from "../vendor/hooks.js";
+import { useEffect, useRef, useState } from "../vendor/hooks.js";
 
 /** Takes files that are dropped or pasted anywhere in the view: the browser would open a file dropped beside the zone. */
 export function DropZone({ disabled, onFiles, children }) {
   const [over, setOver] = useState(false);
+  const latest = useRef();
+  latest.current = onFiles; // an effect would come after the next frame, and a drop before it would find the old one
   useEffect(() => {
     const take = (event, { files }) => {
       if (files.length === 0) return; // pasted text goes into the focused field
       event.preventDefault();
-      onFiles([...files]);
+      latest.current([...files]);
     };
     const paste = (event) => take(event, event.clipboardData);
     const drag = (event) => {
@@ -23,7 +25,7 @@ export function DropZone({ disabled, onFiles, children }) {
     const heard = { paste, dragover: drag, dragleave: drag, drop: drag };
     for (const [name, hear] of Object.entries(heard)) addEventListener(name, hear);
     return () => Object.entries(heard).forEach(([name, hear]) => removeEventListener(name, hear));
-  }, [onFiles]);
+  }, []);
   return html`<div class=${over ? "drop over" : "drop"}>
     <p>Drop files here, or paste them</p>
     <${Files} label="Choose files" multiple disabled=${disabled} onFiles=${onFiles} />

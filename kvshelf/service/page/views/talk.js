@@ -51,6 +51,10 @@ function Conversation({ id, answered }) {
       setPrompt((before) => before || asked.body.prompt); // to be asked again
     }
   };
+  const appended = (last) => {
+    setSaid("It is appended");
+    show(last);
+  };
   return html`
     <div class="split">
       <section class="card" aria-label="Conversation">
@@ -62,7 +66,7 @@ function Conversation({ id, answered }) {
         </div>
       </section>
       <aside class="card" aria-label="Append to the document">
-        <${Append} ...${chain} busy=${asking} onBusy=${setAppending} onAppended=${show} />
+        <${Append} ...${chain} busy=${asking} onBusy=${setAppending} onAppended=${appended} />
       </aside>
     </div>
     <${Announce} text=${said} />
