@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 Put = Callable[..., dict[str, Any]]
 
-VIEWS = ("shelf", "put", "ask", "kept", "batches", "failed batch")
+VIEWS = ("shelf", "put", "ask", "talk", "kept", "batches", "failed batch")
 
 
 class Shelf(NamedTuple):
     """Ids of what is there to be looked at."""
 
     caches: list[str]
+    talk: str
     resting: str
     failed: str
 
@@ -41,11 +42,20 @@ def shelf(put: Put, http: httpx.Client) -> Iterator[Shelf]:
     label = {"report": "harbour"}
     made = [put(document=document(71), name="Harbour report", labels=label, **way)["id"] for way in ways]
     http.patch(f"/v1/caches/{made[0]}", json={"pinned": True})
+    talk = ask(http, ask(http, made[1], QUESTION), QUESTION)
+    ask(http, made[1], QUESTION.replace("What is", "What was"))  # a branch
     resting, failed = (begin_batch(http, rows) for rows in ('{"custom_id": "a", "document": "b"}\n' * 2, ""))
-    yield Shelf(made, resting, failed)
+    yield Shelf(made, talk, resting, failed)
     http.post(f"/v1/batches/{resting}/cancel")
     for cache_id in made:
-        http.delete(f"/v1/caches/{cache_id}")
+        http.delete(f"/v1/caches/{cache_id}?cascade=true")
+
+
+def ask(http: httpx.Client, cache_id: str, question: str) -> str:
+    """The cache of a question and its answer."""
+    answer = http.post(f"/v1/caches/{cache_id}/query", json={"prompt": question, "store": True}).json()
+    stored: str = answer["stored_cache_id"]
+    return stored
 
 
 def begin_batch(http: httpx.Client, rows: str) -> str:
@@ -64,6 +74,7 @@ def show(page: Page, view: str, shelf: Shelf) -> None:
     """Go to a view and have it filled."""
     caches = shelf.caches
     address = {"ask": f"ask/{caches[1]}/{caches[0]}", "kept": f"kept/{caches[3]}", "shelf": f"shelf/{caches[1]}"}
+    address |= {"talk": f"talk/{shelf.talk}"}
     address |= {"batches": f"batches/{shelf.resting}", "failed batch": f"batches/{shelf.failed}"}
     page.goto(page.url.split("#")[0] + "#" + address.get(view, view))
     if view == "shelf":
@@ -75,6 +86,10 @@ def show(page: Page, view: str, shelf: Shelf) -> None:
         page.get_by_label("Read").select_option("quest")
         page.get_by_role("button", name="Ask").click()
         page.locator(".heat .chosen").nth(1).wait_for()
+    elif view == "talk":
+        page.locator(".turn").nth(2).wait_for()
+        page.locator("summary").click()
+        page.locator(".turn .picker a").wait_for()
     elif view == "batches":
         page.get_by_role("heading", name="paused, 0 of 2 rows").wait_for()
     elif view == "failed batch":

@@ -4,9 +4,9 @@ const KEY = "kvshelf.key";
 
 export class Failure extends Error {
   /** `code`: the service's error code, or connection_failed. `requestId`: the request's id in the service's log. */
-  constructor(message, code, { status = 0, requestId = "", missReason = null } = {}) {
+  constructor(message, code, { status = 0, requestId = "", missReason = null, details = null } = {}) {
     super(message);
-    Object.assign(this, { code, status, requestId, missReason });
+    Object.assign(this, { code, status, requestId, missReason, details });
   }
 }
 
@@ -35,6 +35,7 @@ function failureOf(status, text, requestId) {
     status,
     requestId: requestId ?? "",
     missReason: error.miss_reason ?? null,
+    details: error.details ?? null,
   });
   if (status === 401) access.dispatchEvent(new CustomEvent("refused", { detail: failure }));
   return failure;
@@ -68,7 +69,10 @@ const ofCache = (id, rest = "") => `v1/caches/${encodeURIComponent(id)}${rest}`;
 export const listCaches = (query, options) => get(withQuery("v1/caches", query), options);
 export const getCache = (id, options) => get(ofCache(id), options);
 export const updateCache = async (id, json) => (await send("PATCH", ofCache(id), { json })).json();
-export const deleteCache = async (id) => (await send("DELETE", ofCache(id))).json();
+/** `query`: `cascade` also deletes what was appended to it. */
+export const deleteCache = async (id, query = {}) => (await send("DELETE", withQuery(ofCache(id), query))).json();
+/** The caches that one grew from, the first document first and itself last, each with what it appended. */
+export const listTurns = async (id, options) => (await get(ofCache(id, "/turns"), options)).data;
 export const listPolicies = async () => (await get("v1/policies")).data;
 export const listSelectors = async () => (await get("v1/selectors")).data;
 export const listModels = async () => (await get("v1/models")).data;
@@ -148,6 +152,9 @@ async function* events(response) {
 
 /** Create a cache in the background. `body` is a FormData, or an object for JSON. */
 export const createInBackground = (body, options) => upload("v1/caches", body, { prefer: "respond-async" }, options);
+
+/** Append to a cache: the new cache. `body` is a FormData with a file, or an object for JSON. */
+export const appendTo = (id, body, options) => upload(ofCache(id, "/append"), body, {}, options);
 
 /** Upload the input of a batch. */
 export function uploadFile(file, options) {

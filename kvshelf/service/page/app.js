@@ -12,12 +12,14 @@ import { BatchesView } from "./views/batches.js";
 import { KeptView } from "./views/kept.js";
 import { PutView } from "./views/put.js";
 import { ShelfView } from "./views/shelf.js";
+import { TalkView } from "./views/talk.js";
 
 /** Each view: its title and its component, which gets the rest of the address as `ids`. */
 const VIEWS = {
   shelf: ["Shelf", ShelfView],
   put: ["Put", PutView],
   ask: ["Ask", AskView],
+  talk: ["Conversation", TalkView],
   kept: ["Kept tokens", KeptView],
   batches: ["Batches", BatchesView],
 };
@@ -39,7 +41,8 @@ function useAddress() {
   return address;
 }
 
-function App({ jobs }) {
+/** `jobs` and `answered`, what this tab measured of each stored turn, outlive the views. */
+function App({ jobs, answered }) {
   const [name, ids] = useAddress();
   const [refused, setRefused] = useState(null);
   const [session, setSession] = useState(0); // incremented with each key: another key may show another shelf
@@ -66,7 +69,7 @@ function App({ jobs }) {
   };
   const shown = refused
     ? html`<${KeyForm} failure=${refused} onKey=${useKey} />`
-    : html`<${View} key=${`${name} ${session}`} ids=${ids} jobs=${jobs} />`;
+    : html`<${View} key=${`${name} ${session}`} ids=${ids} jobs=${jobs} answered=${answered} />`;
   return html`
     <a class="skip" href="#main" onClick=${skip}>Skip to content</a>
     <header class="bar">
@@ -105,4 +108,4 @@ function KeyForm({ failure, onKey }) {
   </form>`;
 }
 
-render(html`<${App} jobs=${new Jobs()} />`, document.getElementById("app"));
+render(html`<${App} jobs=${new Jobs()} answered=${new Map()} />`, document.getElementById("app"));

@@ -16,7 +16,7 @@ const pause = (signal) =>
   });
 
 /** The request's body: an object for a text; for a file a form, with text as text and all other fields as JSON. */
-function bodyOf({ document, fields }) {
+export function bodyOf({ document, fields }) {
   if (typeof document === "string") return { document, ...fields };
   const form = new FormData();
   for (const [name, value] of Object.entries({ name: document.name, ...fields })) {

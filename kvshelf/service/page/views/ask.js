@@ -108,7 +108,10 @@ function Answer({ asked, side, known }) {
       "Tokens prefilled": answer ? count(answer.usage.prefill_tokens) : "…",
       "Tokens written": answer ? count(answer.usage.completion_tokens) : "…",
     }} />
-    <button disabled=${answer || failure} onClick=${stop}>Stop</button>
+    <p class="links">
+      <button disabled=${answer || failure} onClick=${stop}>Stop</button>
+      ${idsOf(side).length === 1 && html`<a class="button" href=${`#talk/${side}`}>Conversation</a>`}
+    </p>
     ${answer?.passages && html`<${Passages} passages=${answer.passages} name=${(id) => nameOf(id, known)} />`}
     <${Announce} text=${answer ? `Answer: ${answer.text}` : ""} />
   </section>`;
@@ -126,8 +129,8 @@ function Sources({ sources, known }) {
   </ol>`;
 }
 
-/** One streamed answer: its text so far, the complete answer at the end, and the browser's time to its first piece. */
-function useAnswer(asked, ids) {
+/** One streamed answer to `asked.body`: its text so far, the complete answer at the end, and the browser's time to its first piece. */
+export function useAnswer(asked, ids) {
   const [told, setTold] = useState({ text: "", answer: null, failure: null, firstMs: null });
   const stop = useRef(null);
   useEffect(() => {

@@ -1,6 +1,6 @@
 /** One cache: its metadata, and forms to change it. */
 
-import { deleteCache, updateCache } from "../api.js";
+import { deleteCache, listCaches, updateCache } from "../api.js";
 import { html } from "../dom.js";
 import { Choice, Field } from "../fields.js";
 import {
@@ -16,15 +16,20 @@ import {
   summary,
   title,
 } from "../format.js";
-import { Confirm, Facts, FailureNote } from "../parts.js";
+import { Confirm, Facts, FailureNote, useLoaded } from "../parts.js";
 import { useState } from "../vendor/hooks.js";
 
+const CHILDREN = 20;
 const SPANS = { minutes: 60, hours: 3600, days: 86_400 };
 
-/** `onChanged(cache, what)` and `onRemoved(cache)` are called after the service has changed or deleted the cache. */
-export function CacheCard({ cache, onChanged, onRemoved }) {
+/**
+ * `onChanged(cache, what)` and `onRemoved(cache, others)` are called after the service has changed or deleted the cache;
+ * `others`: how many appended to it are deleted, too. `onShow` gets the id of another cache.
+ */
+export function CacheCard({ cache, onChanged, onRemoved, onShow }) {
   const [failure, setFailure] = useState(null);
   const [asking, setAsking] = useState(false);
+  const [others, setOthers] = useState(0); // appended to it: whether to delete these, too, is being asked
   const [busy, setBusy] = useState(false);
 
   const carryOut = async (work) => {
@@ -42,14 +47,26 @@ export function CacheCard({ cache, onChanged, onRemoved }) {
   const remove = () =>
     carryOut(async () => {
       setAsking(false);
-      await deleteCache(cache.id);
-      onRemoved(cache);
+      try {
+        await deleteCache(cache.id);
+      } catch (error) {
+        if (error.code !== "cache_has_children") throw error;
+        return setOthers(error.details.children);
+      }
+      return onRemoved(cache, 0);
+    });
+  const removeAll = () =>
+    carryOut(async () => {
+      setOthers(0);
+      await deleteCache(cache.id, { cascade: true });
+      onRemoved(cache, others);
     });
 
   return html`
     <h2>${title(cache)}</h2>
     <p class="links">
       <a class="button main" href=${`#ask/${cache.id}`}>Ask</a>
+      <a class="button" href=${`#talk/${cache.id}`}>Conversation</a>
       <a class="button" href=${`#kept/${cache.id}`}>Kept tokens</a>
       <button aria-pressed=${cache.pinned} disabled=${busy} onClick=${pin}>
         ${cache.pinned ? "Unpin" : "Pin"}
@@ -57,7 +74,7 @@ export function CacheCard({ cache, onChanged, onRemoved }) {
       <button class="danger" disabled=${busy} onClick=${() => setAsking(true)}>Delete</button>
     </p>
     <${FailureNote} failure=${failure} />
-    <${CacheFacts} cache=${cache} />
+    <${CacheFacts} cache=${cache} onShow=${onShow} />
     <${Changes} cache=${cache} busy=${busy} onChange=${change} onWrong=${setFailure} />
     ${
       asking &&
@@ -66,14 +83,23 @@ export function CacheCard({ cache, onChanged, onRemoved }) {
       action="Delete it" onYes=${remove} onNo=${() => setAsking(false)}
     />`
     }
+    ${
+      others > 0 &&
+      html`<${Confirm}
+      question=${`To this cache ${others === 1 ? "another was" : `${count(others)} others were`} appended. Delete all of them?`}
+      action=${`Delete all ${count(others + 1)}`} onYes=${removeAll} onNo=${() => setOthers(0)}
+    />`
+    }
   `;
 }
 
-function CacheFacts({ cache }) {
-  const { quality: measured, timings, tokens } = cache;
+function CacheFacts({ cache, onShow }) {
+  const { quality: measured, timings, tokens, parent_id: parent } = cache;
   return html`<${Facts} facts=${{
     Cache: html`<code>${cache.id}</code>`,
     Document: html`<code>${cache.document_id}</code>`,
+    "Appended to": parent && html`<${CacheLink} id=${parent} onShow=${onShow} />`,
+    "Grown into": html`<${Children} id=${cache.id} onShow=${onShow} />`,
     Model: cache.model,
     Policy: `${cache.policy}, ${percent(cache.compression_ratio)} removed`,
     Codec: cache.codec,
@@ -87,6 +113,20 @@ function CacheFacts({ cache }) {
     Labels: Object.keys(cache.labels).length ? html`<span class="labels">${labelLines(cache.labels)}</span>` : null,
   }} />`;
 }
+
+/** The newest caches that were appended to one. */
+function Children({ id, onShow }) {
+  const [page, failure] = useLoaded((signal) => listCaches({ parent_id: id, limit: CHILDREN }, { signal }), [id]);
+  if (failure) return failure.message;
+  if (!page?.data.length) return page ? "none" : "…";
+  return html`${count(page.data.length)}${page.has_more && " or more"}: ${page.data.map(
+    (child) => html`<${CacheLink} key=${child.id} id=${child.id} name=${child.name} onShow=${onShow} /> `,
+  )}`;
+}
+
+/** Without a name, the id begins as the command line shows it. `onShow`: the address may name this cache already. */
+const CacheLink = ({ id, name, onShow }) =>
+  html`<a href=${`#shelf/${id}`} onClick=${() => onShow(id)}>${name || id.slice(0, 12)}</a>`;
 
 function Changes({ cache, busy, onChange, onWrong }) {
   const [name, setName] = useState(cache.name);

@@ -1,10 +1,11 @@
 /** Put documents on the shelf: drop, choose or paste them, choose how to compress them, then send them. */
 
 import { html } from "../dom.js";
-import { Field, Files } from "../fields.js";
+import { Field } from "../fields.js";
 import { count } from "../format.js";
 import { FailureNote } from "../parts.js";
-import { useEffect, useRef, useState } from "../vendor/hooks.js";
+import { useRef, useState } from "../vendor/hooks.js";
+import { DropZone } from "./drop-zone.js";
 import { JobList } from "./job-list.js";
 import { DEFAULTS, fieldsOf, PutOptions } from "./put-options.js";
 
@@ -67,31 +68,4 @@ function ChosenFiles({ files, onFiles }) {
       </li>`,
     )}
   </ul>`;
-}
-
-/** Takes files that are dropped or pasted anywhere in the view: the browser would open a file dropped beside the zone. */
-function DropZone({ onFiles, children }) {
-  const [over, setOver] = useState(false);
-  useEffect(() => {
-    const take = (event, { files }) => {
-      if (files.length === 0) return; // pasted text goes into the focused field
-      event.preventDefault();
-      onFiles([...files]);
-    };
-    const paste = (event) => take(event, event.clipboardData);
-    const drag = (event) => {
-      if (!event.dataTransfer.types.includes("Files")) return; // dragged text goes into a field
-      event.preventDefault();
-      setOver(event.type === "dragover");
-      if (event.type === "drop") take(event, event.dataTransfer);
-    };
-    const heard = { paste, dragover: drag, dragleave: drag, drop: drag };
-    for (const [name, hear] of Object.entries(heard)) addEventListener(name, hear);
-    return () => Object.entries(heard).forEach(([name, hear]) => removeEventListener(name, hear));
-  }, []);
-  return html`<div class=${over ? "drop over" : "drop"}>
-    <p>Drop files here, or paste them</p>
-    <${Files} label="Choose files" multiple onFiles=${onFiles} />
-    ${children}
-  </div>`;
 }

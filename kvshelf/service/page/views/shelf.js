@@ -71,12 +71,13 @@ export function ShelfView({ ids: [opened] }) {
   };
   const without = (id) => ticked.filter((each) => each !== id);
   const tick = (id) => setTicked(ticked.includes(id) ? without(id) : [...ticked, id]);
-  const removed = (cache) => {
-    setTicked(without(cache.id));
-    const next = rows[index + 1] ?? rows[index - 1];
-    caches.remove(cache.id);
+  const removed = (cache, others) => {
+    setTicked(others ? [] : without(cache.id));
+    const next = others ? null : (rows[index + 1] ?? rows[index - 1]);
+    if (others) caches.refresh(); // which they were, only the service knows
+    else caches.remove(cache.id);
     setCurrent(next?.id ?? null);
-    setSaid(`${title(cache)} is deleted`);
+    setSaid(`${title(cache)} is deleted${others ? ` with ${count(others)} appended to it` : ""}`);
   };
   const open = () => card.current.querySelector("a, button")?.focus();
   const choose = (at, byPointer) => {
@@ -104,7 +105,7 @@ export function ShelfView({ ids: [opened] }) {
       <aside class="card" aria-label="The chosen cache" ref=${card}>
         ${
           shown
-            ? html`<${CacheCard} key=${shown.id} cache=${shown} onChanged=${changed} onRemoved=${removed} />`
+            ? html`<${CacheCard} key=${shown.id} cache=${shown} onChanged=${changed} onRemoved=${removed} onShow=${setCurrent} />`
             : html`<p class="hint">Choose a cache to see its details, ask it a question or change it. The arrow keys move
               through the list, Enter moves here. Tick several to ask them one question together, with the mouse or the
               space bar.</p>`
