@@ -6,8 +6,8 @@
 The numbers of the package (kvshelf/models/kvshelf-tiny/quality.json) are what `kvshelf policies` prints. With them it
 prints what the policies' classes say, which this script writes to kvshelf/workers/policies/catalog.json, and what the
 selectors' classes say to kvshelf/workers/selectors/catalog.json, and those of suffix policies to
-kvshelf/workers/suffixes/catalog.json, so that no torch is needed to read them. The pages
-docs/policies.md, docs/selectors.md and docs/suffix.md keep everything outside their two marks; the text between them is generated from
+kvshelf/workers/suffixes/catalog.json, so that no torch is needed to read them. The pages docs/policies.md,
+docs/selectors.md and docs/suffix.md keep everything outside their two marks; the text between them is generated from
 docstrings and these numbers. Tests compare all of them.
 """
 

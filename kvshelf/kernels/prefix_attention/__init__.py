@@ -131,8 +131,8 @@ def prefix_attention(
         f"tokens in {len(layout.shares)} shares and {len(layout.suffixes)} suffixes",
         **given,
     )
-    asking = [weights] if weights else []
+    asking = {"weights": weights} if weights else {}
     out: Tensor = implementation("prefix_attention", queries.device).prefix_attention(
-        queries, prefixes, suffixes, layout, rules, *asking
+        queries, prefixes, suffixes, layout, rules, **asking
     )
     return out.to(queries.dtype)

@@ -295,12 +295,14 @@ static int is_quantized(const Call *a) { return a->key_layout.bits != 0; }
 
 /* The shares that the rows of a suffix gave to its keys, once their log-sum-exps are known: `into` [rows, step]. */
 static void weigh(const Call *a, const Run *run, float *into, int64_t step) {
-    const int64_t dim = a->dim, parts = dim / LANES;
+    const int64_t parts = a->dim / LANES, stride = a->key_layout.stride;
     Floats query[ROWS][MOST_PARTS], key[MOST_PARTS];
-    for (int64_t r = 0; r < run->rows; r++)
-        for (int64_t p = 0; p < parts; p++) query[r][p] = load(a->queries, query_of(a, run, r) * dim + p * LANES, a->type);
+    for (int64_t r = 0; r < run->rows; r++) {
+        const int64_t from = query_of(a, run, r) * a->dim;
+        for (int64_t p = 0; p < parts; p++) query[r][p] = load(a->queries, from + p * LANES, a->type);
+    }
     for (int64_t j = 0; j < run->end; j++) {
-        for (int64_t p = 0; p < parts; p++) key[p] = load(run->keys.data, j * a->key_layout.stride + p * LANES, a->type);
+        for (int64_t p = 0; p < parts; p++) key[p] = load(run->keys.data, j * stride + p * LANES, a->type);
         for (int64_t r = 0; r < run->rows; r++) into[r * step + j] = dot(query[r], key, (int)parts);
     }
     for (int64_t r = 0; r < run->rows; r++) {
@@ -347,8 +349,8 @@ typedef struct {
 
 /* Suffixes that lie in one pair of tensors [rows, kv_heads, capacity, D]. strides: elements, of keys and then of values,
    but the last. table: [rows, 2], the first token of each, or -1, and how long its suffix is, with its `new` tokens.
-   weights: [rows, kv_heads, group, step], where the rows that `asked` names are told what their one new token gave to each
-   key; 0: none is. Such rows see all of their suffix. */
+   weights: [rows, kv_heads, group, step], where the rows that `asked` names are told what their one new token gave to
+   each key; 0: none is. Such rows see all of their suffix. */
 typedef struct {
     char *keys, *values;
     int64_t strides[6];

@@ -60,8 +60,8 @@ def prefix_attention(
     suffixes: Sequence[tuple[Tensor, Tensor]],
     layout: BatchLayout,
     rules: LogitRules,
-    weights: Sequence[Tensor | None] = (),
     least_split: int = LEAST_SPLIT,
+    weights: Sequence[Tensor | None] = (),
 ) -> Tensor:
     """See `kvshelf.kernels.prefix_attention.prefix_attention`. least_split: fewest rows of a prefix for one program.
     Rules beside the scale and weights are left to torch's operations, and so are heads as wide as latents, of which no

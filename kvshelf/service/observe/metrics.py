@@ -51,6 +51,8 @@ class Metrics(QuestionMetrics):
         self._read_tokens = counter("read_tokens", about, "model")
         about = "entries of a KV head that answers held beside their documents at their end, summed over answers"
         self._suffix_tokens = counter("suffix_tokens", about, "model")
+        about = "bytes of all open questions and answers beside their documents, in the worker that answered last"
+        self._suffix_bytes = gauge("suffix_bytes", about, "model")
         self._answer_s = histogram("answer_phase_seconds", "phases of answers", "model", "phase")
         self._first_token_s = histogram("first_token_seconds", "from a question's arrival to its first token", "model")
         self._searches = counter("searches", "searches by result: found or an error code", "model", "result")
@@ -101,6 +103,7 @@ class Metrics(QuestionMetrics):
             self._prefill_tokens.labels(model).inc(usage.prefill_tokens)
             self._read_tokens.labels(model).inc(usage.read_tokens)
             self._suffix_tokens.labels(model).inc(usage.suffix_tokens or 0)
+            self._suffix_bytes.labels(model).set(reply.suffix_bytes)
             self._completion_tokens.labels(model).inc(usage.completion_tokens)
             self._first_token_s.labels(model).observe(reply.first_token_s)
             _observe(self._answer_s, model, reply.phases)

@@ -299,6 +299,7 @@ class Scheduler:
 
     def _end(self, work: Answering, error: Exception | None) -> None:
         self._open.remove(work)
+        work.ticket.suffix_bytes = self._batch.nbytes
         self._batch.leave(work.generation)
         work.ticket.resolve(work.generation.answer() if error is None else None, error)
 

@@ -16,7 +16,8 @@ class Ticket(Generic[ResultT]):
     """A caller's claim on one piece of work, queued at `submitted` (of `time.monotonic`).
 
     queue_s: seconds until the model began it. first_s: seconds until the first token of an answer, 0 before. worked_s:
-    seconds the model spent on a compression, without pauses for other work.
+    seconds the model spent on a compression, without pauses for other work. suffix_bytes: that the suffixes of all open
+    answers held when this answer ended.
     """
 
     def __init__(self, deadline_s: float | None) -> None:
@@ -24,6 +25,7 @@ class Ticket(Generic[ResultT]):
         self.queue_s = 0.0
         self.first_s = 0.0
         self.worked_s = 0.0
+        self.suffix_bytes = 0
         self.begun = False
         self.submitted = time.monotonic()
         self._deadline = math.inf if deadline_s is None else self.submitted + deadline_s

@@ -27,7 +27,8 @@ from kvshelf.bench.speed.subject import (
     random_layers,
     save_random_model,
 )
-from kvshelf.bench.speed.tables import codecs_table, serving_table
+from kvshelf.bench.speed.suffixes import bounded_answers
+from kvshelf.bench.speed.tables import codecs_table, serving_table, suffix_table
 from kvshelf.errors import InvalidRequest, StoreUnavailable, WorkerCrashed
 from kvshelf.kernels.quantize.rows import plain
 from kvshelf.store.url import open_store
@@ -420,6 +421,19 @@ def test_ranks_take_turns_with_one_process(tmp_path):
     assert [len(row["held_bytes"][way]) for way in ("one", "shared")] == [1, 2]
     assert row["prefill"]["low"] <= row["prefill"]["median"] <= row["prefill"]["high"]
     assert min(row["answers_s"]["shared"].values()) > 0
+
+
+def test_bounded_answers_stand_beside_the_whole_one(subject):
+    whole, window, h2o = bounded_answers(subject, tokens=80, budget=48, policies=("window", "h2o"))
+    assert (whole.policy, whole.stored, whole.behind, whole.equal) == (None, QUESTION_TOKENS + 79, 1.0, 1.0)
+    assert whole.bytes == 128 * subject.engine.kv_bytes_per_token
+    for row in (window, h2o):
+        assert 48 <= row.stored <= 80
+        assert row.bytes == 128 * subject.engine.kv_bytes_per_token  # 64 and then 80, in steps of 64
+        assert 0 < row.equal <= 1
+        assert 0 < row.behind <= 1
+        assert row.token_s > 0
+    assert "window" in [*suffix_table([whole, window]).columns[0].cells]
 
 
 @pytest.mark.parametrize("arguments", [["--parts", "cooking"], ["--questions", "many"], ["--lengths", "long"]])

@@ -250,14 +250,15 @@ def test_a_row_that_became_short_moves_to_a_smaller_slab(llama, caches):
     assert (answer.row.stored, answer.row.logical, answer.row.slab.capacity) == (BUDGET, 408, 64)
 
 
-def test_an_error_of_a_policy_ends_its_answer_alone(llama, caches, monkeypatch):
+@pytest.mark.parametrize("method", ["observe", "reduce"])
+def test_an_error_of_a_policy_ends_its_answer_alone(llama, caches, monkeypatch, method):
     batch = llama.engine.batch()
     together = [begun(llama.engine, caches[0], llama.ids[3:12], 60, (name, BUDGET)) for name in ("window", "h2o")]
 
     def broken(*_):
         raise CacheUnusable("broken")
 
-    monkeypatch.setattr(SUFFIX_POLICIES["h2o"], "reduce", broken)
+    monkeypatch.setattr(SUFFIX_POLICIES["h2o"], method, broken)
     ended = None
     for _ in range(59):
         told = batch.step([answer for answer in together if answer is not ended])

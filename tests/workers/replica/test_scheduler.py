@@ -365,6 +365,33 @@ def test_questions_wait_for_bytes_and_are_refused_where_there_will_never_be_enou
     assert scheduler._batch.nbytes == 0
 
 
+def test_a_bounded_suffix_counts_with_its_bound(engine: Engine, cache: CompressedCache) -> None:
+    """1,000 tokens have no room, and with a suffix policy they have: the slab is as large as the bound."""
+    room = 64 * engine.kv_bytes_per_token
+    scheduler = Scheduler(engine, SchedulerLimits(max_suffix_bytes=room))
+    query = engine.encode_query(cache, "Who?")
+    held: list[int] = []
+    scheduler.start()
+    try:
+        reducer = engine.bound("window", question_tokens=len(query), budget=48, params={"every": 16})
+        ticket = scheduler.generate(
+            cache,
+            query,
+            Sampling(max_tokens=1000),
+            reducer=reducer,
+            on_text=lambda _: held.append(scheduler._batch.nbytes),
+        )
+        usage = ticket.future.result(WAIT_S).usage
+        assert usage.suffix_tokens is not None
+        assert usage.suffix_tokens <= 64
+        assert max(held) <= room
+        larger = engine.bound("window", question_tokens=len(query), budget=49, params={"every": 16})
+        with pytest.raises(InvalidRequest, match=r"take \d+ bytes beside the document"):
+            scheduler.generate(cache, query, Sampling(max_tokens=1000), reducer=larger)
+    finally:
+        scheduler.stop()
+
+
 def test_new_questions_join_while_others_are_answered(
     scheduler: Scheduler, engine: Engine, cache: CompressedCache
 ) -> None:

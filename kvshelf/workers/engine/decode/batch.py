@@ -19,14 +19,7 @@ from torch import Tensor
 
 from kvshelf.errors import CacheUnusable
 from kvshelf.kernels.native import Part
-from kvshelf.kernels.prefix_attention import (
-    BatchLayout,
-    LogitRules,
-    Prefix,
-    Scratch,
-    SuffixRows,
-    attention_part,
-)
+from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, Prefix, Scratch, SuffixRows, attention_part
 from kvshelf.store.artifact.records import State
 from kvshelf.workers.engine.attention.attached import AttachedStates, PassingLayer, in_line
 from kvshelf.workers.engine.attention.attachment import Attached, Wait, block
@@ -89,14 +82,16 @@ class DecodeBatch:
             for place in step.places:
                 place.generation.weighed(step.masses)
                 place.generation.appended(place.count)
-            step.tell(weights)
             for row, place in enumerate(step.places if self._with_states else ()):
                 place.generation.row.states = [alone(of_layer, row) for of_layer in states]
             asking = [place.generation for place in step.places if place.complete]
             for row, generation in enumerate(asking):
                 if not generation.closing:
                     told[id(generation)] = _token_taken(generation, logits, row, likeliest[row])
-            told |= {id(g): error for g in asking if (error := self._reduced(g)) is not None}
+            errors = step.tell(weights)
+            told |= errors
+            going_on = (g for g in asking if id(g) not in errors)
+            told |= {id(g): error for g in going_on if (error := self._reduced(g)) is not None}
         return [told.get(id(generation), "") for generation in generations]
 
     def _passed(self, step: _Step, checkpoint: Checkpoint, wait: Wait) -> _Passed:
@@ -216,13 +211,15 @@ class _Step:
         for place in self.choosing:
             place.generation.choose(layer, queries[place.first : place.first + place.count], wait)
 
-    def tell(self, weights: Mapping[int, Sequence[Tensor | None]]) -> None:
+    def tell(self, weights: Mapping[int, Sequence[Tensor | None]]) -> dict[int, Exception]:
         """Give the answers whose suffix policies asked for it what each of their tokens gave to its suffix, once they
-        have the token. weights: of each layer, as a plan makes them."""
+        have the token. weights: of each layer, as a plan makes them. Returns the errors that end answers."""
+        errors: dict[int, Exception] = {}
         for layer, of_groups in weights.items():
             for group, given in zip(self.here[layer].groups, of_groups, strict=True):
                 if given is not None:
-                    group.tell(layer, given)
+                    errors |= group.tell(layer, given)
+        return errors
 
     def _weigh(self, masses: Tensor) -> None:
         self.masses.append(masses[:, -1].mean(1))  # of [documents, N, q_heads]
@@ -304,12 +301,17 @@ class _SuffixGroup:
         shape = len(self._slots), q_heads, self._slab.capacity
         return torch.empty(shape, device=device) if self._asking else None
 
-    def tell(self, layer: int, weights: Tensor) -> None:
-        """Give these rows their weights."""
-        for place in self._asking:
-            row, reducer = place.generation.row, place.generation.reducer
+    def tell(self, layer: int, weights: Tensor) -> dict[int, Exception]:
+        """Give these rows their weights. Returns the errors that end answers."""
+        errors: dict[int, Exception] = {}
+        for generation in (place.generation for place in self._asking):
+            row, reducer = generation.row, generation.reducer
             assert reducer is not None
-            reducer.observe(layer, row, weights[row.slot - self._slots.start, :, : row.stored])
+            try:
+                reducer.observe(layer, row, weights[row.slot - self._slots.start, :, : row.stored])
+            except Exception as exc:  # any error of one answer ends that answer alone
+                errors[id(generation)] = exc
+        return errors
 
     def states(self, layer: int, *given: Tensor) -> tuple[Tensor, ...]:
         """Keys and values of the group's rows `[rows, kv_heads, capacity, D]`, or a layer's latents, with room for
