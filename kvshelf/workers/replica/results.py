@@ -85,8 +85,8 @@ class Reply(AnswerObject):
     token_ids: including the end token, if there is one. read_from: "memory", or where the blob was read, as
     `ArrivingCache.place`; of several caches that of the slowest. phases: load, queue, prefill (up to the first token),
     decode. The later ones may begin before the last layer is loaded. memory: what happened in the replica's memory for
-    caches since its last reply, as `Residents.take_counts`. suffix_bytes: as of a `Ticket`. sources: the caches that were asked; of several,
-    the longest is `cache_id`, with its `policy` and `compression_ratio`.
+    caches since its last reply, as `Residents.take_counts`. suffix_bytes: as of a `Ticket`. sources: the caches that
+    were asked; of several, the longest is `cache_id`, with its `policy` and `compression_ratio`.
     """
 
     token_ids: list[int] = Field(exclude=True)

@@ -16,7 +16,7 @@ from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.shape import MAX_CODES
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.inputs.job import Level
-from kvshelf.workers.engine.summary import LAYERS, _packed, _projections, score, unpacked
+from kvshelf.workers.engine.summary import LAYERS, _projections, packed, score, unpacked
 from tests.workers.engine.asking import ids
 
 DOCUMENT = "The harbour master keeps the tide tables in a green book. " * 20
@@ -73,12 +73,12 @@ def test_a_cache_answers_alike_without_its_summary(tiny: Engine) -> None:
 
 def test_codes_are_distinct_ascending_and_as_many_as_a_header_holds() -> None:
     codes = np.arange(3 * MAX_CODES, dtype=np.uint64) * 7 % (2 * MAX_CODES + 1)
-    (kept,) = unpacked([_packed(codes)])
+    (kept,) = unpacked([packed(codes)])
     assert len(kept) == MAX_CODES
     assert (np.diff(kept.astype(np.int64)) > 0).all()
     places = [int(np.flatnonzero(codes == code)[0]) for code in kept]
     assert max(np.diff(sorted(places))) <= 3, "they are spread over the whole document"
-    assert _packed(codes[:5]) == np.sort(codes[:5]).tobytes()
+    assert packed(codes[:5]) == np.sort(codes[:5]).tobytes()
 
 
 def test_a_score_is_weighed_by_how_few_documents_have_a_code() -> None:
