@@ -182,7 +182,10 @@ def _names_a_cache(data: bytes) -> bool:
         raise InvalidRequest("vLLM keeps whole answers; leave suffix out", param="suffix")
     if body.get("tool") is not None:
         raise InvalidRequest("vLLM keeps its own cache of prefixes; leave tool out", param="tool")
-    return body.get("cache_id") is not None
+    names = body.get("cache_id") is not None
+    if names and body.get("store"):
+        raise InvalidRequest("vLLM keeps no turns behind a cache; leave store out", param="store")
+    return names
 
 
 async def _passed(request: Request, data: bytes | None = None) -> Response:

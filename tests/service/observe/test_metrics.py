@@ -92,8 +92,8 @@ def test_labels_are_few_and_known(http: httpx.Client, counted: dict[str, Any]) -
     ask(http, counted["id"])
     labels = {label for (name, has), _ in scrape(http).items() for label, _ in has if name.startswith("kvshelf_")}
     assert labels <= {
-        "call", "event", "kind", "le", "method", "model", "phase", "policy", "read_from", "reason", "result", "route", "state",
-        "status",
+        "call", "event", "kind", "le", "method", "model", "phase", "policy", "read_from", "reason", "result", "route",
+        "state", "status",
     }  # fmt: skip
 
 
