@@ -111,7 +111,7 @@ def test_a_stream_is_deltas_and_then_the_answer(http: httpx.Client, cache: dict[
 
 def test_the_first_piece_arrives_before_the_last_is_made(http: httpx.Client, cache: dict[str, Any]) -> None:
     started = time.monotonic()
-    body = {"prompt": "tide", "max_tokens": 400, "stream": True}
+    body = {"prompt": "tide", "max_tokens": 1500, "stream": True}
     with http.stream("POST", f"/v1/caches/{cache['id']}/query", json=body) as response:
         lines = response.iter_lines()
         next(lines)
