@@ -159,6 +159,30 @@ class Passes:
 
             return self.program.run(inputs["input_ids"], inputs["position_ids"], attend, kept)
 
+    def behind(self, token_ids: Tensor, positions: Tensor, past: AttachedCache, context: ForwardContext) -> None:
+        """One pass over tokens `[rows, T]` that continue an attached cache, under the eyes of `context`. No logits, and
+        nothing runs that only logits need."""
+        if self.program is None or token_ids.shape[0] > 1:
+            given = {CACHE_ARGUMENT: past, CONTEXT: context}
+            self.model.base_model(input_ids=token_ids, position_ids=positions, use_cache=True, **given)
+            return
+        last = self.model.config.num_hidden_layers - 1
+        past.begin(rows=1)
+
+        def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+            states, _ = past.layers[call.layer].update(key, value)
+            if call.layer == last and not context.reads_attention:
+                rules = logit_rules(call.module, call.scale(query), call.options)
+                sees = rules.window, rules.chunk
+                context.after_attention(Attended(call.module, query, key, value, rules.scale, None, *sees))
+                return None
+            out, _ = attention(
+                call.module, query, states, states, None, call.scaling, **call.options, **{CONTEXT: context}
+            )
+            return out
+
+        self.program.run(token_ids, positions, attend, None)
+
     def _without_past(self, positions: Tensor, made: Callable[[Handover], Cache] | None) -> dict[str, Any]:
         """What a pass without a past is given for a cache, where the caller gives none: none, or one that only sees
         what latents there are, or only says where the tokens stand."""

@@ -20,9 +20,9 @@ from torch import Tensor
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.growth import followed
 from kvshelf.store.artifact.records import States
-from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, AttachedCache, HandedOn, PassingLayer, in_line
+from kvshelf.workers.engine.attention.attached import AttachedCache, HandedOn, PassingLayer, in_line
 from kvshelf.workers.engine.attention.attachment import Attachment
-from kvshelf.workers.engine.attention.function import CONTEXT, Attended, ForwardContext
+from kvshelf.workers.engine.attention.function import Attended, ForwardContext
 from kvshelf.workers.engine.attention.latents import Handover
 from kvshelf.workers.engine.attention.states import StatefulCache, StateLayer, alone
 from kvshelf.workers.engine.forward.passes import Passes
@@ -177,8 +177,7 @@ def _run(passes: Passes, past: AttachedCache, ids: Tensor, first: Tensor, contex
     held = [_Held(_nothing, queries=True) for _ in pieces]
     for piece, seen in zip(pieces, held, strict=True):
         positions = first + torch.arange(piece.shape[1], device=ids.device)
-        given = {CACHE_ARGUMENT: past, CONTEXT: context if len(pieces) == 1 else seen}
-        passes.model.base_model(input_ids=piece, position_ids=positions, use_cache=True, **given)
+        passes.behind(piece, positions, past, context if len(pieces) == 1 else seen)
         first = first + piece.shape[1]
     for layer in held[0].attended:  # none of a pass in one piece, which `context` has seen
         context.after_attention(_joined([each.attended[layer] for each in held]))
