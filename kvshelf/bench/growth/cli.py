@@ -110,7 +110,7 @@ def turns(
         from kvshelf.client import Client
 
     made = make_document("multikey", "prose", tokens, 0, lambda text: -(-len(text) // 4))  # about as many tokens
-    questions = [question.text for question in made.questions[:count]]
+    questions = [made.questions[turn % len(made.questions)].text for turn in range(count)]
     where, found, said = machine(), {}, {}
     with Client(url) as client, progress_bar() as progress:
         step = partial(progress.advance, progress.add_task("turns", total=2 * len(questions)))

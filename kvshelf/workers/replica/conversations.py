@@ -6,9 +6,10 @@ cache follows from the cache before it and the turn's tokens, so finding it take
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvshelf.api import Asking
 from kvshelf.errors import CacheError, CacheNotFound, InvalidRequest, KvshelfError
@@ -16,6 +17,7 @@ from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import Identity, canonical_json
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
+from kvshelf.workers.engine.attention.attachment import Attachment
 from kvshelf.workers.engine.decode.generation import Answer
 from kvshelf.workers.engine.decode.turns import Turn
 from kvshelf.workers.engine.engine import Engine
@@ -30,6 +32,13 @@ TURN_TTL_S: Final = 7 * 86400.0
 _TRIES: Final = 4
 """Beginnings of a conversation that are looked for behind one cache. Turns are stored one by one, so the first is there
 unless it expired before the next, or the model has states."""
+
+
+class Kept(NamedTuple):
+    """The cache of a stored turn, and the same in memory, if it is the one that was stored."""
+
+    manifest: Manifest
+    document: Attachment | None
 
 
 class Conversations:
@@ -62,9 +71,9 @@ class Conversations:
                 return None  # the turns are no continuation; the query itself gets the error
         return None
 
-    def keep(self, cache_id: str, query: Asking, answer: Answer, tenant: str) -> str:
+    def keep(self, cache_id: str, document: Attachment, query: Asking, answer: Answer, tenant: str) -> Kept:
         """Store the turn of an answer behind the cache that it was asked of, and before it the turns that the query
-        has; the id of the last one's cache. The texts of a turn are its cache's source. What was stored before an error
+        has. The texts of a turn are its cache's source. document: that cache, attached. What was stored before an error
         stays.
 
         Raises as `Store.put` and `Engine.with_turns`, and the error that kept the turn from being whole.
@@ -72,13 +81,14 @@ class Conversations:
         if isinstance(answer.turn, KvshelfError):
             raise answer.turn
         assert answer.turn is not None, "the question was asked with its turn to be kept"
-        parent = whole(self._engine, self._store, cache_id, tenant)
         manifest = self._store.stat(cache_id, tenant=tenant)
+        parent = document.stored(manifest.codec) or whole(self._engine, self._store, cache_id, tenant)
         ttl_s, expires_at = query.ttl_s, None if query.ttl_s is not None else manifest.expires_at
         if ttl_s is None and expires_at is None and self._store.expiry(None, None) is None:
             ttl_s = TURN_TTL_S
+        began = time.time()
         for messages, cache in self._caches(parent, query, answer, answer.turn):
-            stored = self._store.put(
+            manifest = self._store.put(
                 cache,
                 codec=cache.codec,
                 tenant=tenant,
@@ -87,8 +97,9 @@ class Conversations:
                 source=canonical_json(messages),
                 parent_id=cache_id,
             )
-            cache_id = stored.id
-        return cache_id
+            cache_id = manifest.id
+        # One that was there already has its own bytes, made by another batch.
+        return Kept(manifest, self._engine.attach(cache) if manifest.created_at >= began else None)
 
     def _caches(
         self, parent: CompressedCache, query: Asking, answer: Answer, turn: Turn

@@ -202,13 +202,17 @@ class Questions:
         error of the answer."""
         if not loaded.query.store:
             return reply
+        document, keep = loaded.document, self.conversations.keep
+        assert isinstance(document, Attachment)
         try:
-            keep = self.conversations.keep
-            stored = await self.threads.run(keep, reply.cache_id, loaded.query, answer, tenant)
+            kept = await self.threads.run(keep, reply.cache_id, document, loaded.query, answer, tenant)
         except KvshelfError as error:
             log.warning("a turn was not stored", cache_id=reply.cache_id, reason=error.message)
             return reply.model_copy(update={"not_stored": error.message})
-        return reply.model_copy(update={"stored_cache_id": stored})
+        stored = kept.manifest
+        if kept.document is not None:
+            await self.residents.hold(stored.id, tenant, kept.document, stored.blob_digest)
+        return reply.model_copy(update={"stored_cache_id": stored.id})
 
     async def _encode(self, document: Attached, query: Asking) -> list[int]:
         return await self.threads.run(self.engine.encode_query, document, _prompt(query))

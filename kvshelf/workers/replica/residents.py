@@ -175,6 +175,22 @@ class Residents:
             async with self._freed:
                 self._freed.notify_all()
 
+    async def hold(self, cache_id: str, tenant: str, document: Attachment, digest: str) -> None:
+        """Keep a cache that has just been stored from here, so that its next question need not read it: where caches
+        that nobody uses or foretells leave it room. digest: of its blob."""
+        key, nbytes, now = (tenant, cache_id), document.nbytes, time.monotonic()
+        async with self._freed:
+            leaving = [each for each, _ in self._unused() if self._nobody_waits_for(each, now)]
+            room = self._limits.max_bytes - self.nbytes
+            if key in self._held or nbytes > room + sum(self._held[each].document.nbytes for each in leaving):
+                return
+            for each in sorted(leaving, key=lambda one: self._retention.order(one, now)):
+                if nbytes <= self._limits.max_bytes - self.nbytes:
+                    break
+                self._evict(each)
+            self._held[key] = Resident(document, digest, "memory")
+            self._retention.used(key, now, cost_s=self._reload_s(nbytes), nbytes=nbytes)
+
     def hint(self, cache_id: str, tenant: str, next_use_s: float | None) -> None:
         """The next question on a cache comes in so many seconds; None takes the hint back. See `read_ahead_forever`."""
         self._retention.hint((tenant, cache_id), next_use_s, time.monotonic())
@@ -236,17 +252,19 @@ class Residents:
 
     def evict_idle(self, last_used_before: float) -> int:
         """Drop unused caches that were last used before this time of `time.monotonic`. Returns how many."""
-        now, idle_s = time.monotonic(), self._limits.idle_s
+        now = time.monotonic()
         idle = [
             key
             for key, resident in self._unused()
-            if resident.last_used < last_used_before
-            and not self._retention.pinned(key, now)
-            and self._retention.wait_s(key, now) > idle_s
+            if resident.last_used < last_used_before and self._nobody_waits_for(key, now)
         ]
         for key in idle:
             self._evict(key)
         return len(idle)
+
+    def _nobody_waits_for(self, key: Key, now: float) -> bool:
+        """Whether a cache has no pin, and no hint of a question before it would be idle."""
+        return not self._retention.pinned(key, now) and self._retention.wait_s(key, now) > self._limits.idle_s
 
     def close(self) -> None:
         """Drop everything."""

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from tests.service.conftest import created, refused
+from tests.service.scrape import moving
 
 FACTS = "The code of the {} gate is {}. "
 COLOURS = ("red", "blue", "green", "amber", "white", "black", "ivory", "violet")
@@ -231,6 +232,18 @@ def test_a_client_that_sends_everything_again_prefills_its_new_turn_alone(http: 
     # Sent again once more, now without store: everything but the last question is on the shelf.
     chain = http.get("/v1/caches", params={"parent_id": root["id"]}).json()["data"]
     assert len(chain) == 1, "one conversation is one chain"
+    assert http.delete(f"/v1/caches/{root['id']}", params={"cascade": "true"}).status_code == 200
+
+
+def test_a_stored_turn_is_in_memory_for_the_next(http: httpx.Client) -> None:
+    root = created(http, document=unique(facts(0, 30)), policy="full", ttl_s=900)
+    cache_id = root["id"]
+    for number in range(3):
+        body = {"prompt": f"What is the code of the {COLOURS[number]} gate?", "max_tokens": 8, "store": True}
+        with moving(http) as moved:
+            response = http.post(f"/v1/caches/{cache_id}/query", json=body)
+        assert number == 0 or moved("kvshelf_cache_hits_total", read_from="memory") == 1
+        cache_id = response.json()["stored_cache_id"]
     assert http.delete(f"/v1/caches/{root['id']}", params={"cascade": "true"}).status_code == 200
 
 

@@ -164,6 +164,14 @@ class Attachment:
         """Entries of a KV head that a token reads; see `entries_read`. All layers must have arrived."""
         return entries_read(map(self.outlines, range(self.num_layers)))
 
+    def stored(self, codec: str) -> CompressedCache | None:
+        """The cache itself, of this codec, once all layers have arrived; None under codec klt, whose rows are decoded
+        here. It has no summary. Raises the error of a layer that could not be read."""
+        if self.identity.transforms:
+            return None
+        layers = tuple(self._record(layer, block) for layer in range(self.num_layers))
+        return CompressedCache(layers, self.num_tokens, self.next_position, self.identity, codec, self.sentence_ends)
+
     def states(self, layer: int, wait: Wait = block) -> tuple[State, ...]:
         """The states of this layer behind the document's last token. They must not be changed. `wait` and errors as for
         `prefixes`."""
