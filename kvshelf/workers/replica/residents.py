@@ -177,12 +177,16 @@ class Residents:
 
     async def hold(self, cache_id: str, tenant: str, document: Attachment, digest: str) -> None:
         """Keep a cache that has just been stored from here, so that its next question need not read it: where caches
-        that nobody uses or foretells leave it room. digest: of its blob."""
+        that nobody uses or foretells leave it room, and no read waits for that. digest: of its blob."""
         key, nbytes, now = (tenant, cache_id), document.nbytes, time.monotonic()
         async with self._freed:
             leaving = [each for each, _ in self._unused() if self._nobody_waits_for(each, now)]
             room = self._limits.max_bytes - self.nbytes
-            if key in self._held or nbytes > room + sum(self._held[each].document.nbytes for each in leaving):
+            if (
+                self._short
+                or key in self._held
+                or nbytes > room + sum(self._held[each].document.nbytes for each in leaving)
+            ):
                 return
             for each in sorted(leaving, key=lambda one: self._retention.order(one, now)):
                 if nbytes <= self._limits.max_bytes - self.nbytes:

@@ -92,6 +92,38 @@ async def test_a_second_question_finds_the_cache_in_memory(
     assert first.nbytes == residents.nbytes > 0
 
 
+async def test_a_cache_stored_from_here_is_there_for_its_first_question(
+    store: Counting, engine: Engine, caches: list[CompressedCache], threads: ThreadPoolExecutor
+) -> None:
+    residents = make(store, engine, threads)
+    made, document = store.put(caches[0]), engine.attach(caches[0])
+    await residents.hold(made.id, "default", document, made.blob_digest)
+    assert (await ask(residents, made.id), store.opened) == ((document, True), 0)
+    assert store.delete(made.id)
+    with pytest.raises(CacheNotFound):
+        await ask(residents, made.id)
+
+
+async def test_a_cache_stored_from_here_takes_the_room_of_unused_ones_alone(
+    store: Counting, engine: Engine, caches: list[CompressedCache], threads: ThreadPoolExecutor
+) -> None:
+    each = engine.attach(caches[0]).nbytes
+    residents = make(store, engine, threads, max_bytes=2 * each)
+    made = [store.put(cache) for cache in caches]
+    async with residents.using(made[0].id, "default") as (used, _):
+        await ask(residents, made[1].id)
+        await residents.hold(made[2].id, "default", engine.attach(caches[2]), made[2].blob_digest)
+        assert len(residents) == 2  # of the two before, the one that nobody used is gone
+        assert (await ask(residents, made[2].id))[1]
+        async with residents.using(made[2].id, "default"):
+            await residents.hold(made[3].id, "default", engine.attach(caches[3]), made[3].blob_digest)
+            assert len(residents) == 2
+            assert residents.nbytes <= 2 * each
+            assert (await ask(residents, made[2].id))[1]
+        assert (await ask(residents, made[0].id))[0] is used.document
+    assert store.opened == 2
+
+
 async def test_questions_at_the_same_time_are_one_read(
     store: Counting, engine: Engine, caches: list[CompressedCache], threads: ThreadPoolExecutor
 ) -> None:
