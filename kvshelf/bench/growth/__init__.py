@@ -1,1 +1,1 @@
-"""Which caches stay in a replica's memory: traces of agents against orders of leaving."""
+"""Documents that grow and conversations that last: what an append and a turn cost, and what they lose."""

@@ -181,12 +181,8 @@ class Residents:
         key, nbytes, now = (tenant, cache_id), document.nbytes, time.monotonic()
         async with self._freed:
             leaving = [each for each, _ in self._unused() if self._nobody_waits_for(each, now)]
-            room = self._limits.max_bytes - self.nbytes
-            if (
-                self._short
-                or key in self._held
-                or nbytes > room + sum(self._held[each].document.nbytes for each in leaving)
-            ):
+            room = self._limits.max_bytes - self.nbytes + sum(self._held[each].document.nbytes for each in leaving)
+            if self._short or key in self._held or nbytes > room:
                 return
             for each in sorted(leaving, key=lambda one: self._retention.order(one, now)):
                 if nbytes <= self._limits.max_bytes - self.nbytes:

@@ -240,6 +240,24 @@ def test_a_row_takes_no_more_memory_than_its_bound(llama, caches, monkeypatch):
     assert sizes[None] == 4 * sizes["window", 120]
 
 
+def test_a_huge_budget_takes_no_more_memory_than_the_answer(llama, caches, monkeypatch):
+    """Whatever a caller gives: what the policy notes grows with the row."""
+    policy, sizes = SUFFIX_POLICIES["h2o"], []
+
+    def observe(self, columns, *rest):
+        sizes.append(columns["sum"].untyped_storage().nbytes())
+        noted(self, columns, *rest)
+
+    noted = policy.observe
+    monkeypatch.setattr(policy, "observe", observe)
+    monkeypatch.setattr(llama.engine, "_end_ids", frozenset)
+    batch, answer = llama.engine.batch(), begun(llama.engine, caches[0], llama.ids[3:12], 150, ("h2o", 1 << 20))
+    while not answer.finished:
+        batch.step([answer])
+    heads = llama.engine.model.config.num_key_value_heads
+    assert (sizes[0], sizes[-1]) == (heads * 64 * 4, heads * 256 * 4)
+
+
 def test_a_row_that_became_short_moves_to_a_smaller_slab(llama, caches):
     """Without its question, whose 400 tokens need not stay."""
     params = {"every": 8, "protect_question": False}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.errors import InvalidRequest
-from kvshelf.workers.engine.decode.suffixes import SuffixRow
+from kvshelf.workers.engine.decode.suffixes import SuffixRow, capacity_for
 from kvshelf.workers.suffixes.base import DEFAULT_BUDGET, Columns, Reduction, Suffix, SuffixPolicy
 
 
@@ -87,8 +87,9 @@ def _states(suffix: Suffix, reduction: Reduction) -> tuple[Tensor, Tensor]:
 
 
 class _Noted:
-    """Of one layer, the place of each stored entry among all tokens, and the policy's columns, in memory for as many
-    entries as there will be: made when first needed. A column has its first value where no entry is yet."""
+    """Of one layer, the place of each stored entry among all tokens, and the policy's columns. A column has its first
+    value where no entry is yet. Their memory grows with the row, by the capacities of slabs: budget and interval are
+    the caller's, and may be far beyond what the answer will ever have."""
 
     def __init__(self, policy: SuffixPolicy, most: int) -> None:
         self._first = policy.columns
@@ -100,17 +101,24 @@ class _Noted:
 
     def of(self, row: SuffixRow, heads: int, device: torch.device) -> tuple[Tensor, Columns]:
         """Positions `[kv_heads, S]` int64 and columns of the row's entries, not copies."""
-        if self._tokens == 0:
-            self._positions = torch.empty(heads, self._most, dtype=torch.int64, device=device)
-            self._columns = {
-                name: torch.full((heads, self._most), first, device=device) for name, first in self._first.items()
-            }
+        if row.stored > self._positions.shape[1]:
+            self._grow(heads, capacity_for(row.stored, self._most), device)
         if new := row.logical - self._tokens:
             places = torch.arange(self._tokens, row.logical, device=device)
             self._positions[:, row.stored - new : row.stored] = places
             self._tokens = row.logical
         columns = {name: column[:, : row.stored] for name, column in self._columns.items()}
         return self._positions[:, : row.stored], columns
+
+    def _grow(self, heads: int, capacity: int, device: torch.device) -> None:
+        had = self._positions.shape[1]
+        positions = torch.empty(heads, capacity, dtype=torch.int64, device=device)
+        columns = {name: torch.full((heads, capacity), first, device=device) for name, first in self._first.items()}
+        if had:
+            positions[:, :had] = self._positions
+            for name, column in self._columns.items():
+                columns[name][:, :had] = column
+        self._positions, self._columns = positions, columns
 
     def reduced(self, suffix: Suffix, reduction: Reduction) -> None:
         """Keep what was noted of the entries that stay."""
