@@ -143,8 +143,8 @@ class CacheObject(ResponseBody):
 
 class StoredTurn(ResponseBody):
     """One cache of a conversation or a document that grew: what was appended to its parent, `tokens` of `total_tokens`.
-    `messages`: of a turn that a query stored; null where their text is not kept. `children`: the newest
-    caches that were appended to it, at most 20."""
+    `messages`: of a turn that a query stored; null where their text is not kept. `children`: the newest caches that
+    were appended to it, at most 20."""
 
     cache_id: str
     parent_id: str | None

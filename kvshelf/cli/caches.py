@@ -277,9 +277,8 @@ def ask(
     """Ask a stored document one or several independent questions. The document is not prefilled again.
 
     Of several documents (CACHE,CACHE) each question sees all, or with --route one, and a table says what part each had
-    in its answer. With
-    --label the questions go to each part of a document in turn, and each answer names its part. With --all each
-    question goes to the documents of the shelf that hold most of its words (see `kvshelf search`).
+    in its answer. With --label the questions go to each part of a document in turn, and each answer names its part.
+    With --all each question goes to the documents of the shelf that hold most of its words (see `kvshelf search`).
     """
     fields: Any = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
     fields["tool"] = tool

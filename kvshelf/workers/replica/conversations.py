@@ -6,7 +6,6 @@ cache follows from the cache before it and the turn's tokens, so finding it take
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple
@@ -86,7 +85,6 @@ class Conversations:
         ttl_s, expires_at = query.ttl_s, None if query.ttl_s is not None else manifest.expires_at
         if ttl_s is None and expires_at is None and self._store.expiry(None, None) is None:
             ttl_s = TURN_TTL_S
-        began = time.time()
         for messages, cache in self._caches(parent, query, answer, answer.turn):
             manifest = self._store.put(
                 cache,
@@ -98,8 +96,9 @@ class Conversations:
                 parent_id=cache_id,
             )
             cache_id = manifest.id
-        # One that was there already has its own bytes, made by another batch.
-        return Kept(manifest, self._engine.attach(cache) if manifest.created_at >= began else None)
+        # An equal turn may have been stored before, by another batch, whose last bits are its own.
+        ours = cache.pack().root.hex() == manifest.blob_digest
+        return Kept(manifest, self._engine.attach(cache) if ours else None)
 
     def _caches(
         self, parent: CompressedCache, query: Asking, answer: Answer, turn: Turn
