@@ -38,25 +38,30 @@ Split = bool | Mapping[str, Any] | api.SplitOptions
 Episodes = Mapping[str, Any] | api.EpisodeOptions
 
 
-class OptionFields(TypedDict, total=False):
-    """How a document is compressed and kept; None means absent."""
+class ReducedFields(TypedDict, total=False):
+    """How tokens are reduced, and how their cache is kept; None means absent."""
 
-    model: str | None
-    layout: str | None
     policy: str | None
     policy_params: Mapping[str, Any] | None
     compression_ratio: float | None
     budget_tokens: int | None
-    codec: str | None
     expected_questions: Sequence[str] | None
     ttl_s: float | None
     expires_at: float | None
     labels: Mapping[str, str] | None
+
+
+class OptionFields(ReducedFields, total=False):
+    """How a document is compressed and kept; None means absent."""
+
+    model: str | None
+    layout: str | None
+    codec: str | None
     keep_source: bool | None
 
 
-class KeepFields(OptionFields, total=False):
-    """Which document to keep, and how.
+class DocumentFields(TypedDict, total=False):
+    """A document, or more of one, and the name of its cache.
 
     Exactly one of `document`, `messages`, `token_ids` and `file` (the path of text, PDF or HTML) is needed.
     """
@@ -67,6 +72,10 @@ class KeepFields(OptionFields, total=False):
     tokenizer: str | None
     file: str | os.PathLike[str] | None
     name: str | None
+
+
+class KeepFields(OptionFields, DocumentFields, total=False):
+    """Which document to keep, and how."""
 
 
 class CreateFields(KeepFields, total=False):
@@ -90,26 +99,8 @@ class WatchFields(LevelFields, total=False):
     episodes: Episodes | None
 
 
-class AppendFields(TypedDict, total=False):
-    """What is appended to a cache, and how it is reduced; None means absent.
-
-    Exactly one of `document`, `messages`, `token_ids` and `file` (the path of text, PDF or HTML) is needed.
-    """
-
-    document: str | None
-    messages: Messages | None
-    token_ids: Sequence[int] | None
-    tokenizer: str | None
-    file: str | os.PathLike[str] | None
-    policy: str | None
-    policy_params: Mapping[str, Any] | None
-    compression_ratio: float | None
-    budget_tokens: int | None
-    expected_questions: Sequence[str] | None
-    ttl_s: float | None
-    expires_at: float | None
-    labels: Mapping[str, str] | None
-    name: str | None
+class AppendFields(ReducedFields, DocumentFields, total=False):
+    """What is appended to a cache, and how it is reduced."""
 
 
 class UpdateFields(TypedDict, total=False):

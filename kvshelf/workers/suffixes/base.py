@@ -78,8 +78,7 @@ class SuffixPolicy(ABC):
     Only tokens of the answer are observed, and the suffix is reduced after the answer's tokens alone: how a question is
     cut into steps depends on the other rows of a batch, and an answer must not.
 
-    columns: the numbers that it notes of each entry, with the value of a new one. by_position: whether it looks at
-    neither keys nor values.
+    columns: the numbers that it notes of each entry, with the value of a new one.
     """
 
     name: ClassVar[str]
@@ -87,7 +86,6 @@ class SuffixPolicy(ABC):
     advice: ClassVar[str] = ""
     observes: ClassVar[Observes] = Observes.NOTHING
     columns: ClassVar[Mapping[str, float]] = {}
-    by_position: ClassVar[bool] = False
 
     protect_question: bool = parameter(True, "keep all entries of the question")
 

@@ -20,7 +20,6 @@ class Window(PeriodicPolicy):
     name: ClassVar[str] = "window"
     source: ClassVar[str] = "SAGE-KV, arXiv 2503.08879; StreamingLLM, arXiv 2309.17453"
     advice: ClassVar[str] = "where the answer needs the document and its own last sentences; it is the fastest."
-    by_position: ClassVar[bool] = True
 
     def reduce(self, suffix: Suffix) -> Reduction:
         return Reduction(ends(suffix).expand(suffix.keys.shape[0], -1))
