@@ -148,4 +148,8 @@ class SeaweedServer(S3Server):
 
     @cached_property
     def _ports(self) -> list[int]:
-        return [free_port() for _ in range(3)]
+        """Three that differ, from the S3 port, too: `free_port` may name one twice as long as nothing listens there."""
+        found = {self.port}
+        while len(found) < 4:
+            found.add(free_port())
+        return sorted(found - {self.port})
