@@ -55,8 +55,8 @@ def binary() -> str:
 def free_port() -> int:
     """One whose cluster bus, 10,000 above, is free too. Neither is one that the kernel gives to outgoing connections,
     nor one of Ray's: both are still free when a server is started again. Tests that run beside each other choose among
-    different ones."""
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 3
+    different ones: the two processes of `pytest -n 2`, and the one of a `pytest` without it."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw2").removeprefix("gw")) % 3
     while True:
         port = 20_000 + 900 * worker + secrets.randbelow(900)
         with socket.socket() as probe, socket.socket() as bus, suppress(OSError):
