@@ -189,8 +189,8 @@ def test_good_blobs_that_take_the_most_memory(make: Callable[[], bytes]) -> None
 
 
 def test_the_bound_on_memory_is_one() -> None:
-    """Otherwise the tests above would show nothing. The two pieces are each larger than 64 MiB, the most that an arena of
-    glibc has: the second of two smaller ones may lie in memory that another thread of the parent took and freed."""
+    """Otherwise the tests above would show nothing. The two pieces are each larger than an arena of glibc, 64 MiB: the
+    second of two smaller ones may lie in memory that another thread of the parent took and freed."""
 
     def child() -> None:
         with memory_bounded(256 << 20):
