@@ -28,6 +28,10 @@ MAX_PROBE_BYTES = 16 * 1024
 """Most UTF-8 bytes of a probe text. Limited, because every blob made with the text contains it."""
 
 
+Phase = Literal["during", "cascade", "after"]
+"""When a policy reduces: see `Policy.phase`."""
+
+
 class Observes(Flag):
     """What a policy needs of the prefill besides keys and values. The engine refuses the policy before the prefill if
     the model cannot provide it."""
@@ -124,17 +128,36 @@ class Policy(ABC):
     def reduce(self, layer: LayerView, budget: LayerBudget) -> Entries:
         """Reduce one layer to its budget. Must not modify the view; same view, same result."""
 
+    @property
+    def chooser(self) -> Policy:
+        """The policy that reduces each layer: this one, or the one that it is built around."""
+        return self
+
+    def noted(self, layer: LayerView) -> Any:  # noqa: ARG002
+        """What `finished` has to know of a layer, taken before the layer is reduced and freed."""
+        return None
+
+    def finished(
+        self,
+        records: Mapping[int, Entries],
+        notes: Mapping[int, Any],  # noqa: ARG002
+        budget: Budget,  # noqa: ARG002
+    ) -> Mapping[int, Entries]:
+        """The layers as they are stored, once all of them have been reduced. records, notes: by the layer's index."""
+        return records
+
     def has_work(self, budget: Budget, num_tokens: int) -> bool:
         """Whether it makes anything else of a document than `full` does."""
         return self.indexes or budget.tokens < num_tokens
 
     @property
-    def phase(self) -> Literal["during", "cascade"]:
+    def phase(self) -> Phase:
         """When it reduces.
 
         "during": each layer once, when its attention is done. The memory peak is one full layer and the entries kept
         from the others. "cascade": earlier layers shrink again as later ones claim their part of a budget that all
-        layers share. The memory peak is one full layer and about 1.125 times the budget of the whole cache.
+        layers share. The memory peak is one full layer and about 1.125 times the budget of the whole cache. "after":
+        all layers once the last one is there. The memory peak is the full cache.
         """
         return "during"
 
@@ -221,7 +244,7 @@ class ScoringPolicy(Policy):
         return 1.0
 
     @property
-    def phase(self) -> Literal["during", "cascade"]:
+    def phase(self) -> Phase:
         return "during" if self.sharing is None else "cascade"
 
     def importance(self, layer: LayerView) -> Tensor:

@@ -60,7 +60,8 @@ class DocumentView:
     `questions`: the tokens of each expected question. `text` is None for an engine without tokenizer. `max_tokens`: the
     longest sequence of the model. `calibration`: the model's `Calibration`, for a policy that observes it.
     `first_position`: of its first token, above 0 where the tokens are appended to a stored cache, which they have read
-    and which no policy judges.
+    and which no policy judges. `num_layers`: those that policies reduce; `group`: query heads of a KV head; None for a
+    document without a model.
     """
 
     token_ids: Sequence[int]
@@ -71,6 +72,8 @@ class DocumentView:
     max_tokens: int | None = None
     calibration: Calibration | None = None
     first_position: int = 0
+    num_layers: int | None = None
+    group: int | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.policies import POLICIES, build, catalog
-from kvshelf.workers.policies.ada import Ada, _scoring_policy
+from kvshelf.workers.policies.ada import Ada
 from kvshelf.workers.policies.base import Observes, ScoringPolicy, parameter_fields
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.view import DocumentView
@@ -30,12 +30,7 @@ def document() -> str:
 
 
 def bases():
-    for name, cls in POLICIES.items():
-        try:
-            _scoring_policy(name, POLICIES)
-        except InvalidRequest:
-            continue
-        yield name, cls
+    yield from Ada.bases(POLICIES).items()
 
 
 def kvpress_rule(scores, budget, floor):
@@ -129,8 +124,8 @@ SHARING = {"epicache", "kvzip", "kvcues"}
 
 def test_the_bases_parameters_stand_beside_adas_own():
     ada = build("ada", {"base": "pyramidkv", "floor": 0.3, "beta": 7, "window": 9, "probe": "Why?"})
-    assert ada.scoring == build("pyramidkv", {"beta": 7, "window": 9, "probe": "Why?"})
-    assert ada.parameters() == {"base": "pyramidkv", "floor": 0.3, "across": "layer"} | ada.scoring.parameters()
+    assert ada.inner == build("pyramidkv", {"beta": 7, "window": 9, "probe": "Why?"})
+    assert ada.parameters() == {"base": "pyramidkv", "floor": 0.3, "across": "layer"} | ada.inner.parameters()
     for policy in (ada, build("ada", {}), build("ada", {"base": "keydiff", "across": "cache"})):
         assert build("ada", policy.parameters()) == policy
     assert build("ada", {"base": "snapkv"}) == Ada()
@@ -149,8 +144,8 @@ def test_the_bases_parameters_stand_beside_adas_own():
         ({"base": "ada"}, "base", "'ada'"),
         ({"base": "full"}, "base", "'full'"),
         ({"base": "lagkv"}, "base", "'lagkv'"),
-        ({"base": "cake"}, "base", "leaves the sharing to ada"),
-        ({"base": "layer_defensivekv"}, "base", "leaves the sharing to ada"),
+        ({"base": "cake"}, "base", "leaves the sharing of budgets to ada"),
+        ({"base": "layer_defensivekv"}, "base", "leaves the sharing of budgets to ada"),
         ({"base": "pyramidkv", "across": "cache"}, "across", "'pyramidkv' shares the budget"),
         ({"base": "kvzip", "across": "head"}, "across", "'layer', 'cache'"),
     ],
@@ -178,7 +173,7 @@ def test_what_the_base_observes_ada_observes(tiny, document):
     assert not build("ada", {"base": "keydiff"}).takes_questions
     ada = build("ada", {"probe": "What is the code?"})
     source = DocumentView(range(9), suffix=(1, 2), text=tiny.text)
-    assert ada.probe_passes(source) == ada.scoring.probe_passes(source) != []
+    assert ada.probe_passes(source) == ada.inner.probe_passes(source) != []
     assert ada.probe_text(source) == "What is the code?"
     plain, guided = (
         tiny.compress(document, policy="ada", compression_ratio=0.75, expected_questions=questions)
@@ -194,7 +189,7 @@ def test_a_new_version_of_the_base_is_a_new_policy(llama):
     class Newer(POLICIES["snapkv"]):
         version = POLICIES["snapkv"].version + 1
 
-    assert Ada(scoring=Newer()).revision != Ada().revision
+    assert Ada(inner=Newer()).revision != Ada().revision
     job = llama.engine.prepare(llama.ids, policy="ada")
     assert job.identity.policy_version == Ada().revision != llama.engine.prepare(llama.ids).identity.policy_version
 
@@ -222,7 +217,7 @@ def test_bases_and_ada_share_no_parameter_name():
 @pytest.mark.parametrize("across", ["layer", "cache"])
 def test_ada_shares_in_place_of_a_base_that_shares_budgets_itself(tiny, document, across):
     ada = build("ada", {"base": "kvcues", "every": 9, "across": across})
-    assert ada.scoring == build("kvcues", {"every": 9, "across": "head"})
+    assert ada.inner == build("kvcues", {"every": 9, "across": "head"})
     assert ada.parameters()["across"] == across
     assert build("ada", ada.parameters()) == ada
     cache = tiny.compress(document, policy="ada", base="kvcues", across=across, compression_ratio=0.75)

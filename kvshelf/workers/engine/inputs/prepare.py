@@ -19,7 +19,7 @@ from kvshelf.workers.engine.inputs.requirements import (
     require_room,
 )
 from kvshelf.workers.model import calibration
-from kvshelf.workers.model.layers import LayerKind
+from kvshelf.workers.model.layers import LayerKind, reducible
 from kvshelf.workers.model.rope import Rope
 from kvshelf.workers.model.text import EncodedDocument
 from kvshelf.workers.policies import Policy
@@ -62,6 +62,7 @@ class Preparer:
         fitted. questions: the expected ones, as texts. parent: what `document` is appended to. Raises
         `PolicyUnsupported`, `InvalidRequest` or `DocumentTooLong`.
         """
+        document = replace(document, num_layers=len(reducible(self.kinds)), group=self.group)
         passes: tuple[ProbePass, ...] = ()
         absorber: Absorber | None = None
         if policy.has_work(budget, document.num_tokens):
@@ -98,6 +99,12 @@ class Preparer:
             before = parent.cache
             identity = identity.behind(before.identity, before.codec, before.kept_tokens, token_ids)
         return Job(document, policy, budget, passes, absorber, identity, parent)
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head, in every layer."""
+        heads = int(self.model.config.num_attention_heads)
+        return heads // int(getattr(self.model.config, "num_key_value_heads", None) or heads)
 
     def calibrated(self, document: DocumentView, policy: Policy) -> DocumentView:
         """The document with the model's calibration, for a policy that needs one. It is read anew each time, so that a

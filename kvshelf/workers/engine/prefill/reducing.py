@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,9 +51,11 @@ class LayerReducer:
         self._places = {layer: place for place, layer in enumerate(reducible(self.kinds))}
         self.sees_queries = Observes.QUERIES in self.policy.observes
         self._records: dict[int, Entries] = {}
+        self._notes: dict[int, Any] = {}
+        self._chooser = self.policy.chooser
         self._cascade: Cascade | None = None
-        if isinstance(self.policy, ScoringPolicy) and self.policy.sharing is not None:
-            self._cascade = Cascade(self.policy.sharing, self.budget, len(self._places))
+        if isinstance(self._chooser, ScoringPolicy) and self._chooser.sharing is not None:
+            self._cascade = Cascade(self._chooser.sharing, self.budget, len(self._places))
         self.states: Sequence[States] = ()
         self.compress_s = 0.0
 
@@ -76,22 +79,23 @@ class LayerReducer:
 
     def reduce(self, layer: LayerView, latents: LayerView | None = None) -> None:
         """Take one layer. latents: the layer as it is stored, where its heads share latents."""
+        self._notes[layer.layer_idx] = self.policy.noted(layer)
         if self._cascade is None:
             tokens = self.budget.tokens
             self._records[layer.layer_idx] = (
-                self.policy.reduce(layer, LayerBudget.uniform(layer.kv_heads, tokens))
+                self._chooser.reduce(layer, LayerBudget.uniform(layer.kv_heads, tokens))
                 if latents is None
-                else reduce_together(self.policy, layer, latents, tokens)
+                else reduce_together(self._chooser, layer, latents, tokens)
             )
         else:
-            assert isinstance(self.policy, ScoringPolicy)
-            weight = self.policy.weight(layer)
+            assert isinstance(self._chooser, ScoringPolicy)
+            weight = self._chooser.weight(layer)
             if not math.isfinite(weight):  # shares need a finite weight now, so this cannot wait for the end
-                raise _not_finite(self.policy, f"the weight of layer {layer.layer_idx}")
+                raise _not_finite(self._chooser, f"the weight of layer {layer.layer_idx}")
             if latents is None:
-                self._cascade.add(layer, self.policy.importance(layer), weight)
+                self._cascade.add(layer, self._chooser.importance(layer), weight)
             else:
-                self._cascade.add(latents, importance_together(self.policy, layer), weight)
+                self._cascade.add(latents, importance_together(self._chooser, layer), weight)
 
     def reduced(self) -> dict[int, Entries]:
         """The layers taken so far. Raises `PolicyUnsupported` where scores that are not finite chose entries."""
@@ -107,6 +111,8 @@ class LayerReducer:
         """
         records, layers = self.reduced(), attending(self.kinds)
         require_every_layer(records, layers)
+        chosen = {layer: records[layer] for layer in self._places}
+        records |= self.policy.finished(chosen, self._notes, self.budget)
         reduced = {layer: self._shared(layer, records[layer]) for layer in layers}
         states = self.states or [States(())] * len(self.kinds)
         return tuple(_beside(of_layer, reduced.get(layer)) for layer, of_layer in enumerate(states))
@@ -161,11 +167,12 @@ class Scorer(LayerReducer):
         self.scores: dict[int, Tensor] = {}
 
     def after_attention(self, attended: Attended) -> None:
-        assert isinstance(self.policy, ScoringPolicy)
+        policy = self._chooser
+        assert isinstance(policy, ScoringPolicy)
         if not self.kinds[attended.layer_idx].reducible:
             return
         layer = self._view(attended)
-        score = self.policy.score(layer) if attended.latents is None else scores_together(self.policy, layer)
+        score = policy.score(layer) if attended.latents is None else scores_together(policy, layer)
         self.scores[layer.layer_idx] = layer.all_heads(score)
 
 
