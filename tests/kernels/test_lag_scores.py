@@ -17,19 +17,19 @@ def states(heads, tokens, dim, dtype=torch.float32, seed=0):
     return random(tokens, heads, dim, dtype=dtype, seed=seed).transpose(0, 1)
 
 
-@pytest.mark.parametrize("own_scale", [False, True])
+@pytest.mark.parametrize(("own_scale", "value_weight"), [(False, 1.0), (True, 1.0), (False, 0.0), (True, 2.5)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("heads", "partitions", "lag", "dim", "value_dim"),
     [(2, 5, 16, 24, 24), (1, 2, 2, 3, 2), (3, 3, 127, 8, 9), (2, 9, 300, 64, 32)],
 )
-def test_equals_the_reference(dtype, own_scale, heads, partitions, lag, dim, value_dim):
+def test_equals_the_reference(dtype, own_scale, value_weight, heads, partitions, lag, dim, value_dim):
     keys = states(heads, partitions * lag, dim, dtype)
     values = states(heads, partitions * lag, value_dim, dtype, seed=1)
     before = keys.clone()
-    ours = lag_scores(keys, values, lag, own_scale=own_scale)
+    ours = lag_scores(keys, values, lag, own_scale=own_scale, value_weight=value_weight)
     assert (ours.dtype, ours.shape) == (torch.float32, (heads, partitions - 1, lag))
-    assert error(ours, reference.lag_scores(keys, values, lag, own_scale)) < 1e-5
+    assert error(ours, reference.lag_scores(keys, values, lag, own_scale, value_weight)) < 1e-5
     assert torch.equal(keys, before)
 
 
@@ -48,7 +48,7 @@ def test_a_channel_that_is_constant_over_the_scale_is_finite():
     values[:, 8:16, 1] = -3.0
     for own_scale in (False, True):
         ours = lag_scores(keys, values, 8, own_scale=own_scale)
-        assert error(ours, reference.lag_scores(keys, values, 8, own_scale)) < 1e-5
+        assert error(ours, reference.lag_scores(keys, values, 8, own_scale, 1.0)) < 1e-5
 
 
 def test_what_is_not_a_number_never_looks_like_a_score():

@@ -16,21 +16,29 @@ SHAPES = [(2, 3, 16, 24, 24), (1, 2, 2, 3, 2), (2, 3, 127, 8, 9), (1, 2, 300, 24
 
 
 @pytest.mark.usefixtures("forced_triton")
-@pairwise({"own_scale": [False, True], "dtype": DTYPES, "heads, partitions, lag, dim, value_dim": SHAPES})
-def test_equals_the_reference(dtype, own_scale, heads, partitions, lag, dim, value_dim):
+@pairwise(
+    {
+        "own_scale": [False, True],
+        "value_weight": [1.0, 0.0, 2.5],
+        "dtype": DTYPES,
+        "heads, partitions, lag, dim, value_dim": SHAPES,
+    }
+)
+def test_equals_the_reference(dtype, own_scale, value_weight, heads, partitions, lag, dim, value_dim):
     tokens = partitions * lag
     keys = states(heads, tokens + 3, dim, dtype)[:, 3:]
     values = states(heads, tokens + 3, value_dim, dtype, seed=1)[:, 3:]
-    ours = lag_scores(keys, values, lag, own_scale=own_scale)
-    assert error(ours, reference.lag_scores(keys, values, lag, own_scale)) < 1e-5
-    assert torch.equal(ours, lag_scores(keys.contiguous(), values.contiguous(), lag, own_scale=own_scale))
+    how = {"own_scale": own_scale, "value_weight": value_weight}
+    ours = lag_scores(keys, values, lag, **how)
+    assert error(ours, reference.lag_scores(keys, values, lag, **how)) < 1e-5
+    assert torch.equal(ours, lag_scores(keys.contiguous(), values.contiguous(), lag, **how))
 
 
 @pytest.mark.usefixtures("forced_triton")
 def test_long_partitions_put_their_channels_together():
     """A tile of 8 channels of 1100 tokens: 13 parts, the last of one channel."""
     keys, values = states(1, 2200, 97), states(1, 2200, 97, seed=1) * 100 + 1000
-    assert error(lag_scores(keys, values, 1100), reference.lag_scores(keys, values, 1100, False)) < 1e-5
+    assert error(lag_scores(keys, values, 1100), reference.lag_scores(keys, values, 1100, False, 1.0)) < 1e-5
 
 
 @pytest.mark.usefixtures("forced_triton")
@@ -40,7 +48,7 @@ def test_a_channel_that_is_constant_over_the_scale_is_finite():
     values[:, 8:16, 1] = -3.0
     for own_scale in (False, True):
         ours = lag_scores(keys, values, 8, own_scale=own_scale)
-        assert error(ours, reference.lag_scores(keys, values, 8, own_scale)) < 1e-5
+        assert error(ours, reference.lag_scores(keys, values, 8, own_scale, 1.0)) < 1e-5
 
 
 @pytest.mark.usefixtures("forced_triton")
@@ -64,6 +72,7 @@ def variant(dtype, lag, dim, *, own_scale=False):
     channels = max(8, 4096 // block_lag)
     pointers = dict.fromkeys(("keys", "values"), f"*{dtype}") | {"scores": "*fp32"}
     strides = dict.fromkeys(("key_head_stride", "key_stride", "value_head_stride", "value_stride"), "i32")
+    strides |= {"value_weight": "fp32"}
     constants = {"LAG": lag, "BLOCK_LAG": block_lag, "OWN_SCALE": own_scale, "DIM": dim, "VALUE_DIM": dim}
     constants |= dict.fromkeys(("BLOCK_DIM", "BLOCK_VALUE_DIM"), min(channels, 1 << (dim - 1).bit_length()))
     return Variant("_lag_scores", pointers | strides, constants, num_warps=min(16, block_lag * channels // 512))

@@ -10,8 +10,8 @@ from kvshelf.kernels.dispatch import implementation
 __all__ = ["lag_scores"]
 
 
-def lag_scores(keys: Tensor, values: Tensor, lag: int, *, own_scale: bool = False) -> Tensor:
-    """LagKV's equation 11 for all partitions but the last: the score of keys plus that of values.
+def lag_scores(keys: Tensor, values: Tensor, lag: int, *, own_scale: bool = False, value_weight: float = 1.0) -> Tensor:
+    """LagKV's equation 11 for all partitions but the last: the score of keys plus `value_weight` times that of values.
 
         low_d, high_d = min, max over the scale partition of x_d                (eq. 7, 8)
         y_d = (x_d - low_d) / (high_d - low_d)                                  (eq. 9)
@@ -40,5 +40,5 @@ def lag_scores(keys: Tensor, values: Tensor, lag: int, *, own_scale: bool = Fals
         keys=keys,
         values=values,
     )
-    scores: Tensor = implementation("lag_scores", keys.device).lag_scores(keys, values, lag, own_scale)
+    scores: Tensor = implementation("lag_scores", keys.device).lag_scores(keys, values, lag, own_scale, value_weight)
     return scores.float()

@@ -16,16 +16,16 @@ _BLOCK = 1 << 17
 many pay more for the calls."""
 
 
-def lag_scores(keys: Tensor, values: Tensor, lag: int, own_scale: bool) -> Tensor:
+def lag_scores(keys: Tensor, values: Tensor, lag: int, own_scale: bool, value_weight: float) -> Tensor:
     """See `kvshelf.kernels.lag_scores`."""
     scores = keys.new_zeros(keys.shape[0], keys.shape[1] // lag - 1, lag, dtype=torch.float32)
-    for states in (keys, values):
-        _add_scores(scores, states.reshape(states.shape[0], -1, lag, states.shape[2]), own_scale)
+    for states, weight in ((keys, 1.0), (values, value_weight)):
+        _add_scores(scores, states.reshape(states.shape[0], -1, lag, states.shape[2]), own_scale, weight)
     return scores
 
 
-def _add_scores(scores: Tensor, partitions: Tensor, own_scale: bool) -> None:
-    """Add the scores of all partitions but the last of `[heads, partitions, lag, D]`, in place."""
+def _add_scores(scores: Tensor, partitions: Tensor, own_scale: bool, weight: float) -> None:
+    """Add `weight` times the scores of all partitions but the last of `[heads, partitions, lag, D]`, in place."""
     step = max(1, _BLOCK // partitions[:, 0].numel())
     for start in range(0, scores.shape[1], step):
         block = partitions[:, start : start + step + 1].float()
@@ -37,4 +37,4 @@ def _add_scores(scores: Tensor, partitions: Tensor, own_scale: bool) -> None:
         normalized = (judged - low).div_(spread.masked_fill_(spread == 0, MIN_SPREAD))
         normalized -= normalized.mean(dim=-1, keepdim=True)
         deviation = torch.linalg.vector_norm(normalized, dim=-1) / math.sqrt(partitions.shape[-1] - 1)
-        scores[:, start : start + step] += torch.softmax(deviation, dim=-1)
+        scores[:, start : start + step].add_(torch.softmax(deviation, dim=-1), alpha=weight)

@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 
-def lag_scores(keys: Tensor, values: Tensor, lag: int, own_scale: bool) -> Tensor:
+def lag_scores(keys: Tensor, values: Tensor, lag: int, own_scale: bool, value_weight: float) -> Tensor:
     """See `kvshelf.kernels.lag_scores`; computed in fp64."""
     heads, tokens, _ = keys.shape
     scores = torch.zeros(heads, tokens // lag - 1, lag, dtype=torch.float64)
     for h in range(heads):
         for p in range(scores.shape[1]):
-            for states in (keys[h].double(), values[h].double()):
+            for states, weight in ((keys[h].double(), 1.0), (values[h].double(), value_weight)):
                 own, following = states[p * lag :][:lag], states[(p + 1) * lag :][:lag]
-                scores[h, p] += _unusual(own, own if own_scale else following)
+                scores[h, p] += weight * _unusual(own, own if own_scale else following)
     return scores
 
 

@@ -29,7 +29,7 @@ _FEWEST_CHANNELS = 8
 """Of a tile: 16 bytes of bf16 a token. With fewer, long partitions would read each 32-byte sector many times."""
 
 
-def lag_scores(keys: Tensor, values: Tensor, lag: int, own_scale: bool) -> Tensor:
+def lag_scores(keys: Tensor, values: Tensor, lag: int, own_scale: bool, value_weight: float) -> Tensor:
     """See `kvshelf.kernels.lag_scores`."""
     heads, tokens, _ = keys.shape
     scores = keys.new_empty(heads, tokens // lag - 1, lag, dtype=torch.float32)
@@ -38,7 +38,7 @@ def lag_scores(keys: Tensor, values: Tensor, lag: int, own_scale: bool) -> Tenso
     block_lag = triton.next_power_of_2(lag)
     channels = max(_FEWEST_CHANNELS, _TILE // block_lag)
     _lag_scores[scores.shape[1], heads](
-        keys, *keys.stride()[:2], values, *values.stride()[:2], scores,
+        keys, *keys.stride()[:2], values, *values.stride()[:2], value_weight, scores,
         LAG=lag, BLOCK_LAG=block_lag, OWN_SCALE=own_scale,
         DIM=keys.shape[2], BLOCK_DIM=min(channels, triton.next_power_of_2(keys.shape[2])),
         VALUE_DIM=values.shape[2], BLOCK_VALUE_DIM=min(channels, triton.next_power_of_2(values.shape[2])),
@@ -50,7 +50,7 @@ def lag_scores(keys: Tensor, values: Tensor, lag: int, own_scale: bool) -> Tenso
 @triton.jit
 def _lag_scores(
     keys, key_head_stride, key_stride,
-    values, value_head_stride, value_stride,
+    values, value_head_stride, value_stride, value_weight,
     scores,
     LAG: tl.constexpr, BLOCK_LAG: tl.constexpr, OWN_SCALE: tl.constexpr,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_VALUE_DIM: tl.constexpr,
@@ -60,7 +60,7 @@ def _lag_scores(
     key_at = keys + head * key_head_stride + partition * LAG * key_stride
     value_at = values + head * value_head_stride + partition * LAG * value_stride
     score = _unusual(key_at, key_stride, LAG, BLOCK_LAG, OWN_SCALE, DIM, BLOCK_DIM)
-    score += _unusual(value_at, value_stride, LAG, BLOCK_LAG, OWN_SCALE, VALUE_DIM, BLOCK_VALUE_DIM)
+    score += value_weight * _unusual(value_at, value_stride, LAG, BLOCK_LAG, OWN_SCALE, VALUE_DIM, BLOCK_VALUE_DIM)
     tokens = tl.arange(0, BLOCK_LAG)
     first = (head * tl.num_programs(0) + partition) * LAG
     tl.store(scores + first + tokens, score, mask=tokens < LAG)

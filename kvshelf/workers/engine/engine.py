@@ -920,7 +920,8 @@ class Engine:
         entries = stored_entries(document, self.kinds)
         if budget >= entries:
             return None
-        view = self._preparer.calibrated(self._encoder.stored_view(document.identity.layout, entries), policy)
+        view = self._preparer.of_model(self._encoder.stored_view(document.identity.layout, entries))
+        view = self._preparer.calibrated(view, policy)
         fitted = policy.fitted(view, Budget.resolve(entries, compression_ratio=None, budget_tokens=budget), given)
         return PolicySelection(fitted, document, budget, self.kinds, view)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kvshelf.errors import DocumentTooShort, InvalidRequest, as_share
+from kvshelf.errors import DocumentTooShort, InvalidRequest, PolicyUnsupported, as_share
 
 DEFAULT_COMPRESSION_RATIO = 0.5
 
@@ -85,3 +85,43 @@ class LayerBudget:
     def total(self) -> int:
         """Entries of the whole layer."""
         return sum(self.per_head)
+
+
+@dataclass(frozen=True)
+class WholeLayers:
+    """The first `first` layers and the last `last` keep everything, and the others pay for them: the total stays that
+    of the mean budget."""
+
+    first: int = 0
+    last: int = 0
+
+    def of_layer(self, place: int, num_layers: int, num_tokens: int, budget: LayerBudget) -> LayerBudget:
+        """The budget of the layer at `place`, of one that all layers have. What does not divide evenly goes to the
+        first of the others."""
+        if self == WholeLayers():
+            return budget
+        heads = len(budget.per_head)
+        if not self.first <= place < num_layers - self.last:
+            return LayerBudget.uniform(heads, num_tokens)
+        paid = self._paid(num_layers, num_tokens, budget.total // heads)
+        share, left = divmod(paid, num_layers - self.first - self.last)
+        return LayerBudget.uniform(heads, share + (place - self.first < left))
+
+    def fewest(self, num_layers: int | None, num_tokens: int, mean: int, least: int, param: str) -> int:
+        """Entries of each KV head of a layer that is not whole. Raises `PolicyUnsupported` below `least`. num_layers:
+        None where no layer may be whole, for nobody knows the model."""
+        if self == WholeLayers():
+            return mean
+        whole, layers = self.first + self.last, num_layers or 0
+        left = self._paid(layers, num_tokens, mean) // (layers - whole) if layers > whole else -1
+        if left < least:
+            raise PolicyUnsupported(
+                f"{whole} of {layers} layers stay whole, with {num_tokens} entries per KV head; a mean budget of "
+                f"{mean} leaves {max(0, left)} for each of the others, and the policy needs {least}; lower {param} or "
+                "compression_ratio",
+                param=f"policy_params.{param}",
+            )
+        return left
+
+    def _paid(self, num_layers: int, num_tokens: int, mean: int) -> int:
+        return mean * num_layers - (self.first + self.last) * num_tokens

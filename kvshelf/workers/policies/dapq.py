@@ -16,10 +16,11 @@ from kvshelf.workers.policies.view import DocumentView, LayerView, ProbePass
 
 @dataclass(frozen=True)
 class DapQ(ScoringPolicy):
-    """Keep what pseudo queries attend to: queries placed at the positions of later questions and answers.
+    """A reconstruction from the paper's abstract: keep what pseudo queries attend to, queries placed at the positions
+    of later questions and answers.
 
-    The paper's idea: a query's position says more about what it attends to than its content. The rest is kvshelf's,
-    made from the paper's abstract. A fixed text is repeated to `pseudo` tokens and runs once behind the document, from
+    The paper's idea: a query's position says more about what it attends to than its content. The rest is kvshelf's. A
+    fixed text is repeated to `pseudo` tokens and runs once behind the document, from
     position N + `offset` on. The score is the mean weight of these rows on each document token, over the GQA group,
     pooled over neighbours (average). Unlike in SnapKV, no token is kept for standing at the document's end.
 

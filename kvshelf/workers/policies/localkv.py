@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kvshelf.workers.policies.partitions import PartitionPolicy
@@ -20,4 +20,5 @@ class LocalKV(PartitionPolicy):
     name: ClassVar[str] = "localkv"
     source: ClassVar[str] = "LagKV, arXiv 2504.04704, eq. 14 and 15"
     advice: ClassVar[str] = "to see what LagKV's look at the next partition is worth."
-    own_scale: ClassVar[bool] = True
+
+    score: str = field(default="local", init=False)

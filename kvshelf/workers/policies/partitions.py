@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.lag_scores import lag_scores
+from kvshelf.kernels.row_norms import row_norms
 from kvshelf.kernels.select import select
 from kvshelf.store.artifact.records import Kept
 from kvshelf.workers.policies.base import Absorber, Policy, keep, parameter
-from kvshelf.workers.policies.budgets import Budget, LayerBudget
+from kvshelf.workers.policies.budgets import Budget, LayerBudget, WholeLayers
 from kvshelf.workers.policies.view import DocumentView, LayerView
 
 
@@ -51,12 +52,17 @@ class Cut:
 
 @dataclass(frozen=True)
 class PartitionPolicy(Policy):
-    """Equations 7 to 15 of the LagKV paper; a subclass says which partition's scale judges a partition."""
-
-    own_scale: ClassVar[bool]
+    """Equations 7 to 16 of the LagKV paper; a subclass says what judges a partition."""
 
     sink: int = parameter(4, "first tokens always kept", minimum=0)
     lag: int = parameter(128, "tokens per partition", minimum=2)
+    score: str = parameter(
+        "lag",
+        "what judges a partition: the scale of the next (lag), its own (local), or the norms of its keys (l2)",
+        choices=("lag", "local", "l2"),
+    )
+    value_weight: float = parameter(1.0, "what the values' score counts beside the keys'; l2 has no values", minimum=0)
+    skip_layers: int = parameter(0, "first layers that stay whole; the others pay for them", minimum=0)
     prefill: str = parameter(
         "whole",
         "whole: one pass, then reduce; chunked: lag tokens a pass, each behind what was kept of those before it",
@@ -65,25 +71,42 @@ class PartitionPolicy(Policy):
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         super().fitted(document, budget, given)
+        if self.skip_layers and self.prefill == "chunked":
+            raise PolicyUnsupported(
+                "prefill=chunked reduces all layers alike, and skip_layers leaves some whole; take one of them",
+                param="policy_params.skip_layers",
+            )
+        if self.score == "l2" and "value_weight" in given:
+            raise PolicyUnsupported(
+                "score=l2 looks at keys alone, so value_weight says nothing; leave it out, or take score=lag",
+                param="policy_params.value_weight",
+            )
+        least = document.protected_prefix + 1
+        room = self._whole_layers.fewest(document.num_layers, document.num_tokens, budget.tokens, least, "skip_layers")
         policy = self
         if "sink" not in given:
-            policy = replace(policy, sink=min(self.sink, budget.tokens // 2))
+            policy = replace(policy, sink=min(self.sink, room // 2))
         if "lag" not in given:
             # Halving keeps partitions aligned with those of the default; any smaller lag that fits would do.
-            while policy.lag > 2 and policy._cut(document).whole > budget.tokens:
+            while policy.lag > 2 and policy._cut(document).whole > room:
                 policy = replace(policy, lag=policy.lag // 2)
         cut = policy._cut(document)
-        if cut.whole > budget.tokens:
+        if cut.whole > room:
             raise PolicyUnsupported(
                 f"sink and the last partitions stay whole and take {cut.sink} + {cut.whole - cut.sink} entries at lag "
-                f"{policy.lag}, more than the {budget.tokens} per KV head of the budget; lower lag or sink, or raise "
+                f"{policy.lag}, more than the {room} per KV head of the budget; lower lag or sink, or raise "
                 "the budget",
                 param="policy_params.lag",
             )
         return policy
 
+    @property
+    def _whole_layers(self) -> WholeLayers:
+        return WholeLayers(first=self.skip_layers)
+
     def reduce(self, layer: LayerView, budget: LayerBudget) -> Kept:
         cut = self._cut(layer.document)
+        budget = self._whole_layers.of_layer(layer.place, layer.num_layers, layer.num_tokens, budget)
         judged = slice(cut.sink, cut.sink + cut.reduced * self.lag)
         with_next = slice(cut.sink, judged.stop + self.lag)
         scores = self.scores(layer.keys[:, with_next], layer.values[:, with_next])
@@ -94,9 +117,11 @@ class PartitionPolicy(Policy):
         return keep(layer, mask, importance, budget.per_head)
 
     def scores(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Equation 11 for all partitions but the last: `[kv_heads, partitions - 1, lag]` fp32 of keys `[kv_heads,
-        partitions * lag, D]` and values `[kv_heads, partitions * lag, Dv]`."""
-        return lag_scores(keys, values, self.lag, own_scale=self.own_scale)
+        """Equation 11, or 16, for all partitions but the last: `[kv_heads, partitions - 1, lag]` fp32 of keys
+        `[kv_heads, partitions * lag, D]` and values `[kv_heads, partitions * lag, Dv]`."""
+        if self.score == "l2":
+            return -row_norms(keys).view(len(keys), -1, self.lag)[:, :-1]
+        return lag_scores(keys, values, self.lag, own_scale=self.score == "local", value_weight=self.value_weight)
 
     def choose(self, scores: Tensor, shares: Sequence[Sequence[int]]) -> Tensor:
         """The best `shares[h][p]` of each head and partition: bool `[kv_heads, partitions * lag]`."""

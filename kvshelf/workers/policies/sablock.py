@@ -4,18 +4,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import importance_of, select
 from kvshelf.store.artifact.records import Kept
 from kvshelf.workers.policies.base import Observes, TailPolicy, keep, parameter
-from kvshelf.workers.policies.budgets import LayerBudget
+from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.segments import Segments
-from kvshelf.workers.policies.view import LayerView
+from kvshelf.workers.policies.view import DocumentView, LayerView
 
 MAX_SEGMENT = 64
 """Most tokens of a segment; a longer one is cut. Otherwise a table without punctuation would be one segment."""
@@ -26,8 +27,9 @@ _TINY = 1e-30  # attention to a whole segment can underflow to 0
 
 @dataclass(frozen=True)
 class SABlock(TailPolicy):
-    """Give each part of a sentence a share of the budget by attention, and fill it with the largest blocks of
-    neighbours that lose little attention; the same tokens in every head of a layer.
+    """A reconstruction, as two of the paper's formulas could not be had: give each part of a sentence a share of the
+    budget by attention, and fill it with the largest blocks of neighbours that lose little attention; the same tokens
+    in every head of a layer.
 
     Segments end at punctuation. s_j is the attention of the observing rows on token j, the mean over all query heads
     and rows (eq. 3, 4). I_k is the mean of s over segment k (eq. 5), D_k the entropy of its distribution there (eq. 6).
@@ -39,8 +41,10 @@ class SABlock(TailPolicy):
 
     No code is public and the formulas were not available, so these are kvshelf's: eq. 7 is W_k = I_k / max I * (1 +
     lambda * D_k / log |S_k|); eq. 8 is s~_j = s_j * (1 + alpha * W_k), or s_j * W_k ** alpha with `form="power"`; block
-    sizes are the odd ones up to `block`; segments end at . , ; : ? ! and line ends, but not at the point within a
-    number, and are cut after 64 tokens; all defaults. Departure: the chat template's tokens stay and are in no segment.
+    sizes are the odd ones up to `block`, all of them or the powers of two (`sizes`); segments end at . , ; : ? ! and
+    line ends, but not at the point within a number, and are cut after 64 tokens; all defaults. Departures: the chat
+    template's tokens stay and are in no segment; where a probe observes, the document's own last tokens stay only with
+    `keep_tail`, as no question attends from them.
     """
 
     name: ClassVar[str] = "sablock"
@@ -51,13 +55,24 @@ class SABlock(TailPolicy):
     window: int = parameter(8, "last tokens that observe; those of the document are kept", minimum=1)
     alpha: float = parameter(0.5, "how strongly segments guide the scores of their tokens", minimum=0)
     diversity: float = parameter(0.5, "weight of the entropy within a segment (lambda)", minimum=0)
-    block: int = parameter(9, "largest block", minimum=1, maximum=MAX_SEGMENT - 1, odd=True)
+    block: int = parameter(9, "largest block", minimum=1, maximum=MAX_SEGMENT - 1)
+    sizes: str = parameter("odd", "which sizes up to block are tried", choices=("odd", "all", "powers"))
     tau: float = parameter(0.9, "part of the score that blocks must hold", minimum=0, maximum=1)
     form: str = parameter("scaled", "how eq. 8 applies the weight of a segment", choices=("scaled", "power"))
+    keep_tail: bool = parameter(False, "keep the document's last window tokens where a probe observes, too")
 
     @property
     def observes(self) -> Observes:
         return Observes.QUERIES | Observes.TEXT
+
+    def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
+        if self.block > 1 and self.block not in self._sizes():
+            raise PolicyUnsupported(
+                f"the largest block is {self.block}, and sizes={self.sizes} has no such size; give another block, or "
+                "sizes=all",
+                param="policy_params.block",
+            )
+        return super().fitted(document, budget, given)
 
     def score(self, layer: LayerView) -> Tensor:
         return self._guided(layer)[0].repeat(layer.kv_heads, 1)
@@ -93,7 +108,7 @@ class SABlock(TailPolicy):
         chosen, counts = best.clone(), best.sum(dim=1)  # blocks of 1; m, eq. 10
         wanted = self.tau * (scores * best).double().sum(dim=1)
         is_open = torch.ones_like(counts, dtype=torch.bool)
-        for size in range(self.block, 1, -2):
+        for size in self._sizes():
             rows = (is_open & (counts >= size)).nonzero().squeeze(1)
             blocks = best_blocks(scores[rows], segments.inside[rows], counts[rows], size)
             # Multiplied out, so that a segment without any score needs no division: eq. 11 and 12.
@@ -101,6 +116,17 @@ class SABlock(TailPolicy):
             chosen[rows[enough]] = blocks[enough]
             is_open[rows[enough]] = False
         return chosen
+
+    def protected(self, layer: LayerView) -> Tensor:
+        protected = super().protected(layer)
+        return protected | (layer.positions >= layer.num_tokens - self.window) if self.keep_tail else protected
+
+    def _sizes(self) -> list[int]:
+        """Sizes of blocks above 1, the largest first."""
+        sizes = range(self.block, 1, -1)
+        if self.sizes == "all":
+            return list(sizes)
+        return [size for size in sizes if (size % 2 == 1 if self.sizes == "odd" else size & (size - 1) == 0)]
 
 
 def best_blocks(scores: Tensor, inside: Tensor, counts: Tensor, size: int) -> Tensor:

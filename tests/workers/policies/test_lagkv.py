@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvshelf.errors import PolicyUnsupported
 from kvshelf.workers.engine.prefill.chunked import ChunkedLayer
 from kvshelf.workers.policies import build
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
@@ -153,6 +154,80 @@ def test_the_two_differ_in_whose_scale_they_judge():
     kept = [one_shot(build(name, {"lag": 32}), keys, values, 150).positions[0].tolist() for name in NAMES]
     assert kept[0] != kept[1]
     assert naive_scores("lagkv", keys[0], values[0], 4, 32) != naive_scores("localkv", keys[0], values[0], 4, 32)
+
+
+def test_the_norms_of_keys_judge_in_the_same_frame():
+    """Equation 16: of each reduced partition the shortest keys stay."""
+    keys, values = random_states(2, 300, 6, 0)
+    record = one_shot(build("lagkv", {"lag": 32, "score": "l2"}), keys, values, 150)
+    partitions = (300 - 4) // 32 - 1
+    share, left = divmod(150 - (300 - partitions * 32), partitions)
+    for head, positions in enumerate(record.positions):
+        norms = [math.sqrt(sum(x * x for x in token)) for token in keys[head].double().tolist()]
+        for p in range(partitions):
+            inside = range(4 + p * 32, 4 + (p + 1) * 32)
+            shortest = sorted(inside, key=lambda j, norms=norms: (norms[j], j))[: share + (p < left)]
+            assert [j for j in positions.tolist() if j in inside] == sorted(shortest)
+
+
+def test_score_local_is_policy_localkv():
+    keys, values = random_states(2, 300, 6, 0)
+    ours = one_shot(build("lagkv", {"lag": 32, "score": "local"}), keys, values, 150)
+    assert torch.equal(ours.entry_positions, one_shot(build("localkv", {"lag": 32}), keys, values, 150).entry_positions)
+
+
+def test_values_count_as_much_as_their_weight():
+    """With weight 0 the values change nothing, and a large weight leaves the keys without a say."""
+    keys, values = random_states(2, 300, 6, 0)
+    others, _ = random_states(2, 300, 6, 1)
+
+    def chosen(weight, keys, values):
+        return one_shot(build("lagkv", {"lag": 32, "value_weight": weight}), keys, values, 150).entry_positions
+
+    assert torch.equal(chosen(0, keys, values), chosen(0, keys, others))
+    assert not torch.equal(chosen(1, keys, values), chosen(1, keys, others))
+    assert torch.equal(chosen(1e6, keys, values), chosen(1e6, others, values))
+
+
+@settings(max_examples=60, deadline=None)
+@given(layers=st.integers(2, 6), skip=st.integers(1, 3), share=st.floats(0.3, 0.9))
+def test_layers_that_stay_whole_are_paid_for_by_the_others(layers, skip, share):
+    tokens, lag = 200, 8
+    mean = int(tokens * share)
+    policy = build("lagkv", {"sink": 4, "lag": lag, "skip_layers": skip})
+    document = DocumentView(range(tokens), num_layers=layers)
+    fits = (
+        layers > skip and (mean * layers - skip * tokens) // (layers - skip) >= tokens - ((tokens - 4) // lag - 1) * lag
+    )
+    if not fits:
+        with pytest.raises(PolicyUnsupported, match="stay whole"):
+            policy.fitted(document, Budget(mean, 1 - share), frozenset({"lag", "skip_layers", "sink"}))
+        return
+    policy = policy.fitted(document, Budget(mean, 1 - share), frozenset({"lag", "skip_layers", "sink"}))
+    kept = []
+    for place in range(layers):
+        keys, values = random_states(1, tokens, 4, place)
+        layer = LayerView(place, keys, values, None, 1.0, document, num_layers=layers, place=place)
+        kept.append(policy.reduce(layer, LayerBudget.uniform(1, mean)).entries)
+    assert kept[:skip] == [tokens] * skip
+    assert sum(kept) == mean * layers
+    assert max(kept[skip:]) - min(kept[skip:]) <= 1
+
+
+@pytest.mark.parametrize(
+    ("params", "param", "named"),
+    [
+        ({"skip_layers": 2}, "skip_layers", "2 of 3 layers stay whole.* leaves 0 .*skip_layers or compression_ratio"),
+        ({"skip_layers": 3}, "skip_layers", "3 of 3 layers"),
+        ({"skip_layers": 1, "prefill": "chunked"}, "skip_layers", "all layers alike"),
+        ({"score": "l2", "value_weight": 0.5}, "value_weight", "keys alone"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(params, param, named):
+    policy = build("lagkv", params)
+    with pytest.raises(PolicyUnsupported, match=named) as refused:
+        policy.fitted(DocumentView(range(300), num_layers=3), Budget(150, 0.5), frozenset(params))
+    assert refused.value.param == f"policy_params.{param}"
 
 
 @pytest.mark.parametrize("name", NAMES)

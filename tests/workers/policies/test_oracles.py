@@ -18,7 +18,7 @@ SETS: dict[str, tuple[str, dict[str, Any]]] = {
     "chunkkv_snapkv": ("chunkkv", {"window": 32, "kernel": 5, "chunk": 20}),
     "expected_attention": ("expected_attention", {}),
     "h2o_rows": ("h2o", {"normalize": "rows", "recent": 0}),
-    "pyramidkv": ("pyramidkv", {"window": 32, "kernel": 5, "beta": 20}),
+    "pyramidkv": ("pyramidkv", {"window": 32, "kernel": 5}),
 }
 LAG_SETS = {"lagkv_s4_l64": (4, 64), "lagkv_s16_l128": (16, 128)}
 

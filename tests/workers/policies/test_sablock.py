@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from kvshelf.errors import PolicyUnsupported
 from kvshelf.workers.model.source import bundled_folder
 from kvshelf.workers.model.text import TextFormat
 from kvshelf.workers.policies import build
-from kvshelf.workers.policies.budgets import LayerBudget
+from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.sablock import best_blocks
 from kvshelf.workers.policies.view import DocumentView
 from tests.workers.views import best, observed, random_layer
@@ -78,7 +79,10 @@ def blocks_of(segment, scores, count, size):
     return chosen
 
 
-def naive(layer, budget, *, alpha=0.5, diversity=0.5, block=9, tau=0.9, form="scaled"):
+SIZES = {"odd": [1, 3, 5, 7, 9, 11, 13, 15], "all": range(1, 16), "powers": [1, 2, 4, 8]}
+
+
+def naive(layer, budget, *, alpha=0.5, diversity=0.5, block=9, tau=0.9, form="scaled", sizes="odd"):
     scores, segments = guided_scores(layer, alpha, diversity, form)
     always = set(range(layer.num_tokens)) - set(scores)
     everything = [scores.get(j, 0.0) for j in range(layer.num_tokens)]
@@ -86,7 +90,7 @@ def naive(layer, budget, *, alpha=0.5, diversity=0.5, block=9, tau=0.9, form="sc
     kept = set(always)
     for segment in segments:
         own = [j for j in segment if j in top]  # eq. 10
-        for size in range(block, 0, -2):
+        for size in sorted((size for size in SIZES[sizes] if size <= block), reverse=True):
             candidates = blocks_of(segment, scores, len(own), size)
             rho = sum(scores[j] for j in candidates) / sum(scores[j] for j in own) if own else 1.0
             if size <= max(1, len(own)) and (size == 1 or rho >= tau):  # eq. 11, 12
@@ -126,6 +130,31 @@ def test_keeps_what_the_formulas_say(case, form, budget, tau, block, longest):
     layer = written_layer(220, longest=longest, seed=budget, **case)
     params = {"form": form, "tau": tau, "block": block}
     assert kept(layer, budget, **params) == naive(layer, budget, **params)
+
+
+@pytest.mark.parametrize(("sizes", "block"), [("all", 10), ("powers", 8)])
+def test_sizes_are_tried_from_the_largest_down(sizes, block):
+    layer = written_layer(220, longest=25, seed=60)
+    found = kept(layer, 60, sizes=sizes, block=block, tau=0.8)
+    assert found == naive(layer, 60, sizes=sizes, block=block, tau=0.8)
+    assert found != kept(layer, 60, tau=0.8)
+
+
+@pytest.mark.parametrize(("sizes", "block"), [("odd", 8), ("powers", 9)])
+def test_a_largest_block_that_is_no_size_is_refused(sizes, block):
+    policy = build("sablock", {"sizes": sizes, "block": block})
+    with pytest.raises(PolicyUnsupported, match=f"largest block is {block}, and sizes={sizes}") as refused:
+        policy.fitted(DocumentView(range(100)), Budget(50, 0.5), frozenset({"block"}))
+    assert refused.value.param == "policy_params.block"
+
+
+def test_the_tail_is_kept_behind_a_probe_if_that_is_asked_for():
+    layer = written_layer(220, probes=(9,), seed=3)
+    tail = set(range(220 - WINDOW, 220))
+    assert not tail <= set(kept(layer, 60))
+    assert tail <= set(kept(layer, 60, keep_tail=True))
+    without = written_layer(220, seed=3)
+    assert kept(without, 60, keep_tail=True) == kept(without, 60), "the document's own rows observe"
 
 
 def test_the_cases_above_use_blocks():

@@ -124,8 +124,43 @@ def test_logits_so_large_that_every_weight_underflows_still_have_an_order():
 
 
 def test_a_multiple_that_no_head_could_choose_is_refused():
-    policy = build("sage", {"multiple": 51})
-    with pytest.raises(PolicyUnsupported, match=r"multiple is 51.*at most 50") as refused:
-        policy.fitted(DocumentView(range(400)), Budget(100, 0.75), frozenset({"multiple"}))
+    """Of 100 entries each of two query heads chooses 25. A multiple of 26 would be StreamingLLM under another name."""
+    document, budget = DocumentView(range(400), group=2), Budget(100, 0.75)
+    build("sage", {"multiple": 25}).fitted(document, budget, frozenset({"multiple"}))
+    with pytest.raises(
+        PolicyUnsupported, match=r"2 query heads .* choose 25 of .* 100 .* multiple of 26: none"
+    ) as refused:
+        build("sage", {"multiple": 26}).fitted(document, budget, frozenset({"multiple"}))
     assert refused.value.param == "policy_params.multiple"
-    assert policy.fitted(DocumentView(range(400)), Budget(102, 0.745), frozenset({"multiple"})) == policy
+    with pytest.raises(PolicyUnsupported, match="none"):
+        build("sage", {}).fitted(DocumentView(range(400), group=8), Budget(15, 0.9), frozenset())
+
+
+def test_a_budget_of_which_no_head_would_choose_is_refused_before_the_prefill(llama):
+    group = llama.engine.model.config.num_attention_heads // llama.engine.model.config.num_key_value_heads
+    assert group > 1
+    with pytest.raises(PolicyUnsupported, match=f"each of the {group} query heads") as refused:
+        llama.engine.prepare(llama.ids, policy="sage", budget_tokens=100, policy_params={"multiple": 50})
+    assert refused.value.param == "policy_params.multiple"
+
+
+@given(
+    sinks=st.integers(0, 100), chosen=st.integers(1, 100), budget=st.integers(1, 5000), group=st.integers(1, 8),
+    protected=st.integers(0, 50),
+)  # fmt: skip
+def test_the_shares_are_parts_of_the_budget(sinks, chosen, budget, group, protected):
+    if sinks + chosen > 100 or budget <= protected:
+        return
+    policy = build("sage", {"sinks": sinks / 100, "chosen": chosen / 100})
+    first, each, recent = policy.shares(budget, group, protected)
+    assert first + group * each + recent == budget
+    assert first == max(sinks * budget // 100, protected)
+    assert recent >= 1
+    if protected <= sinks * budget // 100 and sinks + chosen <= 99 and budget >= 100:
+        assert each == chosen * budget // (100 * group)
+
+
+def test_shares_of_more_than_the_budget_are_refused():
+    with pytest.raises(PolicyUnsupported, match=r"sinks 0.6 and chosen 0.5.*more than 1") as refused:
+        build("sage", {"sinks": 0.6}).fitted(DocumentView(range(400)), Budget(100, 0.75), frozenset())
+    assert refused.value.param == "policy_params.chosen"

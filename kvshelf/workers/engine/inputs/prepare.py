@@ -62,7 +62,7 @@ class Preparer:
         fitted. questions: the expected ones, as texts. parent: what `document` is appended to. Raises
         `PolicyUnsupported`, `InvalidRequest` or `DocumentTooLong`.
         """
-        document = replace(document, num_layers=len(reducible(self.kinds)), group=self.group)
+        document = self.of_model(document)
         passes: tuple[ProbePass, ...] = ()
         absorber: Absorber | None = None
         if policy.has_work(budget, document.num_tokens):
@@ -100,11 +100,11 @@ class Preparer:
             identity = identity.behind(before.identity, before.codec, before.kept_tokens, token_ids)
         return Job(document, policy, budget, passes, absorber, identity, parent)
 
-    @property
-    def group(self) -> int:
-        """Query heads of a KV head, in every layer."""
+    def of_model(self, document: DocumentView) -> DocumentView:
+        """The document with what policies may know of the model."""
         heads = int(self.model.config.num_attention_heads)
-        return heads // int(getattr(self.model.config, "num_key_value_heads", None) or heads)
+        group = heads // int(getattr(self.model.config, "num_key_value_heads", None) or heads)
+        return replace(document, num_layers=len(reducible(self.kinds)), group=group)
 
     def calibrated(self, document: DocumentView, policy: Policy) -> DocumentView:
         """The document with the model's calibration, for a policy that needs one. It is read anew each time, so that a
