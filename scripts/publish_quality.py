@@ -201,7 +201,11 @@ def parameters(policy: PolicyInfo | SelectorInfo | SuffixPolicyInfo) -> str:
 
 
 def acts(policy: PolicyInfo) -> str:
-    return {"during": "layer by layer", "cascade": "in cascade: all layers share one budget"}[policy.phase]
+    return {
+        "during": "layer by layer",
+        "cascade": "in cascade: all layers share one budget",
+        "after": "when all layers are there: all share one budget",
+    }[policy.phase]
 
 
 def measured(policy: PolicyInfo) -> list[str]:

@@ -9,14 +9,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from kvshelf.kernels.merge import merge_weighted, nearest_pair
+from kvshelf.kernels.merge import merge_weighted
 from kvshelf.kernels.row_norms import row_norms
 from kvshelf.kernels.select import importance_of, select
 from kvshelf.kernels.window_scores import pooled
-from kvshelf.store.artifact.packed import offsets_of
+from kvshelf.store.artifact.identity import RopeMode
 from kvshelf.store.artifact.records import Kept, Merged
 from kvshelf.workers.policies.base import Observes, TailPolicy, keep, parameter, pooling_kernel
 from kvshelf.workers.policies.budgets import LayerBudget
+from kvshelf.workers.policies.merging import MergePlan, nearest
 from kvshelf.workers.policies.view import LayerView
 
 
@@ -91,59 +92,21 @@ class EMS(TailPolicy):
         slots = [int(min(self.gamma * count, layer.num_tokens)) for count in budget.per_head]
         candidates = select(scores, protected, slots) & ~kept
         keys = layer.keys_unrotated() if self.unrotated else layer.keys
-        classes = classified(keys, layer.values, kept, candidates, kept & ~protected, self.tau)
-        class_keys, class_values, scales = merged(keys, layer.values, scores, kept, classes)
-        return Merged(
-            keys=class_keys.to(layer.keys.dtype),
-            values=class_values,
-            entries_at=kept.nonzero()[:, 1].to(torch.int32),
-            offsets=offsets_of(budget.per_head),
-            rope_mode="pre" if self.unrotated else "baked",
-            importance=importance[kept],
-            slot_scales=scales,
-            slot_classes=classes[classes >= 0].to(torch.int32),
-            slot_positions=(classes >= 0).nonzero()[:, 1].to(torch.int32),
-            slot_offsets=offsets_of((classes >= 0).sum(dim=1).tolist()),
-        )
+        similarity, targets = nearest(keys, layer.values, candidates, kept, kept & ~protected)
+        plan = MergePlan.joining(kept, similarity >= self.tau, targets)
+        class_keys, class_values, scales = combined(keys, layer.values, scores, plan)
+        rope_mode: RopeMode = "pre" if self.unrotated else "baked"
+        return plan.as_merged(class_keys.to(layer.keys.dtype), class_values, importance, scales, rope_mode)
 
 
-def classified(keys: Tensor, values: Tensor, kept: Tensor, candidates: Tensor, centers: Tensor, tau: float) -> Tensor:
-    """The class of each token, as an index into its head's kept tokens, -1 if it is evicted: `[kv_heads, N]` int64.
-
-    keys, values: `[kv_heads, N, D]`; kept, candidates, centers (kept tokens that take members): `[kv_heads, N]` bool.
-    """
-    classes = torch.where(kept, kept.cumsum(1) - 1, -1)
-    center_counts = centers.sum(dim=1).tolist()
-    if not any(center_counts):
-        return classes
-    member_keys, center_keys = keys[candidates], keys[centers]
-    member_counts = candidates.sum(dim=1).tolist()
-    similarity, nearest = nearest_pair(
-        member_keys, values[candidates], center_keys, values[centers], member_counts, center_counts
-    )
-    # Two keys and two values that both point apart have a positive product, and no direction in common.
-    towards = (member_keys.float() * center_keys[nearest].float()).sum(dim=1) > 0
-    classes[candidates] = torch.where(towards & (similarity >= tau), classes[centers][nearest], -1)
-    return classes
-
-
-def merged(
-    keys: Tensor, values: Tensor, scores: Tensor, kept: Tensor, classes: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys `[entries, D]` fp32 and values `[entries, Dv]` of all heads' classes, and the slots' scales.
-
-    kept: `[kv_heads, N]` bool, classes: `[kv_heads, N]` int64, as from `classified`.
-    """
-    slots, counts = classes >= 0, kept.sum(dim=1, keepdim=True)
-    owners = (classes + counts.cumsum(0) - counts)[slots]  # rows of all heads' entries
-    centers, lengths = keys[kept].float(), row_norms(keys)  # [entries, D], [kv_heads, N]
+def combined(keys: Tensor, values: Tensor, scores: Tensor, plan: MergePlan) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys `[entries, D]` fp32 and values `[entries, Dv]` of the classes of keys `[kv_heads, N, D]` and values, and the
+    scales `[members]` of the lengths of their members' own keys. A class has its members' mean direction."""
+    members, lengths = plan.members, row_norms(keys)  # [kv_heads, N]
     # No weight may be zero: scores can underflow, and a class of zeros has no mean.
-    weights = scores[slots].clamp_min(1e-30)
-    directions, means = merge_weighted(keys[slots], values[slots], weights, owners, len(centers))
-    alone = (torch.bincount(owners) == 1).unsqueeze(1)
-    return (
-        # As long as the center, not of length 1: a codec's channel groups would round it away among keys of length 10.
-        torch.where(alone, centers, F.normalize(directions, dim=1) * lengths[kept].unsqueeze(1)),
-        torch.where(alone, values[kept], means.to(values.dtype)),
-        torch.where(kept[slots], 1.0, lengths[slots] / lengths[kept][owners]),
-    )
+    weights = scores[members].clamp_min(1e-30)
+    directions, means = merge_weighted(keys[members], values[members], weights, plan.owners, len(plan.sizes))
+    # As long as the center, not of length 1: a codec's channel groups would round it away among keys of length 10.
+    as_long = F.normalize(directions, dim=1) * lengths[plan.kept].unsqueeze(1)
+    scales = torch.where(plan.kept[members], 1.0, lengths[members] / lengths[plan.kept][plan.owners])
+    return plan.or_alone(keys.float(), as_long), plan.or_alone(values, means.to(values.dtype)), scales

@@ -11,6 +11,7 @@ from kvshelf.workers.policies.base import Policy, parameter_fields, parameter_ty
 from kvshelf.workers.policies.cake import Cake
 from kvshelf.workers.policies.chunkkv import ChunkKV
 from kvshelf.workers.policies.compresskv import CompressKV
+from kvshelf.workers.policies.d2o import D2O
 from kvshelf.workers.policies.dapq import DapQ
 from kvshelf.workers.policies.defensivekv import DefensiveKV
 from kvshelf.workers.policies.ems import EMS
@@ -24,6 +25,7 @@ from kvshelf.workers.policies.installed import installed
 from kvshelf.workers.policies.keydiff import KeyDiff
 from kvshelf.workers.policies.knorm import Knorm
 from kvshelf.workers.policies.kvcues import KVcues
+from kvshelf.workers.policies.kvmerger import KVMerger
 from kvshelf.workers.policies.kvzip import KVzip
 from kvshelf.workers.policies.lagkv import LagKV
 from kvshelf.workers.policies.layer_defensivekv import LayerDefensiveKV
@@ -48,6 +50,7 @@ _OURS: Mapping[str, type[Policy]] = {
         Cake,
         ChunkKV,
         CompressKV,
+        D2O,
         DapQ,
         DefensiveKV,
         EMS,
@@ -58,6 +61,7 @@ _OURS: Mapping[str, type[Policy]] = {
         KeyDiff,
         Knorm,
         KVcues,
+        KVMerger,
         KVzip,
         LagKV,
         LayerDefensiveKV,

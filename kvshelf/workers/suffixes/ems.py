@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kvshelf.workers.policies.base import parameter
-from kvshelf.workers.policies.ems import classified, merged
+from kvshelf.workers.policies.ems import combined
+from kvshelf.workers.policies.merging import MergePlan, nearest
 from kvshelf.workers.suffixes.base import Columns, Observes, PeriodicPolicy, Reduction, Suffix, best, numbers_of
 
 
@@ -56,14 +57,15 @@ class EMS(PeriodicPolicy):
         kept = numbers_of(stays)
         centers = stays.clone()
         centers[:, : suffix.protected] = centers[:, suffix.stored - self.window :] = False
-        classes = classified(suffix.keys, suffix.values, stays, ~stays, centers, self.tau)
-        keys, values, _ = merged(suffix.keys, suffix.values, scores, stays, classes)
+        similarity, targets = nearest(suffix.keys, suffix.values, ~stays, stays, centers)
+        plan = MergePlan.joining(stays, similarity >= self.tau, targets)
+        keys, values, _ = combined(suffix.keys, suffix.values, scores, plan)
         shape = *kept.shape, -1
         return Reduction(
             kept,
             keys.view(shape).to(suffix.keys.dtype),
             values.view(shape),
-            {name: _summed(column, classes, kept.shape) for name, column in suffix.columns.items()},
+            {name: _summed(column, plan.classes, kept.shape) for name, column in suffix.columns.items()},
         )
 
     def _scores(self, columns: Columns) -> Tensor:

@@ -99,9 +99,12 @@ class LayerReducer:
 
     def reduced(self) -> dict[int, Entries]:
         """The layers taken so far. Raises `PolicyUnsupported` where scores that are not finite chose entries."""
-        records = self._records | (self._cascade.records if self._cascade is not None else {})
+        records = self._taken()
         require_finite_scores(list(records.values()), self.policy)
         return records
+
+    def _taken(self) -> dict[int, Entries]:
+        return self._records | (self._cascade.records if self._cascade is not None else {})
 
     def records(self) -> tuple[LayerRecord, ...]:
         """All layers, in order.
@@ -109,10 +112,11 @@ class LayerReducer:
         Raises `PolicyUnsupported` where the attention of a layer was not observed (every answer would miss it), and as
         `reduced`.
         """
-        records, layers = self.reduced(), attending(self.kinds)
+        records, layers = self._taken(), attending(self.kinds)
         require_every_layer(records, layers)
         chosen = {layer: records[layer] for layer in self._places}
         records |= self.policy.finished(chosen, self._notes, self.budget)
+        require_finite_scores(list(records.values()), self.policy)
         reduced = {layer: self._shared(layer, records[layer]) for layer in layers}
         states = self.states or [States(())] * len(self.kinds)
         return tuple(_beside(of_layer, reduced.get(layer)) for layer, of_layer in enumerate(states))
