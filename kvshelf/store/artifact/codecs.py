@@ -57,8 +57,8 @@ class Codec:
     group: rows of a channel (keys) or channels of a row (values) that share a scale and a zero. residual: the last
     entries of each head, by position, which stay in the model's dtype in a record of their own: they are few, and
     questions attend to them most. For mixed: `share` is the fraction of each head's entries, the most important ones,
-    in `high`; the others are in `low`. Mixed has no residual: a policy protects the last entries by giving them
-    importance.
+    in `high`; the others are in `low`. "policy": the policy says how many of each head (mikv, arkv). Mixed has no
+    residual: a policy protects the last entries by giving them importance.
 
     For klt: `step` is the distance of two codes, in units of the model's transforms; `heads` says whether the heads of
     a layer are transformed together (joint) or each alone. "" is joint where all heads keep the same tokens, else each.
@@ -72,7 +72,7 @@ class Codec:
     residual: int = 32
     high: Literal["none", "int8"] = "int8"
     low: Literal["int2", "int4"] = "int2"
-    share: float = 0.5
+    share: float | Literal["policy"] = 0.5
     step: float = 1.5
     heads: Literal["", "joint", "each"] = ""
     steps: Literal["even", "kl"] = "even"
@@ -115,6 +115,14 @@ class Codec:
             raise refused(
                 f"the shares of {self} add up to {total:g} % of the document's entries, and the policy keeps {kept} of "
                 f"{num_tokens} tokens; lower compression_ratio or the shares"
+            )
+
+    def require_shares(self, policy: str, *, said: bool) -> None:
+        """Raise `InvalidRequest` for `share=policy` under a policy that says no shares."""
+        if self.share == "policy" and not said:
+            raise refused(
+                f"{self} asks the policy how many entries have more bits, and {policy!r} says no such number; take "
+                "policy mikv or arkv, or give a number as the share"
             )
 
     def require_blocks(self, block: int) -> None:
@@ -186,9 +194,11 @@ def _value(key: str, text: str) -> int | float | str | tuple[float, ...]:
         if text not in names:
             raise refused(f"{key} must be one of {', '.join(names)}, not {text!r}")
         return text
+    if key == "share" and text == "policy":
+        return text
     if key == "share":
         if not re.fullmatch(r"0?\.[0-9]{1,4}", text) or float(text) == 0:
-            raise refused(f"share must be from 0.0001 to 0.9999, with at most four decimals, not {text!r}")
+            raise refused(f"share must be policy, or from 0.0001 to 0.9999 with at most four decimals, not {text!r}")
         return float(text)
     if key == "step":
         return _step(text)

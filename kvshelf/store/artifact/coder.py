@@ -65,7 +65,7 @@ class _LayerCoder:
         places = self._places(record)
         keys = coded("keys", record.keys, unrotate, places)
         values = coded("values", record.values, None, places)
-        return replace(record, keys=keys, values=values, importance=None)
+        return replace(record, keys=keys, values=values, importance=None, precise=None)
 
     def decoded(self, layer: LayerRecord) -> LayerRecord:
         """The layer with plain rows. Raises `BlobError` for streams that no encoder writes."""

@@ -103,16 +103,24 @@ def _pieces(codec: Codec, record: PackedRecord, where: str, *, whole_groups: boo
 
 
 def _important(codec: Codec, record: PackedRecord, where: str) -> Tensor:
-    """`[entries]` bool: the most important `share` of each head's entries; ties go to the earlier entry."""
+    """`[entries]` bool: the most important `share` of each head's entries, or as many as the policy says; ties go to
+    the earlier entry."""
     importance = _importance(codec, record, where)
     chosen = torch.zeros(record.entries, dtype=torch.bool, device=importance.device)
-    for start, length, head in zip(
-        record.offsets, record.lengths, torch.split(importance, record.lengths), strict=False
-    ):
-        # The small term keeps 0.29 of 100 from rounding down to 28, as in budgets.
-        count = int(length * codec.share + 1e-9)
+    heads = zip(record.offsets, torch.split(importance, record.lengths), strict=False)
+    for (start, head), count in zip(heads, _precise(codec, record, where), strict=True):
         chosen[start + head.argsort(descending=True, stable=True)[:count]] = True
     return chosen
+
+
+def _precise(codec: Codec, record: PackedRecord, where: str) -> Sequence[int]:
+    """How many entries of each head have more bits."""
+    if codec.share != "policy":
+        # The small term keeps 0.29 of 100 from rounding down to 28, as in budgets.
+        return [int(length * codec.share + 1e-9) for length in record.lengths]
+    if record.precise is None:
+        raise refused(f"{where} does not say how many entries have more bits; give codec mixed a number as its share")
+    return record.precise
 
 
 def _importance(codec: Codec, record: PackedRecord, where: str) -> Tensor:
@@ -126,8 +134,9 @@ def _importance(codec: Codec, record: PackedRecord, where: str) -> Tensor:
 
 
 def _quantized(codec: Codec, record: PackedRecord, precision: Precision, where: str) -> PackedRecord:
+    record = replace(record, importance=None, precise=None)
     if precision == "none":
-        return replace(record, importance=None)
+        return record
     assert isinstance(record.keys, Tensor)
     assert isinstance(record.values, Tensor)
     bits = BITS[precision]
@@ -135,7 +144,7 @@ def _quantized(codec: Codec, record: PackedRecord, precision: Precision, where: 
     values = QuantizedRows.quantize(record.values, record.lengths, bits=bits, group=codec.group, axis="channels")
     if not (keys.finite and values.finite):
         raise refused(f"{where} holds numbers too near the largest of {record.dtype} for codec {codec.name}")
-    return replace(record, keys=keys, values=values, importance=None)
+    return replace(record, keys=keys, values=values)
 
 
 def _last(record: Packed, count: int, group: int) -> Tensor:

@@ -164,8 +164,8 @@ def _one(records: Sequence[PackedRecord]) -> PackedRecord:
     positions = _by_head([record.positions for record in records])
     given = {each.name: getattr(first, each.name) for each in fields(first)}
     keys, values = (_rows([record.rows[which] for record in records], records, lengths) for which in (0, 1))
-    made = {"keys": keys, "values": values, "entries_at": positions, "offsets": offsets_of(lengths), "importance": None}
-    return type(first)(**(given | made))
+    given |= {"keys": keys, "values": values, "entries_at": positions, "offsets": offsets_of(lengths)}
+    return type(first)(**given | {"importance": None, "precise": None})
 
 
 def _rows(rows: Sequence[Rows], records: Sequence[PackedRecord], lengths: Sequence[int]) -> Rows:

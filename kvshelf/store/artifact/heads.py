@@ -42,6 +42,7 @@ def _cut(record: PackedRecord, first: int, last: int) -> PackedRecord:
         "entries_at": record.entry_positions[rows].clone(),
         "offsets": offsets_of(record.lengths[first:last]),
         "importance": None if record.importance is None else record.importance[rows].clone(),
+        "precise": None if record.precise is None else record.precise[first:last],
     }
     if isinstance(record, Merged):
         slots = slice(record.slot_offsets[first], record.slot_offsets[last])
@@ -75,6 +76,7 @@ def _joined(records: Sequence[PackedRecord]) -> PackedRecord:
         "entries_at": of_all("entry_positions"),
         "offsets": offsets_of(list(chain.from_iterable(record.lengths for record in records))),
         "importance": None if first.importance is None else of_all("importance"),
+        "precise": None if first.precise is None else tuple(n for record in records for n in record.precise or ()),
     }
     if isinstance(first, Indexed):  # a summary has a part of each query head
         fields["summaries"] = torch.cat([each.summaries for each in records if isinstance(each, Indexed)], dim=1)

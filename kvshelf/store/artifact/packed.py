@@ -43,8 +43,9 @@ class Packed:
     positions. Two threads may both call it; the results are equal. `rope_mode` says whether the rotation of RoPE is in
     the keys ("baked") or still to be applied ("pre").
 
-    importance: `[entries]` fp32, higher is more important, or None; codec `mixed` chooses entries by it. It exists in
-    memory only, not in blobs, and does not count in `nbytes`.
+    importance: `[entries]` fp32, higher is more important, or None; codec `mixed` chooses entries by it. precise: how
+    many entries of each head, the most important ones, are to have more bits (`mixed:share=policy`), or None. Both
+    exist in memory only, not in blobs, and do not count in `nbytes`.
     """
 
     keys: Rows | CodedRows
@@ -53,6 +54,7 @@ class Packed:
     offsets: tuple[int, ...]
     rope_mode: RopeMode = "baked"
     importance: Tensor | None = None
+    precise: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         entries = self.offsets[-1]
@@ -62,6 +64,7 @@ class Packed:
         assert self.keys.shape[0] == self.values.shape[0] == entries
         assert not isinstance(self.entries_at, Tensor) or self.entries_at.shape[0] == entries
         assert self.importance is None or self.importance.shape == (entries,)
+        assert self.precise is None or len(self.precise) == self.kv_heads
 
     @property
     def kv_heads(self) -> int:

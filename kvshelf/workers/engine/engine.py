@@ -462,6 +462,7 @@ class Engine:
             return Level(job, job.parent.cache.codec, None if coder is None else coder.transforms)
         chosen = Codec.parse(codec)
         chosen.require_kept(job.budget.tokens, job.num_tokens)
+        chosen.require_shares(job.policy.name, said=job.policy.sets_precision)
         if isinstance(job.policy, InfLLM):
             chosen.require_blocks(job.policy.block)
         return Level(job, codec, self.coder.transforms if chosen.name == "klt" else None)

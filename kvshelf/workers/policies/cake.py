@@ -12,7 +12,7 @@ from torch import Tensor
 from kvshelf.kernels.window_scores import pooled
 from kvshelf.workers.policies.base import TailPolicy, parameter, pooling_kernel
 from kvshelf.workers.policies.sharing import ProportionalSharing
-from kvshelf.workers.policies.view import LayerView
+from kvshelf.workers.policies.view import LayerView, Window
 
 
 @dataclass(frozen=True)
@@ -49,24 +49,27 @@ class Cake(TailPolicy):
 
     def score(self, layer: LayerView) -> Tensor:
         window = layer.window(self.window)
-        indicators = [self._indicator(window.attention(head)) for head in range(layer.kv_heads)]
-        return window.pad(pooled(torch.stack(indicators), self.kernel))
+        return indicators(window, layer.kv_heads, self.gamma, self.kernel)
 
     def weight(self, layer: LayerView) -> float:
         window = layer.window(self.window)
         sums = []  # of each KV head: its entropy and its variance
         for head in range(layer.kv_heads):
             weights = window.attention(head)
-            sums.append(torch.stack([torch.special.entr(weights).sum(), _variance(weights).sum()]))
-        entropy, variance = layer.all_heads(torch.stack(sums).double()).sum(dim=0).tolist()
-        return math.pow(entropy, 1 / self.tau1) * math.pow(variance, 1 / self.tau2)
-
-    def _indicator(self, weights: Tensor) -> Tensor:
-        """`[group, R, columns]` to `[columns]`."""
-        return (weights.mean(dim=1) + self.gamma * _variance(weights)).mean(dim=0)
+            sums.append(torch.stack([torch.special.entr(weights).sum(), variance(weights).sum()]))
+        entropy, shift = layer.all_heads(torch.stack(sums).double()).sum(dim=0).tolist()
+        return math.pow(entropy, 1 / self.tau1) * math.pow(shift, 1 / self.tau2)
 
 
-def _variance(weights: Tensor) -> Tensor:
+def indicators(window: Window, kv_heads: int, gamma: float, kernel: int) -> Tensor:
+    """Mean + gamma * variance of each token's weights over the rows of the window, averaged over the GQA group and
+    pooled: `[kv_heads, N]` fp32, zero for the tail."""
+    heads = map(window.attention, range(kv_heads))
+    of_heads = [(weights.mean(dim=1) + gamma * variance(weights)).mean(dim=0) for weights in heads]
+    return window.pad(pooled(torch.stack(of_heads), kernel))
+
+
+def variance(weights: Tensor) -> Tensor:
     """The variance over the rows: `[group, R, columns]` to `[group, columns]`. Unbiased; zero for a single row."""
     # `torch.var` takes ten times as long over a dimension that is not the last.
     deviations = weights - weights.mean(dim=1, keepdim=True)

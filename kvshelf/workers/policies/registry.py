@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvshelf.workers.policies.ada import Ada
+from kvshelf.workers.policies.arkv import ARKV
 from kvshelf.workers.policies.base import Policy, parameter_fields, parameter_types
 from kvshelf.workers.policies.cake import Cake
 from kvshelf.workers.policies.chunkkv import ChunkKV
@@ -30,6 +31,7 @@ from kvshelf.workers.policies.kvzip import KVzip
 from kvshelf.workers.policies.lagkv import LagKV
 from kvshelf.workers.policies.layer_defensivekv import LayerDefensiveKV
 from kvshelf.workers.policies.localkv import LocalKV
+from kvshelf.workers.policies.mikv import MiKV
 from kvshelf.workers.policies.mpcache import MPCache
 from kvshelf.workers.policies.parameters import legal_values, unknown
 from kvshelf.workers.policies.pyramidkv import PyramidKV
@@ -47,6 +49,7 @@ _OURS: Mapping[str, type[Policy]] = {
     for cls in (
         Full,
         Ada,
+        ARKV,
         Cake,
         ChunkKV,
         CompressKV,
@@ -66,6 +69,7 @@ _OURS: Mapping[str, type[Policy]] = {
         LagKV,
         LayerDefensiveKV,
         LocalKV,
+        MiKV,
         MPCache,
         PyramidKV,
         SABlock,

@@ -34,6 +34,8 @@ class Ranks(Protocol):
 
     @property
     def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
     def gathered(self, of_heads: Tensor) -> Tensor:
         """`[heads, ...]` of this process with those of the others behind and before it, in the order of the ranks:
         `[ranks * heads, ...]`. Each process has to call it."""

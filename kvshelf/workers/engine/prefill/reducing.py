@@ -99,12 +99,9 @@ class LayerReducer:
 
     def reduced(self) -> dict[int, Entries]:
         """The layers taken so far. Raises `PolicyUnsupported` where scores that are not finite chose entries."""
-        records = self._taken()
+        records = self._records | (self._cascade.records if self._cascade is not None else {})
         require_finite_scores(list(records.values()), self.policy)
         return records
-
-    def _taken(self) -> dict[int, Entries]:
-        return self._records | (self._cascade.records if self._cascade is not None else {})
 
     def records(self) -> tuple[LayerRecord, ...]:
         """All layers, in order.
@@ -112,7 +109,7 @@ class LayerReducer:
         Raises `PolicyUnsupported` where the attention of a layer was not observed (every answer would miss it), and as
         `reduced`.
         """
-        records, layers = self._taken(), attending(self.kinds)
+        records, layers = self.reduced(), attending(self.kinds)
         require_every_layer(records, layers)
         chosen = {layer: records[layer] for layer in self._places}
         records |= self.policy.finished(chosen, self._notes, self.budget)

@@ -20,6 +20,7 @@ ASSUMED_FLOPS: Final[Mapping[str, float]] = {"cpu": 5e10, "cuda": 1e14}
 _FIRST_ROWS, _RUN_BYTES, _BYTES_PER_FLAG = 4, 16, 1 / 8  # of codec klt, which docs/format.md describes
 
 _DIGEST_BYTES = 32
+_ASSUMED_SHARE = 0.5  # of entries in more bits, where a policy will say it
 _LAYER_BYTES, _PIECE_BYTES = 250, 175  # of header, padding and trailer, which docs/format.md describes
 
 
@@ -143,7 +144,8 @@ def _pieces(codec: Codec, kept: int) -> list[tuple[Precision, int]]:
     if codec.name == "none":
         return [("none", kept)]
     if codec.name == "mixed":
-        high = int(kept * codec.share + 1e-9)
+        share = _ASSUMED_SHARE if codec.share == "policy" else codec.share
+        high = int(kept * share + 1e-9)
         split: list[tuple[Precision, int]] = [(codec.high, high), (codec.low, kept - high)]
     else:
         last = min(kept, codec.residual)
