@@ -24,8 +24,8 @@ class PackedPrefix:
 
     Plain tensors are read in place, in the dtype of the queries; quantized rows are dequantized where they are used.
     channels: where keys are pruned to D' of the D channels of a query, those of each head, `[kv_heads, D']` int32; the
-    scale of logits stays the one of D channels. Bytes: every key and value once per share, whatever the number of queries. FLOPs: 2 * R * K * (D + Dv) for R queries
-    of a KV head with K entries.
+    scale of logits stays the one of D channels. Bytes: every key and value once per share, whatever the number of
+    queries. FLOPs: 2 * R * K * (D + Dv) for R queries of a KV head with K entries.
     """
 
     keys: Rows

@@ -21,8 +21,8 @@ def attend_splits(
 
     queries: `[N, q_heads, D]`. outs: `[scratch rows, Dv]` fp32, each the softmax of its split; lses: `[scratch rows]`
     fp32, its log-sum-exp to the base 2. scale: already times log2(e). HEADS: query heads of a KV head. SLOTS: slots of
-    a row of a merged prefix; 0 for other prefixes, whose rows are tokens. SELECTED: whether a table names the rows. With
-    KEY_DIM below DIM the keys are pruned.
+    a row of a merged prefix; 0 for other prefixes, whose rows are tokens. SELECTED: whether a table names the rows.
+    With KEY_DIM below DIM the keys are pruned.
     """
     item = items + tl.program_id(0).to(tl.int64) * COLUMNS
     start, stop = tl.load(item + 4), tl.load(item + 5)
@@ -81,8 +81,8 @@ def _queries_of(
     item, queries, token_stride, head_stride,
     DIM: tl.constexpr, KEY_DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The query rows of an item, `[BLOCK_M, BLOCK_D]`, with the channels that its keys have, their numbers in the share,
-    and which of them exist."""
+    """The query rows of an item, `[BLOCK_M, BLOCK_D]`, with the channels that its keys have; their numbers in the
+    share; and which of them exist."""
     row = tl.load(item + 2) + tl.arange(0, BLOCK_M)
     live = row < tl.load(item + 1)
     q_head = tl.load(item + 3) * HEADS + row % HEADS

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvshelf.kernels.quantize.rows import QuantizedRows
 from kvshelf.store.artifact.codecs import BITS, Codec, Precision, refused
 from kvshelf.store.artifact.packed import Packed
-from kvshelf.store.artifact.records import Entries, Indexed, PackedRecord, Parts, parts_of
+from kvshelf.store.artifact.records import Entries, Indexed, PackedRecord, Parts, Pruned, parts_of
 
 
 class LayerCoder(Protocol):
@@ -44,6 +44,8 @@ def encode(
     for part in parts:
         if isinstance(part, Indexed):
             codec.require_blocks(part.block)
+        if isinstance(part, Pruned):
+            codec.require_pruned()
     if codec.name == "klt":
         if coder is None:
             raise refused("codec klt needs the transforms of the model; encode the cache by its engine: Engine.encoded")
@@ -97,7 +99,8 @@ def _pieces(codec: Codec, record: PackedRecord, where: str, *, whole_groups: boo
         important = _important(codec, record, where)
         split = ((codec.high, important), (codec.low, ~important))
     else:
-        last = _last(record, codec.residual, codec.group if whole_groups else 1)
+        residual = 0 if isinstance(record, Pruned) else codec.residual  # the newest are in the part beside it
+        last = _last(record, residual, codec.group if whole_groups else 1)
         split = ((codec.name, ~last), ("none", last))
     return [_quantized(codec, record.select(chosen), precision, where) for precision, chosen in split if chosen.any()]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvshelf.kernels.quantize.rows import QuantizedRows, Rows
 from kvshelf.store.artifact.packed import offsets_of
-from kvshelf.store.artifact.records import Entries, Indexed, Merged, PackedRecord, Parts
+from kvshelf.store.artifact.records import Entries, Indexed, Merged, PackedRecord, Parts, Pruned
 
 
 def cut(entries: Entries, first: int, last: int) -> Entries:
@@ -43,6 +43,8 @@ def _cut(record: PackedRecord, first: int, last: int) -> PackedRecord:
         "offsets": offsets_of(record.lengths[first:last]),
         "importance": None if record.importance is None else record.importance[rows].clone(),
     }
+    if isinstance(record, Pruned):
+        fields["channels"] = record.channels[first:last].clone()
     if isinstance(record, Merged):
         slots = slice(record.slot_offsets[first], record.slot_offsets[last])
         fields |= {name: getattr(record, name)[slots].clone() for name in _SLOTS}
@@ -76,6 +78,8 @@ def _joined(records: Sequence[PackedRecord]) -> PackedRecord:
         "offsets": offsets_of(list(chain.from_iterable(record.lengths for record in records))),
         "importance": None if first.importance is None else of_all("importance"),
     }
+    if isinstance(first, Pruned):
+        fields["channels"] = of_all("channels")
     if isinstance(first, Indexed):  # a summary has a part of each query head
         fields["summaries"] = torch.cat([each.summaries for each in records if isinstance(each, Indexed)], dim=1)
     if isinstance(first, Merged):

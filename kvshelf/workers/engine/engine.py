@@ -464,6 +464,8 @@ class Engine:
         chosen.require_kept(job.budget.tokens, job.num_tokens)
         if isinstance(job.policy, InfLLM):
             chosen.require_blocks(job.policy.block)
+        if job.policy.prunes:
+            chosen.require_pruned()
         return Level(job, codec, self.coder.transforms if chosen.name == "klt" else None)
 
     def run(self, job: Job, *, checkpoint: Checkpoint | None = None) -> Compression:

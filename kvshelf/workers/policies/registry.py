@@ -36,6 +36,7 @@ from kvshelf.workers.policies.sage import Sage
 from kvshelf.workers.policies.sentencekv import SentenceKV
 from kvshelf.workers.policies.snapkv import SnapKV
 from kvshelf.workers.policies.streaming_llm import StreamingLLM
+from kvshelf.workers.policies.think import Think
 from kvshelf.workers.policies.tova import Tova
 
 DEFAULT_POLICY = "keydiff"
@@ -69,6 +70,7 @@ _OURS: Mapping[str, type[Policy]] = {
         SentenceKV,
         SnapKV,
         StreamingLLM,
+        Think,
         Tova,
     )
 }
