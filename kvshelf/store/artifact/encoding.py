@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import Protocol
 
 import torch
@@ -33,10 +33,11 @@ def encode(
 ) -> Entries:
     """The record encoded under a codec, without `importance`; the input stays unchanged.
 
-    Each part of `Parts` is encoded separately, with its own residual and share. `where` names the record in errors.
-    classes: those of `classes_of`, under klt with classes. whole_groups: let the residual grow until the entries before
-    it fill their groups, so that others can be appended to these without coding them again. Raises `InvalidRequest` for
-    a record that is quantized already, holds NaN or infinity, or lacks the importance that mixed chooses by.
+    Each part of `Parts` is encoded separately, with its own residual and share; pruned entries with others behind them
+    have no residual. `where` names the record in errors. classes: those of `classes_of`, under klt with classes.
+    whole_groups: let the residual grow until the entries before it fill their groups, so that others can be appended to
+    these without coding them again. Raises `InvalidRequest` for a record that is quantized already, holds NaN or
+    infinity, or lacks the importance that mixed chooses by.
     """
     if codec.name == "none":
         return record
@@ -53,7 +54,11 @@ def encode(
             _require_encodable(part, where)
         pieces = [coder.encoded(piece, one, where) for one, piece in _by_class(codec, parts, classes)]
     else:
-        pieces = [piece for part in parts for piece in _pieces(codec, part, where, whole_groups=whole_groups)]
+        pieces = []
+        for part, then in zip_longest(parts, parts[1:]):
+            # The newest entries beside pruned ones have a part and a residual of their own.
+            own = replace(codec, residual=0) if isinstance(part, Pruned) and then is not None else codec
+            pieces += _pieces(own, part, where, whole_groups=whole_groups)
     if not pieces:  # the layer kept no entries
         return record
     return pieces[0] if len(pieces) == 1 else Parts(tuple(pieces))
@@ -99,8 +104,7 @@ def _pieces(codec: Codec, record: PackedRecord, where: str, *, whole_groups: boo
         important = _important(codec, record, where)
         split = ((codec.high, important), (codec.low, ~important))
     else:
-        residual = 0 if isinstance(record, Pruned) else codec.residual  # the newest are in the part beside it
-        last = _last(record, residual, codec.group if whole_groups else 1)
+        last = _last(record, codec.residual, codec.group if whole_groups else 1)
         split = ((codec.name, ~last), ("none", last))
     return [_quantized(codec, record.select(chosen), precision, where) for precision, chosen in split if chosen.any()]
 
