@@ -202,8 +202,9 @@ def test_pruned_keys_are_exported_with_zeros(llama, codec):
         assert torch.equal(layer.values[0], values)
         body, *_ = record.parts
         assert all((head == 0).all(dim=0).sum() == 6 for head in body.plain_heads()[0]), "6 of 16 channels"
-    question = llama.ids[TOKENS : TOKENS + QUESTION]
-    ours = generated(plain(llama.model, "sdpa"), past, question)
+    question, kept = llama.ids[TOKENS : TOKENS + QUESTION], past.get_seq_length()
+    places = torch.cat([torch.arange(kept), torch.arange(TOKENS, TOKENS + QUESTION)])[None]
+    ours = generated(plain(llama.model, "sdpa"), past, question, position_ids=places)
     by_hand = Prefix.spelled_out(cache, frequencies(llama.model))
     assert_same(ours, greedy(llama.model, by_hand, question, TOKENS, ANSWER, guess=ours))
 

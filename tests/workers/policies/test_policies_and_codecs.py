@@ -19,8 +19,8 @@ CODECS = ("none", "int8", "int4", "int2", "mixed", "klt")
 CLASSES = "klt:steps=kl,classes=1.5/4,shares=20/30"
 
 KINDS = ("full", "keydiff", "ada", "ems", "think")
-"""Policies that leave each kind of layer: whole, as long in each head, ragged, merged, pruned. Beside it, a codec sees at most
-a policy's scores, as mixed does. So the others are tried with that one and klt, and in a soak with all."""
+"""Policies that leave each kind of layer: whole, as long in each head, ragged, merged, pruned. Beside it, a codec sees
+at most a policy's scores, as mixed does. So the others are tried with that one and klt, and in a soak with all."""
 
 
 @pytest.fixture(scope="module")

@@ -164,7 +164,6 @@ def test_without_channels_to_remove_it_is_the_base(tiny, document, base):
             assert torch.equal(ours.values, expected.values)
             assert torch.equal(ours.entry_positions, expected.entry_positions)
             assert ours.offsets == expected.offsets
-        assert same.identity.digest() != plain.identity.digest() if hasattr(same.identity, "digest") else True
 
 
 @pytest.mark.parametrize("codec", ["none", "int8", "int4", "int2", "mixed"])
@@ -190,7 +189,7 @@ def test_around_each_base_an_engine_answers_from_fewer_bytes(tiny, document, bas
     question = "What is the code of room 17?"
     told = [tiny.answer(each, question, max_new_tokens=6).token_ids for each in (cache, found)]
     assert told[0] == told[1]
-    if codec in ("none", "int8"):
+    if base in ("kvzip", "full") and codec in ("none", "int8"):
         assert (
             tiny.answer(cache, question, max_new_tokens=6).text == tiny.answer(plain, question, max_new_tokens=6).text
         )
@@ -331,7 +330,7 @@ def test_codec_klt_is_refused_before_the_prefill_and_after(tiny, document):
 def test_selectors_refuse_pruned_keys_before_the_answer(tiny, document, select):
     cache = tiny.compress(document, policy="think")
     with pytest.raises(PolicyUnsupported, match="have lost channels") as refused:
-        tiny.answer(cache, "What is the code of room 17?", select={"method": select, "tokens": 128})
+        tiny.answer(cache, "What is the code of room 17?", select=select, select_tokens=128)
     assert refused.value.param == "select.method"
 
 
