@@ -160,8 +160,7 @@ class Work:
     def stored_bytes(self, shape: Shape, num_tokens: int) -> int:
         """Bytes of the cache of a document."""
         defaults = {name: about.default for name, about in policy_info(self.policy).parameters.items()}
-        index = shape.index_bytes(num_tokens, self.policy, defaults)
-        return index + shape.stored_bytes(num_tokens, self.kept(num_tokens), self.codec)
+        return shape.policy_bytes(num_tokens, self.kept(num_tokens), self.codec, self.policy, defaults)
 
     def kept(self, num_tokens: int) -> int:
         """Entries that each head keeps of a document. Raises as a creation does."""

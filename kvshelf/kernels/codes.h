@@ -7,10 +7,13 @@
 
 /* How rows lie in memory. bits 0: plain numbers, `stride` of them from row to row. Otherwise codes, as many bytes from
    row to row. A group has `group` rows of one channel where `by_tokens` is set, and else channels of one row, a multiple
-   of 16. */
+   of 16. dim: channels; those of rows that are not grouped by tokens are a multiple of 16. */
 typedef struct {
-    int64_t bits, group, by_tokens, stride;
+    int64_t bits, group, by_tokens, stride, dim;
 } Layout;
+
+/* Channels in whole vectors. */
+INLINE int64_t whole(int64_t dim) { return (dim + LANES - 1) / LANES * LANES; }
 
 /* The rows of a head. scales, zeros: bf16, of codes only: [groups, dim] by tokens, [rows, groups] by channels. */
 typedef struct {
@@ -63,14 +66,31 @@ INLINE Floats nearest_bf16(const Floats x) {
     return choose(x == x, (Floats)nearest, x);
 }
 
+/* The last channels of a row whose groups are by tokens, fewer than a vector has; zeros behind them. What follows in
+   memory is another row, or no memory. */
+static Floats last_codes(const uint8_t *row, const uint16_t *scales, const uint16_t *zeros, int64_t left, int bits) {
+    uint8_t codes[LANES] = {0};
+    uint16_t both[2][LANES] = {{0}};
+    memcpy(codes, row, (left * bits + 7) / 8);
+    memcpy(both[0], scales, left * sizeof *scales);
+    memcpy(both[1], zeros, left * sizeof *zeros);
+    const Floats made = bits == 8 ? codes_of(codes, 0, 8) : bits == 4 ? codes_of(codes, 0, 4) : codes_of(codes, 0, 2);
+    return made * load(both[0], 0, BF16) + load(both[1], 0, BF16);
+}
+
 INLINE void dequantize_as(const HeadRows *rows, const Layout *layout, const int64_t first, const int count,
-                          const int64_t dim, const int type, float *out, const int bits, const int by_tokens) {
-    const int64_t groups = by_tokens ? dim : (dim + layout->group - 1) / layout->group;
-    for (int64_t r = first; r < first + count; r++, out += dim) {
+                          const int type, float *out, const int bits, const int by_tokens) {
+    const int64_t dim = layout->dim, groups = by_tokens ? dim : (dim + layout->group - 1) / layout->group;
+    for (int64_t r = first; r < first + count; r++, out += whole(dim)) {
         const uint8_t *row = (const uint8_t *)rows->data + r * layout->stride;
         const int64_t at = (by_tokens ? r / layout->group : r) * groups;
         for (int64_t c = 0; c < dim; c += LANES) {
             const int64_t g = at + (by_tokens ? c : c / layout->group);
+            if (by_tokens && c + LANES > dim) {
+                const Floats x = last_codes(row + c * bits / 8, rows->scales + g, rows->zeros + g, dim - c, bits);
+                *(FloatsAnywhere *)(out + c) = type == FP32 ? x : nearest_bf16(x);
+                continue;
+            }
             const Floats scale = by_tokens ? load(rows->scales, g, BF16) : spread(of_bf16(rows->scales + g));
             const Floats zero = by_tokens ? load(rows->zeros, g, BF16) : spread(of_bf16(rows->zeros + g));
             /* A code has 8 bits at most and a scale as many: their product is exact, fused with the sum or not. */
@@ -80,12 +100,11 @@ INLINE void dequantize_as(const HeadRows *rows, const Layout *layout, const int6
     }
 }
 
-/* Rows `first` to `first + count` of a head, [count, dim]; dim is a multiple of 16. As numbers of `type`, in fp32. */
-static void dequantize(const HeadRows *rows, const Layout *layout, int64_t first, int count, int64_t dim, int type,
-                       float *out) {
+/* Rows `first` to `first + count` of a head, [count, whole(dim)]. As numbers of `type`, in fp32. */
+static void dequantize(const HeadRows *rows, const Layout *layout, int64_t first, int count, int type, float *out) {
 #define FORM(BITS, BY_TOKENS)                                   \
     if (layout->bits == BITS && layout->by_tokens == BY_TOKENS) \
-        return dequantize_as(rows, layout, first, count, dim, type, out, BITS, BY_TOKENS);
+        return dequantize_as(rows, layout, first, count, type, out, BITS, BY_TOKENS);
     FORM(2, 0) FORM(2, 1) FORM(4, 0) FORM(4, 1) FORM(8, 0) FORM(8, 1)
 #undef FORM
 }

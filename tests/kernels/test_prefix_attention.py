@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from dataclasses import replace
 from itertools import product
 
@@ -45,6 +47,25 @@ def packed(lengths, dim, value_dim, dtype=torch.float32, seed=0, bits=None, grou
         QuantizedRows.quantize(values, lengths, bits=bits, group=group, axis="channels"),
         tuple(lengths),
     )
+
+
+def pruned(lengths, dim, value_dim, kept, dtype=torch.float32, seed=0, bits=None, group=8):
+    """Keys with `kept` of the queries' `dim` channels, others in each head."""
+    generator = torch.Generator().manual_seed(seed)
+    channels = [torch.randperm(dim, generator=generator)[:kept].sort().values for _ in lengths]
+    return replace(
+        packed(lengths, kept, value_dim, dtype, seed, bits, group), channels=torch.stack(channels).to(torch.int32)
+    )
+
+
+def zero_filled(prefix, dim):
+    """The same entries with keys of all channels, and zeros in those that were pruned."""
+    heads = []
+    for (keys, _), channels in zip(prefix.heads, prefix.channels, strict=True):
+        keys = keys[:]
+        heads.append(keys.new_zeros(len(keys), dim))
+        heads[-1][:, channels.long()] = keys
+    return PackedPrefix(torch.cat(heads), torch.cat([values[:] for _, values in prefix.heads]), prefix.lengths)
 
 
 class Rows:
@@ -228,6 +249,69 @@ def test_quantized_rows_of_whole_vectors(dtype, bits, dim, group, tokens):
     check(q, [(document,)], one_document(tokens), 3, dim, scale=dim**-0.5)
 
 
+@pairwise(
+    {
+        "dtype": TOLERANCE,
+        "bits": [None, 2, 4, 8],
+        "dim, kept": [(64, 39), (64, 48), (64, 64), (16, 1), (128, 77), (256, 155), (24, 15), (80, 33)],
+        "tokens": [1, 3, 17],
+        "form": ["chosen", "eager"],
+    }
+)
+def test_pruned_keys_are_keys_with_zeros(dtype, bits, dim, kept, tokens, form):
+    """Several runs of a head, an empty one, rows that are no whole vectors, and other entries beside them: in C on this
+    CPU, and in torch's operations."""
+    document = pruned([1100, 0, 33], dim, dim, kept, dtype, bits=bits, group=32)
+    beside = packed([5, 3, 0], dim, dim, dtype, seed=7)
+    q, layout, rules = random(tokens, 6, dim, dtype=dtype, seed=1), one_document(tokens), LogitRules(dim**-0.5)
+    suffixes = states(layout, 3, dim, dim, dtype)
+    attend = prefix_attention if form == "chosen" else eager.prefix_attention
+    ours = attend(q, [(document, beside)], suffixes, layout, rules)
+    expected = reference.prefix_attention(q, [(zero_filled(document, dim), beside)], suffixes, layout, rules)
+    assert error(ours, expected) < TOLERANCE[dtype]
+    same = reference.prefix_attention(q, [(document, beside)], suffixes, layout, rules)
+    assert error(same, expected) < 1e-12
+
+
+@pytest.mark.parametrize("bits", [None, 2, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_c_reads_nothing_behind_pruned_keys(dtype, bits, guarded):
+    """The last row of the last head ends where memory ends."""
+    document = pruned([33, 40], 64, 64, 39, dtype, bits=bits, group=32)
+    keys = document.keys
+    at_end = (
+        guarded(keys)
+        if bits is None
+        else replace(keys, **{name: guarded(getattr(keys, name)) for name in ("codes", "scales", "zeros")})
+    )
+    q, layout = random(2, 4, 64, dtype=dtype, seed=1), one_document(2)
+    suffixes = states(layout, 2, 64, 64, dtype)
+    given = [(replace(document, keys=at_end),)], suffixes, layout, LogitRules(0.1)
+    assert error(prefix_attention(q, *given), reference.prefix_attention(q, *given)) < TOLERANCE[dtype]
+
+
+@pytest.fixture
+def guarded():
+    """Copies a tensor to the end of a page behind which no memory can be read."""
+    libc, held = ctypes.CDLL(None, use_errno=True), []
+
+    def copied(tensor):
+        page, size = mmap.PAGESIZE, tensor.nbytes
+        whole = -(-size // page) * page
+        memory = mmap.mmap(-1, whole + page)
+        held.append(memory)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        assert libc.mprotect(ctypes.c_void_p(base + whole), ctypes.c_size_t(page), 0) == 0
+        flat = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=whole - size)
+        flat.copy_(tensor.contiguous().view(-1).view(torch.uint8))
+        return flat.view(tensor.dtype).view(tensor.shape)
+
+    yield copied
+    for memory in held:
+        base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        assert libc.mprotect(ctypes.c_void_p(base), ctypes.c_size_t(len(memory)), 3) == 0
+
+
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_quantized_rows_are_attended_to_a_block_at_a_time(bits):
     part, q = packed([3000], 64, 64, bits=bits, group=32), random(1, 1, 4, 64, seed=1)
@@ -254,9 +338,12 @@ def batches(draw):
     sizes = st.lists(st.integers(0, 40), min_size=kv_heads, max_size=kv_heads)
 
     def part(seed):
-        match draw(st.sampled_from(["packed", "quantized", "streamed", "stacked", "merged"])):
+        match draw(st.sampled_from(["packed", "quantized", "pruned", "streamed", "stacked", "merged"])):
             case "packed":
                 return packed(draw(sizes), dim, value_dim, seed=seed)
+            case "pruned":
+                kept, bits = draw(st.integers(1, dim)), draw(st.sampled_from([None, 2, 4, 8]))
+                return pruned(draw(sizes), dim, value_dim, kept, seed=seed, bits=bits)
             case "quantized":
                 bits, group_size = draw(st.sampled_from([2, 4, 8])), draw(st.sampled_from([8, 16]))
                 return packed(draw(sizes), dim, value_dim, seed=seed, bits=bits, group=group_size)

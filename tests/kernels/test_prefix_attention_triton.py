@@ -33,7 +33,18 @@ from tests.amounts import SOAK, pairwise
 from tests.kernels.compiling import Variant, require_fits
 from tests.kernels.tensors import TOLERANCE, error, random
 from tests.kernels.test_choose import choice_of, units
-from tests.kernels.test_prefix_attention import CPU, batches, merged, one_document, packed, stacked, states, streamed
+from tests.kernels.test_prefix_attention import (
+    CPU,
+    batches,
+    merged,
+    one_document,
+    packed,
+    pruned,
+    stacked,
+    states,
+    streamed,
+    zero_filled,
+)
 
 SETTING = work.Setting(kv_heads=2, group=4, itemsize=2, places=264, least_split=256)
 
@@ -70,6 +81,9 @@ KINDS = {
     "merged int4": lambda d, dv, t: merged([5, 66], [70, 70], d, dv, t, bits=4),
     "selected": lambda d, dv, t: selected(packed([70, 5], d, dv, t)),
     "selected int4": lambda d, dv, t: selected(packed([70, 5], d, dv, t, bits=4, group=32)),
+    "pruned": lambda d, dv, t: pruned([70, 5], d, dv, 3, t),
+    "pruned int4": lambda d, dv, t: pruned([70, 5], d, dv, 3, t, bits=4, group=32),
+    "selected pruned": lambda d, dv, t: selected(pruned([70, 5], d, dv, 3, t, bits=8, group=12)),
 }
 
 
@@ -83,6 +97,17 @@ def selected(base):
 def test_each_kind_of_prefix(kind, dtype, dim, value_dim):
     document = (KINDS[kind](dim, value_dim, dtype),)
     check(random(2, 6, dim, dtype=dtype, seed=1), [document], one_document(1, rows=2), 2, value_dim)
+
+
+@pytest.mark.parametrize("bits", [None, 2, 4, 8])
+@pytest.mark.parametrize(("dim", "kept"), [(64, 39), (16, 1), (24, 16)])
+def test_pruned_keys_are_keys_with_zeros(dim, kept, bits):
+    document, beside = pruned([150, 5], dim, 24, kept, bits=bits, group=32), packed([3, 70], dim, 24, seed=7)
+    q, layout, rules = random(3, 4, dim, seed=1), one_document(3), LogitRules(0.2)
+    suffixes = poisoned_states(layout, 2, dim, 24)
+    ours = fused.prefix_attention(q, [(document, beside)], suffixes, layout, rules, 64)
+    expected = reference.prefix_attention(q, [(zero_filled(document, dim), beside)], suffixes, layout, rules)
+    assert error(ours, expected) < TOLERANCE[torch.float32]
 
 
 def test_each_token_chooses_by_its_query():
@@ -305,15 +330,15 @@ def test_folded_slots_are_the_slots(sizes, seed):
 
 
 def row_kind(dim, bits=0, group=0, by_tokens=False):
-    return RowKind(bits, group, by_tokens, dim * (bits or 8) // 8, True)
+    return RowKind(bits, group, by_tokens, dim * (bits or 8) // 8, dim, True)
 
 
 def split_variant(name, dim, group, block_m, kind):
-    tiles = fused.split_tiles(kind, dim, dim, {"fp32": 4}.get(name, 2), block_m)
+    tiles = fused.split_tiles(kind, {"fp32": 4}.get(name, 2), block_m)
     options = {option: tiles.pop(option) for option in ("num_warps", "num_stages")}
     signature = {"queries": f"*{name}", "items": "*i64", "outs": "*fp32", "lses": "*fp32"}
     signature |= {"token_stride": "i32", "head_stride": "i32", "scale": "fp32"}
-    constants = {"DIM": dim, "VALUE_DIM": dim, "HEADS": group, "COLUMNS": work.COLUMNS, "UPCAST": False}
+    constants = {"DIM": dim, "HEADS": group, "COLUMNS": work.COLUMNS, "UPCAST": False}
     return Variant("attend_splits", signature, constants | fused.kind_constants(kind) | tiles, **options)
 
 
@@ -342,6 +367,7 @@ def test_splits_compile_for_gpus(compile_all):
         split_variant("bf16", 128, 4, 32, kind(128, merged=True)),
         split_variant("bf16", 128, 4, 16, kind(128, 4, selected=True)),
         split_variant("fp32", 64, 2, 32, kind(64)),
+        split_variant("bf16", 128, 4, 16, kind(128)._replace(keys=row_kind(77, 4, 32, True))),
     ]
     compiled = compile_all("kvshelf.kernels.prefix_attention.splits", variants)
     require_fits(compiled)

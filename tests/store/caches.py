@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from kvshelf.store.artifact.records import (
     Merged,
     PackedRecord,
     Parts,
+    Pruned,
     RopeMode,
     State,
     States,
@@ -193,6 +194,8 @@ def tensors_of(record: PackedRecord) -> dict[str, Tensor]:
             found[name] = rows
         else:
             found |= {f"{name} {what}": getattr(rows, what) for what in ("codes", "scales", "zeros")}
+    if isinstance(record, Pruned):
+        found["channels"] = record.channels
     if isinstance(record, Merged):
         found |= {name: getattr(record, name) for name in ("slot_scales", "slot_classes", "slot_positions")}
     return found
@@ -275,8 +278,11 @@ def encoded_golden_caches(plain: Mapping[str, CompressedCache]) -> dict[str, Com
     beside = tuple(States(states, record) for record in ragged.layers)
     indexed = CompressedCache((make_indexed(24, 8),), 24, 24, make_identity(24, policy="infllm"))
     latents = CompressedCache((golden_latents(),), 24, 24, make_identity(24, probe="golden latents"))
+    pruned = CompressedCache((golden_pruned(),), 24, 24, make_identity(24, policy="think"))
     return {
         "states": replace(ragged, layers=(*beside, States(states[:1]), States(()))),
+        "pruned": pruned,
+        "pruned-int4": pruned.encoded("int4:group=8,residual=2"),
         "latents": latents,
         "latents-int4": latents.encoded("int4:group=8,residual=2"),
         "indexed": indexed,
@@ -321,6 +327,35 @@ def make_indexed(tokens: int, block: int, width: int = 4) -> Indexed:
         block=block,
         summaries=(torch.arange(blocks * width).view(blocks, width) % 7 - 3).to(torch.bfloat16),
     )
+
+
+def make_pruned(record: Kept, full_dim: int, generator: torch.Generator) -> Pruned:
+    """The same entries, their keys' channels some of `full_dim`, others in each head."""
+    heads = (torch.randperm(full_dim, generator=generator)[: record.key_dim] for _ in range(record.kv_heads))
+    channels = torch.stack([head.sort().values for head in heads]).to(torch.int16)
+    own: dict[str, Any] = {each.name: getattr(record, each.name) for each in fields(Kept)}
+    return Pruned(**own | {"rope_mode": "baked"}, channels=channels, full_dim=full_dim)
+
+
+def golden_pruned() -> Parts:
+    """Three heads: 12 tokens, none and 5 whose keys have 3 of 7 channels, and the last two tokens with all."""
+    numbers = torch.arange(17 * 7, dtype=torch.float32).view(17, 7)
+    last = torch.arange(6 * 11, dtype=torch.float32).view(6, 11)
+    pruned = Pruned(
+        keys=(numbers[:, :3] * 37 % 11 - 5).to(torch.bfloat16),
+        values=(numbers[:, 3:] * 29 % 17 / 4).to(torch.bfloat16),
+        entries_at=torch.tensor([*range(0, 21, 2), 21, *range(5)], dtype=torch.int32),
+        offsets=(0, 12, 12, 17),
+        channels=torch.tensor([[0, 1, 6], [2, 3, 4], [0, 5, 6]], dtype=torch.int16),
+        full_dim=7,
+    )
+    whole = Kept(
+        keys=(last[:, :7] * 31 % 13 - 6).to(torch.bfloat16),
+        values=(last[:, 7:] * 23 % 19 / 4).to(torch.bfloat16),
+        entries_at=torch.tensor([22, 23] * 3, dtype=torch.int32),
+        offsets=(0, 2, 4, 6),
+    )
+    return Parts((pruned, whole))
 
 
 def golden_latents() -> Latents:

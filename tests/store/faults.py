@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 
 import msgpack
 import numpy as np
 
+from tests.store.caches import golden_pruned, make_cache
 from tests.store.hostile import (
     Cases,
     Parts,
@@ -17,6 +19,7 @@ from tests.store.hostile import (
     indexed_blob,
     kept_blob,
     latents_blob,
+    pruned_blob,
     record_field,
     recorder,
     runs_blob,
@@ -974,6 +977,61 @@ def index_of_no_number(p: Parts) -> None:
 @case("missing_field", indexed_blob)
 def index_of_no_blocks(p: Parts) -> None:
     del p.record["block"]
+
+
+# Pruned keys
+
+
+@case("channel_out_of_range", pruned_blob)
+def channel_that_no_query_has(p: Parts) -> None:
+    p.array(0, "channels")[4:6] = (7).to_bytes(2, "little")
+
+
+@case("channel_out_of_range", pruned_blob)
+def channel_before_the_first(p: Parts) -> None:
+    p.array(0, "channels")[0:2] = b"\xff\xff"
+
+
+@case("inconsistent", pruned_blob)
+def channel_twice(p: Parts) -> None:
+    p.array(0, "channels")[2:4] = (0).to_bytes(2, "little")
+
+
+@case("inconsistent", pruned_blob)
+def channels_out_of_order(p: Parts) -> None:
+    channels = p.array(0, "channels")
+    channels[6:8], channels[8:10] = bytes(channels[8:10]), bytes(channels[6:8])
+
+
+@case("inconsistent", pruned_blob)
+def more_channels_than_there_are(p: Parts) -> None:
+    p.first["key_dim"] = 2
+
+
+@case("size_mismatch", pruned_blob)
+def other_number_of_channels(p: Parts) -> None:
+    p.record["channels"] = 4
+
+
+@case("field_malformed", pruned_blob)
+def no_channels(p: Parts) -> None:
+    p.record["channels"] = 0
+
+
+@case("missing_field", pruned_blob)
+def number_of_channels_unsaid(p: Parts) -> None:
+    del p.record["channels"]
+
+
+@case("inconsistent", pruned_blob)
+def pruned_without_rotation(p: Parts) -> None:
+    p.record["rope_mode"] = "pre"
+
+
+@case("inconsistent", lambda: replace(make_cache(), layers=(golden_pruned(),)).to_bytes())
+def pruned_under_transforms(p: Parts) -> None:
+    p.fields["codec"] = "klt"
+    p.fields["identity"]["transforms"] = "a"
 
 
 # Latents

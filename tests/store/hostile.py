@@ -20,6 +20,7 @@ from kvshelf.store.artifact.records import Parts as PartsRecord
 from tests.store.bounds import memory_bounded
 from tests.store.caches import (
     from_heads,
+    golden_pruned,
     make_cache,
     make_identity,
     make_indexed,
@@ -150,6 +151,8 @@ def _names(record: Fields) -> list[str]:
     elif record["codec"] != "none":
         names = [f"{rows} {what}" for rows in names for what in ("codes", "scales", "zeros")]
     names.append("positions")
+    if record["kind"] == "pruned":
+        names.append("channels")
     if record["kind"] == "indexed":
         names.append("summaries")
     return [*names, "slot positions", "slot classes", "slot scales"] if record["kind"] == "merged" else names
@@ -206,6 +209,11 @@ def latents_blob() -> bytes:
     rows = torch.randn(20, 8, generator=generator)
     layer = Latents(rows[:, :5].clone(), rows[:, 5:].clone(), torch.arange(0, 40, 2, dtype=torch.int32), (0, 20))
     return replace(make_cache(), layers=(layer,)).to_bytes("int4:group=8,residual=4")
+
+
+def pruned_blob() -> bytes:
+    # One layer of three heads: [12, 0, 5] tokens whose keys have 3 of 7 channels, under int4, and [2, 2, 2] whole ones.
+    return replace(make_cache(), layers=(golden_pruned(),)).to_bytes("int4:group=8,residual=2")
 
 
 def indexed_blob() -> bytes:

@@ -12,7 +12,7 @@ from kvshelf.store.artifact.codecs import Codec
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.artifact.records import Kept, LayerRecord, State, States
 from kvshelf.store.artifact.shape import StateRole
-from tests.store.caches import from_heads, make_identity, make_layer, make_merged, split_at_random
+from tests.store.caches import from_heads, make_identity, make_layer, make_merged, make_pruned, split_at_random
 
 
 @st.composite
@@ -89,6 +89,8 @@ def encoded_caches(draw: st.DrawFn) -> CompressedCache:
             rope_mode=draw(st.sampled_from(["baked", "pre"])),
             importance=torch.rand(record.entries, generator=generator),
         )
+        if isinstance(record, Kept) and draw(st.booleans()):
+            record = make_pruned(record, dims[0] + draw(st.integers(0, 9)), generator)
         return split_at_random(record, generator) if draw(st.booleans()) else record
 
     group = draw(st.sampled_from([8, 16, 32, 1024]))

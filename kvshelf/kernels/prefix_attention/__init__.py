@@ -27,6 +27,7 @@ from kvshelf.kernels.prefix_attention.prefixes import (
     StackedPrefix,
     StreamedPrefix,
     SuffixRows,
+    channels_of,
 )
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "attention_by_document",
     "attention_part",
     "causal_attention",
+    "channels_of",
     "prefix_attention",
 ]
 

@@ -30,6 +30,7 @@ from kvshelf.kernels.prefix_attention.prefixes import (
     StackedPrefix,
     StreamedPrefix,
     SuffixRows,
+    channels_of,
     choices_of,
 )
 from kvshelf.kernels.quantize.rows import HeadRows
@@ -202,6 +203,9 @@ def _attend_all(rows: Tensor, parts: Sequence[Prefix], value_dim: int, rules: Lo
 def attend_prefix(rows: Tensor, prefix: Prefix, rules: LogitRules) -> tuple[Tensor, Tensor]:
     """Attention of rows `[1, kv_heads, R, D]` over one prefix alone: output `[1, kv_heads, R, Dv]`, in fp32 or in the
     dtype of the rows, and log-sum-exp `[1, kv_heads, R]` fp32, -inf (and 0) for a head without entries."""
+    channels = channels_of(prefix)
+    if channels is not None:
+        rows = rows.gather(3, channels.long()[None, :, None].expand(1, -1, rows.shape[2], -1))  # [1, kv_heads, R, D']
     stacked = prefix.stacked if isinstance(prefix, PackedPrefix) else prefix
     if isinstance(stacked, StackedPrefix):
         keys, values = stacked.batched

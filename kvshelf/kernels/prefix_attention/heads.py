@@ -11,19 +11,27 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from kvshelf.kernels.prefix_attention.prefixes import MergedPrefix, PackedPrefix, Prefix, SelectedPrefix, StackedPrefix
+from kvshelf.kernels.prefix_attention.prefixes import (
+    MergedPrefix,
+    PackedPrefix,
+    Prefix,
+    SelectedPrefix,
+    StackedPrefix,
+    channels_of,
+)
 from kvshelf.kernels.prefix_attention.slots import FoldedSlots, fold
 from kvshelf.kernels.quantize.rows import QuantizedRows, Rows
 
 
 class RowKind(NamedTuple):
-    """How keys or values lie in memory; bits 0: plain. stride: elements, or bytes of codes, from row to row. aligned:
-    every row begins at a multiple of 16 bytes."""
+    """How keys or values lie in memory; bits 0: plain. stride: elements, or bytes of codes, from row to row. dim:
+    channels. aligned: every row begins at a multiple of 16 bytes."""
 
     bits: int
     group: int
     by_tokens: bool
     stride: int
+    dim: int
     aligned: bool
 
 
@@ -44,8 +52,8 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """A prefix as the kernel reads it. lengths: rows of each head (of a merged prefix, at most). columns: 7 to 17 of
-    its items (see `work`), `[kv_heads, 11]` int64 on the CPU. slots: tensors that nothing else keeps alive."""
+    """A prefix as the kernel reads it. lengths: rows of each head (of a merged prefix, at most). columns: 7 to 18 of
+    its items (see `work`), `[kv_heads, 12]` int64 on the CPU. slots: tensors that nothing else keeps alive."""
 
     kind: Kind
     lengths: tuple[int, ...]
@@ -81,8 +89,10 @@ def _read(prefix: PackedPrefix | StackedPrefix | MergedPrefix | SelectedPrefix) 
         bounds = range(slots.bounds.data_ptr(), slots.bounds.data_ptr() + slots.bounds.nbytes, slots.bounds.itemsize)
         of_slots = [(*of_all, bound) for bound in bounds[: len(lengths)]]
         lengths = slots.most
-    parts = zip(of_keys[1], of_values[1], of_slots, lengths, strict=True)
-    columns = [[*k, *v, *s, rows] for k, v, s, rows in parts]
+    channels = channels_of(prefix)
+    of_channels = [0] * len(lengths) if channels is None else _addresses(channels, [1] * len(lengths))
+    parts = zip(of_keys[1], of_values[1], of_slots, lengths, of_channels, strict=True)
+    columns = [[*k, *v, *s, rows, c] for k, v, s, rows, c in parts]
     kind = Kind(slots is not None, of_keys[0], of_values[0])
     return Heads(kind, tuple(lengths), torch.tensor(columns), slots)
 
@@ -101,7 +111,7 @@ def _stacked_rows(states: Tensor) -> tuple[RowKind, list[tuple[int, int, int]]]:
     start = states.data_ptr()
     step, stride = (n * states.itemsize for n in states.stride()[:2])
     columns = [(start + head * step, 0, 0) for head in range(states.shape[0])]
-    return RowKind(0, 0, False, states.stride(1), (start | step | stride) % 16 == 0), columns
+    return RowKind(0, 0, False, states.stride(1), states.shape[2], (start | step | stride) % 16 == 0), columns
 
 
 def _packed_rows(rows: Rows, lengths: Sequence[int]) -> tuple[RowKind, list[tuple[int, int, int]]]:
@@ -111,13 +121,13 @@ def _packed_rows(rows: Rows, lengths: Sequence[int]) -> tuple[RowKind, list[tupl
     aligned = (data.data_ptr() | stride) % 16 == 0
     heads = _addresses(data, lengths)
     if not isinstance(rows, QuantizedRows):
-        return RowKind(0, 0, False, data.stride(0), aligned), [(head, 0, 0) for head in heads]
+        return RowKind(0, 0, False, data.stride(0), rows.shape[1], aligned), [(head, 0, 0) for head in heads]
     assert rows.scales.is_contiguous()
     assert rows.zeros.is_contiguous()
     by_tokens = rows.axis == "tokens"
     groups = [-(-length // rows.group) for length in lengths] if by_tokens else lengths
     columns = list(zip(heads, _addresses(rows.scales, groups), _addresses(rows.zeros, groups), strict=True))
-    return RowKind(rows.bits, rows.group, by_tokens, data.stride(0), aligned), columns
+    return RowKind(rows.bits, rows.group, by_tokens, data.stride(0), rows.shape[1], aligned), columns
 
 
 def _addresses(table: Tensor, lengths: Sequence[int]) -> list[int]:

@@ -30,11 +30,12 @@ typedef struct {
 /* Query rows `row` to `row + rows`, counted from those of `token`, at one head, over keys and values from `first` to
    `end`. result: the place of row 0 among the results; -1 for a suffix: its rows continue the softmax that stands in
    their place, the same as in the queries, and token t sees the first `visible + t` keys. before: keys before those of
-   a suffix that the run counts. chosen: the rows of the head that the run's keys are, ascending; 0: all of them. */
+   a suffix that the run counts. chosen: the rows of the head that the run's keys are, ascending; 0: all of them. channels:
+   those of the queries that pruned keys have; 0: all of them. */
 typedef struct {
     HeadRows keys, values;
     int64_t first, end, token, head, row, rows, result, visible, before;
-    const int32_t *chosen;
+    const int32_t *chosen, *channels;
 } Run;
 
 /* The place of a run's row among the rows of queries, and among results. */
@@ -85,28 +86,34 @@ typedef struct {
     int64_t stride;
 } Tile;
 
+/* Rows `first` to `first + count` of a head, in whole vectors, as rows `at` and following of `made`. */
+static void copy_rows(const Call *a, const HeadRows *rows, const Layout *layout, int64_t first, int count, int64_t at,
+                      float *made) {
+    const int64_t width = a->type == FP32 ? 4 : 2, bytes = layout->dim * width, step = whole(layout->dim);
+    if (layout->bits) return dequantize(rows, layout, first, count, a->type, made + at * step);
+    for (int r = 0; r < count; r++) {
+        char *to = (char *)made + (at + r) * step * width;
+        memcpy(to, (const char *)rows->data + (first + r) * layout->stride * width, bytes);
+        memset(to + bytes, 0, step * width - bytes);
+    }
+}
+
 /* Rows that lie apart, one behind the other. Neighbours among them are dequantized together. */
 static void gather(const Call *a, const HeadRows *rows, const Layout *layout, const int32_t *chosen, int count,
                    float *made) {
-    const int64_t bytes = a->dim * (a->type == FP32 ? 4 : 2), step = layout->stride * (a->type == FP32 ? 4 : 2);
     for (int from = 0, to; from < count; from = to) {
         for (to = from + 1; to < count && chosen[to] == chosen[to - 1] + 1;) to++;
-        if (layout->bits) {
-            dequantize(rows, layout, chosen[from], to - from, a->dim, a->type, made + from * a->dim);
-            continue;
-        }
-        for (int r = from; r < to; r++)
-            memcpy((char *)made + r * bytes, (const char *)rows->data + chosen[r] * step, bytes);
+        copy_rows(a, rows, layout, chosen[from], to - from, from, made);
     }
 }
 
 /* Ask memory for one row of a head, with its scales and zeros. */
 INLINE void ask_for_row(const Call *a, const HeadRows *rows, const Layout *layout, int64_t row) {
     const int64_t width = layout->bits ? 1 : a->type == FP32 ? 4 : 2, step = layout->stride * width;
-    const int64_t bytes = layout->bits ? step : a->dim * width;
+    const int64_t bytes = layout->bits ? step : layout->dim * width;
     for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch((const char *)rows->data + row * step + line);
     if (!layout->bits) return;
-    const int64_t groups = layout->by_tokens ? a->dim : (a->dim + layout->group - 1) / layout->group;
+    const int64_t groups = layout->by_tokens ? layout->dim : (layout->dim + layout->group - 1) / layout->group;
     const int64_t at = (layout->by_tokens ? row / layout->group : row) * groups;
     for (int64_t g = 0; g < groups; g += 32) {
         __builtin_prefetch(rows->scales + at + g);
@@ -123,28 +130,42 @@ static void ask_for_chosen(const Call *a, const Run *run, int64_t first) {
 }
 
 /* The tile of `count` rows from `first` on, those that `chosen` names where it is given. made: room for it, in fp32,
-   where rows are codes or lie apart. */
+   where rows are codes, lie apart, or are no whole vectors. */
 INLINE Tile tile_of(const Call *a, const HeadRows *rows, const Layout *layout, const int32_t *chosen, int64_t first,
                     int count, float *made) {
     const int64_t width = a->type == FP32 ? 4 : 2;
     const int together = !chosen || chosen[first + count - 1] - chosen[first] == count - 1;
     if (together && chosen) first = chosen[first];
-    if (together && !layout->bits)
+    if (together && !layout->bits && layout->dim % LANES == 0)
         return (Tile){(const char *)rows->data + first * layout->stride * width, layout->stride};
     if (together)
-        dequantize(rows, layout, first, count, a->dim, a->type, made);
+        copy_rows(a, rows, layout, first, count, 0, made);
     else
         gather(a, rows, layout, chosen + first, count, made);
-    return (Tile){(const char *)made, a->dim};
+    return (Tile){(const char *)made, whole(layout->dim)};
 }
 
-/* type: of the rows of tiles; fp32 where they are made out of codes. */
-INLINE void attend_few(const Call *a, const Run *run, const int rows, const int parts, const int type,
-                       const int quantized) {
+/* The query of a row as fp32, with the channels that the keys have, and zeros behind them up to whole vectors. */
+static void read_query(const Call *a, const Run *run, int64_t r, float *query) {
+    const int64_t from = query_of(a, run, r) * a->dim, dim = a->key_layout.dim;
+    for (int64_t c = 0; c < whole(dim); c++) {
+        const int64_t at = from + (c < dim && run->channels ? run->channels[c] : c);
+        if (c >= dim)
+            query[c] = 0;
+        else
+            query[c] = a->type == FP32 ? ((const float *)a->queries)[at] : of_bf16((const uint16_t *)a->queries + at);
+    }
+}
+
+/* key_parts, parts: vectors of a key and of a value. type: of the rows of tiles; fp32 where they are made out of
+   codes. */
+INLINE void attend_few(const Call *a, const Run *run, const int rows, const int key_parts, const int parts,
+                       const int type, const int quantized) {
     const int64_t dim = parts * LANES;
     const int width = type == FP32 ? 4 : 2;
     float made[2][TILE * MOST_PARTS * LANES];
     Floats query[FEW_ROWS][MOST_PARTS], total[FEW_ROWS][MOST_PARTS];
+    float pruned[MOST_PARTS * LANES];
     float top[FEW_ROWS], mass[FEW_ROWS];
     Floats weights[FEW_ROWS][TILE / LANES];
     for (int r = 0; r < rows; r++) {
@@ -152,8 +173,10 @@ INLINE void attend_few(const Call *a, const Run *run, const int rows, const int 
         const int goes_on = run->result < 0;
         top[r] = goes_on ? a->lses[to] * LOG2_E : -INFINITY;
         mass[r] = goes_on;
+        if (run->channels) read_query(a, run, r, pruned);
+        for (int p = 0; p < key_parts; p++)
+            query[r][p] = run->channels ? load(pruned, p * LANES, FP32) : load(a->queries, from * dim + p * LANES, a->type);
         for (int p = 0; p < parts; p++) {
-            query[r][p] = load(a->queries, from * dim + p * LANES, a->type);
             total[r][p] = goes_on ? load(a->outs, to * dim + p * LANES, FP32) : (Floats){0};
         }
     }
@@ -166,8 +189,8 @@ INLINE void attend_few(const Call *a, const Run *run, const int rows, const int 
             for (int line = 0; line < dim * width && !quantized; line += 64)
                 __builtin_prefetch(values.data + j * values.stride * width + line, 0, 2);
             Floats part[MOST_PARTS];
-            for (int p = 0; p < parts; p++) part[p] = load(keys.data, j * keys.stride + p * LANES, type);
-            for (int r = 0; r < rows; r++) ((float *)weights[r])[j] = dot(query[r], part, parts);
+            for (int p = 0; p < key_parts; p++) part[p] = load(keys.data, j * keys.stride + p * LANES, type);
+            for (int r = 0; r < rows; r++) ((float *)weights[r])[j] = dot(query[r], part, key_parts);
         }
         for (int r = 0; r < rows; r++) {
             float *logits = (float *)weights[r], highest = top[r];
@@ -186,7 +209,7 @@ INLINE void attend_few(const Call *a, const Run *run, const int rows, const int 
             for (int p = 0; p < parts; p++) total[r][p] *= fade;
         }
         for (int j = 0; j < count; j++) {
-            for (int line = 0; line < dim * width && !quantized; line += 64)
+            for (int line = 0; line < key_parts * LANES * width && !quantized; line += 64)
                 __builtin_prefetch(keys.data + (TILE + j) * keys.stride * width + line, 0, 2);
             for (int p = 0; p < parts; p++) {
                 Floats part = load(values.data, j * values.stride + p * LANES, type);
@@ -238,16 +261,17 @@ static void hide(const Call *a, const Run *run, int64_t first, OfRows logits[TIL
 
 /* Up to 32 rows of fp32. */
 static void attend_many(const Call *a, const Run *run) {
-    const int64_t dim = a->dim;
+    const int64_t dim = a->dim, key_dim = a->key_layout.dim;
     OfRows query[MOST_PARTS * LANES], total[MOST_PARTS * LANES], weights[TILE];
     float made[2][TILE * MOST_PARTS * LANES];
     OfRows top, mass = {0};
     for (int v = 0; v < VECTORS; v++) top[v] = spread(-INFINITY);
-    memset(query, 0, dim * sizeof *query);
+    memset(query, 0, key_dim * sizeof *query);
     memset(total, 0, dim * sizeof *total);
     for (int64_t r = 0; r < run->rows; r++) {
-        const float *own = (const float *)a->queries + query_of(a, run, r) * dim;
-        for (int64_t c = 0; c < dim; c++) ((float *)query[c])[r] = own[c];
+        float own[MOST_PARTS * LANES];
+        read_query(a, run, r, own);
+        for (int64_t c = 0; c < key_dim; c++) ((float *)query[c])[r] = own[c];
         if (run->result >= 0) continue;
         const int64_t to = result_of(a, run, r);
         ((float *)top)[r] = a->lses[to] * LOG2_E;
@@ -260,7 +284,7 @@ static void attend_many(const Call *a, const Run *run) {
         const Tile value_tile = tile_of(a, &run->values, &a->value_layout, run->chosen, first, count, made[1]);
         const float *keys = (const float *)key_tile.data, *values = (const float *)value_tile.data;
         ask_for(values, value_tile.stride, dim);
-        multiply(keys, key_tile.stride, dim, count, query, a->scale * LOG2_E, weights);
+        multiply(keys, key_tile.stride, key_dim, count, query, a->scale * LOG2_E, weights);
         if (a->softcap > 0)
             for (int j = 0; j < TILE; j++)
                 for (int v = 0; v < VECTORS; v++) weights[j][v] = capped(weights[j][v], a->softcap);
@@ -276,7 +300,7 @@ static void attend_many(const Call *a, const Run *run) {
                 for (int64_t c = 0; c < dim; c++) total[c][v] *= fade;
             top[v] = highest;
         }
-        ask_for(keys + TILE * key_tile.stride, key_tile.stride, dim);
+        ask_for(keys + TILE * key_tile.stride, key_tile.stride, key_dim);
         for (int64_t c = 0; c < dim; c += ABREAST)
             add_products(total + c, values + c, 1, value_tile.stride, weights, count);
     }
@@ -323,22 +347,24 @@ static void weigh(const Call *a, const Run *run, float *into, int64_t step) {
 static void attend(const Call *a, const Run *run, int few) {
     if (!few) return attend_many(a, run);
     const int rows = (int)run->rows, parts = (int)(a->dim / LANES), quantized = is_quantized(a);
+    const int key_parts = (int)(whole(a->key_layout.dim) / LANES);
     const int type = quantized ? FP32 : a->type;
 #define SHAPE(R, P, T, Q) \
-    if (rows == R && parts == P && type == T && quantized == Q) return attend_few(a, run, R, P, T, Q);
+    if (rows == R && key_parts == P && parts == P && type == T && quantized == Q) \
+        return attend_few(a, run, R, P, P, T, Q);
 #define SHAPES(P, T, Q) SHAPE(1, P, T, Q) SHAPE(2, P, T, Q) SHAPE(4, P, T, Q) SHAPE(8, P, T, Q)
 #define SIZES(D) SHAPES(D / LANES, FP32, 0) SHAPES(D / LANES, BF16, 0) SHAPES(D / LANES, FP32, 1)
     SIZES(64) SIZES(128)
     if (type == FP32)
-        attend_few(a, run, rows, parts, FP32, quantized);
+        attend_few(a, run, rows, key_parts, parts, FP32, quantized);
     else
-        attend_few(a, run, rows, parts, BF16, 0);
+        attend_few(a, run, rows, key_parts, parts, BF16, 0);
 }
 
 /* Columns of an item; see work.py. */
 enum { TOKEN = 0, ALL_ROWS = 1, FIRST_ROW = 2, HEAD = 3, FIRST = 4, END = 5, RESULT = 6, KEYS = 7, VALUES = 10 };
-enum { CHOSEN = 13, NUMBER = 14, OF_HEAD = 17 };
-enum { COLUMNS = 18 };
+enum { CHOSEN = 13, NUMBER = 14, OF_HEAD = 17, CHANNELS = 18 };
+enum { COLUMNS = 19 };
 
 /* Runs of prefixes that lie alike in memory. items: [count, COLUMNS]. */
 typedef struct {
@@ -406,6 +432,7 @@ static void attend_item(const Attention *a, const Launch *launch, int64_t i) {
         .keys = head_rows(item + KEYS), .values = head_rows(item + VALUES), .first = item[FIRST], .end = item[END],
         .token = item[TOKEN], .head = item[HEAD], .row = item[FIRST_ROW], .rows = left < ROWS ? left : ROWS,
         .result = item[RESULT], .before = item[OF_HEAD], .chosen = (const int32_t *)item[CHOSEN],
+        .channels = (const int32_t *)item[CHANNELS],
     };
     if (run.chosen && run.end > *(const int32_t *)item[NUMBER]) run.end = *(const int32_t *)item[NUMBER];
     const Run seen = seen_of(&call, run);
@@ -476,7 +503,8 @@ static void attend_suffix(const Attention *a, const Suffixes *s, int64_t i) {
     const int64_t all = s->new * a->group, begin = i % blocks * ROWS, left = all - begin;
     const int64_t token = s->table[2 * row], visible = s->table[2 * row + 1] - s->new + 1;
     if (token < 0) return;
-    const Call call = call_of(a, &(Layout){.stride = steps[2]}, &(Layout){.stride = steps[5]}, a->out, a->lse);
+    const Call call = call_of(a, &(Layout){.stride = steps[2], .dim = a->dim},
+                              &(Layout){.stride = steps[5], .dim = a->dim}, a->out, a->lse);
     Run run = {
         .keys = {s->keys + (row * steps[0] + head * steps[1]) * width},
         .values = {s->values + (row * steps[3] + head * steps[4]) * width},

@@ -31,6 +31,7 @@ from kvshelf.kernels.prefix_attention.prefixes import (
     SelectedPrefix,
     StackedPrefix,
     SuffixRows,
+    channels_of,
     choices_of,
 )
 from kvshelf.kernels.prefix_attention.work import Setting, work_of
@@ -142,7 +143,7 @@ def _ours(queries: Tensor, prefixes: Sequence[Sequence[Prefix]], layout: BatchLa
 def _takes(queries: Tensor, states: Tensor, rows: int = 1) -> bool:
     """Whether C can attend with `rows` query rows of a KV head to plain states `[..., D]`. C receives only addresses,
     so dtype, strides and sizes are checked here."""
-    return states.dtype == queries.dtype and states.stride(-1) == 1 and _fits(queries, states.shape[-1], rows)
+    return _takes_rows(queries, states, states.shape[-1], rows)
 
 
 def _fits(queries: Tensor, dim: int, rows: int) -> bool:
@@ -189,15 +190,20 @@ def _looked_at(prefix: Prefix, queries: Tensor, rows: int) -> bool:
         return chosen and _is_ours(prefix.base, queries, rows)
     if not isinstance(prefix, PackedPrefix | StackedPrefix) or type(prefix.keys) is not type(prefix.values):
         return False
-    return all(_takes_rows(queries, states, rows) for states in (prefix.keys, prefix.values))
+    key_dim = prefix.keys.shape[-1] if channels_of(prefix) is None else queries.shape[-1]  # pruned keys may have fewer
+    return _takes_rows(queries, prefix.keys, key_dim, rows) and _takes_rows(
+        queries, prefix.values, prefix.values.shape[-1], rows
+    )
 
 
-def _takes_rows(queries: Tensor, states: Rows, rows: int) -> bool:
-    if not isinstance(states, QuantizedRows):
-        return _takes(queries, states, rows)
+def _takes_rows(queries: Tensor, states: Rows, dim: int, rows: int) -> bool:
+    """dim: channels that the queries must have."""
     # C reads scales for 16 channels at once: these channels must be in 16 groups ("tokens") or in one.
-    whole = states.axis == "tokens" or states.group % LANES == 0
-    return whole and states.dtype == queries.dtype and _fits(queries, states.num_channels, rows)
+    if isinstance(states, QuantizedRows):
+        sound = states.axis == "tokens" or (states.group % LANES == 0 and states.num_channels in WIDTHS)
+    else:
+        sound = states.stride(-1) == 1
+    return sound and states.dtype == queries.dtype and _fits(queries, dim, rows)
 
 
 class Scratch:
@@ -218,8 +224,8 @@ class _Launch(ctypes.Structure):
     """See `native.c`, as for the others."""
 
     _fields_ = (
-        ("items", ctypes.c_void_p), ("count", ctypes.c_int64), ("keys", ctypes.c_int64 * 4),
-        ("values", ctypes.c_int64 * 4),
+        ("items", ctypes.c_void_p), ("count", ctypes.c_int64), ("keys", ctypes.c_int64 * 5),
+        ("values", ctypes.c_int64 * 5),
     )  # fmt: skip
 
 
@@ -289,7 +295,7 @@ def _attention(
         launches = (_Launch * len(table.launches))()
         for launch, (kind, items) in zip(launches, table.launches, strict=True):
             launch.items, launch.count = items.data_ptr(), len(items)
-            launch.keys[:], launch.values[:] = kind.keys[:4], kind.values[:4]
+            launch.keys[:], launch.values[:] = kind.keys[:5], kind.values[:5]
         found.launches, found.num_launches = ctypes.addressof(launches), len(launches)
         held += [table, launches]
         runs = table.scratch_rows

@@ -23,13 +23,15 @@ class PackedPrefix:
     """Entries packed by KV head: keys `[entries, D]`, values `[entries, Dv]`, head h owning `lengths[h]` rows.
 
     Plain tensors are read in place, in the dtype of the queries; quantized rows are dequantized where they are used.
-    Bytes: every key and value once per share, whatever the number of queries. FLOPs: 2 * R * K * (D + Dv) for R queries
-    of a KV head with K entries.
+    channels: where keys are pruned to D' of the D channels of a query, those of each head, `[kv_heads, D']` int32; the
+    scale of logits stays the one of D channels. Bytes: every key and value once per share, whatever the number of
+    queries. FLOPs: 2 * R * K * (D + Dv) for R queries of a KV head with K entries.
     """
 
     keys: Rows
     values: Rows
     lengths: tuple[int, ...]
+    channels: Tensor | None = None
 
     @cached_property
     def heads(self) -> list[tuple[Tensor | HeadRows, Tensor | HeadRows]]:
@@ -141,6 +143,12 @@ class SelectedPrefix:
 
 
 Prefix = PackedPrefix | StackedPrefix | StreamedPrefix | MergedPrefix | SelectedPrefix
+
+
+def channels_of(prefix: Prefix) -> Tensor | None:
+    """The channels of the queries that the keys of a prefix have; None: all."""
+    base = prefix.base if isinstance(prefix, SelectedPrefix) else prefix
+    return base.channels if isinstance(base, PackedPrefix) else None
 
 
 def choices_of(prefixes: Sequence[Prefix]) -> list[Choice]:

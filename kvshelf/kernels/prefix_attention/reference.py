@@ -17,6 +17,7 @@ from kvshelf.kernels.prefix_attention.prefixes import (
     SelectedPrefix,
     StackedPrefix,
     StreamedPrefix,
+    channels_of,
     choices_of,
 )
 
@@ -41,10 +42,11 @@ def prefix_attention(
                     choose(queries[first + t], choice)
                 for h in range(q_heads):
                     kv = h // (q_heads // kv_heads)
-                    parts = [token_states(prefix, kv) for prefix in prefixes[share_of[first + t]]]
-                    all_keys = torch.cat([*(k for k, _ in parts), keys[r, kv, :visible].double()])
+                    seen, query = prefixes[share_of[first + t]], queries[first + t, h].double()
+                    parts = [token_states(prefix, kv) for prefix in seen]
+                    products = [k @ _gathered(query, prefix, kv) for (k, _), prefix in zip(parts, seen, strict=True)]
                     all_values = torch.cat([*(v for _, v in parts), values[r, kv, :visible].double()])
-                    logits = rules.scale * (all_keys @ queries[first + t, h].double())
+                    logits = rules.scale * torch.cat([*products, keys[r, kv, :visible].double() @ query])
                     if rules.softcap:
                         logits = rules.softcap * torch.tanh(logits / rules.softcap)
                     if rules.window is not None:
@@ -54,12 +56,19 @@ def prefix_attention(
                         logits[: -(position % rules.chunk) - 1] = -torch.inf
                     if rules.sinks is not None:
                         logits = torch.cat([logits, rules.sinks[h : h + 1].double()])
-                    out[first + t, h] = torch.softmax(logits, dim=0)[: len(all_keys)] @ all_values
+                    out[first + t, h] = torch.softmax(logits, dim=0)[: len(all_values)] @ all_values
     return out
 
 
+def _gathered(query: Tensor, prefix: Prefix, head: int) -> Tensor:
+    """The channels of a query `[D]` that the keys of one head of a prefix have."""
+    channels = channels_of(prefix)
+    return query if channels is None else query[channels[head].long()]
+
+
 def token_states(prefix: Prefix, head: int) -> tuple[Tensor, Tensor]:
-    """The key and the value of every token of one head of a prefix, fp64: `[tokens, D]`, `[tokens, Dv]`."""
+    """The key and the value of every token of one head of a prefix, fp64: `[tokens, D]` (D' where keys are pruned) and
+    `[tokens, Dv]`."""
     match prefix:
         case PackedPrefix():
             keys, values = prefix.heads[head]

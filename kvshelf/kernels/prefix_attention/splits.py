@@ -9,8 +9,8 @@ import triton.language as tl
 @triton.jit
 def attend_splits(
     queries, items, outs, lses, token_stride, head_stride, scale,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HEADS: tl.constexpr, SLOTS: tl.constexpr, SELECTED: tl.constexpr,
-    KEY_BITS: tl.constexpr, KEY_GROUP: tl.constexpr, KEY_BY_TOKENS: tl.constexpr,
+    DIM: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HEADS: tl.constexpr, SLOTS: tl.constexpr,
+    SELECTED: tl.constexpr, KEY_BITS: tl.constexpr, KEY_GROUP: tl.constexpr, KEY_BY_TOKENS: tl.constexpr,
     KEY_STRIDE: tl.constexpr, KEY_ALIGNED: tl.constexpr,
     VALUE_BITS: tl.constexpr, VALUE_GROUP: tl.constexpr, VALUE_BY_TOKENS: tl.constexpr,
     VALUE_STRIDE: tl.constexpr, VALUE_ALIGNED: tl.constexpr,
@@ -22,6 +22,7 @@ def attend_splits(
     queries: `[N, q_heads, D]`. outs: `[scratch rows, Dv]` fp32, each the softmax of its split; lses: `[scratch rows]`
     fp32, its log-sum-exp to the base 2. scale: already times log2(e). HEADS: query heads of a KV head. SLOTS: slots of
     a row of a merged prefix; 0 for other prefixes, whose rows are tokens. SELECTED: whether a table names the rows.
+    With KEY_DIM below DIM the keys are pruned.
     """
     item = items + tl.program_id(0).to(tl.int64) * COLUMNS
     start, stop = tl.load(item + 4), tl.load(item + 5)
@@ -33,7 +34,7 @@ def attend_splits(
     if SELECTED:
         named = tl.load(item + 13).to(tl.pointer_type(tl.int32))
         stop = tl.minimum(stop, tl.load(tl.load(item + 14).to(tl.pointer_type(tl.int32))).to(tl.int64))
-    query, row, live = _queries_of(item, queries, token_stride, head_stride, DIM, HEADS, BLOCK_M, BLOCK_D)
+    query, row, live = _queries_of(item, queries, token_stride, head_stride, DIM, KEY_DIM, HEADS, BLOCK_M, BLOCK_D)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -47,7 +48,7 @@ def attend_splits(
             rows = tl.load(named + rows, mask=inside, other=0).to(tl.int64)
         key = load_rows(
             keys, key_scales, key_zeros, rows, inside, first, stop, query.dtype,
-            DIM, BLOCK_N, BLOCK_D, KEY_BITS, KEY_GROUP, KEY_BY_TOKENS, KEY_STRIDE, KEY_ALIGNED,
+            KEY_DIM, BLOCK_N, BLOCK_D, KEY_BITS, KEY_GROUP, KEY_BY_TOKENS, KEY_STRIDE, KEY_ALIGNED,
             SLOTS == 0 and not SELECTED,
         )  # fmt: skip
         value = load_rows(
@@ -78,15 +79,19 @@ def _slots_of(item):
 @triton.jit
 def _queries_of(
     item, queries, token_stride, head_stride,
-    DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    DIM: tl.constexpr, KEY_DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The query rows of an item, `[BLOCK_M, BLOCK_D]`, their numbers in the share, and which of them exist."""
+    """The query rows of an item, `[BLOCK_M, BLOCK_D]`, with the channels that its keys have; their numbers in the
+    share; and which of them exist."""
     row = tl.load(item + 2) + tl.arange(0, BLOCK_M)
     live = row < tl.load(item + 1)
     q_head = tl.load(item + 3) * HEADS + row % HEADS
     at = queries + (tl.load(item) + row // HEADS) * token_stride + q_head * head_stride
     dims = tl.arange(0, BLOCK_D)
-    query = tl.load(at[:, None] + dims[None, :], mask=live[:, None] & (dims < DIM)[None, :], other=0.0)
+    held = dims < KEY_DIM
+    if KEY_DIM < DIM:
+        dims = tl.load(tl.load(item + 18).to(tl.pointer_type(tl.int32)) + dims, mask=held, other=0)
+    query = tl.load(at[:, None] + dims[None, :], mask=live[:, None] & held[None, :], other=0.0)
     return query, row, live
 
 

@@ -115,12 +115,11 @@ def _attend_prefixes(
             queries.stride(1),
             rules.scale * math.log2(math.e),
             DIM=dim,
-            VALUE_DIM=value_dim,
             HEADS=q_heads // kv_heads,
             COLUMNS=COLUMNS,
             UPCAST=INTERPRETED,
             **kind_constants(kind),
-            **split_tiles(kind, dim, value_dim, queries.itemsize, table.block_m),
+            **split_tiles(kind, queries.itemsize, table.block_m),
         )
     for share, place, start in table.streamed:
         end, count = layout.share_ends[share], layout.shares[share]
@@ -181,9 +180,9 @@ def kind_constants(kind: Kind) -> dict[str, int | bool]:
     }
 
 
-def split_tiles(kind: Kind, dim: int, value_dim: int, itemsize: int, block_m: int) -> dict[str, int]:
+def split_tiles(kind: Kind, itemsize: int, block_m: int) -> dict[str, int]:
     """The tile sizes of `attend_splits`."""
-    sizes = _head_blocks(dim, value_dim)
+    sizes = _head_blocks(kind.keys.dim, kind.values.dim)
     wide = max(sizes.values()) * itemsize > 256 or itemsize == 4
     block_n = 32 if wide or kind.merged or kind.selected else 64  # rows that lie apart have a scale each
     warps = 8 if wide or block_m == 64 else 4

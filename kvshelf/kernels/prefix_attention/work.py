@@ -25,12 +25,12 @@ LEAST_SPLIT = 256
 """Fewest rows of a split. In bf16 at D = 128 these are 128 KiB to read; the results of a split, written and read again,
 are 4 KiB for a group of 4 query heads."""
 
-COLUMNS = 18
+COLUMNS = 19
 """int64 numbers of an item, which the kernel reads by place: 0 first token of the share, 1 query rows of the
 share, 2 first query row of the item, 3 KV head, 4 and 5 first row of the split and end, 6 where its results go; keys: 7
 address of the head, 8 and 9 of its scales and zeros; values: 10 to 12 likewise; slots: 13 address of the classes, 14 of
 the scales, 15 stride of the scales, 16 address of the head's bounds; of a selected prefix, 13 address of the head's
-chosen rows, 14 of their number. 17 rows of the head in this prefix."""
+chosen rows, 14 of their number. 17 rows of the head in this prefix. 18 address of the channels of pruned keys, or 0."""
 
 
 class Launch(NamedTuple):

@@ -138,6 +138,14 @@ class Codec:
                 "blocks of a multiple"
             )
 
+    def require_pruned(self) -> None:
+        """Raise `InvalidRequest` unless keys without some of their channels can be encoded."""
+        if self.name == "klt":
+            raise refused(
+                f"codec {self} transforms whole keys without their rotation, and policy think removes channels of keys "
+                "with it; take int8, int4, int2 or mixed"
+            )
+
     @property
     def precisions(self) -> set[tuple[Precision, int]]:
         """Every precision that a record may have under this codec, with its group size (0 for none)."""

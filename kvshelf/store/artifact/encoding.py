@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import Protocol
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from kvshelf.kernels.quantize.rows import QuantizedRows
 from kvshelf.store.artifact.codecs import BITS, Codec, Precision, refused
 from kvshelf.store.artifact.packed import Packed
-from kvshelf.store.artifact.records import Entries, Indexed, PackedRecord, Parts, parts_of
+from kvshelf.store.artifact.records import Entries, Indexed, PackedRecord, Parts, Pruned, parts_of
 
 
 class LayerCoder(Protocol):
@@ -33,10 +33,11 @@ def encode(
 ) -> Entries:
     """The record encoded under a codec, without `importance`; the input stays unchanged.
 
-    Each part of `Parts` is encoded separately, with its own residual and share. `where` names the record in errors.
-    classes: those of `classes_of`, under klt with classes. whole_groups: let the residual grow until the entries before
-    it fill their groups, so that others can be appended to these without coding them again. Raises `InvalidRequest` for
-    a record that is quantized already, holds NaN or infinity, or lacks the importance that mixed chooses by.
+    Each part of `Parts` is encoded separately, with its own residual and share; pruned entries with others behind them
+    have no residual. `where` names the record in errors. classes: those of `classes_of`, under klt with classes.
+    whole_groups: let the residual grow until the entries before it fill their groups, so that others can be appended to
+    these without coding them again. Raises `InvalidRequest` for a record that is quantized already, holds NaN or
+    infinity, or lacks the importance that mixed chooses by.
     """
     if codec.name == "none":
         return record
@@ -44,6 +45,8 @@ def encode(
     for part in parts:
         if isinstance(part, Indexed):
             codec.require_blocks(part.block)
+        if isinstance(part, Pruned):
+            codec.require_pruned()
     if codec.name == "klt":
         if coder is None:
             raise refused("codec klt needs the transforms of the model; encode the cache by its engine: Engine.encoded")
@@ -51,7 +54,11 @@ def encode(
             _require_encodable(part, where)
         pieces = [coder.encoded(piece, one, where) for one, piece in _by_class(codec, parts, classes)]
     else:
-        pieces = [piece for part in parts for piece in _pieces(codec, part, where, whole_groups=whole_groups)]
+        pieces = []
+        for part, then in zip_longest(parts, parts[1:]):
+            # The newest entries beside pruned ones have a part and a residual of their own.
+            own = replace(codec, residual=0) if isinstance(part, Pruned) and then is not None else codec
+            pieces += _pieces(own, part, where, whole_groups=whole_groups)
     if not pieces:  # the layer kept no entries
         return record
     return pieces[0] if len(pieces) == 1 else Parts(tuple(pieces))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvshelf.kernels.quantize.rows import QuantizedRows, Rows
 from kvshelf.store.artifact.packed import offsets_of
-from kvshelf.store.artifact.records import Entries, Indexed, Merged, PackedRecord, Parts
+from kvshelf.store.artifact.records import Entries, Indexed, Merged, PackedRecord, Parts, Pruned
 
 
 def cut(entries: Entries, first: int, last: int) -> Entries:
@@ -44,6 +44,8 @@ def _cut(record: PackedRecord, first: int, last: int) -> PackedRecord:
         "importance": None if record.importance is None else record.importance[rows].clone(),
         "precise": None if record.precise is None else record.precise[first:last],
     }
+    if isinstance(record, Pruned):
+        fields["channels"] = record.channels[first:last].clone()
     if isinstance(record, Merged):
         slots = slice(record.slot_offsets[first], record.slot_offsets[last])
         fields |= {name: getattr(record, name)[slots].clone() for name in _SLOTS}
@@ -78,6 +80,8 @@ def _joined(records: Sequence[PackedRecord]) -> PackedRecord:
         "importance": None if first.importance is None else of_all("importance"),
         "precise": None if first.precise is None else tuple(n for record in records for n in record.precise or ()),
     }
+    if isinstance(first, Pruned):
+        fields["channels"] = of_all("channels")
     if isinstance(first, Indexed):  # a summary has a part of each query head
         fields["summaries"] = torch.cat([each.summaries for each in records if isinstance(each, Indexed)], dim=1)
     if isinstance(first, Merged):

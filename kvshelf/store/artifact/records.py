@@ -1,6 +1,7 @@
 """Layer records: the entries kept of one layer of a KV cache, and how attention reads them.
 
 `Kept`     some of the entries, unchanged
+`Pruned`   some of the entries, their keys without some of the channels
 `Indexed`  the first entries of every head, with a summary of each block of them, by which a question finds blocks
 `Window`   the last entries of a layer with a sliding window, all of them
 `Chunk`    those of the document's unfinished chunk, of a layer with chunked attention
@@ -29,8 +30,8 @@ from kvshelf.store.artifact.packed import HeadView, Packed, Rotate, offsets_of, 
 from kvshelf.store.artifact.shape import StateRole, StateShape, tokens_seen
 
 __all__ = [
-    "Chunk", "Entries", "Indexed", "Kept", "Latents", "LayerRecord", "Merged", "PackedRecord", "Parts", "Recent",
-    "RopeMode", "Rotate", "State", "States", "Window", "entries_of", "is_latent", "parts_of", "states_of",
+    "Chunk", "Entries", "Indexed", "Kept", "Latents", "LayerRecord", "Merged", "PackedRecord", "Parts", "Pruned",
+    "Recent", "RopeMode", "Rotate", "State", "States", "Window", "entries_of", "is_latent", "parts_of", "states_of",
     "with_entries",
 ]  # fmt: skip
 
@@ -56,6 +57,51 @@ class Kept(Packed):
     def select(self, chosen: Tensor) -> Self:
         """The entries that `chosen` `[entries]` bool marks. For records that are not quantized."""
         return replace(self, **self._selected(chosen))
+
+
+@dataclass(frozen=True, eq=False)
+class Pruned(Kept):
+    """Some tokens whose keys have D' of the D channels, others in each head (ThinK, arXiv 2407.21018): a query reads
+    them with the same channels of its own.
+
+    keys: `[entries, D']`. channels: `[kv_heads, D']` int16, ascending. full_dim: D. Keys carry their rotation: another
+    one would mix channels of which some are gone. Where keys are asked for as numbers they have D channels, with zeros.
+    """
+
+    kind: ClassVar[Literal["pruned"]] = "pruned"  # type: ignore[assignment]
+
+    channels: Tensor = field(kw_only=True)
+    full_dim: int = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.rope_mode == "baked"
+        assert self.channels.shape == (self.kv_heads, self.keys.shape[1])
+        assert self.channels.dtype == torch.int16
+
+    @property
+    def key_dim(self) -> int:
+        return self.full_dim
+
+    def views(self) -> list[HeadView]:
+        return [view._replace(keys=self._widened(head, view.keys[:])) for head, view in enumerate(super().views())]
+
+    def plain_heads(self) -> tuple[list[Tensor], list[Tensor]]:
+        keys, values = super().plain_heads()
+        return [self._widened(head, rows) for head, rows in enumerate(keys)], values
+
+    def prefixes(self, rotate: Rotate | None = None) -> tuple[Prefix, ...]:  # noqa: ARG002
+        """See `Kept.prefixes`."""
+        return (PackedPrefix(*self.rows, tuple(self.lengths), self.channels.to(torch.int32)),)
+
+    def _widened(self, head: int, keys: Tensor) -> Tensor:
+        """`[kept_h, D']` as `[kept_h, D]`."""
+        whole = keys.new_zeros(len(keys), self.full_dim)
+        whole[:, self.channels[head].long()] = keys
+        return whole
+
+    def _tensors(self) -> tuple[str, ...]:
+        return (*super()._tensors(), "channels")
 
 
 @dataclass(frozen=True, eq=False)

@@ -465,6 +465,8 @@ class Engine:
         chosen.require_shares(job.policy.name, said=job.policy.sets_precision)
         if isinstance(job.policy, InfLLM):
             chosen.require_blocks(job.policy.block)
+        if job.policy.prunes:
+            chosen.require_pruned()
         return Level(job, codec, self.coder.transforms if chosen.name == "klt" else None)
 
     def run(self, job: Job, *, checkpoint: Checkpoint | None = None) -> Compression:

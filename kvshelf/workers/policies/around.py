@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Self
 from kvshelf.errors import InvalidRequest
 from kvshelf.store.artifact.records import Entries
 from kvshelf.workers.policies.base import Observes, Phase, Policy, parameter, parameter_fields
-from kvshelf.workers.policies.blocks import BlockPolicy
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.full import Full
 from kvshelf.workers.policies.view import DocumentView, LayerView, ProbePass
@@ -44,7 +43,7 @@ class Around(Policy):
             )
         of_base = {name: value for name, value in given.items() if name not in own}
         inner = around.made(legal[around.base], of_base, known)
-        if isinstance(inner, BlockPolicy) and inner.prefill != "whole":
+        if inner.parameters().get("prefill", "whole") != "whole":
             raise InvalidRequest(
                 f"{cls.name} works on whole layers; take prefill=whole, or policy {around.base!r} itself",
                 param="policy_params.prefill",

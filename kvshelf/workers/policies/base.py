@@ -100,9 +100,9 @@ class Policy(ABC):
     `source` names the paper, `advice` says when to choose the policy. Users see the class docstring's first paragraph
     as the policy's summary. `by_position` says that it chooses by positions alone, whatever keys and values there are;
     `shared_by_heads`, that every head of a layer keeps the same tokens, so that budgets per head mean nothing;
-    `merges`, that an entry it keeps may stand for several tokens; `indexes`, that it makes an index of what it keeps,
-    so that it has work where the budget is the whole document; `sets_precision`, that its records say how many entries
-    have more bits under codec `mixed:share=policy`, which is work there, too.
+    `merges`, that an entry it keeps may stand for several tokens. `indexes`, that it makes an index of what it keeps,
+    `prunes`, that it stores keys without some of their channels, and `sets_precision`, that its records say how many
+    entries have more bits under codec `mixed:share=policy`: so it has work where the budget is the whole document.
     """
 
     name: ClassVar[str]
@@ -114,6 +114,7 @@ class Policy(ABC):
     shared_by_heads: ClassVar[bool] = False
     merges: ClassVar[bool] = False
     indexes: ClassVar[bool] = False
+    prunes: ClassVar[bool] = False
     sets_precision: ClassVar[bool] = False
 
     @property
@@ -150,7 +151,8 @@ class Policy(ABC):
 
     def has_work(self, budget: Budget, num_tokens: int) -> bool:
         """Whether it makes anything else of a document than `full` does."""
-        return self.indexes or self.sets_precision or budget.tokens < num_tokens
+        always = self.indexes or self.prunes or self.sets_precision
+        return always or budget.tokens < num_tokens
 
     @property
     def phase(self) -> Phase:

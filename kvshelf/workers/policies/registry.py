@@ -40,6 +40,7 @@ from kvshelf.workers.policies.sage import Sage
 from kvshelf.workers.policies.sentencekv import SentenceKV
 from kvshelf.workers.policies.snapkv import SnapKV
 from kvshelf.workers.policies.streaming_llm import StreamingLLM
+from kvshelf.workers.policies.think import Think
 from kvshelf.workers.policies.tova import Tova
 
 DEFAULT_POLICY = "keydiff"
@@ -77,6 +78,7 @@ _OURS: Mapping[str, type[Policy]] = {
         SentenceKV,
         SnapKV,
         StreamingLLM,
+        Think,
         Tova,
     )
 }

@@ -60,9 +60,18 @@ def test_sizes_have_the_index_of_a_policy(tiny: Engine, codec: str) -> None:
     params = {"block": 32, "representatives": 4}
     cache = tiny.compress(DOCUMENT, policy="infllm", **params)
     shape = Shape.of(tiny.model)
-    said = shape.stored_bytes(cache.num_tokens, cache.num_tokens, codec)
-    stored = len(tiny.encoded(cache, codec).to_bytes())
-    assert said + shape.index_bytes(cache.num_tokens, "infllm", params) == pytest.approx(stored, rel=0.02)
+    said = shape.policy_bytes(cache.num_tokens, cache.num_tokens, codec, "infllm", params)
+    assert said == pytest.approx(len(tiny.encoded(cache, codec).to_bytes()), rel=0.02)
+
+
+@pytest.mark.parametrize("codec", [*FIXED, "int4:group=64,residual=0"])
+@pytest.mark.parametrize("removed", [0.0, 0.5, 0.9])
+def test_sizes_are_of_pruned_keys(tiny: Engine, codec: str, removed: float) -> None:
+    """Around a base that keeps the last tokens."""
+    params = {"channels": 0.5, "whole_keys": 20}
+    cache = tiny.compress(DOCUMENT, policy="think", base="streaming_llm", compression_ratio=removed, **params)
+    said = Shape.of(tiny.model).policy_bytes(cache.num_tokens, cache.kept_tokens, codec, "think", params)
+    assert said == pytest.approx(len(tiny.encoded(cache, codec).to_bytes()), rel=0.05)
 
 
 def test_codecs_that_a_policy_cannot_take_are_left_out_unless_asked_for(http: httpx.Client) -> None:

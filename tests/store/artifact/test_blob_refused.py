@@ -25,6 +25,7 @@ from tests.store.hostile import (
     kept_blob,
     latents_blob,
     places,
+    pruned_blob,
     refusal,
     require_one_form,
     runs_blob,
@@ -40,7 +41,7 @@ ROOT = Path(__file__).parents[3]
 
 SOME = [
     some_blob, encoded_blob, kept_blob, two_layers, whole_blob, runs_blob, window_blob, chunk_blob, indexed_blob,
-    latents_blob, state_blob,
+    latents_blob, pruned_blob, state_blob,
 ]  # fmt: skip
 
 
@@ -83,13 +84,15 @@ def test_a_header_is_at_most_thirty_two_levels_deep() -> None:
 
 STRANGE = (
     None, True, -1, 0, 1, 2, 3, 5, 7, 8, 9, 16, 63, 64, 128, 2**16, 2**31 - 1, 2**31, 2**62, 2**63, 0.5, b"", b"x" * 32,
-    "", "none", "kept", "window", "chunk", "indexed", "latents", "merged", "int2", "int8", "mixed:high=none", "range",
+    "", "none", "kept", "window", "chunk", "indexed", "latents", "pruned", "merged",
+    "int2", "int8", "mixed:high=none", "range",
     "bitmap", "delta", "pre", "float16", "conv", "recurrent", [], [0], [1, 1], [2**31 - 1] * 4, {}, {"kind": "kept"},
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "make", [some_blob, encoded_blob, kept_blob, window_blob, chunk_blob, indexed_blob, latents_blob, state_blob]
+    "make",
+    [some_blob, encoded_blob, kept_blob, window_blob, chunk_blob, indexed_blob, latents_blob, pruned_blob, state_blob],
 )
 def test_a_writer_that_signs_anything_gets_a_named_refusal(make: Make, soak: bool) -> None:
     """Random changes of header and body under digests that fit: refused as a blob, or taken and written the same."""

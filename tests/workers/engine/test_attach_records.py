@@ -54,6 +54,9 @@ CACHES = {
     "merged after RoPE": lambda oracle: ems(oracle, pos="post"),
     "merged before RoPE": lambda oracle: ems(oracle, pos="pre"),
     "kept before RoPE, ragged": unrotated,
+    "pruned, ragged": lambda oracle: oracle.engine.compress(
+        oracle.ids[:TOKENS], policy="think", base="ada", budget_tokens=80, whole_keys=12
+    ),
 }
 
 

@@ -23,6 +23,7 @@ KINDS = (
     {"policy": "ada", "base": "keydiff", "compression_ratio": 0.5},  # heads of different lengths
     {"policy": "ems", "compression_ratio": 0.75},
     {"policy": "ems", "compression_ratio": 0.75, "pos": "pre"},
+    {"policy": "think", "compression_ratio": 0.5},  # keys of fewer channels
 )
 
 CLOSE = 1e-4
@@ -32,7 +33,12 @@ CLOSE = 1e-4
 @pytest.fixture(scope="module")
 def caches(llama):
     made = [llama.engine.compress(llama.ids[i * 20 : i * 20 + 160 + 10 * i], **kind) for i, kind in enumerate(KINDS)]
-    return [*made, made[1].encoded("int4:group=32,residual=16"), made[1].encoded("mixed")]
+    return [
+        *made,
+        made[-1].encoded("int4:group=32,residual=16"),
+        made[1].encoded("int4:group=32,residual=16"),
+        made[1].encoded("mixed"),
+    ]
 
 
 def run(batch, generations):

@@ -190,6 +190,25 @@ def test_a_quantized_cache_is_dequantized_and_put_in_order(llama, codec, positio
         assert torch.equal(a.values, b.values)
 
 
+@pytest.mark.parametrize("codec", ["none", "int4:group=16,residual=16"])
+def test_pruned_keys_are_exported_with_zeros(llama, codec):
+    """Code without kvshelf answers from them as kvshelf does."""
+    cache = llama.engine.compress(llama.ids[:TOKENS], policy="think", budget_tokens=120, whole_keys=40).encoded(codec)
+    past = llama.engine.export(cache, positions="absolute")
+    for layer, record in zip(past.layers, cache.layers, strict=True):
+        keys, values, valid = record.dense()
+        assert bool(valid.all())
+        assert torch.equal(layer.keys[0], keys)
+        assert torch.equal(layer.values[0], values)
+        body, *_ = record.parts
+        assert all((head == 0).all(dim=0).sum() == 6 for head in body.plain_heads()[0]), "6 of 16 channels"
+    question, kept = llama.ids[TOKENS : TOKENS + QUESTION], past.get_seq_length()
+    places = torch.cat([torch.arange(kept), torch.arange(TOKENS, TOKENS + QUESTION)])[None]
+    ours = generated(plain(llama.model, "sdpa"), past, question, position_ids=places)
+    by_hand = Prefix.spelled_out(cache, frequencies(llama.model))
+    assert_same(ours, greedy(llama.model, by_hand, question, TOKENS, ANSWER, guess=ours))
+
+
 def unrotated(engine, cache):
     """The same cache with its keys stored before the rotation."""
     layers = []

@@ -34,6 +34,7 @@ KINDS = (
     ({"policy": "ada", "base": "keydiff", "compression_ratio": 0.5}, "none"),  # heads of different lengths
     ({"policy": "ems", "compression_ratio": 0.75}, "none"),  # merged tokens
     ({"policy": "lagkv", "compression_ratio": 0.75}, "int8"),
+    ({"policy": "think", "base": "ada", "compression_ratio": 0.5}, "int4:group=32,residual=16"),  # pruned keys
 )
 
 

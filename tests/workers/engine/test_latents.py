@@ -354,6 +354,7 @@ def test_the_quality_of_a_cache_is_measured(engine: Engine) -> None:
         ("localkv", {}, "chooses other tokens in each head"),
         ("sage", {}, "chooses other tokens in each head"),
         ("ada", {}, "gives each head a budget of its own"),
+        ("think", {}, "removes channels of each head's keys"),
         ("expected_attention", {}, "rotary embedding"),
         ("streaming_llm", {"positions": "cache"}, "rotary embedding"),
     ],

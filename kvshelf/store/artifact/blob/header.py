@@ -23,6 +23,7 @@ from kvshelf.store.artifact.blob.layer import (
     Count,
     LatentsHeader,
     Layer,
+    PrunedHeader,
     RecordHeader,
     Size,
     Strict,
@@ -295,8 +296,8 @@ def _made(codec: Codec, record: RecordHeader) -> Collection[tuple[Precision, int
     """The precisions that a codec may give a record of its kind."""
     if isinstance(record, RECENT):
         return {("none", 0)}
-    if isinstance(record, LatentsHeader) and codec.name == "klt":
-        return ()  # its transforms are those of keys without their rotation, which latents are not
+    if isinstance(record, LatentsHeader | PrunedHeader) and codec.name == "klt":
+        return ()  # its transforms are those of whole keys without their rotation, which these are not
     return codec.precisions
 
 

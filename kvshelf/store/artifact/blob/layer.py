@@ -24,6 +24,9 @@ an indexed record they are those of a block."""
 
 DIGEST_BYTES: Final = 32
 
+CHANNEL_BYTES: Final = 2
+"""Of the number of a channel, an int16."""
+
 MAX_ARRAY: Final = 4096
 INT32_MAX: Final = 2**31 - 1
 _MAX_RECORDS: Final = 16
@@ -112,6 +115,13 @@ class KeptHeader(_RecordFields):
     kind: Literal["kept"]
 
 
+class PrunedHeader(_RecordFields):
+    """One `Pruned` record. channels: D', those that the keys of each head have."""
+
+    kind: Literal["pruned"]
+    channels: Size
+
+
 class IndexedHeader(_RecordFields):
     """One `Indexed` record. width: W, numbers of a block's summary."""
 
@@ -164,7 +174,7 @@ class MergedHeader(_RecordFields):
 RECENT: Final = WindowHeader, ChunkHeader
 """The headers of `Recent` records."""
 
-RecordHeader = KeptHeader | IndexedHeader | WindowHeader | ChunkHeader | LatentsHeader | MergedHeader
+RecordHeader = KeptHeader | PrunedHeader | IndexedHeader | WindowHeader | ChunkHeader | LatentsHeader | MergedHeader
 
 
 class StateHeader(Strict):
@@ -382,6 +392,8 @@ def array_sizes(record: RecordHeader, dims: Dims) -> dict[str, int | None]:
     if record.codec == "klt":
         sizes |= {"keys_coded": None, "values_coded": None}
     sizes["positions"] = None
+    if isinstance(record, PrunedHeader):
+        sizes["channels"] = len(record.lengths) * record.channels * CHANNEL_BYTES
     if isinstance(record, IndexedHeader):
         sizes["summaries"] = record.blocks * record.width * ITEM_BYTES["bfloat16"]
     if isinstance(record, MergedHeader):
@@ -392,17 +404,23 @@ def array_sizes(record: RecordHeader, dims: Dims) -> dict[str, int | None]:
     return sizes
 
 
+def key_width(record: RecordHeader, dims: Dims) -> int:
+    """Channels that the keys of a record have."""
+    return record.channels if isinstance(record, PrunedHeader) else dims.key_dim
+
+
 def row_arrays(record: RecordHeader, dims: Dims) -> list[RowArray]:
     """The arrays with a record's rows, in segment order; none under codec klt, whose streams are not cut by rows."""
+    key_dim = key_width(record, dims)
     if record.codec == "klt":
         return []
     if record.codec == "none":
         item = ITEM_BYTES[dims.dtype]
-        return [RowArray("keys", 1, dims.key_dim * item), RowArray("values", 1, dims.value_dim * item)]
+        return [RowArray("keys", 1, key_dim * item), RowArray("values", 1, dims.value_dim * item)]
     bits, group, item = BITS[record.codec], record.group, ITEM_BYTES["bfloat16"]
-    scales = {"keys": (group, dims.key_dim * item), "values": (1, -(-dims.value_dim // group) * item)}
+    scales = {"keys": (group, key_dim * item), "values": (1, -(-dims.value_dim // group) * item)}
     found: list[RowArray] = []
-    for name, dim in (("keys", dims.key_dim), ("values", dims.value_dim)):
+    for name, dim in (("keys", key_dim), ("values", dims.value_dim)):
         found.append(RowArray(f"{name}_codes", 1, -(-dim * bits // 8)))
         found += [RowArray(f"{name}_{what}", *scales[name]) for what in ("scales", "zeros")]
     return found
@@ -448,6 +466,12 @@ def _check_record(where: str, record: RecordHeader, dims: Dims, num_tokens: int)
         raise BlobError(f"{where} has latents whose rotated parts carry no rotation", reason="inconsistent")
     if isinstance(record, LatentsHeader) and len(record.lengths) != 1:
         raise BlobError(f"{where} has latents of {len(record.lengths)} heads; they have one", reason="inconsistent")
+    if isinstance(record, PrunedHeader) and record.rope_mode != "baked":
+        raise BlobError(f"{where} has pruned keys that carry no rotation", reason="inconsistent")
+    if isinstance(record, PrunedHeader) and record.channels > dims.key_dim:
+        raise BlobError(
+            f"{where} has pruned keys of {record.channels} channels, of {dims.key_dim}", reason="inconsistent"
+        )
     if isinstance(record, RECENT):
         _check_recent(where, record, num_tokens)
     if isinstance(record, IndexedHeader):

@@ -32,11 +32,13 @@ from kvshelf.store.artifact.blob.layer import (
     LatentsHeader,
     Layer,
     MergedHeader,
+    PrunedHeader,
     RecordHeader,
     Span,
     StateHeader,
     WindowHeader,
     class_bytes,
+    key_width,
 )
 from kvshelf.store.artifact.codecs import BITS, Precision
 from kvshelf.store.artifact.coded import CodedRows
@@ -51,6 +53,7 @@ from kvshelf.store.artifact.records import (
     Merged,
     PackedRecord,
     Parts,
+    Pruned,
     Recent,
     State,
     States,
@@ -197,6 +200,10 @@ def _write_record(record: PackedRecord, num_tokens: int) -> tuple[RecordHeader, 
         return ChunkHeader(kind="chunk", **fields, chunk=record.chunk, sizes=_sizes(arrays)), arrays
     if isinstance(record, Latents):
         return LatentsHeader(kind="latents", **fields, sizes=_sizes(arrays)), arrays
+    if isinstance(record, Pruned):
+        arrays["channels"] = _raw(record.channels)
+        width = record.channels.shape[1]
+        return PrunedHeader(kind="pruned", **fields, channels=width, sizes=_sizes(arrays)), arrays
     if isinstance(record, Indexed):
         arrays["summaries"] = _raw(record.summaries)
         width = record.summaries.shape[1]
@@ -269,7 +276,7 @@ class _Reader:
     def record(self) -> PackedRecord:
         header = self.header
         fields: dict[str, Any] = {
-            "keys": self._rows("keys", self.layer.key_dim),
+            "keys": self._rows("keys", key_width(header, self.layer.dims)),
             "values": self._rows("values", self.layer.value_dim),
             "entries_at": self._positions("positions", header.position_encoding, header.lengths),
             "offsets": offsets_of(header.lengths),
@@ -281,6 +288,9 @@ class _Reader:
             return Chunk(**fields, chunk=header.chunk)
         if isinstance(header, LatentsHeader):
             return Latents(**fields)
+        if isinstance(header, PrunedHeader):
+            channels = self._tensor("channels", torch.int16, len(header.lengths), header.channels)
+            return Pruned(**fields, channels=channels, full_dim=self.layer.key_dim)
         if isinstance(header, IndexedHeader):
             summaries = self._tensor("summaries", torch.bfloat16, header.blocks, header.width)
             return Indexed(**fields, block=header.block, summaries=summaries)
@@ -336,13 +346,16 @@ class _Reader:
 
 def _require_sound(where: str, record: Entries, num_tokens: int) -> None:
     """Refuse records that attention would misread: codes without a number, slots without a class, repeated tokens,
-    windows or chunks of other tokens than the last, an index of other tokens than the first."""
+    windows or chunks of other tokens than the last, an index of other tokens than the first, channels that there are
+    not."""
     parts = parts_of(record)
     if isinstance(record, Recent):
         _require_last(where, record, num_tokens)
     for part in parts:
         if isinstance(part, Indexed):
             _require_index(where, part)
+        if isinstance(part, Pruned):
+            _require_channels(where, part)
         if isinstance(part, Merged):
             _require_classes(_ints(part.slot_classes), part.lengths, part.slot_lengths)
             if not bool(torch.isfinite(part.slot_scales).all()):
@@ -361,6 +374,18 @@ def _require_index(where: str, record: Indexed) -> None:
         raise BlobError(f"{where} has an index of other tokens than the document's first", reason="inconsistent")
     if not bool(torch.isfinite(record.summaries).all()):
         raise BlobError(f"{where} has a summary that is not finite", reason="not_finite")
+
+
+def _require_channels(where: str, record: Pruned) -> None:
+    channels = _ints(record.channels)  # [kv_heads, D']
+    outside = (channels < 0) | (channels >= record.full_dim)
+    if outside.any():
+        raise BlobError(
+            f"{where} has pruned keys with channel {channels[outside][0]}, of {record.full_dim}",
+            reason="channel_out_of_range",
+        )
+    if (np.diff(channels, axis=1) <= 0).any():
+        raise BlobError(f"{where} has the channels of pruned keys out of order, or one twice", reason="inconsistent")
 
 
 def _require_last(where: str, record: Recent, num_tokens: int) -> None:

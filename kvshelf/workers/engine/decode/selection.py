@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.kernels.choose import Choice, Chosen, choose
-from kvshelf.kernels.prefix_attention import PackedPrefix, Prefix, SelectedPrefix
+from kvshelf.kernels.prefix_attention import PackedPrefix, Prefix, SelectedPrefix, channels_of
 from kvshelf.workers.engine.attention.attachment import Attached, Wait, block, entries_read, next_number
 from kvshelf.workers.engine.attention.function import Attended
 from kvshelf.workers.engine.prefill.reducing import LayerReducer
@@ -435,8 +435,15 @@ def _joined(before: Attended, after: Attended) -> Attended:
 
 
 def require_packed(prefixes: Sequence[Prefix]) -> tuple[PackedPrefix, ...]:
-    """Refuse entries that cannot be read in part."""
+    """Refuse entries that cannot be read in part, and pruned keys: summaries of these and of the whole keys beside them
+    have different channels."""
     for prefix in prefixes:
+        if channels_of(prefix) is not None:
+            raise PolicyUnsupported(
+                "the keys of this cache have lost channels (policy think), and selectors compare queries with whole "
+                "ones; ask without select, or compress by another policy",
+                param="select.method",
+            )
         if not isinstance(prefix, PackedPrefix):
             raise PolicyUnsupported(
                 "the cache has merged tokens or keys without their rotation, and a selector reads entries in place; "

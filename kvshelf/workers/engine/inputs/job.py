@@ -99,7 +99,8 @@ class Level:
     @property
     def keeps_all(self) -> bool:
         """Whether the result is the full cache, bit by bit."""
-        return self.codec == "none" and self.job.budget.tokens == self.job.num_tokens
+        whole = self.job.budget.tokens == self.job.num_tokens and not self.job.policy.prunes
+        return self.codec == "none" and whole
 
 
 def shared(levels: Sequence[Level]) -> list[list[Level]]:

@@ -94,6 +94,8 @@ def _require_one_choice(policy: Policy, name: str) -> None:
     """Refuse a policy that could not choose the same tokens for all heads of a layer, which share their latents."""
     if isinstance(policy, Ada):
         why = "gives each head a budget of its own"
+    elif policy.prunes:
+        why = "removes channels of each head's keys"
     elif not chooses_together(policy.chooser):
         why = "chooses other tokens in each head"
     else:

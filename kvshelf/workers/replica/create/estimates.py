@@ -155,14 +155,15 @@ def _ways(engine: Engine, spec: Estimate, codecs: tuple[str, ...]) -> list[_Way]
 
 def _row(job: Job, shape: Shape, rates: Rates, codecs: Iterable[str]) -> PolicyEstimate:
     kept, params = job.budget.tokens, job.policy.parameters()
-    index = shape.index_bytes(job.num_tokens, job.policy.name, params)
     cost = cost_name(job.policy.name, params)
     seconds, basis = rates.seconds(cost, job.num_tokens, shape) or (None, None)
     return PolicyEstimate(
         policy=job.policy.name,
         kept=kept,
         compression_ratio=job.budget.compression_ratio,
-        bytes_stored={codec: index + shape.stored_bytes(job.num_tokens, kept, codec) for codec in codecs},
+        bytes_stored={
+            codec: shape.policy_bytes(job.num_tokens, kept, codec, job.policy.name, params) for codec in codecs
+        },
         compress_share=compress_share(cost),
         seconds=seconds,
         basis=basis,

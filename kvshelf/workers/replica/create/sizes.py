@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,7 +19,7 @@ ASSUMED_FLOPS: Final[Mapping[str, float]] = {"cpu": 5e10, "cuda": 1e14}
 
 _FIRST_ROWS, _RUN_BYTES, _BYTES_PER_FLAG = 4, 16, 1 / 8  # of codec klt, which docs/format.md describes
 
-_DIGEST_BYTES = 32
+_DIGEST_BYTES, _CHANNEL_BYTES = 32, 2
 _ASSUMED_SHARE = 0.5  # of entries in more bits, where a policy will say it
 _LAYER_BYTES, _PIECE_BYTES = 250, 175  # of header, padding and trailer, which docs/format.md describes
 
@@ -85,19 +85,38 @@ class Shape:
         chosen, verbatim = Codec.parse(codec), self._recent(num_tokens) + self.states + self._summary(num_tokens)
         if chosen.name == "klt":
             return self._streams(num_tokens, kept, chosen) + verbatim
-        pieces = _pieces(chosen, kept)
-        head = sum(self._rows(count, precision, chosen.group) for precision, count in pieces)
-        head += sum(_positions(count, num_tokens) for _, count in pieces)
-        return self.layers * (self.kv_heads * head + _LAYER_BYTES + _PIECE_BYTES * len(pieces)) + verbatim
+        return self._layers([self._piece(num_tokens, chosen, *piece) for piece in _pieces(chosen, kept)]) + verbatim
 
-    def index_bytes(self, num_tokens: int, policy: str, params: Mapping[str, Any]) -> int:
-        """Bytes of what a policy stores beside entries, with all its parameters: the index of `infllm`, with digests of
-        its blocks."""
+    def policy_bytes(self, num_tokens: int, kept: int, codec: str, policy: str, params: Mapping[str, Any]) -> int:
+        """As `stored_bytes`, of a policy with all its parameters: `infllm` stores an index, with digests of its blocks,
+        and `think` keys of fewer channels."""
+        if policy == "think":
+            return self._pruned(num_tokens, kept, codec, params)
+        stored = self.stored_bytes(num_tokens, kept, codec)
         if policy != "infllm":
-            return 0
+            return stored
         key_dim, _ = self.dims
         blocks = self.layers * math.ceil(num_tokens / int(params["block"]))
-        return blocks * (2 * self.kv_heads * int(params["representatives"]) * key_dim + _DIGEST_BYTES)
+        return stored + blocks * (2 * self.kv_heads * int(params["representatives"]) * key_dim + _DIGEST_BYTES)
+
+    def _pruned(self, num_tokens: int, kept: int, codec: str, params: Mapping[str, Any]) -> int:
+        """As if the base kept the document's last tokens. Raises `InvalidRequest` for a codec that takes whole keys."""
+        chosen, whole = Codec.parse(codec), min(kept, int(params["whole_keys"]))
+        chosen.require_pruned()
+        (key_dim, value_dim), verbatim = self.dims, self._recent(num_tokens) + self.states + self._summary(num_tokens)
+        narrow = replace(self, head_dim=key_dim - int(key_dim * params["channels"]), value_dim=value_dim)
+        alone = replace(chosen, residual=0) if whole else chosen
+        pieces = [narrow._piece(num_tokens, chosen, *piece) for piece in _pieces(alone, kept - whole)]
+        pieces += [self._piece(num_tokens, chosen, *piece) for piece in _pieces(chosen, whole)]
+        return self._layers(pieces) + verbatim + self.layers * self.kv_heads * narrow.head_dim * _CHANNEL_BYTES
+
+    def _piece(self, num_tokens: int, codec: Codec, precision: Precision, count: int) -> int:
+        """Bytes of `count` entries of one head, positions included."""
+        return self._rows(count, precision, codec.group) + _positions(count, num_tokens)
+
+    def _layers(self, pieces: Sequence[int]) -> int:
+        """Bytes of all layers whose heads have records of these bytes."""
+        return self.layers * (self.kv_heads * sum(pieces) + _LAYER_BYTES + _PIECE_BYTES * len(pieces))
 
     def _summary(self, num_tokens: int) -> int:
         """Bytes of the codes that searches read: of distinct tokens (Heaps' law, fitted to English text) and of
