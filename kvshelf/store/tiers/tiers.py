@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 from kvshelf.errors import KvshelfError
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.tiers.tier import Tier
-from kvshelf.store.types import Scrubbed
+from kvshelf.store.types import Scrubbed, Source
 
 ResultT = TypeVar("ResultT")
 
@@ -64,12 +64,12 @@ class Tiers:
                     return found
         return None
 
-    def source(self, manifest: Manifest) -> str | None:
+    def source(self, manifest: Manifest) -> Source | None:
         return self.first(lambda tier: tier.source(manifest)) if manifest.has_source else None
 
-    def keep_source(self, manifest: Manifest, text: str) -> None:
+    def keep_source(self, manifest: Manifest, source: Source) -> None:
         self.confirm(manifest)
-        self.each(lambda tier: tier.keep_source(manifest, text))
+        self.each(lambda tier: tier.keep_source(manifest, source))
 
     def confirm(self, manifest: Manifest) -> None:
         self.each(lambda tier: tier.confirm(manifest))
