@@ -56,12 +56,12 @@ class Store(abc.ABC):
 
         `codec` is a text of `kvshelf.store.artifact.codecs`; "none" adds no encoding to the cache. The manifest and
         the id hold the canonical text of the codec. source, source_ttl_s: see `keep_source`. judged: the cache's
-        measured quality. parent_id: the stored cache that this one extends. The home then keeps only the
-        bytes that the parent lacks, and deletes the parent only together with this cache (see `delete`).
+        measured quality. parent_id: the stored cache that this one extends. The home then keeps only the bytes that
+        the parent lacks, and deletes the parent only together with this cache (see `delete`).
         If this cache is on the shelf already, nothing is written and its manifest is returned unchanged, labels and
-        expiry included; only a source is added as by `keep_source`. An expired or corrupt cache is replaced. Sets `store_s` in the
-        manifest's timings. Raises `InvalidRequest` (arguments, or a cache that the codec or the format cannot hold),
-        `QuotaExceeded`, `StorageFull`, `CacheNotFound` if the parent is unknown or was deleted, even while this cache
+        expiry included; only a source is added as by `keep_source`. An expired or corrupt cache is replaced. Sets
+        `store_s` in the manifest's timings. Raises `InvalidRequest` (arguments, or a cache that the codec or the format
+        cannot hold), `QuotaExceeded`, `StorageFull`, `CacheNotFound` if the parent is unknown or was deleted, even while this cache
         was being written; nothing is visible after an error. A parent that has expired is no error.
         """
 

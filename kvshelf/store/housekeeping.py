@@ -80,7 +80,7 @@ def make_room(index: Index, blobs: Blobs, nbytes: int, now: float) -> int:
 
 
 def drop_sources(index: Index, blobs: Blobs, nbytes: int) -> int:
-    """Remove the oldest sources until `nbytes` are freed; returns the bytes freed. A cache whose source went is told so.
+    """Remove the oldest sources until `nbytes` are freed; returns the bytes freed. Their caches are told so.
 
     The last to go: a source is a thousandth of its cache, and the cache can be made again from it.
     """

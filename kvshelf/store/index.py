@@ -110,8 +110,8 @@ class Entry:
 class Writing:
     """A write in progress: a name in `Blobs` with its size, which is reserved for the tenant.
 
-    of_cache: whether the bytes become the blob of an entry; False for those that an item of the job table will hold, and
-    for a blob that is kept as a base alone. bases, parent_id: those of the entry that the write becomes; they are
+    of_cache: whether the bytes become the blob of an entry; False for those that an item of the job table will hold,
+    and for a blob that is kept as a base alone. bases, parent_id: those of the entry that the write becomes; they are
     registered with the entry, not before.
     """
 

@@ -46,10 +46,12 @@ class Body(Record):
 
 
 class SourceInfo(Record):
-    """A kept source. form: the document's text (messages as JSON), or its token ids alone. digest: of the kept bytes, in
-    hex. expires_at: Unix seconds, None: when the cache is deleted. It may be before or after the cache's own end."""
+    """A kept source. form: the document's text (messages as JSON), or its token ids alone. nbytes: before encryption.
+    digest: of these bytes, in hex. expires_at: Unix seconds, None: when the cache is deleted; it may be before or after
+    the end of the cache."""
 
     form: Literal["text", "tokens"]
+    nbytes: int
     digest: str
     expires_at: float | None = None
 
@@ -114,8 +116,9 @@ class Manifest(Record):
 
 class SourceRecord(Record):
     """A kept source, as the job table has it. manifest: of the cache, as it was when it was last changed; its `source`
-    is this one. claimed: whether that cache was published with it. width: bytes of a token id, 0: UTF-8 text. compressed:
-    whether the body is a frame of zstandard. protected_prefix: how many of the token ids the template wrote."""
+    is this one. claimed: whether that cache was published with it. width: bytes of a token id, 0: UTF-8 text.
+    compressed: whether the body is a frame of zstandard. protected_prefix: how many of the token ids the template
+    wrote."""
 
     manifest: Manifest
     body: Body

@@ -288,8 +288,13 @@ class Shelf(Store):
             raise BlobError("its blob belongs to another cache", reason="wrong_identity")
 
     def source(self, cache_id: str, *, tenant: str = "default") -> Source:
-        self._reader.ready(cache_id, tenant)
-        return self._sources.read(self._kept_source(cache_id, tenant))
+        entry = self._reader.ready(cache_id, tenant)
+        try:
+            return self._sources.read(self._kept_source(cache_id, tenant))
+        except SourceNotKept:
+            if entry.manifest().has_source:  # its time is over, or it is damaged
+                self._index.swap(entry, entry.manifest().model_copy(update={"source": None}))
+            raise
 
     def original(self, cache_id: str, *, tenant: str = "default") -> tuple[Manifest, Source]:
         checks.require_id(cache_id)
@@ -530,8 +535,8 @@ class Shelf(Store):
         return None
 
     def reseal(self) -> Iterator[Scrubbed]:
-        """Rewrite every cache and source that is not sealed with the keyring's first key; without a keyring, every sealed
-        one.
+        """Rewrite every cache and source that is not sealed with the keyring's first key; without a keyring, every one
+        that is sealed.
 
         Manifests stay as they are. An interrupted run continues where it stopped.
         """
@@ -556,8 +561,8 @@ class Shelf(Store):
         return f"it was changed {_SEAL_ROUNDS} times while it was sealed anew; try again when it is at rest"
 
     def _content(self, entry: Entry, opened: ExitStack) -> Content:
-        """The blob of a cache, read and verified: what its parent lacks, if that is sealed anew already. The parent stays
-        open in `opened`."""
+        """The blob of a cache, read and verified: what its parent lacks, if that is sealed anew already. The parent
+        stays open in `opened`."""
         packed = self.get(entry.id, tenant=entry.tenant).pack()
         parent_id = entry.parent_id if entry.bases else None
         parent = None if parent_id is None else self._index.find(parent_id, entry.tenant)

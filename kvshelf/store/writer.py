@@ -176,7 +176,7 @@ class Writer:
                 rounds += 1
 
     def _make_room(self, writing: Writing, quota: Quota, error: QuotaExceeded | StorageFull) -> bool:
-        """Expire and evict for a write that was refused, caches before sources. Returns whether anything was removed."""
+        """Expire and evict for a write that was refused, caches before sources. Returns whether anything went."""
         now, size = self._now(), writing.nbytes
         room = housekeeping.expire(self._index, self._blobs, now)
         # A cache larger than the whole budget must not evict all others first.

@@ -45,7 +45,8 @@ class Sources:
         `QuotaExceeded`, `StorageFull`, and `InvalidRequest` for what is no source of this cache.
         """
         data, how = _packed(source, manifest.num_tokens)
-        info = SourceInfo(form=_form(how), digest=blake3(data).hexdigest(), expires_at=expires_at)
+        digest = blake3(data).hexdigest()
+        info = SourceInfo(form=_form(how), nbytes=len(data), digest=digest, expires_at=expires_at)
         while True:
             item = self._item(manifest.id, manifest.tenant)
             kept = None if item is None or self._over(item) else read(item, SourceRecord)

@@ -65,7 +65,9 @@ class Tiers:
         return None
 
     def source(self, manifest: Manifest) -> Source | None:
-        return self.first(lambda tier: tier.source(manifest)) if manifest.has_source else None
+        if not manifest.has_source:
+            return None
+        return self.first(lambda tier: tier.source(manifest))
 
     def keep_source(self, manifest: Manifest, source: Source) -> None:
         self.confirm(manifest)

@@ -109,7 +109,7 @@ function CacheFacts({ cache, onShow }) {
     Hits: `${count(cache.uses)}${cache.last_used_at ? `, last ${fromNow(cache.last_used_at)}` : ""}`,
     Created: `${moment(cache.created_at)}, ${(timings.prefill_s + timings.compress_s).toFixed(2)} s of work`,
     Expires: cache.expires_at === null ? "never" : `${moment(cache.expires_at)}, ${expiry(cache)}`,
-    Source: cache.has_source ? "stored with the cache" : "not stored",
+    Source: cache.source ? `${cache.source.form === "text" ? "text" : "token ids"} stored, ${sourceEnd(cache.source)}` : "not stored",
     Labels: Object.keys(cache.labels).length ? html`<span class="labels">${labelLines(cache.labels)}</span>` : null,
   }} />`;
 }
