@@ -61,8 +61,8 @@ class Store(abc.ABC):
         If this cache is on the shelf already, nothing is written and its manifest is returned unchanged, labels and
         expiry included; only a source is added as by `keep_source`. An expired or corrupt cache is replaced. Sets
         `store_s` in the manifest's timings. Raises `InvalidRequest` (arguments, or a cache that the codec or the format
-        cannot hold), `QuotaExceeded`, `StorageFull`, `CacheNotFound` if the parent is unknown or was deleted, even while this cache
-        was being written; nothing is visible after an error. A parent that has expired is no error.
+        cannot hold), `QuotaExceeded`, `StorageFull`, `CacheNotFound` if the parent is unknown or was deleted, even
+        while this cache was being written; nothing is visible after an error. A parent that has expired is no error.
         """
 
     @abc.abstractmethod

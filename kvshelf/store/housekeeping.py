@@ -79,15 +79,13 @@ def make_room(index: Index, blobs: Blobs, nbytes: int, now: float) -> int:
     return freed
 
 
-def drop_sources(index: Index, blobs: Blobs, nbytes: int) -> int:
-    """Remove the oldest sources until `nbytes` are freed; returns the bytes freed. Their caches are told so.
+def drop_sources(index: Index, blobs: Blobs, most: int) -> int:
+    """Remove up to `most` sources, the oldest first; returns the bytes freed. Their caches are told so.
 
     The last to go: a source is a thousandth of its cache, and the cache can be made again from it.
     """
     freed = 0
-    for item in index.jobs.open_items("source", _BATCH):
-        if freed >= nbytes:
-            break
+    for item in index.jobs.open_items("source", most):
         kept = read(item, SourceRecord)
         if not index.jobs.remove(item.id):
             continue

@@ -424,18 +424,23 @@ class Shelf(Store):
             if if_revision is not None:
                 checks.require_revision(entry.manifest(), if_revision)
             for child in self._descendants(entry, now, cascade=cascade):
-                freed += self._sources.remove(child.id, tenant)
-                if housekeeping.bury(self._index, self._blobs, child, "deleted", now):
+                if (nbytes := self._bury(child, now)) is not None:
                     descendants.append(child.id)
-                    freed += child.nbytes
-            # Before its cache: of a deletion that is interrupted, no text stays that nobody can find.
-            freed += self._sources.remove(cache_id, tenant)
-            if housekeeping.bury(self._index, self._blobs, entry, "deleted", now):
-                freed += entry.nbytes
-                homes = (self._blobs.home,)
-                return Receipt(
-                    id=cache_id, deleted_at=now, bytes_freed=freed, homes=homes, descendants=tuple(descendants)
-                )
+                    freed += nbytes
+            if (nbytes := self._bury(entry, now)) is not None:
+                ids, homes = tuple(descendants), (self._blobs.home,)
+                return Receipt(id=cache_id, deleted_at=now, bytes_freed=freed + nbytes, homes=homes, descendants=ids)
+
+    def _bury(self, entry: Entry, now: float) -> int | None:
+        """Delete a cache and its source; returns the bytes freed, None if the cache was changed since."""
+        kept = self._sources.release(entry.id, entry.tenant)
+        if housekeeping.bury(self._index, self._blobs, entry, "deleted", now):
+            return entry.nbytes + (0 if kept is None else self._sources.remove(entry.id, entry.tenant))
+        if kept is not None:
+            now_there = self._index.find(entry.id, entry.tenant)
+            changed = now_there is not None and now_there.text is not None
+            self._sources.claim(now_there.manifest() if now_there and changed else kept.manifest)
+        return None
 
     def _descendants(self, entry: Entry, now: float, *, cascade: bool) -> Sequence[Entry]:
         """The stored caches that extend a cache, the deepest first, to be deleted before it; expired ones end here.

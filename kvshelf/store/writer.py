@@ -32,6 +32,8 @@ log = logging.getLogger("kvshelf.store")
 Verify = Callable[[RawIOBase, int], bool]
 """Whether a file of so many plain bytes holds the content that was written."""
 
+_SOURCE_ROUNDS: Final = 16
+
 _ROUNDS: Final = 100
 """How often one write may evict before it is refused: other writers may take the space that it freed."""
 
@@ -171,18 +173,19 @@ class Writer:
             except (QuotaExceeded, StorageFull) as error:
                 # If other data fills the medium, evicting every cache would not help: evict only once then.
                 limit = 0 if not evict else _ROUNDS if "fits" in error.details else 1
-                if rounds >= limit or not self._make_room(writing, quota, error):
+                if rounds >= limit or not self._make_room(writing, quota, error, rounds):
                     raise
                 rounds += 1
 
-    def _make_room(self, writing: Writing, quota: Quota, error: QuotaExceeded | StorageFull) -> bool:
+    def _make_room(self, writing: Writing, quota: Quota, error: QuotaExceeded | StorageFull, rounds: int) -> bool:
         """Expire and evict for a write that was refused, caches before sources. Returns whether anything went."""
         now, size = self._now(), writing.nbytes
         room = housekeeping.expire(self._index, self._blobs, now)
         # A cache larger than the whole budget must not evict all others first.
         if isinstance(error, StorageFull) and quota.budget_bytes is not None and size <= quota.budget_bytes:
             room += housekeeping.make_room(self._index, self._blobs, size, now)
-            room = room or housekeeping.drop_sources(self._index, self._blobs, size)
+            most = 1 << min(rounds, _SOURCE_ROUNDS)  # few at first: a source is small, and how much is missing unknown
+            room = room or housekeeping.drop_sources(self._index, self._blobs, most)
         return room > 0
 
     def _renew(self, writing: Writing) -> None:

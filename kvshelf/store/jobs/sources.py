@@ -26,6 +26,9 @@ SOURCE_PREFIX: Final = "source:"
 UNCLAIMED_S: Final = 3600.0
 """How long a source waits for its cache: longer than a cache may take to write."""
 
+RELEASED_S: Final = 60.0
+"""How long a source outlives a deletion that was interrupted before it came to the source."""
+
 _WIDTHS: Final = (2, 3, 4)
 _LEVEL: Final = 19  # of zstandard: a million token ids take two seconds, once, and as long as level 3 to read
 
@@ -73,6 +76,15 @@ class Sources:
             if self._change(item, kept, {"claimed": True, "manifest": manifest}) is not None:
                 return True
         return False
+
+    def release(self, cache_id: str, tenant: str) -> SourceRecord | None:
+        """The source of a cache that is about to be deleted: from now on nobody finds it, until it is claimed again."""
+        while (item := self._item(cache_id, tenant)) is not None:
+            kept = read(item, SourceRecord)
+            released = kept.model_copy(update={"claimed": False})
+            if self._table.change(self._stored(released, item, RELEASED_S)) is not None:
+                return kept
+        return None
 
     def find(self, cache_id: str, tenant: str) -> SourceRecord | None:
         """The claimed source of a cache, which need not exist any more."""
@@ -134,9 +146,9 @@ class Sources:
     def _change(self, item: Item, kept: SourceRecord, changes: Mapping[str, Any]) -> Item | None:
         return self._table.change(self._stored(kept.model_copy(update=changes), item))
 
-    def _stored(self, kept: SourceRecord, before: Item | None = None) -> Item:
+    def _stored(self, kept: SourceRecord, before: Item | None = None, wait_s: float = UNCLAIMED_S) -> Item:
         manifest, version = kept.manifest, before.version if before else 0
-        due = _info(kept).expires_at if kept.claimed else self._now() + UNCLAIMED_S
+        due = _info(kept).expires_at if kept.claimed else self._now() + wait_s
         place = (_id(manifest.id), manifest.tenant, kept.model_dump_json(), version)
         return Item("source", *place, open=True, due=due, held=kept.body.name)
 

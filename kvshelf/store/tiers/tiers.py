@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 from kvshelf.errors import KvshelfError
 from kvshelf.store.manifest import Manifest
@@ -65,9 +65,8 @@ class Tiers:
         return None
 
     def source(self, manifest: Manifest) -> Source | None:
-        if not manifest.has_source:
-            return None
-        return self.first(lambda tier: tier.source(manifest))
+        found = self.first(lambda tier: tier.source(manifest)) if manifest.has_source else None
+        return cast("Source | None", found)  # mypy takes a union in the place of a type variable for an object
 
     def keep_source(self, manifest: Manifest, source: Source) -> None:
         self.confirm(manifest)
