@@ -545,13 +545,13 @@ class Shelf(Store):
 
         Manifests stay as they are. An interrupted run continues where it stopped.
         """
-        for kept in self._sources.all():
-            if not self._writer.would_seal_alike((kept.body.name, kept.body.stored_bytes)):
-                yield _scrubbed(kept, _problem(partial(self._sources.seal_anew, kept)))
         for entry in self._index.stored():
             if entry.state == "ready" and not self._writer.would_seal_alike(*entry.needed()):
                 problem = self._seal_anew(entry)
                 yield _scrubbed(entry, problem)
+        for kept in self._sources.all():
+            if not self._writer.would_seal_alike((kept.body.name, kept.body.stored_bytes)):
+                yield _scrubbed(kept, _problem(partial(self._sources.seal_anew, kept)))
 
     def _seal_anew(self, entry: Entry) -> str | None:
         """Returns the problem, None if there was none or the cache ended meanwhile."""

@@ -184,7 +184,7 @@ class Writer:
         # A cache larger than the whole budget must not evict all others first.
         if isinstance(error, StorageFull) and quota.budget_bytes is not None and size <= quota.budget_bytes:
             room += housekeeping.make_room(self._index, self._blobs, size, now)
-            most = 1 << min(rounds, _SOURCE_ROUNDS)  # few at first: a source is small, and how much is missing unknown
+            most = max(1, 1 << min(rounds, _SOURCE_ROUNDS) >> 1)  # few at first: who knows how many bytes are missing
             room = room or housekeeping.drop_sources(self._index, self._blobs, most)
         return room > 0
 

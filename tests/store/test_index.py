@@ -86,7 +86,7 @@ def test_a_cache_is_visible_once_it_is_published(index: Index) -> None:
         last_used_at=None,
         uses=0,
         cost_s=0.1,
-        priority=eviction.priority(0.0, 1, 0.1, 1000),
+        priority=eviction.priority(0.0, 1, 0.1, 1024),
         pinned=True,
         ended_at=None,
         problem=None,
@@ -110,7 +110,7 @@ def test_a_cache_is_its_tenants_alone(index: Index) -> None:
 @pytest.mark.parametrize("tenant", ["a b", "{x}:1", "me\n1 2", "漢", "-", "a" * 512])
 def test_a_tenant_has_any_name(index: Index, tenant: str) -> None:
     entry = put(index, 1, tenant=tenant, nbytes=7, expires_at=NOW + 100)
-    lost = writing(2, 5, 3, tenant)
+    lost = writing(2, 8, tenant)
     index.begin(lost, Quota())
     assert (entry.tenant, index.usage(tenant)) == (tenant, Usage(caches=1, bytes=7))
     assert index.usage(None) == Usage(caches=1, bytes=7)
