@@ -374,7 +374,9 @@ def test_what_is_changed_while_a_cache_is_sealed_anew_stays_changed(place: Place
     with place.open() as shelf:
         manifest = shelf.put(cache, labels={"a": "b"})
     with place.open(rules=sealed(1), on_step=meanwhile) as shelf:
-        assert [found.problem for found in shelf.reseal()] == [None, None], "the cache, and the source that came meanwhile"
+        assert [found.problem for found in shelf.reseal()] == [None, None], (
+            "the cache, and the source that came meanwhile"
+        )
         now = shelf.stat(manifest.id)
         assert (now.name, now.labels, now.has_source) == ("new", {"a": "b"}, True)
         assert now.expires_at is not None
