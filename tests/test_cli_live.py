@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -321,7 +322,7 @@ def test_token_ids_are_kept_and_make_a_lost_cache_again(report: Path) -> None:
     assert "tokens kept" in run("show", id).stdout
     time.sleep(1.1)
     refused = json.loads(run("ask", id, "Who?", "--max-tokens", "4", "--json", code=3).stdout)["error"]
-    assert refused["miss_reason"] == "expired"
+    assert refused["code"] == "cache_expired"
     with Client() as client:
         answer = client.caches.query(id, "Who?", max_tokens=4, on_miss="recompute")
         assert (answer.recomputed, answer.cache_id) == ("expired", id)

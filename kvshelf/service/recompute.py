@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from kvshelf.api import Asking, CreateCache, Message
+from kvshelf.api.queries import Remade
 from kvshelf.api.strict import MissReason
 from kvshelf.errors import (
     CacheCorrupt,
@@ -95,6 +96,36 @@ class Question:
     def cache_ids(self) -> list[str]:
         """The caches that answer."""
         return [cache.manifest.id for cache in self.caches]
+
+    @property
+    def remade(self) -> list[Remade] | None:
+        """The caches of the query that were made again, None if there are none."""
+        found = [Remade(cache_id=each.asked, reason=each.recomputed) for each in self.caches if each.recomputed]
+        return found or None
+
+    async def answered(self) -> tuple[Question, list[Reply]]:
+        """The answer to each prompt, and the question with the caches that gave them: some may have been made again."""
+        question = self
+        while True:
+            try:
+                return question, await question.answers()
+            except UNUSABLE as miss:
+                question = await question.again(miss)
+
+    async def pieces(self) -> AsyncGenerator[tuple[Question, str | Reply], None]:
+        """The one answer in pieces, and then as a whole. No cache is made again once a piece is there."""
+        question, begun = self, False
+        while True:
+            try:
+                async with aclosing(question.stream()) as replies:
+                    async for piece in replies:
+                        begun = True
+                        yield question, piece
+                return
+            except UNUSABLE as miss:
+                if begun:
+                    raise
+                question = await question.again(miss)
 
     async def answers(self) -> list[Reply]:
         """The answer to each prompt."""

@@ -277,9 +277,7 @@ def test_what_is_another_tenant_s_is_as_if_it_were_not(acme: httpx.Client, other
     assert acme.post(f"/v1/caches/{ours['id']}/verify").json()["ok"]
 
 
-def test_another_tenant_s_lost_cache_is_made_again_by_its_tenant_alone(
-    guarded: Guarded, acme: httpx.Client, other: httpx.Client
-) -> None:
+def test_another_tenant_s_lost_cache_is_made_again_by_its_tenant_alone(acme: httpx.Client, other: httpx.Client) -> None:
     ours = created(acme, document=DOCUMENT + "Ours.", keep_source="tokens", ttl_s=0.2)
     time.sleep(0.3)
     body = {"prompt": "What rises?", "max_tokens": 2, "on_miss": "recompute"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import httpx
 import pytest
@@ -19,22 +19,22 @@ from tests.service.routes.test_queries import ask, events
 if TYPE_CHECKING:
     from tests.conftest import LiveService
 
+Lost = Literal["evicted", "expired", "corrupt"]
+
 TEXT = "The pilot boat leaves the harbour when the tide turns. " * 20
 TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": TEXT}]
 
 
-def lose(service: LiveService, cache_id: str, how: str) -> None:
+def lose(service: LiveService, cache_id: str, how: Lost) -> None:
     """Let a cache be lost: as a full shelf, time, or a bad disk does it."""
     if how == "corrupt":
         return flip(service, cache_id)
     with DiskStore.open(service.home / "shelf") as store:
         if how == "expired":
-            store.update(cache_id, ttl_s=0.001)
-        else:
-            entry = store._index.find(cache_id, "default")
-            assert entry is not None
-            assert housekeeping.bury(store._index, store._blobs, entry, "evicted", time.time())
-    time.sleep(0.01)
+            store.update(cache_id, ttl_s=900)
+        entry = store._index.find(cache_id, "default")
+        assert entry is not None
+        assert housekeeping.bury(store._index, store._blobs, entry, how, time.time() + 1000)
     return None
 
 
@@ -87,7 +87,7 @@ def test_a_corrupt_cache_is_made_again_as_it_was(
     assert usual["text"] == answer["text"]
 
 
-@pytest.mark.parametrize("how", ["evicted", "expired", "corrupt"])
+@pytest.mark.parametrize("how", get_args(Lost))
 @pytest.mark.parametrize(
     "body",
     [
@@ -101,7 +101,7 @@ def test_a_corrupt_cache_is_made_again_as_it_was(
     ids=lambda body: next(iter(body)) + "-" + str(body.get("policy", body.get("codec", "default"))),
 )
 def test_a_lost_cache_is_made_again_from_its_token_ids(
-    http: httpx.Client, service: LiveService, body: dict[str, Any], how: str
+    http: httpx.Client, service: LiveService, body: dict[str, Any], how: Lost
 ) -> None:
     body = body | {"keep_source": "tokens"}
     body |= {"labels": {"how": how}} if "labels" not in body else {}
@@ -129,8 +129,8 @@ def test_several_lost_caches_and_a_chat_are_made_again(http: httpx.Client, servi
     caches = [created(http, document=f"{TEXT}{number}th", keep_source="tokens") for number in range(2)]
     body = {"prompt": "When?", "max_tokens": 8, "cache_ids": [cache["id"] for cache in caches]}
     before = http.post("/v1/query", json=body).json()
-    for cache, how in zip(caches, ("evicted", "expired"), strict=True):
-        lose(service, cache["id"], how)
+    lose(service, caches[0]["id"], "evicted")
+    lose(service, caches[1]["id"], "expired")
     answer = http.post("/v1/query", json=body | {"on_miss": "recompute"}).json()
     assert answer["text"] == before["text"]
     assert answer["recomputed"] == [
@@ -141,7 +141,13 @@ def test_several_lost_caches_and_a_chat_are_made_again(http: httpx.Client, servi
     chat = {"cache_id": caches[0]["id"], "messages": [{"role": "user", "content": "When?"}], "max_tokens": 8}
     refused(http.post("/v1/chat/completions", json=chat), 410, "cache_expired")
     found = http.post("/v1/chat/completions", json=chat | {"on_miss": "recompute"}).json()
-    assert found["recomputed"] == "evicted"
+    assert found["recomputed"] == [{"cache_id": caches[0]["id"], "reason": "evicted"}]
+    assert "recomputed" not in http.post("/v1/chat/completions", json=chat | {"on_miss": "recompute"}).json()
+    lose(service, caches[0]["id"], "expired")
+    body = chat | {"on_miss": "recompute", "stream": True}
+    *_, last, _ = events(http.post("/v1/chat/completions", json=body))
+    assert last["recomputed"] == [{"cache_id": caches[0]["id"], "reason": "expired"}]
+    refused(http.post("/v1/chat/completions", json=chat | {"on_miss": "guess"}), 400, "invalid_request")
 
 
 def test_a_source_that_is_of_another_document_makes_nothing(http: httpx.Client, service: LiveService) -> None:
@@ -166,13 +172,12 @@ def test_token_ids_show_and_compare_as_a_text_does(http: httpx.Client) -> None:
 
 def test_a_form_keeps_token_ids(http: httpx.Client) -> None:
     files = {"file": ("tide.txt", (TEXT + "form").encode(), "text/plain")}
-    for field in ("tokens", '"tokens"'):
-        response = http.post("/v1/caches", data={"keep_source": field, "source_ttl_s": "60"}, files=files)
-        if field == "tokens":
-            assert response.json()["source"]["form"] == "tokens", response.text
-            assert response.json()["source"]["expires_at"] == pytest.approx(time.time() + 60, abs=30)
-        else:
-            assert refused(response, 400, "invalid_request")["param"] == "keep_source"
+    for form, wire in (("tokens", "tokens"), ("tokens", '"tokens"'), ("text", "true")):
+        kept = http.post("/v1/caches", data={"keep_source": wire, "source_ttl_s": "60"}, files=files).json()["source"]
+        assert kept["form"] == form
+        assert kept["expires_at"] == pytest.approx(time.time() + 60, abs=30)
+    wrong = http.post("/v1/caches", data={"keep_source": "yes"}, files=files)
+    assert refused(wrong, 400, "invalid_request")["param"] == "keep_source"
 
 
 def test_a_stream_is_made_again_before_its_first_piece(http: httpx.Client, service: LiveService) -> None:
