@@ -145,7 +145,7 @@ def test_several_lost_caches_and_a_chat_are_made_again(http: httpx.Client, servi
     assert "recomputed" not in http.post("/v1/chat/completions", json=chat | {"on_miss": "recompute"}).json()
     lose(service, caches[0]["id"], "expired")
     body = chat | {"on_miss": "recompute", "stream": True}
-    *_, last, _ = events(http.post("/v1/chat/completions", json=body))
+    *_, last = events(http.post("/v1/chat/completions", json=body))
     assert last["recomputed"] == [{"cache_id": caches[0]["id"], "reason": "expired"}]
     refused(http.post("/v1/chat/completions", json=chat | {"on_miss": "guess"}), 400, "invalid_request")
 

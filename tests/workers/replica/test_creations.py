@@ -16,6 +16,7 @@ from kvshelf.bench.quality.tasks import make_document
 from kvshelf.errors import CacheNotFound, DocumentTooLong, InvalidRequest, PolicyUnsupported, QualityBelowFloor
 from kvshelf.service.recompute import _spec
 from kvshelf.store.disk import DiskStore
+from kvshelf.store.rules import Rules
 from kvshelf.store.shelf import Shelf
 from kvshelf.store.types import TokenIds
 from kvshelf.workers.engine.engine import Engine, Prefill
@@ -324,6 +325,18 @@ async def test_token_ids_make_the_very_same_bytes(
     finally:
         torch.set_num_threads(threads)
     assert (again.id, again.blob_digest, again.source) == (first.id, first.blob_digest, first.source)
+
+
+async def test_a_source_is_not_kept_longer_than_the_shelf_allows(
+    engine: Counting, document: str, tmp_path: Path
+) -> None:
+    strict = Replica(engine, DiskStore.open(tmp_path / "strict", rules=Rules(max_ttl_s=100)), Scheduler(engine))
+    strict.start()
+    before = engine.prefills
+    with pytest.raises(InvalidRequest, match="source_ttl_s: caches are kept for 100 s at most") as refusal:
+        await create(strict, document, keep_source="tokens", source_ttl_s=101.0, ttl_s=50.0)
+    assert (refusal.value.param, engine.prefills) == ("source_ttl_s", before), "before any work"
+    strict.stop()
 
 
 async def test_a_split_document_is_a_cache_for_each_part_and_they_are_found_by_their_labels(

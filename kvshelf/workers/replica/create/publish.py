@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kvshelf.api import AppendCache, CreateCache, Timings, Tried
-from kvshelf.errors import CacheError, CacheNotFound
+from kvshelf.errors import CacheError, CacheNotFound, InvalidRequest
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Judgement, Manifest
 from kvshelf.store.types import Source
@@ -40,10 +40,14 @@ class Publisher:
         levels: Sequence[Level],
         parent_id: str | None = None,
     ) -> Publisher:
-        """Raises `InvalidRequest` for an unknown codec."""
+        """Raises `InvalidRequest` for an unknown codec, and for a lifetime of the source that the shelf does not give."""
         ids = tuple(store.cache_id(level.identity, tenant=tenant, codec=level.codec) for level in levels)
         source = source_of(spec, levels[0].job.document)
         source_ttl_s = spec.source_ttl_s if isinstance(spec, CreateCache) else None
+        try:
+            store.expiry(source_ttl_s, None)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"source_{error.message}", param="source_ttl_s") from error
         return cls(store, tenant, spec, ids, parent_id, source, source_ttl_s)
 
     def there(self) -> dict[str, Manifest]:
