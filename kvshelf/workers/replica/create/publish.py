@@ -40,7 +40,7 @@ class Publisher:
         levels: Sequence[Level],
         parent_id: str | None = None,
     ) -> Publisher:
-        """Raises `InvalidRequest` for an unknown codec, and for a source that is to live longer than the shelf allows."""
+        """Raises `InvalidRequest` for an unknown codec, and for a source that would live too long."""
         ids = tuple(store.cache_id(level.identity, tenant=tenant, codec=level.codec) for level in levels)
         source = source_of(spec, levels[0].job.document)
         source_ttl_s = spec.source_ttl_s if isinstance(spec, CreateCache) else None
