@@ -215,6 +215,13 @@ def test_a_later_end_counts_and_an_earlier_one_does_not(shelf: Shelf, clock: Clo
         assert shelf.original(manifest.id) == (shelf.stat(manifest.id), TEXT) == (now, TEXT)
 
 
+def test_a_text_that_takes_the_place_of_token_ids_ends_no_sooner(shelf: Shelf, clock: Clock) -> None:
+    manifest = shelf.put(make_cache(), source=IDS, source_ttl_s=50)
+    now = shelf.keep_source(manifest.id, TEXT, ttl_s=20)
+    assert now.source is not None
+    assert (now.source.form, now.source.expires_at) == ("text", clock.time + 50)
+
+
 def test_the_rules_of_a_shelf_hold_for_sources(place: Place, clock: Clock) -> None:
     with place.open(now=clock, rules=Rules(default_ttl_s=60, max_ttl_s=100)) as shelf:
         manifest = shelf.put(make_cache(), ttl_s=10, source=TEXT)
