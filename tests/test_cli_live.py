@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -316,9 +317,27 @@ def test_a_name_that_another_id_begins_with_is_refused(report: Path, tmp_path: P
     assert run("rm", named, id).stdout == f"{named}\n{id}\n"
 
 
+def test_token_ids_are_kept_and_make_a_lost_cache_again(report: Path) -> None:
+    id = run("put", report, "--policy", "knorm", "--keep-source", "tokens", "--ttl", "1s").stdout.strip()
+    assert "tokens kept" in run("show", id).stdout
+    time.sleep(1.1)
+    refused = json.loads(run("ask", id, "Who?", "--max-tokens", "4", "--json", code=3).stdout)["error"]
+    assert refused["code"] == "cache_expired"
+    with Client() as client:
+        answer = client.caches.query(id, "Who?", max_tokens=4, on_miss="recompute")
+        assert (answer.recomputed, answer.cache_id) == ("expired", id)
+    run("rm", id)
+    other = json.loads(
+        run("put", report, "--policy", "knorm", "--keep-source", "text", "--source-ttl", "2h", "--json").stdout
+    )
+    assert (other["source"]["form"], other["existing"]) == ("text", False)
+    assert other["source"]["expires_at"] == pytest.approx(time.time() + 7200, abs=60)
+    run("rm", id)
+
+
 def test_export_and_import(report: Path, tmp_path: Path) -> None:
     named = ("--name", "the report", "--label", "team=tax", "--label", "year=2024")
-    id = run("put", report, "--policy", "full", "--keep-source", *named).stdout.strip()
+    id = run("put", report, "--policy", "full", "--keep-source", "text", *named).stdout.strip()
     before = json.loads(run("show", id, "--json").stdout)
     assert before["has_source"]
     assert "kept" in run("show", id).stdout
@@ -394,7 +413,7 @@ PARTS = "".join(f"The locker of unit {number} has the code {number * 37}.\n" for
 def test_the_passages_that_an_answer_read(tmp_path: Path) -> None:
     document = tmp_path / "lockers.txt"
     document.write_text(PARTS)
-    kept = run("put", document, "--policy", "full", "--keep-source").stdout.strip()
+    kept = run("put", document, "--policy", "full", "--keep-source", "text").stdout.strip()
     asking = ("What is the code of unit 7?", "--select", "quest", "--select-tokens", "96", "--passages")
     answer = json.loads(run("ask", kept, *asking, "--json").stdout)
     (told,) = answer["passages"]
@@ -411,7 +430,7 @@ def test_the_passages_that_an_answer_read(tmp_path: Path) -> None:
     bare = run("put", document, "--policy", "full", "--codec", "int8").stdout.strip()
     _, *table = run("ask", bare, *asking).stdout.splitlines()
     assert table[0].split() == ["TOKENS", "READ"]
-    other = run("put", document, "--policy", "full", "--codec", "int4", "--keep-source").stdout.strip()
+    other = run("put", document, "--policy", "full", "--codec", "int4", "--keep-source", "text").stdout.strip()
     together = run("ask", f"{kept},{other}", *asking).stdout.splitlines()
     assert together[-6].split() == ["SOURCE", "TOKENS", "READ", "TEXT"]
     assert {line.split()[0] for line in together[-5:]} <= {kept, other}

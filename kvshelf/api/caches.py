@@ -108,6 +108,15 @@ class Tried(ResponseBody):
     reason: str | None = None
 
 
+class SourceObject(ResponseBody):
+    """What is kept of a document, to make its cache again. `bytes` on the shelf, before encryption. `expires_at` null:
+    when the cache is deleted."""
+
+    form: Literal["text", "tokens"]
+    bytes: int
+    expires_at: float | None = None
+
+
 class CacheObject(ResponseBody):
     """One stored cache. `existing` is true in the answer to a POST that found the cache on the shelf.
 
@@ -135,6 +144,7 @@ class CacheObject(ResponseBody):
     name: str = ""
     labels: dict[str, str] = Field(default_factory=dict)
     has_source: bool = False
+    source: SourceObject | None = None
     parent_id: str | None = Field(None, description="the cache that this one extends")
     timings: Timings = Timings()
     uses: int = Field(0, description="questions asked so far")

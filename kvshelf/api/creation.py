@@ -49,6 +49,16 @@ def _kind(level: object) -> str:
 Level = Annotated[Annotated[Ratio, Tag("(ratio)")] | Annotated[LevelOptions, Tag("(options)")], Discriminator(_kind)]
 
 
+def _how_kept(source: object) -> str:
+    return "(form)" if isinstance(source, str) else "(flag)"
+
+
+KeepSource = Annotated[
+    Annotated[bool, Tag("(flag)")] | Annotated[Literal["tokens"], Tag("(form)")], Discriminator(_how_kept)
+]
+"""Whether the source of a cache is kept: true for the text, or the token ids alone."""
+
+
 class CacheOptions(RequestBody):
     """How to compress and store a document, without the document.
 
@@ -87,7 +97,16 @@ class CacheOptions(RequestBody):
     ttl_s: Ttl | None = Field(None, description="seconds until the cache expires")
     expires_at: ExpiresAt | None = Field(None, description="Unix seconds, instead of ttl_s")
     labels: Labels = Field(default_factory=dict)
-    keep_source: bool = Field(False, description="store the document's text, or the messages as JSON, beside the cache")
+    keep_source: KeepSource = Field(
+        False,
+        description="keep what the cache is made from, so that on_miss=recompute makes it again when it is lost: true "
+        "for the text, or the messages as JSON; tokens for the token ids alone",
+    )
+    source_ttl_s: Ttl | None = Field(
+        None,
+        description="with keep_source: seconds until the source expires, before or after its cache; default: the "
+        "lifetime that the shelf gives, or until the cache is deleted",
+    )
 
     @field_validator("levels")
     @classmethod
@@ -108,6 +127,8 @@ class CacheOptions(RequestBody):
                 raise misuse("levels", f"give levels or {other}, not both")
         if self.max_bytes is not None and self.bytes_per_token is not None:
             raise misuse("bytes_per_token", "give max_bytes or bytes_per_token, not both")
+        if self.source_ttl_s is not None and not self.keep_source:
+            raise misuse("source_ttl_s", "source_ttl_s is the lifetime of a kept source; give keep_source with it")
         require_one_expiry(self.ttl_s, self.expires_at)
         return self
 
@@ -213,8 +234,8 @@ class CreateCache(CacheOptions):
             self._require_splittable()
         if self.tokenizer is not None and self.token_ids is None:
             raise misuse("tokenizer", "tokenizer belongs to token_ids; leave it out")
-        if self.keep_source and self.token_ids is not None:
-            raise misuse("keep_source", "token_ids have no text to keep; leave keep_source out")
+        if self.keep_source is True and self.token_ids is not None:
+            raise misuse("keep_source", "token_ids have no text to keep; keep the ids alone, with tokens")
         return self
 
     def _require_episodes(self) -> None:

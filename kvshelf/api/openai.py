@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
-from kvshelf.api.queries import Select, Source, SuffixOptions, require_storable
+from kvshelf.api.queries import Remade, Select, Source, SuffixOptions, require_storable
 from kvshelf.api.strict import (
     MAX_MESSAGES,
     CacheIds,
@@ -106,6 +106,7 @@ class ChatCompletionRequest(RequestBody):
     store: bool | None = None
     ttl_s: Ttl | None = None
     tool: ToolName | None = None
+    on_miss: Literal["error", "recompute"] = "error"
     user: str | None = None
 
     @model_validator(mode="before")
@@ -171,8 +172,8 @@ class ChatChoice(ResponseBody):
 
 
 class ChatCompletion(ResponseBody):
-    """OpenAI's, plus `sources` where the request had `cache_ids`, and `stored_cache_id` or `not_stored` where it had
-    `store`, as of an `AnswerObject`."""
+    """OpenAI's, plus `sources` where the request had `cache_ids`, `stored_cache_id` or `not_stored` where it had
+    `store`, as of an `AnswerObject`, and `recomputed` where `on_miss` made caches again, as of a `JointAnswer`."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -183,6 +184,7 @@ class ChatCompletion(ResponseBody):
     sources: list[Source] | None = None
     stored_cache_id: str | None = None
     not_stored: str | None = None
+    recomputed: list[Remade] | None = None
 
 
 class Delta(ResponseBody):
@@ -210,3 +212,4 @@ class ChatCompletionChunk(ResponseBody):
     sources: list[Source] | None = None
     stored_cache_id: str | None = None
     not_stored: str | None = None
+    recomputed: list[Remade] | None = None

@@ -88,7 +88,8 @@ class Asking(RequestBody):
         None, description="the tool that the answer calls: the caches stay in memory for its result"
     )
     on_miss: Literal["error", "recompute"] = Field(
-        "error", description="recompute: remake a cache that cannot be used from its kept source"
+        "error",
+        description="recompute: make a cache that was evicted, has expired or cannot be used anew from its source",
     )
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import typer
 from rich.cells import cell_len
@@ -207,6 +207,10 @@ def levels(given: Sequence[str] | None) -> list[float | dict[str, Any]] | None:
             ) from None
         found.append({"compression_ratio": number, "codec": codec} if codec else number)
     return found or None
+
+
+SOURCE_FORMS: Final[dict[str | None, bool | str | None]] = {None: None, "text": True, "tokens": "tokens"}
+"""`keep_source` in a request, by the value of the option."""
 
 
 def seconds(text: str | None, option: str = "--ttl") -> float | None:

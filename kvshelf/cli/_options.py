@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -94,7 +94,14 @@ Codec = Annotated[
 ]
 Ttl = Annotated[str | None, typer.Option(help="Lifetime of the cache: 90s, 15m, 2h, 7d.")]
 Name = Annotated[str | None, typer.Option(help="Display name.  [default: the file's name]")]
-KeepSource = Annotated[bool, typer.Option("--keep-source", help="Store the document's text beside the cache.")]
+KeepSource = Annotated[
+    Literal["text", "tokens"] | None,
+    typer.Option("--keep-source", help="Keep the document's text, or its token ids alone, to make a lost cache again."),
+]
+SourceTtl = Annotated[
+    str | None,
+    typer.Option(help="With --keep-source: lifetime of the source.  [default: until the cache is deleted]"),
+]
 ExpectedQuestions = Annotated[
     list[str] | None, typer.Option("--expected-question", help="For policies that use questions. May be repeated.")
 ]

@@ -78,7 +78,8 @@ def batch(
     codec: _options.Codec = None,
     ttl: _options.Ttl = None,
     label: _options.Labels = None,
-    keep_source: _options.KeepSource = False,
+    keep_source: _options.KeepSource = None,
+    source_ttl: _options.SourceTtl = None,
     expected_question: _options.ExpectedQuestions = None,
     window: _Window = None,
     max_gpu_hours: _MaxGpuHours = None,
@@ -119,7 +120,8 @@ def batch(
             "codec": codec,
             "ttl_s": _common.seconds(ttl),
             "labels": _common.pairs(label, "--label") or None,
-            "keep_source": keep_source or None,
+            "keep_source": _common.SOURCE_FORMS[keep_source],
+            "source_ttl_s": _common.seconds(source_ttl, "--source-ttl"),
             "expected_questions": expected_question or None,
         }
         given = {name: value for name, value in fields.items() if value is not None}

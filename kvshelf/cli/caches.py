@@ -49,7 +49,8 @@ def put(
     ttl: _options.Ttl = None,
     name: _options.Name = None,
     label: _options.Labels = None,
-    keep_source: _options.KeepSource = False,
+    keep_source: _options.KeepSource = None,
+    source_ttl: _options.SourceTtl = None,
     expected_question: _options.ExpectedQuestions = None,
     split: _options.Split = False,
     part_tokens: _options.PartTokens = None,
@@ -80,7 +81,8 @@ def put(
             "expected_questions": expected_question,
             "ttl_s": _common.seconds(ttl),
             "labels": _common.pairs(label, "--label"),
-            "keep_source": keep_source,
+            "keep_source": _common.SOURCE_FORMS[keep_source],
+            "source_ttl_s": _common.seconds(source_ttl, "--source-ttl"),
             "split": _split(split, part_tokens, overlap_tokens),
             "episodes": None if episodes is None else {"count": episodes},
         }
@@ -574,7 +576,7 @@ def _details(cache: CacheObject) -> Table:
         "created": when(cache.created_at),
         "last used": when(cache.last_used_at),
         "expires": when(cache.expires_at) + (", never evicted: pinned" if cache.pinned else ""),
-        "source": "kept" if cache.has_source else "-",
+        "source": _source(cache),
     }
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
@@ -582,6 +584,13 @@ def _details(cache: CacheObject) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def _source(cache: CacheObject) -> str:
+    if cache.source is None:
+        return "-"
+    until = _common.local_time(cache.source.expires_at, timespec="seconds")
+    return f"{cache.source.form} kept, {_common.megabytes(cache.source.bytes)}; expires: {until}"
 
 
 def _quality(cache: CacheObject) -> str:

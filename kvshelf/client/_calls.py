@@ -57,7 +57,8 @@ class OptionFields(ReducedFields, total=False):
     model: str | None
     layout: str | None
     codec: str | None
-    keep_source: bool | None
+    keep_source: bool | Literal["tokens"] | None
+    source_ttl_s: float | None
 
 
 class DocumentFields(TypedDict, total=False):
@@ -134,8 +135,8 @@ class AskFields(TypedDict, total=False):
 
     `tool` names the tool that the answer calls: while it runs, the caches stay in memory as long as that is worth it.
 
-    `on_miss="recompute"` makes a corrupt cache, or a cache of another model, again from its kept source. It may raise
-    `SourceNotKept`.
+    `on_miss="recompute"` makes a cache again from its kept source if it was evicted, has expired, is corrupt, or is of
+    another model: the answer then says `recomputed`, and comes as late as a creation. It may raise `SourceNotKept`.
 
     `store` keeps question and answer behind the cache: the answer's `stored_cache_id` is asked like any cache. It
     expires with the cache that was asked, or after `ttl_s`.
@@ -239,8 +240,9 @@ def create_cache(
 
     One of `document` (text), `messages`, `token_ids` and `file` (a path), and as keywords `model`, `layout`,
     `policy`, `policy_params`, `compression_ratio` (the fraction removed) or `budget_tokens`, `codec`, `ttl_s` or
-    `expires_at`, `name`, `labels`, and `keep_source` to keep the text beside the cache. With `respond_async` the
-    request comes back at once, for `client.requests.retrieve`.
+    `expires_at`, `name`, `labels`, and `keep_source` to keep the text (or "tokens", the token ids alone) for
+    `source_ttl_s`, so that a query with `on_miss="recompute"` makes the cache again if it is lost. With `respond_async`
+    the request comes back at once, for `client.requests.retrieve`.
 
     `levels` are several compression ratios at once, or mappings of `compression_ratio` and `codec`, whose caches come
     back in a list, from one prefill. With `min_quality` only the smallest cache that agrees enough with the full one is

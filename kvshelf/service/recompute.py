@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from kvshelf.api import Asking, CreateCache, Message
+from kvshelf.api.queries import Remade
 from kvshelf.api.strict import MissReason
 from kvshelf.errors import (
     CacheCorrupt,
@@ -25,7 +28,9 @@ from kvshelf.service.http.waiting import off_loop
 from kvshelf.service.state import Service
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
+from kvshelf.store.types import Source, TokenIds
 from kvshelf.workers.policies import POLICIES
+from kvshelf.workers.replica.create.spec import Recreation
 from kvshelf.workers.replica.results import Reply
 
 UNUSABLE: Final = (CacheCorrupt, CacheExpired, ModelMismatch)
@@ -39,16 +44,15 @@ _SAME_DOCUMENT = ("model", "document", "layout", "boundary")
 
 @dataclass(frozen=True)
 class AskedCache:
-    """A cache of a question, and its kept source if the query may need it: text, or messages as JSON.
+    """A cache of a question, and its kept source if the query may need it.
 
-    asked: the id in the query. manifest: of the cache that answers: another one if it was made again, and `recomputed`
-    says why. The source is read before the cache, even if the cache is known to be corrupt: its bytes are checked
-    separately.
+    asked: the id in the query. manifest: of the cache that answers, perhaps one that was made again: `recomputed` says
+    why. The source is read before the cache, even if the cache is known to be gone or corrupt.
     """
 
     asked: str
     manifest: Manifest
-    source: str | None = None
+    source: Source | None = None
     recomputed: MissReason | None = None
 
 
@@ -93,6 +97,36 @@ class Question:
         """The caches that answer."""
         return [cache.manifest.id for cache in self.caches]
 
+    @property
+    def remade(self) -> list[Remade] | None:
+        """The caches of the query that were made again, None if there are none."""
+        found = [Remade(cache_id=each.asked, reason=each.recomputed) for each in self.caches if each.recomputed]
+        return found or None
+
+    async def answered(self) -> tuple[Question, list[Reply]]:
+        """The answer to each prompt, and the question with the caches that gave them: some may have been made again."""
+        question = self
+        while True:
+            try:
+                return question, await question.answers()
+            except UNUSABLE as miss:
+                question = await question.again(miss)
+
+    async def pieces(self) -> AsyncGenerator[tuple[Question, str | Reply], None]:
+        """The one answer in pieces, and then as a whole. No cache is made again once a piece is there."""
+        question, begun = self, False
+        while True:
+            try:
+                async with aclosing(question.stream()) as replies:
+                    async for piece in replies:
+                        begun = True
+                        yield question, piece
+                return
+            except UNUSABLE as miss:
+                if begun:
+                    raise
+                question = await question.again(miss)
+
     async def answers(self) -> list[Reply]:
         """The answer to each prompt."""
         deadline_s = self.service.settings.request_deadline_s
@@ -105,9 +139,10 @@ class Question:
 
     async def again(self, miss: KvshelfError) -> Question:
         """The question with the cache of this miss compressed again, with the same parameters. A changed model gives
-        another cache id.
+        another cache id, and nothing else does.
 
-        Raises the miss itself if the query does not ask for this, or if the cache has been made again already.
+        Raises the miss itself if the query does not ask for this, if the cache has been made again already, or if token
+        ids are those of another tokenizer. `ModelMismatch` if another cache came out.
         """
         at = self._missed(miss)
         cache = self.caches[at]
@@ -115,12 +150,27 @@ class Question:
             raise miss
         if cache.source is None:
             raise _lost(miss) from miss
-        made = await self._create(_spec(cache.manifest, cache.source))
+        moved = isinstance(miss, ModelMismatch)
+        if moved and isinstance(cache.source, TokenIds) and not self._reads_tokens_of(cache.manifest):
+            raise miss
+        made = await self._create(_spec(cache.manifest, cache.source, keep=moved))
+        if made.id != cache.asked and not moved:
+            raise ModelMismatch(
+                f"from the source of cache {cache.asked} this version of kvshelf makes another cache, {made.id}: its "
+                "policy or format is another one now. Ask that one instead",
+                param="cache_id",
+                cache_id=cache.asked,
+            )
         if cache.manifest.pinned and not made.pinned:
             update = self.service.store.update
             made = await off_loop(update, made.id, tenant=self.caller.tenant, pinned=True)
         remade = replace(cache, manifest=made, recomputed=miss_reason(miss))
         return replace(self, caches=(*self.caches[:at], remade, *self.caches[at + 1 :]))
+
+    def _reads_tokens_of(self, manifest: Manifest) -> bool:
+        """Whether token ids mean to the engine's model what they meant to that of a cache."""
+        ours, theirs = self.service.identities[self.engine.model], manifest.identity["model"]
+        return (ours.tokenizer, ours.template) == (theirs["tokenizer"], theirs["template"])
 
     def _missed(self, miss: KvshelfError) -> int:
         """The place of the cache that a miss is about. Of several, a replica names it; otherwise raises the miss."""
@@ -142,11 +192,9 @@ class Question:
                 param="compare",
             )
         if found is None:
-            again = _spec(cache.manifest, str(cache.source))
-            full = CreateCache.model_construct(
-                document=again.document, messages=again.messages, layout=again.layout, policy="full", ttl_s=FULL_TTL_S
-            )
-            found = await self._create(full)
+            assert cache.source is not None
+            fields = _document(cache.manifest, cache.source)
+            found = await self._create(Recreation.model_construct(**fields, policy="full", ttl_s=FULL_TTL_S))
         return replace(self, caches=(AskedCache(found.id, found),))
 
     async def _stored_full(self, manifest: Manifest) -> Manifest | None:
@@ -166,15 +214,25 @@ class Question:
         return (await self.engine.create(spec, tenant=self.caller.tenant, deadline_s=deadline_s)).manifest
 
 
-def _spec(manifest: Manifest, source: str) -> CreateCache:
-    """The creation that made a cache, with all the parameters it used: none is left to a default."""
+def _document(manifest: Manifest, source: Source) -> dict[str, Any]:
+    """The fields of a creation that say what is compressed."""
     identity = manifest.identity
+    fields: dict[str, Any] = {"layout": identity["layout"], "boundary": identity["boundary"]}
+    if isinstance(source, TokenIds):
+        return fields | {"token_ids": list(source.ids), "protected_prefix": source.protected_prefix}
+    if identity["boundary"] in ("text", "document"):
+        return fields | {"document": source}
+    return fields | {"messages": [Message(**message) for message in json.loads(source)]}
+
+
+def _spec(manifest: Manifest, source: Source, *, keep: bool) -> CreateCache:
+    """The creation that made a cache, with all the parameters it used: none is left to a default. keep: whether its
+    source is to be kept once more, as under another id; for as long as it was, from now on."""
+    identity, kept = manifest.identity, manifest.source
     takes_budget = POLICIES[manifest.policy].takes_budget if manifest.policy in POLICIES else True
-    is_text = identity["boundary"] in ("text", "document")
-    return CreateCache.model_construct(  # validated when it was a request
-        document=source if is_text else None,
-        messages=None if is_text else [Message(**message) for message in json.loads(source)],
-        layout=identity["layout"],
+    ends = None if kept is None else kept.expires_at
+    return Recreation.model_construct(  # validated when it was a request
+        **_document(manifest, source),
         policy=manifest.policy,
         policy_params=manifest.policy_params,
         compression_ratio=manifest.compression_ratio if takes_budget else None,
@@ -183,26 +241,29 @@ def _spec(manifest: Manifest, source: str) -> CreateCache:
         ttl_s=None if manifest.expires_at is None else manifest.expires_at - manifest.created_at,
         name=manifest.name,
         labels=manifest.labels,
-        keep_source=True,
+        keep_source=keep and ("tokens" if isinstance(source, TokenIds) else True),
+        source_ttl_s=None if ends is None else max(ends - time.time(), 1.0),
     )
 
 
 def _found(store: Store, cache_id: str, tenant: str, *, source: bool, recompute: bool) -> AskedCache:
-    """source: whether the kept source is read, too. recompute: whether a corrupt cache may be made again from it."""
+    """source: whether the kept source is read, too. recompute: whether a lost cache may be made again from it."""
     try:
         manifest = store.stat(cache_id, tenant=tenant)
-        kept = store.source(cache_id, tenant=tenant) if source and _is_whole(manifest) else None
-        return AskedCache(cache_id, manifest, kept)
-    except CacheCorrupt as miss:
+    except (CacheCorrupt, CacheExpired) as miss:
         if not recompute:
             raise
         try:
-            manifest, text = store.original(cache_id, tenant=tenant)
+            manifest, kept = store.original(cache_id, tenant=tenant)
         except SourceNotKept:
             raise miss from None
         if not _is_whole(manifest):
             raise
-        return AskedCache(cache_id, manifest, text)
+        return AskedCache(cache_id, manifest, kept)
+    with suppress(SourceNotKept):  # it is damaged, or its time is over
+        if source and _is_whole(manifest):
+            return AskedCache(cache_id, manifest, store.source(cache_id, tenant=tenant))
+    return AskedCache(cache_id, manifest)
 
 
 def _is_whole(manifest: Manifest) -> bool:
@@ -212,8 +273,8 @@ def _is_whole(manifest: Manifest) -> bool:
 
 def _lost(miss: KvshelfError) -> SourceNotKept:
     return SourceNotKept(
-        f"the cache cannot be made again, because its source was not kept or has gone with it; send the document "
-        f"again. {miss.message}",
+        f"the cache cannot be made again, because its source was not kept, or not so long; send the document again. "
+        f"{miss.message}",
         param="on_miss",
         miss_reason=miss_reason(miss),
     )

@@ -155,12 +155,15 @@ def etag_of(manifest: Manifest) -> str:
 
 def cache_object(manifest: Manifest, *, existing: bool = False) -> CacheObject:
     """A manifest as the API shows it."""
-    same = CacheObject.model_fields.keys() - {"object", "tokens", "bytes", "existing"}
+    same = CacheObject.model_fields.keys() - {"object", "tokens", "bytes", "existing", "source"}
+    kept = manifest.source
     return CacheObject.model_validate(
         manifest.model_dump(include=same)
         | {
             "tokens": {"document": manifest.num_tokens, "kept": manifest.kept_tokens},
             "bytes": manifest.bytes,
+            "has_source": kept is not None,
+            "source": kept and {"form": kept.form, "bytes": kept.nbytes, "expires_at": kept.expires_at},
             "existing": existing,
         }
     )

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Self
 
 from pydantic import Field, ValidationError, model_validator
 
 from kvshelf.api import Quality
 from kvshelf.api.strict import CacheName, Labels, RequestBody, misuse, refusal, require_bounded
-from kvshelf.errors import InvalidRequest
+from kvshelf.errors import InvalidRequest, SourceNotKept
 from kvshelf.store.artifact.exported import Exported, about_part
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
@@ -41,8 +42,11 @@ def _possible(quality: Quality) -> bool:
 
 
 def export_part(store: Store, manifest: Manifest) -> bytes:
-    """What follows the blob of a stored cache in its export. Raises as `Store.source` does."""
-    source = store.source(manifest.id, tenant=manifest.tenant).encode() if manifest.has_source else b""
+    """What follows the blob of a stored cache in its export, with a source that is text. Raises as `Store.get` does."""
+    source = b""
+    if manifest.source is not None and manifest.source.form == "text":
+        with suppress(SourceNotKept):  # its time is over by now
+            source = str(store.source(manifest.id, tenant=manifest.tenant)).encode()
     about = About.model_construct(name=manifest.name, labels=manifest.labels, quality=manifest.quality)
     return about_part(bytes.fromhex(manifest.blob_digest), about.model_dump_json().encode(), source)
 

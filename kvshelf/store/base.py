@@ -14,7 +14,7 @@ from kvshelf.store.jobs.files import Files
 from kvshelf.store.jobs.requests import Requests
 from kvshelf.store.jobs.transforms import KeptTransforms
 from kvshelf.store.manifest import Judgement, Manifest, Usage
-from kvshelf.store.types import UNSET, BlobFile, Page, Receipt, Scrubbed, Swept, Unset
+from kvshelf.store.types import UNSET, BlobFile, Page, Receipt, Scrubbed, Source, Swept, Unset
 
 if TYPE_CHECKING:
     from kvshelf.store.artifact.arriving import ArrivingCache
@@ -47,21 +47,22 @@ class Store(abc.ABC):
         name: str = "",
         pinned: bool = False,
         timings: Timings | None = None,
-        source: str | None = None,
+        source: Source | None = None,
+        source_ttl_s: float | None = None,
         judged: Judgement | None = None,
         parent_id: str | None = None,
     ) -> Manifest:
         """Store a cache: write, verify what was written, then make it visible. Durable when it returns.
 
         `codec` is a text of `kvshelf.store.artifact.codecs`; "none" adds no encoding to the cache. The manifest and
-        the id hold the canonical text of the codec. source: the document's text, to be kept with the cache. judged:
-        the cache's measured quality. parent_id: the stored cache that this one extends. The home then keeps only the
-        bytes that the parent lacks, and deletes the parent only together with this cache (see `delete`).
+        the id hold the canonical text of the codec. source, source_ttl_s: see `keep_source`. judged: the cache's
+        measured quality. parent_id: the stored cache that this one extends. The home then keeps only the bytes that
+        the parent lacks, and deletes the parent only together with this cache (see `delete`).
         If this cache is on the shelf already, nothing is written and its manifest is returned unchanged, labels and
-        expiry included; only a missing source is added. An expired or corrupt cache is replaced. Sets `store_s` in the
-        manifest's timings. Raises `InvalidRequest` (arguments, or a cache that the codec or the format cannot hold),
-        `QuotaExceeded`, `StorageFull`, `CacheNotFound` if the parent is unknown or was deleted, even while this cache
-        was being written; nothing is visible after an error. A parent that has expired is no error.
+        expiry included; only a source is added as by `keep_source`. An expired or corrupt cache is replaced. Sets
+        `store_s` in the manifest's timings. Raises `InvalidRequest` (arguments, or a cache that the codec or the format
+        cannot hold), `QuotaExceeded`, `StorageFull`, `CacheNotFound` if the parent is unknown or was deleted, even
+        while this cache was being written; nothing is visible after an error. A parent that has expired is no error.
         """
 
     @abc.abstractmethod
@@ -108,21 +109,32 @@ class Store(abc.ABC):
         """The stored bytes, verified, for a download. Raises as `get` does."""
 
     @abc.abstractmethod
-    def source(self, cache_id: str, *, tenant: str = "default") -> str:
-        """The document's text, verified. Raises `SourceNotKept` where none was kept, and as `get` does."""
-
-    def original(self, cache_id: str, *, tenant: str = "default") -> tuple[Manifest, str]:
-        """The manifest and the document's text, to recompute a cache, even one whose blob is corrupt.
-
-        Raises as `source` does; `CacheCorrupt` only if the text or the manifest is damaged as well.
-        """
-        return self.stat(cache_id, tenant=tenant), self.source(cache_id, tenant=tenant)
+    def source(self, cache_id: str, *, tenant: str = "default") -> Source:
+        """The document's text or token ids, verified. Raises `SourceNotKept` where none is kept, and as `get` does. A
+        damaged one is removed; its cache stays."""
 
     @abc.abstractmethod
-    def keep_source(self, cache_id: str, text: str, *, tenant: str = "default") -> Manifest:
-        """Keep a document's text with a stored cache. The caller vouches that the text is the cache's document.
+    def original(self, cache_id: str, *, tenant: str = "default") -> tuple[Manifest, Source]:
+        """The manifest and the source, to make a cache again: even one that was evicted, has expired or is corrupt.
 
-        Writes nothing if a source is kept already. Raises as `put` and `get` do.
+        The manifest of one that is gone is as it was when it was last changed. Raises `SourceNotKept`, `CacheNotFound`.
+        """
+
+    @abc.abstractmethod
+    def keep_source(
+        self,
+        cache_id: str,
+        source: Source,
+        *,
+        tenant: str = "default",
+        ttl_s: float | None = None,
+        expires_at: float | None = None,
+    ) -> Manifest:
+        """Keep a source for a stored cache. The caller vouches that it is the cache's document.
+
+        It stays until its own end, which is set as that of a cache is, also if the cache goes before; `delete` removes
+        it. One that is kept already stays, but a text takes the place of token ids, and a later end that of an earlier
+        one. It counts for the tenant's quota. Raises as `put` and `get` do.
         """
 
     @abc.abstractmethod
@@ -187,7 +199,8 @@ class Store(abc.ABC):
         if_revision: Collection[str] | None = None,
         cascade: bool = False,
     ) -> Receipt:
-        """Remove a cache, even an expired or corrupt one. Readers that have it open can finish. Raises `CacheNotFound`.
+        """Remove a cache and its source, even if the cache has expired, was evicted or is corrupt. Readers that have it
+        open can finish. Raises `CacheNotFound`.
 
         cascade: also remove all caches that extend it, and those that extend these, the last ones first. Without it,
         such a cache raises `CacheHasChildren`: its bytes would live on in them. An interrupted cascade has removed some

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 
 from kvshelf.errors import CacheCorrupt, CacheHasChildren, CacheNotFound, EtagMismatch, InvalidRequest
 from kvshelf.store.manifest import Manifest
-from kvshelf.store.types import Unset
+from kvshelf.store.types import Source, TokenIds, Unset
 
 PAGE_LIMIT: Final = 1000
 LABEL_LIMIT: Final = 64
@@ -95,8 +95,13 @@ def require_text(value: str, param: str, *, limit: int = TEXT_LIMIT, empty: bool
     return value
 
 
-def require_source(text: str) -> str:
-    """A document's text: at least one character, all encodable as UTF-8."""
+def require_source(source: Source) -> Source:
+    """A document's text, at least one character, all encodable as UTF-8; or token ids, at least one."""
+    if isinstance(source, TokenIds):
+        if not 0 <= source.protected_prefix <= len(source.ids) or not source.ids:
+            raise InvalidRequest("source must have token ids, at least those of its protected prefix", param="source")
+        return source
+    text = source
     if not isinstance(text, str) or not 0 < len(text) <= SOURCE_LIMIT:
         raise InvalidRequest(f"source must be text of 1 to {SOURCE_LIMIT} characters", param="source")
     if any("\ud800" <= char <= "\udfff" for char in text):

@@ -9,6 +9,8 @@ from typing import Final, Literal
 from kvshelf.errors import StorageFull
 from kvshelf.store.blobs import Blobs
 from kvshelf.store.index import Entry, Index, Writing
+from kvshelf.store.jobs.table import read
+from kvshelf.store.manifest import SourceRecord
 
 ORPHAN_GRACE_S: Final = 3600.0
 """How long bytes without an entry or a registered write stay: a power cut may have lost the registration of a write
@@ -35,9 +37,10 @@ def bury(index: Index, blobs: Blobs, entry: Entry, state: Literal["expired", "ev
     except StorageFull:
         # A full disk has no space for the tombstone, so free some: remove the bytes first. If the process dies in
         # between, the next reader finds them missing and the cache corrupt.
-        if entry.name is not None and index.is_base(entry.name):
-            raise
-        _remove(blobs, entry)
+        if entry.name is not None:
+            if index.is_base(entry.name):
+                raise
+            blobs.remove(entry.name, entry.nbytes)
         buried = index.bury(entry, state, now)
     if buried:
         discard(index, blobs, entry)
@@ -47,20 +50,10 @@ def bury(index: Index, blobs: Blobs, entry: Entry, state: Literal["expired", "ev
 def discard(index: Index, blobs: Blobs, names: Entry | Writing) -> None:
     """Remove the bytes of a replaced or buried entry, or of a write, then their registration; those of a blob that is a
     base stay. Then those of bases that were kept for it alone. After a crash, a sweep does it."""
-    if names.name is not None and index.is_base(names.name):
-        source, nbytes = names.source, names.source_bytes
-        if source is not None and blobs.remove(source, nbytes):
-            index.abandon(source)
-    elif _remove(blobs, names) and names.name is not None:
+    if names.name is not None and not index.is_base(names.name) and blobs.remove(names.name, names.nbytes):
         index.abandon(names.name)
     if names.bases:
         reclaim(index, blobs)
-
-
-def _remove(blobs: Blobs, names: Entry | Writing) -> bool:
-    """Whether all bytes are gone. If a reader keeps some a while, they stay registered, and a sweep removes them."""
-    gone = [blobs.remove(name, nbytes) for name, nbytes in names.names()]
-    return all(gone)
 
 
 def make_room(index: Index, blobs: Blobs, nbytes: int, now: float) -> int:
@@ -78,11 +71,29 @@ def make_room(index: Index, blobs: Blobs, nbytes: int, now: float) -> int:
                 passed_over += 1
                 continue
             bury(index, blobs, victim, "evicted", now)
-            freed += victim.nbytes + victim.source_bytes
+            freed += victim.nbytes
             if freed >= nbytes:
                 return freed
         if not victims:
             break
+    return freed
+
+
+def drop_sources(index: Index, blobs: Blobs, most: int) -> int:
+    """Remove up to `most` sources, the oldest first; returns the bytes freed. Their caches are told so.
+
+    The last to go: a source is a thousandth of its cache, and the cache can be made again from it.
+    """
+    freed = 0
+    for item in index.jobs.open_items("source", most):
+        kept = read(item, SourceRecord)
+        if not index.jobs.remove(item.id):
+            continue
+        freed += kept.body.stored_bytes
+        entry = index.find(kept.manifest.id, item.tenant)
+        if entry is not None and entry.state == "ready":
+            index.swap(entry, entry.manifest().model_copy(update={"source": None}))
+    reclaim(index, blobs)
     return freed
 
 
@@ -92,7 +103,7 @@ def reclaim(index: Index, blobs: Blobs) -> int:
     for writing in index.abandoned():
         # The registration goes last, so that the next sweep finishes after a crash here. The writer itself can publish
         # nothing: its lease has run out.
-        if _remove(blobs, writing):
+        if blobs.remove(writing.name, writing.nbytes):
             index.abandon(writing.name)
             count += 1
     return count

@@ -37,10 +37,9 @@ class Entry:
     """One cache id of one tenant. `expired`, `evicted` and `deleted` are tombstones: no manifest and no names.
 
     seq: orders listings; never repeats, and a cache that is put again gets a new one. version: counts changes of the
-    manifest. name, source: names of the blob and the kept source in `Blobs`. nbytes, source_bytes: their sizes there,
-    encryption included. uses: times the cache was touched. priority: see `kvshelf.store.eviction`. bases: blobs of
-    other caches that hold a part of this one's bytes (`kvshelf.store.splice`). parent_id: the cache that this one
-    extends; a tombstone keeps it.
+    manifest. name: of the blob in `Blobs`. nbytes: its size there, encryption included. uses: times the cache was
+    touched. priority: see `kvshelf.store.eviction`. bases: blobs of other caches that hold a part of this one's bytes
+    (`kvshelf.store.splice`). parent_id: the cache that this one extends; a tombstone keeps it.
     """
 
     seq: int
@@ -50,8 +49,6 @@ class Entry:
     version: int
     name: str | None = None
     nbytes: int = 0
-    source: str | None = None
-    source_bytes: int = 0
     expires_at: float | None = None
     last_used_at: float | None = None
     uses: int = 0
@@ -83,8 +80,7 @@ class Entry:
 
     def names(self) -> list[Name]:
         """Every name in `Blobs` that belongs to the entry, with its size."""
-        both = ((self.name, self.nbytes), (self.source, self.source_bytes))
-        return [(name, nbytes) for name, nbytes in both if name is not None]
+        return [] if self.name is None else [(self.name, self.nbytes)]
 
     def needed(self) -> list[Name]:
         """Every name that reading the entry takes: its own, and those of its bases."""
@@ -92,16 +88,10 @@ class Entry:
 
     def retired(self) -> Writing:
         """The names and bases that the entry loses when it ends."""
-        return Writing(
-            self.name or "", self.id, self.tenant, self.nbytes, self.source, self.source_bytes, bases=self.bases
-        )
+        return Writing(self.name or "", self.id, self.tenant, self.nbytes, bases=self.bases)
 
     def swapped(self, manifest: Manifest, writing: Writing | None) -> tuple[Entry, Writing | None]:
-        """The entry with another manifest and the names of a write, and the names and bases that the write replaces.
-
-        A write without a blob (`nbytes` 0) replaces the source alone. A write without a source keeps the entry's
-        source, if the manifest says that there is one.
-        """
+        """The entry with another manifest and the blob of a write, and the blob and bases that the write replaces."""
         entry = replace(
             self,
             version=self.version + 1,
@@ -113,46 +103,32 @@ class Entry:
         )
         if writing is None:
             return entry, None
-        gone = self.retired()
-        if writing.nbytes:
-            entry = replace(entry, name=writing.name, nbytes=writing.nbytes, bases=writing.bases)
-        else:
-            gone = replace(gone, name=self.source or "", nbytes=0, bases=())
-        if writing.source is None and manifest.has_source:
-            gone = replace(gone, source=None, source_bytes=0)
-        else:
-            entry = replace(entry, source=writing.source, source_bytes=writing.source_bytes)
-        return entry, gone if gone.name else None
+        return replace(entry, name=writing.name, nbytes=writing.nbytes, bases=writing.bases), self.retired()
 
 
 @dataclass(frozen=True)
 class Writing:
-    """A write in progress: names in `Blobs` with their sizes, which are reserved for the tenant.
+    """A write in progress: a name in `Blobs` with its size, which is reserved for the tenant.
 
-    `nbytes` is 0 where only a source is written; `name` is then that of the source. bases, parent_id: those of the
-    entry that the write becomes; they are registered with the entry, not before.
+    of_cache: whether the bytes become the blob of an entry; False for those that an item of the job table will hold,
+    and for a blob that is kept as a base alone. bases, parent_id: those of the entry that the write becomes; they are
+    registered with the entry, not before.
     """
 
     name: str
     cache_id: str
     tenant: str
     nbytes: int
-    source: str | None = None
-    source_bytes: int = 0
+    of_cache: bool = True
     bases: tuple[Name, ...] = ()
     parent_id: str | None = None
-
-    def names(self) -> list[Name]:
-        """The names under which the write puts bytes, with their sizes."""
-        both = ((self.name if self.nbytes else None, self.nbytes), (self.source, self.source_bytes))
-        return [(name, nbytes) for name, nbytes in both if name is not None]
 
 
 @dataclass(frozen=True)
 class Quota:
     """Limits of one tenant, and of all tenants together (`budget_bytes`); None: no limit.
 
-    Bytes are those of `Entry.nbytes` and `source_bytes`.
+    Bytes are those of `Entry.nbytes`, and those that the items of the job table hold.
     """
 
     max_caches: int | None = None
@@ -228,8 +204,8 @@ class Index(abc.ABC):
 
         Ready and reserved bytes of the tenant together must stay within the quota, else `QuotaExceeded`; those of all
         tenants within `budget_bytes`, else `StorageFull` (the caller evicts and asks again). Nothing is registered
-        then. An entry of the same id does not count, because the write replaces it. A write of a source alone
-        (`nbytes` 0) replaces nothing and adds no cache.
+        then. An entry of the same id does not count, because the write replaces it. A write that is not `of_cache`
+        replaces nothing and adds no cache.
         """
 
     @abc.abstractmethod
@@ -255,8 +231,8 @@ class Index(abc.ABC):
         """Make a cache visible, which ends its write.
 
         If a live entry has the id and its blob is not that of `over`, nothing is changed: (False, that entry).
-        Otherwise the cache replaces any entry of its id: (True, the replaced entry if it had names, else None). Those
-        names are then among the `abandoned`, or kept. cost_s: seconds to make the cache again, for eviction.
+        Otherwise the cache replaces any entry of its id: (True, the replaced entry if it had a name, else None). That
+        name is then among the `abandoned`, or kept. cost_s: seconds to make the cache again, for eviction.
 
         Raises `StoreUnavailable` if the lease of the write has run out, `CacheNotFound` if an ancestor of the cache
         (its parent, the parent's parent) was deleted, and `BasesGone` unless each base is the blob of a stored entry of
@@ -279,7 +255,7 @@ class Index(abc.ABC):
 
     @abc.abstractmethod
     def usage(self, tenant: str | None) -> Usage:
-        """Ready entries and their bytes, sources included. tenant None: of all tenants."""
+        """Ready entries and their bytes. tenant None: of all tenants."""
 
     @abc.abstractmethod
     def stored(self) -> Iterator[Entry]:
@@ -287,7 +263,7 @@ class Index(abc.ABC):
 
     @abc.abstractmethod
     def knows(self, name: str) -> bool:
-        """Whether an entry or a write in progress has this name in `Blobs`, as blob or as source, or it is kept."""
+        """Whether an entry or a write in progress has this name in `Blobs`, or it is kept."""
 
     @abc.abstractmethod
     def is_base(self, name: str) -> bool:
@@ -299,8 +275,8 @@ class Index(abc.ABC):
     def swap(self, entry: Entry, manifest: Manifest, writing: Writing | None = None) -> bool:
         """Put another manifest into a ready entry, with the manifest's expiry, labels and pin.
 
-        writing: give the entry the names of this write as well, which ends the write; see `Entry.swapped`. The replaced
-        names are then among the `abandoned`, or kept. A new blob makes a corrupt entry ready again. False: the entry
+        writing: give the entry the blob of this write as well, which ends the write; see `Entry.swapped`. The replaced
+        one is then among the `abandoned`, or kept. A new blob makes a corrupt entry ready again. False: the entry
         has ended or changed since (name, version), and nothing is done. Raises `StoreUnavailable` if the lease of the
         write has run out, and `BasesGone` as `publish` does.
         """
@@ -315,7 +291,7 @@ class Index(abc.ABC):
 
     @abc.abstractmethod
     def bury(self, entry: Entry, state: Literal["expired", "evicted", "deleted"], now: float) -> bool:
-        """Turn a stored entry into a tombstone, without data of callers. Its names are then among the `abandoned`, or
+        """Turn a stored entry into a tombstone, without data of callers. Its name is then among the `abandoned`, or
         kept.
 
         False, and nothing done: the entry was put again since (its seq differs), or is a tombstone already. "deleted"

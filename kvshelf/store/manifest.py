@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvshelf.api import Quality, Timings, Tried
@@ -14,7 +13,7 @@ from kvshelf.store.artifact.identity import canonical_json, digest
 if TYPE_CHECKING:
     from kvshelf.store.artifact.cache import CompressedCache
 
-_REVISED = {"blob_digest", "created_at", "expires_at", "has_source", "labels", "name", "pinned", "quality", "tried"}
+_REVISED = {"blob_digest", "created_at", "expires_at", "labels", "name", "pinned", "quality", "source", "tried"}
 
 
 class Record(BaseModel):
@@ -38,6 +37,25 @@ class Judgement(Record):
     tried: tuple[Tried, ...] = ()
 
 
+class Body(Record):
+    """Where bytes lie in `Blobs`, how many they are there, and the BLAKE3 digest of the plain bytes in hex."""
+
+    name: str
+    stored_bytes: int
+    digest: str
+
+
+class SourceInfo(Record):
+    """A kept source. form: the document's text (messages as JSON), or its token ids alone. nbytes: before encryption.
+    digest: of these bytes, in hex. expires_at: Unix seconds, None: when the cache is deleted; it may be before or after
+    the end of the cache."""
+
+    form: Literal["text", "tokens"]
+    nbytes: int
+    digest: str
+    expires_at: float | None = None
+
+
 _TIMES_16_BITS: Final = {"float32": 2, "float64": 4}
 """How much wider than 16 bits a model's numbers are. By name, because a front end does not import torch."""
 
@@ -47,7 +65,7 @@ class Manifest(Record):
 
     identity: `Identity.to_dict()`. bytes_full: keys and values before compression. bytes_stored: the blob.
     blob_digest: the blob's root digest; segment_digests: one per layer. uses: questions asked so far.
-    source_digest: BLAKE3 of the document's text as UTF-8, if the text is kept with the cache.
+    source: of the document, if it is kept (`kvshelf.store.jobs.sources`).
     quality, tried: see `Judgement`. parent_id: the cache that this one extends, None if it extends none.
     """
 
@@ -77,9 +95,12 @@ class Manifest(Record):
     pinned: bool = False
     name: str = ""
     labels: dict[str, str] = Field(default_factory=dict)
-    has_source: bool = False
-    source_digest: str | None = None
+    source: SourceInfo | None = None
     uses: int = 0
+
+    @property
+    def has_source(self) -> bool:
+        return self.source is not None
 
     @property
     def bytes(self) -> dict[str, int]:
@@ -91,6 +112,20 @@ class Manifest(Record):
     def revision(self) -> str:
         """A digest of everything that can change except the counters of use."""
         return digest("kvshelf.etag", canonical_json(self.model_dump(mode="json", include=_REVISED)))
+
+
+class SourceRecord(Record):
+    """A kept source, as the job table has it. manifest: of the cache, as it was when it was last changed; its `source`
+    is this one. claimed: whether that cache was published with it. width: bytes of a token id, 0: UTF-8 text.
+    compressed: whether the body is a frame of zstandard. protected_prefix: how many of the token ids the template
+    wrote."""
+
+    manifest: Manifest
+    body: Body
+    claimed: bool = False
+    width: int = 0
+    compressed: bool = False
+    protected_prefix: int = 0
 
 
 def describe(cache: CompressedCache, packed: PackedBlob, **fields: Any) -> Manifest:
@@ -112,8 +147,3 @@ def describe(cache: CompressedCache, packed: PackedBlob, **fields: Any) -> Manif
         segment_digests=tuple(layer.digest.hex() for layer in packed.header.layers),
         **fields,
     )
-
-
-def source_digest(text: bytes) -> str:
-    """Hex BLAKE3 of a kept source, UTF-8."""
-    return blake3(text).hexdigest()

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from io import BufferedReader
 
-from kvshelf.errors import BlobError, CacheCorrupt, CacheExpired, SourceNotKept, StoreError
+from kvshelf.errors import BlobError, CacheCorrupt, CacheExpired, StoreError
 from kvshelf.store import checks
 from kvshelf.store.blobs import Blobs, Name, StoredFile
 from kvshelf.store.index import Entry, Index
-from kvshelf.store.manifest import source_digest
+from kvshelf.store.jobs.sources import Sources
 from kvshelf.store.rules import Rules
-from kvshelf.store.writer import SOURCE_PREFIX, joined, open_all, opened
+from kvshelf.store.writer import joined, open_all
 
 
 class Reader:
     """Reads caches of one home. Used by `Shelf`; any number of threads at once."""
 
-    def __init__(self, index: Index, blobs: Blobs, rules: Rules, now: Callable[[], float]) -> None:
+    def __init__(self, index: Index, blobs: Blobs, rules: Rules, sources: Sources, now: Callable[[], float]) -> None:
         self._index = index
+        self._sources = sources
         self._blobs = blobs
         self._rules = rules
         self._now = now
@@ -35,6 +35,8 @@ class Reader:
         """As `ready`, but returns the entry of a corrupt cache as well, if it still has its manifest."""
         checks.require_id(cache_id)
         entry = self._index.find(cache_id, tenant)
+        if entry is None and self._sources.find(cache_id, tenant) is not None:  # its tombstone was forgotten
+            raise _expired(cache_id)
         if entry is None or entry.state == "deleted":
             raise checks.not_found(cache_id)
         if entry.state == "evicted":
@@ -44,9 +46,7 @@ class Reader:
                 reason="evicted",
             )
         if entry.expired(self._now()):
-            raise CacheExpired(
-                f"cache {cache_id} has expired; compress its document again", param="cache_id", reason="expired"
-            )
+            raise _expired(cache_id)
         if entry.text is None:
             raise _quarantined(entry)
         return entry
@@ -82,38 +82,27 @@ class Reader:
                     raise BlobError(f"{which} is missing or not a regular file", reason="missing")
             entry = again
 
-    def source(self, entry: Entry) -> str:
-        """The text of an entry, verified. Raises `SourceNotKept` if none was kept, `CacheCorrupt`."""
-        if entry.source is None:
-            raise SourceNotKept(
-                f"the text of cache {entry.id} was not kept; create it with keep_source to have it", param="cache_id"
-            )
-        subject = SOURCE_PREFIX + entry.id
-        with self.quarantining(entry, (entry.source, entry.source_bytes)):
-            file, nbytes = opened(self._blobs, self._rules, entry.source, entry.source_bytes, entry.tenant, subject)
-            with BufferedReader(file) as whole:
-                text = whole.read(nbytes)
-            if source_digest(text) != entry.manifest().source_digest:
-                raise BlobError("its source is not what was written: its digest differs", reason="digest_mismatch")
-        return text.decode()
-
     @contextmanager
-    def quarantining(self, entry: Entry, read: tuple[str, int] | None = None) -> Iterator[None]:
+    def quarantining(self, entry: Entry) -> Iterator[None]:
         """A `BlobError` in the block quarantines the cache: later reads fail at once, without reading its bytes.
 
-        read: name and size of the bytes that the block reads; the blob by default. The source of a cache with a corrupt
-        blob stays in place, so that the cache can be recomputed from it, and so does a blob that other caches have as a
-        base: what they use of it may be sound.
+        A blob that other caches have as a base stays in place: what they use of it may be sound.
         """
         try:
             yield
         except BlobError as error:
             # If the shelf cannot be written either, the next read finds the damage again.
             with suppress(StoreError):
-                name, nbytes = read or entry.names()[0]
+                ((name, nbytes),) = entry.names()
                 if self._index.mark_corrupt(entry, error.message) and not self._index.is_base(name):
                     self._blobs.set_aside(name, nbytes)
             raise checks.corrupt(entry.id, error.message, error.reason) from error
+
+
+def _expired(cache_id: str) -> CacheExpired:
+    return CacheExpired(
+        f"cache {cache_id} has expired; compress its document again", param="cache_id", reason="expired"
+    )
 
 
 def _quarantined(entry: Entry) -> CacheCorrupt:

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from io import BufferedReader
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from kvshelf.errors import (
     InvalidRequest,
     KvshelfError,
     QuotaExceeded,
+    SourceNotKept,
     StorageFull,
 )
 from kvshelf.store import checks, housekeeping
@@ -33,12 +34,13 @@ from kvshelf.store.jobs.batches import Batches
 from kvshelf.store.jobs.bodies import Bodies
 from kvshelf.store.jobs.files import Files
 from kvshelf.store.jobs.requests import Requests
+from kvshelf.store.jobs.sources import Sources
 from kvshelf.store.jobs.transforms import KeptTransforms
-from kvshelf.store.manifest import Judgement, Manifest, Usage, describe, source_digest
+from kvshelf.store.manifest import Judgement, Manifest, SourceRecord, Usage, describe
 from kvshelf.store.reader import Reader, require_root
 from kvshelf.store.rules import Rules
-from kvshelf.store.types import UNSET, BlobFile, Page, Receipt, Scrubbed, Swept, Unset
-from kvshelf.store.writer import Content, Writer, blob_content, is_whole, source_content, spliced_content
+from kvshelf.store.types import UNSET, BlobFile, Page, Receipt, Scrubbed, Source, Swept, Unset
+from kvshelf.store.writer import Content, Writer, blob_content, is_whole, spliced_content
 
 if TYPE_CHECKING:
     from kvshelf.store.artifact.arriving import ArrivingCache
@@ -66,9 +68,10 @@ class Shelf(Store):
         self._rules = rules or Rules()
         self._now = now
         self._walked_at = -math.inf
-        self._reader = Reader(index, blobs, self._rules, now)
         self._writer = Writer(index, blobs, self._rules, now, on_step)
         bodies = Bodies(index, blobs, self._writer, self._rules)
+        self._sources = Sources(index.jobs, bodies, now)
+        self._reader = Reader(index, blobs, self._rules, self._sources, now)
         self.files = Files(index.jobs, bodies, now)
         self.requests = Requests(index.jobs, bodies, now, index.key)
         self.batches = Batches(index.jobs)
@@ -111,10 +114,12 @@ class Shelf(Store):
         name: str = "",
         pinned: bool = False,
         timings: Timings | None = None,
-        source: str | None = None,
+        source: Source | None = None,
+        source_ttl_s: float | None = None,
         judged: Judgement | None = None,
         parent_id: str | None = None,
     ) -> Manifest:
+        until = self.expiry(source_ttl_s, None)
         fields: dict[str, Any] = {
             "expires_at": self.expiry(ttl_s, expires_at),
             "tenant": checks.require_text(tenant, "tenant", empty=False),
@@ -124,32 +129,48 @@ class Shelf(Store):
             "timings": timings or Timings(),
             **dict(judged or Judgement()),
         }
-        text = None if source is None else checks.require_source(source).encode()
+        source = None if source is None else checks.require_source(source)
         codec = str(codecs.resolve(cache.codec, codec))
         cache_id = self.cache_id(cache.identity, tenant=tenant, codec=codec)
         if parent_id is not None:
             self._require_parent(parent_id, cache_id, tenant)
         entry = self._index.find(cache_id, tenant)
         if entry is not None and entry.live(self._now()) and is_whole(self._blobs, entry):
-            return entry.manifest() if source is None else self.keep_source(cache_id, source, tenant=tenant)
+            if source is None:
+                return entry.manifest()
+            return self.keep_source(cache_id, source, tenant=tenant, expires_at=until)
         started = time.perf_counter()
         packed = cache.encoded(codec).pack()
-        sources = []
-        if text is not None:
-            sources.append(source_content(cache_id, text))
-            fields |= {"has_source": True, "source_digest": source_digest(text)}
         fields |= {
             "id": cache_id,
             "document_id": self.document_id(cache.identity, tenant=tenant),
             "parent_id": parent_id,
         }
         manifest = describe(cache, packed, created_at=self._now(), **fields)
-        put = partial(self._writer.put, manifest, started=started, parent_id=parent_id)
-        with ExitStack() as parent:  # open until the cache is published, so that nobody evicts it for the cache
-            try:
-                return put([self._blob_content(cache_id, packed, parent_id, tenant, parent), *sources])
-            except BasesGone:
-                return put([blob_content(cache_id, packed), *sources])
+        with self._holding(manifest, source, until) as held:
+            put = partial(self._writer.put, held, started=started, parent_id=parent_id)
+            with ExitStack() as parent:  # open until the cache is published, so that nobody evicts it for the cache
+                try:
+                    made = put(self._blob_content(cache_id, packed, parent_id, tenant, parent))
+                except BasesGone:
+                    made = put(blob_content(cache_id, packed))
+        if self._sources.claim(made) or source is None:
+            return made
+        return self.keep_source(cache_id, source, tenant=tenant, expires_at=until)
+
+    @contextmanager
+    def _holding(self, manifest: Manifest, source: Source | None, until: float | None) -> Iterator[Manifest]:
+        """The manifest of a cache that is to be published, with its source: the given one, or one that an earlier cache
+        of this id has left. Nobody but this block needs it if the block raises."""
+        kept = self._sources.find(manifest.id, manifest.tenant)
+        info = None if kept is None else kept.manifest.source
+        if source is not None:
+            info = self._sources.hold(manifest, source, until)
+        try:
+            yield manifest.model_copy(update={"source": info})
+        except BaseException:
+            self._sources.remove(manifest.id, manifest.tenant, unclaimed=True)
+            raise
 
     def _require_parent(self, parent_id: str, cache_id: str, tenant: str) -> None:
         entry = self._index.find(checks.require_id(parent_id), tenant)
@@ -184,20 +205,17 @@ class Shelf(Store):
         packed = cache.pack()
         if packed.root.hex() != manifest.blob_digest:
             raise BlobError("the manifest belongs to another blob", reason="wrong_blob")
-        self._writer.put(manifest, [blob_content(manifest.id, packed)], parent_id=parent_id)
+        self._writer.put(manifest, blob_content(manifest.id, packed), parent_id=parent_id)
 
     def mend(self, cache: CompressedCache, cache_id: str, *, tenant: str) -> None:
         """Replace the bytes of a corrupt cache from a copy; its manifest stays. Does nothing if the cache changed.
 
-        Raises as `adopt` and `original` do.
+        Raises as `adopt` and `get` do.
         """
-        entry = self._reader.kept(cache_id, tenant)
-        manifest, packed = entry.manifest(), cache.pack()
-        if packed.root.hex() != manifest.blob_digest:
+        entry, packed = self._reader.kept(cache_id, tenant), cache.pack()
+        if packed.root.hex() != entry.manifest().blob_digest:
             raise BlobError("the copy is another blob", reason="wrong_blob")
-        if entry.source is not None and not self._blobs.holds(entry.source, entry.source_bytes):
-            manifest = manifest.model_copy(update={"has_source": False, "source_digest": None})  # that was the damage
-        self._writer.swap(entry, manifest, [blob_content(cache_id, packed)])
+        self._writer.swap(entry, blob_content(cache_id, packed))
 
     def admit(self, tenant: str) -> None:
         quota = self._rules.quota
@@ -213,16 +231,23 @@ class Shelf(Store):
                 f"bytes of {quota.max_bytes or 'any number'}; delete caches first"
             )
 
-    def keep_source(self, cache_id: str, text: str, *, tenant: str = "default") -> Manifest:
-        data = checks.require_source(text).encode()
-        changes = {"has_source": True, "source_digest": source_digest(data)}
+    def keep_source(
+        self,
+        cache_id: str,
+        source: Source,
+        *,
+        tenant: str = "default",
+        ttl_s: float | None = None,
+        expires_at: float | None = None,
+    ) -> Manifest:
+        checks.require_source(source)
+        until = self.expiry(ttl_s, expires_at)
         while True:
             entry = self._reader.ready(cache_id, tenant)
-            if entry.source is not None:
-                return entry.manifest()
-            manifest = entry.manifest().model_copy(update=changes)
-            if self._writer.swap(entry, manifest, [source_content(cache_id, data)], source_only=True):
-                return manifest
+            with self._holding(entry.manifest(), source, until) as manifest:
+                swapped = entry.manifest().source == manifest.source or self._index.swap(entry, manifest)
+                if swapped and self._sources.claim(manifest):
+                    return manifest
 
     def keep_judgement(self, cache_id: str, judged: Judgement, *, tenant: str = "default") -> Manifest:
         return self._changed(cache_id, tenant, dict(judged), None)
@@ -262,12 +287,33 @@ class Shelf(Store):
         if self.cache_id(header.to_identity(), tenant=tenant, codec=header.codec) != cache_id:
             raise BlobError("its blob belongs to another cache", reason="wrong_identity")
 
-    def source(self, cache_id: str, *, tenant: str = "default") -> str:
-        return self._reader.source(self._reader.ready(cache_id, tenant))
+    def source(self, cache_id: str, *, tenant: str = "default") -> Source:
+        entry = self._reader.ready(cache_id, tenant)
+        try:
+            return self._sources.read(self._kept_source(cache_id, tenant))
+        except SourceNotKept:
+            if entry.manifest().has_source:  # its time is over, or it is damaged
+                self._index.swap(entry, entry.manifest().model_copy(update={"source": None}))
+            raise
 
-    def original(self, cache_id: str, *, tenant: str = "default") -> tuple[Manifest, str]:
-        entry = self._reader.kept(cache_id, tenant)
-        return entry.manifest(), self._reader.source(entry)
+    def original(self, cache_id: str, *, tenant: str = "default") -> tuple[Manifest, Source]:
+        checks.require_id(cache_id)
+        entry = self._index.find(cache_id, tenant)
+        if entry is not None and entry.state == "deleted":
+            raise checks.not_found(cache_id)
+        if entry is None and self._sources.find(cache_id, tenant) is None:
+            raise checks.not_found(cache_id)
+        kept = self._kept_source(cache_id, tenant)
+        there = entry is not None and entry.text is not None
+        return entry.manifest() if entry and there else kept.manifest, self._sources.read(kept)
+
+    def _kept_source(self, cache_id: str, tenant: str) -> SourceRecord:
+        kept = self._sources.find(cache_id, tenant)
+        if kept is None:
+            raise SourceNotKept(
+                f"the source of cache {cache_id} is not kept; create it with keep_source to have it", param="cache_id"
+            )
+        return kept
 
     def stat(self, cache_id: str, *, tenant: str = "default") -> Manifest:
         return self._reader.ready(cache_id, tenant).manifest()
@@ -348,6 +394,8 @@ class Shelf(Store):
                     for name, nbytes in entry.needed():
                         self._blobs.keep_until(name, nbytes, new)
             if self._index.swap(entry, manifest):  # else it was changed since it was looked up
+                if manifest.has_source:
+                    self._sources.claim(manifest)
                 return manifest
 
     def touch(self, cache_id: str, *, tenant: str = "default") -> None:
@@ -368,19 +416,31 @@ class Shelf(Store):
         while True:
             entry = self._index.find(cache_id, tenant) if if_revision is None else self._reader.ready(cache_id, tenant)
             if entry is None or entry.state == "deleted":
-                raise checks.not_found(cache_id)
+                # Perhaps its tombstone was forgotten before its source.
+                freed += self._sources.remove(cache_id, tenant)
+                if not freed:
+                    raise checks.not_found(cache_id)
+                return Receipt(id=cache_id, deleted_at=now, bytes_freed=freed, homes=(self._blobs.home,))
             if if_revision is not None:
                 checks.require_revision(entry.manifest(), if_revision)
             for child in self._descendants(entry, now, cascade=cascade):
-                if housekeeping.bury(self._index, self._blobs, child, "deleted", now):
+                if (nbytes := self._bury(child, now)) is not None:
                     descendants.append(child.id)
-                    freed += child.nbytes + child.source_bytes
-            if housekeeping.bury(self._index, self._blobs, entry, "deleted", now):
-                freed += entry.nbytes + entry.source_bytes
-                homes = (self._blobs.home,)
-                return Receipt(
-                    id=cache_id, deleted_at=now, bytes_freed=freed, homes=homes, descendants=tuple(descendants)
-                )
+                    freed += nbytes
+            if (nbytes := self._bury(entry, now)) is not None:
+                ids, homes = tuple(descendants), (self._blobs.home,)
+                return Receipt(id=cache_id, deleted_at=now, bytes_freed=freed + nbytes, homes=homes, descendants=ids)
+
+    def _bury(self, entry: Entry, now: float) -> int | None:
+        """Delete a cache and its source; returns the bytes freed, None if the cache was changed since."""
+        kept = self._sources.release(entry.id, entry.tenant)
+        if housekeeping.bury(self._index, self._blobs, entry, "deleted", now):
+            return entry.nbytes + (0 if kept is None else self._sources.remove(entry.id, entry.tenant))
+        if kept is not None:
+            now_there = self._index.find(entry.id, entry.tenant)
+            changed = now_there is not None and now_there.text is not None
+            self._sources.claim(now_there.manifest() if now_there and changed else kept.manifest)
+        return None
 
     def _descendants(self, entry: Entry, now: float, *, cascade: bool) -> Sequence[Entry]:
         """The stored caches that extend a cache, the deepest first, to be deleted before it; expired ones end here.
@@ -422,9 +482,17 @@ class Shelf(Store):
             requests=jobs.forget("request", now),
             files=jobs.forget("file", now),
             batches=jobs.forget("batch", now),
+            sources=jobs.forget("source", now),
         )
         housekeeping.reclaim(self._index, self._blobs)  # the bytes that the forgotten jobs held
         return swept
+
+    def drop_lone_sources(self) -> None:
+        """Remove the sources whose caches are not here, as a tier must: nothing would tell it of their deletion."""
+        for kept in self._sources.all():
+            entry = self._index.find(kept.manifest.id, kept.manifest.tenant)
+            if entry is None or not entry.live(self._now()):
+                self._sources.remove(kept.manifest.id, kept.manifest.tenant)
 
     def compact(self) -> int:
         count = 0
@@ -434,7 +502,7 @@ class Shelf(Store):
                 continue
             try:
                 packed = self.get(entry.id, tenant=entry.tenant).pack()
-                count += self._writer.swap(entry, entry.manifest(), [blob_content(entry.id, packed)], evict=False)
+                count += self._writer.swap(entry, blob_content(entry.id, packed), evict=False)
             except (CacheNotFound, CacheError):
                 pass  # it ended meanwhile, or is corrupt
             except (QuotaExceeded, StorageFull) as error:
@@ -457,52 +525,55 @@ class Shelf(Store):
             problem = entry.problem if entry.state == "corrupt" else self._read_through(entry)
             if problem != _GONE:
                 yield _scrubbed(entry, problem)
+        for kept in self._sources.all():
+            problem = _problem(partial(self._sources.read, kept))
+            if problem is not None:
+                yield _scrubbed(kept, problem)
 
     def _read_through(self, entry: Entry) -> str | None:
         """The problem of a cache, None if it is sound, `_GONE` if it ended meanwhile."""
         try:
             self.open_blob(entry.id, tenant=entry.tenant).close()
             self.open_cache(entry.id, tenant=entry.tenant).close()
-            if entry.source is not None:
-                self.source(entry.id, tenant=entry.tenant)
         except KvshelfError as error:
             return _GONE if error.code in ("cache_not_found", "cache_expired") else error.message
         return None
 
     def reseal(self) -> Iterator[Scrubbed]:
-        """Rewrite every cache that is not sealed with the keyring's first key; without a keyring, every sealed cache.
+        """Rewrite every cache and source that is not sealed with the keyring's first key; without a keyring, every one
+        that is sealed.
 
         Manifests stay as they are. An interrupted run continues where it stopped.
         """
         for entry in self._index.stored():
-            if entry.state == "ready" and not self._writer.would_seal_alike(entry):
+            if entry.state == "ready" and not self._writer.would_seal_alike(*entry.needed()):
                 problem = self._seal_anew(entry)
                 yield _scrubbed(entry, problem)
+        for kept in self._sources.all():
+            if not self._writer.would_seal_alike((kept.body.name, kept.body.stored_bytes)):
+                yield _scrubbed(kept, _problem(partial(self._sources.seal_anew, kept)))
 
     def _seal_anew(self, entry: Entry) -> str | None:
         """Returns the problem, None if there was none or the cache ended meanwhile."""
         try:
             for _ in range(_SEAL_ROUNDS):
                 with ExitStack() as parent, suppress(BasesGone):
-                    if self._writer.swap(entry, entry.manifest(), self._contents(entry, parent)):
+                    if self._writer.swap(entry, self._content(entry, parent)):
                         return None
                 entry = self._reader.ready(entry.id, entry.tenant)  # it was changed meanwhile
         except KvshelfError as error:
             return None if error.code in ("cache_not_found", "cache_expired") else error.message
         return f"it was changed {_SEAL_ROUNDS} times while it was sealed anew; try again when it is at rest"
 
-    def _contents(self, entry: Entry, opened: ExitStack) -> Sequence[Content]:
-        """The blob of a cache, and its source if one is kept, read and verified. The blob is what its parent lacks, if
-        that is sealed anew already; the parent stays open in `opened`."""
+    def _content(self, entry: Entry, opened: ExitStack) -> Content:
+        """The blob of a cache, read and verified: what its parent lacks, if that is sealed anew already. The parent
+        stays open in `opened`."""
         packed = self.get(entry.id, tenant=entry.tenant).pack()
         parent_id = entry.parent_id if entry.bases else None
         parent = None if parent_id is None else self._index.find(parent_id, entry.tenant)
-        if parent is None or parent.state != "ready" or not self._writer.would_seal_alike(parent):
+        if parent is None or parent.state != "ready" or not self._writer.would_seal_alike(*parent.needed()):
             parent_id = None
-        content = self._blob_content(entry.id, packed, parent_id, entry.tenant, opened)
-        if entry.source is None:
-            return [content]
-        return [content, source_content(entry.id, self.source(entry.id, tenant=entry.tenant).encode())]
+        return self._blob_content(entry.id, packed, parent_id, entry.tenant, opened)
 
 
 _SEAL_ROUNDS = 10
@@ -515,6 +586,16 @@ _COMPACT_BATCH = 1000
 _GONE = "gone"
 
 
-def _scrubbed(entry: Entry, problem: str | None) -> Scrubbed:
-    nbytes = entry.nbytes + entry.source_bytes
-    return Scrubbed(id=entry.id, tenant=entry.tenant, bytes=nbytes, problem=problem)
+def _scrubbed(of: Entry | SourceRecord, problem: str | None) -> Scrubbed:
+    if isinstance(of, SourceRecord):
+        return Scrubbed(id=of.manifest.id, tenant=of.manifest.tenant, bytes=of.body.stored_bytes, problem=problem)
+    return Scrubbed(id=of.id, tenant=of.tenant, bytes=of.nbytes, problem=problem)
+
+
+def _problem(act: Callable[[], object]) -> str | None:
+    """What an action on a source says that is wrong with it, None if nothing is."""
+    try:
+        act()
+    except KvshelfError as error:
+        return error.message
+    return None

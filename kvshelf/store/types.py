@@ -15,6 +15,18 @@ class Unset:
 UNSET: Final = Unset()
 
 
+@dataclass(frozen=True)
+class TokenIds:
+    """A document as the model read it. The first `protected_prefix` ids were written by the chat template."""
+
+    ids: tuple[int, ...]
+    protected_prefix: int = 0
+
+
+Source = str | TokenIds
+"""The text of a document, messages as JSON, or the token ids alone."""
+
+
 class Page(Record):
     """One page of a listing, newest first. `has_more`: ask again with `after` = the last id of `data`."""
 
@@ -42,6 +54,7 @@ class Swept(Record):
     requests: int = 0
     files: int = 0
     batches: int = 0
+    sources: int = 0
 
 
 class Scrubbed(Record):

@@ -22,7 +22,7 @@ from kvshelf.store import eviction, housekeeping, sealing
 from kvshelf.store.artifact import blob
 from kvshelf.store.blobs import Blobs, Name, Step, StoredFile, cache_of, new_name
 from kvshelf.store.index import BasesGone, Entry, Index, Quota, Writing, lapsed
-from kvshelf.store.manifest import Manifest, source_digest
+from kvshelf.store.manifest import Manifest
 from kvshelf.store.rules import Rules
 from kvshelf.store.splice import SplicedFile, read_splice
 from kvshelf.store.splice.sharing import shared_with, spliced
@@ -32,8 +32,7 @@ log = logging.getLogger("kvshelf.store")
 Verify = Callable[[RawIOBase, int], bool]
 """Whether a file of so many plain bytes holds the content that was written."""
 
-SOURCE_PREFIX: Final = "source:"
-"""Distinguishes a sealed source from the sealed blob of the same cache."""
+_SOURCE_ROUNDS: Final = 16
 
 _ROUNDS: Final = 100
 """How often one write may evict before it is refused: other writers may take the space that it freed."""
@@ -72,13 +71,6 @@ def spliced_content(cache_id: str, packed: blob.PackedBlob, parent: Entry, file:
     return Content(cache_id, found.parts, found.nbytes, whole.verify, found.splice.bases)
 
 
-def source_content(cache_id: str, text: bytes) -> Content:
-    def same(file: RawIOBase, nbytes: int) -> bool:
-        return nbytes == len(text) and source_digest(file.read(nbytes) or b"") == source_digest(text)
-
-    return Content(SOURCE_PREFIX + cache_id, [[memoryview(text)]], len(text), same)
-
-
 class Writer:
     """Writes contents into one home. Used by `Shelf`; any number of threads at once."""
 
@@ -92,19 +84,19 @@ class Writer:
     def put(
         self,
         manifest: Manifest,
-        contents: Sequence[Content],
+        content: Content,
         *,
         started: float | None = None,
         parent_id: str | None = None,
     ) -> Manifest:
-        """Store a cache: its blob, and perhaps its source.
+        """Store a cache.
 
         started: of `time.perf_counter`; the manifest's `store_s` becomes the time from then until publishing begins.
         parent_id: a cache that must not have been deleted, and whose deletion takes this one into account. Returns the
         manifest that is visible in the end: another writer's, if that writer published first. Raises `CacheNotFound`
         for a parent that was deleted, and `BasesGone`.
         """
-        with self.writing(manifest.id, manifest.tenant, contents, parent_id=parent_id) as writing:
+        with self.writing(manifest.id, manifest.tenant, content, parent_id=parent_id) as writing:
             self.keep_until(writing, manifest.expires_at)
         made = manifest
         if started is not None:
@@ -118,24 +110,15 @@ class Writer:
         # Any other error leaves the bytes alone: the index may have published them although its answer was lost. If it
         # has not, the lease runs out and a sweep removes them.
 
-    def swap(
-        self,
-        entry: Entry,
-        manifest: Manifest,
-        contents: Sequence[Content],
-        *,
-        source_only: bool = False,
-        evict: bool = True,
-    ) -> bool:
-        """Store contents of an entry anew: its blob, its blob and source, or its source alone.
+    def swap(self, entry: Entry, content: Content, *, evict: bool = True) -> bool:
+        """Store the blob of an entry anew.
 
-        Puts `manifest` in place of the entry's. evict: whether other caches may be evicted for it. False: the entry has
-        changed since. Raises `BasesGone`.
+        evict: whether other caches may be evicted for it. False: the entry has changed since. Raises `BasesGone`.
         """
-        with self.writing(entry.id, entry.tenant, contents, source_only=source_only, evict=evict) as writing:
+        with self.writing(entry.id, entry.tenant, content, evict=evict) as writing:
             self.keep_until(writing, entry.expires_at)
         try:
-            swapped = self._index.swap(entry, manifest, writing)
+            swapped = self._index.swap(entry, entry.manifest(), writing)
         except BasesGone:
             self.discard(writing)
             raise
@@ -143,48 +126,38 @@ class Writer:
             self.discard(writing)
             return False
         self._on_step("swapped")
-        _, gone = entry.swapped(manifest, writing)
-        if gone is not None:
-            self.discard(gone)
+        self.discard(entry.retired())
         return True
 
-    def would_seal_alike(self, entry: Entry) -> bool:
-        """Whether an entry is sealed with the current sealing key; without a key, whether it is plain."""
+    def would_seal_alike(self, *names: Name) -> bool:
+        """Whether all are sealed with the current sealing key; without a key, whether they are plain."""
         wanted = None if self._rules.keyring is None else self._rules.keyring.sealing_id
-        return all(self._is_sealed_with(wanted, name, nbytes) for name, nbytes in entry.needed())
+        return all(self._is_sealed_with(wanted, name, nbytes) for name, nbytes in names)
 
     @contextmanager
     def writing(
         self,
         cache_id: str,
         tenant: str,
-        contents: Sequence[Content],
+        content: Content,
         *,
-        source_only: bool = False,
+        of_cache: bool = True,
         quota: Quota | None = None,
         parent_id: str | None = None,
         evict: bool = True,
     ) -> Iterator[Writing]:
-        """Write and verify contents. An error here or in the block leaves nothing behind.
+        """Write and verify a content. An error here or in the block leaves nothing behind.
 
-        cache_id: of the cache, or another key of its form. source_only: there is one content, and it is no blob. quota:
-        used in place of that of the rules. parent_id, evict: see `put` and `swap`.
+        cache_id: of the cache, or another key of its form. of_cache: see `Writing`. quota: used in place of that of the
+        rules. parent_id, evict: see `put` and `swap`.
         """
-        sealed = [self._sealed(tenant, content) for content in contents]
-        names = [new_name(cache_id) for _ in contents]
-        sizes = [nbytes for _, nbytes in sealed]
-        if source_only:
-            writing = Writing(names[0], cache_id, tenant, 0, names[0], sizes[0])
-        else:
-            source, source_bytes = (names[1], sizes[1]) if len(contents) > 1 else (None, 0)
-            bases = contents[0].bases
-            writing = Writing(names[0], cache_id, tenant, sizes[0], source, source_bytes, bases, parent_id)
+        buffers, nbytes = self._sealed(tenant, content)
+        writing = Writing(new_name(cache_id), cache_id, tenant, nbytes, of_cache, content.bases, parent_id)
         self._begin(writing, self._rules.quota if quota is None else quota, evict)
         try:
             with _repeating(lambda: self._renew(writing), self._index.write_lease_s / 6):
-                for name, (buffers, nbytes), content in zip(names, sealed, contents, strict=True):
-                    self._blobs.write(name, buffers, nbytes, on_step=self._on_step)
-                    self._read_back(name, nbytes, tenant, content)
+                self._blobs.write(writing.name, buffers, nbytes, on_step=self._on_step)
+                self._read_back(writing.name, nbytes, tenant, content)
                 yield writing
         except BaseException:
             self.discard(writing)
@@ -200,24 +173,25 @@ class Writer:
             except (QuotaExceeded, StorageFull) as error:
                 # If other data fills the medium, evicting every cache would not help: evict only once then.
                 limit = 0 if not evict else _ROUNDS if "fits" in error.details else 1
-                if rounds >= limit or not self._make_room(writing, quota, error):
+                if rounds >= limit or not self._make_room(writing, quota, error, rounds):
                     raise
                 rounds += 1
 
-    def _make_room(self, writing: Writing, quota: Quota, error: QuotaExceeded | StorageFull) -> bool:
-        """Expire and evict for a write that was refused. Returns whether anything was removed."""
-        room = housekeeping.expire(self._index, self._blobs, self._now())
-        size = writing.nbytes + writing.source_bytes
+    def _make_room(self, writing: Writing, quota: Quota, error: QuotaExceeded | StorageFull, rounds: int) -> bool:
+        """Expire and evict for a write that was refused, caches before sources. Returns whether anything went."""
+        now, size = self._now(), writing.nbytes
+        room = housekeeping.expire(self._index, self._blobs, now)
         # A cache larger than the whole budget must not evict all others first.
         if isinstance(error, StorageFull) and quota.budget_bytes is not None and size <= quota.budget_bytes:
-            room += housekeeping.make_room(self._index, self._blobs, size, self._now())
+            room += housekeeping.make_room(self._index, self._blobs, size, now)
+            most = max(1, 1 << min(rounds, _SOURCE_ROUNDS) >> 1)  # few at first: who knows how many bytes are missing
+            room = room or housekeeping.drop_sources(self._index, self._blobs, most)
         return room > 0
 
     def _renew(self, writing: Writing) -> None:
         try:
             self._index.renew(writing.name)
-            for name, nbytes in writing.names():
-                self._blobs.renew(name, nbytes)
+            self._blobs.renew(writing.name, writing.nbytes)
         except StoreError as error:
             # Go on: an outage may be shorter than the lease, and `publish` notices a lease that was lost.
             log.warning("the lease of a write was not renewed: %s", error)
@@ -253,8 +227,7 @@ class Writer:
     def keep_until(self, writing: Writing, expires_at: float | None) -> None:
         """Set when the server may drop the bytes of a write and of its bases. Raises `BasesGone`."""
         try:
-            for name, nbytes in writing.names():
-                self._blobs.keep_until(name, nbytes, expires_at)
+            self._blobs.keep_until(writing.name, writing.nbytes, expires_at)
         except BlobError as error:
             raise lapsed() from error
         try:

@@ -48,7 +48,7 @@ class Walk:
         self._now += self._chance.choice([0, 0.25, 3])
         actions = [
             *([self._begin, self._publish] * 3),
-            *[self._abandon, self._rewrite, self._set_source, self._replace, self._touch, self._mark_corrupt],
+            *[self._abandon, self._rewrite, self._replace, self._touch, self._mark_corrupt],
             *[self._bury, self._sweep, self._forget, self._look],
         ]
         self._chance.choice(actions)()
@@ -137,19 +137,6 @@ class Walk:
             known.manifest = made
             assert not self._index.swap(entry, made)
 
-    def _set_source(self) -> None:
-        number, known, entry = self._pick()
-        write = writing(number, 0, self._chance.randint(1, 9), _tenant(number))
-        write = replace(write, name=write.source)
-        self._index.begin(write, Quota())
-        if entry is not None and self._index.swap(entry, entry_manifest(entry), write):
-            assert known is not None
-            assert known.state == "ready"
-            known.writing = replace(known.writing, source=write.source, source_bytes=write.source_bytes)
-        else:
-            assert known is None or known.state != "ready"
-            self._index.abandon(write.name)
-
     def _replace(self) -> None:
         number, known, entry = self._pick()
         write = self._writing(number)
@@ -226,7 +213,7 @@ class Walk:
 
     def _writing(self, number: int) -> Writing:
         """A write of a cache, perhaps with bases that there are now, perhaps the child of one that there is or was."""
-        made = writing(number, self._chance.randint(1, 99), self._chance.choice([0, 7]), _tenant(number))
+        made = writing(number, self._chance.randint(1, 99), _tenant(number))
         others = [name for name in self._names(_tenant(number)) if name[0][:40] != made.name[:40]]
         bases = self._chance.sample(others, min(len(others), self._chance.choice([0, 0, 1, 3])))
         older = [None, None, *range(number % 2, number, 2)]  # so that none descends from itself
@@ -279,7 +266,7 @@ class Walk:
             for known in self._known.values()
             if known.state == "ready" and tenant in (None, known.manifest.tenant)
         ]
-        nbytes = sum(known.writing.nbytes + known.writing.source_bytes for known in ready)
+        nbytes = sum(known.writing.nbytes for known in ready)
         return Usage(caches=len(ready), bytes=nbytes)
 
     def _check_entry(self, number: int) -> None:
@@ -292,7 +279,7 @@ class Walk:
         assert entry is not None
         assert entry.state == known.state
         if entry.stored:
-            assert (entry.name, entry.source) == (known.writing.name, known.writing.source)
+            assert entry.name == known.writing.name
             assert (entry.bases, entry.parent_id) == (known.writing.bases, known.writing.parent_id)
             assert (entry.uses, entry.pinned) == (known.uses, known.manifest.pinned)
             assert all(self._index.knows(name) for name, _ in entry.names())

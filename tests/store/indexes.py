@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +114,14 @@ def manifest(number: int = 1, **fields: Any) -> Manifest:
     return Manifest.model_validate(values | fields)
 
 
-def writing(number: int = 1, nbytes: int = 1000, source_bytes: int = 0, tenant: str = "me") -> Writing:
+def writing(number: int = 1, nbytes: int = 1000, tenant: str = "me") -> Writing:
     own = cache_id(number)
-    return Writing(new_name(own), own, tenant, nbytes, new_name(own) if source_bytes else None, source_bytes)
+    return Writing(new_name(own), own, tenant, nbytes)
+
+
+def of_no_cache(number: int = 1, nbytes: int = 9) -> Writing:
+    """A write of bytes that an item of the job table is to hold."""
+    return replace(writing(number, nbytes), of_cache=False)
 
 
 def put(
@@ -124,7 +129,6 @@ def put(
     number: int = 1,
     *,
     nbytes: int = 1000,
-    source_bytes: int = 0,
     over: Entry | None = None,
     cost_s: float = 1.0,
     now: float = NOW,
@@ -132,7 +136,7 @@ def put(
 ) -> Entry:
     """Begin, publish, find."""
     made = manifest(number, **fields)
-    write = writing(number, nbytes, source_bytes, made.tenant)
+    write = writing(number, nbytes, made.tenant)
     index.begin(write, Quota())
     published, _ = index.publish(write, made, over=over, cost_s=cost_s, now=now)
     assert published

@@ -70,8 +70,7 @@ def test_a_manifest_says_what_was_stored(store: DiskStore, clock: Clock) -> None
             "pinned": True,
             "name": "report",
             "labels": {"team": "search"},
-            "has_source": False,
-            "source_digest": None,
+            "source": None,
             "uses": 0,
         }
     )

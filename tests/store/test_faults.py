@@ -215,7 +215,7 @@ def test_a_home_of_a_later_version(home: Path) -> None:
     with sqlite3.connect(home / "shelf.sqlite3") as connection:
         connection.execute("UPDATE meta SET value = x'39' WHERE name = 'format'")
     connection.close()
-    with pytest.raises(StoreUnavailable, match=r"home format 9.*works with 5"):
+    with pytest.raises(StoreUnavailable, match=r"home format 9.*works with 6"):
         DiskStore.open(home)
 
 

@@ -16,7 +16,18 @@ from kvshelf.store import eviction
 from kvshelf.store.index import Entry, Index, Query, Quota
 from kvshelf.store.manifest import Usage
 from tests.store.index_walk import Walk
-from tests.store.indexes import NOW, Home, cache_id, disk_home, empty_redis_home, found, manifest, put, writing
+from tests.store.indexes import (
+    NOW,
+    Home,
+    cache_id,
+    disk_home,
+    empty_redis_home,
+    found,
+    manifest,
+    of_no_cache,
+    put,
+    writing,
+)
 from tests.store.processes import start_child
 
 
@@ -50,15 +61,14 @@ def numbers(index: Index, **filters: object) -> list[int]:
 
 
 def abandoned_names(index: Index) -> set[str]:
-    both = ((writing.name, writing.source) for writing in index.abandoned())
-    return {name for pair in both for name in pair if name is not None}
+    return {writing.name for writing in index.abandoned()}
 
 
 # Publishing
 
 
 def test_a_cache_is_visible_once_it_is_published(index: Index) -> None:
-    write, made = writing(nbytes=1000, source_bytes=24), manifest(expires_at=NOW + 60.5, pinned=True)
+    write, made = writing(nbytes=1024), manifest(expires_at=NOW + 60.5, pinned=True)
     index.begin(write, Quota())
     assert index.find(made.id, "me") is None
     assert index.usage("me") == Usage(caches=0, bytes=0)
@@ -71,14 +81,12 @@ def test_a_cache_is_visible_once_it_is_published(index: Index) -> None:
         state="ready",
         version=0,
         name=write.name,
-        nbytes=1000,
-        source=write.source,
-        source_bytes=24,
+        nbytes=1024,
         expires_at=NOW + 60.5,
         last_used_at=None,
         uses=0,
         cost_s=0.1,
-        priority=eviction.priority(0.0, 1, 0.1, 1000),
+        priority=eviction.priority(0.0, 1, 0.1, 1024),
         pinned=True,
         ended_at=None,
         problem=None,
@@ -102,7 +110,7 @@ def test_a_cache_is_its_tenants_alone(index: Index) -> None:
 @pytest.mark.parametrize("tenant", ["a b", "{x}:1", "me\n1 2", "漢", "-", "a" * 512])
 def test_a_tenant_has_any_name(index: Index, tenant: str) -> None:
     entry = put(index, 1, tenant=tenant, nbytes=7, expires_at=NOW + 100)
-    lost = writing(2, 5, 3, tenant)
+    lost = writing(2, 8, tenant)
     index.begin(lost, Quota())
     assert (entry.tenant, index.usage(tenant)) == (tenant, Usage(caches=1, bytes=7))
     assert index.usage(None) == Usage(caches=1, bytes=7)
@@ -135,7 +143,7 @@ def test_a_cache_whose_blob_was_replaced_since_does_not_give_way(index: Index) -
 
 
 def test_bytes_are_replaced_and_all_else_stays(index: Index) -> None:
-    first = put(index, nbytes=1000, source_bytes=10, labels={"a": "1"}, expires_at=NOW + 50, pinned=True)
+    first = put(index, nbytes=1010, labels={"a": "1"}, expires_at=NOW + 50, pinned=True)
     put(index, 2)
     index.touch(first.id, "me", NOW)
     first = found(index)
@@ -143,12 +151,11 @@ def test_bytes_are_replaced_and_all_else_stays(index: Index) -> None:
     index.begin(write, Quota())
     assert index.swap(first, first.manifest(), write)
     entry = found(index)
-    names = {"name": write.name, "nbytes": 1020, "source": None, "source_bytes": 0, "version": first.version + 1}
-    assert entry == replace(first, **names, text=entry.text)
+    assert entry == replace(first, name=write.name, nbytes=1020, version=first.version + 1, text=entry.text)
     assert entry.manifest() == first.manifest()
     assert numbers(index, labels={"a": "1"}) == [1]
     assert index.usage("me") == Usage(caches=2, bytes=2020)
-    assert abandoned_names(index) == {first.name, first.source}
+    assert abandoned_names(index) == {first.name}
     late = writing()
     index.begin(late, Quota())
     assert not index.swap(first, first.manifest(), late), "it has changed since"
@@ -156,17 +163,17 @@ def test_bytes_are_replaced_and_all_else_stays(index: Index) -> None:
 
 
 def test_a_corrupt_cache_is_ready_again_with_other_bytes(index: Index) -> None:
-    made = manifest(has_source=True, labels={"a": "1"})
-    first = put(index, nbytes=1000, source_bytes=10, has_source=True, labels={"a": "1"})
+    made = manifest(labels={"a": "1"})
+    first = put(index, nbytes=1000, labels={"a": "1"})
     assert index.mark_corrupt(first, "broken")
     corrupt = found(index)
     write = writing(nbytes=900)
     index.begin(write, Quota())
     assert index.swap(corrupt, made, write)
     entry = found(index)
-    assert (entry.state, entry.problem, entry.name, entry.source) == ("ready", None, write.name, first.source)
+    assert (entry.state, entry.problem, entry.name) == ("ready", None, write.name)
     assert numbers(index, labels={"a": "1"}) == [1]
-    assert index.usage("me") == Usage(caches=1, bytes=910)
+    assert index.usage("me") == Usage(caches=1, bytes=900)
     assert abandoned_names(index) == {first.name}
     assert index.problems() == []
 
@@ -183,19 +190,19 @@ def test_what_has_ended_is_not_replaced(index: Index, state: Literal["deleted", 
 
 
 def test_a_cache_that_the_writer_knows_to_be_broken_gives_way(index: Index) -> None:
-    first = put(index, nbytes=1000, source_bytes=10, labels={"a": "1"}, expires_at=NOW + 50)
+    first = put(index, nbytes=1010, labels={"a": "1"}, expires_at=NOW + 50)
     index.touch(first.id, "me", NOW)
     first = found(index)
     second = writing(nbytes=300)
     index.begin(second, Quota())
     assert index.publish(second, manifest(), over=first, cost_s=1, now=NOW) == (True, first)
     entry = found(index)
-    assert (entry.name, entry.expires_at, entry.uses, entry.source) == (second.name, None, 0, None)
+    assert (entry.name, entry.expires_at, entry.uses) == (second.name, None, 0)
     assert entry.seq > first.seq
     assert index.usage("me") == Usage(caches=1, bytes=300)
     assert numbers(index, labels={"a": "1"}) == []
     assert index.expired(NOW + 1000, 10) == []
-    assert abandoned_names(index) == {first.name, first.source}
+    assert abandoned_names(index) == {first.name}
     assert first.name is not None
     index.abandon(first.name)
     assert not index.knows(first.name)
@@ -227,24 +234,23 @@ def test_what_is_not_live_gives_way(index: Index) -> None:
 
 def test_a_writer_that_was_silent_can_do_nothing(home: Home) -> None:
     index, patient = home.open(LEASE), home.open()
-    late, alive, source = writing(1), writing(2), replace(writing(3, 0, 9))
-    source = replace(source, name=source.source)
+    late, alive, repair = writing(1), writing(2), writing(3)
     entry = put(index, 3)
-    for write in (late, alive, source):
+    for write in (late, alive, repair):
         index.begin(write, Quota())
     patient.renew(alive.name)
     home.wait(LEASE + 1)
     for act in (
         lambda: index.renew(late.name),
         lambda: index.publish(late, manifest(1), over=None, cost_s=1, now=NOW),
-        lambda: index.swap(entry, manifest(3, has_source=True), source),
+        lambda: index.swap(entry, manifest(3), repair),
     ):
         with pytest.raises(StoreUnavailable, match="longer to write than a writer may be silent"):
             act()
     assert index.find(late.cache_id, "me") is None
     assert found(index, 3) == entry
     assert index.publish(alive, manifest(2), over=None, cost_s=1, now=NOW) == (True, None)
-    assert sorted(index.abandoned(), key=lambda w: w.cache_id) == [late, source]
+    assert sorted(index.abandoned(), key=lambda w: w.cache_id) == [late, repair]
     assert index.problems() == []
     index.close()
     patient.close()
@@ -252,19 +258,16 @@ def test_a_writer_that_was_silent_can_do_nothing(home: Home) -> None:
 
 def test_what_is_abandoned_is_known_until_it_is_removed(home: Home) -> None:
     index = home.open(LEASE)
-    write = writing(1, 1000, 20)
+    write = writing(1, 1000)
     index.begin(write, Quota())
     assert index.abandoned() == []
     home.wait(LEASE + 1)
     assert index.abandoned() == index.abandoned() == [write]
-    assert write.source is not None
     assert index.knows(write.name)
-    assert index.knows(write.source)
     index.abandon(write.name)
     index.abandon(write.name)
     assert index.abandoned() == []
     assert not index.knows(write.name)
-    assert not index.knows(write.source)
     with pytest.raises(StoreUnavailable):
         index.renew(write.name)
     assert index.problems() == []
@@ -283,43 +286,30 @@ def test_a_tenant_keeps_as_many_caches_as_it_may(index: Index) -> None:
     index.begin(writing(3, tenant="you"), quota)
     index.begin(writing(2), quota)  # only one of the two will stay
     index.begin(writing(1), Quota(max_caches=3))  # as above; what is there will give way
-    index.begin(writing(1, 0, 5), quota)  # a source is no cache
+    index.begin(of_no_cache(), quota)
 
 
-def test_a_source_that_is_being_added_is_no_cache(index: Index) -> None:
+def test_bytes_of_an_item_are_no_cache(index: Index) -> None:
     put(index, 1)
-    source = writing(1, 0, 5)
-    index.begin(replace(source, name=source.source or ""), Quota())
+    index.begin(of_no_cache(), Quota())
     index.begin(writing(2), Quota(max_caches=2))
     with pytest.raises(QuotaExceeded, match="2 caches are on the shelf"):
         index.begin(writing(3), Quota(max_caches=2))
 
 
-def test_a_source_that_is_replaced_is_to_be_removed(index: Index) -> None:
-    entry = put(index, 1, source_bytes=10)
-    assert entry.source is not None
-    write = writing(1, 0, 9)
-    write = replace(write, name=write.source or "")
-    index.begin(write, Quota())
-    assert index.swap(entry, manifest(1, has_source=True), write)
-    assert (found(index).source, found(index).source_bytes) == (write.source, 9)
-    assert abandoned_names(index) == {entry.source}
-    assert index.usage("me").bytes == entry.nbytes + 9
-
-
 def test_a_tenant_keeps_as_many_bytes_as_it_may(index: Index, home: Home) -> None:
     quota = Quota(max_bytes=1000)
-    entry = put(index, 1, nbytes=300, source_bytes=100)
+    entry = put(index, 1, nbytes=400)
     hurried = home.open(LEASE)
-    hurried.begin(writing(2, 400, 100), quota)
+    hurried.begin(writing(2, 500), quota)
     hurried.begin(writing(1, 500), quota)  # what is there will give way
     with pytest.raises(QuotaExceeded):
-        hurried.begin(writing(1, 0, 101), quota)  # a source that is added replaces nothing
+        hurried.begin(of_no_cache(1, 101), quota)  # they replace nothing
     hurried.begin(writing(4, 1001, tenant="you"), Quota())
     home.wait(LEASE + 1)
     assert len(hurried.abandoned()) == 3, "these hold nothing any more"
     hurried.close()
-    index.begin(writing(3, 500, 100), quota)
+    index.begin(writing(3, 600), quota)
     with pytest.raises(QuotaExceeded, match="1000 of 1000 bytes are taken and 1 more are needed"):
         index.begin(writing(4, 1), quota)
     assert index.bury(entry, "deleted", NOW)
@@ -446,29 +436,6 @@ def test_only_what_is_ready_is_rewritten(index: Index) -> None:
         assert found(index, number) == before
 
 
-def test_a_source_is_kept_later(index: Index) -> None:
-    entry = put(index, nbytes=1000)
-    late = writing(1, 0, 77)
-    late = replace(late, name=late.source)
-    index.begin(late, Quota())
-    assert late.source is not None
-    made = manifest(has_source=True)
-    assert index.swap(entry, made, late)
-    after = found(index)
-    assert after == replace(entry, version=1, source=late.source, source_bytes=77, text=made.model_dump_json())
-    assert index.usage("me") == Usage(caches=1, bytes=1077)
-    assert index.knows(late.source)
-    index.abandon(late.name)
-    assert index.knows(late.source)
-    assert index.abandoned() == []
-
-    other = writing(1, 0, 5)
-    index.begin(other, Quota())
-    assert not index.swap(entry, made, other)
-    assert found(index) == after
-    assert index.knows(other.name)
-
-
 def test_uses_are_counted_and_lift_the_priority(index: Index) -> None:
     entry = put(index, nbytes=3_000_000, cost_s=0.7)
     assert entry.priority == eviction.priority(0.0, 1, 0.7, 3_000_000)
@@ -488,15 +455,10 @@ def test_uses_are_counted_and_lift_the_priority(index: Index) -> None:
 
 
 def test_a_corrupt_cache_keeps_its_bytes_and_counts_no_more(index: Index) -> None:
-    entry = put(index, source_bytes=5, expires_at=NOW + 10)
+    entry = put(index, expires_at=NOW + 10)
     assert index.mark_corrupt(entry, "a bit was flipped")
     after = found(index)
-    assert (after.state, after.problem, after.name, after.source) == (
-        "corrupt",
-        "a bit was flipped",
-        entry.name,
-        entry.source,
-    )
+    assert (after.state, after.problem, after.name) == ("corrupt", "a bit was flipped", entry.name)
     assert not index.mark_corrupt(entry, "again")
     assert found(index) == after
     assert index.usage("me") == index.usage(None) == Usage(caches=0, bytes=0)
@@ -511,16 +473,15 @@ def test_a_corrupt_cache_keeps_its_bytes_and_counts_no_more(index: Index) -> Non
 
 
 def test_a_tombstone_holds_nothing_of_the_cache(index: Index) -> None:
-    entry = put(index, source_bytes=5, labels={"a": "1"}, name="secret", expires_at=NOW + 100)
+    entry = put(index, labels={"a": "1"}, name="secret", expires_at=NOW + 100)
     assert index.bury(entry, "deleted", NOW + 3)
     tomb = found(index)
     assert (tomb.state, tomb.ended_at, tomb.seq, tomb.tenant) == ("deleted", NOW + 3, entry.seq, "me")
-    assert (tomb.name, tomb.source, tomb.text, tomb.problem, tomb.names()) == (None, None, None, None, [])
-    assert (tomb.nbytes, tomb.source_bytes) == (0, 0)
+    assert (tomb.name, tomb.nbytes, tomb.text, tomb.problem, tomb.names()) == (None, 0, None, None, [])
     assert index.usage(None) == Usage(caches=0, bytes=0)
     assert (listed(index), numbers(index, labels={"a": "1"}), index.victims(10)) == ([], [], [])
     assert (index.expired(NOW + 1000, 10), list(index.stored())) == ([], [])
-    assert abandoned_names(index) == {entry.name, entry.source}
+    assert abandoned_names(index) == {entry.name}
 
 
 def test_what_may_become_a_tombstone(index: Index) -> None:

@@ -185,7 +185,7 @@ async def _form_values(request: Request, body: bytearray, schema: Mapping[str, A
         if isinstance(value, UploadFile):
             file = await _upload(value)
         else:
-            values[name] = value if _is_text(schema, name) else _json(value, name)
+            values[name] = value if _is_text(schema, name, value) else _json(value, name)
     if file is None:
         raise InvalidRequest("a form has the document as one file part named file; there is none", param="file")
     return values, file
@@ -198,10 +198,11 @@ async def _upload(part: UploadFile) -> Upload:
     return Upload(await part.read(), media_type.decode("latin-1").lower(), known_form)
 
 
-def _is_text(schema: Mapping[str, Any], name: str) -> bool:
-    """Whether a field of the request takes text. Unknown fields count as text; validation refuses them."""
+def _is_text(schema: Mapping[str, Any], name: str, value: str) -> bool:
+    """Whether a field of the request takes this value as text. Unknown fields do; validation refuses them."""
     field = schema["properties"].get(name, {"type": "string"})
-    return "string" in [option.get("type") for option in field.get("anyOf", [field])]
+    options = field.get("anyOf") or field.get("oneOf") or [field]
+    return any(option.get("type") == "string" and option.get("const", value) == value for option in options)
 
 
 def _json(text: str, name: str) -> Any:

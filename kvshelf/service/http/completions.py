@@ -21,26 +21,27 @@ from kvshelf.api.openai import (
     Delta,
     PromptTokensDetails,
 )
+from kvshelf.api.queries import Remade
 from kvshelf.api.strict import FinishReason
 
-_OURS: Final = {"sources", "stored_cache_id", "not_stored"}
+_OURS: Final = {"sources", "stored_cache_id", "not_stored", "recomputed"}
 
 
 class Ending(NamedTuple):
     """What follows the last text of an answer. sources: None where one cache was asked as one. stored_cache_id,
-    not_stored: as of a `ChatCompletion`."""
+    not_stored, recomputed: as of a `ChatCompletion`."""
 
     finish_reason: FinishReason
     usage: Usage
     sources: list[Source] | None = None
     stored_cache_id: str | None = None
     not_stored: str | None = None
+    recomputed: list[Remade] | None = None
 
     @property
     def ours(self) -> dict[str, Any]:
         """Fields beside OpenAI's, those that apply."""
-        found = {"sources": self.sources, "stored_cache_id": self.stored_cache_id, "not_stored": self.not_stored}
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name in _OURS if (value := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ def asking_of(body: ChatCompletionRequest) -> Asking:
         store=bool(body.store),
         ttl_s=body.ttl_s,
         tool=body.tool,
+        on_miss=body.on_miss,
     )
 
 

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from kvshelf.api import CacheObject, ImportCache, Verification
-from kvshelf.errors import CacheCorrupt, CacheError, CacheNotFound, ModelMismatch, NoWorker
+from kvshelf.errors import CacheCorrupt, CacheError, CacheNotFound, ModelMismatch, NoWorker, SourceNotKept
 from kvshelf.service.access.keys import Reader, Writer
 from kvshelf.service.http import openapi
 from kvshelf.service.http.body import BLOB_TYPE, read_query, received_blob
@@ -136,9 +136,10 @@ def _verification(store: Store, cache_id: str, tenant: str) -> Verification:
         with store.open_blob(cache_id, tenant=tenant) as blob:
             nbytes = blob.nbytes
         store.open_cache(cache_id, tenant=tenant).close()  # checks the content address
-        if store.stat(cache_id, tenant=tenant).has_source:
-            nbytes += len(store.source(cache_id, tenant=tenant).encode())
-    except CacheCorrupt as error:
+        if (kept := store.stat(cache_id, tenant=tenant).source) is not None:
+            store.source(cache_id, tenant=tenant)
+            nbytes += kept.nbytes
+    except (CacheCorrupt, SourceNotKept) as error:
         return Verification(id=cache_id, ok=False, reason=error.details.get("reason"), problem=error.message)
     return Verification(id=cache_id, ok=True, bytes=nbytes)
 

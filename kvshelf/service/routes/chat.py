@@ -40,18 +40,19 @@ async def complete(request: Request, service: InService, caller: Reader) -> Resp
         raise InvalidRequest(f"cache {manifest.id} is of model {manifest.model!r}, not {body.model!r}", param="model")
     completion = Completion(manifest.model)
     if body.stream:
-        pieces = _pieces(question.stream(), together=together)
+        pieces = _pieces(question, together=together)
         return await event_stream(request, completion.chunks(pieces, with_usage=wants_usage(body)))
-    (reply,) = await until_hangup(request, question.answers())
-    return JSONResponse(completion.whole(reply.text, _ending(reply, together=together)))
+    question, (reply,) = await until_hangup(request, question.answered())
+    return JSONResponse(completion.whole(reply.text, _ending(question, reply, together=together)))
 
 
-async def _pieces(replies: AsyncGenerator[str | Reply, None], *, together: bool) -> AsyncGenerator[str | Ending, None]:
-    async with aclosing(replies):
-        async for piece in replies:
-            yield piece if isinstance(piece, str) else _ending(piece, together=together)
+async def _pieces(question: Question, *, together: bool) -> AsyncGenerator[str | Ending, None]:
+    async with aclosing(question.pieces()) as pieces:
+        async for found, piece in pieces:
+            yield piece if isinstance(piece, str) else _ending(found, piece, together=together)
 
 
-def _ending(reply: Reply, *, together: bool) -> Ending:
+def _ending(question: Question, reply: Reply, *, together: bool) -> Ending:
     sources = list(reply.sources) if together else None
-    return Ending(reply.finish_reason, reply.usage, sources, reply.stored_cache_id, reply.not_stored)
+    stored = (reply.stored_cache_id, reply.not_stored)
+    return Ending(reply.finish_reason, reply.usage, sources, *stored, question.remade)

@@ -77,7 +77,8 @@ def _turn(store: Store, manifest: Manifest, shorter: int) -> StoredTurn:
     children = store.list(tenant=manifest.tenant, parent_id=manifest.id, limit=_MOST_CHILDREN).data
     messages = None
     if manifest.has_source and manifest.identity["parent"]:
-        messages = _MESSAGES.validate_json(store.source(manifest.id, tenant=manifest.tenant))
+        source = store.source(manifest.id, tenant=manifest.tenant)
+        messages = _MESSAGES.validate_json(source) if isinstance(source, str) else None
     return StoredTurn(
         cache_id=manifest.id,
         parent_id=manifest.parent_id,

@@ -21,7 +21,6 @@ from kvshelf.api import (
     JointAnswerList,
     JointQuery,
     Query,
-    Remade,
     SearchCaches,
     SearchList,
 )
@@ -30,7 +29,7 @@ from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_json
 from kvshelf.service.http.events import event_stream
 from kvshelf.service.http.waiting import until_hangup
-from kvshelf.service.recompute import UNUSABLE, Question
+from kvshelf.service.recompute import Question
 from kvshelf.service.state import TAKES_TOKENS, InService
 from kvshelf.workers.replica.results import Reply
 
@@ -89,7 +88,7 @@ async def search(request: Request, service: InService, caller: Reader) -> Search
 async def _answered(request: Request, question: Question, shape: Shape) -> Response:
     if question.asking.stream:
         return await event_stream(request, _events(question, shape))
-    question, replies = await until_hangup(request, _replies(question))
+    question, replies = await until_hangup(request, question.answered())
     return _response(question, [shape(question, reply) for reply in replies])
 
 
@@ -99,18 +98,9 @@ def _response(question: Question, answers: Sequence[Answered]) -> Response:
     return JSONResponse(_wire(answers[0]))
 
 
-async def _replies(question: Question) -> tuple[Question, list[Reply]]:
-    """The reply to each prompt, and the question with the caches that gave them."""
-    while True:
-        try:
-            return question, await question.answers()
-        except UNUSABLE as miss:
-            question = await question.again(miss)
-
-
 async def _compared(question: Question) -> list[AnswerObject]:
     """The answer to each prompt, each with the full cache's answer."""
-    question, replies = await _replies(question)
+    question, replies = await question.answered()
     full = await (await question.full()).answers()
     compared = [
         Comparison(text=theirs.text, agreement=agreement(ours.token_ids, theirs.token_ids))
@@ -122,18 +112,9 @@ async def _compared(question: Question) -> list[AnswerObject]:
 
 async def _events(question: Question, shape: Shape) -> AsyncGenerator[dict[str, Any], None]:
     """The answer as events: its pieces, then the whole answer."""
-    begun = False
-    while True:
-        try:
-            async with aclosing(question.stream()) as replies:
-                async for piece in replies:
-                    begun = True
-                    yield _wire(AnswerDelta(text=piece) if isinstance(piece, str) else shape(question, piece))
-            return
-        except UNUSABLE as miss:
-            if begun:
-                raise
-            question = await question.again(miss)
+    async with aclosing(question.pieces()) as pieces:
+        async for found, piece in pieces:
+            yield _wire(AnswerDelta(text=piece) if isinstance(piece, str) else shape(found, piece))
 
 
 def _alone(question: Question, reply: Reply) -> AnswerObject:
@@ -141,8 +122,7 @@ def _alone(question: Question, reply: Reply) -> AnswerObject:
 
 
 def _together(question: Question, reply: Reply) -> JointAnswer:
-    remade = [Remade(cache_id=each.asked, reason=each.recomputed) for each in question.caches if each.recomputed]
-    return reply.joint.model_copy(update={"recomputed": remade or None})
+    return reply.joint.model_copy(update={"recomputed": question.remade})
 
 
 def agreement(ours: Sequence[int], theirs: Sequence[int]) -> float:

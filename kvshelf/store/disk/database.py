@@ -19,7 +19,7 @@ from kvshelf.store.disk.faults import translated
 
 FILE_NAME = "shelf.sqlite3"
 
-HOME_FORMAT: Final = 5
+HOME_FORMAT: Final = 6
 """Incremented when the tables change in a way that older versions cannot work with."""
 
 _TABLES: Final = files(__package__).joinpath("schema.sql").read_text("utf-8")

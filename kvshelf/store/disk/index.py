@@ -16,8 +16,8 @@ from kvshelf.store.index import BasesGone, Entry, Index, Query, Quota, Writing, 
 from kvshelf.store.manifest import Manifest, Usage
 
 _FIELDS: Final = (
-    "seq, id, tenant, state, version, name, nbytes, source, source_bytes, expires_at, last_used_at, uses, cost_s, "
-    "priority, pinned, ended_at, problem, bases, parent_id, manifest AS text"
+    "seq, id, tenant, state, version, name, nbytes, expires_at, last_used_at, uses, cost_s, priority, "
+    " pinned, ended_at, problem, bases, parent_id, manifest AS text"
 )
 _IS_BASE: Final = "EXISTS (SELECT 1 FROM refs WHERE refs.name = caches.name)"
 _NAME: Final = "json_extract(manifest, '$.name')"  # as the index has it; the column `name` is that of the blob
@@ -39,8 +39,8 @@ class SqliteIndex(Index):
     # Writing
 
     def begin(self, writing: Writing, quota: Quota) -> None:
-        size = writing.nbytes + writing.source_bytes
-        replaced = writing.cache_id if writing.nbytes else ""
+        size = writing.nbytes
+        replaced = writing.cache_id if writing.of_cache else ""
         with self._database.write(durable=False) as tx:
             caches, nbytes = _taken(tx, replaced, writing.tenant)
             if quota.max_caches is not None and replaced and caches + 1 > quota.max_caches:
@@ -64,10 +64,8 @@ class SqliteIndex(Index):
     def abandoned(self) -> list[Writing]:
         with self._database.write() as tx:
             tx.execute("UPDATE writes SET lease_until = 0 WHERE lease_until <= ?", (self._now(),))
-            rows = tx.execute(
-                "SELECT name, id AS cache_id, tenant, nbytes, source, source_bytes FROM writes WHERE lease_until = 0"
-            )
-            return [Writing(**row) for row in rows]
+            rows = tx.execute("SELECT name, id AS cache_id, tenant, nbytes, of_cache FROM writes WHERE lease_until = 0")
+            return [Writing(**{**row, "of_cache": bool(row["of_cache"])}) for row in rows]
 
     def publish(
         self, writing: Writing, manifest: Manifest, *, over: Entry | None, cost_s: float, now: float
@@ -136,8 +134,8 @@ class SqliteIndex(Index):
             seq = batch[-1].seq
 
     def knows(self, name: str) -> bool:
-        where = "id = ? AND (name = ? OR source = ?)"  # the id is part of the name and is indexed; the names are not
-        values = (f"kvs_{name[:40]}", name, name)
+        where = "id = ? AND name = ?"  # the id is part of the name and is indexed; the names of caches are not
+        values = (f"kvs_{name[:40]}", name)
         with self._database.read() as connection:
             queries = (f"SELECT 1 FROM {table} WHERE {where}" for table in ("caches", "writes"))
             return any(connection.execute(query, values).fetchone() for query in queries)
@@ -150,18 +148,18 @@ class SqliteIndex(Index):
 
     def swap(self, entry: Entry, manifest: Manifest, writing: Writing | None = None) -> bool:
         new, gone = entry.swapped(manifest, writing)
-        states = "'ready', 'corrupt'" if writing is not None and writing.nbytes else "'ready'"
+        states = "'ready'" if writing is None else "'ready', 'corrupt'"
         with self._database.write() as tx:
             if writing is not None:
                 _require_lease(tx, writing.name, self._now())
                 _require_bases(tx, writing)
             swapped = tx.execute(
                 "UPDATE caches SET manifest = ?, expires_at = ?, pinned = ?, version = ?, state = ?, problem = NULL, "
-                "name = ?, nbytes = ?, source = ?, source_bytes = ?, bases = ? "
+                "name = ?, nbytes = ?, bases = ? "
                 f"WHERE seq = ? AND name = ? AND version = ? AND state IN ({states})",
                 (
                     *(new.text, new.expires_at, new.pinned, new.version, new.state),
-                    *(new.name, new.nbytes, new.source, new.source_bytes, json.dumps(new.bases)),
+                    *(new.name, new.nbytes, json.dumps(new.bases)),
                     *(entry.seq, entry.name, entry.version),
                 ),
             )
@@ -204,8 +202,8 @@ class SqliteIndex(Index):
             if not due or (state == "deleted" and _has_descendants(tx, entry)):
                 return False
             tx.execute(
-                "UPDATE caches SET state = ?, ended_at = ?, name = NULL, nbytes = 0, source = NULL, source_bytes = 0, "
-                "problem = NULL, bases = '[]', manifest = NULL WHERE seq = ?",
+                "UPDATE caches SET state = ?, ended_at = ?, name = NULL, nbytes = 0, problem = NULL, bases = '[]', "
+                "manifest = NULL WHERE seq = ?",
                 (state, now, entry.seq),
             )
             _set_labels(tx, entry.seq, entry.tenant, {})
@@ -272,8 +270,8 @@ def _taken(connection: sqlite3.Connection, cache_id: str, tenant: str | None) ->
     row = connection.execute(
         f"SELECT coalesce(sum(caches), 0) AS caches, coalesce(sum(bytes), 0) AS bytes FROM ("
         f"  SELECT caches, bytes FROM usage WHERE true {mine}"
-        f"  UNION ALL SELECT -1, -nbytes - source_bytes FROM caches WHERE id = ? AND state = 'ready' {mine}"
-        f"  UNION ALL SELECT nbytes > 0, nbytes + source_bytes FROM writes"
+        f"  UNION ALL SELECT -1, -nbytes FROM caches WHERE id = ? AND state = 'ready' {mine}"
+        f"  UNION ALL SELECT of_cache, nbytes FROM writes"
         f"  WHERE lease_until > 0 AND (kept OR id != ?) {mine})",
         (*values, cache_id, *values, cache_id, *values),
     ).fetchone()
@@ -290,10 +288,9 @@ def _insert(connection: sqlite3.Connection, writing: Writing, manifest: Manifest
     priority = eviction.priority(_clock(connection), 1, cost_s, writing.nbytes)
     described = manifest.model_dump(include={"id", "tenant", "document_id", "model", "policy", "expires_at", "pinned"})
     cursor = connection.execute(
-        "INSERT INTO caches (id, tenant, state, name, nbytes, source, source_bytes, document_id, model, policy, "
-        "expires_at, cost_s, priority, pinned, bases, parent_id, manifest) VALUES (:id, :tenant, 'ready', :name, "
-        ":nbytes, :source, :source_bytes, :document_id, :model, :policy, :expires_at, :cost_s, :priority, :pinned, "
-        ":bases, :parent_id, :manifest)",
+        "INSERT INTO caches (id, tenant, state, name, nbytes, document_id, model, policy, expires_at, cost_s, "
+        "priority, pinned, bases, parent_id, manifest) VALUES (:id, :tenant, 'ready', :name, :nbytes, :document_id, "
+        ":model, :policy, :expires_at, :cost_s, :priority, :pinned, :bases, :parent_id, :manifest)",
         asdict(writing)
         | described
         | {"cost_s": cost_s, "priority": priority, "manifest": manifest.model_dump_json()}
@@ -306,18 +303,17 @@ def _insert(connection: sqlite3.Connection, writing: Writing, manifest: Manifest
 
 def _register(connection: sqlite3.Connection, writing: Writing, lease_until: float) -> None:
     """lease_until: Unix seconds; 0 for names that are only to be removed."""
-    row = (writing.name, writing.cache_id, writing.tenant, writing.nbytes, writing.source, writing.source_bytes)
-    connection.execute("INSERT INTO writes VALUES (?, ?, ?, ?, ?, ?, ?, 0)", (*row, lease_until))
+    row = (writing.name, writing.cache_id, writing.tenant, writing.nbytes, writing.of_cache)
+    connection.execute("INSERT INTO writes VALUES (?, ?, ?, ?, ?, ?, 0)", (*row, lease_until))
 
 
 def _retire(connection: sqlite3.Connection, gone: Writing) -> None:
-    """Record names that gave way, like those of abandoned writes; a blob that is a base is kept. Then the same for
+    """Record a name that gave way, like those of abandoned writes; a blob that is a base is kept. Then the same for
     kept names whose last reference was the one that the entry lost."""
-    if gone.nbytes and _is_base(connection, gone.name):
-        _register(connection, replace(gone, nbytes=0, source=gone.name, source_bytes=gone.nbytes), FOREVER)
+    if _is_base(connection, gone.name):
+        _register(connection, replace(gone, of_cache=False), FOREVER)
         connection.execute("UPDATE writes SET kept = 1 WHERE name = ?", (gone.name,))
-        gone = replace(gone, name=gone.source or "", nbytes=0)
-    if gone.name:
+    elif gone.name:
         _register(connection, gone, 0)
     connection.executemany(
         "UPDATE writes SET lease_until = 0, kept = 0 "

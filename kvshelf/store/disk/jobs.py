@@ -78,9 +78,10 @@ class SqliteJobs(JobTable):
         with self._database.write() as tx:
             return _delete(tx, "kind = ? AND due <= ?", (kind, now))
 
-    def open_items(self, kind: Kind) -> list[Item]:
+    def open_items(self, kind: Kind, limit: int | None = None) -> list[Item]:
         with self._database.read() as connection:
-            return _items(connection, "kind = ? AND open = 1 ORDER BY seq", (kind,))
+            most = -1 if limit is None else limit  # -1: all
+            return _items(connection, "kind = ? AND open = 1 ORDER BY seq LIMIT ?", (kind, most))
 
     def take(self, item_id: str, *, lease_s: float, holder: str = "") -> int | None:
         now = self._now()

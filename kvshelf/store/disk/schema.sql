@@ -13,8 +13,6 @@ CREATE TABLE caches (
     version INTEGER NOT NULL DEFAULT 0,
     name TEXT,
     nbytes INTEGER NOT NULL,
-    source TEXT,
-    source_bytes INTEGER NOT NULL DEFAULT 0,
     document_id TEXT NOT NULL,
     model TEXT NOT NULL,
     policy TEXT NOT NULL,
@@ -61,15 +59,14 @@ CREATE TABLE labels (
 CREATE INDEX labels_by_value ON labels (tenant, name, value, seq);
 
 -- Writes in progress, bytes that jobs hold, and bytes that are to be removed. A writer that is silent until lease_until
--- can publish nothing any more; 0: it was revoked, or its bytes gave way to others. kept: its bytes gave way, but are a
--- base of other entries.
+-- can publish nothing any more; 0: it was revoked, or its bytes gave way to others. of_cache: its bytes become the blob of
+-- a cache. kept: its bytes gave way, but are a base of other entries.
 CREATE TABLE writes (
     name TEXT PRIMARY KEY,
     id TEXT NOT NULL,
     tenant TEXT NOT NULL,
     nbytes INTEGER NOT NULL,
-    source TEXT,
-    source_bytes INTEGER NOT NULL,
+    of_cache INTEGER NOT NULL,
     lease_until REAL NOT NULL,
     kept INTEGER NOT NULL DEFAULT 0
 ) STRICT;
@@ -88,21 +85,20 @@ CREATE INDEX readers_by_end ON readers (lease_until);
 -- Counted by the database itself, so that a quota costs one row to check and no path can forget to count.
 CREATE TABLE usage (tenant TEXT PRIMARY KEY, caches INTEGER NOT NULL, bytes INTEGER NOT NULL) STRICT, WITHOUT ROWID;
 CREATE TRIGGER usage_of_new AFTER INSERT ON caches WHEN new.state = 'ready' BEGIN
-    INSERT INTO usage VALUES (new.tenant, 1, new.nbytes + new.source_bytes)
+    INSERT INTO usage VALUES (new.tenant, 1, new.nbytes)
     ON CONFLICT DO UPDATE SET caches = caches + 1, bytes = bytes + excluded.bytes;
 END;
 CREATE TRIGGER usage_of_old AFTER DELETE ON caches WHEN old.state = 'ready' BEGIN
-    UPDATE usage SET caches = caches - 1, bytes = bytes - old.nbytes - old.source_bytes WHERE tenant = old.tenant;
+    UPDATE usage SET caches = caches - 1, bytes = bytes - old.nbytes WHERE tenant = old.tenant;
 END;
-CREATE TRIGGER usage_of_changed AFTER UPDATE OF state, nbytes, source_bytes ON caches BEGIN
+CREATE TRIGGER usage_of_changed AFTER UPDATE OF state, nbytes ON caches BEGIN
     UPDATE usage SET
         caches = caches + (new.state = 'ready') - (old.state = 'ready'),
-        bytes = bytes + (new.state = 'ready') * (new.nbytes + new.source_bytes)
-                      - (old.state = 'ready') * (old.nbytes + old.source_bytes)
+        bytes = bytes + (new.state = 'ready') * new.nbytes - (old.state = 'ready') * old.nbytes
     WHERE tenant = new.tenant;
 END;
 
--- Files, batches and requests: the fields of kvshelf.store.jobs.table.Item. `seq` orders listings.
+-- Files, batches, requests and sources: the fields of kvshelf.store.jobs.table.Item. `seq` orders listings.
 CREATE TABLE jobs (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
     kind TEXT NOT NULL,

@@ -18,21 +18,13 @@ from kvshelf.errors import BlobError, StorageFull, StoreError
 from kvshelf.store.blobs import Blobs
 from kvshelf.store.index import Index
 from kvshelf.store.jobs.table import Item
-from kvshelf.store.manifest import Record
+from kvshelf.store.manifest import Body
 from kvshelf.store.rules import Rules
 from kvshelf.store.sealing import PARTS_LIMIT
 from kvshelf.store.writer import Content, Writer, opened
 
 PART: Final = 1 << 20
 """Least bytes of a sealed part, except the last one. A reader of a sealed body holds one part in memory."""
-
-
-class Body(Record):
-    """Where bytes lie in `Blobs`, how many they are there, and the BLAKE3 digest of the plain bytes in hex."""
-
-    name: str
-    stored_bytes: int
-    digest: str
 
 
 class Bodies:
@@ -67,12 +59,12 @@ class Bodies:
         parts = [[data[start : start + size]] for start in range(0, len(data), size)]
         content = Content(subject, parts, len(data), lambda file, _: digest_of(file) == digest)
         key = f"kvs_{secrets.token_hex(20)}"
-        writing = self._writer.writing(key, tenant, [content], source_only=True, quota=quota)
+        writing = self._writer.writing(key, tenant, content, of_cache=False, quota=quota)
         with writing as written:
             # Forever: an item of the job table ends with a sweep, whatever the server's clock says.
             self._writer.keep_until(written, None)
         try:
-            stored = store(Body(name=written.name, stored_bytes=written.source_bytes, digest=digest))
+            stored = store(Body(name=written.name, stored_bytes=written.nbytes, digest=digest))
         except StorageFull:
             self._writer.discard(written)
             raise

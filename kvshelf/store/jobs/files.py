@@ -11,9 +11,9 @@ from typing import BinaryIO, Final
 from blake3 import blake3
 
 from kvshelf.errors import BlobError, FileNotFound
-from kvshelf.store.jobs.bodies import PART, Bodies, Body
+from kvshelf.store.jobs.bodies import PART, Bodies
 from kvshelf.store.jobs.table import Item, JobTable, read, require_after
-from kvshelf.store.manifest import Record
+from kvshelf.store.manifest import Body, Record
 from kvshelf.store.types import BlobFile
 
 FILE_PREFIX: Final = "file:"

@@ -13,9 +13,9 @@ from kvshelf.api.strict import RequestState
 from kvshelf.errors import BlobError, InternalError, RequestNotFound, StateConflict
 from kvshelf.store.artifact.identity import digest
 from kvshelf.store.index import KEEP_ENDED_S
-from kvshelf.store.jobs.bodies import Bodies, Body
+from kvshelf.store.jobs.bodies import Bodies
 from kvshelf.store.jobs.table import Item, JobTable, overtaken, read
-from kvshelf.store.manifest import Record
+from kvshelf.store.manifest import Body, Record
 
 REQUEST_PREFIX: Final = "request:"
 """Tells a sealed body of a request from a sealed cache or file."""

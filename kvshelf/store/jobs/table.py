@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 from kvshelf.errors import InvalidRequest, QuotaExceeded, StateConflict, StoreUnavailable
 from kvshelf.store.manifest import Record
 
-Kind = Literal["file", "batch", "request", "transforms"]
+Kind = Literal["file", "batch", "request", "source", "transforms"]
 
 RecordT = TypeVar("RecordT", bound=Record)
 
@@ -25,7 +25,8 @@ RecordT = TypeVar("RecordT", bound=Record)
 class Item:
     """One item of one tenant. Times are Unix seconds on the home's clock, but `due` is on the caller's.
 
-    text: JSON. version: counts the changes of the item, not its leases. open: whether there is work to do. due: when to
+    text: JSON. version: counts the changes of the item, not its leases. open: whether there is work to do; sources are
+    always open, so that those of all tenants are found. due: when to
     forget the item, None: never. held: the name in `Blobs` of bytes that belong to the item.
 
     The table sets the rest. term: number of the newest lease, 0 before the first. holder: the worker that took it.
@@ -90,8 +91,8 @@ class JobTable(abc.ABC):
         """Remove the items that are due by now, in several steps if they are many; returns how many."""
 
     @abc.abstractmethod
-    def open_items(self, kind: Kind) -> list[Item]:
-        """Open items of all tenants, oldest first; read in several steps if they are many."""
+    def open_items(self, kind: Kind, limit: int | None = None) -> list[Item]:
+        """Open items of all tenants, oldest first; read in several steps if they are many. limit: at most so many."""
 
     # Leases
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Final
 
 from kvshelf.errors import BlobError, CacheCorrupt
-from kvshelf.store.jobs.bodies import Bodies, Body
+from kvshelf.store.jobs.bodies import Bodies
 from kvshelf.store.jobs.table import Item, JobTable, read
-from kvshelf.store.manifest import Record
+from kvshelf.store.manifest import Body, Record
 
 TRANSFORMS_PREFIX: Final = "transforms:"
 """Tells sealed transforms from a sealed cache or file."""

@@ -251,7 +251,8 @@ class ObjectBlobs(Blobs):
             usage = self._index.usage(None)  # a Redis that was out of reach tells its incarnation with the first answer
             incarnation = self._index.incarnation
             namespace = blake3(f"objects:{incarnation}".encode(), key=self._index.key).hexdigest()[:16]
-            self._require_marker(f"{namespace}/{_MARKER}", usage.caches)
+            kept = usage.caches or len(self._index.jobs.open_items("source", 1))  # a source outlives its cache
+            self._require_marker(f"{namespace}/{_MARKER}", kept)
             self._known = (incarnation, namespace)
         return self._known[1]
 

@@ -26,8 +26,7 @@ def writing_fields(writing: Writing) -> dict[str, Value]:
         "name": writing.name,
         "tenant": writing.tenant,
         "nbytes": writing.nbytes,
-        "source": writing.source,
-        "source_bytes": writing.source_bytes,
+        "of_cache": writing.of_cache,
         "bases": ",".join(f"{name}:{nbytes}" for name, nbytes in writing.bases) or None,
     }
 
@@ -68,14 +67,13 @@ def _listing(tenant: str, *which: str) -> str:
 def read_writing(name: bytes, record: bytes) -> Writing:
     """The inverse of `writing_fields`, from a name and the record that the script keeps under it."""
     try:
-        nbytes, source_bytes, source, tenant = record.decode().split(" ", 3)
+        nbytes, of_cache, tenant = record.decode().split(" ", 2)
         return Writing(
             name=name.decode(),
             cache_id=f"kvs_{name.decode()[:40]}",
             tenant=tenant,
             nbytes=int(nbytes),
-            source=None if source == "-" else source,
-            source_bytes=int(source_bytes),
+            of_cache=bool(int(of_cache)),
         )
     except ValueError as error:
         raise StoreUnavailable(

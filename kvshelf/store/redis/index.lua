@@ -26,7 +26,7 @@
 --                    held_bytes of its writes that are not revoked
 --   writes           names of writes by the end of their lease, in ms of the server's clock; 0 if revoked or replaced,
 --                    KEPT if replaced and still a base
---   w:<id>           hash: name of a write of this cache -> "<nbytes> <source_bytes> <source or -> <tenant>"
+--   w:<id>           hash: name of a write of this cache -> "<nbytes> <1 or 0: whether it becomes a cache> <tenant>"
 --
 -- Full memory. A server whose memory is full may refuse the first write command of a script, and never a later one. It
 -- never refuses ZREM, HDEL and DEL. So an operation that makes a cache visible begins with a write that can be refused,
@@ -153,7 +153,7 @@ local function enlist(id, listings)
   call('ZADD', STORED, entry.seq, id)
   if entry.expires_at then call('ZADD', EXPIRY, entry.expires_at, id) end
   if entry.state == 'ready' then
-    bytes = whole(entry.nbytes + entry.source_bytes)
+    bytes = entry.nbytes
     for digest in words(listings) do call('ZADD', listing_key(digest), entry.seq, id) end
     rank(entry)
     count(entry.tenant, 1, bytes, '')
@@ -229,18 +229,15 @@ local function is_held(name) return tonumber(call('ZSCORE', WRITES, name) or 0) 
 local function is_kept(name) return tonumber(call('ZSCORE', WRITES, name) or 0) == tonumber(KEPT) end
 
 local function write_record(write)
-  return table.concat({write.nbytes, write.source_bytes, write.source or '-', write.tenant}, ' ')
+  return table.concat({write.nbytes, write.of_cache, write.tenant}, ' ')
 end
 
--- Returns nbytes, source_bytes, source and tenant.
-local function parse_write(record) return record:match('^(%d+) (%d+) (%S+) (.*)$') end
-
--- A write without a blob only adds a source to a cache, and that cache is already counted.
-local function held_caches(nbytes) return nbytes == '0' and 0 or 1 end
+-- Returns nbytes, of_cache and tenant.
+local function parse_write(record) return record:match('^(%d+) ([01]) (.*)$') end
 
 local function release(record)
-  local nbytes, source_bytes, _, tenant = parse_write(record)
-  count(tenant, -held_caches(nbytes), -(nbytes + source_bytes), 'held_')
+  local nbytes, of_cache, tenant = parse_write(record)
+  count(tenant, -of_cache, -nbytes, 'held_')
 end
 
 local function end_write(name)
@@ -275,22 +272,15 @@ local function let_go(bases)
   end
 end
 
--- Registers names that an entry no longer uses as a revoked write, so that a sweep removes their bytes; a blob that is a
--- base is kept. The entry's own references were taken away by `drop`, and those it has now were added.
-local function retire(write)
-  if write.nbytes ~= '0' and is_base(write.name) then
-    local kept = {nbytes = '0', source_bytes = write.nbytes, source = write.name, tenant = write.tenant}
-    call('HSET', write_key(write.name), write.name, write_record(kept))
-    call('ZADD', WRITES, KEPT, write.name)
-    count(write.tenant, 0, write.nbytes, 'held_')
-    write = {name = write.source, nbytes = '0', source_bytes = write.source_bytes, source = write.source,
-      tenant = write.tenant, bases = write.bases}
-  end
-  if write.name then
-    call('HSET', write_key(write.name), write.name, write_record(write))
-    call('ZADD', WRITES, 0, write.name)
-  end
-  let_go(write.bases)
+-- Registers the name of a blob that an entry no longer uses as a revoked write, so that a sweep removes its bytes; one
+-- that is a base is kept. The entry's own references were taken away by `drop`, and those it has now were added.
+local function retire(name, nbytes, tenant, bases)
+  local kept = is_base(name)
+  local record = write_record({nbytes = nbytes, of_cache = kept and '0' or '1', tenant = tenant})
+  call('HSET', write_key(name), name, record)
+  call('ZADD', WRITES, kept and KEPT or 0, name)
+  if kept then count(tenant, 0, nbytes, 'held_') end
+  let_go(bases)
 end
 
 -- The second part of the reply is name, record, name, record, ...
@@ -305,16 +295,14 @@ end
 
 -- Returns the caches and bytes that a new blob of the same cache id will replace: those of the ready entry and of the
 -- writes in progress.
-local function replaced_by(name, blob_bytes)
+local function replaced_by(name, of_cache)
   local caches, bytes = 0, 0
-  if blob_bytes == '0' then return caches, bytes end
+  if of_cache == '0' then return caches, bytes end
   local ready_bytes, listings = place(cache_of(name))
   if ready_bytes and listings ~= '' then caches, bytes = 1, tonumber(ready_bytes) end
   for other, record in pairs(read(write_key(name)) or {}) do
-    local nbytes, source_bytes = parse_write(record)
-    if is_held(other) and not is_kept(other) then
-      caches, bytes = caches + held_caches(nbytes), bytes + nbytes + source_bytes
-    end
+    local nbytes, counted = parse_write(record)
+    if is_held(other) and not is_kept(other) then caches, bytes = caches + counted, bytes + nbytes end
   end
   return caches, bytes
 end
@@ -326,16 +314,16 @@ local function taken_without(key, caches, bytes)
 end
 
 function operations.begin()
-  local size = a.nbytes + a.source_bytes
-  local own_caches, own_bytes = replaced_by(a.name, a.nbytes)
+  local size = a.nbytes
+  local own_caches, own_bytes = replaced_by(a.name, a.of_cache)
   local caches, bytes = taken_without(USAGE .. ':' .. a.tenant, own_caches, own_bytes)
-  local after = caches + held_caches(a.nbytes)
+  local after = caches + a.of_cache
   if a.max_caches and after > caches and after > tonumber(a.max_caches) then return {'max_caches', whole(caches)} end
   if a.max_bytes and bytes + size > tonumber(a.max_bytes) then return {'max_bytes', whole(bytes)} end
   local _, all_bytes = taken_without(USAGE, own_caches, own_bytes)
   if a.budget_bytes and all_bytes + size > tonumber(a.budget_bytes) then return {'budget_bytes', whole(all_bytes)} end
   if call('HSETNX', write_key(a.name), a.name, write_record(a)) == 1 then
-    count(a.tenant, held_caches(a.nbytes), size, 'held_')
+    count(a.tenant, a.of_cache, size, 'held_')
   elseif not leased(a.name) then
     return {'lapsed'}
   end
@@ -381,7 +369,7 @@ local function has_bases(bases, tenant)
     local found = call('HMGET', entry_key(cache_of(name)), 'name', 'tenant')
     local stored = found[1] == name and found[2] == tenant
     if not stored and is_kept(name) then
-      local _, _, _, owner = parse_write(call('HGET', write_key(name), name))
+      local _, _, owner = parse_write(call('HGET', write_key(name), name))
       stored = owner == tenant
     end
     if not stored then return false end
@@ -430,9 +418,8 @@ function operations.publish()
   call('DEL', entry_key(a.id))
   if old then leave(a.id, old.parent_id) end
   call('HSET', entry_key(a.id), 'seq', next_seq(), 'id', a.id, 'tenant', a.tenant, 'state', 'ready', 'version', '0',
-    'name', a.name, 'nbytes', a.nbytes, 'source_bytes', a.source_bytes, 'uses', '0', 'cost_s', a.cost_s,
-    'priority', priority(1, a.cost_s, a.nbytes), 'pinned', a.pinned)
-  if a.source then call('HSET', entry_key(a.id), 'source', a.source) end
+    'name', a.name, 'nbytes', a.nbytes, 'uses', '0', 'cost_s', a.cost_s, 'priority', priority(1, a.cost_s, a.nbytes),
+    'pinned', a.pinned)
   if a.expires_at then call('HSET', entry_key(a.id), 'expires_at', a.expires_at) end
   if a.bases then call('HSET', entry_key(a.id), 'bases', a.bases) end
   if a.parent_id then
@@ -441,7 +428,7 @@ function operations.publish()
     call('PERSIST', entry_key(a.parent_id))
   end
   enlist(a.id, a.listings)
-  if old and is_stored(old) then retire(old) end
+  if old and is_stored(old) then retire(old.name, old.nbytes, old.tenant, old.bases) end
   end_write(a.name)
   return {'published', shown}
 end
@@ -490,12 +477,8 @@ function operations.stored()
 end
 
 function operations.knows()
-  local entry = call('HMGET', entry_key(cache_of(a.name)), 'name', 'source')
-  local known = entry[1] == a.name or entry[2] == a.name
-  for name, record in pairs(read(write_key(a.name)) or {}) do
-    local _, _, source = parse_write(record)
-    known = known or name == a.name or source == a.name
-  end
+  local known = call('HGET', entry_key(cache_of(a.name)), 'name') == a.name
+    or call('HEXISTS', write_key(a.name), a.name) == 1
   return {'known', known and '1' or '0'}
 end
 
@@ -505,33 +488,28 @@ function operations.children() return {'entries', show_all(children_of(a.id))} e
 
 -- Changing
 
--- Replaces an entry's manifest and, if there is a write, its names. a.name, a.source, a.nbytes and a.source_bytes: the
--- entry's names and sizes afterwards. a.gone_*: the names and sizes that the entry loses. a.write: the name of the
--- write. a.repairs: the write has a new blob, so a corrupt entry becomes ready.
+-- Replaces an entry's manifest and, if there is a write, its blob. a.name, a.nbytes, a.bases: the entry's afterwards.
+-- a.gone_*: those that the entry loses. a.write: the name of the write, which makes a corrupt entry ready.
 function operations.swap()
   local entry = read(entry_key(a.id))
   if a.write then
     -- A repeated call: the first one succeeded, and its answer was lost.
-    if entry and (entry.name == a.write or entry.source == a.write) then return {'done'} end
+    if entry and entry.name == a.write then return {'done'} end
     if not leased(a.write) then return {'lapsed'} end
   end
   local unchanged = entry and entry.name == a.entry_name and entry.version == a.version
-    and (entry.state == 'ready' or a.repairs and entry.state == 'corrupt')
+    and (entry.state == 'ready' or a.write and entry.state == 'corrupt')
   if not unchanged or call('EXISTS', manifest_key(a.id)) == 0 then return {'changed'} end
   if a.write and not has_bases(a.bases, entry.tenant) then return {'baseless'} end
   call('SET', manifest_key(a.id), a.text)
   drop(a.id)
-  call('HDEL', entry_key(a.id), 'problem', 'source', 'expires_at', 'bases')
+  call('HDEL', entry_key(a.id), 'problem', 'expires_at', 'bases')
   call('HSET', entry_key(a.id), 'state', 'ready', 'version', whole(entry.version + 1), 'pinned', a.pinned,
-    'name', a.name, 'nbytes', a.nbytes, 'source_bytes', a.source_bytes)
-  if a.source then call('HSET', entry_key(a.id), 'source', a.source) end
+    'name', a.name, 'nbytes', a.nbytes)
   if a.expires_at then call('HSET', entry_key(a.id), 'expires_at', a.expires_at) end
   if a.bases then call('HSET', entry_key(a.id), 'bases', a.bases) end
   enlist(a.id, a.listings)
-  if a.gone_name then
-    retire({name = a.gone_name, nbytes = a.gone_nbytes, source = a.gone_source, source_bytes = a.gone_source_bytes,
-      tenant = entry.tenant, bases = a.gone_bases})
-  end
+  if a.gone_name then retire(a.gone_name, a.gone_nbytes, entry.tenant, a.gone_bases) end
   if a.write then end_write(a.write) end
   return {'done'}
 end
@@ -570,7 +548,7 @@ function operations.bury()
   if a.state == 'deleted' and has_descendants(a.id) then return {'changed'} end
   drop(a.id)
   call('DEL', manifest_key(a.id), entry_key(a.id))
-  if is_stored(entry) then retire(entry) end
+  if is_stored(entry) then retire(entry.name, entry.nbytes, entry.tenant, entry.bases) end
   call('HSET', entry_key(a.id), 'seq', entry.seq, 'id', a.id, 'tenant', entry.tenant, 'state', a.state,
     'version', entry.version, 'ended_at', a.now)
   if entry.parent_id then call('HSET', entry_key(a.id), 'parent_id', entry.parent_id) end
@@ -648,7 +626,7 @@ local function misplaced(id, seq)
   if tonumber(expires_at) ~= tonumber(entry.expires_at or 0) then return 'expires at another time' end
   if entry.state == 'corrupt' then return listings ~= '' and 'is corrupt and listed' or nil end
   if entry.state ~= 'ready' then return 'has ended and is kept' end
-  if tonumber(bytes) ~= entry.nbytes + entry.source_bytes then return 'is counted with other bytes' end
+  if tonumber(bytes) ~= tonumber(entry.nbytes) then return 'is counted with other bytes' end
   for digest in words(listings) do
     if call('ZSCORE', listing_key(digest), id) ~= seq then return 'is missing in a listing' end
   end

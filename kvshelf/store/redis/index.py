@@ -40,7 +40,7 @@ from kvshelf.store.redis.jobs import RedisJobs
 from kvshelf.store.redis.link import RedisLink
 from kvshelf.store.redis.script import Script, Value
 
-HOME_FORMAT: Final = 4
+HOME_FORMAT: Final = 5
 """Incremented when the keys change in a way that older versions cannot read, or leave out what this one looks for."""
 
 _BATCH: Final = 100
@@ -117,7 +117,7 @@ class RedisIndex(Index):
         )
         _require_lease(reply)
         if reply[0] != "begun":
-            raise quota.exceeded(reply[0], int(reply[1]), writing.nbytes + writing.source_bytes)
+            raise quota.exceeded(reply[0], int(reply[1]), writing.nbytes)
 
     def renew(self, name: str) -> None:
         _require_lease(self._run("renew", name=name, lease_ms=self._lease_ms))
@@ -195,7 +195,6 @@ class RedisIndex(Index):
             **manifest_fields(manifest),
             **given_way,
             write=None if writing is None else writing.name,
-            repairs=None if writing is None or not writing.nbytes else True,
             entry_name=entry.name,
             version=entry.version,
         )
@@ -310,8 +309,7 @@ class RedisIndex(Index):
             if f"r:{writing.name}" not in due:
                 found.append(f"index: {writing.name} is kept and is no base")
         for writing in self._writes("held"):
-            caches, size = int(writing.nbytes > 0), writing.nbytes + writing.source_bytes
-            due.update(_counted(writing.tenant, "held_", caches, size))
+            due.update(_counted(writing.tenant, "held_", int(writing.of_cache), writing.nbytes))
         counted = self._counts(sorted(due))
         return found, Counter({what: counted[what] - number for what, number in due.items()})
 

@@ -171,7 +171,7 @@ function operations.forget()
   return {'forgotten', tostring(count), tostring(#ids)}
 end
 
-function operations.open() return {'ids', call('ZRANGE', open_key(a.kind), 0, -1)} end
+function operations.open() return {'ids', call('ZRANGE', open_key(a.kind), 0, a.last)} end
 
 -- a.ids: the ids, separated by zero bytes.
 function operations.items()

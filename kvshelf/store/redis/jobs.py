@@ -66,8 +66,8 @@ class RedisJobs(JobTable):
             count, looked_at = count + int(removed), int(due)
         return count
 
-    def open_items(self, kind: Kind) -> list[Item]:
-        ids: list[bytes] = self._run("open", kind=kind)[1]
+    def open_items(self, kind: Kind, limit: int | None = None) -> list[Item]:
+        ids: list[bytes] = self._run("open", kind=kind, last=-1 if limit is None else limit - 1)[1]
         found: list[Item] = []
         for start in range(0, len(ids), _BATCH):
             found += map(_item, self._run("items", ids=b"\0".join(ids[start : start + _BATCH]))[1])

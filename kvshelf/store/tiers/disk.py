@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self, TypeVar
 
 from kvshelf.atomic import written
-from kvshelf.errors import BlobError, CacheError, CacheNotFound, SourceNotKept, StoreUnavailable
+from kvshelf.errors import BlobError, CacheError, CacheNotFound, InvalidRequest, SourceNotKept, StoreUnavailable
 from kvshelf.store.disk import DiskStore, database
 from kvshelf.store.disk.faults import translated
 from kvshelf.store.index import Quota
@@ -24,7 +24,7 @@ from kvshelf.store.manifest import Manifest
 from kvshelf.store.rules import Rules
 from kvshelf.store.sealing.keyring import Keyring
 from kvshelf.store.tiers.tier import Tier
-from kvshelf.store.types import BlobFile, Scrubbed
+from kvshelf.store.types import BlobFile, Scrubbed, Source
 
 if TYPE_CHECKING:
     from kvshelf.store.artifact.arriving import ArrivingCache
@@ -102,9 +102,11 @@ class DiskTier(Tier):
             self.drop(manifest.id, manifest.tenant)  # a copy of another blob, or a damaged one
             self._store.adopt(cache, manifest)
 
-    def keep_source(self, manifest: Manifest, text: str) -> None:
-        if self._has(manifest):
-            self._store.keep_source(manifest.id, text, tenant=manifest.tenant)
+    def keep_source(self, manifest: Manifest, source: Source) -> None:
+        if self._has(manifest) and manifest.source is not None:
+            until = manifest.source.expires_at
+            with suppress(InvalidRequest):  # its time is over by now
+                self._store.keep_source(manifest.id, source, tenant=manifest.tenant, expires_at=until)
 
     def confirm(self, manifest: Manifest) -> None:
         copy = self.find(manifest.id, manifest.tenant)
@@ -132,9 +134,9 @@ class DiskTier(Tier):
     def open_blob(self, manifest: Manifest) -> BlobFile | None:
         return self._read(manifest, lambda: self._store.open_blob(manifest.id, tenant=manifest.tenant))
 
-    def source(self, manifest: Manifest) -> str | None:
+    def source(self, manifest: Manifest) -> Source | None:
         copy = self.find(manifest.id, manifest.tenant)
-        if copy is None or copy.source_digest != manifest.source_digest:
+        if copy is None or not _same_source(copy, manifest):
             return None
         with suppress(SourceNotKept):
             return self._read(manifest, lambda: self._store.source(manifest.id, tenant=manifest.tenant))
@@ -155,6 +157,7 @@ class DiskTier(Tier):
 
     def sweep(self, now: float | None) -> None:
         self._store.sweep(now)
+        self._store.drop_lone_sources()
 
     def problems(self) -> list[str]:
         return list(self._store.check())
@@ -178,3 +181,9 @@ class DiskTier(Tier):
         except (CacheNotFound, CacheError):  # dropped meanwhile, or damaged
             self.drop(manifest.id, manifest.tenant)
             return None
+
+
+def _same_source(copy: Manifest, manifest: Manifest) -> bool:
+    """Whether both have a source of the same bytes; its time may differ."""
+    ours, theirs = copy.source, manifest.source
+    return ours is not None and theirs is not None and ours.digest == theirs.digest

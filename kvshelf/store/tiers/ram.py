@@ -19,7 +19,7 @@ from kvshelf.store.artifact.blob.frame import BlobSummary
 from kvshelf.store.artifact.memory import fresh_memory
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.tiers.tier import Tier
-from kvshelf.store.types import BlobFile, Scrubbed
+from kvshelf.store.types import BlobFile, Scrubbed, Source
 
 if TYPE_CHECKING:
     from kvshelf.store.artifact.arriving import ArrivingCache
@@ -92,7 +92,7 @@ class RamTier(Tier):
             summary = BlobSummary(packed.header, packed.root, packed.nbytes)
             self._put(_Copy(manifest, summary, _body(packed), time.monotonic()))
 
-    def keep_source(self, manifest: Manifest, text: str) -> None:
+    def keep_source(self, manifest: Manifest, source: Source) -> None:
         """Sources are asked for too rarely to take memory."""
 
     def confirm(self, manifest: Manifest) -> None:
@@ -143,7 +143,7 @@ class RamTier(Tier):
                 return None
         return BlobFile(BytesIO(data), len(data), manifest.blob_digest)
 
-    def source(self, manifest: Manifest) -> str | None:  # noqa: ARG002
+    def source(self, manifest: Manifest) -> Source | None:  # noqa: ARG002
         return None
 
     def touch(self, cache_id: str, tenant: str) -> None:

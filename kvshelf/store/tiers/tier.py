@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvshelf.store.manifest import Manifest
-from kvshelf.store.types import BlobFile, Scrubbed
+from kvshelf.store.types import BlobFile, Scrubbed, Source
 
 if TYPE_CHECKING:
     from kvshelf.store.artifact.arriving import ArrivingCache
@@ -39,8 +39,8 @@ class Tier(abc.ABC):
         budget, or belongs to another manifest."""
 
     @abc.abstractmethod
-    def keep_source(self, manifest: Manifest, text: str) -> None:
-        """Keep the source with a copy. Does nothing if there is no copy."""
+    def keep_source(self, manifest: Manifest, source: Source) -> None:
+        """Keep the source with a copy, and no longer than it. Does nothing if there is no copy."""
 
     @abc.abstractmethod
     def confirm(self, manifest: Manifest) -> None:
@@ -66,7 +66,7 @@ class Tier(abc.ABC):
         """As `open_cache`, for `Store.open_blob`."""
 
     @abc.abstractmethod
-    def source(self, manifest: Manifest) -> str | None:
+    def source(self, manifest: Manifest) -> Source | None:
         """The source of the manifest's document, verified."""
 
     @abc.abstractmethod

@@ -36,7 +36,7 @@ from kvshelf.store.manifest import Judgement, Manifest, Usage
 from kvshelf.store.shelf import Shelf
 from kvshelf.store.tiers.tier import Tier
 from kvshelf.store.tiers.tiers import Tiers
-from kvshelf.store.types import BlobFile, Page, Receipt, Scrubbed, Swept
+from kvshelf.store.types import BlobFile, Page, Receipt, Scrubbed, Source, Swept
 
 if TYPE_CHECKING:
     from kvshelf.store.artifact.arriving import ArrivingCache
@@ -92,18 +92,18 @@ class TieredStore(Store):
         manifest, _ = self._look_up(cache_id, tenant)
         return self._tiers.first(lambda tier: tier.open_blob(manifest)) or self._home.open_blob(cache_id, tenant=tenant)
 
-    def source(self, cache_id: str, *, tenant: str = "default") -> str:
+    def source(self, cache_id: str, *, tenant: str = "default") -> Source:
         manifest, _ = self._look_up(cache_id, tenant)
-        text = self._tiers.source(manifest)
-        if text is None:
-            text = self._home.source(cache_id, tenant=tenant)
-            self._tiers.keep_source(manifest, text)
-        return text
+        source = self._tiers.source(manifest)
+        if source is None:
+            source = self._home.source(cache_id, tenant=tenant)
+            self._tiers.keep_source(manifest, source)
+        return source
 
-    def original(self, cache_id: str, *, tenant: str = "default") -> tuple[Manifest, str]:
+    def original(self, cache_id: str, *, tenant: str = "default") -> tuple[Manifest, Source]:
         try:
-            return super().original(cache_id, tenant=tenant)
-        except CacheCorrupt:
+            return self.stat(cache_id, tenant=tenant), self.source(cache_id, tenant=tenant)
+        except CacheError:  # it is gone, or corrupt here and in all tiers
             return self._home.original(cache_id, tenant=tenant)
 
     def _look_up(self, cache_id: str, tenant: str) -> tuple[Manifest, _Word]:
@@ -193,7 +193,7 @@ class TieredStore(Store):
     def _give_back(self, manifest: Manifest, cache: CompressedCache) -> None:
         """Store a cache at home again, with its source if a tier has the source. Raises as `Shelf.adopt` does."""
         with self._giving_back:  # one at a time: many threads notice the loss at once
-            text = self._tiers.source(manifest)
+            source = self._tiers.source(manifest)
             try:
                 self._ask_home(manifest.id, manifest.tenant)
                 return  # the home has the cache already
@@ -201,10 +201,11 @@ class TieredStore(Store):
                 # The home's manifest counts: its labels, expiry or pin may be newer than the copy's.
                 self._home.mend(cache, manifest.id, tenant=manifest.tenant)
             except _Lost:
-                plain = manifest.model_copy(update={"has_source": False, "source_digest": None})
+                plain = manifest.model_copy(update={"source": None})
                 self._home.adopt(cache, plain, parent_id=manifest.parent_id)
-            if text is not None:
-                self._home.keep_source(manifest.id, text, tenant=manifest.tenant)
+            if source is not None and manifest.source is not None:
+                until = manifest.source.expires_at
+                self._home.keep_source(manifest.id, source, tenant=manifest.tenant, expires_at=until)
             log.info("gave cache %s back to its home", manifest.id)
 
     def _insist(self, cache_id: str, tenant: str, call: Callable[[], ResultT]) -> ResultT:
@@ -227,7 +228,7 @@ class TieredStore(Store):
         cache: CompressedCache,
         *,
         codec: str = "none",
-        source: str | None = None,
+        source: Source | None = None,
         **fields: Any,
     ) -> Manifest:
         encoded = cache.encoded(codec)
@@ -237,9 +238,10 @@ class TieredStore(Store):
             self._tiers.keep_source(manifest, source)
         return manifest
 
-    def keep_source(self, cache_id: str, text: str, *, tenant: str = "default") -> Manifest:
-        manifest = self._insist(cache_id, tenant, partial(self._home.keep_source, cache_id, text, tenant=tenant))
-        self._tiers.keep_source(manifest, text)
+    def keep_source(self, cache_id: str, source: Source, *, tenant: str = "default", **until: Any) -> Manifest:
+        keep = partial(self._home.keep_source, cache_id, source, tenant=tenant, **until)
+        manifest = self._insist(cache_id, tenant, keep)
+        self._tiers.keep_source(manifest, source)
         return manifest
 
     def keep_judgement(self, cache_id: str, judged: Judgement, *, tenant: str = "default") -> Manifest:

@@ -6,12 +6,12 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 from kvshelf.errors import KvshelfError
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.tiers.tier import Tier
-from kvshelf.store.types import Scrubbed
+from kvshelf.store.types import Scrubbed, Source
 
 ResultT = TypeVar("ResultT")
 
@@ -64,12 +64,13 @@ class Tiers:
                     return found
         return None
 
-    def source(self, manifest: Manifest) -> str | None:
-        return self.first(lambda tier: tier.source(manifest)) if manifest.has_source else None
+    def source(self, manifest: Manifest) -> Source | None:
+        found = self.first(lambda tier: tier.source(manifest)) if manifest.has_source else None
+        return cast("Source | None", found)  # mypy takes a union in the place of a type variable for an object
 
-    def keep_source(self, manifest: Manifest, text: str) -> None:
+    def keep_source(self, manifest: Manifest, source: Source) -> None:
         self.confirm(manifest)
-        self.each(lambda tier: tier.keep_source(manifest, text))
+        self.each(lambda tier: tier.keep_source(manifest, source))
 
     def confirm(self, manifest: Manifest) -> None:
         self.each(lambda tier: tier.confirm(manifest))

@@ -211,8 +211,9 @@ class Engine:
         )
         return self.run(job).cache
 
-    def encode_document(self, document: Document, *, layout: Layout | None = None) -> EncodedDocument:
-        """Check and tokenize a document that `prepare` is given more than once. Thread-safe. Raises as it does."""
+    def encode_document(self, document: Document | EncodedDocument, *, layout: Layout | None = None) -> EncodedDocument:
+        """Check and tokenize a document that `prepare` is given more than once, or check one that is encoded.
+        Thread-safe. Raises as `prepare` does."""
         return self._encoder.document(document, layout)
 
     def split(

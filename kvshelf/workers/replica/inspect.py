@@ -25,9 +25,11 @@ from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.artifact.records import LayerRecord, Merged, Recent, entries_of, is_latent, parts_of, states_of
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
+from kvshelf.store.types import TokenIds
 from kvshelf.workers.engine.decode.detokenizer import Detokenizer
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.inputs.encode import Document
+from kvshelf.workers.model.text import EncodedDocument
 from kvshelf.workers.policies.view import DocumentView
 
 BITMAP_BYTES: Final = 4 << 20
@@ -75,8 +77,9 @@ def kept_tokens(
             param="cache_id",
         )
     if document is None:
-        document = _kept_source(store, manifest, identity)
-    source = _same_document(engine, store, manifest, identity, document)
+        source = _same_document(engine, store, manifest, identity, _kept_source(engine, store, manifest, identity))
+    else:
+        source = _same_document(engine, store, manifest, identity, document)
     with store.open_cache(cache_id, tenant=tenant) as arriving:
         engine.require_own(arriving)  # the bitmaps below have the size that its header claims
         arriving.read(together=True)
@@ -137,20 +140,23 @@ def pieces(decoder: Tokenizer, token_ids: Sequence[int]) -> list[str]:
     return found
 
 
-def _kept_source(store: Store, manifest: Manifest, identity: Identity) -> Document:
-    """What was kept as the document: its text, or the messages of a conversation. Raises `SourceNotKept`."""
-    text = store.source(manifest.id, tenant=manifest.tenant)
+def _kept_source(engine: Engine, store: Store, manifest: Manifest, identity: Identity) -> Document | EncodedDocument:
+    """What was kept as the document: a text, the messages of a conversation, or token ids. Raises `SourceNotKept`."""
+    source = store.source(manifest.id, tenant=manifest.tenant)
+    if isinstance(source, TokenIds):
+        kept = EncodedDocument(list(source.ids), source.protected_prefix, identity.layout, identity.boundary)
+        return engine.encode_document(kept)
     if identity.boundary in ("text", "document"):
-        return text
-    messages: Document = json.loads(text)
+        return source
+    messages: Document = json.loads(source)
     return messages
 
 
 def _same_document(
-    engine: Engine, store: Store, manifest: Manifest, identity: Identity, document: Document
+    engine: Engine, store: Store, manifest: Manifest, identity: Identity, document: Document | EncodedDocument
 ) -> DocumentView:
     """The tokens of a document, which must be the cache's own."""
-    of_ids = not isinstance(document, str) and not (len(document) and isinstance(document[0], dict))
+    of_ids = not isinstance(document, str | EncodedDocument) and not (len(document) and isinstance(document[0], dict))
     job = engine.prepare(document, layout=None if of_ids else identity.layout, policy="full")
     document_id = store.document_id(job.identity, tenant=manifest.tenant)
     if document_id != manifest.document_id:

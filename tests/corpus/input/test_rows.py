@@ -33,6 +33,14 @@ def test_a_line_is_a_creation_with_a_custom_id() -> None:
     assert row.spec == expected
 
 
+def test_a_row_says_how_its_source_is_kept() -> None:
+    lines = ({"document": "x", "keep_source": how} for how in ("tokens", True, False, "text"))
+    *kept, refused = rows({"document": "x"}, *lines, defaults={"keep_source": "tokens", "source_ttl_s": 60})
+    told = [row.spec and (row.spec.keep_source, row.spec.source_ttl_s) for row in kept]
+    assert told[:3] == [("tokens", 60), ("tokens", 60), (True, 60)]
+    assert wrong(refused)[1] == "invalid_request"
+
+
 def test_a_custom_id_is_the_cache_s_name_unless_the_row_gives_one() -> None:
     named, long = rows({"custom_id": "a", "document": "x", "name": "mine"}, {"custom_id": "b" * 300, "document": "x"})
     assert named.spec is not None

@@ -277,6 +277,21 @@ def test_what_is_another_tenant_s_is_as_if_it_were_not(acme: httpx.Client, other
     assert acme.post(f"/v1/caches/{ours['id']}/verify").json()["ok"]
 
 
+def test_another_tenant_s_lost_cache_is_made_again_by_its_tenant_alone(acme: httpx.Client, other: httpx.Client) -> None:
+    ours = created(acme, document=DOCUMENT + "Ours.", keep_source="tokens", ttl_s=0.2)
+    time.sleep(0.3)
+    body = {"prompt": "What rises?", "max_tokens": 2, "on_miss": "recompute"}
+    for path in ("query", "verify", "append"):
+        sent = {"query": body, "append": {"document": "more"}}.get(path)
+        tried = (other.post(f"/v1/caches/{each}/{path}", json=sent) for each in (ours["id"], UNKNOWN))
+        same_but_for_the_id(*tried, ours["id"])
+    gone = (other.delete(f"/v1/caches/{each}") for each in (ours["id"], UNKNOWN))
+    same_but_for_the_id(*gone, ours["id"])
+    found = acme.post(f"/v1/caches/{ours['id']}/query", json=body).json()
+    assert (found["recomputed"], found["cache_id"]) == ("expired", ours["id"])
+    assert acme.delete(f"/v1/caches/{ours['id']}").status_code == 200
+
+
 def test_a_question_that_may_store_caches_needs_a_key_that_writes(guarded: Guarded, acme: httpx.Client) -> None:
     cache_id = created(acme, document=DOCUMENT)["id"]
     body = {"prompt": "What rises?", "max_tokens": 2, "on_miss": "recompute"}

@@ -88,7 +88,14 @@ FINE = {"document": "A short note about nothing in particular."}
         ({"policy": "auto", "expected_questions": ["why?"]}, "expected_questions"),
         ({"expected_questions": ["why?"], "policy": "keydiff"}, "expected_questions"),
         ({"expected_questions": [""], "policy": "snapkv"}, "expected_questions[0]"),
-        ({"keep_source": "yes"}, "keep_source"),
+        *(
+            ({"keep_source": wrong}, "keep_source")
+            for wrong in ("yes", "text", "Tokens", "true", 1, 2.5, ["tokens"], {})
+        ),
+        ({"keep_source": "tokens", "source_ttl_s": 0}, "source_ttl_s"),
+        ({"keep_source": "tokens", "source_ttl_s": "60"}, "source_ttl_s"),
+        ({"keep_source": "tokens", "source_ttl_s": -1e300}, "source_ttl_s"),
+        ({"source_ttl_s": 60}, "source_ttl_s"),
         ({"keep_source": True, "document": None, "token_ids": [5] * 9}, "keep_source"),
         ({"ttl_s": 0}, "ttl_s"),
         ({"ttl_s": 5, "expires_at": 5}, "expires_at"),

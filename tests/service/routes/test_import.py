@@ -168,12 +168,25 @@ def test_a_sound_cache_is_verified_with_its_source(http: httpx.Client) -> None:
     assert verified["bytes"] == kept["bytes"]["stored"] + len(document.encode())
 
 
-@pytest.mark.parametrize("part", ["blob", "source"])
-def test_a_damaged_cache_is_found_and_set_aside(http: httpx.Client, service: LiveService, part: str) -> None:
-    document = f"The {part} of this one rots. " * 9
+def test_a_damaged_source_is_found_and_dropped(http: httpx.Client, service: LiveService) -> None:
+    document = "The source of this one rots. " * 9
     cache = created(http, document=document, keep_source=True)
-    files = sorted((service.home / "shelf" / "blobs").glob(f"{cache['id'].removeprefix('kvs_')}-*"))
-    (path,) = [file for file in files if (file.stat().st_size == len(document)) == (part == "source")]
+    blobs = (service.home / "shelf" / "blobs").iterdir()
+    (path,) = [file for file in blobs if file.read_bytes() == document.encode()]
+    path.write_bytes(_flipped(path.read_bytes()))
+    found = http.post(f"/v1/caches/{cache['id']}/verify").json()
+    assert (found["ok"], found["bytes"], found["reason"]) == (False, 0, "digest_mismatch")
+    assert cache["id"] in found["problem"]
+    assert not http.get(f"/v1/caches/{cache['id']}").json()["has_source"], "the cache itself is sound"
+    assert http.post(f"/v1/caches/{cache['id']}/verify").json()["ok"]
+    again = created(http, document=document, keep_source=True)
+    assert (again["existing"], again["has_source"]) == (True, True)
+
+
+def test_a_damaged_cache_is_found_and_set_aside(http: httpx.Client, service: LiveService) -> None:
+    document = "The blob of this one rots. " * 9
+    cache = created(http, document=document, keep_source=True)
+    (path,) = (service.home / "shelf" / "blobs").glob(f"{cache['id'].removeprefix('kvs_')}-*")
     path.write_bytes(_flipped(path.read_bytes()))
     found = http.post(f"/v1/caches/{cache['id']}/verify").json()
     assert (found["ok"], found["bytes"], found["reason"]) == (False, 0, "digest_mismatch")

@@ -169,7 +169,7 @@ def test_a_journal_is_read_from_any_line(table: JobTable) -> None:
 def test_bytes_that_an_item_holds_stay_and_count(index: Index, home: Home) -> None:
     key = secrets.token_hex(20)
     name = new_name(f"kvs_{key}")
-    writing = Writing(name, f"kvs_{key}", "me", 0, name, 600)
+    writing = Writing(name, f"kvs_{key}", "me", 600, of_cache=False)
     briefly = home.open(10)
     briefly.begin(writing, Quota(max_bytes=1000))
     index.jobs.add(item(kind="file", held=name))
@@ -208,7 +208,7 @@ def begun(index: Index) -> str:
     """The name of a write in progress."""
     key = secrets.token_hex(20)
     name = new_name(f"kvs_{key}")
-    index.begin(Writing(name, f"kvs_{key}", "me", 0, name, 600), Quota())
+    index.begin(Writing(name, f"kvs_{key}", "me", 600, of_cache=False), Quota())
     return name
 
 
@@ -216,7 +216,7 @@ def test_an_item_cannot_hold_what_a_silent_writer_wrote(index: Index, home: Home
     key = secrets.token_hex(20)
     name = new_name(f"kvs_{key}")
     briefly = home.open(2)
-    briefly.begin(Writing(name, f"kvs_{key}", "me", 0, name, 600), Quota())
+    briefly.begin(Writing(name, f"kvs_{key}", "me", 600, of_cache=False), Quota())
     home.wait(4)
     with pytest.raises(StoreUnavailable, match="silent"):
         index.jobs.add(item(kind="file", held=name))

@@ -60,7 +60,8 @@ def test_a_life(request: pytest.FixtureRequest, server: str, index: Place, prefi
     shelf.update(stored[1].id, ttl_s=0.001)
     time.sleep(0.002)
     assert shelf.sweep().expired == 1
-    assert len(blobs_in(s3, prefix)) == 4
+    assert len(blobs_in(s3, prefix)) == 5, "two caches, their sources, and that of the cache that has expired"
+    assert again.original(stored[1].id)[1] == "the text 1"
     assert again.usage().caches == 2
     assert again.health().faults == ()
 

@@ -82,19 +82,17 @@ def require_no_rest(client: redis.Redis) -> None:
     due: Counter[str] = Counter()
     for entry in ready.values():
         for key in ("u", "u:" + entry["tenant"]):
-            due.update({f"{key} caches": 1, f"{key} bytes": int(entry["nbytes"]) + int(entry["source_bytes"])})
+            due.update({f"{key} caches": 1, f"{key} bytes": int(entry["nbytes"])})
     writes = members("writes")
     records = {
         name: record for key in keys if key.startswith("w:") for name, record in client.hgetall(BASE + key).items()
     }
     assert set(writes) == set(records)
     for name, record in records.items():
-        nbytes, source_bytes, _, tenant = record.split(" ", 3)
+        nbytes, of_cache, tenant = record.split(" ", 2)
         for key in ("u", "u:" + tenant):
             if writes[name]:
-                due.update(
-                    {f"{key} held_caches": int(nbytes != "0"), f"{key} held_bytes": int(nbytes) + int(source_bytes)}
-                )
+                due.update({f"{key} held_caches": int(of_cache), f"{key} held_bytes": int(nbytes)})
     counted = {
         f"{key} {field}": int(number)
         for key in keys
@@ -129,7 +127,7 @@ def test_no_key_holds_more_or_less_than_the_entries(valkey: ValkeyServer, client
 
 
 def test_when_all_is_gone_only_the_home_is_left(index: RedisIndex, client: redis.Redis) -> None:
-    entry = put(index, 1, source_bytes=5, labels={"a": "b"}, expires_at=NOW + 100)
+    entry = put(index, 1, labels={"a": "b"}, expires_at=NOW + 100)
     assert index.bury(entry, "deleted", NOW)
     for write in index.abandoned():
         index.abandon(write.name)
@@ -213,7 +211,7 @@ def test_a_cache_that_the_server_ended_is_expired(index: RedisIndex, client: red
 
 
 def test_a_cache_that_no_sweep_saw_for_a_month_leaves_nothing(index: RedisIndex, client: redis.Redis) -> None:
-    entry = put(index, 1, source_bytes=5, expires_at=NOW + 10, labels={"a": "b"})
+    entry = put(index, 1, expires_at=NOW + 10, labels={"a": "b"})
     client.delete(f"{BASE}m:{entry.id}", f"{BASE}c:{entry.id}")  # as the server does
     assert index.find(entry.id, "me") is None
     assert index.listing(Query("me", labels={"a": "b"}), NOW, None, 10) == []
@@ -593,11 +591,10 @@ def test_what_was_done_without_an_answer_is_done_once(
     assert shaky.publish(write, made, over=None, cost_s=1, now=NOW) == (True, None), "it was us"
     assert found(index) == entry
 
-    source = writing(1, 0, 9)
-    source = replace(source, name=source.source)
-    shaky.begin(source, Quota())
-    cut_off(lambda: shaky.swap(entry, made, source))
-    assert shaky.swap(entry, made, source)
+    other = writing(1, 9)
+    shaky.begin(other, Quota())
+    cut_off(lambda: shaky.swap(entry, made, other))
+    assert shaky.swap(entry, made, other)
     assert found(index).version == 1
     entry = found(index)
     cut_off(lambda: shaky.bury(entry, "deleted", NOW))
@@ -606,24 +603,6 @@ def test_what_was_done_without_an_answer_is_done_once(
     require_no_rest(client)
     cutter.close()
     link.close()
-
-
-# A source that gives way
-
-
-def test_a_source_that_is_replaced_is_to_be_removed(index: RedisIndex) -> None:
-    first = put(index, source_bytes=5)
-    late = writing(1, 0, 9)
-    late = replace(late, name=late.source)
-    index.begin(late, Quota())
-    assert index.swap(first, manifest(has_source=True), late)
-    (gone,) = index.abandoned()
-    assert (gone.source, gone.source_bytes, gone.nbytes) == (first.source, 5, 0)
-    assert first.source is not None
-    assert index.knows(first.source)
-    index.abandon(gone.name)
-    assert not index.knows(first.source)
-    assert index.usage("me") == Usage(caches=1, bytes=1009)
 
 
 # A cluster, and many

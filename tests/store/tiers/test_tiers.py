@@ -30,6 +30,7 @@ from kvshelf.store.tiers.disk import DiskTier
 from kvshelf.store.tiers.ram import PER_COPY, RECENT_S, RamTier
 from kvshelf.store.tiers.tier import Tier
 from kvshelf.store.tiers.tiered import TieredStore
+from kvshelf.store.types import TokenIds
 from tests.store.caches import golden_caches, make_cache, require_equal
 from tests.store.places import Clock, DiskPlace, Place, flip, gone
 from tests.store.redis.servers import PATIENT, ValkeyServer, wait_until
@@ -560,6 +561,44 @@ def test_a_source_that_was_replaced_elsewhere_is_not_answered_from_the_copy(node
     node.home.delete(manifest.id)
     node.home.put(make_cache(), source="its second edition")
     assert node.store.source(manifest.id) == "its second edition"
+
+
+@pytest.mark.parametrize("end", ["evicted", "expired", "corrupt"])
+def test_a_cache_that_the_home_lost_is_made_again_from_the_source_there(node: Node, clock: Clock, end: str) -> None:
+    ids = TokenIds(tuple(range(make_cache().num_tokens)))
+    manifest = node.store.put(make_cache(), source=ids, ttl_s=100)
+    if end == "expired":
+        clock.time += 101
+    else:
+        entry = node.home._index.find(manifest.id, "default")
+        assert entry is not None
+        if end == "evicted":
+            assert node.home._index.bury(entry, "evicted", clock.time)
+        else:
+            assert node.home._index.mark_corrupt(entry, "a bit was flipped")
+    assert node.store.original(manifest.id) == (manifest, ids)
+    if end != "corrupt":  # else the tiers answer
+        with pytest.raises(CacheExpired):
+            node.store.stat(manifest.id)
+        assert node.store.put(make_cache()).source == manifest.source
+    require_equal(make_cache(), node.store.get(manifest.id))
+    node.store.delete(manifest.id)
+    with pytest.raises(CacheNotFound):
+        node.store.original(manifest.id)
+
+
+def test_a_folder_keeps_no_source_without_its_copy(node: Node) -> None:
+    """Nothing would tell another machine's folder of its deletion."""
+    secret = "the heliotrope contract"
+    manifest = node.store.put(make_cache(), source=secret)
+    entry = node.disk._store._index.find(manifest.id, "default")
+    assert entry is not None
+    assert node.disk._store._index.bury(entry, "evicted", node.disk._store._now())
+    assert any(secret.encode() in data for data in node.folder.contents())
+    node.store.sweep()
+    node.disk.sweep(None)
+    assert not any(secret.encode() in data for data in node.folder.contents())
+    assert node.store.source(manifest.id) == secret
 
 
 # Budgets

@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvshelf.api import CreateCache, Estimate, JointQuery, PolicyEstimate, Tried
 from kvshelf.bench.quality.conversations import make_conversation
 from kvshelf.bench.quality.tasks import make_document
 from kvshelf.errors import CacheNotFound, DocumentTooLong, InvalidRequest, PolicyUnsupported, QualityBelowFloor
+from kvshelf.service.recompute import _spec
 from kvshelf.store.disk import DiskStore
+from kvshelf.store.rules import Rules
 from kvshelf.store.shelf import Shelf
+from kvshelf.store.types import TokenIds
 from kvshelf.workers.engine.engine import Engine, Prefill
 from kvshelf.workers.engine.inputs.job import Level
 from kvshelf.workers.replica.create.auto import Target, auto, candidates
@@ -299,6 +303,40 @@ async def test_a_document_that_is_longer_than_the_service_takes_is_refused_befor
     finally:
         narrow.stop()
     assert (engine.prefills, len(shelf.list().data)) == (before + 1, 1)
+
+
+@pytest.mark.parametrize("codec", ["none", "int4"])
+@pytest.mark.parametrize("policy", ["full", "snapkv", "kvzip"])
+async def test_token_ids_make_the_very_same_bytes(
+    replica: Replica, shelf: Shelf, document: str, policy: str, codec: str
+) -> None:
+    """On one machine, with one number of threads and in one dtype."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        first = (await create(replica, document, policy=policy, codec=codec, keep_source="tokens")).manifest
+        entry = shelf._index.find(first.id, "default")
+        assert entry is not None
+        assert shelf._index.bury(entry, "evicted", 1.0)
+        manifest, source = shelf.original(first.id)
+        assert isinstance(source, TokenIds)
+        spec = _spec(manifest, source, keep=False)
+        again = (await replica.create(spec, tenant="default")).manifest
+    finally:
+        torch.set_num_threads(threads)
+    assert (again.id, again.blob_digest, again.source) == (first.id, first.blob_digest, first.source)
+
+
+async def test_a_source_is_not_kept_longer_than_the_shelf_allows(
+    engine: Counting, document: str, tmp_path: Path
+) -> None:
+    strict = Replica(engine, DiskStore.open(tmp_path / "strict", rules=Rules(max_ttl_s=100)), Scheduler(engine))
+    strict.start()
+    before = engine.prefills
+    with pytest.raises(InvalidRequest, match="source_ttl_s: caches are kept for 100 s at most") as refusal:
+        await create(strict, document, keep_source="tokens", source_ttl_s=101.0, ttl_s=50.0)
+    assert (refusal.value.param, engine.prefills) == ("source_ttl_s", before), "before any work"
+    strict.stop()
 
 
 async def test_a_split_document_is_a_cache_for_each_part_and_they_are_found_by_their_labels(

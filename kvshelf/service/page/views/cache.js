@@ -109,9 +109,16 @@ function CacheFacts({ cache, onShow }) {
     Hits: `${count(cache.uses)}${cache.last_used_at ? `, last ${fromNow(cache.last_used_at)}` : ""}`,
     Created: `${moment(cache.created_at)}, ${(timings.prefill_s + timings.compress_s).toFixed(2)} s of work`,
     Expires: cache.expires_at === null ? "never" : `${moment(cache.expires_at)}, ${expiry(cache)}`,
-    Source: cache.has_source ? "stored with the cache" : "not stored",
+    Source: kept(cache.source),
     Labels: Object.keys(cache.labels).length ? html`<span class="labels">${labelLines(cache.labels)}</span>` : null,
   }} />`;
+}
+
+/** What a cache can be made again from, and until when. */
+function kept(source) {
+  if (!source) return "not stored";
+  const what = `${source.form === "text" ? "text" : "token ids"} stored with the cache`;
+  return source.expires_at === null ? what : `${what}, until ${moment(source.expires_at)}`;
 }
 
 /** The newest caches that were appended to one. */

@@ -57,9 +57,13 @@ class Encoder:
             raise InvalidRequest("this engine has no tokenizer; give token ids", param=param)
         return self.text
 
-    def document(self, document: Document, layout: Layout | None) -> EncodedDocument:
-        """The token ids of a document. Raises `InvalidRequest`, `DocumentTooLong` or `DocumentTooShort`."""
-        if isinstance(document, str):
+    def document(self, document: Document | EncodedDocument, layout: Layout | None) -> EncodedDocument:
+        """The token ids of a document; those of an encoded one are checked, and no layout counts. Raises
+        `InvalidRequest`, `DocumentTooLong` or `DocumentTooShort`."""
+        if isinstance(document, EncodedDocument):
+            encoded = replace(document, token_ids=self._checked_ids(document.token_ids, "token_ids"))
+            length = len(encoded.token_ids) - encoded.protected_prefix
+        elif isinstance(document, str):
             self._require_length(self.require_text("document").least_tokens(document), "at least ")
             encoded = self.require_text("document").document(document, self._checked_layout(layout))
             length = len(encoded.token_ids) - encoded.protected_prefix

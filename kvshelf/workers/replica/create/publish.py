@@ -7,9 +7,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kvshelf.api import AppendCache, CreateCache, Timings, Tried
-from kvshelf.errors import CacheError, CacheNotFound
+from kvshelf.errors import CacheError, CacheNotFound, InvalidRequest
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Judgement, Manifest
+from kvshelf.store.types import Source
 from kvshelf.workers.engine.engine import Compression
 from kvshelf.workers.engine.inputs.job import Level
 from kvshelf.workers.engine.quality import VERSION
@@ -20,13 +21,15 @@ from kvshelf.workers.replica.create.spec import source_of
 @dataclass(frozen=True)
 class Publisher:
     """The store as one creation uses it. `ids`: of its levels' caches, whether they are stored or not. parent_id: of
-    the cache that the document is appended to, if it is."""
+    the cache that the document is appended to, if it is. source: to be kept with each, for `source_ttl_s`."""
 
     store: Store
     tenant: str
     spec: CreateCache | AppendCache
     ids: tuple[str, ...]
     parent_id: str | None = None
+    source: Source | None = None
+    source_ttl_s: float | None = None
 
     @classmethod
     def of(
@@ -37,9 +40,15 @@ class Publisher:
         levels: Sequence[Level],
         parent_id: str | None = None,
     ) -> Publisher:
-        """Raises `InvalidRequest` for an unknown codec."""
+        """Raises `InvalidRequest` for an unknown codec, and for a source that would live too long."""
         ids = tuple(store.cache_id(level.identity, tenant=tenant, codec=level.codec) for level in levels)
-        return cls(store, tenant, spec, ids, parent_id)
+        source = source_of(spec, levels[0].job.document)
+        source_ttl_s = spec.source_ttl_s if isinstance(spec, CreateCache) else None
+        try:
+            store.expiry(source_ttl_s, None)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"source_{error.message}", param="source_ttl_s") from error
+        return cls(store, tenant, spec, ids, parent_id, source, source_ttl_s)
 
     def there(self) -> dict[str, Manifest]:
         """The caches on the shelf, by id, without expired and corrupt ones, which `put` replaces."""
@@ -94,7 +103,8 @@ class Publisher:
             labels=self.spec.labels,
             name=self.spec.name,
             timings=Timings(queue_s=queue_s, prefill_s=compression.prefill_s, compress_s=compression.compress_s),
-            source=source_of(self.spec),
+            source=self.source,
+            source_ttl_s=self.source_ttl_s,
             judged=judged,
             parent_id=self.parent_id,
         )
@@ -104,11 +114,11 @@ class Publisher:
         return self.store.keep_judgement(manifest.id, newest, tenant=self.tenant)
 
     def as_asked(self, manifest: Manifest) -> Manifest:
-        """An existing cache with what this request adds: a later expiry, a kept source."""
+        """An existing cache with what this request adds: a later expiry, a kept source or more time for it."""
         manifest = prolonged(self.store, manifest, self.spec.ttl_s, self.spec.expires_at)
-        source = source_of(self.spec)
-        if source is not None and not manifest.has_source:
-            manifest = self.store.keep_source(manifest.id, source, tenant=manifest.tenant)
+        if self.source is not None:
+            keep = self.store.keep_source
+            manifest = keep(manifest.id, self.source, tenant=manifest.tenant, ttl_s=self.source_ttl_s)
         return manifest
 
 

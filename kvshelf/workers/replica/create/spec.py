@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, cast
 
 from kvshelf.api import AppendCache, CreateCache, Estimate
 from kvshelf.api.inspect import KeptOf
 from kvshelf.errors import DocumentTooLong, InvalidRequest
 from kvshelf.store.artifact.cache import CompressedCache
-from kvshelf.store.artifact.identity import canonical_json
+from kvshelf.store.artifact.identity import Boundary, Layout, canonical_json
+from kvshelf.store.types import Source, TokenIds
 from kvshelf.workers.engine.decode.generation import Checkpoint, Progress
 from kvshelf.workers.engine.engine import Compression, Engine
 from kvshelf.workers.engine.inputs.encode import SPLIT_IT, Document
@@ -17,7 +18,19 @@ from kvshelf.workers.engine.inputs.job import Level
 from kvshelf.workers.engine.quality import CUES
 from kvshelf.workers.model.text import EncodedDocument
 from kvshelf.workers.policies import build
+from kvshelf.workers.policies.view import DocumentView
 from kvshelf.workers.replica.create.auto import MIN_QUALITY, Selection, Target, auto
+
+
+class Recreation(CreateCache):
+    """A creation from a kept source. No request is one: the service makes it.
+
+    Of token ids the first `protected_prefix` were written by the chat template. boundary: where the document ends.
+    """
+
+    protected_prefix: int = 0
+    boundary: Boundary = "text"
+
 
 AUTO: Final = "auto"
 """The policy of a creation that leaves policy, ratio and codec to the service."""
@@ -89,7 +102,11 @@ def require_policy(spec: CreateCache) -> None:
 def encode(engine: Engine, spec: CreateCache | Estimate, max_document_tokens: int | None) -> EncodedDocument:
     """The document's token ids. Raises as `Engine.encode_document`, and `DocumentTooLong` above `max_document_tokens`,
     the service's own limit, below the model's."""
-    found = engine.encode_document(document_of(spec), layout=spec.layout)
+    document: Document | EncodedDocument = document_of(spec)
+    if isinstance(spec, Recreation) and spec.token_ids is not None:
+        ids, layout = list(spec.token_ids), cast(Layout, spec.layout)
+        document = EncodedDocument(ids, spec.protected_prefix, layout, spec.boundary)
+    found = engine.encode_document(document, layout=spec.layout)
     if max_document_tokens is not None and len(found.token_ids) > max_document_tokens:
         raise DocumentTooLong(
             f"the document has {len(found.token_ids)} tokens, and this service takes {max_document_tokens} "
@@ -122,8 +139,11 @@ def document_of(spec: CreateCache | AppendCache | KeptOf) -> Document:
     return document
 
 
-def source_of(spec: CreateCache | AppendCache) -> str | None:
-    """The source to keep beside the cache: the text, or the messages as JSON. None without `keep_source`."""
+def source_of(spec: CreateCache | AppendCache, document: DocumentView) -> Source | None:
+    """The source to keep: the text, the messages as JSON, or the token ids that were read. None without
+    `keep_source`."""
     if isinstance(spec, AppendCache) or not spec.keep_source:
         return None
+    if spec.keep_source == "tokens":
+        return TokenIds(tuple(document.token_ids), document.protected_prefix)
     return spec.document if spec.document is not None else canonical_json(document_of(spec))
