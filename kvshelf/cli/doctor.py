@@ -119,9 +119,10 @@ def _intensity(device: str, dtype: str) -> str:
     numbers = chosen_dtype(dtype, auto=torch.float32 if where.type == "cpu" else torch.bfloat16)
     flops, bandwidth = matmul_rate(where, numbers), read_bandwidth(where)
     known = intensity_of(where)
+    listed = "unknown" if known is None else f"{known:.0f}"
     return (
         f"{flops / bandwidth:.0f} FLOP a byte in {str(numbers).removeprefix('torch.')} ({flops / 1e9:,.0f} GFLOP and "
-        f"{bandwidth / 1e9:,.1f} GB a second of its time), {'unknown' if known is None else f'{known:.0f}'} in the table"
+        f"{bandwidth / 1e9:,.1f} GB a second of its time), {listed} in the table"
     )
 
 

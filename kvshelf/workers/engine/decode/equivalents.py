@@ -1,8 +1,9 @@
-"""What an answer costs in tokens of a prefill: prefill token equivalents, PTE ("Beyond Accuracy").
+"""What an answer costs in tokens of a prefill: prefill token equivalents, PTE.
 
-A prefill is limited by operations, 2 * N for each token of a model of N parameters; a decode step by the bytes of the KV
-cache that it reads. A device turns the second into the first by its operational intensity (HOI): its peak FLOP a second
-over the bytes a second of its memory.
+A prefill is limited by operations, 2 * N for each token of a model of N parameters; a decode step by the bytes of the
+KV cache that it reads. A device's operational intensity (HOI) turns the second into the first: its peak FLOP a second
+over the bytes a second of its memory. Source: "Beyond Accuracy: Unveiling Inefficiency Patterns in Tool-Integrated
+Reasoning", arXiv 2604.05404.
 """
 
 from __future__ import annotations
