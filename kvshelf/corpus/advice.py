@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvshelf.corpus.plan import Work
 from kvshelf.errors import InvalidRequest
-from kvshelf.workers.policies.info import packaged_rows
-from kvshelf.workers.policies.known import policy_info
+from kvshelf.workers.policies.budgets import Budget
+from kvshelf.workers.policies.info import PolicyInfo, packaged_rows
+from kvshelf.workers.policies.known import catalog
 from kvshelf.workers.replica.create.sizes import Shape
 from kvshelf.workers.suffixes.info import measured_rows as measured_suffixes
 
@@ -133,25 +133,27 @@ class Advice:
 
 def options(shape: Shape, tokens: int) -> Iterator[Option]:
     """Every row that was measured, with its bytes at this length."""
+    policies = {info.name: info for info in catalog()}
     rows = packaged_rows("rows")
-    for row in rows:
-        yield _option(shape, tokens, row)
     added = {row["policy"]: row["compress_share"] for row in rows if row["removed"] == 0}
+    for row in rows:
+        yield _option(shape, tokens, row, policies[row["policy"]])
     for row in packaged_rows("selected"):
         policy = row["select"] if row["select"] in added else "full"  # one that makes the index that its selector reads
         given = {"policy": policy, "removed": 0.0, "compress_share": added[policy]}
-        yield _option(shape, tokens, row | given)
+        yield _option(shape, tokens, row | given, policies[policy])
 
 
-def _option(shape: Shape, tokens: int, row: dict[str, Any]) -> Option:
-    work = Work(row["policy"], row["removed"] or None, None, row["codec"])
-    full, phase = shape.full_bytes(tokens), policy_info(row["policy"]).phase
-    plain = round(full * (work.kept(tokens) / tokens))
-    stored = work.stored_bytes(shape, tokens)
+def _option(shape: Shape, tokens: int, row: dict[str, Any], policy: PolicyInfo) -> Option:
+    kept = Budget.resolve(tokens, compression_ratio=row["removed"]).tokens if policy.takes_budget else tokens
+    defaults = {name: about.default for name, about in policy.parameters.items()}
+    stored = shape.stored_bytes(tokens, kept, row["codec"]) + shape.index_bytes(tokens, policy.name, defaults)
+    full = shape.full_bytes(tokens)
+    plain = round(full * (kept / tokens))
     held = plain if row["codec"] == "klt" else stored
-    peak = full / (shape.layers + len(shape.recent)) + plain * (_CASCADE if phase == "cascade" else 1.0)
+    peak = full / (shape.layers + len(shape.recent)) + plain * (_CASCADE if policy.phase == "cascade" else 1.0)
     return Option(
-        policy=row["policy"],
+        policy=policy.name,
         removed=row["removed"],
         codec=row["codec"],
         selector=row.get("select"),
@@ -161,7 +163,7 @@ def _option(shape: Shape, tokens: int, row: dict[str, Any]) -> Option:
         compress_share=row["compress_share"],
         stored_bytes=stored,
         held_bytes=held,
-        peak_bytes=full if phase == "after" else min(full, round(peak)),
+        peak_bytes=full if policy.phase == "after" else min(full, round(peak)),
         step_bytes=round(held * row.get("read_share", 1.0)),
     )
 
@@ -218,6 +220,6 @@ class _Answers:
         at = next((place for place, nbytes in enumerate(needed) if nbytes <= memory_bytes), needed.index(min(needed)))
         fit = memory_bytes // max(1, option.held_bytes)
         tier = scenario.tier or ("ram" if fit >= 2 else "disk")
-        reason = f"{scenario.why}: {getattr(option, scenario.least):,} bytes"
+        reason = f"{scenario.why}: {getattr(option, scenario.least) / 1e6:,.1f} MB"
         reason += f"; {rows[at]['policy']} bounds answers, of which {whole['stored']:,} tokens do not fit" if at else ""
         return Line(option, rows[at]["policy"], tier, needed[at], reason)
