@@ -145,7 +145,11 @@ def options(shape: Shape, tokens: int) -> Iterator[Option]:
 
 
 def _option(shape: Shape, tokens: int, row: dict[str, Any], policy: PolicyInfo) -> Option:
-    kept = Budget.resolve(tokens, compression_ratio=row["removed"]).tokens if policy.takes_budget else tokens
+    kept = (
+        Budget.resolve(tokens, compression_ratio=row["removed"], budget_tokens=None).tokens
+        if policy.takes_budget
+        else tokens
+    )
     defaults = {name: about.default for name, about in policy.parameters.items()}
     stored = shape.stored_bytes(tokens, kept, row["codec"]) + shape.index_bytes(tokens, policy.name, defaults)
     full = shape.full_bytes(tokens)
