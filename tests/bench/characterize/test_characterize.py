@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from statistics import fmean
 
 import pytest
@@ -15,6 +17,7 @@ from kvshelf.bench.characterize.tables import MEASURES, cells_table, winners_tab
 from kvshelf.bench.cli import app
 from kvshelf.bench.speed.subject import load_subject
 from kvshelf.errors import InvalidRequest
+from kvshelf.workers.replica.scheduler import SchedulerLimits
 
 SMALL = Offer([200.0], requests=6, documents=2, tokens=512, answer_tokens=4)
 CELL = Cell("m", 1000, 4.0, "full", 1.0, 0.1, 0.2, 100.0, 1000, 50.0, 0.9)
@@ -25,22 +28,20 @@ def test_arrivals_are_poisson_and_the_same_for_every_way():
     arrivals = list(offer.arrivals(50.0))
     assert arrivals == list(offer.arrivals(50.0)) != list(replace(offer, seed=1).arrivals(50.0))
     due = [at for at, _, _ in arrivals]
-    gaps = [later - earlier for earlier, later in zip(due, due[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in pairwise(due)]
     assert fmean(gaps) == pytest.approx(1 / 50, rel=0.1)
     # An exponential distribution: its deviation is its mean, and 1 / e of the gaps are longer than that.
     assert sum(gap > 1 / 50 for gap in gaps) / len(gaps) == pytest.approx(0.368, abs=0.03)
     assert {document for _, document, _ in arrivals} == {0, 1, 2}
 
 
+WAYS = [Way("full"), Way("quest", 0.5), Way("h2o", 0.5)]
+
+
 @pytest.fixture(scope="module")
 def cells():
-    ways = WAYS
     with load_subject("kvshelf-tiny", "cpu", "float32", 1) as subject:
-        found = characterized(subject, "kvshelf-tiny", ways, SMALL)
-    return {cell.system: cell for cell in found}
-
-
-WAYS = [Way("full"), Way("quest", 0.5), Way("h2o", 0.5)]
+        return {cell.system: cell for cell in characterized(subject, "kvshelf-tiny", WAYS, SMALL)}
 
 
 def test_every_way_is_measured_under_the_same_load(cells):
@@ -59,18 +60,15 @@ def test_every_way_is_measured_under_the_same_load(cells):
 
 
 def test_a_question_that_waits_for_the_model_is_late_from_its_arrival(monkeypatch):
-    """Ten questions a second for ten times the work that fits: the last ones wait for most of it."""
+    """All questions come at once, and two are answered at a time: the last ones wait for most of the others."""
     offer = Offer([1000.0], requests=24, documents=1, tokens=512, answer_tokens=24)
     with load_subject("random:2", "cpu", "float32", 1) as subject:
-        monkeypatch.setattr(load, "SchedulerLimits", lambda **more: real(max_open=2, **more))
+        monkeypatch.setattr(load, "SchedulerLimits", partial(SchedulerLimits, max_open=2))
         (late,) = characterized(subject, "random:2", [Way("full")], offer)
         (early,) = characterized(subject, "random:2", [Way("full")], replace(offer, rates=[2.0], requests=4))
     assert late.first_s > 3 * early.first_s
     assert late.tokens_per_s > 2 * early.tokens_per_s, "below its capacity a service answers what is asked"
     assert late.exact is early.exact is None
-
-
-real = load.SchedulerLimits
 
 
 def test_unknown_systems_are_refused():
