@@ -66,8 +66,8 @@ class Offer:
     answered by `answer_tokens`. Gaps are drawn from an exponential distribution (Poisson arrivals)."""
 
     rates: Sequence[float]
-    requests: int = 48
-    documents: int = 6
+    requests: int = 32
+    documents: int = 3
     tokens: int = 2048
     answer_tokens: int = 32
     seed: int = 0
