@@ -38,6 +38,8 @@ def characterize(
     counted on kvshelf-tiny.
     """
     with needs_extra("serve", "the bench"):
+        import torch
+
         from kvshelf.bench.characterize.load import Cell, Offer, characterized, require_known
         from kvshelf.bench.characterize.tables import cells_table, winners_table
         from kvshelf.bench.measure import load_warning, machine
@@ -51,6 +53,7 @@ def characterize(
         for name in names:
             with load_subject(name, device, dtype, threads) as subject:
                 cells += characterized(subject, name, ways, offer, step)
+    where["threads"] = torch.get_num_threads()
     report: dict[str, Any] = {"bench": "characterize", "machine": where, "offer": offer, "cells": cells}
     publish(report, [cells_table(cells), winners_table(cells)], output, as_json, notes=load_warning(where))
 
@@ -73,9 +76,8 @@ def heads(
         from kvshelf.bench.quality.tasks import haystacks
         from kvshelf.bench.speed.subject import load_subject
 
-    where = machine()
     with load_subject(model, device, dtype, threads) as subject:
-        text = subject.engine.text
+        where, text = machine(), subject.engine.text
         if text is None:
             ids = [subject.tokens(tokens, seed=10 + number) for number in range(documents)]
         else:
