@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from statistics import fmean
 
@@ -15,9 +14,10 @@ from kvshelf.bench.characterize import load
 from kvshelf.bench.characterize.load import Cell, Offer, Way, characterized, require_known
 from kvshelf.bench.characterize.tables import MEASURES, cells_table, winners_table
 from kvshelf.bench.cli import app
+from kvshelf.bench.speed.decode import endless_answers
 from kvshelf.bench.speed.subject import load_subject
 from kvshelf.errors import InvalidRequest
-from kvshelf.workers.replica.scheduler import SchedulerLimits
+from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
 
 SMALL = Offer([200.0], requests=6, documents=2, tokens=512, answer_tokens=4)
 CELL = Cell("m", 1000, 4.0, "full", 1.0, 0.1, 0.2, 100.0, 1000, 50.0, 0.9)
@@ -59,16 +59,19 @@ def test_every_way_is_measured_under_the_same_load(cells):
     assert quest.equivalents < full.equivalents
 
 
-def test_a_question_that_waits_for_the_model_is_late_from_its_arrival(monkeypatch):
+def test_a_question_that_waits_for_the_model_is_late_from_its_arrival():
     """All questions come at once, and two are answered at a time: the last ones wait for most of the others."""
     offer = Offer([1000.0], requests=24, documents=1, tokens=512, answer_tokens=24)
-    with load_subject("random:2", "cpu", "float32", 1) as subject:
-        monkeypatch.setattr(load, "SchedulerLimits", partial(SchedulerLimits, max_open=2))
-        (late,) = characterized(subject, "random:2", [Way("full")], offer)
-        (early,) = characterized(subject, "random:2", [Way("full")], replace(offer, rates=[2.0], requests=4))
-    assert late.first_s > 3 * early.first_s
-    assert late.tokens_per_s > 2 * early.tokens_per_s, "below its capacity a service answers what is asked"
-    assert late.exact is early.exact is None
+    with load_subject("random:1", "cpu", "float32", 1) as subject, endless_answers(subject):
+        caches = [subject.engine.compress(subject.tokens(512, seed=1), policy="full")]
+        scheduler = Scheduler(subject.engine, SchedulerLimits(max_open=2, max_waiting=24))
+        scheduler.start()
+        served = load._answered(scheduler, subject, caches, Way("full"), offer, 1000.0)
+        scheduler.stop()
+    assert len(served.first_s) == 24
+    assert min(served.first_s[-4:]) > 3 * max(served.first_s[:2])
+    assert served.ended_s > max(served.first_s)
+    assert {len(answer.token_ids) for answer in served.answers} == {24}
 
 
 def test_unknown_systems_are_refused():
