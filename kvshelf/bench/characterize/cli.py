@@ -45,7 +45,7 @@ def characterize(
         from kvshelf.bench.measure import load_warning, machine
         from kvshelf.bench.speed.subject import load_subject
 
-    ways = require_known([name.strip() for name in systems.split(",")], decimals(shares, "--shares", 0.01, 1))
+    ways = require_known([name.strip() for name in systems.split(",")], decimals(shares, "--shares", 0.01, 1), tokens)
     offer = Offer(decimals(rates, "--rates", 0.01, 1e4), requests, documents, tokens, answer_tokens, seed)
     where, names, cells = machine(), [name.strip() for name in models.split(",")], list[Cell]()
     with progress_bar() as progress:

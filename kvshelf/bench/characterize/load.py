@@ -202,8 +202,18 @@ def _exact(
     return fmean(found) if found else None
 
 
-def require_known(systems: Sequence[str], shares: Sequence[float]) -> list[Way]:
-    """The ways, `full` once. Raises `InvalidRequest` for an unknown system."""
+_LEAST: Final = 128
+"""Entries that a share must have room for: a selector always reads the first and the last pages."""
+
+
+def require_known(systems: Sequence[str], shares: Sequence[float], tokens: int) -> list[Way]:
+    """The ways, `full` once. Raises `InvalidRequest` for an unknown system, and for a share too small for `tokens`."""
+    if min(shares) * tokens < _LEAST:
+        raise InvalidRequest(
+            f"a share of {min(shares):g} of {tokens} tokens is less than {_LEAST} entries; give longer documents or "
+            "larger shares",
+            param="shares",
+        )
     unknown = [system for system in systems if system not in SYSTEMS]
     if unknown:
         raise InvalidRequest(f"unknown system {unknown[0]!r}; one of {', '.join(SYSTEMS)}", param="systems")

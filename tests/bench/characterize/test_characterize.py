@@ -75,10 +75,13 @@ def test_a_question_that_waits_for_the_model_is_late_from_its_arrival():
 
 
 def test_unknown_systems_are_refused():
-    assert require_known(["full", "h2o"], [0.5, 0.25]) == [Way("full"), Way("h2o", 0.5), Way("h2o", 0.25)]
+    assert require_known(["full", "h2o"], [0.5, 0.25], 512) == [Way("full"), Way("h2o", 0.5), Way("h2o", 0.25)]
     with pytest.raises(InvalidRequest, match="chess") as refused:
-        require_known(["full", "chess"], [0.5])
+        require_known(["full", "chess"], [0.5], 512)
     assert refused.value.param == "systems"
+    with pytest.raises(InvalidRequest, match=r"0\.125 of 512 tokens") as refused:
+        require_known(["quest"], [0.5, 0.125], 512)
+    assert refused.value.param == "shares"
 
 
 def test_the_best_win_and_those_even_with_them():
