@@ -1,7 +1,8 @@
 """Write what `kvshelf bench quality` measured into the package and into docs/policies.md.
 
     python scripts/publish_quality.py report.json     # the report written by --output, with or without selectors
-    python scripts/publish_quality.py                 # the page again, from the numbers in the package
+    python scripts/publish_quality.py suffix.json     # that of `kvshelf bench speed --parts suffix`
+    python scripts/publish_quality.py                 # the pages again, from the numbers in the package
 
 The numbers of the package (kvshelf/models/kvshelf-tiny/quality.json) are what `kvshelf policies` prints. With them it
 prints what the policies' classes say, which this script writes to kvshelf/workers/policies/catalog.json, and what the
@@ -29,6 +30,7 @@ from kvshelf.workers.suffixes.info import SuffixPolicyInfo
 
 ROOT = Path(__file__).parents[1]
 NUMBERS = ROOT / "kvshelf" / "models" / "kvshelf-tiny" / "quality.json"
+SUFFIX_NUMBERS = NUMBERS.parent / "suffix.json"
 CATALOG = ROOT / "kvshelf" / "workers" / "policies" / "catalog.json"
 SUFFIXES = ROOT / "kvshelf" / "workers" / "suffixes" / "catalog.json"
 SELECTORS = ROOT / "kvshelf" / "workers" / "selectors" / "catalog.json"
@@ -42,8 +44,12 @@ _SORTED_BY = 0.0625  # selectors, by what they measured where an answer reads th
 
 def main() -> None:
     if len(sys.argv) > 1:
-        measured = packaged(json.loads(Path(sys.argv[1]).read_text()))
-        NUMBERS.write_text(json.dumps(measured, indent=1) + "\n")
+        report = json.loads(Path(sys.argv[1]).read_text())
+        if "suffix" in report:
+            rows = {"model": report["model"], "machine": report["machine"], "rows": report["suffix"]}
+            SUFFIX_NUMBERS.write_text(json.dumps(rows, indent=1) + "\n")
+        else:
+            NUMBERS.write_text(json.dumps(packaged(report), indent=1) + "\n")
     for file, text in written().items():
         file.write_text(text)
 

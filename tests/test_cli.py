@@ -82,6 +82,17 @@ def test_help_documents_the_exit_codes() -> None:
         assert f"| {code} |" in documented
 
 
+def test_doctor_measures_the_intensity_of_the_device() -> None:
+    checks = map(json.loads, run("doctor", "--json", "--device", "cpu", "--model", "./no-model").stdout.splitlines())
+    (check,) = (check for check in checks if check["check"] == "intensity")
+    assert check["ok"]
+    found = re.match(r"(\d+) FLOP a byte in float32 \(([\d,]+) GFLOP and ([\d.,]+) GB a second", check["finding"])
+    assert found, check
+    flop, gflop, gb = (float(number.replace(",", "")) for number in found.groups())
+    assert flop == pytest.approx(gflop / gb, abs=1.5)
+    assert 1 < flop < 1000
+
+
 def test_ctrl_c_ends_a_command_with_130() -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
@@ -259,6 +270,7 @@ def light() -> str:
         (["plan", "--policy", "kvzip"], "tokens a second, each GPU"),
         (["plan", "--model", "qwen3-8b", "--codec", "klt", "--gpus", "8", "--simulate"], "A RUN ON PAPER"),
         (["plan", "--home", "objects", "--simulate"], "PUT requests to S3"),
+        (["advise", "--scenario", "edge", "--tokens", "32000", "--memory", "8e9"], "SELECTOR"),
     ],
     ids=lambda value: str(value)[:40],
 )

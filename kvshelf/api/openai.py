@@ -152,10 +152,14 @@ class PromptTokensDetails(ResponseBody):
 
 
 class ChatUsage(ResponseBody):
+    """OpenAI's, plus `prefill_token_equivalents` and `prefill_token_equivalents_saved`, as of a query's usage."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    prefill_token_equivalents: float | None = None
+    prefill_token_equivalents_saved: float | None = None
 
 
 class AssistantMessage(ResponseBody):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from kvshelf.bench.batches.cli import batch
+from kvshelf.bench.characterize.cli import characterize, heads
 from kvshelf.bench.growth.cli import append, growing, turns
 from kvshelf.bench.kernels.cli import column_sums, kernels
 from kvshelf.bench.models.cli import models
@@ -31,5 +32,7 @@ for command in (
     turns,
     models,
     retention,
+    characterize,
+    heads,
 ):
     app.command()(command)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import math
 import os
 import platform
@@ -147,6 +149,23 @@ def cuda_peak(run: Callable[[], ResultT], device: torch.device) -> tuple[ResultT
     result = run()
     torch.cuda.synchronize(device)
     return result, torch.cuda.max_memory_allocated(device) - before
+
+
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"  # proc(5): sets the peak resident set size back to the present one
+
+
+def with_peak(device: torch.device, run: Callable[[], ResultT]) -> tuple[ResultT, int]:
+    """The result of `run`, and the bytes by which it raised the memory of this process at most, or of its GPU."""
+    if device.type == "cuda":
+        return cuda_peak(run, device)
+    # Garbage that is freed during `run` would hide a part of its peak, and so would pages that the allocator kept.
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    _CLEAR_REFS.write_text(_RESET_PEAK)
+    before = status_bytes("VmRSS")
+    result = run()
+    return result, status_bytes("VmHWM") - before
 
 
 def interleaved(variants: Mapping[KeyT, Callable[[], ResultT]], rounds: int) -> dict[KeyT, list[ResultT]]:

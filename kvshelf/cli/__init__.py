@@ -56,6 +56,7 @@ for command in (
     caches.rm,
     estimate.estimate,
     plan.plan,
+    plan.advise,
     policies.policies,
     policies.selectors,
     policies.suffixes,

@@ -399,10 +399,15 @@ def _cost(answer: Answered) -> str:
     usage = answer.usage
     ran = usage.prefill_tokens + usage.completion_tokens - 1  # the last token never runs
     bounded = usage.suffix_tokens is not None and usage.suffix_tokens < ran
-    return (
+    said = (
         f"{usage.cache_read_tokens} tokens from the shelf (loaded in {answer.load_ms:.1f} ms), "
         f"{usage.read_tokens} entries read, {usage.prefill_tokens} prefilled, {usage.completion_tokens} generated"
-    ) + (f", {usage.suffix_tokens} entries of these kept" if bounded else "")
+    )
+    said += f", {usage.suffix_tokens} entries of these kept" if bounded else ""
+    cost, saved = usage.prefill_token_equivalents, usage.prefill_token_equivalents_saved
+    if cost is None or saved is None:
+        return said
+    return f"{said}; as much work as {cost:,.0f} tokens of a prefill, and {cost + saved:,.0f} without the shelf"
 
 
 def _ask_parts(

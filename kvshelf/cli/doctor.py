@@ -66,6 +66,7 @@ def _checks(model: str, device: str, dtype: str) -> Iterator[Check]:
     for package in ("torch", "transformers", "ray", "fastapi"):
         yield package, lambda package=package: _installed(package)  # type: ignore[misc]
     yield "device", _device
+    yield "intensity", lambda: _intensity(device, dtype)
     yield "kernels", _kernels
     yield "model", lambda: _model(model, device, dtype)
 
@@ -104,6 +105,25 @@ def _device() -> str:
         return f"cpu, {torch.get_num_threads()} threads"
     names = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return ", ".join(f"{gpu.name} with {gpu.total_memory / 2**30:.0f} GiB" for gpu in names)
+
+
+def _intensity(device: str, dtype: str) -> str:
+    """Measures what `KVSHELF_OPERATIONAL_INTENSITY` may say."""
+    with needs_extra("serve", purpose="the device"):
+        import torch
+
+        from kvshelf.bench.measure import chosen_dtype, matmul_rate, read_bandwidth
+        from kvshelf.workers.engine.decode.equivalents import intensity_of
+        from kvshelf.workers.model.loading import chosen_device
+    where = chosen_device("auto" if device == "spread" else device)
+    numbers = chosen_dtype(dtype, auto=torch.float32 if where.type == "cpu" else torch.bfloat16)
+    flops, bandwidth = matmul_rate(where, numbers), read_bandwidth(where)
+    known = intensity_of(where)
+    listed = "unknown" if known is None else f"{known:.0f}"
+    return (
+        f"{flops / bandwidth:.0f} FLOP a byte in {str(numbers).removeprefix('torch.')} ({flops / 1e9:,.0f} GFLOP and "
+        f"{bandwidth / 1e9:,.1f} GB a second of its time), {listed} in the table"
+    )
 
 
 def _kernels() -> str:

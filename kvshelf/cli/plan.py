@@ -1,9 +1,11 @@
-"""plan: what a corpus would take, and what would break first. Nothing is run."""
+"""plan, advise: what a corpus would take and what would break first, and what serves a scenario. Nothing is run."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,10 +18,13 @@ from kvshelf.cli import _common, _options
 from kvshelf.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from kvshelf.corpus.advice import Line, Option
     from kvshelf.corpus.plan import Fleet, Outcome, Plan, SharedResource
 
 _MODELS = "llama-3.1-8b, mistral-7b, qwen2.5-7b, qwen3-8b, kvshelf-tiny, a folder or a hub id."
 _SPEED = "Output of `kvshelf bench speed --parts compression --output FILE`; replaces --tokens-per-s."
+_NAMES = "one-long, throughput, edge, multi-turn or accuracy."
+_QUALITY = "Least share of the full cache's exact answers that is good enough."
 
 
 def plan(
@@ -145,3 +150,66 @@ def _size(count: float) -> str:
     if count >= 1e12:
         return f"{count / 1e12:,.1f} TB"
     return f"{count / 1e9:,.1f} GB" if count >= 1e9 else _common.megabytes(int(count))
+
+
+def advise(
+    scenario: Annotated[str, typer.Option(help=_NAMES)],
+    tokens: Annotated[int, typer.Option(min=64, help="Length of a document.")],
+    memory: Annotated[float, typer.Option(min=1, help="Bytes for keys and values, beside the model's weights.")],
+    model: Annotated[str, typer.Option(help=_MODELS)] = "llama-3.1-8b",
+    quality: Annotated[float, typer.Option(min=0, max=1, help=_QUALITY)] = 0.9,
+    top: Annotated[int, typer.Option(min=1, help="Lines to show.")] = 5,
+    as_json: _options.AsJson = False,
+) -> None:
+    """Say which policy, codec, selector, suffix policy and tier serve a scenario. Nothing is run.
+
+    Exact answers were measured on kvshelf-tiny, whatever the model: measure yours with `kvshelf bench quality`. Bytes
+    are those of the model.
+    """
+    with _common.named_errors(as_json=as_json), needs_extra("serve", purpose=f"kvshelf advise --model {model}"):
+        from kvshelf.corpus import advice
+        from kvshelf.corpus.plan import shape_of
+
+        memory_bytes = int(memory)
+        found = advice.advise(scenario, shape_of(model), tokens, memory_bytes, quality)
+    lines = found.lines[:top]
+    if as_json:
+        about = {"scenario": scenario, "model": model, "tokens": tokens, "memory_bytes": memory_bytes}
+        print(
+            json.dumps(
+                about | {"measured_on": "kvshelf-tiny", **asdict(found), "lines": [asdict(line) for line in lines]}
+            )
+        )
+        return
+    _common.print_table(_common.table(_HEADINGS, map(_cells, lines), numbers=(5, 6, 7)))
+    for sentence in _notes(advice.SCENARIOS[scenario].about, lines, found.refused):
+        _common.notes.print(f"- {sentence}", style="dim", soft_wrap=True)
+
+
+_HEADINGS = ("POLICY", "CODEC", "SELECTOR", "SUFFIX", "TIER", "EXACT", "STORED", "MEMORY", "WHY")
+
+
+def _cells(line: Line) -> tuple[str, ...]:
+    option = line.option
+    policy = f"{option.policy}, {option.removed:.4g} removed" if option.removed else option.policy
+    stored, needed = (_common.megabytes(count) for count in (option.stored_bytes, line.needed_bytes))
+    exact = f"{option.exact:.1%}"
+    return policy, option.codec, _selector(option), line.suffix or "-", line.tier, exact, stored, needed, line.reason
+
+
+def _selector(option: Option) -> str:
+    if option.selector is None or option.share is None:
+        return "-"
+    given = "".join(f", {name}={value}" for name, value in option.params.items())
+    return f"{option.selector} of {option.share:.4g}{given}"
+
+
+def _notes(about: str, lines: list[Line], refused: Mapping[str, str]) -> Iterator[str]:
+    yield f"{about}. Exact answers were measured on kvshelf-tiny, documents of 2,048 tokens; bytes are the model's."
+    if any(line.option.codec == "klt" or line.option.selector == "fasa" for line in lines):
+        yield "Codec klt and selector fasa need what `kvshelf calibrate` makes for a model."
+    names = defaultdict(list)
+    for name, reason in refused.items():
+        names[reason].append(name)
+    for reason, those in names.items():
+        yield f"refused: {', '.join(those)}: {reason}"

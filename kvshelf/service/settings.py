@@ -116,6 +116,13 @@ class Settings(BaseSettings):
     resident_idle_s: Seconds = Field(600.0, description="how long an unused cache stays in a replica's memory")
     batch_share: float = Field(0.1, gt=0, lt=1, description="least share of a busy model's time for compression")
 
+    operational_intensity: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="FLOP a byte of the models' devices, for prefill token equivalents; `kvshelf doctor` measures it; "
+        "default: what a table says of the device",
+    )
     quality_probe: bool = Field(
         True, description="measure the quality of every compression; if false, only when min_quality asks"
     )

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
-
 from kvshelf.bench.engines import EngineOptions
-from kvshelf.bench.measure import cuda_peak, status_bytes
+from kvshelf.bench.measure import with_peak
 from kvshelf.bench.quality.grid import BASELINE, Variant
 from kvshelf.bench.quality.retrieval import EVALUATION_SEED, counter
 from kvshelf.bench.quality.suite import make_case
@@ -24,8 +19,6 @@ from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.policies import build
 
 _WARM_UP_TOKENS = 512
-_CLEAR_REFS = Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"  # proc(5): sets the peak resident set size back to the present one
 
 
 @dataclass(frozen=True)
@@ -69,7 +62,7 @@ def _peak(options: EngineOptions, tokens: int, variant: Variant, removed: float)
     engine, phase = options.load(), _phase(variant)
     try:
         _compress(engine, min(tokens, _WARM_UP_TOKENS), variant, removed)
-        compression, peak_bytes = _with_peak(engine.model.device, lambda: _compress(engine, tokens, variant, removed))
+        compression, peak_bytes = with_peak(engine.model.device, lambda: _compress(engine, tokens, variant, removed))
     except KvshelfError as error:
         return Peak(variant.label, phase, removed, tokens, refused=error.message)
     cache = compression.cache
@@ -87,16 +80,3 @@ def _compress(engine: Engine, tokens: int, variant: Variant, removed: float) -> 
     ratio = removed if variant.takes_budget else None
     job = engine.prepare(text, policy=variant.policy, compression_ratio=ratio, policy_params=dict(variant.params))
     return engine.run(job)
-
-
-def _with_peak(device: torch.device, run: Callable[[], Any]) -> tuple[Any, int]:
-    """The result of `run`, and the bytes by which it raised the memory of this process at most."""
-    if device.type == "cuda":
-        return cuda_peak(run, device)
-    # Garbage that is freed during `run` would hide a part of its peak, and so would pages that the allocator kept.
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    _CLEAR_REFS.write_text(_RESET_PEAK)
-    before = status_bytes("VmRSS")
-    result = run()
-    return result, status_bytes("VmHWM") - before

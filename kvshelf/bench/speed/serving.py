@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvshelf.bench.measure import Cost, Spread, cost, interleaved, ratios
@@ -30,13 +30,17 @@ Ask = Callable[[Sequence[int], Sequence[Sequence[int]], int], Cost]
 @dataclass(frozen=True)
 class ServingRow:
     """rates: of each way, wall seconds or new tokens a second, as `unit` says. beside_vllm: how many times as fast as
-    vLLM in the same round, in wall time; processor_beside_vllm: in processor time, which neighbours disturb less."""
+    vLLM in the same round, in wall time; processor_beside_vllm: in processor time, which neighbours disturb less.
+    equivalents, saved: of each of our ways, prefill token equivalents of one answer, and how many more it would cost
+    without the shelf; empty for prefills, and on a device whose intensity is unknown."""
 
     work: str
     unit: str
     rates: dict[str, Spread]
     beside_vllm: dict[str, Spread]
     processor_beside_vllm: dict[str, Spread]
+    equivalents: dict[str, float] = field(default_factory=dict)
+    saved: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ def servings(subject: Subject, vllm: Peer | None, rounds: int, removed: float) -
                 asks["vllm"] = _theirs(vllm, documents)
             rows = [_row(f"{DOCUMENTS} documents of {DOCUMENT_TOKENS:,} tokens prefilled", taken, 0)]
             rows.append(_long_prefill(subject, vllm, rounds, removed))
-            rows += [_answers(subject, asks, rounds, work) for work in WORKS]
+            rows += [_costed(subject, caches, work, _answers(subject, asks, rounds, work)) for work in WORKS]
     finally:
         scheduler.stop()
     return Serving(removed, rows)
@@ -150,6 +154,16 @@ def _answers(subject: Subject, asks: dict[str, Ask], rounds: int, work: Work) ->
     found = interleaved(runs, rounds)
     del found["next"]
     return _row(work.name, found, count * work.new_tokens if work.new_tokens > 1 else 0)  # type: ignore[arg-type]
+
+
+def _costed(subject: Subject, caches: dict[str, list[CompressedCache]], work: Work, row: ServingRow) -> ServingRow:
+    engine, document = subject.engine, work.documents[0]
+    found = {
+        way: engine.equivalents.answered(engine.attach(kept[document]), 1.0, QUESTION_TOKENS, work.new_tokens)
+        for way, kept in caches.items()
+    }
+    costs, saved = ({way: each[place] for way, each in found.items() if each[place] is not None} for place in range(2))
+    return replace(row, equivalents=costs, saved=saved)  # type: ignore[arg-type]
 
 
 def _row(work: str, costs: dict[str, list[Cost]], tokens: int) -> ServingRow:

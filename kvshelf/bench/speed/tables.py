@@ -15,7 +15,7 @@ from kvshelf.bench.speed.decode import Decodings
 from kvshelf.bench.speed.first_token import FirstTokens
 from kvshelf.bench.speed.ranks import Sharing
 from kvshelf.bench.speed.selecting import Selecting
-from kvshelf.bench.speed.serving import Serving
+from kvshelf.bench.speed.serving import Serving, ServingRow
 from kvshelf.bench.speed.suffixes import BoundedAnswer
 
 
@@ -135,13 +135,15 @@ def suffix_table(rows: Sequence[BoundedAnswer]) -> Table:
 def serving_table(serving: Serving) -> Table:
     """One row for each piece of work: seconds, or new tokens a second, and how many times as fast as vLLM."""
     ways = [way for way in serving.rows[0].rates if way != "vllm"]
-    table = Table("", "", "vLLM", *(column for way in ways for column in (way, "of vLLM", "in processor time")))
+    table = Table("", "", "vLLM", *(column for way in ways for column in (way, "of vLLM", "in processor time", "PTE")))
     table.title = f"wall time; answers of 64 tokens to questions of 32; keydiff removes {serving.removed:.1%}"
+    table.caption = "PTE: prefill token equivalents of an answer, and without the shelf"
     for row in serving.rows:
         cells = [_rate(row.rates[way].median) if way in row.rates else "" for way in ("vllm", *ways)]
         found = (row.beside_vllm, row.processor_beside_vllm)
         beside = [[ratio(each[way]) if way in each else "" for way in ways] for each in found]
-        own = [cell for three in zip(cells[1:], *beside, strict=True) for cell in three]
+        costs = [_equivalents(row, way) for way in ways]
+        own = [cell for four in zip(cells[1:], *beside, costs, strict=True) for cell in four]
         table.add_row(row.work, row.unit, cells[0], *own)
     return table
 
@@ -157,6 +159,11 @@ def sharing_table(rows: Sequence[Sharing]) -> Table:
         for work, seconds, faster, memory in both:
             table.add_row(f"{row.tokens:,}", work, _ms(seconds["one"]), _ms(seconds["shared"]), ratio(faster), memory)
     return table
+
+
+def _equivalents(row: ServingRow, way: str) -> str:
+    cost = row.equivalents.get(way)
+    return "" if cost is None else f"{cost:,.0f} of {cost + row.saved[way]:,.0f}"
 
 
 def _rate(rate: float) -> str:

@@ -122,4 +122,6 @@ def _usage(usage: Usage) -> ChatUsage:
         completion_tokens=usage.completion_tokens,
         total_tokens=prompt + usage.completion_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cache_read_tokens),
+        prefill_token_equivalents=usage.prefill_token_equivalents,
+        prefill_token_equivalents_saved=usage.prefill_token_equivalents_saved,
     )

@@ -47,6 +47,7 @@ def _config(settings: Settings, shelf: StoreConfig, model: str, *, local: bool) 
             batch_share=settings.batch_share,
         ),
         residents=ResidentLimits(settings.resident_bytes, settings.resident_idle_s),
+        intensity=settings.operational_intensity,
         cues=CUES if settings.quality_probe else 0,
         max_document_tokens=settings.max_document_tokens,
         gpus=settings.gpus_per_replica,

@@ -11,7 +11,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -47,8 +47,8 @@ class ReplicaConfig:
     model: bundled name, folder or hub id. threads: CPU threads for torch; None leaves Ray's choice. cues: how many
     measure the quality of each new cache. max_document_tokens: the longest document it compresses; None leaves it to
     the model. gpus: of the replica. With the device "spread" the layers are spread over them, otherwise as many
-    processes share the model's heads, without GPUs on the CPU. begin: called first in the replica's process, for
-    example to set up its logs.
+    processes share the model's heads, without GPUs on the CPU. intensity: of the device, as of `Equivalents`; None:
+    what the table says. begin: called first in the replica's process, for example to set up its logs.
     """
 
     model: str
@@ -61,6 +61,7 @@ class ReplicaConfig:
     cues: int = CUES
     max_document_tokens: int | None = None
     gpus: int = 1
+    intensity: float | None = None
     begin: Callable[[], None] = lambda: None
 
 
@@ -82,6 +83,8 @@ class ServedReplica(Replica):
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         engine = _engine(config) if config.gpus == 1 or config.device == "spread" else _shared_engine(config)
+        if config.intensity is not None:
+            engine.equivalents = replace(engine.equivalents, intensity=config.intensity)
         super().__init__(
             engine,
             config.store.open(),

@@ -31,6 +31,7 @@ from kvshelf.workers.engine.attention.attachment import Attached, Attachment, Jo
 from kvshelf.workers.engine.attention.function import kvshelf_attention
 from kvshelf.workers.engine.attention.inspection import layer_shapes
 from kvshelf.workers.engine.decode.batch import DecodeBatch
+from kvshelf.workers.engine.decode.equivalents import Equivalents
 from kvshelf.workers.engine.decode.generation import Answer, Checkpoint, Generation, Progress, Sampling
 from kvshelf.workers.engine.decode.passages import Passages
 from kvshelf.workers.engine.decode.reduction import SuffixReducer
@@ -125,6 +126,8 @@ class Engine:
         self.kv_bytes_per_token = models.kv_bytes_per_token(model.config, model.dtype)
         self.rope = Rope.of(model)
         self.kinds = layer_kinds(model.config)
+        self.equivalents = Equivalents.of(model, self.kv_bytes_per_token, self.kinds, shared=ranks is not None)
+        """Counts what answers cost. Replace it by one with another `intensity` where the device's is known better."""
         # Whether the states of a token are the same whatever the length of its call. Without a RoPE that could be read
         # nobody knows, but where some layers do not see all, it differs from that of the others in frequencies alone,
         # latents have theirs in a part of their own, and states have none.
@@ -841,6 +844,7 @@ class Engine:
             sampling,
             room=room,
             end_ids=self._end_ids(),
+            equivalents=self.equivalents,
             decoder=decoder,
             selection=selection,
             passages=Passages(document) if passages else None,

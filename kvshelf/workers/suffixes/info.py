@@ -38,3 +38,12 @@ def catalog() -> tuple[SuffixPolicyInfo, ...]:
         )
         for about in packaged
     )
+
+
+@cache
+def measured_rows() -> list[dict[str, Any]]:
+    """What `kvshelf bench speed --parts suffix` measured on the bundled model, fields as of its `BoundedAnswer`: first
+    the answer with all of its suffix, then a row for each policy."""
+    file = files("kvshelf") / "models" / "kvshelf-tiny" / "suffix.json"
+    rows: list[dict[str, Any]] = json.loads(file.read_text())["rows"]
+    return rows

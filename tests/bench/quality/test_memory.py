@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 
 from kvshelf.bench.cli import app
 from kvshelf.bench.engines import EngineOptions
+from kvshelf.bench.measure import with_peak
 from kvshelf.bench.quality.grid import Variant
-from kvshelf.bench.quality.memory import _peak, _with_peak, peaks
+from kvshelf.bench.quality.memory import _peak, peaks
 from kvshelf.errors import InvalidRequest
 
 
@@ -27,11 +28,11 @@ def peaks_of_64_mb() -> list[int]:
         return torch.ones(4_000_000)
 
     run()  # the first call loads parts of torch
-    found = [_with_peak(torch.device("cpu"), run)[1] for _ in range(2)]  # the first one's peak must be forgotten
+    found = [with_peak(torch.device("cpu"), run)[1] for _ in range(2)]  # the first one's peak must be forgotten
     held = [bytearray(b"x" * 100_000) for _ in range(1000)]
     above = held.pop()
     held.clear()
-    found.append(_with_peak(torch.device("cpu"), lambda: torch.ones(16_000_000))[1])
+    found.append(with_peak(torch.device("cpu"), lambda: torch.ones(16_000_000))[1])
     del above
     return found
 

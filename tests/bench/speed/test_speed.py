@@ -151,6 +151,9 @@ def test_serving_has_a_row_for_each_work_beside_the_peer_and_without_one(subject
             2.0 / own if row.unit == "s" else own / row.rates["vllm"].median
         )
         assert row.processor_beside_vllm["full"].median > 0
+        assert set(row.equivalents) == set(row.saved) == (set() if "prefilled" in row.work else {"full", "keydiff"})
+        assert all(row.equivalents["keydiff"] < row.equivalents["full"] for _ in row.equivalents)
+        assert all(row.saved["full"] == pytest.approx(160 if row.work == "first token" else 96) for _ in row.saved)
     assert serving_table(beside).row_count == 5
 
 

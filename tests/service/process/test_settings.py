@@ -86,6 +86,8 @@ def test_the_client_s_variables_may_be_there(monkeypatch: pytest.MonkeyPatch) ->
         ("models", ("a", "a")),
         ("replicas", 0),
         ("batch_share", 1.0),
+        ("operational_intensity", 0),
+        ("operational_intensity", float("inf")),
         ("host", "0.0.0.0"),
         ("host", "::"),
         ("host", "example.org"),

@@ -39,6 +39,17 @@ def events(response: httpx.Response) -> list[Any]:
     return [json.loads(line) for line in data]
 
 
+def test_a_question_costs_its_own_tokens_and_what_it_reads(http: httpx.Client, cache: dict[str, Any]) -> None:
+    one, two, three = (ask(http, cache, prompt="tide", max_tokens=count)["usage"] for count in (1, 3, 5))
+    costs = [usage["prefill_token_equivalents"] for usage in (one, two, three)]
+    assert costs[1] - costs[0] == pytest.approx(costs[2] - costs[1])
+    assert costs[0] == pytest.approx(one["prefill_tokens"] + (costs[1] - costs[0]) / 2)
+    # Less than a quarter of the document's entries is read, and none of it is prefilled again.
+    assert one["prefill_token_equivalents_saved"] > cache["tokens"]["document"]
+    again = [usage["prefill_token_equivalents"] + usage["prefill_token_equivalents_saved"] for usage in (one, three)]
+    assert again[1] - again[0] > costs[2] - costs[0]
+
+
 def test_an_answer_proves_that_the_document_was_not_prefilled(http: httpx.Client, cache: dict[str, Any]) -> None:
     answer = ask(http, cache, prompt="Where is the green book?", max_tokens=6)
     assert answer.keys() == ANSWER_FIELDS
@@ -226,6 +237,8 @@ def test_chat_completions_have_openai_s_shape(http: httpx.Client, cache: dict[st
     assert usage["prompt_tokens"] == read + answer["usage"]["prefill_tokens"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == read
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] == usage["prompt_tokens"] + 12
+    costs = ("prefill_token_equivalents", "prefill_token_equivalents_saved")
+    assert [usage[cost] for cost in costs] == [answer["usage"][cost] for cost in costs]
 
 
 def test_chat_chunks_have_openai_s_shape(http: httpx.Client, cache: dict[str, Any]) -> None:

@@ -164,6 +164,15 @@ class Attachment:
         """Entries of a KV head that a token reads; see `entries_read`. All layers must have arrived."""
         return entries_read(map(self.outlines, range(self.num_layers)))
 
+    @cached_property
+    def read_bytes(self) -> int:
+        """Bytes that a token reads which attends to all: what the layers hold but the positions of entries, which no
+        attention reads. All layers must have arrived."""
+        records = [self._record(layer, block) for layer in range(self.num_layers)]
+        found = (entries for record in records if (entries := entries_of(record)) is not None)
+        positions = sum(part.entries for entries in found for part in parts_of(entries)) * torch.int32.itemsize
+        return sum(record.nbytes for record in records) - positions
+
     def stored(self, codec: str) -> CompressedCache | None:
         """The cache itself, of this codec, once all layers have arrived; None under codec klt, whose rows are decoded
         here. It has no summary. Raises the error of a layer that could not be read."""
@@ -305,6 +314,11 @@ class JointAttachment:
     def read_tokens(self) -> int:
         """As of an `Attachment`, of all documents together."""
         return sum(part.read_tokens for part in self.parts)
+
+    @property
+    def read_bytes(self) -> int:
+        """As of an `Attachment`, of all documents together."""
+        return sum(part.read_bytes for part in self.parts)
 
     def states(self, layer: int, wait: Wait = block) -> tuple[State, ...]:  # noqa: ARG002
         """None: states of several documents cannot be joined."""

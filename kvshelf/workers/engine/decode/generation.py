@@ -16,6 +16,7 @@ from kvshelf.errors import InvalidRequest, KvshelfError
 from kvshelf.workers.engine.attention.attachment import Attached, Wait
 from kvshelf.workers.engine.attention.function import Attended
 from kvshelf.workers.engine.decode.detokenizer import Detokenizer
+from kvshelf.workers.engine.decode.equivalents import Equivalents
 from kvshelf.workers.engine.decode.passages import Passages
 from kvshelf.workers.engine.decode.reduction import SuffixReducer
 from kvshelf.workers.engine.decode.selection import SeenDocument, Selection
@@ -76,6 +77,7 @@ class Generation:
         *,
         room: int,
         end_ids: frozenset[int],
+        equivalents: Equivalents,
         decoder: Tokenizer | None,
         selection: Selection | None = None,
         passages: Passages | None = None,
@@ -97,6 +99,7 @@ class Generation:
         self.reducer = reducer
         self.row = SuffixRow(None if reducer is None else reducer.most)
         self._end_ids = end_ids
+        self._equivalents = equivalents
         self._sampler = _Sampler(sampling)
         self._text = _TextStream(decoder, sampling.stop)
         self._room = min(sampling.max_tokens, room)
@@ -257,12 +260,17 @@ class Generation:
 
     def usage(self) -> Usage:
         """The tokens counted so far."""
+        read, decoded = self._read_tokens, len(self.token_ids)
+        share = read / max(1, self.document.read_tokens)
+        cost, saved = self._equivalents.answered(self.document, share, self._prefill_tokens, decoded)
         return Usage(
             cache_read_tokens=self.document.num_tokens,
-            read_tokens=self._read_tokens,
+            read_tokens=read,
             prefill_tokens=self._prefill_tokens,
-            completion_tokens=len(self.token_ids),
+            completion_tokens=decoded,
             suffix_tokens=self.row.stored,
+            prefill_token_equivalents=cost,
+            prefill_token_equivalents_saved=saved,
         )
 
     @property

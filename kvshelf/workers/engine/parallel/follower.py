@@ -141,9 +141,15 @@ class Follower:
         """The answer as rank 0 has it: this rank chooses no tokens."""
         found = self._answers.get(step.number)
         if found is None:
-            sampling = Sampling(max_tokens=_UNBOUNDED)
-            document = self._documents[step.document]
-            found = Generation(document, (), sampling, room=_UNBOUNDED, end_ids=frozenset(), decoder=None)
+            found = Generation(
+                self._documents[step.document],
+                (),
+                Sampling(max_tokens=_UNBOUNDED),
+                room=_UNBOUNDED,
+                end_ids=frozenset(),
+                equivalents=self._engine.equivalents,
+                decoder=None,
+            )
             self._answers[step.number] = found
         found.pending = list(step.pending)
         if found.row.stored != step.length:

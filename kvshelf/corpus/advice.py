@@ -1,0 +1,230 @@
+"""Which policy, codec, selector, suffix policy and tier serve a scenario, by what was measured on kvshelf-tiny.
+
+The scenarios are the five that the abstract of a survey of KV cache optimization names. A scenario has rules that
+refuse some of the measured rows, and one figure by which the others are ranked; no row is chosen by its name. Exact
+answers are those of the quality bench; bytes are of the model and length that are asked about, as `kvshelf plan`
+computes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvshelf.errors import InvalidRequest
+from kvshelf.workers.policies.budgets import Budget
+from kvshelf.workers.policies.info import PolicyInfo, packaged_rows
+from kvshelf.workers.policies.known import catalog
+from kvshelf.workers.replica.create.sizes import Shape
+from kvshelf.workers.suffixes.info import measured_rows as measured_suffixes
+
+PAID_AT_ONCE: Final = 0.25
+"""Share of a prefill that a policy may add where few requests share its cost."""
+
+_CASCADE: Final = 1.125
+"""Of the budget: what layers hold that all share it, before the last layer is there. See `Policy.phase`."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One measured row, with its bytes under a model at a length.
+
+    exact, compress_share: as measured. share, params: of the selector. stored_bytes: of the blob. held_bytes: in memory
+    while it is asked; under codec klt, which is decoded first, those of plain rows. peak_bytes: most keys and values
+    during the prefill. step_bytes: of the document, read at each token of an answer.
+    """
+
+    policy: str
+    removed: float
+    codec: str
+    selector: str | None
+    params: dict[str, Any]
+    share: float | None
+    exact: float
+    compress_share: float
+    stored_bytes: int
+    held_bytes: int
+    peak_bytes: int
+    step_bytes: int
+
+    @property
+    def name(self) -> str:
+        return self.policy if self.selector is None else f"{self.policy} + {self.selector}"
+
+
+Rule = Callable[[Option], str | None]
+"""Why an option does not serve; None if it does."""
+
+
+def _nothing_evicted(option: Option) -> str | None:
+    return None if option.removed == 0 else "evicts, and nobody knows what a chain of thought will come back to"
+
+
+def _reads_all(option: Option) -> str | None:
+    return None if option.selector is None else "reads a part, which no other row of a batch shares"
+
+
+def _can_be_stored(option: Option) -> str | None:
+    return None if option.selector is None else "reads a part, and such an answer is not kept as a turn"
+
+
+def _soon_paid(option: Option) -> str | None:
+    return None if option.compress_share <= PAID_AT_ONCE else f"adds more than {PAID_AT_ONCE:.0%} to a prefill"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """rules: in order. least: the figure of an `Option` by which those left are ranked, smallest first; before it
+    `exact` counts where `exact_first`. bounded: whether a suffix policy may drop entries of an answer. tier: where the
+    cache is to be, None: in RAM if two of them fit, else on disk."""
+
+    about: str
+    rules: tuple[Rule, ...]
+    least: str
+    why: str
+    exact_first: bool = False
+    bounded: bool = True
+    tier: str | None = None
+
+    def order(self, option: Option) -> tuple[float, float]:
+        return (-option.exact if self.exact_first else 0.0), getattr(option, self.least)
+
+
+SCENARIOS: Final = {
+    "one-long": Scenario(
+        "one long document, asked once", (_soon_paid,), "step_bytes", "a step reads the fewest bytes", tier="memory"
+    ),
+    "throughput": Scenario(
+        "many questions at once, on many documents", (_reads_all,), "held_bytes", "most caches fit in memory"
+    ),
+    "edge": Scenario(
+        "a small device of its own", (_soon_paid,), "stored_bytes", "the fewest bytes stored", tier="disk"
+    ),
+    "multi-turn": Scenario(
+        "conversations whose turns are stored", (_can_be_stored,), "held_bytes", "most caches fit in memory",
+        bounded=False,
+    ),
+    "accuracy": Scenario(
+        "long reasoning that must be right", (_nothing_evicted, _reads_all), "held_bytes",
+        "the most exact answers, then the fewest bytes in memory", exact_first=True, bounded=False,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Line:
+    """One piece of advice. suffix: the policy that bounds an answer; None: all of it stays. needed_bytes: of memory
+    for keys and values, answer included."""
+
+    option: Option
+    suffix: str | None
+    tier: str
+    needed_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Advice:
+    """lines: best first, of each policy and selector its best row. refused: the others, each with the reason."""
+
+    lines: list[Line]
+    refused: dict[str, str]
+
+
+def options(shape: Shape, tokens: int) -> Iterator[Option]:
+    """Every row that was measured, with its bytes at this length."""
+    policies = {info.name: info for info in catalog()}
+    rows = packaged_rows("rows")
+    added = {row["policy"]: row["compress_share"] for row in rows if row["removed"] == 0}
+    for row in rows:
+        yield _option(shape, tokens, row, policies[row["policy"]])
+    for row in packaged_rows("selected"):
+        policy = row["select"] if row["select"] in added else "full"  # one that makes the index that its selector reads
+        given = {"policy": policy, "removed": 0.0, "compress_share": added[policy]}
+        yield _option(shape, tokens, row | given, policies[policy])
+
+
+def _option(shape: Shape, tokens: int, row: dict[str, Any], policy: PolicyInfo) -> Option:
+    kept = (
+        Budget.resolve(tokens, compression_ratio=row["removed"], budget_tokens=None).tokens
+        if policy.takes_budget
+        else tokens
+    )
+    defaults = {name: about.default for name, about in policy.parameters.items()}
+    stored = shape.stored_bytes(tokens, kept, row["codec"]) + shape.index_bytes(tokens, policy.name, defaults)
+    full = shape.full_bytes(tokens)
+    plain = round(full * (kept / tokens))
+    held = plain if row["codec"] == "klt" else stored
+    peak = full / (shape.layers + len(shape.recent)) + plain * (_CASCADE if policy.phase == "cascade" else 1.0)
+    return Option(
+        policy=policy.name,
+        removed=row["removed"],
+        codec=row["codec"],
+        selector=row.get("select"),
+        params=row.get("params", {}),
+        share=row.get("share"),
+        exact=row["exact"],
+        compress_share=row["compress_share"],
+        stored_bytes=stored,
+        held_bytes=held,
+        peak_bytes=full if policy.phase == "after" else min(full, round(peak)),
+        step_bytes=round(held * row.get("read_share", 1.0)),
+    )
+
+
+def advise(scenario: str, shape: Shape, tokens: int, memory_bytes: int, quality: float = 0.9) -> Advice:
+    """What serves a scenario. memory_bytes: for keys and values, beside the model's weights. quality: the least share
+    of the full cache's exact answers. Raises `InvalidRequest` for an unknown scenario, and where nothing serves it."""
+    if scenario not in SCENARIOS:
+        raise InvalidRequest(f"unknown scenario {scenario!r}; one of {', '.join(SCENARIOS)}", param="--scenario")
+    chosen, found = SCENARIOS[scenario], list(options(shape, tokens))
+    floor = quality * max(option.exact for option in found if option.name == "full")
+    answers = _Answers(shape.full_bytes(2) - shape.full_bytes(1), bounded=chosen.bounded)
+    best: dict[str, Line] = {}
+    refused: dict[str, tuple[float, str]] = {}  # of each name the row that comes closest
+    for option in sorted(found, key=chosen.order):
+        line = answers.line(chosen, option, memory_bytes)
+        reason = next(filter(None, (rule(option) for rule in chosen.rules)), None)
+        if reason is not None:
+            closeness = 0.0
+        elif option.exact < floor:
+            closeness, reason = 1.0, f"less than {quality:.0%} of the full cache's exact answers"
+        elif line.needed_bytes > memory_bytes:
+            closeness, reason = 1 + memory_bytes / line.needed_bytes, f"needs {line.needed_bytes:,} bytes of memory"
+        else:
+            best.setdefault(option.name, line)
+            continue
+        refused[option.name] = max(refused.get(option.name, (-1.0, "")), (closeness, reason))
+    if not best:
+        nearest = max(refused, key=refused.__getitem__)
+        raise InvalidRequest(
+            f"nothing that was measured serves {scenario} on {tokens:,} tokens within {memory_bytes:,} bytes; the "
+            f"nearest is {nearest}: {refused[nearest][1]}. Give more --memory, or a lower --quality than {quality:g}",
+            param="--memory",
+        )
+    left = {name: reason for name, (_, reason) in refused.items() if name not in best}
+    return Advice(sorted(best.values(), key=lambda line: chosen.order(line.option)), left)
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """What answers take beside the documents: as long as those by which suffix policies were measured. token_bytes: of
+    the keys and values of a token, uncompressed. bounded: whether a suffix policy may drop some."""
+
+    token_bytes: int
+    bounded: bool
+
+    def line(self, scenario: Scenario, option: Option, memory_bytes: int) -> Line:
+        """With all of an answer's suffix where there is room, else under the policy that changes the fewest choices."""
+        whole, *policies = measured_suffixes()
+        rows = [whole]
+        if self.bounded:
+            rows += sorted(policies, key=lambda row: (-row["behind"], row["token_s"]))
+        needed = [max(option.peak_bytes, option.held_bytes + row["stored"] * self.token_bytes) for row in rows]
+        at = next((place for place, nbytes in enumerate(needed) if nbytes <= memory_bytes), needed.index(min(needed)))
+        fit = memory_bytes // max(1, option.held_bytes)
+        tier = scenario.tier or ("ram" if fit >= 2 else "disk")
+        reason = f"{scenario.why}: {getattr(option, scenario.least) / 1e6:,.1f} MB"
+        reason += f"; {rows[at]['policy']} bounds answers, of which {whole['stored']:,} tokens do not fit" if at else ""
+        return Line(option, rows[at]["policy"], tier, needed[at], reason)
