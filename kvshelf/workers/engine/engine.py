@@ -80,6 +80,7 @@ from kvshelf.workers.policies.base import Policy, ScoringPolicy
 from kvshelf.workers.policies.budgets import Budget
 from kvshelf.workers.policies.epicache import EpiCache
 from kvshelf.workers.policies.full import Full
+from kvshelf.workers.policies.gates.file import Geometry
 from kvshelf.workers.policies.infllm import InfLLM
 from kvshelf.workers.selectors import build as build_selector
 from kvshelf.workers.selectors.base import UnitSelector
@@ -165,6 +166,11 @@ class Engine:
     def kv_heads(self) -> int:
         """KV heads of each layer, of all ranks together."""
         return models.kv_heads(self.model.config)
+
+    @property
+    def geometry(self) -> Geometry:
+        """What the shapes of the model's gates follow from."""
+        return self._preparer.geometry
 
     @property
     def state_bytes(self) -> int:

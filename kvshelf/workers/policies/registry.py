@@ -17,6 +17,7 @@ from kvshelf.workers.policies.ems import EMS
 from kvshelf.workers.policies.epicache import EpiCache
 from kvshelf.workers.policies.expected_attention import ExpectedAttention
 from kvshelf.workers.policies.full import Full
+from kvshelf.workers.policies.gates.kvzip_gate import KVzipGate
 from kvshelf.workers.policies.h2o import H2O
 from kvshelf.workers.policies.infllm import InfLLM
 from kvshelf.workers.policies.info import GROUP, ParameterInfo, PolicyInfo, measured_rows
@@ -59,6 +60,7 @@ _OURS: Mapping[str, type[Policy]] = {
         Knorm,
         KVcues,
         KVzip,
+        KVzipGate,
         LagKV,
         LayerDefensiveKV,
         LocalKV,

@@ -20,11 +20,14 @@ from kvshelf.workers.engine.inputs.requirements import (
 )
 from kvshelf.workers.model import calibration
 from kvshelf.workers.model.layers import LayerKind, reducible
+from kvshelf.workers.model.loading import head_size
 from kvshelf.workers.model.rope import Rope
 from kvshelf.workers.model.text import EncodedDocument
 from kvshelf.workers.policies import Policy
 from kvshelf.workers.policies.base import Absorber, Observes
 from kvshelf.workers.policies.budgets import Budget
+from kvshelf.workers.policies.gates.base import GatePolicy
+from kvshelf.workers.policies.gates.file import Geometry
 from kvshelf.workers.policies.view import DocumentView, ProbePass
 
 if TYPE_CHECKING:
@@ -70,7 +73,7 @@ class Preparer:
             require_observable(policy, self.model, self.kinds, self.name, self.rope, has_text=has_text)
             moves = policy.next_position(document.num_tokens, budget) != document.num_tokens
             require_compressible(policy, self.kinds, self.name, moves=moves)
-            document = self.calibrated(document, policy)
+            document = self.gated(self.calibrated(document, policy), policy)
             policy = policy.fitted(document, budget, given)
             passes = tuple(policy.probe_passes(document))
             require_room(passes, self.max_tokens, self.name)
@@ -113,6 +116,21 @@ class Preparer:
             return document
         found = calibration.find(self.identity, self.model.config.name_or_path)
         return replace(document, calibration=found)
+
+    def gated(self, document: DocumentView, policy: Policy) -> DocumentView:
+        """The document with the model's gates for a policy that needs some. Looked for anew each time, as above."""
+        if Observes.GATES not in policy.observes:
+            return document
+        gated = policy.chooser
+        assert isinstance(gated, GatePolicy), "no other policy observes gates"
+        return replace(document, gates=gated.found(self.identity, self.model.config.name_or_path, self.geometry))
+
+    @property
+    def geometry(self) -> Geometry:
+        """What the shapes of gates follow from."""
+        config = self.model.config
+        heads = int(config.num_attention_heads)
+        return Geometry(len(reducible(self.kinds)), heads, heads // self.group, head_size(config), config.hidden_size)
 
 
 def as_bytes(token_ids: Sequence[int]) -> bytes:

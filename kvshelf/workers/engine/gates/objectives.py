@@ -1,0 +1,33 @@
+"""Which objective trains the gates of which policy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvshelf.errors import InvalidRequest
+from kvshelf.workers.engine.gates.importance import Importance
+from kvshelf.workers.engine.gates.trainer import Objective
+from kvshelf.workers.policies import POLICIES
+from kvshelf.workers.policies.gates.base import GatePolicy, TokenGate
+
+if TYPE_CHECKING:
+    from kvshelf.workers.engine.engine import Engine
+
+
+def trained_policy(family: str, target: str | None) -> type[GatePolicy]:
+    """The policy whose gates are meant, by its name or by the family and the target of its gates. Raises
+    `InvalidRequest`."""
+    known = [policy for policy in POLICIES.values() if issubclass(policy, GatePolicy)]
+    for policy in known:
+        if family in (policy.name, policy.family) and target in (None, policy.target):
+            return policy
+    listed = ", ".join(f"{policy.name} ({policy.family}, {policy.target})" for policy in known)
+    about = repr(family) if target is None else f"{family!r} with the target {target!r}"
+    raise InvalidRequest(f"no policy has gates of {about}; there are {listed}", param="family")
+
+
+def objective(policy: type[GatePolicy], engine: Engine) -> Objective:
+    """What trains the gates of a policy for this model. A gate has a quarter of the model's width, as Locret's."""
+    width = max(1, engine.geometry.hidden // 4)
+    assert issubclass(policy, TokenGate)
+    return Importance(policy, engine, width)
