@@ -24,6 +24,7 @@ from kvshelf.workers.model.loading import head_size
 from kvshelf.workers.model.rope import Rope
 from kvshelf.workers.model.text import EncodedDocument
 from kvshelf.workers.policies import Policy
+from kvshelf.workers.policies.around import Around
 from kvshelf.workers.policies.base import Absorber, Observes
 from kvshelf.workers.policies.budgets import Budget
 from kvshelf.workers.policies.gates.base import GatePolicy
@@ -121,9 +122,10 @@ class Preparer:
         """The document with the model's gates for a policy that needs some. Looked for anew each time, as above."""
         if Observes.GATES not in policy.observes:
             return document
-        gated = policy.chooser
-        assert isinstance(gated, GatePolicy), "no other policy observes gates"
-        return replace(document, gates=gated.found(self.identity, self.model.config.name_or_path, self.geometry))
+        while isinstance(policy, Around):
+            policy = policy.inner
+        assert isinstance(policy, GatePolicy), "no other policy observes gates"
+        return replace(document, gates=policy.found(self.identity, self.model.config.name_or_path, self.geometry))
 
     @property
     def geometry(self) -> Geometry:
