@@ -141,7 +141,11 @@ def train_gates(
         typer.Option(help="With a family: what its gates learn to foretell.  [default: the first there is]"),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Most steps, of one document each.")] = 600,
-    length: Annotated[int, typer.Option(min=256, help="Length of the documents, in tokens.")] = 1024,
+    length: Annotated[int, typer.Option(min=512, help="Length of the documents, in tokens.")] = 1024,
+    width: Annotated[
+        int | None,
+        typer.Option(min=1, max=8192, help="Of the gates' hidden layer.  [default: a quarter of the model's]"),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Which documents, and where the gates begin.")] = 0,
     out: Annotated[
         Path | None,
@@ -179,7 +183,12 @@ def train_gates(
                 )
 
             trainer = Trainer(
-                engine, objective(policy, engine), lessons(engine, length, seed), settings, Checkpoint(path), report
+                engine,
+                objective(policy, engine, width),
+                lessons(engine, length, seed),
+                settings,
+                Checkpoint(path),
+                report,
             )
             trainer.run(resume=resume)
     print(path)

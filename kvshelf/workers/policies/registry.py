@@ -17,7 +17,11 @@ from kvshelf.workers.policies.ems import EMS
 from kvshelf.workers.policies.epicache import EpiCache
 from kvshelf.workers.policies.expected_attention import ExpectedAttention
 from kvshelf.workers.policies.full import Full
+from kvshelf.workers.policies.gates.attention_gate import AttentionGate
 from kvshelf.workers.policies.gates.kvzip_gate import KVzipGate
+from kvshelf.workers.policies.gates.locret import Locret
+from kvshelf.workers.policies.gates.make_each_token_count import MakeEachTokenCount
+from kvshelf.workers.policies.gates.trimkv import TrimKV
 from kvshelf.workers.policies.h2o import H2O
 from kvshelf.workers.policies.infllm import InfLLM
 from kvshelf.workers.policies.info import GROUP, ParameterInfo, PolicyInfo, measured_rows
@@ -46,6 +50,7 @@ _OURS: Mapping[str, type[Policy]] = {
     for cls in (
         Full,
         Ada,
+        AttentionGate,
         Cake,
         ChunkKV,
         CompressKV,
@@ -64,6 +69,8 @@ _OURS: Mapping[str, type[Policy]] = {
         LagKV,
         LayerDefensiveKV,
         LocalKV,
+        Locret,
+        MakeEachTokenCount,
         MPCache,
         PyramidKV,
         SABlock,
@@ -72,6 +79,7 @@ _OURS: Mapping[str, type[Policy]] = {
         SnapKV,
         StreamingLLM,
         Tova,
+        TrimKV,
     )
 }
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvshelf.workers.engine.gates.lessons import Lesson, Observed, answered, logarithm, repeated
 from kvshelf.workers.engine.gates.trainer import rank_correlation
 from kvshelf.workers.policies.base import ScoringPolicy
-from kvshelf.workers.policies.gates.base import TokenGate, gate_inputs, gated
+from kvshelf.workers.policies.gates.base import TokenGate, gate_inputs
 from kvshelf.workers.policies.view import LayerView
 
 if TYPE_CHECKING:
@@ -43,13 +43,12 @@ def own_tensors(state: dict[str, Tensor], place: int) -> dict[str, Tensor]:
     return {n.removeprefix(own): t for n, t in state.items() if n.startswith(own) or not n[0].isdigit()}
 
 
-def fit_inputs(state: dict[str, Tensor], layer: LayerView) -> Tensor:
-    """Set the scale of one layer's inputs from a document. Returns them, `[N, inputs]`."""
+def fit_inputs(state: dict[str, Tensor], layer: LayerView) -> None:
+    """Set the scale of one layer's inputs from a document."""
     own = own_tensors(state, layer.place)
     rows = torch.cat(list(gate_inputs(layer))).cpu()
     own["mean"].copy_(rows.mean(0))
     own["scale"].copy_(1 / rows.std(0).clamp_min(_SPREAD))
-    return rows
 
 
 @dataclass(eq=False)
@@ -85,7 +84,7 @@ class Importance:
             label, rows = self._label(observed, layer), torch.cat(list(gate_inputs(layer)))
             rows = rows[layer.protected_prefix :].cpu()
             with torch.enable_grad():  # of one layer at a time: the model has none
-                scores = gated(own_tensors(self.state, layer.place), rows).T
+                scores = self.policy.gated(own_tensors(self.state, layer.place), rows).T
                 near = (scores[:, 1:] - scores[:, :-1]).square().mean()
                 loss = torch.nn.functional.smooth_l1_loss(scores, label) + _SMOOTH * near
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -100,7 +99,7 @@ class Importance:
 
         def judge(layer: LayerView) -> None:
             rows = torch.cat(list(gate_inputs(layer)))[layer.protected_prefix :].cpu()
-            scores.append(gated(own_tensors(self.state, layer.place), rows).T.detach())
+            scores.append(self.policy.gated(own_tensors(self.state, layer.place), rows).T.detach())
             labels.append(self._label(observed, layer))
 
         observed.observe(self.engine, judge)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvshelf.errors import InvalidRequest
+from kvshelf.workers.engine.gates.distill import Distilled
 from kvshelf.workers.engine.gates.importance import Importance
 from kvshelf.workers.engine.gates.trainer import Objective
 from kvshelf.workers.policies import POLICIES
@@ -26,8 +27,10 @@ def trained_policy(family: str, target: str | None) -> type[GatePolicy]:
     raise InvalidRequest(f"no policy has gates of {about}; there are {listed}", param="family")
 
 
-def objective(policy: type[GatePolicy], engine: Engine) -> Objective:
-    """What trains the gates of a policy for this model. A gate has a quarter of the model's width, as Locret's."""
-    width = max(1, engine.geometry.hidden // 4)
+def objective(policy: type[GatePolicy], engine: Engine, width: int | None = None) -> Objective:
+    """What trains the gates of a policy for this model. width: of the gates' hidden layer, by default a quarter of the
+    model's, as Locret's."""
+    width = width or max(1, engine.geometry.hidden // 4)
     assert issubclass(policy, TokenGate)
-    return Importance(policy, engine, width)
+    made = Distilled if policy.target == "distill" else Importance
+    return made(policy, engine, width)

@@ -103,6 +103,7 @@ class Trainer:
     _journal: list[dict[str, Any]] = field(default_factory=list, init=False)
     _losses: list[float] = field(default_factory=list, init=False)
     _data: str = field(default="", init=False)
+    _best: dict[str, Tensor] = field(default_factory=dict, init=False)
 
     def run(self, *, resume: bool) -> Gates:
         """Train, and write the gate file; then the checkpoint goes, and the journal stays.
@@ -145,13 +146,15 @@ class Trainer:
         """The state first, then the line of the journal: after a crash between the two, the state has the line."""
         held_out = fmean(self.objective.agreement(self.lessons(-1 - i)) for i in range(HELD_OUT))
         line = {"step": step, "loss": round(fmean(self._losses), 6), "held_out": round(held_out, 6)}
-        self._journal.append(line)
         self._losses = []
+        if all(line["held_out"] > before["held_out"] for before in self._journal):
+            self._best = {name: tensor.detach().clone() for name, tensor in self.objective.state.items()}
+        self._journal.append(line)
         about = {"of": self._of(), "step": step, "journal": self._journal, "data": self._data}
         with written(self.files.state) as file:
             file.write(to_safetensors(self._tensors(optimizer), canonical_json(about)))
         with written(self.files.journal) as file:
-            file.write("".join(json.dumps(line) + "\n" for line in self._journal).encode())
+            file.write("".join(canonical_json(line) + "\n" for line in self._journal).encode())
         self.report(line)
 
     def _restore(self, optimizer: torch.optim.Optimizer) -> int:
@@ -175,6 +178,7 @@ class Trainer:
             tensor.data.copy_(tensors[name])
             if tensor.requires_grad:
                 optimizer.state[tensor] = {key: tensors[f"{key} of {name}"] for key in _MOMENTS}
+            self._best[name] = tensors[f"best of {name}"]
         self._journal, self._data = about["journal"], about["data"]
         return int(about["step"])
 
@@ -183,7 +187,8 @@ class Trainer:
         state = self.objective.state
         found = {name: tensor.detach() for name, tensor in state.items()}
         moments = {name: optimizer.state[tensor] for name, tensor in state.items() if tensor.requires_grad}
-        return found | {f"{key} of {name}": known[key] for name, known in moments.items() for key in _MOMENTS}
+        best = {f"best of {name}": tensor for name, tensor in self._best.items()}
+        return found | best | {f"{key} of {name}": known[key] for name, known in moments.items() for key in _MOMENTS}
 
     def _of(self) -> str:
         """What this is the training of."""
@@ -193,15 +198,16 @@ class Trainer:
         )
 
     def _gates(self) -> Gates:
-        policy, last = self.objective.policy, self._journal[-1]
+        """Those of the checkpoint that did best on the held-out lessons."""
+        policy, best = self.objective.policy, max(self._journal, key=lambda line: line["held_out"])
         training = Training(
             model=self.engine.name,
-            steps=last["step"],
+            steps=best["step"],
             length=self.settings.length,
             data=self._data,
             seed=self.settings.seed,
-            loss=last["loss"],
-            held_out=last["held_out"],
+            loss=best["loss"],
+            held_out=best["held_out"],
         )
         header = Header(
             weights=self.engine.identity.weights,
@@ -211,7 +217,7 @@ class Trainer:
             width=self.objective.width,
             training=training,
         )
-        tensors = {name: stored(tensor) for name, tensor in self.objective.state.items()}
+        tensors = {name: stored(tensor) for name, tensor in self._best.items()}
         return Gates.of(header, tensors)
 
 

@@ -99,7 +99,17 @@ class TokenGate(GatePolicy, ScoringPolicy):
 
     def score(self, layer: LayerView) -> Tensor:
         gate = gates_of(layer.document).layer(layer.place, layer.keys.device)
-        return self.judged(layer, torch.cat([gated(gate, rows) for rows in gate_inputs(layer)]))
+        return self.judged(layer, self.outputs(gate, layer))
+
+    @classmethod
+    def outputs(cls, gate: Mapping[str, Tensor], layer: LayerView) -> Tensor:
+        """What the gate of a layer makes of its tokens: `[N, kv_heads]` fp32, of all heads."""
+        return torch.cat([cls.gated(gate, rows) for rows in gate_inputs(layer)])
+
+    @classmethod
+    def gated(cls, gate: Mapping[str, Tensor], rows: Tensor) -> Tensor:
+        """The same of tokens `[n, inputs]`: `[n, kv_heads]`."""
+        return torch.nn.functional.silu(projected(gate, "up", rows)) @ gate["down"].T + gate["bias"]
 
     def judged(self, layer: LayerView, outputs: Tensor) -> Tensor:
         """The scores `[kv_heads, N]` of outputs `[N, kv_heads]` of the gate, fp32, which has those of all heads."""
@@ -107,10 +117,11 @@ class TokenGate(GatePolicy, ScoringPolicy):
         return outputs[:, first : first + layer.kv_heads].T.contiguous()
 
 
-def gated(gate: Mapping[str, Tensor], rows: Tensor) -> Tensor:
-    """What a gate makes of tokens `[n, inputs]`: `[n, kv_heads]` fp32."""
-    hidden = torch.nn.functional.silu(((rows - gate["mean"]) * gate["scale"]) @ gate["up"].T)
-    return hidden @ gate["down"].T + gate["bias"]
+def projected(gate: Mapping[str, Tensor], name: str, rows: Tensor) -> Tensor:
+    """W x of tokens `[n, inputs]`, each channel in its own scale: `[n, width]`. The scale is multiplied into W, which
+    is much smaller than the tokens."""
+    matrix = gate[name] * gate["scale"]
+    return rows @ matrix.T - matrix @ gate["mean"]
 
 
 def gate_inputs(layer: LayerView) -> Iterator[Tensor]:
