@@ -182,15 +182,8 @@ def train_gates(
                     f"step {line['step']}: loss {line['loss']:.4g}, held out {line['held_out']:.3f}", highlight=False
                 )
 
-            trainer = Trainer(
-                engine,
-                objective(policy, engine, width),
-                lessons(engine, length, seed),
-                settings,
-                Checkpoint(path),
-                report,
-            )
-            trainer.run(resume=resume)
+            made = objective(policy, engine, width), lessons(engine, length, seed)
+            Trainer(engine, *made, settings, Checkpoint(path), report).run(resume=resume)
     print(path)
 
 

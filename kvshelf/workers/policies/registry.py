@@ -20,6 +20,7 @@ from kvshelf.workers.policies.full import Full
 from kvshelf.workers.policies.gates.attention_gate import AttentionGate
 from kvshelf.workers.policies.gates.kvzip_gate import KVzipGate
 from kvshelf.workers.policies.gates.locret import Locret
+from kvshelf.workers.policies.gates.lookaheadkv import LookaheadKV
 from kvshelf.workers.policies.gates.make_each_token_count import MakeEachTokenCount
 from kvshelf.workers.policies.gates.trimkv import TrimKV
 from kvshelf.workers.policies.h2o import H2O
@@ -70,6 +71,7 @@ _OURS: Mapping[str, type[Policy]] = {
         LayerDefensiveKV,
         LocalKV,
         Locret,
+        LookaheadKV,
         MakeEachTokenCount,
         MPCache,
         PyramidKV,

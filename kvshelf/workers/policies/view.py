@@ -45,11 +45,12 @@ class ProbePass:
     """Tokens run behind the document, to observe what they attend to. Their states are not stored.
 
     Each token sees the whole document and the earlier tokens of its pass. Passes do not see each other. Positions count
-    up from `first_position`.
+    up from `first_position`. soft: gates of learned tokens, which stand in the place of all of these.
     """
 
     token_ids: tuple[int, ...]
     first_position: int
+    soft: Gates | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,5 +35,5 @@ def with_gates(name: str, layer: LayerView, **options) -> LayerView:
     if name not in GATED:
         return layer
     heads, _, size = layer.queries.shape
-    geometry = Geometry(layer.num_layers, heads, layer.kv_heads, size, heads * size)
+    geometry = Geometry(layer.num_layers, heads, layer.kv_heads, size, heads * size, 16)
     return replace(layer, document=replace(layer.document, gates=random_gates(name, geometry, **options)))

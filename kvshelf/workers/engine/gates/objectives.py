@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.engine.gates.distill import Distilled
 from kvshelf.workers.engine.gates.importance import Importance
+from kvshelf.workers.engine.gates.lookahead import Lookahead
 from kvshelf.workers.engine.gates.trainer import Objective
 from kvshelf.workers.policies import POLICIES
 from kvshelf.workers.policies.gates.base import GatePolicy, TokenGate
+from kvshelf.workers.policies.gates.lookaheadkv import LookaheadKV
 
 if TYPE_CHECKING:
     from kvshelf.workers.engine.engine import Engine
+
+
+_RANK: Final = 8
 
 
 def trained_policy(family: str, target: str | None) -> type[GatePolicy]:
@@ -29,7 +34,9 @@ def trained_policy(family: str, target: str | None) -> type[GatePolicy]:
 
 def objective(policy: type[GatePolicy], engine: Engine, width: int | None = None) -> Objective:
     """What trains the gates of a policy for this model. width: of the gates' hidden layer, by default a quarter of the
-    model's, as Locret's."""
+    model's, as Locret's; of learned tokens the rank of their additions."""
+    if issubclass(policy, LookaheadKV):
+        return Lookahead(policy, engine, width or _RANK)
     width = width or max(1, engine.geometry.hidden // 4)
     assert issubclass(policy, TokenGate)
     made = Distilled if policy.target == "distill" else Importance

@@ -17,6 +17,7 @@ from kvshelf.workers.engine.inputs.requirements import (
     require_one_pass,
     require_one_rotation,
     require_room,
+    require_soft,
 )
 from kvshelf.workers.model import calibration
 from kvshelf.workers.model.layers import LayerKind, reducible
@@ -81,8 +82,9 @@ class Preparer:
             absorber = policy.absorber(document, budget)
             require_one_pass(policy, self.kinds, self.name, document.end, passes, absorber)
             require_one_rotation(document.end, passes, absorber, self.model.config, self.name)
+            require_soft(passes, self.model, self.kinds, self.name)
             if parent is not None:
-                require_appending(policy, absorber, moves=moves)
+                require_appending(policy, absorber, moves=moves, soft=any(probe.soft for probe in passes))
         token_ids = as_bytes(document.token_ids)
         identity = Identity(
             model=self.identity,
@@ -132,7 +134,9 @@ class Preparer:
         """What the shapes of gates follow from."""
         config = self.model.config
         heads = int(config.num_attention_heads)
-        return Geometry(len(reducible(self.kinds)), heads, heads // self.group, head_size(config), config.hidden_size)
+        within = int(getattr(config, "intermediate_size", None) or 0)
+        sizes = head_size(config), int(config.hidden_size), within
+        return Geometry(len(reducible(self.kinds)), heads, heads // self.group, *sizes)
 
 
 def as_bytes(token_ids: Sequence[int]) -> bytes:

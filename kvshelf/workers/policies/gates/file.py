@@ -72,13 +72,15 @@ class Header(BaseModel):
 
 
 class Geometry(NamedTuple):
-    """What the shapes of a model's gates follow from. layers: those that policies reduce. head: channels of a head."""
+    """What the shapes of a model's gates follow from. layers: those that policies reduce. head: channels of a head.
+    hidden, intermediate: of the model's rows, and of those within its MLPs."""
 
     layers: int
     q_heads: int
     kv_heads: int
     head: int
     hidden: int
+    intermediate: int
 
     @property
     def inputs(self) -> int:
