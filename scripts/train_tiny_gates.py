@@ -22,6 +22,7 @@ SETTINGS: Final = {
     "locret": ("--steps", "300", "--width", "16"),
     "trimkv": ("--steps", "300", "--width", "16"),
     "make_each_token_count": ("--steps", "300", "--width", "16"),
+    "lookaheadkv": ("--steps", "300", "--width", "4"),
     "attention_gate": ("--steps", "200", "--width", "8"),
 }
 LARGEST: Final = 600 * 1024

@@ -5,24 +5,28 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from kvshelf.bench.quality.suite import HELD_OUT, LESSONS, lesson_case
-from kvshelf.errors import InvalidRequest
+from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.engine.forward.soft import Soft, soft_tokens
 from kvshelf.workers.engine.gates import trainer
 from kvshelf.workers.engine.gates.behind import Read
 from kvshelf.workers.engine.gates.distill import SHARE, excess, gating, kept
 from kvshelf.workers.engine.gates.importance import own_tensors
 from kvshelf.workers.engine.gates.lessons import Lesson, answered
+from kvshelf.workers.engine.gates.lookahead import divergence
 from kvshelf.workers.engine.gates.objectives import objective, trained_policy
 from kvshelf.workers.engine.gates.trainer import Checkpoint, Settings, Trainer, rank_correlation
+from kvshelf.workers.engine.observing import observe
 from kvshelf.workers.policies import POLICIES
-from kvshelf.workers.policies.gates.file import Gates
+from kvshelf.workers.policies.gates.file import Gates, gate_path
 from tests.conftest import save_random_model
-from tests.workers.policies.gates import GATED
+from tests.workers.policies.gates import GATED, random_gates
 
 DISTILLED = [name for name in GATED if POLICIES[name].target == "distill"]
 
@@ -242,9 +246,106 @@ def test_gates_are_named_by_policy_or_by_family_and_target():
 def test_a_random_model_gets_gates_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("KVSHELF_GATES", str(tmp_path))
     engine = Engine.load(str(save_random_model(tmp_path / "model")), device="cpu")
-    from kvshelf.workers.policies.gates.file import gate_path
-
     path = gate_path(engine.identity.weights, "kvzip_gate")
     made = training(engine, "kvzip_gate", path, steps=2).run(resume=False)
     cache = engine.compress("One two three. " * 40, policy="kvzip_gate", compression_ratio=0.5)
     assert cache.identity.policy_params["gates"] == made.digest
+
+
+# --- learned tokens --------------------------------------------------------------------------------------------------
+
+
+def layers_of(engine, gates):
+    """The states of each layer in a pass with learned tokens behind a document."""
+    job = engine.prepare(lessons(engine)(0).document, policy="lookaheadkv")
+    job = replace(job, passes=(replace(job.passes[0], soft=gates),))
+    found = {}
+    visit = lambda layer: found.__setitem__(layer.layer_idx, layer)  # noqa: E731
+    observe(engine, job, visit, job.passes)
+    return found
+
+
+def changed(gates, end, factor):
+    tensors = {name: t * factor if name.endswith(end) else t for name, t in gates.tensors.items()}
+    return Gates.of(gates.header, tensors)
+
+
+def test_learned_tokens_leave_the_document_as_it_is(tiny):
+    """Bit by bit: additions are of their rows alone. And without them the model is as before."""
+    gates = tiny.prepare("One two three. " * 40, policy="lookaheadkv").document.gates
+    before = tiny.compress("One two three. " * 40, policy="full").to_bytes()
+    none, some, more = (layers_of(tiny, changed(gates, ".b", factor)) for factor in (0, 1, 3))
+    for layer, view in none.items():
+        for other in (some, more):
+            assert torch.equal(other[layer].keys, view.keys)
+            assert torch.equal(other[layer].values, view.values)
+            assert not torch.equal(other[layer].probes[0].queries, view.probes[0].queries)
+    assert tiny.compress("One two three. " * 40, policy="full").to_bytes() == before
+
+
+def test_learned_tokens_are_in_place_of_tokens(tiny):
+    gates = tiny.prepare("One two three. " * 40, policy="lookaheadkv").document.gates
+    plain, other = layers_of(tiny, gates), layers_of(tiny, changed(gates, "soft", 2))
+    assert torch.equal(plain[0].keys, other[0].keys)
+    assert not torch.equal(plain[0].probes[0].keys, other[0].probes[0].keys)
+
+
+def test_additions_are_low_rank(tiny):
+    """Of one projection, against the formula: W x + alpha / r B A x."""
+    gates = random_gates("lookaheadkv", tiny.geometry, width=2)
+    linear, x = tiny.model.model.layers[0].self_attn.q_proj, torch.randn(1, 6, 128)
+    with torch.no_grad():
+        plain = linear(x)
+        with soft_tokens(tiny.model, Soft(gates.tensors, slice(3, 5))):
+            made = linear(x)
+    a, b = (gates.tensors[f"0.self_attn.q_proj.{part}"].double() for part in "ab")
+    expected = plain[0, 3:5] + (16 * (x[0, 3:5].double() @ a.T @ b.T)).float()
+    torch.testing.assert_close(made[0, 3:5], expected, rtol=1e-4, atol=1e-3)
+    assert torch.equal(made[:, :3], plain[:, :3])
+    assert torch.equal(made[:, 5:], plain[:, 5:])
+
+
+def test_divergence_is_kl_over_the_document():
+    label, found = torch.rand(3, 40) / 50, torch.rand(3, 40) / 90
+    total = 0.0
+    for wanted, made in zip(label.double().tolist(), found.double().tolist(), strict=True):
+        for a, b in zip(wanted, made, strict=True):
+            total += a / sum(wanted) * math.log(a / sum(wanted) / (b / sum(made))) / 3
+    assert float(divergence(label, found)) == pytest.approx(total, rel=1e-5)
+    assert float(divergence(label, label * 7)) == pytest.approx(0, abs=1e-6)
+
+
+def test_scores_of_learned_tokens_are_their_mean_attention(tiny):
+    """SnapKV's window over 32 rows, by loops."""
+    job = tiny.prepare(lessons(tiny)(0).document, policy="lookaheadkv", policy_params={"kernel": 1})
+    scores, found = tiny.scores(job), layers_of(tiny, job.document.gates)
+    for layer, view in found.items():
+        keys = torch.cat([view.keys, view.probes[0].keys], dim=1).double()
+        queries, n = view.probes[0].queries.double(), view.num_tokens
+        for head in range(2):
+            rows = [
+                (queries[query, row] @ keys[head, : n + row + 1].T * view.scaling).softmax(dim=0)[:n]
+                for query in (2 * head, 2 * head + 1)
+                for row in range(32)
+            ]
+            expected = torch.stack(rows).mean(dim=0).float()
+            torch.testing.assert_close(scores[layer][head], expected, rtol=1e-3, atol=1e-6)
+
+
+def test_a_model_without_these_linear_layers_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVSHELF_GATES", str(tmp_path))
+    engine = Engine.load(str(save_random_model(tmp_path / "model")), device="cpu")
+    made = random_gates("lookaheadkv", engine.geometry, weights=engine.identity.weights)
+    gate_path(engine.identity.weights, "lookaheadkv").write_bytes(made.to_bytes())
+    assert engine.prepare("One two three. " * 40, policy="lookaheadkv").passes[0].soft.digest == made.digest
+    for layer in engine.model.model.layers:
+        layer.mlp.fused = layer.mlp.up_proj
+        del layer.mlp.up_proj
+    with pytest.raises(PolicyUnsupported, match=re.escape("learned tokens add to mlp.up_proj in every layer")):
+        engine.prepare("One two three. " * 40, policy="lookaheadkv")
+
+
+def test_nothing_is_appended_by_learned_tokens(tiny):
+    cache = tiny.compress("One two three. " * 40, policy="full")
+    with pytest.raises(PolicyUnsupported, match="runs learned tokens in the same pass"):
+        tiny.extend(cache, "More of it. " * 20, policy="lookaheadkv")
