@@ -43,16 +43,18 @@ class Observed:
         """One forward pass; `visit` sees each layer."""
         observe(engine, self.job, visit, self.passes)
 
-    def importance(self, layer: LayerView) -> Tensor:
-        """The largest weight that any row that writes an answer, of any head of the GQA group, gives each token of the
-        document (Locret): `[kv_heads, N]` fp32."""
-        found = torch.zeros(layer.kv_heads, layer.num_tokens, device=layer.keys.device)
+    def weights(self, layer: LayerView, head: int) -> Tensor:
+        """What each row that writes an answer gives the document's tokens, in a softmax over the document and the pass:
+        `[group, rows, N]` fp32, of one GQA group."""
+        parts = []
         for probed, rows in zip(layer.probes, self.answering, strict=True):
-            for head in range(layer.kv_heads):
-                queries = layer.grouped(probed.queries)[head, :, -rows:]
-                weights = window_attention(queries, layer.keys[head], layer.scaling, probed.keys[head])
-                found[head] = torch.maximum(found[head], weights[..., : layer.num_tokens].amax(dim=(0, 1)))
-        return found
+            queries = layer.grouped(probed.queries)[head, :, -rows:]
+            parts.append(window_attention(queries, layer.keys[head], layer.scaling, probed.keys[head]))
+        return torch.cat(parts, dim=1)
+
+    def importance(self, layer: LayerView) -> Tensor:
+        """The largest of these weights, of any row and head of the group (Locret): `[kv_heads, N]` fp32."""
+        return torch.stack([self.weights(layer, head).amax(dim=(0, 1)) for head in range(layer.kv_heads)])
 
 
 def repeated(engine: Engine, lesson: Lesson) -> Observed:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvshelf.kernels.window_scores import window_attention
 from kvshelf.workers.engine.forward.soft import Soft, soft_tokens
 from kvshelf.workers.engine.gates.behind import Read, softmax
 from kvshelf.workers.engine.gates.lessons import Lesson, Observed, answered
@@ -60,15 +59,8 @@ class Lookahead:
         found: dict[int, Tensor] = {}
 
         def take(layer: LayerView) -> None:
-            rows = []
-            for head in range(layer.kv_heads):
-                parts = []
-                for probed, count in zip(layer.probes, observed.answering, strict=True):
-                    queries = layer.grouped(probed.queries)[head, :, -count:]
-                    weights = window_attention(queries, layer.keys[head], layer.scaling, probed.keys[head])
-                    parts.append(weights[..., : layer.num_tokens])
-                rows.append(torch.cat(parts, dim=1).mean(dim=1))
-            found[layer.layer_idx] = torch.cat(rows).cpu()
+            of_heads = [observed.weights(layer, head).mean(dim=1) for head in range(layer.kv_heads)]
+            found[layer.layer_idx] = torch.cat(of_heads).cpu()
 
         observed.observe(self.engine, take)
         return found

@@ -28,7 +28,7 @@ class KVzipGate(TokenGate):
     name: ClassVar[str] = "kvzip_gate"
     source: ClassVar[str] = "after Fast KVzip, arXiv 2601.17668, and KVzap, arXiv 2601.07891"
     advice: ClassVar[str] = (
-        "first, for a model that has gates: it keeps like kvzip or better, for the time of a cheap policy."
+        "first, for a model that has gates: it keeps like kvzip or better, and makes no pass of its own."
     )
     family: ClassVar[Family] = "importance"
     target: ClassVar[Target] = "kvzip"

@@ -24,7 +24,9 @@ class MakeEachTokenCount(TrimKV):
 
     name: ClassVar[str] = "make_each_token_count"
     source: ClassVar[str] = "Make Each Token Count (DBTrimKV), after the authors' code"
-    advice: ClassVar[str] = "as trimkv, where heads and layers differ in how much they have to keep."
+    advice: ClassVar[str] = (
+        "of the gates that learn from predictions: it keeps most, as heads and layers differ in need."
+    )
     family: ClassVar[Family] = "global"
 
     floor: float = parameter(0.0, "part of an even share that each head keeps", minimum=0, maximum=1)

@@ -31,7 +31,9 @@ class TrimKV(TokenGate):
 
     name: ClassVar[str] = "trimkv"
     source: ClassVar[str] = "TRIM-KV, arXiv 2512.03324"
-    advice: ClassVar[str] = "for models whose authors publish such gates; on the bundled model kvzip_gate keeps more."
+    advice: ClassVar[str] = (
+        "where gates learn from predictions and each head is to keep as many; kvzip_gate keeps more."
+    )
     family: ClassVar[Family] = "decay"
     target: ClassVar[Target] = "distill"
 
