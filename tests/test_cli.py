@@ -374,6 +374,28 @@ def test_calibrate_writes_where_engines_look(tmp_path: Path, monkeypatch: pytest
     assert chunks == path.with_suffix(".fasa.json").read_bytes()
 
 
+def test_train_gates_makes_what_an_engine_then_finds(tmp_path, monkeypatch):
+    from kvshelf.workers.engine.engine import Engine
+
+    monkeypatch.setenv("KVSHELF_GATES", str(tmp_path))
+    options = "--model", "kvshelf-tiny", "--length", "512", "--width", "4", "--device", "cpu"
+    made = run("train-gates", *options, "--family", "importance", "--target", "kvzip", "--steps", "2")
+    assert made.exit_code == 0, made.output
+    engine = Engine.load("kvshelf-tiny", device="cpu")
+    path = tmp_path / f"{engine.identity.weights}.kvzip_gate.safetensors"
+    assert str(path) in made.stdout.replace("\n", "")
+    gates = engine.prepare("One two three. " * 40, policy="kvzip_gate").document.gates
+    assert gates.header.training.steps == 2
+    line = json.loads(path.with_suffix(".journal.jsonl").read_text())
+    assert line == {"step": 2, "loss": gates.header.training.loss, "held_out": gates.header.training.held_out}
+    refused = run("train-gates", *options, "--family", "kvzip_gate", "--steps", "2", "--resume")
+    assert refused.exit_code == 2
+    assert "train without --resume" in refused.output.replace("\n", " ")
+    unknown = run("train-gates", *options, "--family", "ngc")
+    assert unknown.exit_code == 2
+    assert "no policy has gates of 'ngc'" in unknown.output.replace("\n", " ")
+
+
 def test_the_bundled_chunks_are_those_that_are_found(tmp_path: Path) -> None:
     made = run("calibrate", "--model", "kvshelf-tiny", "--only", "chunks", "--device", "cpu", "--output", str(tmp_path))
     assert made.exit_code == 0, made.output

@@ -65,6 +65,7 @@ for command in (
 ):
     app.command()(command)
 app.command(epilog=batch.EPILOG)(batch.batch)
+app.command("train-gates")(calibrate.train_gates)
 app.command("vllm-proxy")(serve.vllm_proxy)
 app.command("export")(transfer.export_cache)
 app.command("import")(transfer.import_cache)

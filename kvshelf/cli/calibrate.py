@@ -1,13 +1,13 @@
 """calibrate: measure a model once, for what needs it: retrieval heads for compresskv, transforms for codec klt,
-frequency chunks for selector fasa."""
+frequency chunks for selector fasa. train-gates: train the gates of a policy for it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -18,7 +18,9 @@ from kvshelf.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from kvshelf.workers.engine.engine import Engine
+    from kvshelf.workers.engine.gates.lessons import Lesson
 
+_QUESTIONS = 6
 _TEXTS, _TEXT_TOKENS = 10, 2048
 """How many texts of the package's own prose are read, and their length."""
 
@@ -129,3 +131,70 @@ def _documents(engine: Engine, texts: list[Path]) -> list[list[int]]:
     longest = min(_TEXT_TOKENS, engine.max_tokens)
     sources = [_read(path) for path in texts] or list(haystacks(_TEXTS, longest, format_.count_tokens))
     return [format_.encode(source)[:longest] for source in sources]
+
+
+def train_gates(
+    model: Annotated[str, typer.Option(help="A bundled name, a folder or a hub id.")],
+    family: Annotated[str, typer.Option(help="The policy (kvzip_gate, locret ...), or the family of its gates.")],
+    target: Annotated[
+        Literal["kvzip", "answers", "distill"] | None,
+        typer.Option(help="With a family: what its gates learn to foretell.  [default: the first there is]"),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Most steps, of one document each.")] = 600,
+    length: Annotated[int, typer.Option(min=512, help="Length of the documents, in tokens.")] = 1024,
+    width: Annotated[
+        int | None,
+        typer.Option(min=1, max=8192, help="Of the gates' hidden layer.  [default: a quarter of the model's]"),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Which documents, and where the gates begin.")] = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The gate file.  [default: in KVSHELF_GATES or your data folder, where engines look]"),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of the same file.")] = False,
+    device: _options.Device = "auto",
+    dtype: _options.Dtype = "auto",
+    as_json: _options.AsJson = False,
+) -> None:
+    """Train the gates of a policy for a model, whose own weights stay as they are.
+
+    Beside the gate file lie a journal, with a line every 50 steps (step, loss, and the rank correlation on held-out
+    documents of other kinds), and, until the training ends, a checkpoint. It ends early when eight lines bring nothing.
+    """
+    with _common.named_errors(as_json=as_json), needs_extra("serve", purpose="kvshelf train-gates"):
+        from kvshelf.workers.engine.engine import Engine
+        from kvshelf.workers.engine.gates.objectives import objective, trained_policy
+        from kvshelf.workers.engine.gates.trainer import Checkpoint, Settings, Trainer
+        from kvshelf.workers.model import calibration
+        from kvshelf.workers.policies.gates.file import gate_path
+
+        policy = trained_policy(family, target)
+        engine = Engine.load(model, device=device, dtype=dtype)
+        path = out or gate_path(engine.identity.weights, policy.name)
+        calibration.require_writable(path)
+        settings = Settings(steps, length, seed)
+        with progress_bar() as progress:
+            task = progress.add_task(f"{policy.name} of {engine.name}", total=steps)
+
+            def report(line: Mapping[str, Any]) -> None:
+                progress.update(task, completed=line["step"])
+                _common.notes.print(
+                    f"step {line['step']}: loss {line['loss']:.4g}, held out {line['held_out']:.3f}", highlight=False
+                )
+
+            made = objective(policy, engine, width), lessons(engine, length, seed)
+            Trainer(engine, *made, settings, Checkpoint(path), report).run(resume=resume)
+    print(path)
+
+
+def lessons(engine: Engine, length: int, seed: int) -> Callable[[int], Lesson]:
+    """Documents of at most `length` tokens with questions, by their number."""
+    return partial(_lesson, engine.require_text("model").count_tokens, length, seed)
+
+
+def _lesson(count_tokens: Callable[[str], int], length: int, seed: int, number: int) -> Lesson:
+    from kvshelf.bench.quality.suite import lesson_case
+    from kvshelf.workers.engine.gates.lessons import Lesson
+
+    case = lesson_case(number, seed, length, count_tokens, questions=_QUESTIONS)
+    return Lesson(case.text, [(ask.text, ", ".join(ask.references)) for ask in case.asks])

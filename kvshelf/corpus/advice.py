@@ -152,7 +152,7 @@ def _option(shape: Shape, tokens: int, row: dict[str, Any], policy: PolicyInfo) 
         else tokens
     )
     defaults = {name: about.default for name, about in policy.parameters.items()}
-    stored = shape.stored_bytes(tokens, kept, row["codec"]) + shape.index_bytes(tokens, policy.name, defaults)
+    stored = shape.policy_bytes(tokens, kept, row["codec"], policy.name, defaults)
     full = shape.full_bytes(tokens)
     plain = round(full * (kept / tokens))
     held = plain if row["codec"] == "klt" else stored

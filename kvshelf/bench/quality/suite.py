@@ -77,6 +77,25 @@ class _Draft:
     in_order: bool = False
 
 
+LESSON_SEED: Final = 1_000_000_000
+"""Evaluation seeds are far below: gates are not measured on documents that they learned from."""
+
+LESSONS: Final[tuple[tuple[TaskName, HaystackName], ...]] = (
+    ("multikey", "prose"), ("needle", "filler"), ("words", "prose"), ("multikey", "filler"), ("needle", "prose"),
+)  # fmt: skip
+HELD_OUT: Final[tuple[tuple[TaskName, HaystackName], ...]] = (
+    ("multikey", "dense"), ("digits64", "prose"), ("multivalue", "dense"), ("vt", "filler"),
+)  # fmt: skip
+"""Kinds of documents that gates learn from, and others on which `kvshelf train-gates` judges them."""
+
+
+def lesson_case(number: int, seed: int, num_tokens: int, count_tokens: CountTokens, *, questions: int) -> Case:
+    """A document for `kvshelf train-gates`, by its number; those below 0 are of the held-out kinds."""
+    kinds = LESSONS if number >= 0 else HELD_OUT
+    task, haystack = kinds[number % len(kinds)]
+    return make_case(task, haystack, num_tokens, LESSON_SEED * (1 + seed) + number, count_tokens, questions=questions)
+
+
 def fits(task: TaskName, haystack: HaystackName) -> bool:
     """Whether the task exists in that haystack: the list of words has no text around it."""
     return task != "cwe" or haystack == "dense"

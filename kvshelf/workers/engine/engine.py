@@ -81,6 +81,7 @@ from kvshelf.workers.policies.base import Policy, ScoringPolicy
 from kvshelf.workers.policies.budgets import Budget
 from kvshelf.workers.policies.epicache import EpiCache
 from kvshelf.workers.policies.full import Full
+from kvshelf.workers.policies.gates.file import Geometry
 from kvshelf.workers.policies.infllm import InfLLM
 from kvshelf.workers.selectors import build as build_selector
 from kvshelf.workers.selectors.base import UnitSelector
@@ -168,6 +169,11 @@ class Engine:
     def kv_heads(self) -> int:
         """KV heads of each layer, of all ranks together."""
         return models.kv_heads(self.model.config)
+
+    @property
+    def geometry(self) -> Geometry:
+        """What the shapes of the model's gates follow from."""
+        return self._preparer.geometry
 
     @property
     def state_bytes(self) -> int:
@@ -281,7 +287,7 @@ class Engine:
         job = self._preparer.job(
             view, chosen, budget, encoded=encoded, given=frozenset(given), questions=expected_questions
         )
-        require_unshared(job.absorber, self.name, ranks=self.passes.ranks is not None)
+        require_unshared(job.absorber, job.passes, self.name, ranks=self.passes.ranks is not None)
         return job
 
     def find_episodes(self, document: Document, count: int = 4) -> list[Episode]:

@@ -7,7 +7,7 @@ each head is scored by how much it attends to the sentence while the answer is w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -16,12 +16,11 @@ from torch import Tensor
 
 from kvshelf.errors import InvalidRequest
 from kvshelf.kernels.select import select
-from kvshelf.store.artifact.records import Kept
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.inputs.job import Job
+from kvshelf.workers.engine.observing import observe
 from kvshelf.workers.model.calibration import Calibration, Origin
-from kvshelf.workers.policies.base import Observes, Policy, keep
-from kvshelf.workers.policies.budgets import Budget, LayerBudget
+from kvshelf.workers.policies.budgets import Budget
 from kvshelf.workers.policies.compresskv import CompressKV
 from kvshelf.workers.policies.view import LayerView, ProbePass
 
@@ -101,7 +100,7 @@ def retrieval_scores(engine: Engine, sample: _Sample) -> Tensor:
         ]
         scores[layer.layer_idx] = torch.cat(mass).cpu()
 
-    _observe(engine, sample, judge, [_asking(sample)])
+    observe(engine, sample.job, judge, [_asking(sample)])
     return torch.stack([scores[layer] for layer in sorted(scores)])
 
 
@@ -121,7 +120,7 @@ def layer_errors(engine: Engine, sample: _Sample, calibration: Calibration) -> T
         reduced = _output(layer, kept)
         errors[layer.layer_idx] = float((reduced - full).norm() / (full.norm() + 1e-5))
 
-    _observe(engine, sample, measure, [*ending, _asking(sample)])
+    observe(engine, sample.job, measure, [*ending, _asking(sample)])
     return torch.tensor([errors[layer] for layer in sorted(errors)], dtype=torch.float64)
 
 
@@ -183,26 +182,3 @@ def _origin(engine: Engine, samples: Sequence[_Sample]) -> Origin:
         answered=sum(len(sample.found) for sample in samples) / generated,
         compression_ratio=ERROR_RATIO,
     )
-
-
-@dataclass(frozen=True)
-class _Observer(Policy):
-    """Visits each layer and keeps next to nothing. Not a policy to choose."""
-
-    name = "observer"
-    source = "none"
-    visit: Callable[[LayerView], None] = field(default=lambda _: None)
-
-    @property
-    def observes(self) -> Observes:
-        return Observes.QUERIES
-
-    def reduce(self, layer: LayerView, budget: LayerBudget) -> Kept:
-        self.visit(layer)
-        return keep(layer, (layer.positions < budget.per_head[0]).expand(layer.kv_heads, -1))
-
-
-def _observe(engine: Engine, sample: _Sample, visit: Callable[[LayerView], None], passes: Sequence[ProbePass]) -> None:
-    """One forward pass over the document and the probe passes behind it; `visit` sees each layer."""
-    job = sample.job
-    engine.run(replace(job, policy=_Observer(visit), passes=tuple(passes), budget=Budget(1, 1 - 1 / job.num_tokens)))

@@ -146,7 +146,7 @@ def find(model: ModelIdentity, folder: str) -> Calibration:
 
     Raises `PolicyUnsupported` if there is none, if it belongs to other weights, or if its file is broken.
     """
-    path = _place(paths(model.weights).heads, folder, BESIDE_THE_WEIGHTS)
+    path = place(paths(model.weights).heads, folder, BESIDE_THE_WEIGHTS)
     if path is None:
         raise PolicyUnsupported(
             f"the policy needs a calibration of {model.name!r}, and there is none; make one: {_command(model)}",
@@ -164,7 +164,7 @@ def find(model: ModelIdentity, folder: str) -> Calibration:
 
 def find_chunks(model: ModelIdentity, folder: str, kv_heads: int) -> Chunks:
     """The frequency chunks of a model, as `find`. kv_heads: of each layer. Raises `PolicyUnsupported`."""
-    path = _place(paths(model.weights).chunks, folder, CHUNKS_BESIDE_THE_WEIGHTS)
+    path = place(paths(model.weights).chunks, folder, CHUNKS_BESIDE_THE_WEIGHTS)
     if path is None:
         raise PolicyUnsupported(
             f"selector fasa needs the frequency chunks of {model.name!r}, and nobody has measured them; do so: "
@@ -200,7 +200,7 @@ def find_transforms(model: ModelIdentity, folder: str, layers: Sequence[LayerSha
 
     Raises `PolicyUnsupported` if there are none, if they belong to other weights, or if their file is broken.
     """
-    path = _place(paths(model.weights).transforms, folder, TRANSFORMS_BESIDE_THE_WEIGHTS)
+    path = place(paths(model.weights).transforms, folder, TRANSFORMS_BESIDE_THE_WEIGHTS)
     if path is None:
         raise PolicyUnsupported(
             f"codec klt needs the transforms of {model.name!r}, and there are none; make them: {_command(model)}",
@@ -214,8 +214,8 @@ def find_transforms(model: ModelIdentity, folder: str, layers: Sequence[LayerSha
     return found
 
 
-def _place(own: Path, folder: str, beside: str) -> Path | None:
-    """The first of both that is a file: the user's own, or the one in the folder of the weights."""
+def place(own: Path, folder: str, beside: str) -> Path | None:
+    """The first of both that is a file: the user's own, or the one in the folder of the weights, if these have one."""
     places = [own, *([Path(folder) / beside] if folder else [])]
     return next((path for path in places if path.is_file()), None)
 

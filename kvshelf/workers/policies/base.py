@@ -42,6 +42,7 @@ class Observes(Flag):
     TEXT = auto()
     WEIGHTS = auto()
     CALIBRATION = auto()
+    GATES = auto()
 
 
 def parameter(

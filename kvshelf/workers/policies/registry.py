@@ -19,6 +19,12 @@ from kvshelf.workers.policies.ems import EMS
 from kvshelf.workers.policies.epicache import EpiCache
 from kvshelf.workers.policies.expected_attention import ExpectedAttention
 from kvshelf.workers.policies.full import Full
+from kvshelf.workers.policies.gates.attention_gate import AttentionGate
+from kvshelf.workers.policies.gates.kvzip_gate import KVzipGate
+from kvshelf.workers.policies.gates.locret import Locret
+from kvshelf.workers.policies.gates.lookaheadkv import LookaheadKV
+from kvshelf.workers.policies.gates.make_each_token_count import MakeEachTokenCount
+from kvshelf.workers.policies.gates.trimkv import TrimKV
 from kvshelf.workers.policies.h2o import H2O
 from kvshelf.workers.policies.infllm import InfLLM
 from kvshelf.workers.policies.info import GROUP, ParameterInfo, PolicyInfo, measured_rows
@@ -51,6 +57,7 @@ _OURS: Mapping[str, type[Policy]] = {
         Full,
         Ada,
         ARKV,
+        AttentionGate,
         Cake,
         ChunkKV,
         CompressKV,
@@ -67,9 +74,13 @@ _OURS: Mapping[str, type[Policy]] = {
         KVcues,
         KVMerger,
         KVzip,
+        KVzipGate,
         LagKV,
         LayerDefensiveKV,
         LocalKV,
+        Locret,
+        LookaheadKV,
+        MakeEachTokenCount,
         MiKV,
         MPCache,
         PyramidKV,
@@ -80,6 +91,7 @@ _OURS: Mapping[str, type[Policy]] = {
         StreamingLLM,
         Think,
         Tova,
+        TrimKV,
     )
 }
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # a view is also made without a model
     from kvshelf.workers.model.calibration import Calibration
     from kvshelf.workers.model.rope import Rope
     from kvshelf.workers.model.text import TextFormat
+    from kvshelf.workers.policies.gates.file import Gates
 
 
 Each = TypeVar("Each")
@@ -46,11 +47,12 @@ class ProbePass:
     """Tokens run behind the document, to observe what they attend to. Their states are not stored.
 
     Each token sees the whole document and the earlier tokens of its pass. Passes do not see each other. Positions count
-    up from `first_position`.
+    up from `first_position`. soft: gates of learned tokens, which stand in the place of all of these.
     """
 
     token_ids: tuple[int, ...]
     first_position: int
+    soft: Gates | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,10 +62,10 @@ class DocumentView:
     The first `protected_prefix` tokens come from the chat template and are never evicted. `suffix`: the tokens that the
     template writes between the document and the model's answer, the last ones the model reads before any answer.
     `questions`: the tokens of each expected question. `text` is None for an engine without tokenizer. `max_tokens`: the
-    longest sequence of the model. `calibration`: the model's `Calibration`, for a policy that observes it.
-    `first_position`: of its first token, above 0 where the tokens are appended to a stored cache, which they have read
-    and which no policy judges. `num_layers`: those that policies reduce; `group`: query heads of a KV head; None for a
-    document without a model.
+    longest sequence of the model. `calibration`: the model's `Calibration`, for a policy that observes it, and
+    `gates` likewise. `first_position`: of its first token, above 0 where the tokens are appended to a stored cache,
+    which they have read and which no policy judges. `num_layers`: those that policies reduce; `group`: query heads of a
+    KV head; None for a document without a model.
     """
 
     token_ids: Sequence[int]
@@ -73,6 +75,7 @@ class DocumentView:
     text: TextFormat | None = None
     max_tokens: int | None = None
     calibration: Calibration | None = None
+    gates: Gates | None = None
     first_position: int = 0
     num_layers: int | None = None
     group: int | None = None

@@ -118,7 +118,7 @@ def test_the_heads_of_a_pyramid_share_each_layer_of_it(llama):
     assert not all(record.uniform for record in ada.layers)
 
 
-SHARING = {"epicache", "kvzip", "kvcues"}
+SHARING = {"epicache", "kvzip", "kvzip_gate", "kvcues"}
 """Bases that share budgets by a parameter `across`, unless ada does."""
 
 

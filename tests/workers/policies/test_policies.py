@@ -26,6 +26,7 @@ from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.parameters import LARGEST
 from kvshelf.workers.policies.view import DocumentView, Probed
 from tests.amounts import amount
+from tests.workers.policies.gates import with_gates
 
 REDUCING = [name for name, policy in POLICIES.items() if policy.takes_budget]
 
@@ -66,6 +67,7 @@ def calibration(query_heads):
 
 def fitted(name, layer, budget, **params):
     """The policy as an engine would fit it."""
+    layer = with_gates(name, layer)
     return build(name, params).fitted(layer.document, Budget(budget, 1 - budget / layer.num_tokens), frozenset(params))
 
 
@@ -82,7 +84,7 @@ def probed(policy, layer):
 
 
 def reduced(name, layer, budget, **params):
-    policy = fitted(name, layer, budget, **params)
+    policy, layer = fitted(name, layer, budget, **params), with_gates(name, layer)
     return policy, reduced_by(policy, layer, budget)
 
 
@@ -133,7 +135,7 @@ def test_what_holds_for_every_policy(name, tokens, share, protected, seed):
         assert torch.equal(keys[unchanged], layer.keys[head, positions[unchanged]])
         assert torch.equal(values[unchanged], layer.values[head, positions[unchanged]])
     assert record.importance is not None, "codecs of mixed precision need it"
-    again = reduced_by(policy, layer, budget)
+    again = reduced_by(policy, with_gates(name, layer), budget)
     assert torch.equal(again.keys, record.keys)
     assert torch.equal(again.entry_positions, record.entry_positions)
     # What is recorded as used gives the same policy again.
@@ -202,7 +204,7 @@ def test_ragged_budgets_are_kept_per_head():
         policy = fitted(name, layer, 30)
         if getattr(type(policy), "counts", ScoringPolicy.counts) is not ScoringPolicy.counts or policy.phase == "after":
             continue  # it shares the budgets out anew
-        record = policy.reduce(probed(policy, layer), LayerBudget((30, 61)))
+        record = policy.reduce(probed(policy, with_gates(name, layer)), LayerBudget((30, 61)))
         assert [len(head) for head in record.positions] == [30, 61]
 
 

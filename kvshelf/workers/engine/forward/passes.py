@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -32,6 +33,7 @@ from kvshelf.workers.engine.attention.function import (
 from kvshelf.workers.engine.attention.inspection import tokens_at_once
 from kvshelf.workers.engine.attention.latents import Absorbed, Handover, absorbed_layers
 from kvshelf.workers.engine.forward.program import ForwardProgram, PlanAttention
+from kvshelf.workers.engine.forward.soft import Soft, soft_tokens
 from kvshelf.workers.engine.forward.tracing import TOKENS, AttentionCall
 from kvshelf.workers.engine.parallel.ranks import SharedModel
 from kvshelf.workers.model.caches import cache_class
@@ -132,12 +134,15 @@ class Passes:
         context: ForwardContext,
         kept: Tensor | None = None,
         cache: Callable[[Handover], Cache] | None = None,
+        soft: Soft | None = None,
     ) -> Tensor | None:
         """One pass over `input_ids` at `position_ids`, `[1, N]`. Logits `[1, kept, vocabulary]` of the tokens numbered
         in `kept`; None without it, and then nothing runs that only logits need. cache: makes an empty one,
-        for a model whose modules leave states there; such a model has no program."""
-        with torch.no_grad(), kvshelf_attention(self.model):
-            if self.program is None:
+        for a model whose modules leave states there; such a model has no program. soft: learned tokens among those
+        of the pass, for which the model runs by its own modules."""
+        learned = nullcontext() if soft is None else soft_tokens(self.model, soft)
+        with torch.no_grad(), kvshelf_attention(self.model), learned:
+            if self.program is None or soft is not None:
                 given = {**inputs, CONTEXT: context, **self._without_past(inputs["position_ids"], cache)}
                 if kept is None:
                     self.model.base_model(**given)

@@ -15,6 +15,7 @@ from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.artifact.packed import Rotate
 from kvshelf.store.artifact.transforms import Transforms
 from kvshelf.workers.engine.attention.attachment import Attachment
+from kvshelf.workers.engine.forward.soft import Soft
 from kvshelf.workers.policies import Policy
 from kvshelf.workers.policies.base import Absorber
 from kvshelf.workers.policies.budgets import Budget
@@ -61,6 +62,16 @@ class Job:
     def num_tokens(self) -> int:
         """Of the document, without those that it is appended to."""
         return self.document.num_tokens
+
+    @property
+    def soft(self) -> Soft | None:
+        """The learned tokens among its passes: one of them has some at most."""
+        first = self.num_tokens
+        for probe in self.passes:
+            if probe.soft is not None:
+                return Soft(probe.soft.tensors, slice(first, first + len(probe.token_ids)))
+            first += len(probe.token_ids)
+        return None
 
     def inputs(self, device: torch.device, measured: Sequence[ProbePass] = ()) -> dict[str, Tensor]:
         """Inputs of one forward pass: ids and positions of the document and of every probe pass behind it.

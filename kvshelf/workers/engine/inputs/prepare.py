@@ -17,14 +17,19 @@ from kvshelf.workers.engine.inputs.requirements import (
     require_one_pass,
     require_one_rotation,
     require_room,
+    require_soft,
 )
 from kvshelf.workers.model import calibration
 from kvshelf.workers.model.layers import LayerKind, reducible
+from kvshelf.workers.model.loading import head_size
 from kvshelf.workers.model.rope import Rope
 from kvshelf.workers.model.text import EncodedDocument
 from kvshelf.workers.policies import Policy
+from kvshelf.workers.policies.around import Around
 from kvshelf.workers.policies.base import Absorber, Observes
 from kvshelf.workers.policies.budgets import Budget
+from kvshelf.workers.policies.gates.base import GatePolicy
+from kvshelf.workers.policies.gates.file import Geometry
 from kvshelf.workers.policies.view import DocumentView, ProbePass
 
 if TYPE_CHECKING:
@@ -70,15 +75,16 @@ class Preparer:
             require_observable(policy, self.model, self.kinds, self.name, self.rope, has_text=has_text)
             moves = policy.next_position(document.num_tokens, budget) != document.num_tokens
             require_compressible(policy, self.kinds, self.name, moves=moves)
-            document = self.calibrated(document, policy)
+            document = self.gated(self.calibrated(document, policy), policy)
             policy = policy.fitted(document, budget, given)
             passes = tuple(policy.probe_passes(document))
             require_room(passes, self.max_tokens, self.name)
             absorber = policy.absorber(document, budget)
             require_one_pass(policy, self.kinds, self.name, document.end, passes, absorber)
             require_one_rotation(document.end, passes, absorber, self.model.config, self.name)
+            require_soft(passes, self.model, self.kinds, self.name)
             if parent is not None:
-                require_appending(policy, absorber, moves=moves)
+                require_appending(policy, absorber, moves=moves, soft=any(probe.soft for probe in passes))
         token_ids = as_bytes(document.token_ids)
         identity = Identity(
             model=self.identity,
@@ -102,9 +108,13 @@ class Preparer:
 
     def of_model(self, document: DocumentView) -> DocumentView:
         """The document with what policies may know of the model."""
+        return replace(document, num_layers=len(reducible(self.kinds)), group=self.group)
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head, in every layer."""
         heads = int(self.model.config.num_attention_heads)
-        group = heads // int(getattr(self.model.config, "num_key_value_heads", None) or heads)
-        return replace(document, num_layers=len(reducible(self.kinds)), group=group)
+        return heads // int(getattr(self.model.config, "num_key_value_heads", None) or heads)
 
     def calibrated(self, document: DocumentView, policy: Policy) -> DocumentView:
         """The document with the model's calibration, for a policy that needs one. It is read anew each time, so that a
@@ -113,6 +123,24 @@ class Preparer:
             return document
         found = calibration.find(self.identity, self.model.config.name_or_path)
         return replace(document, calibration=found)
+
+    def gated(self, document: DocumentView, policy: Policy) -> DocumentView:
+        """The document with the model's gates for a policy that needs some. Looked for anew each time, as above."""
+        if Observes.GATES not in policy.observes:
+            return document
+        while isinstance(policy, Around):
+            policy = policy.inner
+        assert isinstance(policy, GatePolicy), "no other policy observes gates"
+        return replace(document, gates=policy.found(self.identity, self.model.config.name_or_path, self.geometry))
+
+    @property
+    def geometry(self) -> Geometry:
+        """What the shapes of gates follow from."""
+        config = self.model.config
+        heads = int(config.num_attention_heads)
+        within = int(getattr(config, "intermediate_size", None) or 0)
+        sizes = head_size(config), int(config.hidden_size), within
+        return Geometry(len(reducible(self.kinds)), heads, heads // self.group, *sizes)
 
 
 def as_bytes(token_ids: Sequence[int]) -> bytes:

@@ -168,9 +168,25 @@ def require_turns(name: str, *, ranks: bool) -> None:
         )
 
 
-def require_appending(policy: Policy, absorber: Absorber | None, *, moves: bool) -> None:
-    """Refuse a policy that cannot reduce tokens behind a stored cache. moves: as of `require_compressible`."""
-    if moves:
+def require_soft(passes: Sequence[ProbePass], model: PreTrainedModel, kinds: Sequence[LayerKind], name: str) -> None:
+    """Refuse passes of learned tokens to a model without the linear layers that they add to."""
+    named = {module for probe in passes if probe.soft is not None for module in probe.soft.tensors if "." in module}
+    for module in {each.partition(".")[2].rpartition(".")[0] for each in named}:
+        if not all(kind.sees_all and kind.attends and not kind.states for kind in kinds) or not all(
+            any(found == module for found, _ in layer.named_modules()) for layer in model.base_model.layers
+        ):
+            raise PolicyUnsupported(
+                f"learned tokens add to {module} in every layer, and {name!r} has other layers; take policy kvzip_gate",
+                param="policy",
+            )
+
+
+def require_appending(policy: Policy, absorber: Absorber | None, *, moves: bool, soft: bool) -> None:
+    """Refuse a policy that cannot reduce tokens behind a stored cache. moves: as of `require_compressible`. soft:
+    whether it runs learned tokens."""
+    if soft:
+        why = "runs learned tokens in the same pass as the document"
+    elif moves:
         why = "counts positions within the cache"
     elif absorber is not None:
         why = "reads a document chunk by chunk from its beginning"
@@ -275,8 +291,14 @@ def require_window(layer: int, found: int | None, told: int | None) -> None:
         )
 
 
-def require_unshared(absorber: Absorber | None, name: str, *, ranks: bool) -> None:
-    """Refuse chunks with probes to a model whose heads several processes share: ranks. No process sees all scores."""
+def require_unshared(absorber: Absorber | None, passes: Sequence[ProbePass], name: str, *, ranks: bool) -> None:
+    """Refuse chunks with probes to a model whose heads several processes share: ranks. No process sees all scores. And
+    learned tokens, as no process has all of a linear layer."""
+    if ranks and any(probe.soft for probe in passes):
+        raise PolicyUnsupported(
+            f"{name!r} runs in several processes, and learned tokens add to whole layers; choose another policy",
+            param="policy",
+        )
     if ranks and isinstance(absorber, BlockAbsorber):
         raise PolicyUnsupported(
             f"{name!r} runs in several processes, which reduce whole layers; take prefill=whole",

@@ -150,6 +150,7 @@ def run_scores(
         passes.causal(
             job.inputs(passes.devices.inputs),
             SharedReducer([scorer], (), checkpoint, SummaryMaker(None, job.num_tokens)),
+            soft=job.soft,
         )
     layers = reducible(kinds)
     require_every_layer(scorer.scores, layers)
@@ -172,10 +173,10 @@ def _whole(
     first = jobs[0]
     inputs = first.inputs(passes.devices.inputs, measured)
     if probe is None:
-        passes.causal(inputs, reducer)
+        passes.causal(inputs, reducer, soft=first.soft)
         return reducer, None
     places = probe.predicting(inputs["input_ids"].shape[1] - probe.num_tokens, passes.devices.inputs)
-    logits = passes.causal(inputs, reducer, places)
+    logits = passes.causal(inputs, reducer, places, soft=first.soft)
     assert logits is not None
     return reducer, _answered(model, first, probe, logits[0])
 
