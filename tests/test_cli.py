@@ -12,6 +12,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 import kvshelf
@@ -400,7 +401,11 @@ def test_the_bundled_chunks_are_those_that_are_found(tmp_path: Path) -> None:
     made = run("calibrate", "--model", "kvshelf-tiny", "--only", "chunks", "--device", "cpu", "--output", str(tmp_path))
     assert made.exit_code == 0, made.output
     bundled = Path(bundled_folder("kvshelf-tiny")) / "fasa.json"
-    assert (tmp_path / "fasa.json").read_bytes() == bundled.read_bytes()
+    found, packaged = (json.loads(path.read_text()) for path in (tmp_path / "fasa.json", bundled))
+    # Rounding is another one on another kind of CPU, and may exchange two keys that a query finds alike.
+    agreement = [torch.tensor(each.pop("agreement")) for each in (found, packaged)]
+    torch.testing.assert_close(*agreement, atol=1e-3, rtol=0)
+    assert found == packaged
 
 
 def test_transforms_are_made_from_one_s_own_texts(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ class ByPolicy(Selector):
 
 def can_select(policy: type[Policy]) -> bool:
     """Whether a policy can choose for a question: it judges by the end of the prompt, makes no pass of its own, needs
-    no text of the document, and leaves entries as they are."""
+    no text of the document, and leaves entries as they are, and of one precision."""
     judges = issubclass(policy, ProbedPolicy) and policy.probe_passes is ProbedPolicy.probe_passes
-    return judges and not policy.merges and Observes.TEXT not in policy().observes
+    plain = not (policy.merges or policy.sets_precision)
+    return judges and plain and Observes.TEXT not in policy().observes

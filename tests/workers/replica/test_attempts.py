@@ -56,7 +56,8 @@ async def test_a_full_store_costs_no_attempt_and_one_that_is_too_small_ends_the_
         store.put(make_cache(0), pinned=True)
         for _ in range(4):
             assert await attempted(lambda: store.put(make_cache(1)), StorageFull) == ("queued", 0)
-        assert await attempted(lambda: store.put(make_cache(1), source="x"), StorageFull) == ("failed", 1)
+    with DiskStore.open(home, rules=Rules(quota=Quota(budget_bytes=size - 1))) as store:
+        assert await attempted(lambda: store.put(make_cache(1)), StorageFull) == ("failed", 1)
 
 
 async def test_a_store_that_is_away_costs_no_attempt(attempted: Callable[..., object], home: Path) -> None:

@@ -92,5 +92,5 @@ class Equivalents:
 
 
 def intensity_of(device: torch.device) -> float | None:
-    """HOI of a device; None for a GPU that `INTENSITIES` does not name."""
-    return INTENSITIES.get("cpu" if device.type == "cpu" else torch.cuda.get_device_name(device))
+    """HOI of a device; None for one that `INTENSITIES` does not name."""
+    return INTENSITIES.get(torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
