@@ -58,6 +58,7 @@ from kvshelf.workers.engine.inputs.requirements import (
     require_observable,
     require_own_heads,
     require_own_keys,
+    require_plain,
     require_questions_taken,
     require_selectable,
     require_sentences,
@@ -134,7 +135,8 @@ class Engine:
         # latents have theirs in a part of their own, and states have none.
         own = any(not kind.sees_all or kind.states or kind.latents for kind in self.kinds)
         self._alike = (own or self.rope is not None) and not changes_with_length(model.config)
-        plain = all(kind.attends and not kind.states and not kind.latents for kind in self.kinds)
+        own_keys = (kind.attends or kind.reads is not None for kind in self.kinds)
+        plain = all(own_keys) and not any(kind.states or kind.latents for kind in self.kinds)
         self.passes = Passes(model, recordable=self._alike and plain and ranks is None, ranks=ranks)
         self._attachments: WeakKeyDictionary[CompressedCache | ArrivingCache, Attachment] = WeakKeyDictionary()
         self._joined: WeakValueDictionary[tuple[int, ...], JointAttachment] = WeakValueDictionary()
@@ -734,6 +736,7 @@ class Engine:
         lengths, merged tokens, and, where keys have to move, a RoPE that cannot be undone.
         """
         self.require_own(cache)
+        require_plain(self.kinds, self.name)
         plain = self.decoded(cache).to(self.passes.devices.layers)
         exported = export(plain, positions, rope=self.rope, config=self.model.config)
         own = own_class(self.model)
@@ -897,7 +900,7 @@ class Engine:
         selector = build_selector(method, params or {})
         if tokens is not None and tokens < 1:
             raise InvalidRequest(f"select.tokens is {tokens}; it must be from 1", param="select.tokens")
-        require_selectable(self.name, ranks=self.passes.ranks is not None)
+        require_selectable(self.kinds, self.name, ranks=self.passes.ranks is not None)
         budget = selector.default_tokens(document.read_tokens) if tokens is None else tokens
         if isinstance(selector, Fasa):
             folder = self.model.config.name_or_path or ""

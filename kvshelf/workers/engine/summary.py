@@ -49,6 +49,8 @@ def require_summarised(rope: Rope | None, kinds: Sequence[LayerKind], name: str,
         why = "runs in several processes, each of which has a part of a key"
     elif any(not kind.sees_all or kind.states or kind.latents for kind in kinds):
         why = "has layers with windows, chunks, latents or recurrent states"
+    elif not all(kind.attends for kind in kinds):
+        why = "has layers that read the keys and values of others"
     elif rope is None or rope.length_dependent:
         why = "rotates its keys in a way that cannot be undone"
     if why is not None:

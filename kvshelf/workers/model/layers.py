@@ -16,17 +16,19 @@ _KEEP_NOTHING: Final = frozenset({"mlp", "moe"})
 
 
 class LayerKind(NamedTuple):
-    """One layer. attends: whether it has keys and values of its own; it may use those of a layer before. window: tokens
-    that its queries see, themselves included; None: all. states: how many pairs of a recurrent and a convolution state
-    it has, whose size does not grow with the document. latents: with latent attention (MLA), the channels of a token's
-    latent and of its rotated part, which are cached in place of keys and values; None: keys and values are. chunk:
-    queries see the tokens of their own chunk, which begins at a multiple of this; None: all."""
+    """One layer. attends: whether it has keys and values of its own; it may use those of a layer before. reads: that
+    layer, where `layer_map` names it and not the model's code. window: tokens that its queries see, themselves
+    included; None: all. states: how many pairs of a recurrent and a convolution state it has, whose size does not grow
+    with the document. latents: with latent attention (MLA), the channels of a token's latent and of its rotated part,
+    which are cached in place of keys and values; None: keys and values are. chunk: queries see the tokens of their own
+    chunk, which begins at a multiple of this; None: all."""
 
     attends: bool = True
     window: int | None = None
     states: int = 0
     latents: tuple[int, int] | None = None
     chunk: int | None = None
+    reads: int | None = None
 
     @property
     def sees_all(self) -> bool:
@@ -78,7 +80,36 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
             "attach together yet",
             param="model",
         )
-    return kinds
+    return _mapped(kinds, getattr(config, "layer_map", None))
+
+
+def _mapped(kinds: tuple[LayerKind, ...], layer_map: Any) -> tuple[LayerKind, ...]:
+    """The layers of a model that was trained for some of them to read the keys and values of others (Stochastic KV
+    Routing): its configuration's `layer_map` names for each layer the one that it reads, itself or one before it."""
+    if layer_map is None or list(layer_map) == list(range(len(kinds))):
+        return kinds
+    if len(layer_map) != len(kinds) or any(
+        type(leader) is not int or not 0 <= leader <= layer or layer_map[leader] != leader
+        for layer, leader in enumerate(layer_map)
+    ):
+        raise PolicyUnsupported(
+            f"layer_map is {layer_map!r}; it must name for each of the {len(kinds)} layers itself, or a layer before "
+            "it that reads itself",
+            param="model",
+        )
+    if any(kind != LayerKind() for kind in kinds):
+        raise PolicyUnsupported(
+            "layer_map goes with layers that all see the whole document and keep keys and values alone", param="model"
+        )
+    return tuple(
+        kind if leader == layer else LayerKind(attends=False, reads=leader)
+        for layer, (kind, leader) in enumerate(zip(kinds, layer_map, strict=True))
+    )
+
+
+def readers(kinds: Sequence[LayerKind]) -> dict[int, int]:
+    """The layers that read those of another one by `layer_map`, and which one."""
+    return {layer: kind.reads for layer, kind in enumerate(kinds) if kind.reads is not None}
 
 
 def _using_others(config: Any, layers: int) -> Collection[int]:

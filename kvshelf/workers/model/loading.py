@@ -17,7 +17,7 @@ from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.store.artifact.identity import DIGEST_BYTES, ModelIdentity, canonical_json
 from kvshelf.workers.model.devices import hooked, input_device, layer_devices, weight_of
 from kvshelf.workers.model.hub import require_available
-from kvshelf.workers.model.layers import attending, layer_kinds
+from kvshelf.workers.model.layers import attending, layer_kinds, readers
 from kvshelf.workers.model.source import source_of
 from kvshelf.workers.model.text import TextFormat
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ATTENTION_FIELDS = (
     "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "sliding_window",
-    "layer_types", "attention_bias", "query_pre_attn_scalar", "hidden_act", "rms_norm_eps",
+    "layer_types", "layer_map", "attention_bias", "query_pre_attn_scalar", "hidden_act", "rms_norm_eps",
 )  # fmt: skip
 _NEEDED = {"num_hidden_layers": "number of layers", "max_position_embeddings": "longest sequence"}
 _MADE_PLAIN = ("compressed-tensors", "fp8", "mxfp4")
@@ -322,7 +322,7 @@ def require_attachable(model: PreTrainedModel) -> None:
                 param="model",
             )
     layer_devices(model)  # raises, too
-    if hooked(model) and getattr(config, "num_kv_shared_layers", None):
+    if hooked(model) and (getattr(config, "num_kv_shared_layers", None) or readers(layer_kinds(config))):
         raise PolicyUnsupported(
             f"{kind} has layers that use the keys and values of others, which accelerate would move between them; load "
             "it on one device",

@@ -53,10 +53,11 @@ class AttachedCache(StatefulCache):
         longest: int | None = None,
         absorbed: Mapping[int, Absorbed] | None = None,
         tokens_at_once: int | None = None,
+        reads: Mapping[int, int] | None = None,
     ) -> None:
         """longest: most tokens of document and suffix together; beyond it the model would rotate all keys by other
         frequencies (`rope.reach`). absorbed: the layers that have latents. tokens_at_once: most tokens of each row in
-        one pass; None: any number."""
+        one pass; None: any number. reads: as `layers.readers`."""
         self._rows = 1
         self._tokens_at_once = tokens_at_once
         self._absorbed = absorbed or {}
@@ -64,7 +65,8 @@ class AttachedCache(StatefulCache):
         states_bytes = sum(state.tensor.nbytes for i in range(document.num_layers) for state in document.states(i))
         self.rows_at_once = max(1, _STATES_BYTES // states_bytes) if states_bytes else 1 << 30
         """How many rows one pass should have at most: each has its own copy of the document's states."""
-        super().__init__(layers=[self._layer(document, index, longest) for index in range(document.num_layers)])
+        layers = [self._layer(document, index, longest) for index in range(document.num_layers)]
+        super().__init__(layers=reading(layers, reads or {}))
 
     def _layer(self, document: Attachment, index: int, longest: int | None) -> AttachedLayer | StateLayer:
         states, start = document.states(index), document.next_position
@@ -143,9 +145,11 @@ class AttachedCache(StatefulCache):
 
 
 class UnboundedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """A layer of a cache without sliding window and without a longest length."""
+    """A layer of a cache without sliding window and without a longest length. given: what it gave the model in this
+    pass, for the layers that read it."""
 
     is_sliding = False
+    given: tuple[Any, Any]
 
     def get_max_length(self) -> int:
         """-1: no longest length."""
@@ -163,7 +167,8 @@ class PassingLayer(UnboundedLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """The states of this call's tokens, as they are."""
-        return key_states, value_states
+        self.given = key_states, value_states
+        return self.given
 
     def get_seq_length(self) -> Any:
         """0 where the model looks at positions alone."""
@@ -175,6 +180,38 @@ class PassingLayer(UnboundedLayer):
 
     def lazy_initialization(self, *_: Any, **__: Any) -> None:
         """Nothing to make."""
+
+
+class ReadingLayer(PassingLayer):
+    """One whose queries read the keys and values of a layer before it (`LayerKind.reads`). Its own, which the module
+    makes in vain, are dropped: they are in no cache."""
+
+    def __init__(self, read: UnboundedLayer) -> None:
+        super().__init__()
+        self._read = read
+
+    def update(self, *_: Any, **__: Any) -> tuple[Any, Any]:
+        """What that layer gave in this pass."""
+        return self._read.given
+
+    def get_seq_length(self) -> Any:
+        """As of that layer."""
+        return self._read.get_seq_length()
+
+    def reset(self) -> None:
+        """Nothing to forget."""
+
+    def reorder_cache(self, *_: Any) -> None:
+        """No rows to order: that layer has them."""
+
+    batch_select_indices = batch_repeat_interleave = reorder_cache
+
+
+def reading(layers: list[Any], reads: Mapping[int, int]) -> list[Any]:
+    """The layers of a cache, with those that read others in their places."""
+    for layer, read in reads.items():
+        layers[layer] = ReadingLayer(layers[read])
+    return layers
 
 
 class HandedOn(PassingLayer):
@@ -217,7 +254,8 @@ class AttachedLayer(UnboundedLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Append this call's keys and values to the suffix. Returns the `AttachedStates` twice."""
         states = self._appended(key_states, value_states)
-        return states, states
+        self.given = states, states
+        return self.given
 
     def _appended(self, key_states: Tensor, value_states: Tensor) -> AttachedStates:
         if not self.is_initialized:

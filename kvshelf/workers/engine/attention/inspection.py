@@ -17,6 +17,7 @@ from kvshelf.workers.engine.attention.attached import (
     AttachedLayer,
     AttachedStateLayer,
     LatentLayer,
+    reading,
 )
 from kvshelf.workers.engine.attention.function import CONTEXT, Attended, kvshelf_attention
 from kvshelf.workers.engine.attention.latents import Absorbed, Handover
@@ -24,7 +25,7 @@ from kvshelf.workers.engine.attention.states import StatefulCache, StateLayer, a
 from kvshelf.workers.engine.inputs.requirements import require_every_layer, require_window
 from kvshelf.workers.model.caches import cache_class
 from kvshelf.workers.model.devices import input_device
-from kvshelf.workers.model.layers import LayerKind, attending
+from kvshelf.workers.model.layers import LayerKind, attending, readers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,7 +53,7 @@ def layer_shapes(
     observer, kind = _ShapeObserver(attending(kinds)), type(model).__name__
     handover = Handover(absorbed)
     layers = [_empty(index, each, absorbed, handover) for index, each in enumerate(kinds)]
-    cache = cache_class(StatefulCache, model)(layers=layers)
+    cache = cache_class(StatefulCache, model)(layers=reading(layers, readers(kinds)))
     given = {CACHE_ARGUMENT: cache, CONTEXT: observer, **handover.begin()}
     with torch.no_grad(), kvshelf_attention(model):
         try:

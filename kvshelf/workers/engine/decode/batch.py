@@ -21,7 +21,7 @@ from kvshelf.errors import CacheUnusable
 from kvshelf.kernels.native import Part
 from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, Prefix, Scratch, SuffixRows, attention_part
 from kvshelf.store.artifact.records import State
-from kvshelf.workers.engine.attention.attached import AttachedStates, PassingLayer, in_line
+from kvshelf.workers.engine.attention.attached import AttachedStates, PassingLayer, in_line, reading
 from kvshelf.workers.engine.attention.attachment import Attached, Wait, block
 from kvshelf.workers.engine.attention.function import Attended
 from kvshelf.workers.engine.attention.latents import Absorbed, Handover, LatentStates
@@ -33,7 +33,7 @@ from kvshelf.workers.engine.decode.turns import Turn
 from kvshelf.workers.engine.forward.passes import Passes
 from kvshelf.workers.model.caches import cache_class
 from kvshelf.workers.model.devices import Devices
-from kvshelf.workers.model.layers import LayerKind
+from kvshelf.workers.model.layers import LayerKind, readers
 
 MAX_NEW_TOKENS = 512
 """Most tokens of one step. A longer question takes several steps, so that the other answers still get their tokens."""
@@ -373,7 +373,8 @@ class _BatchLayer(PassingLayer):
         states = AttachedStates(
             prefixes, suffixes, layout, key_states, value_states, None, self._step.weigh, choose, room
         )
-        return states, states
+        self.given = states, states
+        return self.given
 
     def _prefixes(self) -> list[tuple[Prefix, ...]]:
         return [document.prefixes(self._index, self._wait) for document in self._step.read]
@@ -463,8 +464,9 @@ class _StepPast:
         self._plan = plan
         self._absorbed = passes.absorbed
         self.handover = Handover(passes.absorbed)
+        self._reads = readers(kinds)
         layers = [self._layer(index, kind) for index, kind in enumerate(kinds)]
-        self.cache = cache_class(StatefulCache, passes.model)(layers=layers)
+        self.cache = cache_class(StatefulCache, passes.model)(layers=reading(layers, self._reads))
         self.checkpoint = checkpoint
         self.observe = step.observe
         self.planned = not (step.weigh or step.observing or step.choosing) and all(
@@ -495,11 +497,13 @@ class _StepPast:
         return [layer.held() if isinstance(layer, StateLayer) else [] for layer in self.cache.layers]
 
     def plan(self, layer: int, states: tuple[Tensor, Tensor, Tensor], rules: LogitRules, out: Tensor) -> Part | None:
-        """The attention of a layer, over its documents and suffixes."""
+        """The attention of a layer, over its documents and suffixes, or those of the layer that it reads: whose states
+        of this step are then written once more."""
+        of = self._reads.get(layer, layer)
 
         def made(layout: BatchLayout, scratch: Scratch) -> Part | None:
-            prefixes = [document.prefixes(layer, self._wait) for document in self._step.documents]
-            held = (group.states(layer, *states[1:]) for group in self._step.here[layer].groups)
+            prefixes = [document.prefixes(of, self._wait) for document in self._step.documents]
+            held = (group.states(of, *states[1:]) for group in self._step.here[layer].groups)
             suffixes = [(keys, values) for keys, values in held]
             room = self._plan.room(layer, self._step, states[0].shape[1])
             return attention_part(states, prefixes, suffixes, layout, rules, out, scratch, room)

@@ -19,6 +19,7 @@ from kvshelf.workers.engine.attention.attached import (
     AttachedCache,
     HandedOn,
     PassingLayer,
+    reading,
 )
 from kvshelf.workers.engine.attention.attachment import Attachment
 from kvshelf.workers.engine.attention.function import (
@@ -38,7 +39,7 @@ from kvshelf.workers.engine.forward.tracing import TOKENS, AttentionCall
 from kvshelf.workers.engine.parallel.ranks import SharedModel
 from kvshelf.workers.model.caches import cache_class
 from kvshelf.workers.model.devices import Devices, hooked
-from kvshelf.workers.model.layers import counts_by_cache, layer_kinds
+from kvshelf.workers.model.layers import counts_by_cache, layer_kinds, readers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -82,6 +83,7 @@ class Passes:
         self.devices = Devices.of(model)
         self._hooked = hooked(model)
         self._counts_by_cache = counts_by_cache(model.config)
+        self._reads = readers(layer_kinds(model.config))
         # A recording would have the lengths of the cache as constants, and no hooks.
         self._recordable = recordable and not self._counts_by_cache and not self._hooked
 
@@ -99,7 +101,7 @@ class Passes:
     def attached(self, document: Attachment, longest: int | None = None) -> AttachedCache:
         """The cache for passes of this model behind a document. longest: as of an `AttachedCache`."""
         made = cache_class(AttachedCache, self.model)
-        return made(document, longest, self.absorbed, self.tokens_at_once)
+        return made(document, longest, self.absorbed, self.tokens_at_once, self._reads)
 
     @cached_property
     def program(self) -> ForwardProgram | None:
@@ -123,7 +125,7 @@ class Passes:
             return attention(call.module, query, key, value, None, call.scaling, **call.options)[0]
 
         with torch.no_grad(), kvshelf_attention(self.model):
-            own = self.model(input_ids=ids, position_ids=positions, use_cache=False).logits
+            own = self.model(input_ids=ids, position_ids=positions, **self._without_past(positions, None)).logits
             made = program.run(ids, positions, attend, torch.arange(tokens))
         scale = own.nan_to_num().abs().max().item()
         return made is not None and torch.allclose(made, own, rtol=1e-3, atol=1e-3 * scale, equal_nan=True)
@@ -192,13 +194,14 @@ class Passes:
         """What a pass without a past is given for a cache, where the caller gives none: none, or one that only sees
         what latents there are, or only says where the tokens stand."""
         handover = Handover(self.absorbed)
-        if made is None and not self.absorbed and not self._counts_by_cache:
+        if made is None and not self.absorbed and not self._counts_by_cache and not self._reads:
             return {"use_cache": False}
         if made is not None:
             cache = made(handover)
         else:
             numbers = range(self.model.config.num_hidden_layers)
-            cache = Cache(layers=[HandedOn(i, handover) if i in self.absorbed else PassingLayer() for i in numbers])
+            layers = [HandedOn(i, handover) if i in self.absorbed else PassingLayer() for i in numbers]
+            cache = Cache(layers=reading(layers, self._reads))
         return {"use_cache": True, CACHE_ARGUMENT: cache, **handover.begin(), **self._told(positions, cache)}
 
     def _told(self, positions: Tensor, cache: Cache) -> dict[str, Tensor]:

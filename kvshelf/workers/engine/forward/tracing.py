@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 
 from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, PassingLayer
 from kvshelf.workers.engine.attention.function import attention_selected
+from kvshelf.workers.model.layers import layer_kinds, readers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,10 +65,10 @@ def trace(model: PreTrainedModel) -> Trace:
     """Record one pass. Nothing is computed: tensors have shapes alone. Whatever the model's code raises on such tensors
     is raised, as where it looks at their numbers."""
     recorder = _Recorder()
-    layers = model.config.num_hidden_layers
+    layers, reads = model.config.num_hidden_layers, readers(layer_kinds(model.config))
 
     def forward(token_ids: Tensor, positions: Tensor) -> Tensor:
-        cache = Cache(layers=[_NoCache(recorder) for _ in range(layers)])
+        cache = Cache(layers=[_NoCache(recorder, reads.get(layer)) for layer in range(layers)])
         out = model(input_ids=token_ids, position_ids=positions, use_cache=True, **{CACHE_ARGUMENT: cache})
         logits: Tensor = out.logits
         return logits
@@ -81,10 +82,12 @@ def trace(model: PreTrainedModel) -> Trace:
 
 @dataclass(eq=False)
 class _Recorder:
-    """`updated`: the keys and values that a layer of the cache was given last."""
+    """`updated`: the keys and values that a layer of the cache was given last, or those that it reads. made: of each
+    layer so far."""
 
     calls: list[AttentionCall] = field(default_factory=list)
     updated: tuple[Tensor, Tensor] | None = None
+    made: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
@@ -102,10 +105,14 @@ class _Recorder:
 class _NoCache(PassingLayer):
     """Tells the recorder what it was given."""
 
-    def __init__(self, recorder: _Recorder) -> None:
+    def __init__(self, recorder: _Recorder, reads: int | None) -> None:
+        """reads: the layer whose keys and values this one uses, if it is another."""
         super().__init__()
         self._recorder = recorder
+        self._reads = reads
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        self._recorder.updated = key_states, value_states
-        return key_states, value_states
+        made = self._recorder.made
+        made.append((key_states, value_states))
+        self._recorder.updated = made[-1 if self._reads is None else self._reads]
+        return self._recorder.updated

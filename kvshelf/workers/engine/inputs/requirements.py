@@ -9,7 +9,7 @@ from kvshelf.errors import DocumentTooLong, InvalidRequest, PolicyUnsupported
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.records import Indexed, parts_of
 from kvshelf.store.artifact.shape import LayerShape
-from kvshelf.workers.model.layers import LayerKind, reducible
+from kvshelf.workers.model.layers import LayerKind, readers, reducible
 from kvshelf.workers.model.rope import Rope, reach
 from kvshelf.workers.policies.ada import Ada
 from kvshelf.workers.policies.base import Absorber, Observes, Policy
@@ -122,6 +122,12 @@ def require_one_pass(
             "latents of a token (MLA); take prefill=whole, or another policy",
             param="policy_params.prefill",
         )
+    if absorber is not None and readers(kinds):
+        raise PolicyUnsupported(
+            f"policy {policy.name!r} reads the document in chunks, and layers of {name!r} read those of others "
+            "(layer_map), which would be reduced before; take prefill=whole, or another policy",
+            param="policy_params.prefill",
+        )
     if all(kind.sees_all and not kind.states for kind in kinds):
         return
     if absorber is not None:
@@ -216,12 +222,16 @@ def require_joinable(kinds: Sequence[LayerKind], name: str, *, moves: bool, rank
     raise PolicyUnsupported(f"{name!r} {why}; ask each document by itself", param="cache_ids")
 
 
-def require_selectable(name: str, *, ranks: bool) -> None:
-    """Refuse selectors to a model that several processes share: ranks."""
+def require_selectable(kinds: Sequence[LayerKind], name: str, *, ranks: bool) -> None:
+    """Refuse selectors to a model that several processes share, ranks, and to one of whose layers some read others: a
+    choice is for the queries of one layer."""
     if ranks:
-        raise PolicyUnsupported(
-            f"{name!r} runs in several processes, which read whole caches; ask without select", param="select"
-        )
+        why = "runs in several processes, which read whole caches"
+    elif readers(kinds):
+        why = "has layers that read the keys and values of others (layer_map)"
+    else:
+        return
+    raise PolicyUnsupported(f"{name!r} {why}; ask without select", param="select")
 
 
 def require_bounded(kinds: Sequence[LayerKind], name: str, *, ranks: bool) -> None:
@@ -231,6 +241,8 @@ def require_bounded(kinds: Sequence[LayerKind], name: str, *, ranks: bool) -> No
         why = "runs in several processes, which would have to drop the same entries"
     elif any(kind.latents for kind in kinds):
         why = "stores latents, which all heads of a layer share"
+    elif readers(kinds):
+        why = "has layers that read the keys and values of others (layer_map), by whose queries none chooses"
     elif not all(kind.sees_all for kind in kinds):
         why = f"has layers with {_stored_whole(kinds)}, which count what they see by places in the suffix"
     else:
@@ -279,6 +291,16 @@ def require_sentences(
     else:
         return
     raise PolicyUnsupported(f"selector 'sentencekv' {why}; take selector quest", param="select.method")
+
+
+def require_plain(kinds: Sequence[LayerKind], name: str) -> None:
+    """Refuse to export the caches of a model that transformers' own cache would run as another one."""
+    if readers(kinds):
+        raise PolicyUnsupported(
+            f"{name!r} has layers that read the keys and values of others (layer_map), which transformers' cache does "
+            "not know; attach its caches with engine.attached(cache)",
+            param="positions",
+        )
 
 
 def require_window(layer: int, found: int | None, told: int | None) -> None:

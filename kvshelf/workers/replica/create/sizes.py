@@ -67,7 +67,7 @@ class Shape:
             tuple(kind for kind in kinds if not kind.sees_all),
             value_dim if value_dim != key_dim else None,
             state_bytes(model),
-            all(kind.sees_all and not kind.states and not kind.latents for kind in kinds),
+            all(kind.reducible and not kind.states and not kind.latents for kind in kinds),
         )
 
     def full_bytes(self, num_tokens: int) -> int:
