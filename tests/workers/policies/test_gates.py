@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.workers.engine.engine import Engine
@@ -28,6 +28,7 @@ from tests.workers.policies.test_policies import view
 
 TOKEN_GATES = [name for name in GATED if name != "lookaheadkv"]
 SHIPPED = {name: f"{bundled_folder('kvshelf-tiny')}/gates/{name}.safetensors" for name in GATED}
+FACTS = load_file(Path(__file__).parents[2] / "oracles" / "kvpress_gates.safetensors")
 TEXT = "The clerk kept a note of every parcel that came in by the night train. " * 24
 
 
@@ -318,6 +319,43 @@ def test_a_bad_file_is_named_before_the_prefill(tiny, kind, said):
     assert refused.value.status == 422
     assert str(path) in str(refused.value)
     assert "train another with: kvshelf train-gates" in str(refused.value)
+
+
+# --- kvpress ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("across", "sink"), [("head", 0), ("cache", 4)])
+def test_gates_score_and_keep_as_in_kvpress(oracle, monkeypatch, across, sink):
+    """The same numbers in `KVzapPress`, which keeps the best of each head, and in `FastKVzipPress`, of all heads."""
+    engine, found = oracle.engine, []
+    facts = {
+        name.removeprefix(f"{oracle.architecture}/"): fact
+        for name, fact in FACTS.items()
+        if name.startswith(oracle.architecture)
+    }
+    tensors = {name.removeprefix("gates/"): fact for name, fact in facts.items() if name.startswith("gates/")}
+    gates = Gates.of(header("kvzip_gate", weights=engine.identity.weights), tensors)
+    gate_path(engine.identity.weights, "kvzip_gate").write_bytes(gates.to_bytes())
+    score = POLICIES["kvzip_gate"].score
+
+    def scored(self, layer):
+        found.append(score(self, layer))
+        return found[-1]
+
+    monkeypatch.setattr(POLICIES["kvzip_gate"], "score", scored)
+    params = {"across": across, "sink": sink}
+    cache = engine.compress(oracle.ids, policy="kvzip_gate", compression_ratio=0.5, **params)
+    for place, (record, scores) in enumerate(zip(cache.layers, found, strict=True)):
+        torch.testing.assert_close(scores, facts[f"scores/{place}"], rtol=0, atol=1e-4)
+        expected = facts[f"{across}/{place}"]
+        if across == "cache":  # a mask [kv_heads, N], of heads that keep different counts
+            expected = [row.nonzero().flatten() for row in expected]
+        for ours, theirs, of_head in zip(record.positions, expected, scores, strict=True):
+            won, lost = (sorted(set(a.tolist()) - set(b.tolist())) for a, b in ((ours, theirs), (theirs, ours)))
+            # Equal tokens have equal inputs in layer 0, up to rounding: kvpress leaves open which of them is kept.
+            torch.testing.assert_close(of_head[won], of_head[lost], rtol=0, atol=1e-5)
+            assert [oracle.ids[i] for i in won] == [oracle.ids[i] for i in lost]
+            assert len(won) <= 1
 
 
 def test_a_file_that_changed_is_read_again(tiny):
