@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(PYTHON_VERSION)
 
-.PHONY: help setup demo check test test-fast test-faults test-page test-vllm soak clean
+.PHONY: help setup demo check test test-slow test-fast test-faults test-page test-vllm soak clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1|/' | column -t -s '|'
@@ -47,8 +47,12 @@ check: setup  ## format, lint, types and the import rule
 # Let Python keep its bytecode, whatever the environment says: each service of a test starts three processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-test: setup  ## all tests that need no fault and no browser, in a quarter of an hour
+test: setup  ## all tests that need no fault, no browser and not long, in a quarter of an hour
 	scripts/test.sh
+
+test-slow: setup  ## wheels, ranks, killed writers, training, pages of the documentation, every bit of a blob; ten minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not service and not faults"
+	$(BIN)/python -m pytest --ignore=tests/page -m "slow and service and not faults"
 
 test-faults: setup  ## killed processes, full disks, stores that are cut off, restarts under load, floods; twelve minutes
 	$(BIN)/python -m pytest -m faults

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# `make test`: all tests that need no fault and no browser. Tests without a service compute, and tests with a service
+# `make test`: all tests that need no fault, no browser and not long. Tests without a service compute, and tests with a service
 # often wait, so both run at once. Tests with a service measure times, so the others run at a lower priority.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -8,12 +8,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset PYTHONDONTWRITEBYTECODE
 
 computing=$(mktemp)
-OMP_NUM_THREADS=1 nice -n 5 .venv/bin/python -m pytest -n 2 --dist loadfile -m "not service and not faults" > "$computing" 2>&1 &
+OMP_NUM_THREADS=1 nice -n 5 .venv/bin/python -m pytest -n 2 --dist loadfile -m "not service and not faults and not slow" > "$computing" 2>&1 &
 pid=$!
 trap 'kill $pid 2> /dev/null; rm -f "$computing"' EXIT
 
 echo "The tests without a service run at the same time. Their results are printed after these."
-.venv/bin/python -m pytest --ignore=tests/page -m "service and not faults"
+.venv/bin/python -m pytest --ignore=tests/page -m "service and not faults and not slow"
 services=$?
 wait $pid
 units=$?

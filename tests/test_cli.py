@@ -349,6 +349,7 @@ def test_parameters_are_json_where_they_can_be() -> None:
     assert given == {"window": 64, "beta": 0.5, "normalize": "rows", "on": True, "text": "a=b"}
 
 
+@pytest.mark.slow
 def test_calibrate_writes_where_engines_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of fewer texts than a user gets: the test below finds the chunks of all."""
     from kvshelf.workers.engine.engine import Engine
@@ -397,6 +398,7 @@ def test_train_gates_makes_what_an_engine_then_finds(tmp_path, monkeypatch):
     assert "no policy has gates of 'ngc'" in unknown.output.replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_the_bundled_chunks_are_those_that_are_found(tmp_path: Path) -> None:
     made = run("calibrate", "--model", "kvshelf-tiny", "--only", "chunks", "--device", "cpu", "--output", str(tmp_path))
     assert made.exit_code == 0, made.output

@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)[^)]*\)")
+FIRST = ("README.md", "put.md", "ask.md")
 FACT = Fact("access code", "the amber falcon", "482913")
 
 
@@ -42,8 +43,13 @@ def blocks(page: Path, language: str) -> list[str]:
     return [code for found, code in BLOCK.findall(page.read_text()) if found == language]
 
 
-def with_blocks(language: str) -> list[Path]:
-    return [page for page in PAGES if blocks(page, language)]
+def with_blocks(language: str) -> list[Any]:
+    """The pages that have any, as parameters of a test. `make test` runs what a user meets first."""
+    return [
+        pytest.param(page, id=page.name, marks=[] if page.name in FIRST else pytest.mark.slow)
+        for page in PAGES
+        if blocks(page, language)
+    ]
 
 
 def name(page: Path) -> str:
@@ -96,7 +102,7 @@ def pages(
 
 
 @pytest.mark.parametrize("language", ["python"])
-@pytest.mark.parametrize("page", with_blocks("python"), ids=name)
+@pytest.mark.parametrize("page", with_blocks("python"))
 def test_the_python_of_a_page_runs(page: Path, language: str, pages: Pages) -> None:
     said = pages[page, language].result()
     assert said.strip(), "a page shows what its code prints"
@@ -113,7 +119,7 @@ def runnable(script: str, url: str) -> str:
 
 
 @pytest.mark.parametrize("language", ["bash"])
-@pytest.mark.parametrize("page", with_blocks("bash"), ids=name)
+@pytest.mark.parametrize("page", with_blocks("bash"))
 def test_the_shell_of_a_page_runs(page: Path, language: str, pages: Pages) -> None:
     said = pages[page, language].result()
     assert said.strip()

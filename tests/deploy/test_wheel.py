@@ -9,10 +9,14 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
 from kvshelf.kernels.compiling import compiler, levels, library_path
 from kvshelf.kernels.native import architecture
 from tests.compilers import needs_compiler
 from tests.deploy.wheels import built_wheel
+
+pytestmark = pytest.mark.slow
 
 
 def names(wheel: Path) -> set[str]:

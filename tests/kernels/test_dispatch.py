@@ -79,6 +79,7 @@ def test_what_cannot_be_forced_is_refused_by_name(monkeypatch):
         implementation("prefix_attention", torch.device("meta"))
 
 
+@pytest.mark.slow
 def test_the_whole_job_is_the_same_under_every_form():
     """Compressed, quantized, attached and asked: the same entries and the same answers from torch's operations, from
     what was compiled, on one thread and on two, from the naive references and from Triton's kernels under the

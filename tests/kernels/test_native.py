@@ -141,6 +141,7 @@ def test_a_cpu_gets_what_was_compiled(package):
     assert implementation("prefix_attention", torch.device("meta")).__name__.endswith(".eager")
 
 
+@pytest.mark.slow
 def test_without_a_library_everything_is_torchs_own(package):
     """And doctor names the way to the faster form."""
     for path in libraries(package):
@@ -191,6 +192,7 @@ def test_a_library_that_the_system_refuses_is_none(package):
     assert chosen(package)[:2] == ("eager", dict.fromkeys(OPERATIONS, "eager"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(architecture() != "x86-64-v4" or library() is None, reason="tested as this CPU's own form, or not")
 def test_the_form_for_avx2_passes_the_tests_of_every_operation():
     """But those in which torch itself fails, for it asks the CPU and not ATEN_CPU_CAPABILITY what bf16 it has."""
@@ -217,6 +219,7 @@ print(min(seconds(native) for _ in range(8)) / min(seconds(eager) for _ in range
 """
 
 
+@pytest.mark.slow
 @needs_library
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_no_form_is_far_behind_torch(capability):

@@ -354,6 +354,7 @@ def suffix_variant(name, dim, group, rows):
     return Variant("attend_suffixes", signature, constants | tiles, **options)
 
 
+@pytest.mark.slow
 def test_splits_compile_for_gpus(compile_all):
     """Llama-3.1-8B's heads, and smaller ones in fp32: a decode step, and as many query rows as a kind takes."""
 

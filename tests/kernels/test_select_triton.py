@@ -86,6 +86,7 @@ def test_nothing_to_do():
     assert not select(torch.full((1, 5), math.nan), nothing[0], [0]).any()
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_and_fits(compile_all):
     numbers = ("num_tokens", "row_stride", "stride", "protected_stride")
     arguments = {

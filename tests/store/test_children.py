@@ -529,6 +529,7 @@ def test_a_home_that_lost_everything_learns_of_parents_again(
 # In any order
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_every_reference_is_counted_in_any_order_of_calls(place: Place, clock: Clock) -> None:
     with place.open(now=clock, write_lease_s=1e6) as store:

@@ -23,6 +23,8 @@ from kvshelf.store.disk import DiskStore
 from tests.store.caches import family, make_cache, require_equal
 from tests.store.places import Clock, Place, cut, remove_late_arrivals
 
+pytestmark = pytest.mark.slow
+
 STEPS = ("created", "written", "synced", "verified", "published", "replaced")
 
 

@@ -295,6 +295,7 @@ def test_any_order_of_calls_in_redis(soak: bool, shared_valkey: ValkeyServer) ->
     run(InRedis, soak)
 
 
+@pytest.mark.slow
 def test_any_order_of_calls_on_objects(soak: bool, shared_s3: S3Server, zygote: Zygote) -> None:
     class OnObjects(ShelfMachine):
         make_place = staticmethod(lambda folder: ObjectsPlace(DiskPlace(folder / "home"), shared_s3, zygote.start))

@@ -37,6 +37,7 @@ def peaks_of_64_mb() -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_the_peak_is_what_was_held_at_once_and_not_what_is_left():
     """In a process of its own, as the bench measures: this one's free memory has any shape."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as alone:
@@ -44,6 +45,7 @@ def test_the_peak_is_what_was_held_at_once_and_not_what_is_left():
     assert [round(peak / 16e6) for peak in found] == [4, 4, 4]
 
 
+@pytest.mark.slow
 def test_each_policy_has_its_peak_and_refusals_are_rows(tmp_path):
     report = tmp_path / "memory.json"
     arguments = ["memory", "--tokens", "2048", "--policies", "lagkv:lag=4096", "--output", str(report)]

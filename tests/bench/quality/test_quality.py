@@ -253,6 +253,7 @@ def _alive(pid: int) -> bool:
     return state != "Z"
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_table_a_report_and_a_picture(tmp_path):
     report = tmp_path / "report.json"
     options = "--size small --lengths 512 --documents 2 --policies keydiff,streaming_llm --ratios 0.5,0.9"

@@ -78,6 +78,7 @@ def test_every_question_is_answered_within_the_memory(order: Order) -> None:
     assert (found.counts["read_ahead"] > 0) == order.hints
 
 
+@pytest.mark.slow
 def test_a_replica_s_memory_takes_the_same_trace(tiny: Engine) -> None:
     trace = make_trace(60, per_s=0.4).scaled(1 / SCALE, 1 / SIZE_SCALE)
     with shelf_of(trace, tiny) as (store, ids):

@@ -299,6 +299,7 @@ def codec_rows(costs):
     return {(row.codec, row.threads): row for row in costs.rows}
 
 
+@pytest.mark.slow
 def test_a_random_model_has_a_row_for_each_codec_and_number_of_threads(random_subject, tmp_path):
     threads = torch.get_num_threads()
     with closing(open_store(f"disk://{tmp_path}/home")) as home:
@@ -372,6 +373,7 @@ def test_a_random_model_of_an_odd_size_is_refused(name):
         random_layers(name)
 
 
+@pytest.mark.slow
 def test_speed_command(tmp_path):
     report = tmp_path / "speed.json"
     arguments = ["speed", "--parts", "compression,first-token", "--lengths", "256,384", "--policies", "snapkv,lagkv"]
@@ -384,6 +386,7 @@ def test_speed_command(tmp_path):
     assert "decode" not in found
 
 
+@pytest.mark.slow
 def test_codecs_command(tmp_path):
     """kvshelf-tiny brings its transforms, and its document is text: smaller than random ids under klt."""
     report = tmp_path / "speed.json"
@@ -413,6 +416,7 @@ def test_stores_of_one_scheme_are_told_apart_without_their_urls(tmp_path):
     assert list(row["tiers"]) == ["memory", "disk", "redis", "redis-2", "safetensors"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shares_models(), reason="sharing a model among processes needs a newer transformers")
 def test_ranks_take_turns_with_one_process(tmp_path):
     report = tmp_path / "speed.json"

@@ -15,6 +15,8 @@ from kvshelf.corpus.run.journal import FileJournal
 from tests.store.objects.servers import S3Server
 from tests.store.redis.servers import ValkeyServer
 
+pytestmark = pytest.mark.slow
+
 
 def test_what_a_folder_keeps_of_a_document_is_the_same_however_many_there_are(tmp_path: Path) -> None:
     """The WAL has one size for ten and for a thousand documents; a database page is larger than a document's rows."""

@@ -26,6 +26,8 @@ from kvshelf.store.url import open_store
 from tests.store.objects.servers import BUCKET, S3Server
 from tests.store.redis.servers import ValkeyServer
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["--sizes", "0.1,0.3", "--layers", "2", "--rounds", "2", "--manifests", "30"]
 
 

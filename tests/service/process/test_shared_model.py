@@ -26,9 +26,10 @@ from tests.page.conftest import ANSWER, QUESTION, document
 from tests.service.process.test_recovery import await_ready
 from tests.store.redis.servers import wait_until
 
-pytestmark = pytest.mark.skipif(
-    not shares_models(), reason="sharing a model among processes needs a newer transformers"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not shares_models(), reason="sharing a model among processes needs a newer transformers"),
+]
 
 StartService = Callable[..., AbstractContextManager[LiveService]]
 

@@ -46,6 +46,7 @@ def test_every_cache_comes_back_bit_for_bit(cache: CompressedCache) -> None:
     assert found.to_bytes(codec="none") == data
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(encoded_caches())
 def test_every_encoded_cache_comes_back_bit_for_bit(cache: CompressedCache) -> None:
@@ -183,6 +184,7 @@ def test_the_header_has_every_field_of_an_identity() -> None:
     assert set(headers.ModelHeader.model_fields) == {field.name for field in fields(ModelIdentity)}
 
 
+@pytest.mark.slow
 def test_two_hundred_layers_of_128_ragged_heads_fit() -> None:
     lengths = [[(head * 7 + layer) % 30 for head in range(128)] for layer in range(200)]
     cache = make_cache(num_tokens=30, lengths=lengths, dims=(1, 1))

@@ -55,6 +55,7 @@ def test_nothing_may_follow(extra: bytes) -> None:
     assert error.value.reason == "trailing_bytes"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [some_blob, encoded_blob])
 def test_every_bit_of_a_small_blob_counts(make: Make) -> None:
     """Not a sample: all of them. The first 16 bytes have their own reasons, the rest are found by digests."""

@@ -90,6 +90,7 @@ STRANGE = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [some_blob, encoded_blob, kept_blob, window_blob, chunk_blob, indexed_blob, latents_blob, pruned_blob, state_blob],

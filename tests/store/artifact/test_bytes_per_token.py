@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from kvshelf.store.artifact.cache import CompressedCache
@@ -31,6 +32,7 @@ def an_eighth() -> CompressedCache:
     return CompressedCache(tuple(layer() for _ in range(LAYERS)), TOKENS, TOKENS, make_identity(TOKENS))
 
 
+@pytest.mark.slow
 def test_bytes_per_document_token_of_llama_8b(home: Path) -> None:
     cache = an_eighth()
     assert cache.layers[0].keys.nbytes * 2 * LAYERS * (TOKENS // KEPT) == 131_072 * TOKENS, "the whole cache"

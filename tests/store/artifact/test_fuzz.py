@@ -166,6 +166,7 @@ def classes_of_one_dimension() -> bytes:
     return CompressedCache((merged,), 64 << 20, 64 << 20, make_identity(64 << 20)).to_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [

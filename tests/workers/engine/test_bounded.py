@@ -95,6 +95,7 @@ def begun(engine, cache, question, tokens, suffix=None, selection=None):
     return engine.start(cache, question, Sampling(tokens), selection, reducer=reducer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_budget_for_all_changes_no_bit(llama, caches, followed, name):
     """The logits, too, and over plain, quantized and merged documents."""
@@ -137,6 +138,7 @@ def test_the_question_stays_bit_by_bit(llama, caches, name):
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.slow
 def test_every_answer_is_the_one_it_is_alone(llama, caches, monkeypatch):
     """All policies and rows without one in one batch, with questions of 1 to 70 tokens."""
     monkeypatch.setattr(llama.engine, "_end_ids", frozenset)
@@ -228,6 +230,7 @@ def test_planned_steps(recorded, monkeypatch):
     assert {name: answer.answer() for name, answer in together.items()} == bounded | {"none": plain}
 
 
+@pytest.mark.slow
 def test_a_row_takes_no_more_memory_than_its_bound(llama, caches, monkeypatch):
     monkeypatch.setattr(llama.engine, "_end_ids", frozenset)
     sizes = {}
@@ -350,6 +353,7 @@ def test_the_default_budget_has_room_for_any_question_and_parameters(llama, cach
         assert llama.engine.answer(caches[0], question, max_new_tokens=2, suffix=suffix).usage.suffix_tokens == 601
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SUPPORTED, reason="this transformers has caches of its own for each of these models")
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
 @pytest.mark.parametrize("name", ["lagkv", "h2o"])

@@ -51,6 +51,7 @@ def training(engine, name, output, *, steps=4, width=4, seed=0):
     return Trainer(engine, made, lessons(engine), Settings(steps, 512, seed), Checkpoint(output))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GATED)
 def test_the_loss_falls_in_twenty_steps(tiny, tmp_path, monkeypatch, name):
     monkeypatch.setattr(trainer, "CHECKPOINT_EVERY", 5)

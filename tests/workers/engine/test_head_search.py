@@ -114,6 +114,7 @@ def without(heads):
     return engine
 
 
+@pytest.mark.slow
 def test_the_model_cannot_do_without_the_heads_it_finds(tiny):
     """The two best heads are of one layer; without them nothing is found, without the other two of it all is."""
     found = calibrate(tiny, list(needles(6, 400, tiny.text.count_tokens)))

@@ -27,9 +27,10 @@ from kvshelf.workers.policies import POLICIES
 from tests.amounts import SOAK
 from tests.conftest import copy_tokenizer
 
-pytestmark = pytest.mark.skipif(
-    not shares_models(), reason="sharing a model among processes needs a newer transformers"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not shares_models(), reason="sharing a model among processes needs a newer transformers"),
+]
 
 _SHARED: list[ParallelEngine] = []
 """The engine of `two`, once it is there."""

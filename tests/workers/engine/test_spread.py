@@ -80,6 +80,7 @@ def require_alike(found: Engine, expected: Engine, policy: str) -> list[Compress
     return caches[0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize(
     ("family", "policy"),

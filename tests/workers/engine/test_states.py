@@ -304,6 +304,7 @@ def test_a_model_that_forgets_states_takes_one_token_at_a_time_behind_a_document
     assert found[:, given.shape[1] :].tolist() == expected[:, 67:].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["jamba", "bailing_hybrid"])
 def test_the_quality_of_such_models_is_measured_too(family: str) -> None:
     """The cues behind the full cache, in the prefill and over the stored cache, and what a policy's probes saw."""

@@ -354,6 +354,7 @@ NUMBERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "parameter"), NUMBERS)
 def test_a_number_however_large_is_used_or_refused_by_name(tiny, name, parameter):
     """`kernel: 2**31 + 1` and `every: 10**18` were errors of torch."""

@@ -42,6 +42,7 @@ def chosen(tiny, prose):
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("min_quality", [0.9, MIN_QUALITY, 1.0, *([0.8] if SOAK else [])])
 def test_it_is_the_smallest_of_all_that_are_good_enough(everything, chosen, min_quality):
     good = [
