@@ -23,8 +23,6 @@ from kvshelf.store.disk import DiskStore
 from tests.store.caches import family, make_cache, require_equal
 from tests.store.places import Clock, Place, cut, remove_late_arrivals
 
-pytestmark = pytest.mark.slow
-
 STEPS = ("created", "written", "synced", "verified", "published", "replaced")
 
 
@@ -135,6 +133,7 @@ def test_killed_at_a_named_point(place: Place, step: str, before: str) -> None:
         require_equal(cache, store.get(cache_id))
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments(place: Place, tmp_path: Path, soak: bool) -> None:
     """The child puts, replaces and deletes caches as fast as it can; each run goes on with the shelf the last one left.
 
@@ -206,6 +205,7 @@ def test_killed_while_a_child_is_put(place: Place, step: str) -> None:
     assert require_sound(place, caches, set(), {root_id}, kept=int(published)) == ({child_id} if published else set())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [*STEPS[:4], "swapped"])
 def test_killed_while_a_chain_is_compacted(place: Place, step: str) -> None:
     """The blob of the last but one is there as a base alone, and goes with the compaction."""
@@ -260,6 +260,7 @@ def test_killed_in_the_middle_of_a_cascade(place: Place, deleted: int) -> None:
         assert place.names() == set()
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_while_caches_grow(place: Place, tmp_path: Path, soak: bool) -> None:
     """As `test_killed_at_random_moments`; the child extends caches, compacts chains, and deletes families."""
     rng = random.Random(20261126)
@@ -315,6 +316,7 @@ def test_killed_at_random_moments_while_caches_grow(place: Place, tmp_path: Path
     assert inside > rounds / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("meanwhile", ["nothing", "a sweep", "another writer"])
 def test_a_writer_that_was_stopped_past_its_lease_cannot_publish(place: Place, meanwhile: str) -> None:
     """SIGSTOP when all is written and verified; SIGCONT when the lease has run out."""
