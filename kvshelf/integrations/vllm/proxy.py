@@ -37,12 +37,10 @@ from kvshelf.integrations.vllm.upstreams import Upstreams
 from kvshelf.service.access.keyfile import KeyFile
 from kvshelf.service.access.keys import REREAD_S, Access, Admin, LiveKeys, Reader
 from kvshelf.service.access.limits import TenantLimits
-from kvshelf.service.http import errors
+from kvshelf.service.http import errors, server
 from kvshelf.service.http.completions import Completion, asking_of, wants_usage
-from kvshelf.service.http.connections import ConnectionLimits
 from kvshelf.service.http.events import event_stream
 from kvshelf.service.http.receiving import JSON_TYPE, read_body, require_type
-from kvshelf.service.http.server import HttpServer, cut_off_unread
 from kvshelf.service.http.waiting import off_loop, until_hangup
 from kvshelf.service.loops import repeat
 from kvshelf.service.observe import logs
@@ -280,8 +278,4 @@ def serve(settings: Settings, urls: Sequence[str], model: str) -> None:
         asking = Asking(store, Questions(load_tokenizer(model)), upstreams, metrics)
         app = create_app(settings, asking, upstreams, metrics, keys, tracer)
         line.setblocking(False)
-        cut_off_unread(listener, settings.unread_deadline_s)
-        limits = ConnectionLimits(
-            settings.max_connections, settings.max_connections_per_address, settings.headers_deadline_s
-        )
-        HttpServer(app, Place(listener, line), limits=limits, grace_s=settings.shutdown_grace_s).run(sockets=[listener])
+        server.run(app, Place(listener, line), settings)
