@@ -117,8 +117,8 @@ function mapLayers(kept, layer) {
 
 function Legend({ merges }) {
   return html`<span class="legend">
-    <span class="k0">evicted</span>
-    ${upTo(LEVELS).map((at) => html`<span key=${at} class=${`k${at + 1}`} aria-hidden="true"> </span>`)}
+    <span class="none">evicted</span>
+    ${upTo(LEVELS).map((at) => html`<span key=${at} style=${{ "--level": at + 1 }} aria-hidden="true"> </span>`)}
     <span>kept by all heads</span>
     ${merges && html`<span class="merged">merged into another</span>`}
   </span>`;
