@@ -1,51 +1,5 @@
 """Every error that kvshelf raises, with its HTTP status and its code on the wire.
 
-    KvshelfError
-    ├── CallerError                     the request is wrong; repeating it unchanged fails again
-    │   ├── InvalidRequest              400  invalid_request
-    │   ├── Unauthorized                401  unauthorized
-    │   ├── Forbidden                   403  forbidden
-    │   ├── NotFound                    404
-    │   │   ├── CacheNotFound                cache_not_found
-    │   │   ├── RequestNotFound              request_not_found
-    │   │   ├── BatchNotFound                batch_not_found
-    │   │   └── FileNotFound                 file_not_found
-    │   ├── MethodNotAllowed            405  method_not_allowed
-    │   ├── RequestTimeout              408  request_timeout       (the upload was too slow)
-    │   ├── ModelMismatch               409  model_mismatch
-    │   ├── SourceNotKept               409  source_not_kept
-    │   ├── StateConflict               409  state_conflict
-    │   ├── CacheHasChildren            409  cache_has_children
-    │   ├── EtagMismatch                412  etag_mismatch
-    │   ├── DocumentTooLong             413  document_too_long
-    │   ├── BodyTooLarge                413  body_too_large
-    │   ├── UnsupportedMediaType        415  unsupported_media_type
-    │   ├── PolicyUnsupported           422  policy_unsupported
-    │   ├── QualityBelowFloor           422  quality_below_floor
-    │   └── DocumentTooShort            422  document_too_short
-    ├── CacheError                      the stored cache cannot be used
-    │   ├── CacheExpired                410  cache_expired
-    │   ├── CacheCorrupt                424  cache_corrupt
-    │   │   └── BlobError                    cache_corrupt, with the reason why the bytes were refused
-    │   └── CacheUnusable               424  cache_unusable        (the model gives no numbers after it)
-    ├── LoadError                       too much load; try again after `retry_after_s`
-    │   ├── RateLimited                 429  rate_limited
-    │   ├── QueueFull                   429  queue_full
-    │   ├── QuotaExceeded               429  quota_exceeded
-    │   └── ServiceBusy                 503  service_busy          (bodies of open requests fill its memory)
-    ├── StoreError                      the store failed
-    │   ├── StoreUnavailable            503  store_unavailable
-    │   └── StorageFull                 507  storage_full
-    ├── WorkerError                     a replica failed
-    │   ├── NoWorker                    503  no_worker
-    │   ├── WorkerCrashed               503  worker_crashed
-    │   └── DeadlineExceeded            504  deadline_exceeded
-    ├── Cancelled                       the caller hung up; never on the wire
-    ├── ConnectionFailed                the client could not reach the service
-    ├── MissingExtra                    an optional part is not installed; the message has the pip command
-    └── InternalError                   500  internal              (a bug in kvshelf)
-        └── InvalidTensor                internal, with the shapes that a kernel received
-
 A message says what was wrong, with which value, and what to do. This module imports nothing from kvshelf, so every
 package may import it. The client raises the same classes as the service.
 """
@@ -95,6 +49,8 @@ class KvshelfError(Exception):
 
 
 class CallerError(KvshelfError):
+    """The request is wrong; repeating it unchanged fails again."""
+
     type = "invalid_request_error"
 
 
@@ -135,6 +91,8 @@ class MethodNotAllowed(CallerError):
 
 
 class RequestTimeout(CallerError):
+    """The upload was too slow."""
+
     code, status = "request_timeout", 408
 
 
@@ -187,6 +145,8 @@ class DocumentTooShort(CallerError):
 
 
 class CacheError(KvshelfError):
+    """The stored cache cannot be used."""
+
     type = "cache_error"
 
 
@@ -233,6 +193,8 @@ class QuotaExceeded(LoadError):
 
 
 class ServiceBusy(LoadError):
+    """The bodies of open requests fill the service's memory."""
+
     code, status = "service_busy", 503
 
 
@@ -265,6 +227,8 @@ class DeadlineExceeded(WorkerError):
 
 
 class Cancelled(KvshelfError):
+    """The caller hung up. Never on the wire."""
+
     code, status, type = "cancelled", 499, "cancelled"
 
 
@@ -275,7 +239,7 @@ class ConnectionFailed(KvshelfError):
 
 
 class MissingExtra(KvshelfError):
-    """An optional part of kvshelf is needed but not installed."""
+    """An optional part of kvshelf is needed but not installed. The message has the pip command."""
 
     code, status, type = "missing_extra", 0, "installation_error"
 

@@ -108,10 +108,6 @@ def _width(made: Table, *, without: Column | None = None) -> int:
     return sum(column.width or 0 for column in made.columns if column is not without) + 2 * (len(made.columns) - 1)
 
 
-def exit_code(error: KvshelfError) -> int:
-    return next(code for cls, code in _EXIT_OF if isinstance(error, cls))
-
-
 def report(error: KvshelfError, *, as_json: bool) -> int:
     """Print the error and return its exit code."""
     if as_json:
@@ -119,7 +115,7 @@ def report(error: KvshelfError, *, as_json: bool) -> int:
         print(json.dumps({"error": fields | ({"details": error.details} if error.details else {})}))
     else:
         notes.print(f"kvshelf: {error.message}", style="red", soft_wrap=True)
-    return exit_code(error)
+    return next(code for cls, code in _EXIT_OF if isinstance(error, cls))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final
 from urllib.parse import urlsplit
 
 import typer
@@ -104,7 +104,7 @@ def batch(
     writes to --store. Run the same command again after a stop, or to add new documents: documents on the shelf are not
     compressed again.
     """
-    with _common.named_errors(as_json=as_json):
+    with _common.named_errors(as_json=as_json), needs_extra("serve", purpose="kvshelf batch"):
         remote = _is_remote(context)
         fields = {
             "model": _only(model) if remote else None,
@@ -132,7 +132,10 @@ def batch(
             "max_attempts": max_attempts,
             "retry_failed": retry_failed,
         }
-        job = _Job.named(input, output, report, given, options, as_json)
+        from kvshelf.corpus.output.places import place
+
+        written = place(output, param="--output")
+        job = _Job(input, written, place(report, param="--report") if report else None, given, options, as_json)
         if remote:
             assert url is not None
             raise typer.Exit(job.run_at(url))
@@ -144,8 +147,7 @@ def batch(
             "gpus_per_replica": gpus_per_replica,
             "address": address,
         }
-        with needs_extra("serve", purpose="kvshelf batch"):
-            raise typer.Exit(job.run(store=store, encryption_key_file=key_file, models=models, **here))
+        raise typer.Exit(job.run(store=store, encryption_key_file=key_file, models=models, **here))
 
 
 @dataclass(frozen=True)
@@ -158,14 +160,6 @@ class _Job:
     fields: Mapping[str, Any]
     options: Mapping[str, Any]
     as_json: bool
-
-    @classmethod
-    def named(cls, input: str, output: str, report: str | None, *more: Any) -> Self:
-        """With output and report as the user names them. Raises `InvalidRequest` for URLs that cannot be written."""
-        with needs_extra("serve", purpose="kvshelf batch"):
-            from kvshelf.corpus.output.places import place
-
-        return cls(input, place(output, param="--output"), place(report, param="--report") if report else None, *more)
 
     def corpus(self) -> FileCorpus:
         """The corpus. Files that the batch itself writes may lie in the same folder; they are left out."""

@@ -287,7 +287,9 @@ def ask(
     fields["select"] = _select(select, select_tokens, select_param, passages)
     fields["suffix"] = _suffix(suffix, suffix_budget, suffix_param)
     if route is not None:
-        fields["route"] = _route(route, cache, whole=not label and not search_all)
+        if label or search_all or "," not in cache:
+            raise typer.BadParameter("it chooses among several caches: give CACHE,CACHE", param_hint="--route")
+        fields["route"] = route
     asked = [cache, *(questions or ())] if label or search_all else questions or []
     if not asked:
         raise typer.BadParameter("a question is missing", param_hint="QUESTION...")
@@ -302,12 +304,6 @@ def ask(
                 _common.notes.print(question, style="bold")
             of = _best(client, question, labels, best) if search_all else named
             _ask_together(client, of, question, fields, as_json)
-
-
-def _route(route: str, cache: str, *, whole: bool) -> str:
-    if not whole or "," not in cache:
-        raise typer.BadParameter("it chooses among several caches: give CACHE,CACHE", param_hint="--route")
-    return route
 
 
 Named = tuple[str, str]

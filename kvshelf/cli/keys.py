@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from kvshelf._extras import needs_extra
 from kvshelf.cli import _common, _options
@@ -60,11 +59,11 @@ def list_keys(file: File, as_json: _options.AsJson = False) -> None:
         for record in records:
             print(record.model_dump_json(exclude={"sha256"}))
         return
-    table = Table("ID", "TENANT", "SCOPES", "CREATED", "EXPIRES", "NAME", box=None, header_style="bold", pad_edge=False)
+    rows = []
     for record in records:
         created, expires = (_common.local_time(at, "minutes") for at in (record.created_at, record.expires_at))
-        table.add_row(record.id, record.tenant, ",".join(record.scopes), created, expires, record.name)
-    _common.print_table(table)
+        rows.append((record.id, record.tenant, ",".join(record.scopes), created, expires, record.name))
+    _common.print_table(_common.table(["ID", "TENANT", "SCOPES", "CREATED", "EXPIRES", "NAME"], rows))
 
 
 @app.command()

@@ -3,9 +3,9 @@ choose each, and how they measured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -15,11 +15,11 @@ from kvshelf.cli import _common, _options
 from kvshelf.errors import InvalidRequest, nearest
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from kvshelf.api import PolicyObject, SelectorObject, SuffixPolicyObject
 
 _REMOVED = (0.5, 0.75, 0.875, 0.9375)
-
-ListedT = TypeVar("ListedT", "PolicyObject", "SelectorObject", "SuffixPolicyObject")
 
 
 def policies(
@@ -34,7 +34,7 @@ def policies(
     Lists the policies of this version, or with --url those of a service. With NAME, shows one policy in full.
     """
     with _common.named_errors(as_json=as_json):
-        found = _named(_found(url, as_json), name, "policy", "policies")
+        found = _named(_found(url, "policies", as_json=as_json), name, "policy", "policies")
     numbers = {f"{100 * removed:.4g} %": partial(_exact, removed=removed) for removed in _REMOVED}
     _print(found, name, ("POLICY", "WHAT IT KEEPS"), numbers, _LEGEND, as_json=as_json)
 
@@ -51,7 +51,7 @@ def selectors(
     Lists the selectors of this version, or with --url those of a service. With NAME, shows one selector in full.
     """
     with _common.named_errors(as_json=as_json):
-        found = _named(_found_selectors(url, as_json), name, "selector", "selectors")
+        found = _named(_found(url, "selectors", as_json=as_json), name, "selector", "selectors")
     numbers = {f"1/{round(1 / share)}": partial(_read, share=share) for share in _SHARES}
     _print(found, name, ("SELECTOR", "WHAT IT READS"), numbers, _SELECTORS_LEGEND, as_json=as_json)
 
@@ -68,11 +68,11 @@ def suffixes(
     Lists those of this version, or with --url those of a service. With NAME, shows one in full.
     """
     with _common.named_errors(as_json=as_json):
-        found = _named(_found_suffixes(url, as_json), name, "suffix policy", "suffixes")
+        found = _named(_found(url, "suffix_policies", as_json=as_json), name, "suffix policy", "suffixes")
     _print(found, name, ("POLICY", "WHAT STAYS"), {}, _SUFFIXES_LEGEND, as_json=as_json)
 
 
-def _named(found: list[ListedT], name: str | None, kind: str, command: str) -> list[ListedT]:
+def _named(found: list[Any], name: str | None, kind: str, command: str) -> list[Any]:
     """Those of this name, or all. Raises `InvalidRequest` for a name that none has."""
     names = [each.id for each in found]
     if name is not None and name not in names:
@@ -112,34 +112,12 @@ _SELECTORS_LEGEND = (
 )
 
 
-def _found_selectors(url: str | None, as_json: bool) -> list[SelectorObject]:
-    if url is not None:
-        with _common.connected(url, as_json=as_json) as client:
-            return client.selectors.list()
-    from kvshelf.api import SelectorObject
-    from kvshelf.workers.selectors import catalog
-
-    with needs_extra("serve", purpose="kvshelf selectors, beside selectors or policies of other packages,"):
-        return [SelectorObject.model_validate(info.to_dict()) for info in catalog()]
-
-
 def _read(measured: list[dict[str, Any]], share: float) -> str:
     rows = [row for row in measured if row["share"] == share and not row["params"]]
     return f"{100 * rows[0]['exact']:.0f}" if rows else "-"
 
 
 _SUFFIXES_LEGEND = "`kvshelf suffixes NAME` shows parameters, `kvshelf ask --suffix NAME` uses one."
-
-
-def _found_suffixes(url: str | None, as_json: bool) -> list[SuffixPolicyObject]:
-    if url is not None:
-        with _common.connected(url, as_json=as_json) as client:
-            return client.suffix_policies.list()
-    from kvshelf.api import SuffixPolicyObject
-    from kvshelf.workers.suffixes.info import catalog
-
-    return [SuffixPolicyObject.model_validate(info.to_dict()) for info in catalog()]
-
 
 _LEGEND = (
     "Numbers: per cent of exact answers after removing that share of the entries, when the question is not known yet; "
@@ -148,15 +126,23 @@ _LEGEND = (
 )
 
 
-def _found(url: str | None, as_json: bool) -> list[PolicyObject]:
+def _found(url: str | None, group: str, *, as_json: bool) -> list[Any]:
+    """Those of a service, or else of this version. group: the client's name for them."""
     if url is not None:
         with _common.connected(url, as_json=as_json) as client:
-            return client.policies.list()
-    from kvshelf.api import PolicyObject
-    from kvshelf.workers.policies import catalog
+            return getattr(client, group).list()  # type: ignore[no-any-return]
+    from kvshelf import api
+    from kvshelf.workers import policies, selectors
+    from kvshelf.workers.suffixes import info as suffixes
 
-    with needs_extra("serve", purpose="kvshelf policies, beside policies of other packages,"):
-        return [PolicyObject.model_validate(info.to_dict()) for info in catalog()]
+    homes: dict[str, tuple[type[BaseModel], Callable[[], Iterable[Any]], str]] = {
+        "policies": (api.PolicyObject, policies.catalog, "policies"),
+        "selectors": (api.SelectorObject, selectors.catalog, "selectors or policies"),
+        "suffix_policies": (api.SuffixPolicyObject, suffixes.catalog, "suffix policies"),
+    }
+    listed, catalog, others = homes[group]
+    with needs_extra("serve", purpose=f"kvshelf {group}, beside {others} of other packages,"):
+        return [listed.model_validate(info.to_dict()) for info in catalog()]
 
 
 def _table(

@@ -216,26 +216,18 @@ class AsyncRequests(_Group):
 
 
 class AsyncModels(_Group):
-    """`client.models`."""
-
     list = _awaited(_calls.list_models)
 
 
 class AsyncPolicies(_Group):
-    """`client.policies`."""
-
     list = _awaited(_calls.list_policies)
 
 
 class AsyncSelectors(_Group):
-    """`client.selectors`."""
-
     list = _awaited(_calls.list_selectors)
 
 
 class AsyncSuffixPolicies(_Group):
-    """`client.suffix_policies`."""
-
     list = _awaited(_calls.list_suffix_policies)
 
 

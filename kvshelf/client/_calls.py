@@ -259,10 +259,7 @@ def create_cache(
     `QueueFull`, ...
     """
     given: dict[str, Any] = {**fields, "levels": levels, "split": split or None, "episodes": episodes}
-    if (path := given.pop("file", None)) is None:
-        body = {"json": checked(api.CreateCache, given)}
-    else:
-        body = _upload(Path(str(path)), given)
+    body = _document(api.CreateCache, given)
     if respond_async:
         headers = {"prefer": "respond-async"}
         return Call("POST", "/v1/caches", parse_as(api.RequestObject), headers=headers, body=body)
@@ -293,11 +290,7 @@ def append_cache(id: str, **fields: Unpack[AppendFields]) -> Call[api.CacheObjec
 
     Raises `CacheNotFound`, `CacheExpired`, `ModelMismatch`, `DocumentTooLong`, `PolicyUnsupported`, ...
     """
-    given: dict[str, Any] = {**fields}
-    if (path := given.pop("file", None)) is None:
-        body = {"json": checked(api.AppendCache, given)}
-    else:
-        body = _upload(Path(str(path)), given, api.AppendCache)
+    body = _document(api.AppendCache, fields)
     return Call("POST", _cache_path(id) + "/append", parse_as(api.CacheObject), body=body)
 
 
@@ -559,8 +552,13 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is no JSON type")
 
 
-def _upload(path: Path, fields: Mapping[str, Any], model: type[RequestBody] = api.CreateCache) -> dict[str, Any]:
-    """A multipart body: the file unchanged, text fields as text, all others as JSON."""
+def _document(model: type[RequestBody], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of a request with a document: JSON, or with `file` a form with the file unchanged, text fields as text,
+    and all others as JSON."""
+    fields = dict(fields)
+    if (file := fields.pop("file", None)) is None:
+        return {"json": checked(model, fields)}
+    path = Path(str(file))
     data = _read(path)
     _require_no_document(fields)
     # The bytes stand in for the document, so that the other fields are checked by the same rules.

@@ -215,26 +215,18 @@ class Requests(_Group):
 
 
 class Models(_Group):
-    """`client.models`."""
-
     list = _sent(_calls.list_models)
 
 
 class Policies(_Group):
-    """`client.policies`."""
-
     list = _sent(_calls.list_policies)
 
 
 class Selectors(_Group):
-    """`client.selectors`."""
-
     list = _sent(_calls.list_selectors)
 
 
 class SuffixPolicies(_Group):
-    """`client.suffix_policies`."""
-
     list = _sent(_calls.list_suffix_policies)
 
 

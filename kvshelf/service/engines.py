@@ -7,9 +7,10 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass
+from functools import partial
 from typing import Any, TypeVar
 
-from opentelemetry.trace import Span, Status, StatusCode, Tracer
+from opentelemetry.trace import Status, StatusCode, Tracer
 
 from kvshelf.api import AppendCache, Asking, CreateCache, CreationProgress, Estimate, EstimateObject, SearchCaches
 from kvshelf.errors import KvshelfError, RequestTimeout
@@ -20,9 +21,10 @@ from kvshelf.service.observe.questions import result_of
 from kvshelf.service.observe.tracing import add_phases
 from kvshelf.service.settings import Settings
 from kvshelf.workers.cluster.remote import RemoteEngine
-from kvshelf.workers.replica.results import Created, Found, Reply
+from kvshelf.workers.replica.results import Created, Found, Phase, Reply
 
 PieceT = TypeVar("PieceT")
+Trace = Callable[[Sequence[Phase]], None]
 
 CREATIONS_PER_REPLICA = 2
 """One document is being prefilled while the next is tokenized and the last one stored."""
@@ -76,20 +78,18 @@ class EngineClient:
         """A recorded request (`request_id`, `max_attempts`) skips the queue: it has waited in the background."""
         turn = nullcontext(deadline_s) if recorded else self._queues["creation"].turn(tenant, deadline_s)
         async with turn as left_s:
-            with self.metrics.creating(self.model, spec.policy), self._observed("create") as span:
-                began_ns = time.time_ns()
+            with self.metrics.creating(self.model, spec.policy), self._observed("create") as trace:
                 created: Created = await self.remote.call("create", spec, tenant=tenant, deadline_s=left_s, **recorded)
-                add_phases(self.tracer, span, began_ns, created.phases)
+                trace(created.phases)
         self._created(created, spec.policy, tenant)
         return created
 
     async def append(self, cache_id: str, spec: AppendCache, policy: str, *, tenant: str, deadline_s: float) -> Created:
         """policy: that reduces what is appended, for the metrics."""
         async with self._queues["creation"].turn(tenant, deadline_s) as left_s:
-            with self.metrics.creating(self.model, policy), self._observed("append") as span:
-                began_ns = time.time_ns()
+            with self.metrics.creating(self.model, policy), self._observed("append") as trace:
                 created: Created = await self.remote.call("append", cache_id, spec, tenant=tenant, deadline_s=left_s)
-                add_phases(self.tracer, span, began_ns, created.phases)
+                trace(created.phases)
         self._created(created, policy, tenant)
         return created
 
@@ -100,13 +100,12 @@ class EngineClient:
 
         async def fetch(events: asyncio.Queue[CreationProgress | Created | None]) -> None:
             async with self._queues["creation"].turn(tenant, deadline_s) as left_s:
-                with self.metrics.creating(self.model, spec.policy), self._observed("create") as span:
-                    began_ns = time.time_ns()
+                with self.metrics.creating(self.model, spec.policy), self._observed("create") as trace:
                     watched = self.remote.stream("watch", spec, tenant=tenant, deadline_s=left_s)
                     async with aclosing(watched) as going:
                         async for event in going:
                             if isinstance(event, Created):
-                                add_phases(self.tracer, span, began_ns, event.phases)
+                                trace(event.phases)
                                 self._created(event, spec.policy, tenant)
                             events.put_nowait(event)
 
@@ -133,10 +132,9 @@ class EngineClient:
     async def search(self, spec: SearchCaches, *, tenant: str, deadline_s: float) -> Found:
         """Which documents hold the words of a question; takes the turn of one."""
         with self.metrics.searching(self.model):
-            async with self._turn("search", tenant, deadline_s) as (left_s, span):
-                began_ns = time.time_ns()
+            async with self._turn("search", tenant, deadline_s) as (left_s, trace):
                 found: Found = await self.remote.call("search", spec, tenant=tenant, deadline_s=left_s)
-                add_phases(self.tracer, span, began_ns, found.phases)
+                trace(found.phases)
         self.metrics.searched(self.model, found)
         self.spend(tenant, found.prefill_tokens)
         note(searched=found.searched, prefill_tokens=found.prefill_tokens)
@@ -163,10 +161,9 @@ class EngineClient:
         return replies
 
     async def _ask(self, caches: str | Sequence[str], query: Asking, tenant: str, deadline_s: float) -> Reply:
-        async with self._turn("query", tenant, deadline_s) as (left_s, span):
-            began_ns = time.time_ns()
+        async with self._turn("query", tenant, deadline_s) as (left_s, trace):
             reply: Reply = await self.remote.call("query", caches, query, tenant=tenant, deadline_s=left_s)
-            add_phases(self.tracer, span, began_ns, reply.phases)
+            trace(reply.phases)
         self.spend(tenant, _used(reply))
         return reply
 
@@ -178,10 +175,9 @@ class EngineClient:
         async def fetch(pieces: asyncio.Queue[str | Reply | None]) -> None:
             used = 0  # a reader that leaves early has used one token for each piece, as far as is known
             async with (
-                self._turn("stream", tenant, deadline_s) as (left_s, span),
+                self._turn("stream", tenant, deadline_s) as (left_s, trace),
                 aclosing(self.remote.stream("stream", caches, query, tenant=tenant, deadline_s=left_s)) as answer,
             ):
-                began_ns = time.time_ns()
                 try:
                     async for piece in answer:
                         used = used + 1 if isinstance(piece, str) else _used(piece)
@@ -191,7 +187,7 @@ class EngineClient:
                                 "stream faster, or ask without streaming"
                             )
                         if isinstance(piece, Reply):
-                            add_phases(self.tracer, span, began_ns, piece.phases)
+                            trace(piece.phases)
                             self._answered([piece])
                         pieces.put_nowait(piece)
                 finally:
@@ -204,11 +200,11 @@ class EngineClient:
         return _relayed(counted)
 
     @asynccontextmanager
-    async def _turn(self, name: str, tenant: str, deadline_s: float) -> AsyncIterator[tuple[float, Span]]:
-        """Holds a slot for a question; gives the seconds left after the wait for the slot, and the span of the call."""
+    async def _turn(self, name: str, tenant: str, deadline_s: float) -> AsyncIterator[tuple[float, Trace]]:
+        """Holds a slot for a question; gives the seconds left after the wait for the slot, and as `_observed`."""
         async with self._queues["question"].turn(tenant, deadline_s) as left_s:
-            with self._observed(name) as span:
-                yield left_s, span
+            with self._observed(name) as trace:
+                yield left_s, trace
 
     def _answered(self, replies: Sequence[Reply]) -> None:
         self.metrics.answered(self.model, replies)
@@ -225,15 +221,15 @@ class EngineClient:
         )
 
     @contextmanager
-    def _observed(self, name: str) -> Iterator[Span]:
-        """One call, in flight for the length of the block.
+    def _observed(self, name: str) -> Iterator[Trace]:
+        """One call, in flight for the length of the block. Gives what adds the phases of its reply to its span.
 
-        Its span is not made the current one: a stream may end in another context than it began in.
+        The span is not made the current one: a stream may end in another context than it began in.
         """
         span = self.tracer.start_span(name, attributes={"kvshelf.model": self.model})
         with self.metrics.in_flight.labels(self.model, name).track_inprogress():
             try:
-                yield span
+                yield partial(add_phases, self.tracer, span, time.time_ns())
             except BaseException as exc:
                 span.set_status(Status(StatusCode.ERROR))
                 span.set_attribute("error.type", result_of(exc))

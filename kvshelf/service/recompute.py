@@ -185,14 +185,13 @@ class Question:
         `FULL_TTL_S`."""
         (cache,) = self.caches
         found = await self._stored_full(cache.manifest)
-        if found is None and cache.source is None:
-            raise SourceNotKept(
-                f"to compare, cache {cache.manifest.id} needs a cache of the same document with the policy full and "
-                "the codec none on the shelf, or its own source; create it with keep_source",
-                param="compare",
-            )
         if found is None:
-            assert cache.source is not None
+            if cache.source is None:
+                raise SourceNotKept(
+                    f"to compare, cache {cache.manifest.id} needs a cache of the same document with the policy full "
+                    "and the codec none on the shelf, or its own source; create it with keep_source",
+                    param="compare",
+                )
             fields = _document(cache.manifest, cache.source)
             found = await self._create(Recreation.model_construct(**fields, policy="full", ttl_s=FULL_TTL_S))
         return replace(self, caches=(AskedCache(found.id, found),))

@@ -73,22 +73,13 @@ class Service:
             )
         return self.engines[model]
 
-    def engine_for(self, manifest: Manifest) -> EngineClient:
-        """The engine for a stored cache: one that runs the model it was made under.
-
-        If there is none: the engine of the same name, or the first engine. Its error names how the models differ.
-        """
-        try:
-            return self.engines[self.serving(ModelIdentity(**manifest.identity["model"]))]
-        except ModelMismatch:
-            return self.engines.get(manifest.model) or self.engine(None)
-
     def engine_for_all(self, manifests: Sequence[Manifest], *, others_too: bool = False) -> EngineClient:
         """The engine for caches that are asked together: the one that runs the model of all. Raises `InvalidRequest`
         for caches of several models.
 
-        others_too: whether caches of a model that nobody runs may be among them, to be made again under this one.
-        Otherwise raises `ModelMismatch`; of several caches, `details["cache_id"]` is the one.
+        others_too: whether caches of a model that nobody runs may be among them. If all are, it is the engine of the
+        first one's model by name, or the first engine, whose error names how the models differ. Otherwise raises
+        `ModelMismatch`; of several caches, `details["cache_id"]` is the one.
         """
         of: dict[str, str] = {}  # by served model, a cache
         for manifest in manifests:
@@ -105,7 +96,9 @@ class Service:
             raise InvalidRequest(
                 f"the caches are of several models ({found}); ask those of one model together", param="cache_ids"
             )
-        return self.engines[next(iter(of))] if of else self.engine_for(manifests[0])
+        if not of:
+            return self.engines.get(manifests[0].model) or self.engine(None)
+        return self.engines[next(iter(of))]
 
     def serving(self, made_under: ModelIdentity) -> str:
         """The name of a served model that can use caches made under this one. Raises `ModelMismatch` if none can."""

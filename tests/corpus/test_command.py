@@ -156,7 +156,7 @@ def test_what_the_command_writes_beside_its_input_is_no_input_of_the_next_run(
     written = ["out.jsonl", "out.jsonl.journal", "out.jsonl.partial", "morning.html", "morning.html.partial"]
     for name in ("one.txt", "jsonl", *written):
         Path(name).write_text("x")
-    job = _Job.named(".", "out.jsonl", "morning.html", {}, {}, False)
+    job = _Job(".", Path("out.jsonl"), Path("morning.html"), {}, {}, False)
     assert [file.name for file in job.corpus().files] == ["jsonl", "one.txt"]
 
 

@@ -18,7 +18,7 @@ Put = Callable[..., dict[str, Any]]
 _TOKENS = """
 () => [...document.querySelectorAll(".heat span[data-token]")].map((span) => [
   Number(span.dataset.token), span.textContent,
-  Number(span.className.match(/k([0-8])/)[1]), span.classList.contains("merged"),
+  Number(span.style.getPropertyValue("--level")), span.classList.contains("merged"),
 ])
 """
 

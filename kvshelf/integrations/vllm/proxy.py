@@ -37,12 +37,10 @@ from kvshelf.integrations.vllm.upstreams import Upstreams
 from kvshelf.service.access.keyfile import KeyFile
 from kvshelf.service.access.keys import REREAD_S, Access, Admin, LiveKeys, Reader
 from kvshelf.service.access.limits import TenantLimits
-from kvshelf.service.http import errors
+from kvshelf.service.http import errors, server
 from kvshelf.service.http.completions import Completion, asking_of, wants_usage
-from kvshelf.service.http.connections import ConnectionLimits
 from kvshelf.service.http.events import event_stream
 from kvshelf.service.http.receiving import JSON_TYPE, read_body, require_type
-from kvshelf.service.http.server import HttpServer, cut_off_unread
 from kvshelf.service.http.waiting import off_loop, until_hangup
 from kvshelf.service.loops import repeat
 from kvshelf.service.observe import logs
@@ -108,7 +106,7 @@ async def chat(request: Request, asking: InAsking, caller: Reader) -> Response:
     """A chat completion; with `cache_id` its messages are the question, as in kvshelf's service."""
     data = await _read(request)
     if not await off_loop(_names_a_cache, data):
-        return await _passed(request, data)
+        return _Passed(request, data)
     body = await off_loop(parse_request, ChatCompletionRequest, data)
     assert body.cache_id is not None
     query = asking_of(body)
@@ -128,7 +126,7 @@ async def complete(request: Request, asking: InAsking, caller: Reader) -> Respon
     """A completion; with `cache_id` its prompt is the question. The answer is vLLM's."""
     data = await _read(request)
     if not await off_loop(_names_a_cache, data):
-        return await _passed(request, data)
+        return _Passed(request, data)
     body = await off_loop(parse_request, CacheCompletion, data)
     fields = (body.model_extra or {}) | {"stream": bool(body.stream)}
     asked = await asking.prepare(body.cache_id, caller.tenant, body.prompt, body.model, fields)
@@ -140,13 +138,13 @@ async def complete(request: Request, asking: InAsking, caller: Reader) -> Respon
 @router.get("/v1/models")
 async def models(request: Request, _caller: Reader) -> Response:
     """The models of the least loaded server."""
-    return await _passed(request)
+    return _Passed(request)
 
 
 @router.get("/health")
 async def health(request: Request) -> Response:
     """Whether a server answers."""
-    return await _passed(request)
+    return _Passed(request)
 
 
 @router.get("/metrics")
@@ -188,10 +186,6 @@ def _names_a_cache(data: bytes) -> bool:
     return names
 
 
-async def _passed(request: Request, data: bytes | None = None) -> Response:
-    return _Passed(request.app.state.upstreams, request.method, request.url.path, _end_to_end(request.headers), data)
-
-
 def _end_to_end(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in headers.items() if name.lower() not in _BETWEEN_NEIGHBOURS}
 
@@ -199,13 +193,9 @@ def _end_to_end(headers: Mapping[str, str]) -> dict[str, str]:
 class _Passed(Response):
     """Sends a request on when it is called, and gives the answer back as it arrives."""
 
-    def __init__(
-        self, upstreams: Upstreams, method: str, path: str, headers: Mapping[str, str], data: bytes | None
-    ) -> None:
+    def __init__(self, request: Request, data: bytes | None = None) -> None:
         super().__init__()
-        self._upstreams = upstreams
-        self._request = method, path
-        self._passed_headers = headers
+        self._request = request
         self._data = data
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -213,10 +203,10 @@ class _Passed(Response):
 
     async def _forward(self, send: Send) -> None:
         begun = False
+        request, upstreams = self._request, self._request.app.state.upstreams
+        sent = {"headers": _end_to_end(request.headers), "content": self._data}
         try:
-            async with self._upstreams.answer(
-                *self._request, key=None, headers=self._passed_headers, content=self._data
-            ) as answer:
+            async with upstreams.answer(request.method, request.url.path, key=None, **sent) as answer:
                 headers = [(name.encode(), value.encode()) for name, value in _end_to_end(answer.headers).items()]
                 await send({"type": "http.response.start", "status": answer.status_code, "headers": headers})
                 begun = True
@@ -280,8 +270,4 @@ def serve(settings: Settings, urls: Sequence[str], model: str) -> None:
         asking = Asking(store, Questions(load_tokenizer(model)), upstreams, metrics)
         app = create_app(settings, asking, upstreams, metrics, keys, tracer)
         line.setblocking(False)
-        cut_off_unread(listener, settings.unread_deadline_s)
-        limits = ConnectionLimits(
-            settings.max_connections, settings.max_connections_per_address, settings.headers_deadline_s
-        )
-        HttpServer(app, Place(listener, line), limits=limits, grace_s=settings.shutdown_grace_s).run(sockets=[listener])
+        server.run(app, Place(listener, line), settings)

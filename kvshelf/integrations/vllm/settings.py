@@ -104,17 +104,14 @@ def require_supported(config: Any, page_groups: int) -> None:
             "kv_load_failure_policy must be fail: vLLM cannot recompute a document from stand-ins",
             param="kv_load_failure_policy",
         )
+    dtype = str(model.dtype).removeprefix("torch.")
     found = {
         "quantized weights": model.quantization is not None,
         "hf_overrides": bool(model.hf_overrides),
-        f"the KV cache in {cache.cache_dtype}": cache.cache_dtype not in ("auto", _dtype(config)),
+        f"the KV cache in {cache.cache_dtype}": cache.cache_dtype not in ("auto", dtype),
         "speculative decoding": config.speculative_config is not None,
         "context parallelism": parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1,
         "several groups of pages, as of layers with windows or states": page_groups != 1,
     }
     if refused := [what for what, there in found.items() if there]:
         raise PolicyUnsupported(f"kvshelf's connector does not take {', '.join(refused)} yet", param="kv_connector")
-
-
-def _dtype(config: Any) -> str:
-    return str(config.model_config.dtype).removeprefix("torch.")

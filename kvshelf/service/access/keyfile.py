@@ -62,9 +62,6 @@ class Keys:
         self._records = {record.id: record for record in records}
         self._clock = clock
 
-    def __len__(self) -> int:
-        return len(self._records)
-
     def identify(self, key: str) -> KeyRecord:
         """The record of a key. Raises `Unauthorized`, without any part of the key.
 

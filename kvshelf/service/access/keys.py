@@ -102,7 +102,7 @@ class LiveKeys:
             records = self._file.read()
         except InvalidRequest as error:
             if error.message != self._problem:
-                log.error("the API keys stay as they were", problem=error.message, keys=len(self._keys))
+                log.error("the API keys stay as they were", problem=error.message, keys=len(self._records))
             self._problem = error.message
             return
         self._problem = ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -88,23 +88,17 @@ def install(app: FastAPI) -> None:
             schemas.setdefault(name, schema)
         return document
 
-    @cache
-    def text() -> bytes:
-        return json.dumps(openapi(), ensure_ascii=False).encode()
+    def serve(path: str, media_type: str, make: Callable[[], str]) -> None:
+        made = cache(lambda: make().encode())
 
-    async def serve(_: Request) -> Response:
-        return Response(await asyncio.to_thread(text), media_type="application/json")
+        async def answer(_: Request) -> Response:
+            return Response(await asyncio.to_thread(made), media_type=media_type)
 
-    @cache
-    def page() -> bytes:
-        return reference.page(openapi()).encode()
-
-    async def serve_page(_: Request) -> Response:
-        return Response(await asyncio.to_thread(page), media_type="text/html")
+        app.add_route(path, answer, include_in_schema=False)
 
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way to extend its document
-    app.add_route("/openapi.json", serve, include_in_schema=False)
-    app.add_route("/docs", serve_page, include_in_schema=False)
+    serve("/openapi.json", "application/json", lambda: json.dumps(openapi(), ensure_ascii=False))
+    serve("/docs", "text/html", lambda: reference.page(openapi()))
 
 
 def _reference(model: type[BaseModel]) -> dict[str, str]:

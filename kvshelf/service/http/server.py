@@ -12,6 +12,7 @@ import uvicorn
 
 from kvshelf.service.http.connections import MAX_HEADER_BYTES, BoundedConnection, ConnectionLimits
 from kvshelf.service.process.supervisor import Place
+from kvshelf.service.settings import Settings
 
 READY = "kvshelf is ready at "
 """Start of the line on standard output with the service's address."""
@@ -90,8 +91,13 @@ class HttpServer(uvicorn.Server):
         self.config.timeout_graceful_shutdown = 1  # open requests have had their time
 
 
-def cut_off_unread(listener: socket.socket, deadline_s: float) -> None:
-    """Cuts off future connections of `listener` whose client reads nothing for `deadline_s`."""
+def run(app: object, place: Place, settings: Settings) -> None:
+    """Serves an application until its server is told to stop, within the limits of the settings."""
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
-        # Only TCP can end a connection whose reader has stopped: closing it would wait for unsent bytes.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(deadline_s * 1000))
+        # Cuts off clients that read nothing. Only TCP can do that: closing a connection would wait for unsent bytes.
+        unread_ms = int(settings.unread_deadline_s * 1000)
+        place.listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unread_ms)
+    limits = ConnectionLimits(
+        settings.max_connections, settings.max_connections_per_address, settings.headers_deadline_s
+    )
+    HttpServer(app, place, limits=limits, grace_s=settings.shutdown_grace_s).run(sockets=[place.listener])

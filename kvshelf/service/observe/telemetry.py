@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import structlog
@@ -68,14 +68,12 @@ class ObservedRequests:
                 about = _named(scope) | facts
                 log.info("request", method=method, route=route, status=status, seconds=round(seconds, 4), **about)
 
-    @contextmanager
-    def _span(self, scope: Scope) -> Iterator[Span]:
+    def _span(self, scope: Scope) -> AbstractContextManager[Span]:
         """The span of a request; a `traceparent` header names its parent (W3C Trace Context)."""
         parent = TraceContextTextMapPropagator().extract(Headers(scope=scope))
-        with self._tracer.start_as_current_span(
+        return self._tracer.start_as_current_span(
             scope["method"], parent, SpanKind.SERVER, record_exception=False, set_status_on_exception=False
-        ) as span:
-            yield span
+        )
 
 
 def _named(scope: Scope) -> dict[str, str]:

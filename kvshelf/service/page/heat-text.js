@@ -64,11 +64,12 @@ function Stretch({ tokens, first, end, shares, drawn, templateTokens, chosen }) 
     const spans = [];
     for (let at = first; at < end; at += 1) {
       if (tokens[at] === "") continue; // part of a character: the character's last token holds its text
-      const names = [`k${level(shares.kept[at])}`];
+      const style = { "--level": level(shares.kept[at]) };
+      const names = shares.kept[at] > 0 ? [] : ["none"];
       if (shares.merged?.[at]) names.push("merged");
       if (at < templateTokens) names.push("template");
       if (at === chosen) names.push("chosen");
-      spans.push(html`<span key=${at} class=${names.join(" ")} data-token=${at}>${tokens[at]}</span>`);
+      spans.push(html`<span key=${at} class=${names.join(" ")} style=${style} data-token=${at}>${tokens[at]}</span>`);
     }
     return html`<p>${spans}</p>`;
   }, [drawn, shares, chosen, tokens, first, end]);

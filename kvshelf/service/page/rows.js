@@ -59,7 +59,7 @@ export function Rows({ label, rows, columns, current, onCurrent, onOpen, onTick,
     setMoved(moved + 1);
   };
 
-  const drawn = [...range(first, last)];
+  const drawn = Array.from({ length: last - first }, (_, at) => first + at);
   if (current >= 0 && current < rows.length && (current < first || current >= last)) drawn.push(current);
   const stop = current >= 0 ? current : first; // the one row that Tab reaches
   return html`<div class="rows"><div
@@ -91,10 +91,6 @@ function Row({ row, index, columns, top, selected, reachable, onCurrent, onOpen 
   >
     ${columns.map(({ name, cell }) => html`<span key=${name} role="gridcell" class=${name}>${cell(row)}</span>`)}
   </div>`;
-}
-
-function* range(first, last) {
-  for (let at = first; at < last; at += 1) yield at;
 }
 
 const rootSize = () => parseFloat(getComputedStyle(document.documentElement).fontSize);

@@ -18,8 +18,7 @@ import structlog
 from opentelemetry.trace import Tracer
 
 from kvshelf.service.access.keyfile import KeyFile
-from kvshelf.service.http.connections import ConnectionLimits
-from kvshelf.service.http.server import HttpServer, cut_off_unread
+from kvshelf.service.http import server
 from kvshelf.service.observe import logs
 from kvshelf.service.observe.tracing import tracer_to
 from kvshelf.service.process.preflight import require_startable
@@ -111,11 +110,7 @@ def _serve_on(
         await_running(engines.values(), deadline_s=settings.startup_deadline_s)
         log.info("the models are up", seconds=lap.seconds())
         startup.end()
-        cut_off_unread(place.listener, settings.unread_deadline_s)
-        limits = ConnectionLimits(
-            settings.max_connections, settings.max_connections_per_address, settings.headers_deadline_s
-        )
-        HttpServer(app, place, limits=limits, grace_s=settings.shutdown_grace_s).run(sockets=[place.listener])
+        server.run(app, place, settings)
 
 
 class _Leave(BaseException):

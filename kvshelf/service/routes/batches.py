@@ -59,15 +59,11 @@ async def create_batch(request: Request, service: InService, caller: Writer) -> 
             f"file {file.id} has the purpose {file.purpose!r}; upload it with the purpose 'batch'",
             param="input_file_id",
         )
-    record = await off_loop(_created, service, caller.tenant, body)
+    now, most = time.time(), service.settings.tenant_max_batches
+    times = {"now": now, "expires_at": now + _seconds(body.completion_window)}
+    record = await off_loop(service.store.batches.create, caller.tenant, _body(body), most_open=most, **times)
     service.batches.nudge()
     return batch_object(record)
-
-
-def _created(service: Service, tenant: str, body: CreateBatch) -> BatchRecord:
-    now, most = time.time(), service.settings.tenant_max_batches
-    expires_at = now + _seconds(body.completion_window)
-    return service.store.batches.create(tenant, _body(body), now=now, expires_at=expires_at, most_open=most)
 
 
 def _body(body: CreateBatch) -> dict[str, Any]:

@@ -41,7 +41,7 @@ async def _kept(
     request: Request, service: Service, caller: Caller, cache_id: str, document: Document | None, first_layer: int
 ) -> KeptTokens:
     manifest = await off_loop(service.store.stat, cache_id, tenant=caller.tenant)
-    engine = service.engine_for(manifest)
+    engine = service.engine_for_all([manifest], others_too=True)
     # A replica reads the whole cache and holds it until it has answered.
     async with service.whole.turn(caller.tenant, service.settings.request_deadline_s) as left_s:
         about = {"tenant": caller.tenant, "first_layer": first_layer}

@@ -102,12 +102,11 @@ async def _compared(question: Question) -> list[AnswerObject]:
     """The answer to each prompt, each with the full cache's answer."""
     question, replies = await question.answered()
     full = await (await question.full()).answers()
-    compared = [
-        Comparison(text=theirs.text, agreement=agreement(ours.token_ids, theirs.token_ids))
-        for ours, theirs in zip(replies, full, strict=True)
-    ]
-    answers = [_alone(question, reply) for reply in replies]
-    return [answer.model_copy(update={"compare": found}) for answer, found in zip(answers, compared, strict=True)]
+    answers = []
+    for ours, theirs in zip(replies, full, strict=True):
+        found = Comparison(text=theirs.text, agreement=agreement(ours.token_ids, theirs.token_ids))
+        answers.append(_alone(question, ours).model_copy(update={"compare": found}))
+    return answers
 
 
 async def _events(question: Question, shape: Shape) -> AsyncGenerator[dict[str, Any], None]:

@@ -8,7 +8,7 @@ import { HeatMap } from "../heat-map.js";
 import { HeatText } from "../heat-text.js";
 import { Kept, LEVELS } from "../heat.js";
 import { Announce, FailureNote, useLoaded } from "../parts.js";
-import { useEffect, useMemo, useState } from "../vendor/hooks.js";
+import { useMemo, useState } from "../vendor/hooks.js";
 import { CachePicker } from "./picker.js";
 
 const MAP_LAYERS = 16; // drawn together: more rows could not be read at a glance
@@ -96,17 +96,9 @@ function OneOf({ count: many, value, onValue, ...rest }) {
 /** Fetch the bitmaps of a layer unless they are loaded; a large cache comes in pages. */
 function useLayer(kept, id, text, layer) {
   const there = layer === null || kept.hasLayer(layer);
-  const [[arrived, failure], setState] = useState([null, null]);
-  useEffect(() => {
-    if (there) return undefined;
-    const stop = new AbortController();
-    keptTokens(id, text, layer, { signal: stop.signal }).then(
-      (answer) => (kept.addLayers(answer), setState([layer, null])),
-      (error) => stop.signal.aborted || setState([null, error]),
-    );
-    return () => stop.abort();
-  }, [layer, there]);
-  return [there || arrived === layer, failure];
+  const load = async (signal) => there || kept.addLayers(await keptTokens(id, text, layer, { signal }));
+  const [, failure] = useLoaded(load, [kept, layer]);
+  return [there, failure];
 }
 
 /** The layers of the map: the first loaded ones, or the chosen one. */
@@ -117,8 +109,8 @@ function mapLayers(kept, layer) {
 
 function Legend({ merges }) {
   return html`<span class="legend">
-    <span class="k0">evicted</span>
-    ${upTo(LEVELS).map((at) => html`<span key=${at} class=${`k${at + 1}`} aria-hidden="true"> </span>`)}
+    <span class="none">evicted</span>
+    ${upTo(LEVELS).map((at) => html`<span key=${at} style=${{ "--level": at + 1 }} aria-hidden="true"> </span>`)}
     <span>kept by all heads</span>
     ${merges && html`<span class="merged">merged into another</span>`}
   </span>`;
