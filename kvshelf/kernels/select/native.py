@@ -32,15 +32,6 @@ def select(scores: Tensor, protected: Tensor, counts: Sequence[int]) -> Tensor:
     return mask
 
 
-def count(mask: Tensor) -> list[int]:
-    """See `eager.count`."""
-    native = compiled()
-    mask = mask.contiguous()
-    counts = (ctypes.c_int64 * mask.shape[0])()
-    native.kvshelf_count(pointer(mask), ctypes.c_int64(mask.shape[0]), ctypes.c_int64(mask.shape[1]), counts)
-    return list(counts)
-
-
 def pack(keys: Tensor, values: Tensor, mask: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """See `kvshelf.kernels.select.pack`."""
     native = compiled()
