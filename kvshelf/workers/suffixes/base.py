@@ -11,7 +11,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, ClassVar, Self
 
 import torch
@@ -25,14 +24,6 @@ DEFAULT_BUDGET = 512
 
 Columns = dict[str, Tensor]
 """Numbers that a policy keeps of each stored entry, `[kv_heads, S]` fp32 each, by name."""
-
-
-class Observes(Enum):
-    """What a suffix policy needs beside keys and values. ATTENTION: the weights that a token of the answer gave to the
-    suffix."""
-
-    NOTHING = "nothing"
-    ATTENTION = "attention"
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,13 +69,14 @@ class SuffixPolicy(ABC):
     Only tokens of the answer are observed, and the suffix is reduced after the answer's tokens alone: how a question is
     cut into steps depends on the other rows of a batch, and an answer must not.
 
-    columns: the numbers that it notes of each entry, with the value of a new one.
+    observes: whether it needs the weights that the answer's tokens give to the suffix, beside keys and values. columns:
+    the numbers that it notes of each entry, with the value of a new one.
     """
 
     name: ClassVar[str]
     source: ClassVar[str]
     advice: ClassVar[str] = ""
-    observes: ClassVar[Observes] = Observes.NOTHING
+    observes: ClassVar[bool] = False
     columns: ClassVar[Mapping[str, float]] = {}
 
     protect_question: bool = parameter(True, "keep all entries of the question")
@@ -101,7 +93,7 @@ class SuffixPolicy(ABC):
 
     def observes_at(self, answered: int) -> bool:  # noqa: ARG002
         """Whether it observes the attention of this token of the answer, counted from 1."""
-        return self.observes is Observes.ATTENTION
+        return self.observes
 
     def observe(self, columns: Columns, weights: Tensor, positions: Tensor, answered: int) -> None:  # noqa: B027
         """Note what the newest token gave to each entry, itself included. weights: `[kv_heads, group, S]` fp32, shares
@@ -135,13 +127,13 @@ class PeriodicPolicy(SuffixPolicy):
         return self.every
 
 
-def best(suffix: Suffix, scores: Tensor, recent: int, count: int | None = None) -> Tensor:
-    """Which `count` entries stay (default: the budget): the protected ones, the `recent` last, and the best of the
-    others by scores `[kv_heads, S]`. Bool `[kv_heads, S]`."""
+def best(suffix: Suffix, scores: Tensor, recent: int) -> Tensor:
+    """Which entries stay, as many as the budget has room for: the protected ones, the `recent` last, and the best of
+    the others by scores `[kv_heads, S]`. Bool `[kv_heads, S]`."""
     stays = torch.zeros(suffix.stored, dtype=torch.bool, device=scores.device)
     stays[: suffix.protected] = True
     stays[suffix.stored - recent :] = True
-    return select(scores, stays, [suffix.budget if count is None else count] * len(scores))
+    return select(scores, stays, [suffix.budget] * len(scores))
 
 
 def numbers_of(mask: Tensor) -> Tensor:
