@@ -94,21 +94,31 @@ class Buffered(Absorber, Protocol):
 
 
 @dataclass(frozen=True)
-class Policy(ABC):
-    """One layer in, one reduced layer out.
-
-    Raise `version` by hand whenever the entries that a policy chooses can change; it is part of a cache's identity.
-    `source` names the paper, `advice` says when to choose the policy. Users see the class docstring's first paragraph
-    as the policy's summary. `by_position` says that it chooses by positions alone, whatever keys and values there are;
-    `shared_by_heads`, that every head of a layer keeps the same tokens, so that budgets per head mean nothing;
-    `merges`, that an entry it keeps may stand for several tokens. `indexes`, that it makes an index of what it keeps,
-    `prunes`, that it stores keys without some of their channels, and `sets_precision`, that its records say how many
-    entries have more bits under codec `mixed:share=policy`: so it has work where the budget is the whole document.
-    """
+class Parametric(ABC):
+    """What policies, suffix policies and selectors have in common. `source` names the paper, `advice` says when to
+    choose it. Users see the class docstring's first paragraph as its summary."""
 
     name: ClassVar[str]
     source: ClassVar[str]
     advice: ClassVar[str] = ""
+
+    def parameters(self) -> dict[str, Any]:
+        """The parameters as used."""
+        return {f.name: getattr(self, f.name) for f in parameter_fields(type(self))}
+
+
+@dataclass(frozen=True)
+class Policy(Parametric):
+    """One layer in, one reduced layer out.
+
+    Raise `version` by hand whenever the entries that a policy chooses can change; it is part of a cache's identity.
+    `by_position` says that it chooses by positions alone, whatever keys and values there are; `shared_by_heads`, that
+    every head of a layer keeps the same tokens, so that budgets per head mean nothing; `merges`, that an entry it keeps
+    may stand for several tokens. `indexes`, that it makes an index of what it keeps, `prunes`, that it stores keys
+    without some of their channels, and `sets_precision`, that its records say how many entries have more bits under
+    codec `mixed:share=policy`: so it has work where the budget is the whole document.
+    """
+
     version: ClassVar[int] = 1
     takes_budget: ClassVar[bool] = True
     by_position: ClassVar[bool] = False
@@ -206,10 +216,6 @@ class Policy(ABC):
                 param="compression_ratio",
             )
         return self
-
-    def parameters(self) -> dict[str, Any]:
-        """The parameters as used."""
-        return {f.name: getattr(self, f.name) for f in parameter_fields(type(self))}
 
     @classmethod
     def build(cls, given: Mapping[str, Any], known: Mapping[str, type[Policy]]) -> Self:  # noqa: ARG003

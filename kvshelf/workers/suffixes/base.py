@@ -8,7 +8,7 @@ policy.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.kernels.select import select
-from kvshelf.workers.policies.base import parameter, parameter_fields, require_parameters
+from kvshelf.workers.policies.base import Parametric, parameter, require_parameters
 
 DEFAULT_BUDGET = 512
 """Entries that an answer keeps by default, beside those that are protected."""
@@ -62,9 +62,8 @@ class Reduction:
 
 
 @dataclass(frozen=True)
-class SuffixPolicy(ABC):
-    """Bounds one answer's suffix to `budget` entries of a KV head, and `interval` more between two reductions. See
-    `Policy` for `source` and `advice`.
+class SuffixPolicy(Parametric):
+    """Bounds one answer's suffix to `budget` entries of a KV head, and `interval` more between two reductions.
 
     Only tokens of the answer are observed, and the suffix is reduced after the answer's tokens alone: how a question is
     cut into steps depends on the other rows of a batch, and an answer must not.
@@ -73,9 +72,6 @@ class SuffixPolicy(ABC):
     the numbers that it notes of each entry, with the value of a new one.
     """
 
-    name: ClassVar[str]
-    source: ClassVar[str]
-    advice: ClassVar[str] = ""
     observes: ClassVar[bool] = False
     columns: ClassVar[Mapping[str, float]] = {}
 
@@ -95,7 +91,7 @@ class SuffixPolicy(ABC):
         """Whether it observes the attention of this token of the answer, counted from 1."""
         return self.observes
 
-    def observe(self, columns: Columns, weights: Tensor, positions: Tensor, answered: int) -> None:  # noqa: B027
+    def observe(self, columns: Columns, weights: Tensor, positions: Tensor, answered: int) -> None:
         """Note what the newest token gave to each entry, itself included. weights: `[kv_heads, group, S]` fp32, shares
         of its attention to document and suffix together. positions: as of a `Suffix`. answered: the token's number in
         the answer, counted from 1. Changes `columns` in place."""
@@ -103,10 +99,6 @@ class SuffixPolicy(ABC):
     @abstractmethod
     def reduce(self, suffix: Suffix) -> Reduction:
         """What stays of a suffix with more entries than the budget: at most the budget. Same suffix, same result."""
-
-    def parameters(self) -> dict[str, Any]:
-        """The parameters as used."""
-        return {f.name: getattr(self, f.name) for f in parameter_fields(type(self))}
 
     @classmethod
     def build(cls, given: Mapping[str, Any]) -> Self:
