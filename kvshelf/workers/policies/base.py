@@ -66,7 +66,8 @@ def pooling_kernel(default: int) -> Any:
 
 class Absorber(Protocol):
     """Compresses a document by a policy while it is read, chunk by chunk: tokens that wait until the policy has enough
-    of them (`Buffered`), or whole chunks, each judged by a probe behind it (`blocks.BlockAbsorber`)."""
+    of them (`partitions.PartitionAbsorber`), or whole chunks, each judged by a probe behind it
+    (`blocks.BlockAbsorber`)."""
 
     @property
     def mode(self) -> str:
@@ -79,18 +80,6 @@ class Absorber(Protocol):
     @property
     def chunks(self) -> Sequence[int]:
         """Tokens of each forward pass; they add up to the document."""
-
-
-class Buffered(Absorber, Protocol):
-    """One that needs no queries."""
-
-    def absorb(self, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Judge the oldest tokens that are not yet reduced; None if more tokens must come first.
-
-        keys: `[kv_heads, T, D]`, values: `[kv_heads, T, Dv]`: the tokens not yet reduced, from position `start`.
-        Returns which of the first n stay, a mask `[kv_heads, n]` with equally many set in every head, and the
-        importance of these n tokens, the same shape, fp32.
-        """
 
 
 @dataclass(frozen=True)
