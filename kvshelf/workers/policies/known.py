@@ -29,7 +29,7 @@ def policy_info(name: str) -> PolicyInfo:
     """One policy. Raises `InvalidRequest` for an unknown name."""
     known = {info.name: info for info in catalog()}
     if name not in known:
-        raise unknown(name, known)
+        raise unknown("policy", name, known, "policy")
     return known[name]
 
 

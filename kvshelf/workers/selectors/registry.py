@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvshelf.errors import InvalidRequest, nearest
+from kvshelf.errors import InvalidRequest
 from kvshelf.workers.policies.base import require_parameters
 from kvshelf.workers.policies.installed import installed
+from kvshelf.workers.policies.parameters import unknown
 from kvshelf.workers.policies.registry import POLICIES, paragraphs, parameters_of
 from kvshelf.workers.selectors.base import Selector, UnitSelector
 from kvshelf.workers.selectors.by_policy import ByPolicy, can_select
@@ -45,10 +46,7 @@ def build(method: str, params: Mapping[str, Any]) -> Selector:
         return UNIT_SELECTORS[method].build(params)
     policy = "sage" if method == "sage" else method.removeprefix(_PREFIX)
     if method not in names():
-        raise InvalidRequest(
-            f"unknown selector {method!r}{nearest(method, names())}; this version has {', '.join(names())}",
-            param="select.method",
-        )
+        raise unknown("selector", method, names(), "select.method")
     cls = POLICIES[policy]
     if "probe" in params:
         raise InvalidRequest("a selector observes the question, and takes no probe", param="select.params.probe")
