@@ -11,13 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from enum import Flag, auto
-from itertools import accumulate
 from typing import Any, ClassVar, Literal, Protocol, Self, get_args, get_type_hints
 
 from torch import Tensor
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported, nearest
 from kvshelf.kernels.select import importance_of, keep_best, of_entries, pack
+from kvshelf.store.artifact.packed import offsets_of
 from kvshelf.store.artifact.records import Entries, Kept
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.parameters import check, require_held
@@ -262,8 +262,7 @@ class ScoringPolicy(Policy):
         whole = LayerBudget(budget.per_head * (len(of_all) // layer.kv_heads))
         counts = layer.own_heads(self.counts(layer, of_all, protected, whole))
         keys, values, positions, importance = keep_best(layer.keys, layer.values, scores, protected, counts)
-        offsets = tuple(accumulate(counts, initial=0))
-        return Kept(keys=keys, values=values, entries_at=positions, offsets=offsets, importance=importance)
+        return Kept(keys=keys, values=values, entries_at=positions, offsets=offsets_of(counts), importance=importance)
 
 
 @dataclass(frozen=True)
@@ -326,7 +325,7 @@ def keep(layer: LayerView, mask: Tensor, importance: Tensor | None = None, count
         keys=keys,
         values=values,
         entries_at=positions,
-        offsets=tuple(accumulate(lengths, initial=0)),
+        offsets=offsets_of(lengths),
         importance=positions.float() if importance is None else of_entries(importance, positions, lengths),
     )
 
