@@ -140,10 +140,18 @@ def _ours(queries: Tensor, prefixes: Sequence[Sequence[Prefix]], layout: BatchLa
     ]
 
 
-def _takes(queries: Tensor, states: Tensor, rows: int = 1) -> bool:
-    """Whether C can attend with `rows` query rows of a KV head to plain states `[..., D]`. C receives only addresses,
-    so dtype, strides and sizes are checked here."""
-    return _takes_rows(queries, states, states.shape[-1], rows)
+def _takes(queries: Tensor, states: Rows, rows: int = 1, dim: int | None = None) -> bool:
+    """Whether C can attend with `rows` query rows of a KV head to keys or values `[..., D]`. C receives only addresses,
+    so dtype, strides and sizes are checked here. dim: channels that the queries must have; None: D."""
+    # C reads scales for 16 channels at once: these channels must be in 16 groups ("tokens") or in one.
+    if isinstance(states, QuantizedRows):
+        sound = states.axis == "tokens" or (states.group % LANES == 0 and states.num_channels in WIDTHS)
+    else:
+        sound = states.stride(-1) == 1
+    few = rows <= FEW_ROWS or queries.dtype == torch.float32
+    dim = states.shape[-1] if dim is None else dim
+    alike = states.dtype == queries.dtype and queries.shape[-1] == dim
+    return sound and few and alike and queries.dtype in TYPES and dim in WIDTHS
 
 
 def attend_shares(
@@ -185,22 +193,8 @@ def _looked_at(prefix: Prefix, queries: Tensor, rows: int) -> bool:
         return chosen and _is_ours(prefix.base, queries, rows)
     if not isinstance(prefix, PackedPrefix | StackedPrefix) or type(prefix.keys) is not type(prefix.values):
         return False
-    key_dim = prefix.keys.shape[-1] if channels_of(prefix) is None else queries.shape[-1]  # pruned keys may have fewer
-    return _takes_rows(queries, prefix.keys, key_dim, rows) and _takes_rows(
-        queries, prefix.values, prefix.values.shape[-1], rows
-    )
-
-
-def _takes_rows(queries: Tensor, states: Rows, dim: int, rows: int) -> bool:
-    """dim: channels that the queries must have."""
-    # C reads scales for 16 channels at once: these channels must be in 16 groups ("tokens") or in one.
-    if isinstance(states, QuantizedRows):
-        sound = states.axis == "tokens" or (states.group % LANES == 0 and states.num_channels in WIDTHS)
-    else:
-        sound = states.stride(-1) == 1
-    few = rows <= FEW_ROWS or queries.dtype == torch.float32
-    alike = states.dtype == queries.dtype and queries.shape[-1] == dim
-    return sound and few and alike and queries.dtype in TYPES and dim in WIDTHS
+    dim = None if channels_of(prefix) is None else queries.shape[-1]  # pruned keys may have fewer
+    return _takes(queries, prefix.keys, rows, dim) and _takes(queries, prefix.values, rows)
 
 
 class Scratch:
