@@ -289,7 +289,7 @@ class ProbedPolicy(Policy):
         end = document.end
         if document.questions:
             return [ProbePass(ids, end) for ids in document.questions]
-        ids = document.suffix if self.probe is None else encoded(self.probe, document, "policy_params.probe")
+        ids = document.suffix if self.probe is None else encoded(self.probe, document)
         return [ProbePass(ids, end)] if ids else []
 
     def probe_text(self, document: DocumentView) -> str:
@@ -330,17 +330,18 @@ def keep(layer: LayerView, mask: Tensor, importance: Tensor | None = None, count
     )
 
 
-def encoded(text: str, document: DocumentView, param: str) -> tuple[int, ...]:
+def encoded(probe: str, document: DocumentView) -> tuple[int, ...]:
     """Token ids of a probe text. Raises `InvalidRequest` without a tokenizer, and for a text that is too long."""
-    if not text:
+    if not probe:
         return ()
-    if len(text.encode()) > MAX_PROBE_BYTES:
+    param, nbytes = "policy_params.probe", len(probe.encode())
+    if nbytes > MAX_PROBE_BYTES:
         raise InvalidRequest(
-            f"{param} has {len(text.encode())} bytes, and a probe may have {MAX_PROBE_BYTES}; shorten it", param=param
+            f"{param} has {nbytes} bytes, and a probe may have {MAX_PROBE_BYTES}; shorten it", param=param
         )
     if document.text is None:
         raise InvalidRequest(f"{param} is a text, and this engine has no tokenizer to encode it", param=param)
-    return tuple(document.text.encode(text))
+    return tuple(document.text.encode(probe))
 
 
 def require_parameters(cls: type, owner: str, given: Mapping[str, Any], param: str) -> None:
