@@ -53,13 +53,6 @@ INLINE Floats codes_of(const uint8_t *row, const int64_t c, const int bits) {
     return __builtin_convertvector((Ints)code, Floats);
 }
 
-INLINE float of_bf16(const uint16_t *x) {
-    const uint32_t bits = (uint32_t)*x << 16;
-    float number;
-    memcpy(&number, &bits, sizeof number);
-    return number;
-}
-
 /* The nearest bf16 to each number, half to even; what is not a number stays none. */
 INLINE Floats nearest_bf16(const Floats x) {
     const Ints bits = (Ints)x, nearest = (bits + 0x7fff + ((bits >> 16) & 1)) & ~0xffff;
@@ -91,8 +84,8 @@ INLINE void dequantize_as(const HeadRows *rows, const Layout *layout, const int6
                 *(FloatsAnywhere *)(out + c) = type == FP32 ? x : nearest_bf16(x);
                 continue;
             }
-            const Floats scale = by_tokens ? load(rows->scales, g, BF16) : spread(of_bf16(rows->scales + g));
-            const Floats zero = by_tokens ? load(rows->zeros, g, BF16) : spread(of_bf16(rows->zeros + g));
+            const Floats scale = by_tokens ? load(rows->scales, g, BF16) : spread(number_at(rows->scales, g, BF16));
+            const Floats zero = by_tokens ? load(rows->zeros, g, BF16) : spread(number_at(rows->zeros, g, BF16));
             /* A code has 8 bits at most and a scale as many: their product is exact, fused with the sum or not. */
             const Floats x = codes_of(row, c, bits) * scale + zero;
             *(FloatsAnywhere *)(out + c) = type == FP32 ? x : nearest_bf16(x);

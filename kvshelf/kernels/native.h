@@ -46,6 +46,15 @@ INLINE Floats load(const void *data, int64_t at, int type) {
     return (Floats)(__builtin_convertvector(halves, Ints) << 16);
 }
 
+/* Number `at` of `data`, as fp32. */
+INLINE float number_at(const void *data, int64_t at, int64_t type) {
+    if (type == FP32) return ((const float *)data)[at];
+    const uint32_t bits = (uint32_t)((const uint16_t *)data)[at] << 16;
+    float number;
+    memcpy(&number, &bits, sizeof number);
+    return number;
+}
+
 /* Eight numbers of a vector, from `at` on. By a copy, which no compiler makes: GCC before 12 has no
    __builtin_shufflevector. */
 INLINE Eight eight_of(const Floats x, const int at) {

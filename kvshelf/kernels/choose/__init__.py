@@ -21,8 +21,6 @@ from torch import Tensor
 from kvshelf.kernels.checks import require
 from kvshelf.kernels.dispatch import implementation
 
-__all__ = ["Choice", "Chosen", "Units", "better_half", "choose"]
-
 
 @dataclass(frozen=True, eq=False)
 class Units:

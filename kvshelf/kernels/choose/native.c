@@ -5,14 +5,6 @@
 
 enum { MOST_WIDTH = 256 };
 
-INLINE float number_at(const void *data, int64_t at, int64_t type) {
-    if (type == FP32) return ((const float *)data)[at];
-    const uint32_t bits = (uint32_t)((const uint16_t *)data)[at] << 16;
-    float number;
-    memcpy(&number, &bits, sizeof number);
-    return number;
-}
-
 /* `count` numbers from element `at` of `data`, fewer than a vector has; the last ones of a table have nothing behind. */
 static Floats few(const void *data, int64_t at, int64_t count, int type) {
     Floats found = {0};

@@ -17,8 +17,6 @@ from torch import Tensor
 from kvshelf.kernels.checks import require, require_states
 from kvshelf.kernels.dispatch import implementation
 
-__all__ = ["column_sums"]
-
 
 def column_sums(
     queries: Tensor,

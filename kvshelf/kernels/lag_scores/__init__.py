@@ -7,8 +7,6 @@ from torch import Tensor
 from kvshelf.kernels.checks import require, require_states
 from kvshelf.kernels.dispatch import implementation
 
-__all__ = ["lag_scores"]
-
 
 def lag_scores(keys: Tensor, values: Tensor, lag: int, *, own_scale: bool = False, value_weight: float = 1.0) -> Tensor:
     """LagKV's equation 11 for all partitions but the last: the score of keys plus `value_weight` times that of values.

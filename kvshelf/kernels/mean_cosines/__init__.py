@@ -8,8 +8,6 @@ from torch import Tensor
 from kvshelf.kernels.checks import require_states
 from kvshelf.kernels.dispatch import implementation
 
-__all__ = ["mean_cosines"]
-
 
 def mean_cosines(states: Tensor) -> Tensor:
     """cos(x_j, sum_i x_i / |x_i|) of each row x_j of a head.

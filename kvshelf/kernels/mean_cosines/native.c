@@ -39,25 +39,17 @@ INLINE void each_row(const Cosines *t, const int64_t i, const int type, const in
     if (!second) memcpy(t->sums + i * dim, parts, dim * sizeof *t->sums);
 }
 
-static void directions_of_block(const void *context, int64_t i) {
+static void pass_over_block(const void *context, int64_t i) {
     const Cosines *t = context;
-    if (t->states.type == FP32)
-        each_row(t, i, FP32, 0);
-    else
-        each_row(t, i, BF16, 0);
-}
-
-static void cosines_of_block(const void *context, int64_t i) {
-    const Cosines *t = context;
-    if (t->states.type == FP32)
-        each_row(t, i, FP32, 1);
-    else
-        each_row(t, i, BF16, 1);
+#define FORM(TYPE, SECOND) \
+    if (t->states.type == TYPE && (t->axes != 0) == SECOND) return each_row(t, i, TYPE, SECOND);
+    FORM(FP32, 0) FORM(FP32, 1) FORM(BF16, 0) FORM(BF16, 1)
+#undef FORM
 }
 
 /* The first pass, where `axes` is null, and the second. sizes: as of `kvshelf_row_norms`, of at most 256 channels. */
 EXPORT void kvshelf_mean_cosines(const void *states, float *inverses, float *sums, const float *axes, float *cosines,
                                  const int64_t *sizes, int type, int threads) {
     const Cosines t = {{states, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], type}, inverses, sums, axes, cosines};
-    for_each(t.states.heads * blocks_of(&t.states), threads, axes ? cosines_of_block : directions_of_block, &t);
+    for_each(t.states.heads * blocks_of(&t.states), threads, pass_over_block, &t);
 }

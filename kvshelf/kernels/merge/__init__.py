@@ -11,8 +11,6 @@ from torch import Tensor
 from kvshelf.kernels.checks import require, require_states
 from kvshelf.kernels.dispatch import implementation
 
-__all__ = ["merge_weighted", "nearest_pair"]
-
 
 def nearest_pair(
     keys: Tensor,

@@ -18,7 +18,6 @@ from kvshelf.kernels.prefix_attention import eager
 from kvshelf.kernels.prefix_attention.native import Scratch, attention_part
 from kvshelf.kernels.prefix_attention.prefixes import (
     BatchLayout,
-    Block,
     LogitRules,
     MergedPrefix,
     PackedPrefix,
@@ -32,7 +31,6 @@ from kvshelf.kernels.prefix_attention.prefixes import (
 
 __all__ = [
     "BatchLayout",
-    "Block",
     "LogitRules",
     "MergedPrefix",
     "PackedPrefix",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -213,9 +214,10 @@ def attend_prefix(rows: Tensor, prefix: Prefix, rules: LogitRules) -> tuple[Tens
     assert rules.since is None, "the last tokens of a document are one plain prefix"
     match prefix:
         case PackedPrefix(lengths=lengths):
-            heads = [_attend_packed(rows[0, h], prefix, h, lengths[h], rules) for h in range(len(lengths))]
+            heads = [_attend_packed(rows[0, h], *head, lengths[h], rules) for h, head in enumerate(prefix.heads)]
         case StreamedPrefix(lengths=lengths):
-            heads = [_attend_streamed(rows[0, h], prefix, h, lengths[h], rules) for h in range(len(lengths))]
+            blocks = [partial(prefix.block, h) for h in range(len(lengths))]
+            heads = [_attend_blocks(rows[0, h], block, lengths[h], rules) for h, block in enumerate(blocks)]
         case SelectedPrefix():
             heads = [_attend_selected(rows[0, h], *prefix.head(h), rules) for h in range(len(prefix.lengths))]
         case MergedPrefix():
@@ -232,25 +234,21 @@ def _hidden(rules: LogitRules, length: int) -> Tensor | None:
 
 
 def _attend_packed(
-    rows: Tensor, prefix: PackedPrefix, head: int, length: int, rules: LogitRules
+    rows: Tensor, keys: Tensor | HeadRows, values: Tensor | HeadRows, length: int, rules: LogitRules
 ) -> tuple[Tensor, Tensor]:
-    keys, values = prefix.heads[head]
     if isinstance(keys, Tensor) and isinstance(values, Tensor):
         return _attend_head(rows, keys, values, rules)
-    out, lse = _attend_head(rows, keys[:_ROWS_PER_BLOCK], values[:_ROWS_PER_BLOCK], rules)
-    for start in range(_ROWS_PER_BLOCK, length, _ROWS_PER_BLOCK):
-        block = slice(start, start + _ROWS_PER_BLOCK)
-        out, lse = combine(out, lse, *_attend_head(rows, keys[block], values[block], rules))
-    return out, lse
+    return _attend_blocks(rows, lambda start, stop: (keys[start:stop], values[start:stop]), length, rules)
 
 
-def _attend_streamed(
-    rows: Tensor, prefix: StreamedPrefix, head: int, length: int, rules: LogitRules
+def _attend_blocks(
+    rows: Tensor, block: Callable[[int, int], tuple[Tensor, Tensor]], length: int, rules: LogitRules
 ) -> tuple[Tensor, Tensor]:
-    out, lse = _attend_head(rows, *prefix.block(head, 0, min(_ROWS_PER_BLOCK, length)), rules)
+    """The `length` keys and values of a head that `block(start, stop)` makes readable."""
+    out, lse = _attend_head(rows, *block(0, min(_ROWS_PER_BLOCK, length)), rules)
     for start in range(_ROWS_PER_BLOCK, length, _ROWS_PER_BLOCK):
-        block = prefix.block(head, start, min(start + _ROWS_PER_BLOCK, length))
-        out, lse = combine(out, lse, *_attend_head(rows, *block, rules))
+        more = block(start, min(start + _ROWS_PER_BLOCK, length))
+        out, lse = combine(out, lse, *_attend_head(rows, *more, rules))
     return out, lse
 
 

@@ -150,10 +150,7 @@ static void read_query(const Call *a, const Run *run, int64_t r, float *query) {
     const int64_t from = query_of(a, run, r) * a->dim, dim = a->key_layout.dim;
     for (int64_t c = 0; c < whole(dim); c++) {
         const int64_t at = from + (c < dim && run->channels ? run->channels[c] : c);
-        if (c >= dim)
-            query[c] = 0;
-        else
-            query[c] = a->type == FP32 ? ((const float *)a->queries)[at] : of_bf16((const uint16_t *)a->queries + at);
+        query[c] = c < dim ? number_at(a->queries, at, a->type) : 0;
     }
 }
 

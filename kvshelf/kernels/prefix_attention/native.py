@@ -95,8 +95,8 @@ def attention_part(
     grouped = queries.view(tokens, keys.shape[1], -1, dim)
     if not (_takes_all(grouped, suffixes, layout) and all(_ours(grouped, prefixes, layout))):
         return None
-    shape = (tokens, keys.shape[1], grouped.shape[2], dim)
-    found, held = _attention(queries.dtype, shape, prefixes, suffixes, layout, rules.within(layout), scratch, weights)
+    rules = rules.within(layout)
+    found, held = _attention(queries.dtype, grouped.shape, prefixes, suffixes, layout, rules, scratch, weights)
     found.queries, found.out = queries.data_ptr(), out.data_ptr()
     (found.keys, found.key_step), (found.values, found.value_step) = (
         (each.data_ptr(), each.stride(0)) for each in (keys, values)
@@ -140,15 +140,18 @@ def _ours(queries: Tensor, prefixes: Sequence[Sequence[Prefix]], layout: BatchLa
     ]
 
 
-def _takes(queries: Tensor, states: Tensor, rows: int = 1) -> bool:
-    """Whether C can attend with `rows` query rows of a KV head to plain states `[..., D]`. C receives only addresses,
-    so dtype, strides and sizes are checked here."""
-    return _takes_rows(queries, states, states.shape[-1], rows)
-
-
-def _fits(queries: Tensor, dim: int, rows: int) -> bool:
+def _takes(queries: Tensor, states: Rows, rows: int = 1, dim: int | None = None) -> bool:
+    """Whether C can attend with `rows` query rows of a KV head to keys or values `[..., D]`. C receives only addresses,
+    so dtype, strides and sizes are checked here. dim: channels that the queries must have; None: D."""
+    # C reads scales for 16 channels at once: these channels must be in 16 groups ("tokens") or in one.
+    if isinstance(states, QuantizedRows):
+        sound = states.axis == "tokens" or (states.group % LANES == 0 and states.num_channels in WIDTHS)
+    else:
+        sound = states.stride(-1) == 1
     few = rows <= FEW_ROWS or queries.dtype == torch.float32
-    return few and queries.dtype in TYPES and queries.shape[-1] == dim and dim in WIDTHS
+    dim = states.shape[-1] if dim is None else dim
+    alike = states.dtype == queries.dtype and queries.shape[-1] == dim
+    return sound and few and alike and queries.dtype in TYPES and dim in WIDTHS
 
 
 def attend_shares(
@@ -190,20 +193,8 @@ def _looked_at(prefix: Prefix, queries: Tensor, rows: int) -> bool:
         return chosen and _is_ours(prefix.base, queries, rows)
     if not isinstance(prefix, PackedPrefix | StackedPrefix) or type(prefix.keys) is not type(prefix.values):
         return False
-    key_dim = prefix.keys.shape[-1] if channels_of(prefix) is None else queries.shape[-1]  # pruned keys may have fewer
-    return _takes_rows(queries, prefix.keys, key_dim, rows) and _takes_rows(
-        queries, prefix.values, prefix.values.shape[-1], rows
-    )
-
-
-def _takes_rows(queries: Tensor, states: Rows, dim: int, rows: int) -> bool:
-    """dim: channels that the queries must have."""
-    # C reads scales for 16 channels at once: these channels must be in 16 groups ("tokens") or in one.
-    if isinstance(states, QuantizedRows):
-        sound = states.axis == "tokens" or (states.group % LANES == 0 and states.num_channels in WIDTHS)
-    else:
-        sound = states.stride(-1) == 1
-    return sound and states.dtype == queries.dtype and _fits(queries, dim, rows)
+    dim = None if channels_of(prefix) is None else queries.shape[-1]  # pruned keys may have fewer
+    return _takes(queries, prefix.keys, rows, dim) and _takes(queries, prefix.values, rows)
 
 
 class Scratch:
@@ -261,17 +252,15 @@ def _part(
 ) -> Part:
     """queries: `[N, kv_heads, group, D]` contiguous. results: output, as the queries, and log-sum-exps without D, both
     fp32; without prefixes they hold what these gave."""
-    tokens, kv_heads, group, dim = queries.shape
-    out, lse = results
-    shape = tokens, kv_heads, group, dim
-    found, held = _attention(queries.dtype, shape, prefixes, suffixes, layout, rules, Scratch(), weights)
-    found.queries, found.out, found.lse = queries.data_ptr(), out.data_ptr(), lse.data_ptr()
+    found, held = _attention(queries.dtype, queries.shape, prefixes, suffixes, layout, rules, Scratch(), weights)
+    found.queries = queries.data_ptr()
+    found.out, found.lse = (each.data_ptr() for each in results)
     return Part(0, ctypes.addressof(found), (found, held, queries, results))
 
 
 def _attention(
     dtype: torch.dtype,
-    shape: tuple[int, int, int, int],
+    shape: Sequence[int],
     prefixes: Sequence[Sequence[Prefix]],
     suffixes: Sequence[tuple[Tensor, Tensor]],
     layout: BatchLayout,
@@ -279,7 +268,8 @@ def _attention(
     scratch: Scratch,
     weights: Sequence[Tensor | None],
 ) -> tuple[_Attention, object]:
-    """Without queries and results but for the log-sum-exps, which are in the scratch; and what it points to."""
+    """Without queries and results but for the log-sum-exps, which are in the scratch; and what it points to. shape: of
+    the queries, `[N, kv_heads, group, D]`."""
     tokens, kv_heads, group, dim = shape
     found = _Attention(tokens=tokens, kv_heads=kv_heads, group=group, dim=dim, type=TYPES[dtype])
     found.scale, found.softcap = rules.scale, rules.softcap

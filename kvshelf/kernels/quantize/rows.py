@@ -63,11 +63,8 @@ class HeadRows(_Coded):
 
     def _picked(self, rows: Tensor) -> Tensor:
         """Rows in any order. Each row gets a copy of its group's scales: it becomes its own group."""
-        if self.axis == "channels":
-            own = replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=self.zeros[rows])
-        else:
-            groups = rows // self.group
-            own = replace(self, codes=self.codes[rows], scales=self.scales[groups], zeros=self.zeros[groups], group=1)
+        groups, group = (rows // self.group, 1) if self.axis == "tokens" else (rows, self.group)
+        own = replace(self, codes=self.codes[rows], scales=self.scales[groups], zeros=self.zeros[groups], group=group)
         return own[:]
 
 

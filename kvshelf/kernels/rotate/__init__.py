@@ -8,8 +8,6 @@ from torch import Tensor
 from kvshelf.kernels.checks import require, require_states
 from kvshelf.kernels.dispatch import implementation
 
-__all__ = ["rotate"]
-
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor, partners: Tensor) -> Tensor:
     """out[n, c] = x[n, c] cos[n, c] + x[n, partners[c]] sin[n, c], in fp32, for each head.

@@ -8,8 +8,6 @@ from torch import Tensor
 from kvshelf.kernels.checks import require_states
 from kvshelf.kernels.dispatch import implementation
 
-__all__ = ["row_norms"]
-
 
 def row_norms(states: Tensor) -> Tensor:
     """The Euclidean norm of each row, sqrt(sum_d x_d^2).

@@ -17,9 +17,8 @@ def row_norms(states: Tensor) -> Tensor:
     """See `kvshelf.kernels.row_norms`."""
     if states.dtype not in TYPES:
         return eager.row_norms(states)
-    native = compiled()
     norms = torch.empty(states.shape[:2], dtype=torch.float32)
-    native.kvshelf_row_norms(
+    compiled().kvshelf_row_norms(
         pointer(states), pointer(norms), row_sizes(states), TYPES[states.dtype],
         torch.get_num_threads(),
     )  # fmt: skip

@@ -29,12 +29,6 @@ def _ranked_at(ranked: Tensor, places: Sequence[int]) -> Tensor:
     return ranked.topk(last, dim=1).values.gather(1, (at - 1).clamp_min(0))
 
 
-def count(mask: Tensor) -> list[int]:
-    """How many entries are set in each row of a mask `[rows, N]`."""
-    counts: list[int] = mask.sum(dim=1).tolist()
-    return counts
-
-
 def pack(keys: Tensor, values: Tensor, mask: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
     """See `kvshelf.kernels.select.pack`."""
     heads, positions = mask.nonzero().unbind(dim=1)

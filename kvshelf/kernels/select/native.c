@@ -46,11 +46,6 @@ EXPORT void kvshelf_select(const float *scores, const uint8_t *protected, const 
     for_each(rows, threads, select_row, &a);
 }
 
-/* How many are set in each row of a mask. */
-EXPORT void kvshelf_count(const uint8_t *mask, int64_t rows, int64_t length, int64_t *counts) {
-    for (int64_t row = 0; row < rows; row++) counts[row] = count(mask + row * length, length);
-}
-
 typedef struct {
     const uint8_t *mask;  /* [heads, length] */
     const int64_t *begin; /* [heads + 1]: where each head's entries go */

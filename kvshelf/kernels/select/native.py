@@ -20,36 +20,25 @@ from kvshelf.kernels.native import compiled, pointer
 
 def select(scores: Tensor, protected: Tensor, counts: Sequence[int]) -> Tensor:
     """See `kvshelf.kernels.select.select`."""
-    native = compiled()
     mask = torch.empty(scores.shape, dtype=torch.bool)
     ranks = torch.empty(scores.shape, dtype=torch.int32)
     scores, protected = scores.contiguous(), protected.contiguous()
     rows, length = scores.shape
-    native.kvshelf_select(
+    compiled().kvshelf_select(
         pointer(scores), pointer(protected), (ctypes.c_int64 * rows)(*counts), pointer(mask), pointer(ranks),
         ctypes.c_int64(rows), ctypes.c_int64(length), torch.get_num_threads(),
     )  # fmt: skip
     return mask
 
 
-def count(mask: Tensor) -> list[int]:
-    """See `eager.count`."""
-    native = compiled()
-    mask = mask.contiguous()
-    counts = (ctypes.c_int64 * mask.shape[0])()
-    native.kvshelf_count(pointer(mask), ctypes.c_int64(mask.shape[0]), ctypes.c_int64(mask.shape[1]), counts)
-    return list(counts)
-
-
 def pack(keys: Tensor, values: Tensor, mask: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """See `kvshelf.kernels.select.pack`."""
-    native = compiled()
     mask = mask.contiguous()
     heads, length = mask.shape
     begin = list(accumulate(counts, initial=0))
     packed = [states.new_empty(begin[-1], states.shape[2]) for states in (keys, values)]
     positions = torch.empty(begin[-1], dtype=torch.int32)
-    native.kvshelf_pack(
+    compiled().kvshelf_pack(
         pointer(keys), pointer(values), pointer(mask), (ctypes.c_int64 * len(begin))(*begin), _strides(keys, values),
         *map(pointer, packed), pointer(positions), ctypes.c_int64(heads), ctypes.c_int64(length),
         torch.get_num_threads(),
@@ -61,7 +50,6 @@ def keep_best(
     keys: Tensor, values: Tensor, scores: Tensor, protected: Tensor, counts: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
     """See `kvshelf.kernels.select.keep_best`. None where a head keeps fewer than are protected."""
-    native = compiled()
     scores, protected = scores.contiguous(), protected.contiguous()
     heads, length = scores.shape
     begin = list(accumulate(counts, initial=0))
@@ -69,7 +57,7 @@ def keep_best(
     packed = [states.new_empty(begin[-1], states.shape[2]) for states in (keys, values)]
     positions = torch.empty(begin[-1], dtype=torch.int32)
     importance = torch.empty(begin[-1], dtype=torch.float32)
-    done = native.kvshelf_keep_best(
+    done = compiled().kvshelf_keep_best(
         pointer(keys), pointer(values), pointer(scores), pointer(protected), (ctypes.c_int64 * heads)(*counts),
         (ctypes.c_int64 * len(begin))(*begin), _strides(keys, values), pointer(mask), pointer(ranks),
         *map(pointer, packed), pointer(positions), pointer(importance), ctypes.c_int64(heads), ctypes.c_int64(length),

@@ -20,11 +20,6 @@ def select(scores: Tensor, protected: Tensor, counts: Sequence[int]) -> Tensor:
     return mask
 
 
-def count(mask: Tensor) -> list[int]:
-    """See `kvshelf.kernels.select.eager.count`."""
-    return [sum(row) for row in mask.tolist()]
-
-
 def pack(keys: Tensor, values: Tensor, mask: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """See `kvshelf.kernels.select.pack`."""
     kept = [(head, j) for head, row in enumerate(mask.tolist()) for j, is_kept in enumerate(row) if is_kept]

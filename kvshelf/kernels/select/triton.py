@@ -21,8 +21,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvshelf.kernels.select.eager import count as count  # nothing to gain: a device is waited for either way
-
 _SPAN = 256
 _TILE_BYTES = 8 * 1024
 """Of the keys or values that `pack` copies at a time: 64 bytes a thread. Twice as many spill under Triton 3.6."""

@@ -55,17 +55,15 @@ typedef struct {
     int largest; /* instead of sums */
 } Windows;
 
-INLINE Floats at(const float *data) { return *(const FloatsAnywhere *)data; }
-
 /* Softmax in place, but for the division; returns the factor that is left. `whole`: elements in whole vectors. */
 static float exponentials(float *row, int64_t width, int64_t whole) {
     Floats highest = spread(-INFINITY), mass = (Floats){0};
-    for (int64_t j = 0; j < whole; j += LANES) highest = larger(at(row + j), highest);
+    for (int64_t j = 0; j < whole; j += LANES) highest = larger(load(row, j, FP32), highest);
     float top = -INFINITY, rest = 0;
     for (int l = 0; l < LANES; l++) top = highest[l] > top ? highest[l] : top;
     for (int64_t j = whole; j < width; j++) top = row[j] > top ? row[j] : top;
     for (int64_t j = 0; j < whole; j += LANES) {
-        const Floats power = power_of_2((at(row + j) - top) * LOG2_E);
+        const Floats power = power_of_2((load(row, j, FP32) - top) * LOG2_E);
         *(FloatsAnywhere *)(row + j) = power;
         mass += power;
     }
@@ -85,7 +83,7 @@ static void add_part(const void *context, int64_t part) {
         float *row = a->logits + r * a->width;
         const float factor = exponentials(row, a->width, a->width - a->width % LANES);
         for (int64_t j = 0; j < whole; j += LANES) {
-            const Floats weight = at(row + j) * factor, old = at(partial + j);
+            const Floats weight = load(row, j, FP32) * factor, old = load(partial, j, FP32);
             *(FloatsAnywhere *)(partial + j) =
                 a->largest ? choose((old > weight) | (old != old), old, weight) : old + weight; /* NaN stays */
         }

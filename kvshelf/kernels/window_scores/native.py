@@ -29,9 +29,8 @@ def _multiply(rows: Tensor, keys: Tensor, out: Tensor) -> None:
 
 def _add_weights(scores: Tensor, logits: Tensor, spare: Tensor, reduce: str) -> None:
     """See `eager.add_weights`."""
-    native = compiled()
     rows, width = logits.shape
-    native.kvshelf_add_weights(
+    compiled().kvshelf_add_weights(
         pointer(logits), pointer(spare), pointer(scores), ctypes.c_int64(rows), ctypes.c_int64(width),
         ctypes.c_int64(len(scores)), reduce == "max", torch.get_num_threads(),
     )  # fmt: skip

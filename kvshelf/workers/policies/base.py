@@ -11,13 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from enum import Flag, auto
-from itertools import accumulate
 from typing import Any, ClassVar, Literal, Protocol, Self, get_args, get_type_hints
 
 from torch import Tensor
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported, nearest
 from kvshelf.kernels.select import importance_of, keep_best, of_entries, pack
+from kvshelf.store.artifact.packed import offsets_of
 from kvshelf.store.artifact.records import Entries, Kept
 from kvshelf.workers.policies.budgets import Budget, LayerBudget
 from kvshelf.workers.policies.parameters import check, require_held
@@ -66,7 +66,8 @@ def pooling_kernel(default: int) -> Any:
 
 class Absorber(Protocol):
     """Compresses a document by a policy while it is read, chunk by chunk: tokens that wait until the policy has enough
-    of them (`Buffered`), or whole chunks, each judged by a probe behind it (`blocks.BlockAbsorber`)."""
+    of them (`partitions.PartitionAbsorber`), or whole chunks, each judged by a probe behind it
+    (`blocks.BlockAbsorber`)."""
 
     @property
     def mode(self) -> str:
@@ -81,34 +82,32 @@ class Absorber(Protocol):
         """Tokens of each forward pass; they add up to the document."""
 
 
-class Buffered(Absorber, Protocol):
-    """One that needs no queries."""
-
-    def absorb(self, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Judge the oldest tokens that are not yet reduced; None if more tokens must come first.
-
-        keys: `[kv_heads, T, D]`, values: `[kv_heads, T, Dv]`: the tokens not yet reduced, from position `start`.
-        Returns which of the first n stay, a mask `[kv_heads, n]` with equally many set in every head, and the
-        importance of these n tokens, the same shape, fp32.
-        """
-
-
 @dataclass(frozen=True)
-class Policy(ABC):
-    """One layer in, one reduced layer out.
-
-    Raise `version` by hand whenever the entries that a policy chooses can change; it is part of a cache's identity.
-    `source` names the paper, `advice` says when to choose the policy. Users see the class docstring's first paragraph
-    as the policy's summary. `by_position` says that it chooses by positions alone, whatever keys and values there are;
-    `shared_by_heads`, that every head of a layer keeps the same tokens, so that budgets per head mean nothing;
-    `merges`, that an entry it keeps may stand for several tokens. `indexes`, that it makes an index of what it keeps,
-    `prunes`, that it stores keys without some of their channels, and `sets_precision`, that its records say how many
-    entries have more bits under codec `mixed:share=policy`: so it has work where the budget is the whole document.
-    """
+class Parametric(ABC):
+    """What policies, suffix policies and selectors have in common. `source` names the paper, `advice` says when to
+    choose it. Users see the class docstring's first paragraph as its summary."""
 
     name: ClassVar[str]
     source: ClassVar[str]
     advice: ClassVar[str] = ""
+
+    def parameters(self) -> dict[str, Any]:
+        """The parameters as used."""
+        return {f.name: getattr(self, f.name) for f in parameter_fields(type(self))}
+
+
+@dataclass(frozen=True)
+class Policy(Parametric):
+    """One layer in, one reduced layer out.
+
+    Raise `version` by hand whenever the entries that a policy chooses can change; it is part of a cache's identity.
+    `by_position` says that it chooses by positions alone, whatever keys and values there are; `shared_by_heads`, that
+    every head of a layer keeps the same tokens, so that budgets per head mean nothing; `merges`, that an entry it keeps
+    may stand for several tokens. `indexes`, that it makes an index of what it keeps, `prunes`, that it stores keys
+    without some of their channels, and `sets_precision`, that its records say how many entries have more bits under
+    codec `mixed:share=policy`: so it has work where the budget is the whole document.
+    """
+
     version: ClassVar[int] = 1
     takes_budget: ClassVar[bool] = True
     by_position: ClassVar[bool] = False
@@ -207,10 +206,6 @@ class Policy(ABC):
             )
         return self
 
-    def parameters(self) -> dict[str, Any]:
-        """The parameters as used."""
-        return {f.name: getattr(self, f.name) for f in parameter_fields(type(self))}
-
     @classmethod
     def build(cls, given: Mapping[str, Any], known: Mapping[str, type[Policy]]) -> Self:  # noqa: ARG003
         """Make the policy from a request's parameters. Raises `InvalidRequest` naming the parameter and its range.
@@ -267,8 +262,7 @@ class ScoringPolicy(Policy):
         whole = LayerBudget(budget.per_head * (len(of_all) // layer.kv_heads))
         counts = layer.own_heads(self.counts(layer, of_all, protected, whole))
         keys, values, positions, importance = keep_best(layer.keys, layer.values, scores, protected, counts)
-        offsets = tuple(accumulate(counts, initial=0))
-        return Kept(keys=keys, values=values, entries_at=positions, offsets=offsets, importance=importance)
+        return Kept(keys=keys, values=values, entries_at=positions, offsets=offsets_of(counts), importance=importance)
 
 
 @dataclass(frozen=True)
@@ -295,7 +289,7 @@ class ProbedPolicy(Policy):
         end = document.end
         if document.questions:
             return [ProbePass(ids, end) for ids in document.questions]
-        ids = document.suffix if self.probe is None else encoded(self.probe, document, "policy_params.probe")
+        ids = document.suffix if self.probe is None else encoded(self.probe, document)
         return [ProbePass(ids, end)] if ids else []
 
     def probe_text(self, document: DocumentView) -> str:
@@ -331,22 +325,23 @@ def keep(layer: LayerView, mask: Tensor, importance: Tensor | None = None, count
         keys=keys,
         values=values,
         entries_at=positions,
-        offsets=tuple(accumulate(lengths, initial=0)),
+        offsets=offsets_of(lengths),
         importance=positions.float() if importance is None else of_entries(importance, positions, lengths),
     )
 
 
-def encoded(text: str, document: DocumentView, param: str) -> tuple[int, ...]:
+def encoded(probe: str, document: DocumentView) -> tuple[int, ...]:
     """Token ids of a probe text. Raises `InvalidRequest` without a tokenizer, and for a text that is too long."""
-    if not text:
+    if not probe:
         return ()
-    if len(text.encode()) > MAX_PROBE_BYTES:
+    param, nbytes = "policy_params.probe", len(probe.encode())
+    if nbytes > MAX_PROBE_BYTES:
         raise InvalidRequest(
-            f"{param} has {len(text.encode())} bytes, and a probe may have {MAX_PROBE_BYTES}; shorten it", param=param
+            f"{param} has {nbytes} bytes, and a probe may have {MAX_PROBE_BYTES}; shorten it", param=param
         )
     if document.text is None:
         raise InvalidRequest(f"{param} is a text, and this engine has no tokenizer to encode it", param=param)
-    return tuple(document.text.encode(text))
+    return tuple(document.text.encode(probe))
 
 
 def require_parameters(cls: type, owner: str, given: Mapping[str, Any], param: str) -> None:

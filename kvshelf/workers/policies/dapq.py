@@ -47,7 +47,7 @@ class DapQ(ScoringPolicy):
         start = document.end + self.offset
         if document.questions:
             return [ProbePass(ids, start) for ids in document.questions]
-        ids = document.suffix if self.probe is None else encoded(self.probe, document, "policy_params.probe")
+        ids = document.suffix if self.probe is None else encoded(self.probe, document)
         text = ids or document.token_ids[-self.pseudo :]
         return [ProbePass(tuple(islice(cycle(text), self.pseudo)), start)]
 

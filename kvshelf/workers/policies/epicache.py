@@ -78,7 +78,7 @@ class EpiCache(BlockPolicy):
         return largest_weights(past.queries, past.keys, None, past.scaling)
 
     def _pass(self, document: DocumentView) -> tuple[int, ...]:
-        episode = encoded(self.probe or "", document, "policy_params.probe")
+        episode = encoded(self.probe or "", document)
         if document.text is None:
             return tuple(document.token_ids[-_OWN_END:])
         return (*document.text.encode(_INSTRUCTION), *document.suffix, *episode)

@@ -27,8 +27,13 @@ class ParameterInfo:
     odd: bool
 
 
-def parameter_of(said: Mapping[str, Any]) -> ParameterInfo:
-    """A parameter from its JSON."""
+def packaged(kind: Literal["policies", "selectors", "suffixes"]) -> list[dict[str, Any]]:
+    """The fields of each of ours, from the catalog.json that `scripts/publish_quality.py` writes from their classes."""
+    about = json.loads((files("kvshelf") / "workers" / kind / "catalog.json").read_text())
+    return [each | {"parameters": {name: _parameter(p) for name, p in each["parameters"].items()}} for each in about]
+
+
+def _parameter(said: Mapping[str, Any]) -> ParameterInfo:
     return ParameterInfo(**{**said, "choices": None if said["choices"] is None else tuple(said["choices"])})
 
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
-from importlib.resources import files
 from typing import Any
 
-from kvshelf.workers.policies.info import GROUP, PolicyInfo, measured_rows, parameter_of
+from kvshelf.workers.policies.info import GROUP, PolicyInfo, measured_rows, packaged
 from kvshelf.workers.policies.parameters import unknown
 
 
 def catalog() -> list[PolicyInfo]:
     """Every policy with its parameters, ranges and source.
 
-    Those of kvshelf come from catalog.json, which `scripts/publish_quality.py` writes from their classes. Those of
-    other packages come from their classes, and raise as `installed` does.
+    Those of kvshelf are `packaged`. Those of other packages come from their classes, and raise as `installed` does.
     """
     ours = list(_ours())
     if not entry_points(group=GROUP):
@@ -32,7 +29,7 @@ def policy_info(name: str) -> PolicyInfo:
     """One policy. Raises `InvalidRequest` for an unknown name."""
     known = {info.name: info for info in catalog()}
     if name not in known:
-        raise unknown(name, known)
+        raise unknown("policy", name, known, "policy")
     return known[name]
 
 
@@ -54,12 +51,4 @@ def compress_share(cost: str) -> float | None:
 
 @cache
 def _ours() -> tuple[PolicyInfo, ...]:
-    packaged = json.loads((files("kvshelf") / "workers" / "policies" / "catalog.json").read_text())
-    return tuple(
-        PolicyInfo(
-            **about
-            | {"parameters": {name: parameter_of(each) for name, each in about["parameters"].items()}}
-            | {"measured": measured_rows(about["name"])}
-        )
-        for about in packaged
-    )
+    return tuple(PolicyInfo(**about, measured=measured_rows(about["name"])) for about in packaged("policies"))

@@ -74,21 +74,18 @@ class KVzip(BlockPolicy):
     def score(self, layer: LayerView) -> Tensor:
         scores = torch.zeros(layer.kv_heads, layer.num_tokens, device=layer.keys.device)
         for index, (start, end) in enumerate(self.blocks(layer.document)):
-            before = min(self.sinks(layer.document), start)
+            before, probed = min(self.sinks(layer.document), start), layer.probes[index]
+            queries = layer.grouped(probed.queries)
             for head in range(layer.kv_heads):
                 keys = torch.cat([layer.keys[head, :before], layer.keys[head, start:end]])
-                scores[head, start:end] = self._largest(layer, index, head, keys)[before:]
+                found = largest_weights(queries[head], keys, probed.keys[head], layer.scaling)
+                scores[head, start:end] = found[before:]
         return scores
 
     def judged(self, past: Past) -> Tensor:
         keys = torch.cat([past.keys[: min(past.sinks, past.kept)], past.keys[past.kept :]])
         found = largest_weights(past.queries, keys, past.own_keys, past.scaling)
         return torch.cat([past.importance, found[len(keys) - past.block :]])
-
-    def _largest(self, layer: LayerView, index: int, head: int, keys: Tensor) -> Tensor:
-        """The largest weight that pass `index` gives to each of `keys` `[n, D]` in one GQA group: `[n]` fp32."""
-        probed = layer.probes[index]
-        return largest_weights(layer.grouped(probed.queries)[head], keys, probed.keys[head], layer.scaling)
 
     def _ask(self, document: DocumentView, lead: tuple[int, ...] | None) -> tuple[int, ...]:
         """The tokens that ask for a chunk: the first, or the one after `lead`."""

@@ -11,11 +11,11 @@ LARGEST: Final = 2**24
 """Largest legal number. No document has more tokens, and above it fp32 cannot represent every integer."""
 
 
-def unknown(policy: str, known: Iterable[str]) -> InvalidRequest:
-    """The error for a policy that is none of those known."""
+def unknown(kind: str, name: str, known: Iterable[str], param: str) -> InvalidRequest:
+    """The error for a policy, suffix policy or selector, as `kind` says, that is none of those known."""
     names = list(known)
     return InvalidRequest(
-        f"unknown policy {policy!r}{nearest(policy, names)}; this version has {', '.join(names)}", param="policy"
+        f"unknown {kind} {name!r}{nearest(name, names)}; this version has {', '.join(names)}", param=param
     )
 
 

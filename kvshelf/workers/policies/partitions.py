@@ -162,6 +162,12 @@ class PartitionAbsorber:
         return [first, *[self.cut.lag] * full, *[remainder] * (remainder > 0)]
 
     def absorb(self, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Judge the oldest tokens that are not yet reduced; None if more tokens must come first.
+
+        keys: `[kv_heads, T, D]`, values: `[kv_heads, T, Dv]`: the tokens not yet reduced, from position `start`.
+        Returns which of the first n stay, a mask `[kv_heads, n]` with equally many set in every head, and the
+        importance of these n tokens, the same shape, fp32.
+        """
         heads, buffered, _ = keys.shape
         if start < self.cut.sink:
             everything = torch.ones(heads, min(buffered, self.cut.sink - start), dtype=torch.bool, device=keys.device)

@@ -101,7 +101,7 @@ POLICIES: Mapping[str, type[Policy]] = {**_OURS, **installed(GROUP, Policy, _OUR
 def build(name: str, params: Mapping[str, Any]) -> Policy:
     """The policy of that name with these parameters. Raises `InvalidRequest` on an unknown name or parameter."""
     if name not in POLICIES:
-        raise unknown(name, POLICIES)
+        raise unknown("policy", name, POLICIES, "policy")
     return POLICIES[name].build(params, POLICIES)
 
 

@@ -234,7 +234,8 @@ class LayerView:
 
     def keys_unrotated(self) -> Tensor:
         """Keys before RoPE, `[kv_heads, N, D]` fp32."""
-        return self._rope().unrotate(self.keys, self.rotated_to)
+        assert self.rope is not None, "the policy must say that it observes RoPE"
+        return self.rope.unrotate(self.keys, self.rotated_to)
 
     def output_projection(self) -> Tensor:
         """The rows of W_o that multiply each query head's output, `[q_heads, Dv, hidden]`."""
@@ -243,10 +244,6 @@ class LayerView:
         assert weight is not None, "the policy must say that it observes weights"
         weight = weight_of(module, "o_proj.weight", weight).to(self.keys.device)
         return weight.T.reshape(self.all_queries.shape[0], -1, weight.shape[0])
-
-    def _rope(self) -> Rope:
-        assert self.rope is not None, "the policy must say that it observes RoPE"
-        return self.rope
 
 
 def output_weight(attention: nn.Module | None) -> Tensor | None:

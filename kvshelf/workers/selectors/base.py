@@ -6,7 +6,7 @@ A selector is a frozen dataclass in a file of its own. Its fields are its parame
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
@@ -18,27 +18,19 @@ from kvshelf.kernels.choose import Units
 from kvshelf.kernels.prefix_attention import PackedPrefix
 from kvshelf.kernels.quantize import quantize
 from kvshelf.store.artifact.records import PackedRecord
-from kvshelf.workers.policies.base import parameter, parameter_fields, require_parameters
+from kvshelf.workers.policies.base import Parametric, parameter, require_parameters
 
 LEAST_TOKENS = 128
 """Fewest entries of the default budget."""
 
 
 @dataclass(frozen=True)
-class Selector(ABC):
-    """Chooses entries of each layer for one question. See `Policy` for `source` and `advice`."""
-
-    name: ClassVar[str]
-    source: ClassVar[str]
-    advice: ClassVar[str] = ""
+class Selector(Parametric):
+    """Chooses entries of each layer for one question."""
 
     def default_tokens(self, entries: int) -> int:
         """Entries of a KV head that a question reads by default, of so many."""
         return max(LEAST_TOKENS, entries // 8)
-
-    def parameters(self) -> dict[str, Any]:
-        """The parameters as used."""
-        return {f.name: getattr(self, f.name) for f in parameter_fields(type(self))}
 
     @classmethod
     def build(cls, given: Mapping[str, Any]) -> Self:

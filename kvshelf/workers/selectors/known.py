@@ -3,21 +3,19 @@ policy."""
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from importlib.metadata import entry_points
-from importlib.resources import files
 
 from kvshelf.workers.policies.info import GROUP as POLICIES
-from kvshelf.workers.policies.info import parameter_of
+from kvshelf.workers.policies.info import packaged
 from kvshelf.workers.selectors.info import GROUP, SelectorInfo, measured_rows
 
 
 def catalog() -> list[SelectorInfo]:
     """Every selector with its parameters, ranges and source.
 
-    Those of kvshelf come from catalog.json, which `scripts/publish_quality.py` writes from their classes. Those of
-    other packages, and those that choose by their policies, come from their classes, and raise as `installed` does.
+    Those of kvshelf are `packaged`. Those of other packages, and those that choose by their policies, come from their
+    classes, and raise as `installed` does.
     """
     ours = list(_ours())
     if not (entry_points(group=GROUP) or entry_points(group=POLICIES)):
@@ -30,12 +28,4 @@ def catalog() -> list[SelectorInfo]:
 
 @cache
 def _ours() -> tuple[SelectorInfo, ...]:
-    packaged = json.loads((files("kvshelf") / "workers" / "selectors" / "catalog.json").read_text())
-    return tuple(
-        SelectorInfo(
-            **about
-            | {"parameters": {name: parameter_of(each) for name, each in about["parameters"].items()}}
-            | {"measured": measured_rows(about["name"])}
-        )
-        for about in packaged
-    )
+    return tuple(SelectorInfo(**about, measured=measured_rows(about["name"])) for about in packaged("selectors"))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvshelf.errors import InvalidRequest, nearest
+from kvshelf.errors import InvalidRequest
 from kvshelf.workers.policies.base import require_parameters
 from kvshelf.workers.policies.installed import installed
+from kvshelf.workers.policies.parameters import unknown
 from kvshelf.workers.policies.registry import POLICIES, paragraphs, parameters_of
 from kvshelf.workers.selectors.base import Selector, UnitSelector
 from kvshelf.workers.selectors.by_policy import ByPolicy, can_select
@@ -43,16 +44,12 @@ def build(method: str, params: Mapping[str, Any]) -> Selector:
     """The selector of that name with these parameters. Raises `InvalidRequest` on an unknown name or parameter."""
     if method in UNIT_SELECTORS:
         return UNIT_SELECTORS[method].build(params)
-    policy = "sage" if method == "sage" else method.removeprefix(_PREFIX)
     if method not in names():
-        raise InvalidRequest(
-            f"unknown selector {method!r}{nearest(method, names())}; this version has {', '.join(names())}",
-            param="select.method",
-        )
-    cls = POLICIES[policy]
+        raise unknown("selector", method, names(), "select.method")
+    cls = POLICIES[method.removeprefix(_PREFIX)]
     if "probe" in params:
         raise InvalidRequest("a selector observes the question, and takes no probe", param="select.params.probe")
-    require_parameters(cls, f"policy {policy!r}", params, "select.params")
+    require_parameters(cls, f"policy {cls.name!r}", params, "select.params")
     return ByPolicy(policy=cls.build(params, POLICIES))
 
 
@@ -62,7 +59,7 @@ def info_of(name: str) -> SelectorInfo:
         unit = UNIT_SELECTORS[name]
         summary, *details = paragraphs(unit)
         return SelectorInfo(name, summary, details, unit.advice, unit.source, parameters_of(unit), measured_rows(name))
-    policy = POLICIES["sage" if name == "sage" else name.removeprefix(_PREFIX)]
+    policy = POLICIES[name.removeprefix(_PREFIX)]
     summary, *details = paragraphs(ByPolicy)
     named = f"{summary} Policy {policy.name}: {paragraphs(policy)[0]}"
     parameters = {key: about for key, about in parameters_of(policy).items() if key != "probe"}

@@ -8,31 +8,22 @@ policy.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from kvshelf.kernels.select import select
-from kvshelf.workers.policies.base import parameter, parameter_fields, require_parameters
+from kvshelf.workers.policies.base import Parametric, parameter, require_parameters
 
 DEFAULT_BUDGET = 512
 """Entries that an answer keeps by default, beside those that are protected."""
 
 Columns = dict[str, Tensor]
 """Numbers that a policy keeps of each stored entry, `[kv_heads, S]` fp32 each, by name."""
-
-
-class Observes(Enum):
-    """What a suffix policy needs beside keys and values. ATTENTION: the weights that a token of the answer gave to the
-    suffix."""
-
-    NOTHING = "nothing"
-    ATTENTION = "attention"
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,20 +62,17 @@ class Reduction:
 
 
 @dataclass(frozen=True)
-class SuffixPolicy(ABC):
-    """Bounds one answer's suffix to `budget` entries of a KV head, and `interval` more between two reductions. See
-    `Policy` for `source` and `advice`.
+class SuffixPolicy(Parametric):
+    """Bounds one answer's suffix to `budget` entries of a KV head, and `interval` more between two reductions.
 
     Only tokens of the answer are observed, and the suffix is reduced after the answer's tokens alone: how a question is
     cut into steps depends on the other rows of a batch, and an answer must not.
 
-    columns: the numbers that it notes of each entry, with the value of a new one.
+    observes: whether it needs the weights that the answer's tokens give to the suffix, beside keys and values. columns:
+    the numbers that it notes of each entry, with the value of a new one.
     """
 
-    name: ClassVar[str]
-    source: ClassVar[str]
-    advice: ClassVar[str] = ""
-    observes: ClassVar[Observes] = Observes.NOTHING
+    observes: ClassVar[bool] = False
     columns: ClassVar[Mapping[str, float]] = {}
 
     protect_question: bool = parameter(True, "keep all entries of the question")
@@ -101,9 +89,9 @@ class SuffixPolicy(ABC):
 
     def observes_at(self, answered: int) -> bool:  # noqa: ARG002
         """Whether it observes the attention of this token of the answer, counted from 1."""
-        return self.observes is Observes.ATTENTION
+        return self.observes
 
-    def observe(self, columns: Columns, weights: Tensor, positions: Tensor, answered: int) -> None:  # noqa: B027
+    def observe(self, columns: Columns, weights: Tensor, positions: Tensor, answered: int) -> None:
         """Note what the newest token gave to each entry, itself included. weights: `[kv_heads, group, S]` fp32, shares
         of its attention to document and suffix together. positions: as of a `Suffix`. answered: the token's number in
         the answer, counted from 1. Changes `columns` in place."""
@@ -111,10 +99,6 @@ class SuffixPolicy(ABC):
     @abstractmethod
     def reduce(self, suffix: Suffix) -> Reduction:
         """What stays of a suffix with more entries than the budget: at most the budget. Same suffix, same result."""
-
-    def parameters(self) -> dict[str, Any]:
-        """The parameters as used."""
-        return {f.name: getattr(self, f.name) for f in parameter_fields(type(self))}
 
     @classmethod
     def build(cls, given: Mapping[str, Any]) -> Self:
@@ -135,13 +119,13 @@ class PeriodicPolicy(SuffixPolicy):
         return self.every
 
 
-def best(suffix: Suffix, scores: Tensor, recent: int, count: int | None = None) -> Tensor:
-    """Which `count` entries stay (default: the budget): the protected ones, the `recent` last, and the best of the
-    others by scores `[kv_heads, S]`. Bool `[kv_heads, S]`."""
+def best(suffix: Suffix, scores: Tensor, recent: int) -> Tensor:
+    """Which entries stay, as many as the budget has room for: the protected ones, the `recent` last, and the best of
+    the others by scores `[kv_heads, S]`. Bool `[kv_heads, S]`."""
     stays = torch.zeros(suffix.stored, dtype=torch.bool, device=scores.device)
     stays[: suffix.protected] = True
     stays[suffix.stored - recent :] = True
-    return select(scores, stays, [suffix.budget if count is None else count] * len(scores))
+    return select(scores, stays, [suffix.budget] * len(scores))
 
 
 def numbers_of(mask: Tensor) -> Tensor:

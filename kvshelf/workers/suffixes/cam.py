@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.workers.policies.base import parameter
-from kvshelf.workers.suffixes.base import Columns, Observes, PeriodicPolicy, Reduction, Suffix, ends
+from kvshelf.workers.suffixes.base import Columns, PeriodicPolicy, Reduction, Suffix, ends
 from kvshelf.workers.suffixes.draws import uniform
 
 _AT_ONCE = 256
@@ -33,7 +33,7 @@ class CaM(PeriodicPolicy):
     name: ClassVar[str] = "cam"
     source: ClassVar[str] = "CaM, ICML 2024 (proceedings.mlr.press/v235/zhang24n)"
     advice: ClassVar[str] = "in place of `window` where old values still count; it watches every token's attention."
-    observes: ClassVar[Observes] = Observes.ATTENTION
+    observes: ClassVar[bool] = True
     columns: ClassVar[dict[str, float]] = {"sum": 0.0}
 
     merge: int = parameter(32, "entries that share the value of one that leaves", minimum=1)

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvshelf.workers.policies.base import parameter
 from kvshelf.workers.policies.ems import combined
 from kvshelf.workers.policies.merging import MergePlan, nearest
-from kvshelf.workers.suffixes.base import Columns, Observes, PeriodicPolicy, Reduction, Suffix, best, numbers_of
+from kvshelf.workers.suffixes.base import Columns, PeriodicPolicy, Reduction, Suffix, best, numbers_of
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class EMS(PeriodicPolicy):
     name: ClassVar[str] = "ems"
     source: ClassVar[str] = "EMS, arXiv 2412.08521"
     advice: ClassVar[str] = "where many tokens of an answer nearly repeat each other."
-    observes: ClassVar[Observes] = Observes.ATTENTION
+    observes: ClassVar[bool] = True
     columns: ClassVar[dict[str, float]] = {"all": 0.0, "past": 0.0, "current": 0.0}
 
     window: int = parameter(32, "last tokens always kept, and tokens of a local sum", minimum=1)

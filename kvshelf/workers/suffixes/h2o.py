@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvshelf.workers.policies.base import parameter
-from kvshelf.workers.suffixes.base import Columns, Observes, PeriodicPolicy, Reduction, Suffix, best, numbers_of
+from kvshelf.workers.suffixes.base import Columns, PeriodicPolicy, Reduction, Suffix, best, numbers_of
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class H2O(PeriodicPolicy):
     name: ClassVar[str] = "h2o"
     source: ClassVar[str] = "H2O, arXiv 2306.14048"
     advice: ClassVar[str] = "as the baseline of eviction by attention; it favours early tokens."
-    observes: ClassVar[Observes] = Observes.ATTENTION
+    observes: ClassVar[bool] = True
     columns: ClassVar[dict[str, float]] = {"sum": 0.0}
 
     recent: int | None = parameter(None, "last entries always kept; null: half of what the question leaves", minimum=0)

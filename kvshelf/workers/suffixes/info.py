@@ -8,7 +8,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from kvshelf.workers.policies.info import ParameterInfo, parameter_of
+from kvshelf.workers.policies.info import ParameterInfo, packaged
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,8 @@ class SuffixPolicyInfo:
 
 @cache
 def catalog() -> tuple[SuffixPolicyInfo, ...]:
-    """Every suffix policy with its parameters, ranges and source, from catalog.json, which `scripts/publish_quality.py`
-    writes from their classes."""
-    packaged = json.loads((files("kvshelf") / "workers" / "suffixes" / "catalog.json").read_text())
-    return tuple(
-        SuffixPolicyInfo(
-            **about | {"parameters": {name: parameter_of(each) for name, each in about["parameters"].items()}}
-        )
-        for about in packaged
-    )
+    """Every suffix policy with its parameters, ranges and source."""
+    return tuple(SuffixPolicyInfo(**about) for about in packaged("suffixes"))
 
 
 @cache

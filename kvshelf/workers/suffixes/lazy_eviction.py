@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.workers.policies.base import parameter
-from kvshelf.workers.suffixes.base import Columns, Observes, Reduction, Suffix, SuffixPolicy, best, numbers_of
+from kvshelf.workers.suffixes.base import Columns, Reduction, Suffix, SuffixPolicy, best, numbers_of
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class LazyEviction(SuffixPolicy):
     name: ClassVar[str] = "lazy_eviction"
     source: ClassVar[str] = "LazyEviction, arXiv 2506.15969"
     advice: ClassVar[str] = "for long chains of thought, which come back to what they said."
-    observes: ClassVar[Observes] = Observes.ATTENTION
+    observes: ClassVar[bool] = True
     columns: ClassVar[dict[str, float]] = {"last": -1.0, "gap": 0.0}
 
     window: int = parameter(175, "last tokens always kept, and tokens between two reductions", minimum=1)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.workers.policies.base import parameter
-from kvshelf.workers.suffixes.base import Columns, Observes, Reduction, Suffix, SuffixPolicy, numbers_of
+from kvshelf.workers.suffixes.base import Columns, Reduction, Suffix, SuffixPolicy, numbers_of
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class NGC(SuffixPolicy):
     name: ClassVar[str] = "ngc"
     source: ClassVar[str] = "NGC (neural garbage collection), after descriptions of the method"
     advice: ClassVar[str] = "where attention should decide at little cost; what it keeps are passages, not tokens."
-    observes: ClassVar[Observes] = Observes.ATTENTION
+    observes: ClassVar[bool] = True
     columns: ClassVar[dict[str, float]] = {"sum": 0.0}
 
     every: int = parameter(256, "tokens of the answer between two reductions", minimum=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvshelf.errors import InvalidRequest, nearest
+from kvshelf.workers.policies.parameters import unknown
 from kvshelf.workers.policies.registry import paragraphs, parameters_of
 from kvshelf.workers.suffixes.base import SuffixPolicy
 from kvshelf.workers.suffixes.cam import CaM
@@ -25,11 +25,7 @@ SUFFIX_POLICIES: Mapping[str, type[SuffixPolicy]] = {
 def build(name: str, params: Mapping[str, Any]) -> SuffixPolicy:
     """The suffix policy of that name with these parameters. Raises `InvalidRequest` on an unknown name or parameter."""
     if name not in SUFFIX_POLICIES:
-        raise InvalidRequest(
-            f"unknown suffix policy {name!r}{nearest(name, SUFFIX_POLICIES)}; this version has "
-            f"{', '.join(SUFFIX_POLICIES)}",
-            param="suffix.policy",
-        )
+        raise unknown("suffix policy", name, SUFFIX_POLICIES, "suffix.policy")
     return SUFFIX_POLICIES[name].build(params)
 
 

@@ -21,8 +21,9 @@ from kvshelf.workers.engine.inputs.job import Job
 from kvshelf.workers.engine.inputs.requirements import require_every_layer
 from kvshelf.workers.engine.prefill.reducing import require_finite_scores
 from kvshelf.workers.model.devices import input_device
-from kvshelf.workers.policies.base import Absorber, Buffered
+from kvshelf.workers.policies.base import Absorber
 from kvshelf.workers.policies.blocks import BlockAbsorber, Past
+from kvshelf.workers.policies.partitions import PartitionAbsorber
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -183,7 +184,7 @@ def _rows(first: Tensor, second: Tensor, rows: Tensor) -> Tensor:
 def _layer(absorber: Absorber, budget_tokens: int) -> ChunkedLayer | ProbedLayer:
     if isinstance(absorber, BlockAbsorber):
         return ProbedLayer(absorber)
-    return ChunkedLayer(cast(Buffered, absorber), budget_tokens)
+    return ChunkedLayer(cast(PartitionAbsorber, absorber), budget_tokens)
 
 
 class ChunkedLayer(AttachedLayer):
@@ -193,7 +194,7 @@ class ChunkedLayer(AttachedLayer):
     The suffix buffers hold as many tokens as the policy waits for, because reduced tokens make room at once.
     """
 
-    def __init__(self, absorber: Buffered, capacity: int) -> None:
+    def __init__(self, absorber: PartitionAbsorber, capacity: int) -> None:
         super().__init__((), 0)
         self._absorber = absorber
         self._capacity = capacity
