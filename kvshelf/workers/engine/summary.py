@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.store.artifact.shape import CODE_BYTES, MAX_CODES
-from kvshelf.workers.engine.attention.function import Attended
+from kvshelf.workers.engine.attention.function import Attended, ForwardContext
 from kvshelf.workers.engine.forward.passes import Passes
 from kvshelf.workers.engine.inputs.encode import REFERENCE_TOKENS
 from kvshelf.workers.model.layers import LayerKind
@@ -186,15 +186,12 @@ class _Enough(Exception):
 
 
 @dataclass(eq=False)
-class _FirstLayers:
-    """The `ForwardContext` of a pass whose later layers nobody needs."""
+class _FirstLayers(ForwardContext):
+    """Of a pass whose later layers nobody needs."""
 
     rope: Rope
     wanted: int
     keys: list[Tensor] = field(default_factory=list)
-
-    probe_lengths: tuple[int, ...] = ()
-    reads_attention: bool = True
 
     def after_attention(self, layer: Attended) -> None:
         self.keys.append(_plain_keys(layer, self.rope, 0, layer.keys.shape[2]))

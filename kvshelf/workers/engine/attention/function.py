@@ -88,9 +88,13 @@ class ForwardContext(Protocol):
     """
 
     @property
-    def probe_lengths(self) -> tuple[int, ...]: ...
+    def probe_lengths(self) -> tuple[int, ...]:
+        return ()
+
     @property
-    def reads_attention(self) -> bool: ...
+    def reads_attention(self) -> bool:
+        return True
+
     def after_attention(self, layer: Attended) -> None: ...
 
 

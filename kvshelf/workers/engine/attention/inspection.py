@@ -19,7 +19,7 @@ from kvshelf.workers.engine.attention.attached import (
     LatentLayer,
     reading,
 )
-from kvshelf.workers.engine.attention.function import CONTEXT, Attended, kvshelf_attention
+from kvshelf.workers.engine.attention.function import CONTEXT, Attended, ForwardContext, kvshelf_attention
 from kvshelf.workers.engine.attention.latents import Absorbed, Handover
 from kvshelf.workers.engine.attention.states import StatefulCache, StateLayer, alone
 from kvshelf.workers.engine.inputs.requirements import require_every_layer, require_window
@@ -144,10 +144,9 @@ def _empty(
     return AttachedStateLayer((), 0, None, kind.states) if kind.states else AttachedLayer((), 0)
 
 
-class _ShapeObserver:
-    """A `ForwardContext` that notes the shape of each layer's keys and values, and the keys of the first layer."""
+class _ShapeObserver(ForwardContext):
+    """Notes the shape of each layer's keys and values, and the keys of the first layer."""
 
-    probe_lengths: tuple[int, ...] = ()
     reads_attention = False
 
     def __init__(self, layers: Sequence[int]) -> None:
@@ -177,10 +176,9 @@ class _Ended(Exception):
     """Ends a pass whose first layer has been seen."""
 
 
-class _FirstKeys:
-    """A `ForwardContext` that takes the keys of the first layer, and ends the pass."""
+class _FirstKeys(ForwardContext):
+    """Takes the keys of the first layer, and ends the pass."""
 
-    probe_lengths: tuple[int, ...] = ()
     reads_attention = False
     keys: Tensor
 

@@ -138,11 +138,8 @@ class Read:
             yield own
 
 
-class _Held:
-    """A `ForwardContext` that holds what each layer saw."""
-
-    probe_lengths: tuple[int, ...] = ()
-    reads_attention = True
+class _Held(ForwardContext):
+    """Holds what each layer saw."""
 
     def __init__(self, checkpoint: Callable[[], None], queries: bool) -> None:
         self.attended: dict[int, Attended] = {}
