@@ -32,7 +32,7 @@ from kvshelf.workers.engine.attention.function import kvshelf_attention
 from kvshelf.workers.engine.attention.inspection import layer_shapes
 from kvshelf.workers.engine.decode.batch import DecodeBatch
 from kvshelf.workers.engine.decode.equivalents import Equivalents
-from kvshelf.workers.engine.decode.generation import Answer, Checkpoint, Generation, Progress, Sampling
+from kvshelf.workers.engine.decode.generation import Answer, Checkpoint, Generation, Progress, Sampling, nothing
 from kvshelf.workers.engine.decode.passages import Passages
 from kvshelf.workers.engine.decode.reduction import SuffixReducer
 from kvshelf.workers.engine.decode.selection import (
@@ -512,10 +512,11 @@ class Engine:
             made = self.prefill(group, cues=cues, checkpoint=checkpoint, progress=progress)
             for number, (level, compression) in enumerate(zip(group, made.compressions, strict=True)):
                 if made.reference is not None:
-                    (progress or _nothing)("quality", number, len(group))
-                    compression = compression.measured(self.measure(compression.cache, made.reference))
-                    (progress or _nothing)("quality", number + 1, len(group))
-                    (checkpoint or _nothing)()
+                    (progress or nothing)("quality", number, len(group))
+                    quality = self.measure(compression.cache, made.reference)
+                    compression = replace(compression, quality=quality)
+                    (progress or nothing)("quality", number + 1, len(group))
+                    (checkpoint or nothing)()
                 done[id(level)] = compression
         return [done[id(level)] for level in levels]
 
@@ -533,7 +534,7 @@ class Engine:
         `probe` can make) the result has no reference to measure by.
         """
         probe = self.probe(group[0].job, cues)
-        told, pause = progress or _nothing, checkpoint or _nothing
+        told, pause = progress or nothing, checkpoint or nothing
         coder = self.key_coder if self.can_search else None
         return run_prefill(self.passes, self.rope, self._seen_kinds, group, probe, pause, self.encoded, told, coder)
 
@@ -545,7 +546,7 @@ class Engine:
         `InvalidRequest` for a policy without scores, and for one that reads the document chunk by chunk.
         """
         self._require_scores(job)
-        return run_scores(self.passes, self.rope, self._seen_kinds, job, checkpoint or _nothing)
+        return run_scores(self.passes, self.rope, self._seen_kinds, job, checkpoint or nothing)
 
     def _require_scores(self, job: Job) -> None:
         if not isinstance(job.policy, ScoringPolicy) or job.absorber is not None:
@@ -1048,7 +1049,3 @@ class Engine:
         if configured is None:
             configured = getattr(self.model.config, "eos_token_id", None)
         return frozenset([configured] if isinstance(configured, int) else configured or [])
-
-
-def _nothing(*_: object) -> None:
-    """The checkpoint and the progress that do nothing."""

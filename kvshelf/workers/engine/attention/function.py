@@ -8,7 +8,7 @@ causal attention, attention over an attached cache, and passing the states of ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -66,6 +66,14 @@ class Attended:
     def layer_idx(self) -> int:
         """Of the module: see `layer_index`."""
         return layer_index(self.module)
+
+
+def joined(pieces: Sequence[Attended]) -> Attended:
+    """What a layer saw of tokens that came in several calls, as of one."""
+    queries, keys, values = (
+        torch.cat([getattr(each, name) for each in pieces], dim=2) for name in ("queries", "keys", "values")
+    )
+    return replace(pieces[0], queries=queries, keys=keys, values=values)
 
 
 def layer_index(module: nn.Module) -> int:

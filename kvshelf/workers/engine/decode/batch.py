@@ -26,7 +26,7 @@ from kvshelf.workers.engine.attention.attachment import Attached, Wait, block
 from kvshelf.workers.engine.attention.function import Attended
 from kvshelf.workers.engine.attention.latents import Absorbed, Handover, LatentStates
 from kvshelf.workers.engine.attention.states import Source, StatefulCache, StateLayer, alone, together
-from kvshelf.workers.engine.decode.generation import Checkpoint, Generation
+from kvshelf.workers.engine.decode.generation import Checkpoint, Generation, nothing
 from kvshelf.workers.engine.decode.selection import Selection
 from kvshelf.workers.engine.decode.suffixes import Slab, SuffixPool
 from kvshelf.workers.engine.decode.turns import Turn
@@ -75,7 +75,7 @@ class DecodeBatch:
             return [self._told_alone(generation, checkpoint, wait) for generation in generations]
         most = MAX_NEW_TOKENS if self._passes.tokens_at_once is None else 0
         steps = _steps(generations, self._pool, self._passes.devices, most, together=not self._with_states)
-        passed = [self._passed(step, checkpoint or _nothing, wait) for step in steps]
+        passed = [self._passed(step, checkpoint or nothing, wait) for step in steps]
         # From here on every answer has moved on, so nothing may be raised.
         told: dict[int, str | Exception] = {}
         for step, (logits, likeliest, states, weights) in zip(steps, passed, strict=True):
@@ -509,10 +509,6 @@ class _StepPast:
             return attention_part(states, prefixes, suffixes, layout, rules, out, scratch, room)
 
         return self._plan.part(layer, states, out, made)
-
-
-def _nothing() -> None:
-    """No checkpoint."""
 
 
 def _likeliest(logits: Tensor) -> list[int | None]:

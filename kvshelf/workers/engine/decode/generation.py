@@ -30,6 +30,10 @@ Progress = Callable[[Literal["prefill", "quality"], int, int], None]
 """Is told how far a compression is: how many layers of a prefill, or measured levels, are done, and of how many."""
 
 
+def nothing(*_: object) -> None:
+    """The checkpoint and the progress that do nothing."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen and when to stop. Temperature 0 is greedy; above, tokens are drawn from the likeliest

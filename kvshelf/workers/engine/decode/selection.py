@@ -19,7 +19,7 @@ from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.kernels.choose import Choice, Chosen, choose
 from kvshelf.kernels.prefix_attention import PackedPrefix, Prefix, SelectedPrefix, channels_of
 from kvshelf.workers.engine.attention.attachment import Attached, Wait, block, entries_read, next_number
-from kvshelf.workers.engine.attention.function import Attended
+from kvshelf.workers.engine.attention.function import Attended, joined
 from kvshelf.workers.engine.prefill.reducing import LayerReducer
 from kvshelf.workers.model.layers import LayerKind
 from kvshelf.workers.model.rope import Rope
@@ -325,7 +325,7 @@ class PolicySelection(Selection):
 
     def observe(self, attended: Attended) -> None:
         before = self._observed.get(attended.layer_idx)
-        self._observed[attended.layer_idx] = attended if before is None else _joined(before, attended)
+        self._observed[attended.layer_idx] = attended if before is None else joined([before, attended])
 
     def advance(self, answer: Sequence[int]) -> None:
         if len(answer) == 1:
@@ -425,13 +425,6 @@ def _fixed(rows: Sequence[Tensor]) -> Chosen:
     for own, head in zip(table, rows, strict=True):
         own[: len(head)] = head
     return Chosen(table, counts)
-
-
-def _joined(before: Attended, after: Attended) -> Attended:
-    queries, keys, values = (
-        torch.cat([getattr(each, name) for each in (before, after)], dim=2) for name in ("queries", "keys", "values")
-    )
-    return replace(after, queries=queries, keys=keys, values=values)
 
 
 def require_packed(prefixes: Sequence[Prefix]) -> tuple[PackedPrefix, ...]:
