@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from kvshelf.api import Quality, Tried
@@ -251,7 +251,7 @@ class _Search:
             tried = self._note(level, tried, UNMEASURABLE)
         else:
             self._selection.progress("quality", 0, 1)
-            compression = compression.measured(self._engine.measure(compression.cache, reference))
+            compression = replace(compression, quality=self._engine.measure(compression.cache, reference))
             self._selection.progress("quality", 1, 1)
             tried = self._note(level, tried.model_copy(update={"quality": compression.quality}))
         if target.met(level, tried) and (self.best is None or self._better(level, tried)):
