@@ -172,28 +172,32 @@ class _ShapeObserver(ForwardContext):
         self.layers[index] = LayerShape(heads, key_dim, value_dim, dtype, layer.window, layer.chunk, latent)
 
 
-class _Ended(Exception):
-    """Ends a pass whose first layer has been seen."""
+class FirstLayersSeen(Exception):
+    """Ends a pass whose later layers nobody needs."""
 
 
-class _FirstKeys(ForwardContext):
-    """Takes the keys of the first layer, and ends the pass."""
+class FirstLayers(ForwardContext):
+    """Takes what the first layers see, and ends the pass by `FirstLayersSeen`."""
 
     reads_attention = False
-    keys: Tensor
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.attended: list[Attended] = []
 
     def after_attention(self, layer: Attended) -> None:
-        self.keys = layer.keys
-        raise _Ended
+        self.attended.append(layer)
+        if len(self.attended) == self._count:
+            raise FirstLayersSeen
 
 
 def _keys_at(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """The keys of the first layer for tokens `[1, N]` whose positions are told, as kvshelf tells them: from 0 on."""
-    observer = _FirstKeys()
+    observer = FirstLayers(1)
     positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-    with suppress(_Ended):
+    with suppress(FirstLayersSeen):
         model.base_model(input_ids=tokens, position_ids=positions, use_cache=False, **{CONTEXT: observer})
-    return observer.keys
+    return observer.attended[0].keys
 
 
 def _alike(keys: Tensor, others: Tensor) -> bool:
