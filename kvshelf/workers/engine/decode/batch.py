@@ -528,6 +528,7 @@ def _token_taken(generation: Generation, logits: Tensor, row: int, likeliest: in
             "float16, load it with dtype bfloat16 or float32; an imported cache may hold such numbers itself"
         )
     try:
-        return generation.take(generation.sample(logits[row]) if generation.samples else likeliest)
+        sampler = generation.sampler
+        return generation.take(sampler.choose(logits[row]) if sampler.samples else likeliest)
     except Exception as exc:  # any error of one answer ends that answer alone
         return exc
