@@ -243,20 +243,16 @@ class Engine:
         is whole in one part. Raises `InvalidRequest`.
         """
         size = self.part_tokens if max_tokens is None else max_tokens
-        if size > self._longest_document:
+        if size > self.max_tokens:
             raise InvalidRequest(
-                f"split: max_tokens is {size}, and {self.name!r} takes {self._longest_document}", param="split"
+                f"split: max_tokens is {size}, and {self.name!r} takes {self.max_tokens}", param="split"
             )
         return self._encoder.split(document, layout, size=size, overlap=overlap_tokens)
 
     @property
     def part_tokens(self) -> int:
         """Tokens of a part by default: an eighth of what the model takes is left for questions, answers and probes."""
-        return self._longest_document - self._longest_document // 8
-
-    @property
-    def _longest_document(self) -> int:
-        return self.max_tokens
+        return self.max_tokens - self.max_tokens // 8
 
     def prepare(
         self,
@@ -410,7 +406,7 @@ class Engine:
             said, _ = self._encoder.appended(identity.layout, identity.boundary, turn)
         else:
             raise InvalidRequest("the answer is empty, and a turn of a conversation needs some text", param="store")
-        if document.next_position + len(said) > self._longest(document):
+        if document.next_position + len(said) > self._longest(document.num_tokens):
             raise InvalidRequest("the turn ends beyond the longest sequence of the model", param="store")
         return said
 
@@ -458,7 +454,7 @@ class Engine:
         return Parent(cache, coder, self.passes.devices.layers, self.rotate)
 
     def _require_room(self, cache: CompressedCache, appended: int) -> None:
-        longest = min(self.max_tokens, reach(self.model.config, cache.num_tokens) or self.max_tokens)
+        longest = self._longest(cache.num_tokens)
         if cache.num_tokens + appended > longest:
             raise DocumentTooLong(
                 f"the cache is of {cache.num_tokens} tokens, and {appended} more are beyond the {longest} that "
@@ -837,7 +833,7 @@ class Engine:
         """
         sampling = sampling or Sampling()
         document = cache if isinstance(cache, Attached) else self.attach(cache)
-        longest = min(map(self._longest, document.parts))
+        longest = min(self._longest(part.num_tokens) for part in document.parts)
         room = longest - document.next_position - len(query)
         if not query:
             raise InvalidRequest("the question is empty; ask something", param="prompt")
@@ -1034,14 +1030,10 @@ class Engine:
         given = require_suffix_fields(suffix)
         return self.bound(given.pop("policy"), question_tokens=question_tokens, **given)
 
-    def _attached(self, asked: Asked) -> Attached:
-        caches = [asked] if isinstance(asked, CompressedCache) else asked
-        return self.joined([self.attach(cache) for cache in caches])
-
-    def _longest(self, document: Attachment) -> int:
-        """Most tokens of a sequence that begins with this document. A LongRoPE may rotate longer ones by other
+    def _longest(self, num_tokens: int) -> int:
+        """Most tokens of a sequence that begins with a document of so many. A LongRoPE may rotate longer ones by other
         frequencies."""
-        reached = reach(self.model.config, document.num_tokens)
+        reached = reach(self.model.config, num_tokens)
         return self.max_tokens if reached is None else min(self.max_tokens, reached)
 
     def _end_ids(self) -> frozenset[int]:
