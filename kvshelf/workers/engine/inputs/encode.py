@@ -71,7 +71,7 @@ class Encoder:
             if layout == "plain":
                 raise InvalidRequest("messages need the layout 'chat'", param="layout")
             text = self.require_text("messages")
-            turns = check_messages(document, "messages")  # type: ignore[arg-type]
+            turns = check_messages(document)  # type: ignore[arg-type]
             self._require_length(sum(text.least_tokens(content) for _, content in turns), "at least ")
             encoded = text.conversation(document)  # type: ignore[arg-type]
             length = len(encoded.token_ids)
@@ -118,7 +118,7 @@ class Encoder:
         if isinstance(prompt, str):
             return self.require_text("prompt").encode(prompt)
         if not isinstance(prompt, Tensor) and prompt and isinstance(prompt[0], Mapping):
-            turns = check_messages(prompt, "messages")  # type: ignore[arg-type]
+            turns = check_messages(prompt)  # type: ignore[arg-type]
             return self.require_text("messages").encode("\n\n".join(content for _, content in turns))
         return self._checked_ids(prompt, "prompt")
 
@@ -140,7 +140,7 @@ class Encoder:
                 raise InvalidRequest(
                     "this cache has the layout 'plain' and no turns; append a text to it", param="messages"
                 )
-            turns = check_messages(more, "messages")  # type: ignore[arg-type]
+            turns = check_messages(more)  # type: ignore[arg-type]
             ids = self.require_text("messages").turns(boundary, more, opening=False)  # type: ignore[arg-type]
             boundary = cast(Boundary, f"after_{turns[-1][0]}")
         else:
