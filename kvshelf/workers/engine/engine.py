@@ -63,7 +63,6 @@ from kvshelf.workers.engine.inputs.requirements import (
     require_selectable,
     require_sentences,
     require_suffix_fields,
-    require_turns,
     require_unshared,
 )
 from kvshelf.workers.engine.parallel.ranks import SharedModel
@@ -371,7 +370,8 @@ class Engine:
         chosen = build(policy or made.policy, given)
         require_budget_taken(chosen, compression_ratio, budget_tokens)
         require_questions_taken(chosen, expected_questions)
-        view = self._encoder.appended_view(token_ids, cache.num_tokens, boundary, expected_questions)
+        encoded = EncodedDocument(token_ids, 0, made.layout, boundary)
+        view = replace(self._encoder.view(encoded, expected_questions), first_position=cache.num_tokens)
         self._require_room(cache, len(token_ids))
         if not chosen.takes_budget:
             budget = Budget.full(view.num_tokens)
@@ -383,7 +383,7 @@ class Engine:
             view,
             chosen,
             budget,
-            encoded=EncodedDocument(token_ids, 0, made.layout, boundary),
+            encoded=encoded,
             given=frozenset(given),
             questions=expected_questions,
             parent=self._parent(cache),
@@ -391,7 +391,10 @@ class Engine:
 
     def require_turns(self) -> None:
         """Raises `PolicyUnsupported` for a model whose turns cannot be kept."""
-        require_turns(self.name, ranks=self.passes.ranks is not None)
+        if self.passes.ranks is not None:
+            raise PolicyUnsupported(
+                f"{self.name!r} runs in several processes, which keep no turns; ask without store", param="store"
+            )
 
     def turn_ids(self, document: Attachment, prompt: Prompt, text: str, token_ids: Sequence[int]) -> list[int]:
         """What a turn appends to a cache: a prompt, and the answer with this text and these ids. A conversation has the
@@ -1010,8 +1013,9 @@ class Engine:
         sampling = Sampling(max_new_tokens, temperature, top_p, seed, tuple(stop))
         batch = self.batch()
         answers = []
-        for caches, prompt in asked:
-            document = self._attached(caches)
+        for cache, prompt in asked:
+            caches = [cache] if isinstance(cache, CompressedCache) else cache
+            document = self.joined([self.attach(each) for each in caches])
             query, selection = self.encode_query(document, prompt), None
             if select is not None:
                 selection = self.select(
