@@ -71,7 +71,7 @@ class AttachedCache(StatefulCache):
     def _layer(self, document: Attachment, index: int, longest: int | None) -> AttachedLayer | StateLayer:
         states, start = document.states(index), document.next_position
         count = 1 + max((state.number for state in states), default=-1)
-        if not document.has_entries(index):
+        if not document.entries(index):
             return StateLayer(count, lambda: together([states] * self._rows))
         prefix = document.prefixes(index)
         if index in self._absorbed:
