@@ -117,8 +117,7 @@ class AttachedCache(StatefulCache):
     def begin(self, rows: int) -> dict[str, Any]:
         """Prepare a pass over tokens `[rows, T]`. Returns keywords for the model's attention function. Raises
         `InvalidRequest` where the states that the pass continues are of other rows."""
-        stateful = (layer for layer in self.layers if isinstance(layer, StateLayer))
-        held = next((len(state.tensor) for layer in stateful for state in layer.held()), rows)
+        held = next((len(state.tensor) for states in self.held() for state in states), rows)
         if held != rows:
             raise InvalidRequest(
                 f"the pass has {rows} rows, and the recurrent states before it are of {held}; attach the document "

@@ -79,10 +79,9 @@ def layer_shapes(
     for index, each in enumerate(kinds):
         if each.attends:
             require_window(index, observer.layers[index].window, each.window)
-    of_states = [alone(layer.held(), 0) if isinstance(layer, StateLayer) else () for layer in cache.layers]
     return tuple(
-        observer.layers.get(index, LayerShape())._replace(states=tuple(state.shape for state in states))
-        for index, states in enumerate(of_states)
+        observer.layers.get(index, LayerShape())._replace(states=tuple(state.shape for state in alone(states, 0)))
+        for index, states in enumerate(cache.held())
     )
 
 
@@ -129,8 +128,7 @@ def _states_behind(
         given = {CACHE_ARGUMENT: cache, **handover.begin()}
         model.base_model(input_ids=piece, position_ids=positions, use_cache=True, **given)
         start += piece.shape[1]
-    stateful = (layer for layer in cache.layers if isinstance(layer, StateLayer))
-    return [state.tensor.float() for layer in stateful for state in layer.held() if state.role == "recurrent"]
+    return [state.tensor.float() for states in cache.held() for state in states if state.role == "recurrent"]
 
 
 def _empty(

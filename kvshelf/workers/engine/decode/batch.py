@@ -106,7 +106,7 @@ class DecodeBatch:
         last = torch.tensor([tokens - 1], device=ids.device)
         asking = [row for row, place in enumerate(step.places) if place.complete]
         logits = self._passes.continuing(ids, positions, past, last)[asking, 0]
-        return _Passed(logits, _likeliest(logits), past.states, plan.weights)
+        return _Passed(logits, _likeliest(logits), past.cache.held(), plan.weights)
 
     def _reduced(self, generation: Generation) -> Exception | None:
         """Let the policy of an answer that goes on reduce its suffix, if it is time. Returns the error that ends it."""
@@ -490,11 +490,6 @@ class _StepPast:
         """Of one row, before the step: its own, or its document's where it has none yet."""
         own = generation.row.states
         return own[layer] if own is not None else generation.document.states(layer, self._wait)
-
-    @property
-    def states(self) -> list[list[State]]:
-        """Of each layer after the step, `[rows, ...]`."""
-        return [layer.held() if isinstance(layer, StateLayer) else [] for layer in self.cache.layers]
 
     def plan(self, layer: int, states: tuple[Tensor, Tensor, Tensor], rules: LogitRules, out: Tensor) -> Part | None:
         """The attention of a layer, over its documents and suffixes, or those of the layer that it reads: whose states

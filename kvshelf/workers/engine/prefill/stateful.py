@@ -74,7 +74,7 @@ def _appended(passes: Passes, parent: Parent, document: DocumentView, context: F
     ids = torch.tensor([list(document.token_ids)], device=passes.devices.inputs)
     with torch.no_grad(), past.begun_by(passes.model.base_model):
         _run(passes, past, ids, torch.tensor([[document.first_position]], device=ids.device), context)
-    return tuple(States(alone(layer.held(), 0) if isinstance(layer, StateLayer) else ()) for layer in past.layers)
+    return tuple(States(alone(states, 0)) for states in past.held())
 
 
 @dataclass(frozen=True, eq=False)
