@@ -23,7 +23,7 @@ from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, Prefix, Sc
 from kvshelf.store.artifact.records import State
 from kvshelf.workers.engine.attention.attached import AttachedStates, PassingLayer, in_line, reading
 from kvshelf.workers.engine.attention.attachment import Attached, Wait, block
-from kvshelf.workers.engine.attention.function import Attended
+from kvshelf.workers.engine.attention.function import Attended, ForwardContext
 from kvshelf.workers.engine.attention.latents import Absorbed, Handover, LatentStates
 from kvshelf.workers.engine.attention.states import Source, StatefulCache, StateLayer, alone, together
 from kvshelf.workers.engine.decode.generation import Checkpoint, Generation, nothing
@@ -447,7 +447,7 @@ class _Plan:
         return self._parts[layer][1]
 
 
-class _StepPast:
+class _StepPast(ForwardContext):
     """The documents and suffixes that the tokens of a step continue; see `Past`."""
 
     def __init__(
@@ -468,7 +468,6 @@ class _StepPast:
         layers = [self._layer(index, kind) for index, kind in enumerate(kinds)]
         self.cache = cache_class(StatefulCache, passes.model)(layers=reading(layers, self._reads))
         self.checkpoint = checkpoint
-        self.observe = step.observe
         self.planned = not (step.weigh or step.observing or step.choosing) and all(
             document.arrived for document in step.documents
         )
@@ -485,6 +484,10 @@ class _StepPast:
         if not kind.states:
             return _BatchLayer(*given)
         return _BatchStateLayer(*given, kind.states, source)
+
+    def after_attention(self, layer: Attended) -> None:
+        self._step.observe(layer)
+        self.checkpoint()
 
     def _states(self, generation: Generation, layer: int) -> Sequence[State]:
         """Of one row, before the step: its own, or its document's where it has none yet."""

@@ -51,9 +51,9 @@ _TRIED: Final = (1, 7)
 """Numbers of tokens on which a recording is compared with the model: a step's, and a question's."""
 
 
-class Past(Protocol):
-    """What the tokens of a pass continue. `checkpoint` is called between layers and may raise to end the pass; before
-    it `observe` gets the layer's states, unless the pass is planned.
+class Past(ForwardContext, Protocol):
+    """What the tokens of a pass continue. It observes the pass, unless that is planned; then `checkpoint` is called
+    between layers and may raise to end the pass.
 
     cache: as a model's modules have it; its layers give `AttachedStates`. handover: of its layers with latents.
     planned: whether `plan` may be asked, which gives the attention of a layer, to be run later: see `attention_part`.
@@ -66,7 +66,6 @@ class Past(Protocol):
     @property
     def planned(self) -> bool: ...
     def checkpoint(self) -> None: ...
-    def observe(self, attended: Attended) -> None: ...
     def plan(
         self, layer: int, states: tuple[Tensor, Tensor, Tensor], rules: LogitRules, out: Tensor
     ) -> Part | None: ...
@@ -228,7 +227,7 @@ class Passes:
         return plan
 
     def _by_layer(self, token_ids: Tensor, positions: Tensor, past: Past, kept: Tensor) -> Tensor:
-        given: dict[str, Any] = {CONTEXT: _Between(past), **past.handover.begin()}
+        given: dict[str, Any] = {CONTEXT: past, **past.handover.begin()}
         if self.program is None:
             given |= self._told(positions, past.cache)
             logits: Tensor = self.model(
@@ -253,16 +252,3 @@ class Passes:
 def _attention_of(call: AttentionCall, query: Tensor, key: Any, value: Any, **given: Any) -> Tensor:
     """kvshelf's attention, as the module of this call would ask for it."""
     return attention(call.module, query, key, value, None, call.scaling, **call.options, **given)[0]
-
-
-class _Between(ForwardContext):
-    """Of a pass that continues a past."""
-
-    reads_attention = False
-
-    def __init__(self, past: Past) -> None:
-        self._past = past
-
-    def after_attention(self, layer: Attended) -> None:
-        self._past.observe(layer)
-        self._past.checkpoint()
