@@ -300,15 +300,13 @@ class AttachedLayer(UnboundedLayer):
         """Forget the suffix; the document stays. The next pass may have another number of rows."""
         self._length, self.is_initialized = 0, False
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder the rows of the suffix, for beam search. The document is the same for every beam."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows of the suffix."""
+    def reorder_cache(self, indices: Tensor) -> None:
+        """Keep these rows of the suffix, in this order. The document is the same for every beam."""
         if self.is_initialized:
             indices = indices.to(self.keys.device)  # generate() makes them for all layers
             self.keys, self.values = self.keys[indices], self.values[indices]
+
+    batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row of the suffix."""
@@ -343,7 +341,7 @@ class AttachedStateLayer(StateLayer, AttachedLayer):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows of the suffix and of the states."""
         StateLayer.reorder_cache(self, beam_idx)
-        AttachedLayer.batch_select_indices(self, beam_idx)
+        AttachedLayer.reorder_cache(self, beam_idx)
 
 
 class LatentLayer(AttachedLayer):
