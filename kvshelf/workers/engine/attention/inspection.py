@@ -20,7 +20,7 @@ from kvshelf.workers.engine.attention.attached import (
     reading,
 )
 from kvshelf.workers.engine.attention.function import CONTEXT, Attended, ForwardContext, kvshelf_attention
-from kvshelf.workers.engine.attention.latents import Absorbed, Handover
+from kvshelf.workers.engine.attention.latents import Absorbed, Handover, close
 from kvshelf.workers.engine.attention.states import StatefulCache, StateLayer, alone
 from kvshelf.workers.engine.inputs.requirements import require_every_layer, require_window
 from kvshelf.workers.model.caches import cache_class
@@ -69,7 +69,7 @@ def layer_shapes(
             raise PolicyUnsupported(
                 f"{kind} asks its cache for {error.name}, which a cache of keys and values has not", param="model"
             ) from error
-        if observer.first_keys is not None and not _alike(observer.first_keys, _keys_at(model, tokens)):
+        if observer.first_keys is not None and not close(_keys_at(model, tokens), observer.first_keys, _ALIKE):
             raise PolicyUnsupported(
                 f"{kind} does not count positions from 0 as kvshelf does, so what it stores would stand elsewhere than "
                 "where the model puts it",
@@ -196,8 +196,3 @@ def _keys_at(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     with suppress(FirstLayersSeen):
         model.base_model(input_ids=tokens, position_ids=positions, use_cache=False, **{CONTEXT: observer})
     return observer.attended[0].keys
-
-
-def _alike(keys: Tensor, others: Tensor) -> bool:
-    """Also where weights are broken and keys are no numbers, which is refused elsewhere."""
-    return not float((keys - others).abs().max()) > _ALIKE * float(keys.abs().max())
