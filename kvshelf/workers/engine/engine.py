@@ -553,9 +553,9 @@ class Engine:
 
     # Searching
 
-    def require_search(self) -> None:
-        """Raises `PolicyUnsupported` for a model whose documents have no summaries."""
-        require_summarised(self.rope, self.kinds, self.name, ranks=self.passes.ranks is not None)
+    def require_search(self) -> Rope:
+        """The RoPE of a model whose documents have summaries. Raises `PolicyUnsupported` for another."""
+        return require_summarised(self.rope, self.kinds, self.name, ranks=self.passes.ranks is not None)
 
     @property
     def can_search(self) -> bool:
@@ -568,8 +568,7 @@ class Engine:
     @cached_property
     def key_coder(self) -> KeyCoder:
         """Makes the summaries of documents, by which a search finds them. Raises as `require_search` does."""
-        rope = require_summarised(self.rope, self.kinds, self.name, ranks=self.passes.ranks is not None)
-        return KeyCoder.of(self.passes, rope, self.model.config.vocab_size)
+        return KeyCoder.of(self.passes, self.require_search(), self.model.config.vocab_size)
 
     @property
     def summary_layers(self) -> int:
