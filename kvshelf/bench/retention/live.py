@@ -22,6 +22,7 @@ from kvshelf.bench.retention.simulation import Outcome
 from kvshelf.bench.retention.trace import ANSWER_S, Program, Trace
 from kvshelf.store.disk import DiskStore
 from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.replica.calls import Threads
 from kvshelf.workers.replica.residents import ResidentLimits, Residents
 from kvshelf.workers.replica.retention import Retention
 
@@ -50,7 +51,7 @@ def replay(
     trace: Trace, order: Order, max_bytes: int, engine: Engine, store: DiskStore, ids: dict[str, str]
 ) -> Outcome:
     """One run of a scaled trace. Raises `AssertionError` if memory is over its limit at any step."""
-    with ThreadPoolExecutor(8) as threads:
+    with Threads(8) as threads:
         limits = ResidentLimits(max_bytes=max_bytes, ahead_s=ResidentLimits.ahead_s / SCALE)
         retention = Retention(order.priority)
         residents = Residents(store, engine.attach, engine.attach_part, limits, threads, retention)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.errors import InvalidRequest
-from kvshelf.workers.engine.attention.function import Attended
+from kvshelf.workers.engine.attention.function import Attended, ForwardContext
 from kvshelf.workers.model.calibration import Chunks, ChunksOrigin
 
 if TYPE_CHECKING:
@@ -29,11 +29,8 @@ LEAST_TOKENS: Final = 64
 """Tokens of the shortest document."""
 
 
-class _Agreements:
-    """The `ForwardContext` of one document: the agreement of each chunk, `[kv_heads, D / 2]` for each layer."""
-
-    probe_lengths: tuple[int, ...] = ()
-    reads_attention = True
+class _Agreements(ForwardContext):
+    """Of one document: the agreement of each chunk, `[kv_heads, D / 2]` for each layer."""
 
     def __init__(self) -> None:
         self.of_layers: dict[int, Tensor] = {}

@@ -32,7 +32,7 @@ from kvshelf.workers.engine.attention.function import kvshelf_attention
 from kvshelf.workers.engine.attention.inspection import layer_shapes
 from kvshelf.workers.engine.decode.batch import DecodeBatch
 from kvshelf.workers.engine.decode.equivalents import Equivalents
-from kvshelf.workers.engine.decode.generation import Answer, Checkpoint, Generation, Progress, Sampling
+from kvshelf.workers.engine.decode.generation import Answer, Checkpoint, Generation, Progress, Sampling, nothing
 from kvshelf.workers.engine.decode.passages import Passages
 from kvshelf.workers.engine.decode.reduction import SuffixReducer
 from kvshelf.workers.engine.decode.selection import (
@@ -63,7 +63,6 @@ from kvshelf.workers.engine.inputs.requirements import (
     require_selectable,
     require_sentences,
     require_suffix_fields,
-    require_turns,
     require_unshared,
 )
 from kvshelf.workers.engine.parallel.ranks import SharedModel
@@ -243,20 +242,16 @@ class Engine:
         is whole in one part. Raises `InvalidRequest`.
         """
         size = self.part_tokens if max_tokens is None else max_tokens
-        if size > self._longest_document:
+        if size > self.max_tokens:
             raise InvalidRequest(
-                f"split: max_tokens is {size}, and {self.name!r} takes {self._longest_document}", param="split"
+                f"split: max_tokens is {size}, and {self.name!r} takes {self.max_tokens}", param="split"
             )
         return self._encoder.split(document, layout, size=size, overlap=overlap_tokens)
 
     @property
     def part_tokens(self) -> int:
         """Tokens of a part by default: an eighth of what the model takes is left for questions, answers and probes."""
-        return self._longest_document - self._longest_document // 8
-
-    @property
-    def _longest_document(self) -> int:
-        return self.max_tokens
+        return self.max_tokens - self.max_tokens // 8
 
     def prepare(
         self,
@@ -375,7 +370,8 @@ class Engine:
         chosen = build(policy or made.policy, given)
         require_budget_taken(chosen, compression_ratio, budget_tokens)
         require_questions_taken(chosen, expected_questions)
-        view = self._encoder.appended_view(token_ids, cache.num_tokens, boundary, expected_questions)
+        encoded = EncodedDocument(token_ids, 0, made.layout, boundary)
+        view = replace(self._encoder.view(encoded, expected_questions), first_position=cache.num_tokens)
         self._require_room(cache, len(token_ids))
         if not chosen.takes_budget:
             budget = Budget.full(view.num_tokens)
@@ -387,7 +383,7 @@ class Engine:
             view,
             chosen,
             budget,
-            encoded=EncodedDocument(token_ids, 0, made.layout, boundary),
+            encoded=encoded,
             given=frozenset(given),
             questions=expected_questions,
             parent=self._parent(cache),
@@ -395,7 +391,10 @@ class Engine:
 
     def require_turns(self) -> None:
         """Raises `PolicyUnsupported` for a model whose turns cannot be kept."""
-        require_turns(self.name, ranks=self.passes.ranks is not None)
+        if self.passes.ranks is not None:
+            raise PolicyUnsupported(
+                f"{self.name!r} runs in several processes, which keep no turns; ask without store", param="store"
+            )
 
     def turn_ids(self, document: Attachment, prompt: Prompt, text: str, token_ids: Sequence[int]) -> list[int]:
         """What a turn appends to a cache: a prompt, and the answer with this text and these ids. A conversation has the
@@ -410,7 +409,7 @@ class Engine:
             said, _ = self._encoder.appended(identity.layout, identity.boundary, turn)
         else:
             raise InvalidRequest("the answer is empty, and a turn of a conversation needs some text", param="store")
-        if document.next_position + len(said) > self._longest(document):
+        if document.next_position + len(said) > self._longest(document.num_tokens):
             raise InvalidRequest("the turn ends beyond the longest sequence of the model", param="store")
         return said
 
@@ -458,7 +457,7 @@ class Engine:
         return Parent(cache, coder, self.passes.devices.layers, self.rotate)
 
     def _require_room(self, cache: CompressedCache, appended: int) -> None:
-        longest = min(self.max_tokens, reach(self.model.config, cache.num_tokens) or self.max_tokens)
+        longest = self._longest(cache.num_tokens)
         if cache.num_tokens + appended > longest:
             raise DocumentTooLong(
                 f"the cache is of {cache.num_tokens} tokens, and {appended} more are beyond the {longest} that "
@@ -512,10 +511,11 @@ class Engine:
             made = self.prefill(group, cues=cues, checkpoint=checkpoint, progress=progress)
             for number, (level, compression) in enumerate(zip(group, made.compressions, strict=True)):
                 if made.reference is not None:
-                    (progress or _nothing)("quality", number, len(group))
-                    compression = compression.measured(self.measure(compression.cache, made.reference))
-                    (progress or _nothing)("quality", number + 1, len(group))
-                    (checkpoint or _nothing)()
+                    (progress or nothing)("quality", number, len(group))
+                    quality = self.measure(compression.cache, made.reference)
+                    compression = replace(compression, quality=quality)
+                    (progress or nothing)("quality", number + 1, len(group))
+                    (checkpoint or nothing)()
                 done[id(level)] = compression
         return [done[id(level)] for level in levels]
 
@@ -533,7 +533,7 @@ class Engine:
         `probe` can make) the result has no reference to measure by.
         """
         probe = self.probe(group[0].job, cues)
-        told, pause = progress or _nothing, checkpoint or _nothing
+        told, pause = progress or nothing, checkpoint or nothing
         coder = self.key_coder if self.can_search else None
         return run_prefill(self.passes, self.rope, self._seen_kinds, group, probe, pause, self.encoded, told, coder)
 
@@ -545,7 +545,7 @@ class Engine:
         `InvalidRequest` for a policy without scores, and for one that reads the document chunk by chunk.
         """
         self._require_scores(job)
-        return run_scores(self.passes, self.rope, self._seen_kinds, job, checkpoint or _nothing)
+        return run_scores(self.passes, self.rope, self._seen_kinds, job, checkpoint or nothing)
 
     def _require_scores(self, job: Job) -> None:
         if not isinstance(job.policy, ScoringPolicy) or job.absorber is not None:
@@ -553,9 +553,9 @@ class Engine:
 
     # Searching
 
-    def require_search(self) -> None:
-        """Raises `PolicyUnsupported` for a model whose documents have no summaries."""
-        require_summarised(self.rope, self.kinds, self.name, ranks=self.passes.ranks is not None)
+    def require_search(self) -> Rope:
+        """The RoPE of a model whose documents have summaries. Raises `PolicyUnsupported` for another."""
+        return require_summarised(self.rope, self.kinds, self.name, ranks=self.passes.ranks is not None)
 
     @property
     def can_search(self) -> bool:
@@ -568,8 +568,7 @@ class Engine:
     @cached_property
     def key_coder(self) -> KeyCoder:
         """Makes the summaries of documents, by which a search finds them. Raises as `require_search` does."""
-        rope = require_summarised(self.rope, self.kinds, self.name, ranks=self.passes.ranks is not None)
-        return KeyCoder.of(self.passes, rope, self.model.config.vocab_size)
+        return KeyCoder.of(self.passes, self.require_search(), self.model.config.vocab_size)
 
     @property
     def summary_layers(self) -> int:
@@ -836,7 +835,7 @@ class Engine:
         """
         sampling = sampling or Sampling()
         document = cache if isinstance(cache, Attached) else self.attach(cache)
-        longest = min(map(self._longest, document.parts))
+        longest = min(self._longest(part.num_tokens) for part in document.parts)
         room = longest - document.next_position - len(query)
         if not query:
             raise InvalidRequest("the question is empty; ask something", param="prompt")
@@ -1013,8 +1012,9 @@ class Engine:
         sampling = Sampling(max_new_tokens, temperature, top_p, seed, tuple(stop))
         batch = self.batch()
         answers = []
-        for caches, prompt in asked:
-            document = self._attached(caches)
+        for cache, prompt in asked:
+            caches = [cache] if isinstance(cache, CompressedCache) else cache
+            document = self.joined([self.attach(each) for each in caches])
             query, selection = self.encode_query(document, prompt), None
             if select is not None:
                 selection = self.select(
@@ -1033,14 +1033,10 @@ class Engine:
         given = require_suffix_fields(suffix)
         return self.bound(given.pop("policy"), question_tokens=question_tokens, **given)
 
-    def _attached(self, asked: Asked) -> Attached:
-        caches = [asked] if isinstance(asked, CompressedCache) else asked
-        return self.joined([self.attach(cache) for cache in caches])
-
-    def _longest(self, document: Attachment) -> int:
-        """Most tokens of a sequence that begins with this document. A LongRoPE may rotate longer ones by other
+    def _longest(self, num_tokens: int) -> int:
+        """Most tokens of a sequence that begins with a document of so many. A LongRoPE may rotate longer ones by other
         frequencies."""
-        reached = reach(self.model.config, document.num_tokens)
+        reached = reach(self.model.config, num_tokens)
         return self.max_tokens if reached is None else min(self.max_tokens, reached)
 
     def _end_ids(self) -> frozenset[int]:
@@ -1048,7 +1044,3 @@ class Engine:
         if configured is None:
             configured = getattr(self.model.config, "eos_token_id", None)
         return frozenset([configured] if isinstance(configured, int) else configured or [])
-
-
-def _nothing(*_: object) -> None:
-    """The checkpoint and the progress that do nothing."""

@@ -146,10 +146,9 @@ class Reference:
     def of(cls, document: str, probe: Probe, full: Tensor, without: Tensor, probe_s: float) -> Reference:
         """From logits `[cues * T, vocabulary]` of the full cache, and of the model without the document for the cues of
         `probe.without`."""
-        likeliest = full.topk(min(_LIKELIEST, full.shape[-1]), dim=-1).indices.view(
-            -1, ANSWER, min(_LIKELIEST, full.shape[-1])
-        )
-        log_probs = _events(full, likeliest.flatten(0, 1))[0].view(-1, ANSWER, likeliest.shape[-1] + 1)
+        count = min(_LIKELIEST, full.shape[-1])
+        likeliest = full.topk(count, dim=-1).indices.view(-1, ANSWER, count)
+        log_probs = _events(full, likeliest.flatten(0, 1))[0].view(-1, ANSWER, count + 1)
         sure = log_probs[..., 0].exp()  # [cues, T]
         counted = sure >= _SURE
         first = likeliest[::_EVERY_FIFTH, :, :1].flatten(0, 1)

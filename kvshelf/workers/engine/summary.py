@@ -24,6 +24,7 @@ from torch import Tensor
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.store.artifact.shape import CODE_BYTES, MAX_CODES
 from kvshelf.workers.engine.attention.function import Attended
+from kvshelf.workers.engine.attention.inspection import FirstLayers, FirstLayersSeen
 from kvshelf.workers.engine.forward.passes import Passes
 from kvshelf.workers.engine.inputs.encode import REFERENCE_TOKENS
 from kvshelf.workers.model.layers import LayerKind
@@ -170,33 +171,12 @@ def _plain_keys(layer: Attended, rope: Rope, start: int, end: int, first: int = 
 
 def _first_layers(passes: Passes, rope: Rope, token_ids: Sequence[int]) -> list[Tensor]:
     """The keys of each of the first layers, as of `_plain_keys`, in a pass that ends there."""
-    seen = _FirstLayers(rope, min(LAYERS, passes.model.config.num_hidden_layers))
+    seen = FirstLayers(min(LAYERS, passes.model.config.num_hidden_layers))
     device = passes.devices.inputs
     inputs = {
         "input_ids": torch.tensor([list(token_ids)], device=device),
         "position_ids": torch.arange(len(token_ids), device=device).unsqueeze(0),
     }
-    with suppress(_Enough):
+    with suppress(FirstLayersSeen):
         passes.causal(inputs, seen)
-    return seen.keys
-
-
-class _Enough(Exception):
-    """Ends a pass after the last layer that is wanted."""
-
-
-@dataclass(eq=False)
-class _FirstLayers:
-    """The `ForwardContext` of a pass whose later layers nobody needs."""
-
-    rope: Rope
-    wanted: int
-    keys: list[Tensor] = field(default_factory=list)
-
-    probe_lengths: tuple[int, ...] = ()
-    reads_attention: bool = True
-
-    def after_attention(self, layer: Attended) -> None:
-        self.keys.append(_plain_keys(layer, self.rope, 0, layer.keys.shape[2]))
-        if len(self.keys) == self.wanted:
-            raise _Enough
+    return [_plain_keys(layer, rope, 0, layer.keys.shape[2]) for layer in seen.attended]

@@ -96,15 +96,10 @@ def _rows(engine: Engine, ids: Sequence[int]) -> list[dict[Kind, Tensor]]:
     found: list[dict[Kind, Tensor]] = []
     for record in engine.compress(list(ids), policy="full").layers:
         assert isinstance(record, Kept)
-        keys, values, positions = _stacked(record)
-        keys = rope.unrotate(keys, positions)
+        keys, values = (torch.stack(heads) for heads in record.plain_heads())
+        keys = rope.unrotate(keys, record.positions[0])
         found.append({"keys": keys[:, FIRST_TOKENS:].cpu(), "values": values[:, FIRST_TOKENS:].float().cpu()})
     return found
-
-
-def _stacked(record: Kept) -> tuple[Tensor, Tensor, Tensor]:
-    keys, values = (torch.stack(heads) for heads in record.plain_heads())
-    return keys, values, record.positions[0]
 
 
 def _joint(rows: Tensor) -> Tensor:

@@ -35,14 +35,19 @@ Score = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class Origin(BaseModel):
-    """How a calibration was made. For people: no code depends on it."""
+class _Origin(BaseModel):
+    """How something was measured. For people: no code depends on it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     model: str
     documents: int = Field(ge=1)
     tokens: int = Field(ge=1)
+
+
+class Origin(_Origin):
+    """How a calibration was made."""
+
     answered: float = Field(ge=0, le=1, description="share of the generated tokens that were the needle's")
     compression_ratio: float = Field(gt=0, lt=1, description="under which the layers' errors were measured")
 
@@ -90,14 +95,9 @@ class Calibration(BaseModel):
         return sorted(sorted(range(len(scores)), key=lambda head: -scores[head])[:count])
 
 
-class ChunksOrigin(BaseModel):
-    """How chunks were measured. For people: no code depends on it."""
+class ChunksOrigin(_Origin):
+    """How chunks were measured."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    model: str
-    documents: int = Field(ge=1)
-    tokens: int = Field(ge=1)
     top: int = Field(ge=1, description="keys of a query whose agreement was measured")
 
 
@@ -152,13 +152,9 @@ def find(model: ModelIdentity, folder: str) -> Calibration:
             f"the policy needs a calibration of {model.name!r}, and there is none; make one: {_command(model)}",
             param="policy",
         )
-    found, shape = load(path, Calibration), json.loads(model.attention)
-    _require_own(model, found, path)
-    has, wanted = (
-        (len(found.head_scores), found.query_heads),
-        (shape["num_hidden_layers"], shape["num_attention_heads"]),
-    )
-    _require_shape(model, path, has, wanted, "{} layers of {} query heads", found.param)
+    found = load(path, Calibration)
+    heads = json.loads(model.attention)["num_attention_heads"]
+    _require_fitting(model, found, path, (len(found.head_scores), found.query_heads), heads, "query heads")
     return found
 
 
@@ -171,10 +167,8 @@ def find_chunks(model: ModelIdentity, folder: str, kv_heads: int) -> Chunks:
             f"{_command(model)} --only chunks",
             param="select.method",
         )
-    found, shape = load(path, Chunks), json.loads(model.attention)
-    _require_own(model, found, path)
-    has, wanted = (len(found.agreement), len(found.agreement[0])), (shape["num_hidden_layers"], kv_heads)
-    _require_shape(model, path, has, wanted, "{} layers of {} KV heads", found.param)
+    found = load(path, Chunks)
+    _require_fitting(model, found, path, (len(found.agreement), len(found.agreement[0])), kv_heads, "KV heads")
     return found
 
 
@@ -259,23 +253,22 @@ def save(measured: Calibration | Chunks, path: Path) -> None:
         file.write(measured.model_dump_json(indent=1).encode() + b"\n")
 
 
-def _require_own(model: ModelIdentity, found: Calibration | Chunks, path: Path) -> None:
+def _require_fitting(
+    model: ModelIdentity, found: Calibration | Chunks, path: Path, has: tuple[int, int], heads: int, of: str
+) -> None:
+    """Refuse a file of other weights, or one that `has` other layers and heads than the model, `heads` in each."""
     if found.weights != model.weights:
         raise PolicyUnsupported(
             f"the calibration {path} is of other weights ({found.weights[:16]}) than those of {model.name!r} as "
             f"{model.dtype} ({model.weights[:16]}); make one for these: {_command(model)}",
             param=found.param,
         )
-
-
-def _require_shape(
-    model: ModelIdentity, path: Path, has: tuple[int, int], wanted: tuple[int, int], what: str, param: str
-) -> None:
-    if has != wanted:
+    layers = json.loads(model.attention)["num_hidden_layers"]
+    if has != (layers, heads):
         raise PolicyUnsupported(
-            f"the calibration {path} has {what.format(*has)}, and {model.name!r} has {wanted[0]} of {wanted[1]}; make "
-            f"it again: {_command(model)}",
-            param=param,
+            f"the calibration {path} has {has[0]} layers of {has[1]} {of}, and {model.name!r} has {layers} of {heads}; "
+            f"make it again: {_command(model)}",
+            param=found.param,
         )
 
 

@@ -220,19 +220,13 @@ def _without_bars() -> Iterator[None]:
         yield
         return
     bars, downloads = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
-    if bars:
-        logging.disable_progress_bar()  # the hub's, too
-    elif downloads:
-        disable_progress_bars()
+    logging.disable_progress_bar()  # the hub's, too
     try:
         yield
     finally:
         if bars:
-            logging.enable_progress_bar()
-        elif downloads:
-            enable_progress_bars()
-        if bars and not downloads:
-            disable_progress_bars()
+            logging.enable_progress_bar()  # the hub's, too
+        (enable_progress_bars if downloads else disable_progress_bars)()
 
 
 def skeleton(name: str) -> PreTrainedModel:

@@ -99,7 +99,7 @@ class TextFormat:
 
     def conversation(self, messages: Sequence[Message]) -> EncodedDocument:
         """A document of whole turns; a query appends more turns."""
-        turns = check_messages(messages, "messages")
+        turns = check_messages(messages)
         before, *_ = pieces = self._template_pieces(turns, opening=False)
         boundary = cast(Boundary, f"after_{turns[-1][0]}")
         return EncodedDocument(self._encode_pieces(pieces, turns), len(self._encode_control(before)), "chat", boundary)
@@ -118,7 +118,7 @@ class TextFormat:
         the first text of the same turn. Another system message is refused then. After a conversation the template
         decides where a system message may stand.
         """
-        added = check_messages(messages, "messages")
+        added = check_messages(messages)
         if boundary == "text":
             raise InvalidRequest(
                 "this cache has the layout 'plain' and no turns; ask it with prompt instead of messages",
@@ -229,22 +229,22 @@ class TextFormat:
         return [i for i in added if i == self._chat.bos_token_id]
 
 
-def check_messages(messages: Sequence[Message], param: str) -> list[tuple[str, str]]:
+def check_messages(messages: Sequence[Message]) -> list[tuple[str, str]]:
     """Roles and contents of a conversation. Raises `InvalidRequest` naming the message that is wrong."""
     if not messages:
-        raise InvalidRequest(f"{param} is empty; give at least one message", param=param)
+        raise InvalidRequest("messages is empty; give at least one message", param="messages")
     turns = []
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
-            raise InvalidRequest(f"{param}[{i}] must have exactly the fields role and content", param=f"{param}[{i}]")
+            raise InvalidRequest(f"messages[{i}] must have exactly the fields role and content", param=f"messages[{i}]")
         role, content = message["role"], message["content"]
         if role not in ROLES:
             raise InvalidRequest(
-                f"{param}[{i}].role is {role!r}; it must be one of {', '.join(ROLES)}", param=f"{param}[{i}].role"
+                f"messages[{i}].role is {role!r}; it must be one of {', '.join(ROLES)}", param=f"messages[{i}].role"
             )
         if not isinstance(content, str) or not content:
             raise InvalidRequest(
-                f"{param}[{i}].content must be a text that is not empty", param=f"{param}[{i}].content"
+                f"messages[{i}].content must be a text that is not empty", param=f"messages[{i}].content"
             )
         turns.append((role, content))
     return turns

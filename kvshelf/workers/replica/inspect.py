@@ -76,10 +76,8 @@ def kept_tokens(
             f"of the cache that it was appended to, {manifest.parent_id or 'which was stored elsewhere'}",
             param="cache_id",
         )
-    if document is None:
-        source = _same_document(engine, store, manifest, identity, _kept_source(engine, store, manifest, identity))
-    else:
-        source = _same_document(engine, store, manifest, identity, document)
+    given = _kept_source(engine, store, manifest, identity) if document is None else document
+    source = _same_document(engine, store, manifest, identity, given)
     with store.open_cache(cache_id, tenant=tenant) as arriving:
         engine.require_own(arriving)  # the bitmaps below have the size that its header claims
         arriving.read(together=True)

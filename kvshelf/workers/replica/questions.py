@@ -189,8 +189,9 @@ class Questions:
     async def _begun(self, loaded: _Loaded, **options: Any) -> Ticket[Answer]:
         """The queued answer. options: of `Scheduler.generate`."""
         document, query = loaded.document, loaded.query
-        ids = await self._encode(document, query)
-        options |= {"passages": _asks_passages(query), "reducer": self._bound(query, ids)}
+        ids = await self.threads.run(self.engine.encode_query, document, _prompt(query))
+        passages = query.select is not None and query.select.passages
+        options |= {"passages": passages, "reducer": self._bound(query, ids)}
         selection = await self._selected(document, query, ids)
         if query.store:
             assert isinstance(document, Attachment)
@@ -214,9 +215,6 @@ class Questions:
             await self.residents.hold(stored.id, tenant, kept.document, stored.blob_digest)
         return reply.model_copy(update={"stored_cache_id": stored.id})
 
-    async def _encode(self, document: Attached, query: Asking) -> list[int]:
-        return await self.threads.run(self.engine.encode_query, document, _prompt(query))
-
     def _bound(self, query: Asking, ids: Sequence[int]) -> SuffixReducer | None:
         """What bounds the answer's memory."""
         if query.suffix is None:
@@ -227,14 +225,10 @@ class Questions:
 
     async def _selected(self, document: Attached, query: Asking, ids: Sequence[int]) -> Selection | None:
         """What the answer reads, on a thread: it waits for all layers of a cache that is arriving."""
-        if query.select is None:
+        if (chosen := query.select) is None:
             return None
-        chosen = query.select
-        return await self.threads.run(
-            lambda: self.engine.select(
-                document, chosen.method, question_tokens=len(ids), tokens=chosen.tokens, params=chosen.params
-            )
-        )
+        more = {"tokens": chosen.tokens, "params": chosen.params}
+        return await self.threads.run(self.engine.select, document, chosen.method, question_tokens=len(ids), **more)
 
 
 @dataclass(frozen=True)
@@ -307,10 +301,6 @@ def _prompt(query: Asking) -> str | list[dict[str, str]]:
 def _sampling(query: Asking) -> Sampling:
     stop = (query.stop,) if isinstance(query.stop, str) else tuple(query.stop or ())
     return Sampling(query.max_tokens, query.temperature, query.top_p, query.seed, stop)
-
-
-def _asks_passages(query: Asking) -> bool:
-    return query.select is not None and query.select.passages
 
 
 def _touch(store: Store, cache_id: str, tenant: str) -> None:

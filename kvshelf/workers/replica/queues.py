@@ -175,7 +175,7 @@ class Queues:
             self.changed.notify()
 
     def add_document(self, work: Compressing) -> None:
-        """Raises `QueueFull`."""
+        """Raises `QueueFull`, `NoWorker`."""
         with self.changed:
             self.require_room()
             self._documents.add(work.tenant, work)
@@ -184,14 +184,16 @@ class Queues:
     def require_room(self) -> None:
         """Raise what `add_document` would raise now."""
         with self.changed:
+            self._require_accepting()
             queued = len(self._documents)
             if queued >= self._limits.max_compressions:
                 tokens = sum(waiting.work.num_tokens for waiting in self._documents)
                 raise _queue_full("documents", queued, self.token_pace.estimate(tokens))
 
     def add_question(self, work: Answering) -> None:
-        """Raises `QueueFull`."""
+        """Raises `QueueFull`, `NoWorker`."""
         with self.changed:
+            self._require_accepting()
             queued = len(self._questions)
             if queued >= self._limits.max_waiting:
                 rounds = queued / self._limits.max_open
@@ -200,12 +202,17 @@ class Queues:
             self.changed.notify()
 
     def add_pass(self, work: Passing) -> None:
-        """Raises `QueueFull`."""
+        """Raises `QueueFull`, `NoWorker`."""
         with self.changed:
+            self._require_accepting()
             if (queued := len(self._passes)) >= self._limits.max_waiting:
                 raise _queue_full("searches", queued, UNMEASURED_RETRY_S)
             self._passes.add(work.tenant, work)
             self.changed.notify()
+
+    def _require_accepting(self) -> None:
+        if not self.accepting:
+            raise NoWorker(f"the worker of {self._name!r} is stopping; try again in a moment", retry_after_s=1.0)
 
     # The thread that takes
 

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 from kvshelf.errors import InvalidRequest, KvshelfError
 from kvshelf.store.artifact.arriving import ArrivingCache
@@ -24,14 +24,13 @@ from kvshelf.store.artifact.blob.reading import PartialCache
 from kvshelf.store.artifact.records import LayerRecord
 from kvshelf.store.base import Store
 from kvshelf.workers.engine.attention.attachment import Attachment, PartialAttachment
+from kvshelf.workers.replica.calls import Threads
 from kvshelf.workers.replica.queues import Pace
 from kvshelf.workers.replica.retention import Key, Retention
 from kvshelf.workers.replica.singleflight import SingleFlight
 from kvshelf.workers.replica.tools import Tools
 
 log = logging.getLogger("kvshelf.workers")
-
-ResultT = TypeVar("ResultT")
 
 Attach = Callable[[ArrivingCache], Attachment]
 AttachPart = Callable[[PartialCache], PartialAttachment | None]
@@ -84,7 +83,7 @@ class Residents:
         attach: Attach,
         attach_part: AttachPart,
         limits: ResidentLimits,
-        threads: ThreadPoolExecutor,
+        threads: Threads,
         retention: Retention | None = None,
     ) -> None:
         self._store = store
@@ -339,16 +338,16 @@ class Residents:
     async def _current(self, key: Key, resident: Resident) -> bool:
         """Whether a resident cache is still what the shelf has. Raises as `Store.stat` does."""
         tenant, cache_id = key
-        manifest = await self._off_loop(lambda: self._store.stat(cache_id, tenant=tenant))
+        manifest = await self._threads.run(self._store.stat, cache_id, tenant=tenant)
         return resident.digest == manifest.blob_digest and not resident.document.failed
 
     async def _open(self, cache_id: str, tenant: str, part: bool, *, ahead: bool = False) -> Resident:
         opened = await self._opened_part(cache_id, tenant) if part else None
         if opened is not None:
             return opened
-        arriving = await self._off_loop(lambda: self._store.open_cache(cache_id, tenant=tenant))
+        arriving = await self._threads.run(self._store.open_cache, cache_id, tenant=tenant)
         try:
-            document = await self._off_loop(lambda: self._attach(arriving))
+            document = await self._threads.run(self._attach, arriving)
             if ahead:
                 self._make_room_ahead(arriving.attached_bytes, (tenant, cache_id))
             else:
@@ -370,9 +369,9 @@ class Residents:
 
     async def _opened_part(self, cache_id: str, tenant: str) -> Resident | None:
         """A cache of which questions read what they select; None if it has to be read as a whole."""
-        cache = await self._off_loop(lambda: self._store.open_parts(cache_id, tenant=tenant))
+        cache = await self._threads.run(self._store.open_parts, cache_id, tenant=tenant)
         try:
-            document = await self._off_loop(lambda: self._attach_part(cache))
+            document = await self._threads.run(self._attach_part, cache)
             if document is not None:
                 await self._make_room(cache.attached_bytes, (tenant, cache_id))
                 resident = self._held[tenant, cache_id] = Resident(document, cache.root.hex(), cache.place)
@@ -443,9 +442,6 @@ class Residents:
         """Free what a cache that is no longer held keeps open, once nobody uses it."""
         if not resident.users:
             resident.document.close()
-
-    async def _off_loop(self, call: Callable[[], ResultT]) -> ResultT:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
 
 def _read(arriving: ArrivingCache, resident: Resident, pace: Pace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from pydantic import Field
@@ -24,12 +25,8 @@ class Phase(NamedTuple):
 
 def in_sequence(**seconds: float) -> tuple[Phase, ...]:
     """Phases of these lengths, each beginning where the one before it ended."""
-    found: list[Phase] = []
-    start_s = 0.0
-    for name, length in seconds.items():
-        found.append(Phase(name, start_s, length))
-        start_s += length
-    return tuple(found)
+    starts = accumulate(seconds.values(), initial=0.0)
+    return tuple(Phase(name, start_s, seconds[name]) for name, start_s in zip(seconds, starts, strict=False))
 
 
 def rounded(phases: tuple[Phase, ...]) -> dict[str, float]:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvshelf.errors import InternalError, InvalidRequest, KvshelfError, NoWorker
+from kvshelf.errors import InternalError, InvalidRequest, KvshelfError
 from kvshelf.workers.engine.attention.attachment import block
 from kvshelf.workers.engine.attention.function import kvshelf_attention
 from kvshelf.workers.engine.decode.reduction import SuffixReducer
@@ -80,16 +80,12 @@ class Scheduler:
     ) -> Ticket[ResultT]:
         """Queue a prepared document. Raises `QueueFull`, `NoWorker`."""
         ticket: Ticket[ResultT] = Ticket(deadline_s)
-        with self._queues.changed:
-            self._require_accepting()
-            self._queues.add_document(Compressing(ticket, work, tenant))
+        self._queues.add_document(Compressing(ticket, work, tenant))
         return ticket
 
     def require_room(self) -> None:
         """Raise what `compress` would raise now: `QueueFull` or `NoWorker`."""
-        with self._queues.changed:
-            self._require_accepting()
-            self._queues.require_room()
+        self._queues.require_room()
 
     def generate(
         self,
@@ -115,9 +111,7 @@ class Scheduler:
         suffix_bytes = self._suffix_bytes(len(query) + sampling.max_tokens, most)
         generation = self._engine.start(cache, query, sampling, selection, passages=passages, reducer=reducer)
         work = Answering(Ticket(deadline_s), generation, on_text, suffix_bytes, tenant, turn_of)
-        with self._queues.changed:
-            self._require_accepting()
-            self._queues.add_question(work)
+        self._queues.add_question(work)
         return work.ticket
 
     def pass_of(
@@ -126,9 +120,7 @@ class Scheduler:
         """Queue a call that runs one pass over a few tokens. It comes before the next step of answers, and as they do
         between two layers of a compression. Raises `QueueFull`, `NoWorker`."""
         ticket: Ticket[ResultT] = Ticket(deadline_s)
-        with self._queues.changed:
-            self._require_accepting()
-            self._queues.add_pass(Passing(ticket, run, tenant))
+        self._queues.add_pass(Passing(ticket, run, tenant))
         return ticket
 
     def _suffix_bytes(self, tokens: int, most: int | None) -> int:
@@ -143,10 +135,6 @@ class Scheduler:
                 param="prompt",
             )
         return needed
-
-    def _require_accepting(self) -> None:
-        if not self.alive:
-            raise NoWorker(f"the worker of {self._engine.name!r} is stopping; try again in a moment", retry_after_s=1.0)
 
     # Everything below runs on the scheduler's thread.
 

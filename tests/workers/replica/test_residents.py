@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from kvshelf.store.base import Store
 from kvshelf.store.disk import DiskStore
 from kvshelf.workers.engine.attention.attachment import Attachment, PartialAttachment
 from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.replica.calls import Threads
 from kvshelf.workers.replica.residents import ResidentLimits, Residents
 from tests.conftest import save_random_model
 from tests.store.places import Clock
@@ -63,12 +63,12 @@ def store(tmp_path: Path, clock: Clock) -> Iterator[Counting]:
 
 
 @pytest.fixture
-async def threads() -> AsyncIterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(4) as pool:
+async def threads() -> AsyncIterator[Threads]:
+    with Threads(4) as pool:
         yield pool
 
 
-def make(store: Store, engine: Engine, threads: ThreadPoolExecutor, **limits: float) -> Residents:
+def make(store: Store, engine: Engine, threads: Threads, **limits: float) -> Residents:
     limited = ResidentLimits(**limits)  # type: ignore[arg-type]
     return Residents(store, engine.attach, engine.attach_part, limited, threads)
 
@@ -81,7 +81,7 @@ async def ask(residents: Residents, cache_id: str, tenant: str = "default") -> t
 
 
 async def test_a_second_question_finds_the_cache_in_memory(
-    store: Counting, engine: Engine, caches: list[CompressedCache], threads: ThreadPoolExecutor
+    store: Counting, engine: Engine, caches: list[CompressedCache], threads: Threads
 ) -> None:
     residents = make(store, engine, threads)
     cache_id = store.put(caches[0]).id
@@ -93,7 +93,7 @@ async def test_a_second_question_finds_the_cache_in_memory(
 
 
 async def test_a_cache_stored_from_here_is_there_for_its_first_question(
-    store: Counting, engine: Engine, caches: list[CompressedCache], threads: ThreadPoolExecutor
+    store: Counting, engine: Engine, caches: list[CompressedCache], threads: Threads
 ) -> None:
     residents = make(store, engine, threads)
     made, document = store.put(caches[0]), engine.attach(caches[0])
@@ -105,7 +105,7 @@ async def test_a_cache_stored_from_here_is_there_for_its_first_question(
 
 
 async def test_a_cache_stored_from_here_takes_the_room_of_unused_ones_alone(
-    store: Counting, engine: Engine, caches: list[CompressedCache], threads: ThreadPoolExecutor
+    store: Counting, engine: Engine, caches: list[CompressedCache], threads: Threads
 ) -> None:
     each = engine.attach(caches[0]).nbytes
     residents = make(store, engine, threads, max_bytes=2 * each)
@@ -125,7 +125,7 @@ async def test_a_cache_stored_from_here_takes_the_room_of_unused_ones_alone(
 
 
 async def test_questions_at_the_same_time_are_one_read(
-    store: Counting, engine: Engine, caches: list[CompressedCache], threads: ThreadPoolExecutor
+    store: Counting, engine: Engine, caches: list[CompressedCache], threads: Threads
 ) -> None:
     residents = make(store, engine, threads)
     cache_id = store.put(caches[0]).id
@@ -135,7 +135,7 @@ async def test_questions_at_the_same_time_are_one_read(
 
 
 async def test_what_the_store_no_longer_has_is_not_answered_from_memory(
-    store: Counting, clock: Clock, engine: Engine, caches: list[CompressedCache], threads: ThreadPoolExecutor
+    store: Counting, clock: Clock, engine: Engine, caches: list[CompressedCache], threads: Threads
 ) -> None:
     residents = make(store, engine, threads)
     deleted, expiring = store.put(caches[0]).id, store.put(caches[1], ttl_s=5).id
@@ -152,7 +152,7 @@ async def test_what_the_store_no_longer_has_is_not_answered_from_memory(
 
 
 async def test_the_least_recently_used_leave_when_bytes_run_out(
-    store: Counting, engine: Engine, caches: list[CompressedCache], threads: ThreadPoolExecutor
+    store: Counting, engine: Engine, caches: list[CompressedCache], threads: Threads
 ) -> None:
     ids = [store.put(cache).id for cache in caches]
     one = store.open_cache(ids[0])
@@ -166,7 +166,7 @@ async def test_the_least_recently_used_leave_when_bytes_run_out(
 
 
 async def test_what_is_being_asked_is_not_evicted_and_others_wait_for_its_room(
-    store: Counting, engine: Engine, caches: list[CompressedCache], threads: ThreadPoolExecutor
+    store: Counting, engine: Engine, caches: list[CompressedCache], threads: Threads
 ) -> None:
     first, second = (store.put(cache).id for cache in caches[:2])
     residents = make(store, engine, threads, max_bytes=1)  # each is larger than that: one at a time
@@ -182,7 +182,7 @@ async def test_what_is_being_asked_is_not_evicted_and_others_wait_for_its_room(
 
 
 async def test_a_cache_that_is_deleted_while_another_question_waits_for_its_memory_answers_no_later_question(
-    store: Counting, engine: Engine, caches: list[CompressedCache], threads: ThreadPoolExecutor
+    store: Counting, engine: Engine, caches: list[CompressedCache], threads: Threads
 ) -> None:
     """A later question joins the read under way, whose manifest is older than the deletion."""
     first, deleted = (store.put(cache).id for cache in caches[:2])
@@ -201,7 +201,7 @@ async def test_a_cache_that_is_deleted_while_another_question_waits_for_its_memo
 
 
 async def test_idle_caches_leave(
-    store: Counting, engine: Engine, caches: list[CompressedCache], threads: ThreadPoolExecutor
+    store: Counting, engine: Engine, caches: list[CompressedCache], threads: Threads
 ) -> None:
     residents = make(store, engine, threads, idle_s=0.4)
     used, unused = (store.put(cache).id for cache in caches[:2])
@@ -222,7 +222,7 @@ async def test_idle_caches_leave(
 
 
 async def test_a_damaged_blob_is_an_error_and_is_not_kept(
-    store: Counting, engine: Engine, caches: list[CompressedCache], threads: ThreadPoolExecutor, tmp_path: Path
+    store: Counting, engine: Engine, caches: list[CompressedCache], threads: Threads, tmp_path: Path
 ) -> None:
     residents = make(store, engine, threads)
     cache_id = store.put(caches[0]).id
@@ -238,7 +238,7 @@ async def test_a_damaged_blob_is_an_error_and_is_not_kept(
 
 
 async def test_a_cache_of_another_model_is_refused_and_takes_no_room(
-    store: Counting, caches: list[CompressedCache], threads: ThreadPoolExecutor, tmp_path: Path
+    store: Counting, caches: list[CompressedCache], threads: Threads, tmp_path: Path
 ) -> None:
     other = Engine.load(str(save_random_model(tmp_path / "other", seed=9)), device="cpu")
     residents = make(store, other, threads)
@@ -259,7 +259,7 @@ class Held(DiskStore):
 
 
 async def test_a_question_does_not_wait_for_room_that_one_waiting_for_its_cache_holds(
-    engine: Engine, caches: list[CompressedCache], threads: ThreadPoolExecutor, tmp_path: Path
+    engine: Engine, caches: list[CompressedCache], threads: Threads, tmp_path: Path
 ) -> None:
     """A single question begins to open a cache; one with several that holds others joins the opening. Memory never has
     room for all three, so the one with several is refused, and the single one gets its room."""
@@ -285,7 +285,7 @@ async def held_together(residents: Residents, cache_ids: list[str]) -> AsyncIter
 
 
 async def test_a_cache_with_an_index_is_read_as_questions_select(
-    store: Counting, engine: Engine, caches: list[CompressedCache], threads: ThreadPoolExecutor
+    store: Counting, engine: Engine, caches: list[CompressedCache], threads: Threads
 ) -> None:
     """It is in memory for all questions, those that read all of it, too. Its file is open until it leaves."""
     residents = make(store, engine, threads)
@@ -312,9 +312,7 @@ async def test_a_cache_with_an_index_is_read_as_questions_select(
         await asyncio.to_thread(resident.document.prefixes, 1)
 
 
-async def test_caches_read_in_part_count_as_whole_ones(
-    store: Counting, engine: Engine, threads: ThreadPoolExecutor
-) -> None:
+async def test_caches_read_in_part_count_as_whole_ones(store: Counting, engine: Engine, threads: Threads) -> None:
     """They may be read further, so that the memory for all of each is set aside."""
     made = [engine.compress(list(range(10 + i, 200 + i)), policy="infllm", block=16) for i in range(3)]
     ids = [store.put(cache).id for cache in made]
@@ -326,7 +324,7 @@ async def test_caches_read_in_part_count_as_whole_ones(
 
 
 async def test_an_evicted_cache_is_freed_at_once(
-    store: Counting, engine: Engine, caches: list[CompressedCache], threads: ThreadPoolExecutor
+    store: Counting, engine: Engine, caches: list[CompressedCache], threads: Threads
 ) -> None:
     """Not at the next garbage collection: few objects with gigabytes behind them call for none."""
     residents = make(store, engine, threads)

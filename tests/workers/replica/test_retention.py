@@ -7,7 +7,6 @@ import math
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from kvshelf.errors import CacheNotFound
 from kvshelf.store import eviction
 from kvshelf.store.disk import DiskStore
 from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.replica.calls import Threads
 from kvshelf.workers.replica.residents import ResidentLimits, Residents
 from kvshelf.workers.replica.retention import LEAST_HINT_S, Key, Retention, by_gdsf
 from kvshelf.workers.replica.tools import ENOUGH, KEPT, LONGEST_S, TOOLS, Tools, best_stay_s, turns_left
@@ -260,12 +260,12 @@ def shelf(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> tuple[Dis
 
 
 @pytest.fixture
-async def threads() -> AsyncIterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(4) as pool:
+async def threads() -> AsyncIterator[Threads]:
+    with Threads(4) as pool:
         yield pool
 
 
-def of(shelf: DiskStore, engine: Engine, threads: ThreadPoolExecutor, fits: float, **limits: float) -> Residents:
+def of(shelf: DiskStore, engine: Engine, threads: Threads, fits: float, **limits: float) -> Residents:
     """A memory that holds `fits` of the caches, which are of equal size."""
     with shelf.open_cache(shelf.list().data[0].id) as one:
         nbytes = one.attached_bytes
@@ -286,7 +286,7 @@ async def held(residents: Residents, cache_id: str) -> None:
 
 
 async def test_a_cache_with_a_hint_is_in_memory_before_its_question(
-    shelf: tuple[DiskStore, list[str]], engine: Engine, threads: ThreadPoolExecutor
+    shelf: tuple[DiskStore, list[str]], engine: Engine, threads: Threads
 ) -> None:
     store, ids = shelf
     residents = of(store, engine, threads, fits=2.5)
@@ -304,7 +304,7 @@ async def test_a_cache_with_a_hint_is_in_memory_before_its_question(
 
 
 async def test_reading_ahead_evicts_nothing_that_is_used_before_or_pinned_and_nothing_long_before(
-    shelf: tuple[DiskStore, list[str]], engine: Engine, threads: ThreadPoolExecutor
+    shelf: tuple[DiskStore, list[str]], engine: Engine, threads: Threads
 ) -> None:
     store, ids = shelf
     residents = of(store, engine, threads, fits=2.5, ahead_s=5.0)
@@ -329,7 +329,7 @@ async def test_reading_ahead_evicts_nothing_that_is_used_before_or_pinned_and_no
 
 
 async def test_a_far_hint_makes_room_once_it_is_near(
-    shelf: tuple[DiskStore, list[str]], engine: Engine, threads: ThreadPoolExecutor
+    shelf: tuple[DiskStore, list[str]], engine: Engine, threads: Threads
 ) -> None:
     store, ids = shelf
     residents = of(store, engine, threads, fits=1.5, ahead_s=0.5)
@@ -343,7 +343,7 @@ async def test_a_far_hint_makes_room_once_it_is_near(
 
 
 async def test_a_hint_for_a_cache_that_is_gone_is_dropped_and_stops_nothing(
-    shelf: tuple[DiskStore, list[str]], engine: Engine, threads: ThreadPoolExecutor
+    shelf: tuple[DiskStore, list[str]], engine: Engine, threads: Threads
 ) -> None:
     store, ids = shelf
     residents = of(store, engine, threads, fits=2.5)
@@ -358,7 +358,7 @@ async def test_a_hint_for_a_cache_that_is_gone_is_dropped_and_stops_nothing(
 
 
 async def test_a_cache_stays_while_its_tool_runs_and_is_released_when_a_question_needs_its_room(
-    shelf: tuple[DiskStore, list[str]], engine: Engine, threads: ThreadPoolExecutor
+    shelf: tuple[DiskStore, list[str]], engine: Engine, threads: Threads
 ) -> None:
     store, ids = shelf
     residents = of(store, engine, threads, fits=2.5)
@@ -375,7 +375,7 @@ async def test_a_cache_stays_while_its_tool_runs_and_is_released_when_a_question
 
 
 async def test_an_answer_that_failed_pins_nothing(
-    shelf: tuple[DiskStore, list[str]], engine: Engine, threads: ThreadPoolExecutor
+    shelf: tuple[DiskStore, list[str]], engine: Engine, threads: Threads
 ) -> None:
     store, ids = shelf
     residents = of(store, engine, threads, fits=2.5)
@@ -402,7 +402,7 @@ def test_memory_is_never_over_its_limit(
     store, ids = shelf
 
     async def check() -> None:
-        with ThreadPoolExecutor(4) as threads:
+        with Threads(4) as threads:
             residents = of(store, engine, threads, fits=2.5)
             residents._read_pace.seconds = 1.0
             limit = residents._limits.max_bytes

@@ -71,7 +71,7 @@ class AttachedCache(StatefulCache):
     def _layer(self, document: Attachment, index: int, longest: int | None) -> AttachedLayer | StateLayer:
         states, start = document.states(index), document.next_position
         count = 1 + max((state.number for state in states), default=-1)
-        if not document.has_entries(index):
+        if not document.entries(index):
             return StateLayer(count, lambda: together([states] * self._rows))
         prefix = document.prefixes(index)
         if index in self._absorbed:
@@ -117,8 +117,7 @@ class AttachedCache(StatefulCache):
     def begin(self, rows: int) -> dict[str, Any]:
         """Prepare a pass over tokens `[rows, T]`. Returns keywords for the model's attention function. Raises
         `InvalidRequest` where the states that the pass continues are of other rows."""
-        stateful = (layer for layer in self.layers if isinstance(layer, StateLayer))
-        held = next((len(state.tensor) for layer in stateful for state in layer.held()), rows)
+        held = next((len(state.tensor) for states in self.held() for state in states), rows)
         if held != rows:
             raise InvalidRequest(
                 f"the pass has {rows} rows, and the recurrent states before it are of {held}; attach the document "
@@ -301,15 +300,13 @@ class AttachedLayer(UnboundedLayer):
         """Forget the suffix; the document stays. The next pass may have another number of rows."""
         self._length, self.is_initialized = 0, False
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder the rows of the suffix, for beam search. The document is the same for every beam."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows of the suffix."""
+    def reorder_cache(self, indices: Tensor) -> None:
+        """Keep these rows of the suffix, in this order. The document is the same for every beam."""
         if self.is_initialized:
             indices = indices.to(self.keys.device)  # generate() makes them for all layers
             self.keys, self.values = self.keys[indices], self.values[indices]
+
+    batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row of the suffix."""
@@ -344,7 +341,7 @@ class AttachedStateLayer(StateLayer, AttachedLayer):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows of the suffix and of the states."""
         StateLayer.reorder_cache(self, beam_idx)
-        AttachedLayer.batch_select_indices(self, beam_idx)
+        AttachedLayer.reorder_cache(self, beam_idx)
 
 
 class LatentLayer(AttachedLayer):

@@ -140,10 +140,10 @@ class Attachment:
     def close(self) -> None:
         """Free what a cache that is read in part keeps open. Later reads raise `StoreUnavailable`."""
 
-    def entries(self, layer: int, wait: Wait = block) -> tuple[PackedRecord, ...]:
-        """The records of this layer's entries that attention reads here, as many as there are `prefixes`. `wait` and
-        errors as for these."""
-        found = entries_of(self._record(layer, wait))
+    def entries(self, layer: int) -> tuple[PackedRecord, ...]:
+        """The records of this layer's entries that attention reads here, as many as there are `prefixes`. Waits until
+        it has arrived, with errors as for these."""
+        found = entries_of(self._record(layer, block))
         return () if found is None else parts_of(self._read(found))
 
     def units(self, selector: UnitSelector, layer: int) -> list[tuple[PackedPrefix, Units]]:
@@ -190,10 +190,6 @@ class Attachment:
             made = tuple(state._replace(tensor=state.tensor.to(self._devices[layer])) for state in found)
             self._states[layer] = made
         return made
-
-    def has_entries(self, layer: int, wait: Wait = block) -> bool:
-        """Whether the layer attends."""
-        return entries_of(self._record(layer, wait)) is not None
 
     def layers(self, wait: Wait = block) -> list[Entries]:
         """The entries of all layers and heads, once they have arrived, of a model whose every layer has some. `wait`
@@ -359,18 +355,12 @@ def _decoded(records: Records, coder: Coder, repositioned: bool) -> Records:
         except Exception as error:  # any error: threads wait for the layer
             decoded[index].set_exception(error)
 
+    def begin(index: int, record: Future[LayerRecord]) -> None:
+        threads.submit(decode, index, record)
+
     for index, record in enumerate(records):
-        record.add_done_callback(partial(_submit, threads, decode, index))
+        record.add_done_callback(partial(begin, index))
     return decoded
-
-
-def _submit(
-    threads: ThreadPoolExecutor,
-    decode: Callable[[int, Future[LayerRecord]], None],
-    index: int,
-    record: Future[LayerRecord],
-) -> None:
-    threads.submit(decode, index, record)
 
 
 def _arrived(layers: Sequence[LayerRecord]) -> Records:

@@ -8,7 +8,7 @@ causal attention, attention over an attached cache, and passing the states of ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -68,6 +68,14 @@ class Attended:
         return layer_index(self.module)
 
 
+def joined(pieces: Sequence[Attended]) -> Attended:
+    """What a layer saw of tokens that came in several calls, as of one."""
+    queries, keys, values = (
+        torch.cat([getattr(each, name) for each in pieces], dim=2) for name in ("queries", "keys", "values")
+    )
+    return replace(pieces[0], queries=queries, keys=keys, values=values)
+
+
 def layer_index(module: nn.Module) -> int:
     """Which layer of its model an attention module is in. Raises `PolicyUnsupported` where several layers share it."""
     index = getattr(module, "layer_idx", None)
@@ -88,9 +96,13 @@ class ForwardContext(Protocol):
     """
 
     @property
-    def probe_lengths(self) -> tuple[int, ...]: ...
+    def probe_lengths(self) -> tuple[int, ...]:
+        return ()
+
     @property
-    def reads_attention(self) -> bool: ...
+    def reads_attention(self) -> bool:
+        return True
+
     def after_attention(self, layer: Attended) -> None: ...
 
 

@@ -19,8 +19,8 @@ from kvshelf.workers.engine.attention.attached import (
     LatentLayer,
     reading,
 )
-from kvshelf.workers.engine.attention.function import CONTEXT, Attended, kvshelf_attention
-from kvshelf.workers.engine.attention.latents import Absorbed, Handover
+from kvshelf.workers.engine.attention.function import CONTEXT, Attended, ForwardContext, kvshelf_attention
+from kvshelf.workers.engine.attention.latents import Absorbed, Handover, close
 from kvshelf.workers.engine.attention.states import StatefulCache, StateLayer, alone
 from kvshelf.workers.engine.inputs.requirements import require_every_layer, require_window
 from kvshelf.workers.model.caches import cache_class
@@ -69,7 +69,7 @@ def layer_shapes(
             raise PolicyUnsupported(
                 f"{kind} asks its cache for {error.name}, which a cache of keys and values has not", param="model"
             ) from error
-        if observer.first_keys is not None and not _alike(observer.first_keys, _keys_at(model, tokens)):
+        if observer.first_keys is not None and not close(_keys_at(model, tokens), observer.first_keys, _ALIKE):
             raise PolicyUnsupported(
                 f"{kind} does not count positions from 0 as kvshelf does, so what it stores would stand elsewhere than "
                 "where the model puts it",
@@ -79,10 +79,9 @@ def layer_shapes(
     for index, each in enumerate(kinds):
         if each.attends:
             require_window(index, observer.layers[index].window, each.window)
-    of_states = [alone(layer.held(), 0) if isinstance(layer, StateLayer) else () for layer in cache.layers]
     return tuple(
-        observer.layers.get(index, LayerShape())._replace(states=tuple(state.shape for state in states))
-        for index, states in enumerate(of_states)
+        observer.layers.get(index, LayerShape())._replace(states=tuple(state.shape for state in alone(states, 0)))
+        for index, states in enumerate(cache.held())
     )
 
 
@@ -129,8 +128,7 @@ def _states_behind(
         given = {CACHE_ARGUMENT: cache, **handover.begin()}
         model.base_model(input_ids=piece, position_ids=positions, use_cache=True, **given)
         start += piece.shape[1]
-    stateful = (layer for layer in cache.layers if isinstance(layer, StateLayer))
-    return [state.tensor.float() for layer in stateful for state in layer.held() if state.role == "recurrent"]
+    return [state.tensor.float() for states in cache.held() for state in states if state.role == "recurrent"]
 
 
 def _empty(
@@ -144,10 +142,9 @@ def _empty(
     return AttachedStateLayer((), 0, None, kind.states) if kind.states else AttachedLayer((), 0)
 
 
-class _ShapeObserver:
-    """A `ForwardContext` that notes the shape of each layer's keys and values, and the keys of the first layer."""
+class _ShapeObserver(ForwardContext):
+    """Notes the shape of each layer's keys and values, and the keys of the first layer."""
 
-    probe_lengths: tuple[int, ...] = ()
     reads_attention = False
 
     def __init__(self, layers: Sequence[int]) -> None:
@@ -173,31 +170,29 @@ class _ShapeObserver:
         self.layers[index] = LayerShape(heads, key_dim, value_dim, dtype, layer.window, layer.chunk, latent)
 
 
-class _Ended(Exception):
-    """Ends a pass whose first layer has been seen."""
+class FirstLayersSeen(Exception):
+    """Ends a pass whose later layers nobody needs."""
 
 
-class _FirstKeys:
-    """A `ForwardContext` that takes the keys of the first layer, and ends the pass."""
+class FirstLayers(ForwardContext):
+    """Takes what the first layers see, and ends the pass by `FirstLayersSeen`."""
 
-    probe_lengths: tuple[int, ...] = ()
     reads_attention = False
-    keys: Tensor
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.attended: list[Attended] = []
 
     def after_attention(self, layer: Attended) -> None:
-        self.keys = layer.keys
-        raise _Ended
+        self.attended.append(layer)
+        if len(self.attended) == self._count:
+            raise FirstLayersSeen
 
 
 def _keys_at(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """The keys of the first layer for tokens `[1, N]` whose positions are told, as kvshelf tells them: from 0 on."""
-    observer = _FirstKeys()
+    observer = FirstLayers(1)
     positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-    with suppress(_Ended):
+    with suppress(FirstLayersSeen):
         model.base_model(input_ids=tokens, position_ids=positions, use_cache=False, **{CONTEXT: observer})
-    return observer.keys
-
-
-def _alike(keys: Tensor, others: Tensor) -> bool:
-    """Also where weights are broken and keys are no numbers, which is refused elsewhere."""
-    return not float((keys - others).abs().max()) > _ALIKE * float(keys.abs().max())
+    return observer.attended[0].keys

@@ -62,7 +62,7 @@ class Absorbed:
         told = latents[-_SAMPLES:].float()
         linear = bool((keys[0, ..., -rope:] == rotated).all()) and all(
             not part[:, rank:-_SAMPLES].nan_to_num().any()
-            and _close(part[:, -_SAMPLES:].float(), told @ product.float(), dtype)
+            and close(part[:, -_SAMPLES:].float(), told @ product.float(), _ROUNDING.get(dtype, 1e-4))
             for part, product in zip(parts, of_units, strict=True)
         )
         if not linear:
@@ -83,9 +83,10 @@ class Absorbed:
         return torch.matmul(outputs.transpose(1, 2), self.back).transpose(1, 2)
 
 
-def _close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    """Also where weights are broken and nothing is a number, which is refused elsewhere."""
-    return not float((found - expected).abs().max()) > _ROUNDING.get(dtype, 1e-4) * float(expected.abs().max())
+def close(found: Tensor, expected: Tensor, share: float) -> bool:
+    """Whether numbers differ by no more than this share of the largest that is expected. Also where weights are broken
+    and nothing is a number, which is refused elsewhere."""
+    return not float((found - expected).abs().max()) > share * float(expected.abs().max())
 
 
 def absorbed_layers(model: PreTrainedModel, devices: Sequence[torch.device]) -> dict[int, Absorbed]:

@@ -96,6 +96,10 @@ class StatefulCache(Cache):  # type: ignore[misc]
         found: Tensor | None = super().get_recurrent_state(layer_idx, state_idx)
         return found
 
+    def held(self) -> list[list[State]]:
+        """The states of each layer behind the last token, `[rows, ...]`; none where it has none."""
+        return [layer.held() if isinstance(layer, StateLayer) else [] for layer in self.layers]
+
     def _begin(self, layer_idx: int) -> None:
         layer = self.layers[layer_idx]
         if isinstance(layer, StateLayer):

@@ -23,10 +23,10 @@ from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, Prefix, Sc
 from kvshelf.store.artifact.records import State
 from kvshelf.workers.engine.attention.attached import AttachedStates, PassingLayer, in_line, reading
 from kvshelf.workers.engine.attention.attachment import Attached, Wait, block
-from kvshelf.workers.engine.attention.function import Attended
+from kvshelf.workers.engine.attention.function import Attended, ForwardContext
 from kvshelf.workers.engine.attention.latents import Absorbed, Handover, LatentStates
 from kvshelf.workers.engine.attention.states import Source, StatefulCache, StateLayer, alone, together
-from kvshelf.workers.engine.decode.generation import Checkpoint, Generation
+from kvshelf.workers.engine.decode.generation import Checkpoint, Generation, nothing
 from kvshelf.workers.engine.decode.selection import Selection
 from kvshelf.workers.engine.decode.suffixes import Slab, SuffixPool
 from kvshelf.workers.engine.decode.turns import Turn
@@ -75,7 +75,7 @@ class DecodeBatch:
             return [self._told_alone(generation, checkpoint, wait) for generation in generations]
         most = MAX_NEW_TOKENS if self._passes.tokens_at_once is None else 0
         steps = _steps(generations, self._pool, self._passes.devices, most, together=not self._with_states)
-        passed = [self._passed(step, checkpoint or _nothing, wait) for step in steps]
+        passed = [self._passed(step, checkpoint or nothing, wait) for step in steps]
         # From here on every answer has moved on, so nothing may be raised.
         told: dict[int, str | Exception] = {}
         for step, (logits, likeliest, states, weights) in zip(steps, passed, strict=True):
@@ -106,7 +106,7 @@ class DecodeBatch:
         last = torch.tensor([tokens - 1], device=ids.device)
         asking = [row for row, place in enumerate(step.places) if place.complete]
         logits = self._passes.continuing(ids, positions, past, last)[asking, 0]
-        return _Passed(logits, _likeliest(logits), past.states, plan.weights)
+        return _Passed(logits, _likeliest(logits), past.cache.held(), plan.weights)
 
     def _reduced(self, generation: Generation) -> Exception | None:
         """Let the policy of an answer that goes on reduce its suffix, if it is time. Returns the error that ends it."""
@@ -447,7 +447,7 @@ class _Plan:
         return self._parts[layer][1]
 
 
-class _StepPast:
+class _StepPast(ForwardContext):
     """The documents and suffixes that the tokens of a step continue; see `Past`."""
 
     def __init__(
@@ -468,7 +468,6 @@ class _StepPast:
         layers = [self._layer(index, kind) for index, kind in enumerate(kinds)]
         self.cache = cache_class(StatefulCache, passes.model)(layers=reading(layers, self._reads))
         self.checkpoint = checkpoint
-        self.observe = step.observe
         self.planned = not (step.weigh or step.observing or step.choosing) and all(
             document.arrived for document in step.documents
         )
@@ -486,15 +485,14 @@ class _StepPast:
             return _BatchLayer(*given)
         return _BatchStateLayer(*given, kind.states, source)
 
+    def after_attention(self, layer: Attended) -> None:
+        self._step.observe(layer)
+        self.checkpoint()
+
     def _states(self, generation: Generation, layer: int) -> Sequence[State]:
         """Of one row, before the step: its own, or its document's where it has none yet."""
         own = generation.row.states
         return own[layer] if own is not None else generation.document.states(layer, self._wait)
-
-    @property
-    def states(self) -> list[list[State]]:
-        """Of each layer after the step, `[rows, ...]`."""
-        return [layer.held() if isinstance(layer, StateLayer) else [] for layer in self.cache.layers]
 
     def plan(self, layer: int, states: tuple[Tensor, Tensor, Tensor], rules: LogitRules, out: Tensor) -> Part | None:
         """The attention of a layer, over its documents and suffixes, or those of the layer that it reads: whose states
@@ -509,10 +507,6 @@ class _StepPast:
             return attention_part(states, prefixes, suffixes, layout, rules, out, scratch, room)
 
         return self._plan.part(layer, states, out, made)
-
-
-def _nothing() -> None:
-    """No checkpoint."""
 
 
 def _likeliest(logits: Tensor) -> list[int | None]:
@@ -532,6 +526,7 @@ def _token_taken(generation: Generation, logits: Tensor, row: int, likeliest: in
             "float16, load it with dtype bfloat16 or float32; an imported cache may hold such numbers itself"
         )
     try:
-        return generation.take(generation.sample(logits[row]) if generation.samples else likeliest)
+        sampler = generation.sampler
+        return generation.take(sampler.choose(logits[row]) if sampler.samples else likeliest)
     except Exception as exc:  # any error of one answer ends that answer alone
         return exc

@@ -30,6 +30,10 @@ Progress = Callable[[Literal["prefill", "quality"], int, int], None]
 """Is told how far a compression is: how many layers of a prefill, or measured levels, are done, and of how many."""
 
 
+def nothing(*_: object) -> None:
+    """The checkpoint and the progress that do nothing."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen and when to stop. Temperature 0 is greedy; above, tokens are drawn from the likeliest
@@ -100,7 +104,7 @@ class Generation:
         self.row = SuffixRow(None if reducer is None else reducer.most)
         self._end_ids = end_ids
         self._equivalents = equivalents
-        self._sampler = _Sampler(sampling)
+        self.sampler = _Sampler(sampling)
         self._text = _TextStream(decoder, sampling.stop)
         self._room = min(sampling.max_tokens, room)
         self._prefill_tokens = 0
@@ -189,15 +193,6 @@ class Generation:
         for masses in self._masses:
             total += masses.cpu()
         return tuple((total / total.sum()).tolist())
-
-    @property
-    def samples(self) -> bool:
-        """Whether tokens are drawn at random; otherwise the likeliest one is taken."""
-        return self._sampler.samples
-
-    def sample(self, logits: Tensor) -> int:
-        """Draw the next token id from logits `[vocabulary]`."""
-        return self._sampler.choose(logits)
 
     def appended(self, count: int) -> None:
         """Record that the first `count` pending tokens ran through the model and are in the suffix."""
@@ -293,12 +288,11 @@ class _Sampler:
 
     @property
     def samples(self) -> bool:
+        """Whether tokens are drawn at random; otherwise the likeliest one is taken."""
         return self._sampling.temperature > 0
 
     def choose(self, logits: Tensor) -> int:
-        """The next token id from logits `[vocabulary]`."""
-        if self._sampling.temperature == 0:
-            return int(logits.argmax())
+        """Draw the next token id from logits `[vocabulary]`."""
         logits = logits.float().cpu()
         # The largest becomes 0, so that no temperature makes it infinite. At the least temperature only it has mass.
         scaled = (logits - logits.max()) / max(self._sampling.temperature, _LEAST_TEMPERATURE)

@@ -19,7 +19,7 @@ from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.kernels.choose import Choice, Chosen, choose
 from kvshelf.kernels.prefix_attention import PackedPrefix, Prefix, SelectedPrefix, channels_of
 from kvshelf.workers.engine.attention.attachment import Attached, Wait, block, entries_read, next_number
-from kvshelf.workers.engine.attention.function import Attended
+from kvshelf.workers.engine.attention.function import Attended, joined
 from kvshelf.workers.engine.prefill.reducing import LayerReducer
 from kvshelf.workers.model.layers import LayerKind
 from kvshelf.workers.model.rope import Rope
@@ -177,12 +177,7 @@ class BlockSelection(UnitSelection):
     def parts(self) -> Sequence[SeenDocument]:
         return [_OfDocument(self, number) for number in range(len(self._document.parts))]
 
-    def of_document(self, number: int, layer: int) -> tuple[Prefix, ...]:
-        """What is read of one document."""
-        first, end = list(pairwise(self._ends(layer)))[number]
-        return self._layers[layer][first:end]
-
-    def _ends(self, layer: int) -> list[int]:
+    def ends(self, layer: int) -> list[int]:
         """Where the prefixes of each document begin among those of all, and where the last one's end."""
         return list(accumulate((len(part.outlines(layer)) for part in self._document.parts), initial=0))
 
@@ -203,7 +198,7 @@ class BlockSelection(UnitSelection):
             read.chosen.rows.copy_(one.rows)
             read.chosen.counts.copy_(one.counts)
         rows = [one.rows[0, : int(one.counts)] for one in choice.chosen]
-        for part, (first, end) in zip(self._document.parts, pairwise(self._ends(layer)), strict=True):
+        for part, (first, end) in zip(self._document.parts, pairwise(self.ends(layer)), strict=True):
             part.bring(layer, rows[first:end], wait)
 
     def _read(self, layer: int) -> tuple[Prefix, ...]:
@@ -223,7 +218,8 @@ class _OfDocument:
     number: int
 
     def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:  # noqa: ARG002
-        return self.selection.of_document(self.number, layer)
+        first, end = list(pairwise(self.selection.ends(layer)))[self.number]
+        return self.selection.prefixes(layer)[first:end]
 
 
 class SentenceSelection(UnitSelection):
@@ -287,6 +283,7 @@ def _choice(selector: UnitSelector, document: Attached, layer: int, budget: int)
             param="select.tokens",
         )
     heads = 1 if selector.by_index else len(found[0][0].lengths)
+    columns = selector.columns(layer)
     room = tuple(Chosen.room(prefix.lengths[:heads], budget, prefix.keys.device) for prefix, _ in found)
     return Choice(
         tuple(units for _, units in found),
@@ -295,14 +292,10 @@ def _choice(selector: UnitSelector, document: Attached, layer: int, budget: int)
         linear=selector.linear,
         relu=selector.relu,
         group=selector.group,
-        columns=_on(selector.columns(layer), room[0].rows.device),
+        columns=None if columns is None else columns.to(room[0].rows.device),
         cut=selector.cut,
         force=alone,
     )
-
-
-def _on(columns: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if columns is None else columns.to(device)
 
 
 class PolicySelection(Selection):
@@ -325,13 +318,11 @@ class PolicySelection(Selection):
 
     def observe(self, attended: Attended) -> None:
         before = self._observed.get(attended.layer_idx)
-        self._observed[attended.layer_idx] = attended if before is None else _joined(before, attended)
+        self._observed[attended.layer_idx] = attended if before is None else joined([before, attended])
 
     def advance(self, answer: Sequence[int]) -> None:
-        if len(answer) == 1:
-            self._choose()
-
-    def _choose(self) -> None:
+        if len(answer) > 1:
+            return
         places = [layer for layer, stored in enumerate(self._stored) if stored is not None]
         for place, layer in enumerate(places):
             self._reducer.reduce(self._view(layer, place, len(places)))
@@ -425,13 +416,6 @@ def _fixed(rows: Sequence[Tensor]) -> Chosen:
     for own, head in zip(table, rows, strict=True):
         own[: len(head)] = head
     return Chosen(table, counts)
-
-
-def _joined(before: Attended, after: Attended) -> Attended:
-    queries, keys, values = (
-        torch.cat([getattr(each, name) for each in (before, after)], dim=2) for name in ("queries", "keys", "values")
-    )
-    return replace(after, queries=queries, keys=keys, values=values)
 
 
 def require_packed(prefixes: Sequence[Prefix]) -> tuple[PackedPrefix, ...]:

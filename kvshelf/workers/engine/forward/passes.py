@@ -51,9 +51,9 @@ _TRIED: Final = (1, 7)
 """Numbers of tokens on which a recording is compared with the model: a step's, and a question's."""
 
 
-class Past(Protocol):
-    """What the tokens of a pass continue. `checkpoint` is called between layers and may raise to end the pass; before
-    it `observe` gets the layer's states, unless the pass is planned.
+class Past(ForwardContext, Protocol):
+    """What the tokens of a pass continue. It observes the pass, unless that is planned; then `checkpoint` is called
+    between layers and may raise to end the pass.
 
     cache: as a model's modules have it; its layers give `AttachedStates`. handover: of its layers with latents.
     planned: whether `plan` may be asked, which gives the attention of a layer, to be run later: see `attention_part`.
@@ -66,7 +66,6 @@ class Past(Protocol):
     @property
     def planned(self) -> bool: ...
     def checkpoint(self) -> None: ...
-    def observe(self, attended: Attended) -> None: ...
     def plan(
         self, layer: int, states: tuple[Tensor, Tensor, Tensor], rules: LogitRules, out: Tensor
     ) -> Part | None: ...
@@ -121,12 +120,9 @@ class Passes:
         ids = torch.arange(tokens).unsqueeze(0) % self.model.config.vocab_size
         positions = torch.arange(tokens).unsqueeze(0)
 
-        def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return attention(call.module, query, key, value, None, call.scaling, **call.options)[0]
-
         with torch.no_grad(), kvshelf_attention(self.model):
             own = self.model(input_ids=ids, position_ids=positions, **self._without_past(positions, None)).logits
-            made = program.run(ids, positions, attend, torch.arange(tokens))
+            made = program.run(ids, positions, _attention_of, torch.arange(tokens))
         scale = own.nan_to_num().abs().max().item()
         return made is not None and torch.allclose(made, own, rtol=1e-3, atol=1e-3 * scale, equal_nan=True)
 
@@ -151,18 +147,11 @@ class Passes:
                     return None
                 logits: Tensor = self.model(**given, logits_to_keep=self._to_keep(kept)).logits
                 return logits
-            last = self.model.config.num_hidden_layers - 1
 
             def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
-                if kept is None and call.layer == last and not context.reads_attention:
-                    rules = logit_rules(call.module, call.scale(query), call.options)
-                    sees = rules.window, rules.chunk
-                    context.after_attention(Attended(call.module, query, key, value, rules.scale, None, *sees))
+                if kept is None and self._ends_at(call, query, key, value, context):
                     return None
-                out, _ = attention(
-                    call.module, query, key, value, None, call.scaling, **call.options, **{CONTEXT: context}
-                )
-                return out
+                return _attention_of(call, query, key, value, **{CONTEXT: context})
 
             return self.program.run(inputs["input_ids"], inputs["position_ids"], attend, kept)
 
@@ -173,22 +162,25 @@ class Passes:
             given = {CACHE_ARGUMENT: past, CONTEXT: context}
             self.model.base_model(input_ids=token_ids, position_ids=positions, use_cache=True, **given)
             return
-        last = self.model.config.num_hidden_layers - 1
         past.begin(rows=1)
 
         def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
             states, _ = past.layers[call.layer].update(key, value)
-            if call.layer == last and not context.reads_attention:
-                rules = logit_rules(call.module, call.scale(query), call.options)
-                sees = rules.window, rules.chunk
-                context.after_attention(Attended(call.module, query, key, value, rules.scale, None, *sees))
+            if self._ends_at(call, query, key, value, context):
                 return None
-            out, _ = attention(
-                call.module, query, states, states, None, call.scaling, **call.options, **{CONTEXT: context}
-            )
-            return out
+            return _attention_of(call, query, states, states, **{CONTEXT: context})
 
         self.program.run(token_ids, positions, attend, None)
+
+    def _ends_at(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext) -> bool:
+        """Whether a pass without logits ends before this attention, the last, which `context` does not read. Then
+        `context` has seen the layer's states."""
+        if call.layer < self.model.config.num_hidden_layers - 1 or context.reads_attention:
+            return False
+        rules = logit_rules(call.module, call.scale(query), call.options)
+        sees = rules.window, rules.chunk
+        context.after_attention(Attended(call.module, query, key, value, rules.scale, None, *sees))
+        return True
 
     def _without_past(self, positions: Tensor, made: Callable[[Handover], Cache] | None) -> dict[str, Any]:
         """What a pass without a past is given for a cache, where the caller gives none: none, or one that only sees
@@ -235,7 +227,7 @@ class Passes:
         return plan
 
     def _by_layer(self, token_ids: Tensor, positions: Tensor, past: Past, kept: Tensor) -> Tensor:
-        given: dict[str, Any] = {CONTEXT: _Between(past), **past.handover.begin()}
+        given: dict[str, Any] = {CONTEXT: past, **past.handover.begin()}
         if self.program is None:
             given |= self._told(positions, past.cache)
             logits: Tensor = self.model(
@@ -250,23 +242,13 @@ class Passes:
 
         def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             states, _ = past.cache.layers[call.layer].update(key, value)
-            out, _ = attention(call.module, query, states, states, None, call.scaling, **call.options, **given)
-            return out
+            return _attention_of(call, query, states, states, **given)
 
         made = self.program.run(token_ids, positions, attend, kept)
         assert made is not None
         return made
 
 
-class _Between:
-    """The `ForwardContext` of a pass that continues a past."""
-
-    probe_lengths: tuple[int, ...] = ()
-    reads_attention = False
-
-    def __init__(self, past: Past) -> None:
-        self._past = past
-
-    def after_attention(self, layer: Attended) -> None:
-        self._past.observe(layer)
-        self._past.checkpoint()
+def _attention_of(call: AttentionCall, query: Tensor, key: Any, value: Any, **given: Any) -> Tensor:
+    """kvshelf's attention, as the module of this call would ask for it."""
+    return attention(call.module, query, key, value, None, call.scaling, **call.options, **given)[0]

@@ -62,25 +62,21 @@ class Encoder:
         `InvalidRequest`, `DocumentTooLong` or `DocumentTooShort`."""
         if isinstance(document, EncodedDocument):
             encoded = replace(document, token_ids=self._checked_ids(document.token_ids, "token_ids"))
-            length = len(encoded.token_ids) - encoded.protected_prefix
         elif isinstance(document, str):
             self._require_length(self.require_text("document").least_tokens(document), "at least ")
             encoded = self.require_text("document").document(document, self._checked_layout(layout))
-            length = len(encoded.token_ids) - encoded.protected_prefix
         elif not isinstance(document, Tensor) and document and isinstance(document[0], Mapping):
             if layout == "plain":
                 raise InvalidRequest("messages need the layout 'chat'", param="layout")
             text = self.require_text("messages")
-            turns = check_messages(document, "messages")  # type: ignore[arg-type]
+            turns = check_messages(document)  # type: ignore[arg-type]
             self._require_length(sum(text.least_tokens(content) for _, content in turns), "at least ")
             encoded = text.conversation(document)  # type: ignore[arg-type]
-            length = len(encoded.token_ids)
         else:
             if layout == "chat":
                 raise InvalidRequest("token_ids are taken as they are, in the layout 'plain'", param="layout")
             encoded = EncodedDocument(self._checked_ids(document, "token_ids"), 0, "plain", "text")
-            length = len(encoded.token_ids)
-        if length == 0:
+        if len(encoded.token_ids) == encoded.protected_prefix:
             raise DocumentTooShort("the document is empty; send at least one token of text", param="document")
         self._require_length(len(encoded.token_ids))
         return encoded
@@ -118,7 +114,7 @@ class Encoder:
         if isinstance(prompt, str):
             return self.require_text("prompt").encode(prompt)
         if not isinstance(prompt, Tensor) and prompt and isinstance(prompt[0], Mapping):
-            turns = check_messages(prompt, "messages")  # type: ignore[arg-type]
+            turns = check_messages(prompt)  # type: ignore[arg-type]
             return self.require_text("messages").encode("\n\n".join(content for _, content in turns))
         return self._checked_ids(prompt, "prompt")
 
@@ -140,7 +136,7 @@ class Encoder:
                 raise InvalidRequest(
                     "this cache has the layout 'plain' and no turns; append a text to it", param="messages"
                 )
-            turns = check_messages(more, "messages")  # type: ignore[arg-type]
+            turns = check_messages(more)  # type: ignore[arg-type]
             ids = self.require_text("messages").turns(boundary, more, opening=False)  # type: ignore[arg-type]
             boundary = cast(Boundary, f"after_{turns[-1][0]}")
         else:
@@ -148,13 +144,6 @@ class Encoder:
         if not ids:
             raise DocumentTooShort("what is to be appended is empty; send at least one token", param="document")
         return ids, boundary
-
-    def appended_view(
-        self, token_ids: Sequence[int], first_position: int, boundary: Boundary, expected_questions: Sequence[str]
-    ) -> DocumentView:
-        """Appended tokens as policies see them. Raises as `view`."""
-        view = self.view(EncodedDocument(list(token_ids), 0, "plain", boundary), expected_questions)
-        return replace(view, first_position=first_position)
 
     def search(self, query: str) -> list[int]:
         """The token ids of a question that a search reads behind the coder's reference tokens.

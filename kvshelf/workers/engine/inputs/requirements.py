@@ -166,14 +166,6 @@ def require_growing(cache: CompressedCache, name: str, *, ranks: bool) -> None:
     raise PolicyUnsupported(f"{why}; compress the whole document anew", param="cache_id")
 
 
-def require_turns(name: str, *, ranks: bool) -> None:
-    """Refuse to keep the turns of a model that several processes share: ranks."""
-    if ranks:
-        raise PolicyUnsupported(
-            f"{name!r} runs in several processes, which keep no turns; ask without store", param="store"
-        )
-
-
 def require_soft(passes: Sequence[ProbePass], model: PreTrainedModel, kinds: Sequence[LayerKind], name: str) -> None:
     """Refuse passes of learned tokens to a model without the linear layers that they add to."""
     named = {module for probe in passes if probe.soft is not None for module in probe.soft.tensors if "." in module}

@@ -19,7 +19,7 @@ from kvshelf.store.artifact.heads import cut
 from kvshelf.workers.engine.attention.attached import AttachedCache
 from kvshelf.workers.engine.attention.attachment import Attachment, Wait, block
 from kvshelf.workers.engine.decode.batch import DecodeBatch
-from kvshelf.workers.engine.decode.generation import Checkpoint, Generation, Progress
+from kvshelf.workers.engine.decode.generation import Checkpoint, Generation, Progress, nothing
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.inputs.job import Job, Level
 from kvshelf.workers.engine.parallel.leading import LeadingRank
@@ -95,13 +95,13 @@ class ParallelEngine(Engine):
     ) -> Prefill:
         jobs = list({id(level.job): level.job for level in group}.values())
         with self.lead.together(Compress(jobs, cues)):
-            pause = self.lead.shared(checkpoint or _nothing)
+            pause = self.lead.shared(checkpoint or nothing)
             return super().prefill(group, cues=cues, checkpoint=pause, progress=progress)
 
     def scores(self, job: Job, *, checkpoint: Checkpoint | None = None) -> list[Tensor]:
         self._require_scores(job)
         with self.lead.together(Score(job)):
-            return super().scores(job, checkpoint=self.lead.shared(checkpoint or _nothing))
+            return super().scores(job, checkpoint=self.lead.shared(checkpoint or nothing))
 
     def attach(self, cache: CompressedCache | ArrivingCache) -> Attachment:
         known = self._attachments.get(cache)
@@ -169,7 +169,7 @@ class _SharedBatch(DecodeBatch):
         can leave a pass that the others are in."""
         if self._one_by_one and len(generations) > 1:
             return super().step(generations, checkpoint, wait)
-        (checkpoint or _nothing)()
+        (checkpoint or nothing)()
         documents = {part.number: part for generation in generations for part in generation.document.parts}
         for document in documents.values():
             self._engine.share(document, wait)
@@ -184,7 +184,3 @@ class _SharedBatch(DecodeBatch):
 def _forget(lead: LeadingRank, known: set[int], document: int) -> None:
     known.discard(document)
     lead.drop(document)
-
-
-def _nothing() -> None:
-    """No checkpoint."""

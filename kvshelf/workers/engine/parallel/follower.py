@@ -30,14 +30,11 @@ from kvshelf.workers.engine.parallel.operations import (
     Attach,
     Channel,
     Compress,
-    Done,
     Failed,
-    GiveUp,
-    GoOn,
     Operation,
     Request,
     Score,
-    Settled,
+    Signal,
     Step,
 )
 from kvshelf.workers.engine.parallel.ranks import SharedModel, join_group, sent
@@ -46,8 +43,8 @@ from kvshelf.workers.model import loading as models
 from kvshelf.workers.model.prepacking import prepack
 
 SETTLE_S: Final = 8.0
-"""A failed rank waits so long for `Settled`. Without it, rank 0 is inside the operation and waits for this rank in
-vain: then this rank ends, which rank 0 notices."""
+"""A failed rank waits so long for `Signal.SETTLED`. Without it, rank 0 is inside the operation and waits for this rank
+in vain: then this rank ends, which rank 0 notices."""
 
 _UNBOUNDED: Final = 1 << 40
 
@@ -98,7 +95,7 @@ class Follower:
     def serve(self) -> None:
         """Returns when rank 0 has ended."""
         self._channel.text = self._engine.text
-        self._channel.tell(Done())
+        self._channel.tell(Signal.DONE)
         while True:
             message = self._channel.heard()
             assert isinstance(message, Request), message
@@ -117,9 +114,9 @@ class Follower:
             if not self._channel.pipe.poll(SETTLE_S):
                 raise  # the others wait for this rank inside the operation
             settled = self._channel.heard()
-            assert isinstance(settled, Settled), settled
+            assert settled is Signal.SETTLED, settled
         else:
-            self._channel.tell(Done())
+            self._channel.tell(Signal.DONE)
 
     def _do(self, operation: Operation) -> None:
         match operation:
@@ -158,8 +155,8 @@ class Follower:
 
     def _pause(self) -> None:
         """A checkpoint: do what rank 0 asks meanwhile, until it goes on."""
-        while not isinstance(message := self._channel.heard(), GoOn):
-            if isinstance(message, GiveUp):
+        while (message := self._channel.heard()) is not Signal.GO_ON:
+            if message is Signal.GIVE_UP:
                 raise Cancelled("rank 0 gave the document up")
             assert isinstance(message, Request), message
             self._run(message)
@@ -171,7 +168,7 @@ def main(descriptor: int) -> None:
     channel = Channel(Connection(descriptor))
     start: Start = channel.heard()
     torch.set_num_threads(start.threads)
-    channel.tell(Done())
+    channel.tell(Signal.DONE)
     channel.heard()  # all are there: from here on each waits for the others
     join_group(start.rank, start.size, start.meeting)
     try:

@@ -25,13 +25,10 @@ from kvshelf.workers.engine.decode.generation import Checkpoint
 from kvshelf.workers.engine.parallel.follower import SETTLE_S, Start
 from kvshelf.workers.engine.parallel.operations import (
     Channel,
-    Done,
     Failed,
-    GiveUp,
-    GoOn,
     Operation,
     Request,
-    Settled,
+    Signal,
 )
 from kvshelf.workers.engine.parallel.ranks import SharedModel, join_group, sent
 from kvshelf.workers.model.text import TextFormat
@@ -69,10 +66,10 @@ class _Rank:
     def heard(self) -> Any:
         """The next message. Raises as `Channel.heard`."""
         message = self.channel.heard()
-        if isinstance(message, Done | Failed):
+        if message is Signal.DONE or isinstance(message, Failed):
             self.under_way -= 1
         if isinstance(message, Failed):
-            self.channel.tell(Settled())
+            self.channel.tell(Signal.SETTLED)
         return message
 
     @property
@@ -119,7 +116,7 @@ class LeadingRank(SharedModel):
                 lead._heard(rank)
             for rank in ranks:
                 rank.under_way += 1
-                rank.channel.tell(GoOn())
+                rank.channel.tell(Signal.GO_ON)
             join_group(0, size, meeting)
         except BaseException:
             lead.close()
@@ -178,9 +175,9 @@ class LeadingRank(SharedModel):
             try:
                 checkpoint()
             except BaseException:
-                self._tell_all(GiveUp())
+                self._tell_all(Signal.GIVE_UP)
                 raise
-            self._tell_all(GoOn())
+            self._tell_all(Signal.GO_ON)
 
         return paused
 

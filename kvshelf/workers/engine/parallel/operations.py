@@ -6,6 +6,7 @@ import io
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -76,29 +77,22 @@ class Request:
     dropped: Sequence[int] = ()
 
 
-@dataclass(frozen=True)
-class GoOn:
+class Signal(Enum):
+    """A message that says no more."""
+
+    GO_ON = auto()
     """Ends the pause at a checkpoint."""
-
-
-@dataclass(frozen=True)
-class GiveUp:
+    GIVE_UP = auto()
     """Ends the operation that pauses at a checkpoint."""
-
-
-@dataclass(frozen=True)
-class Settled:
+    SETTLED = auto()
     """Rank 0 knows of the failure."""
-
-
-@dataclass(frozen=True)
-class Done:
+    DONE = auto()
     """The operation has ended."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The operation has ended with an error. The rank waits for `Settled`."""
+    """The operation has ended with an error. The rank waits for `Signal.SETTLED`."""
 
     error: KvshelfError
 

@@ -16,7 +16,7 @@ from kvshelf.kernels.prefix_attention import StackedPrefix
 from kvshelf.kernels.select import pack
 from kvshelf.store.artifact.records import Kept
 from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, AttachedLayer
-from kvshelf.workers.engine.attention.function import CONTEXT, Attended
+from kvshelf.workers.engine.attention.function import CONTEXT, Attended, ForwardContext
 from kvshelf.workers.engine.inputs.job import Job
 from kvshelf.workers.engine.inputs.requirements import require_every_layer
 from kvshelf.workers.engine.prefill.reducing import require_finite_scores
@@ -29,11 +29,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class ChunkedPrefill:
-    """The `ForwardContext` of a chunked prefill: after the attention of each layer the policy reduces the oldest tokens
+class ChunkedPrefill(ForwardContext):
+    """A chunked prefill: after the attention of each layer the policy reduces the oldest tokens
     of its buffer, then `checkpoint` lets other work run."""
 
-    probe_lengths: tuple[int, ...] = ()
     reads_attention = False
 
     def __init__(

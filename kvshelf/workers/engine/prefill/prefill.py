@@ -14,7 +14,7 @@ from torch import Tensor
 from kvshelf.api import Quality
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.workers.engine.attention.function import kvshelf_attention
-from kvshelf.workers.engine.decode.generation import Checkpoint, Progress
+from kvshelf.workers.engine.decode.generation import Checkpoint, Progress, nothing
 from kvshelf.workers.engine.forward.passes import Passes
 from kvshelf.workers.engine.inputs.job import Job, Level
 from kvshelf.workers.engine.inputs.requirements import require_every_layer
@@ -47,16 +47,6 @@ class Compression:
     prefill_s: float
     compress_s: float
     quality: Quality | None = None
-
-    def encoded(self, codec: str, encode: Encode) -> Compression:
-        """This compression with its cache encoded, which counts as compression time. Raises as `encode`."""
-        started = time.perf_counter()
-        cache = encode(self.cache, codec)
-        return replace(self, cache=cache, compress_s=self.compress_s + time.perf_counter() - started)
-
-    def measured(self, quality: Quality) -> Compression:
-        """This compression with the quality of its cache."""
-        return replace(self, quality=quality)
 
 
 @dataclass(frozen=True)
@@ -94,13 +84,16 @@ def run_prefill(
     started = time.perf_counter()
     with torch.no_grad(), kvshelf_attention(passes.model):
         if absorber is not None:
-            chunked = _in_chunks(passes.model, jobs[0], checkpoint)
+            chunked = ChunkedPrefill(jobs[0], num_layers=len(kinds), checkpoint=checkpoint)
+            chunked.run(passes.model, jobs[0].document.token_ids)
             reduced, paused_s, reference = [chunked], chunked.paused_s, None
         else:
+            reducers = [_reducer(passes, rope, kinds, job) for job in jobs]
             apart = jobs[0].parent is not None or any(kind.states for kind in kinds)
-            way = _apart if apart else _whole
-            whole, reference = way(passes, rope, kinds, jobs, probe, checkpoint, summary)
-            reduced, paused_s = whole.reducers, whole.paused_s
+            measured = () if apart or probe is None else probe.passes
+            whole = SharedReducer(reducers, [len(cue.token_ids) for cue in measured], checkpoint, summary)
+            reference = _apart(passes, kinds, jobs[0], probe, whole) if apart else _whole(passes, jobs[0], probe, whole)
+            reduced, paused_s = reducers, whole.paused_s
         joined = tuple if passes.ranks is None else passes.ranks.joined
         records = [joined(reducer.records()) for reducer in reduced]
     elapsed = time.perf_counter() - started - paused_s - (reference.probe_s if reference is not None else 0)
@@ -116,12 +109,12 @@ def run_prefill(
 
 
 def _finished(level: Level, compression: Compression, encode: Encode) -> Compression:
-    """A compression under the codec of its level, with its parent if it has one."""
-    parent, budget = level.job.parent, level.job.budget
-    if parent is None:
-        return compression.encoded(level.codec, encode)
+    """A compression under the codec of its level, with its parent if it has one. Raises as `encode`."""
     started = time.perf_counter()
-    cache = continued(parent, compression.cache, level.identity, budget.tokens)
+    if level.job.parent is None:
+        cache = encode(compression.cache, level.codec)
+    else:
+        cache = continued(level.job.parent, compression.cache, level.identity, level.job.budget.tokens)
     return replace(compression, cache=cache, compress_s=compression.compress_s + time.perf_counter() - started)
 
 
@@ -157,55 +150,36 @@ def run_scores(
     return [scorer.scores[layer] for layer in layers]
 
 
-def _whole(
-    passes: Passes,
-    rope: Rope | None,
-    kinds: tuple[LayerKind, ...],
-    jobs: Sequence[Job],
-    probe: Probe | None,
-    checkpoint: Checkpoint,
-    summary: SummaryMaker,
-) -> tuple[SharedReducer, Reference | None]:
-    model = passes.model
-    measured = probe.passes if probe is not None else ()
-    lengths = [len(found.token_ids) for found in measured]
-    reducer = SharedReducer([_reducer(passes, rope, kinds, job) for job in jobs], lengths, checkpoint, summary)
-    first = jobs[0]
-    inputs = first.inputs(passes.devices.inputs, measured)
+def _whole(passes: Passes, job: Job, probe: Probe | None, reducer: SharedReducer) -> Reference | None:
+    """One pass over the document and all probe passes. Returns what the full cache answered `probe`."""
     if probe is None:
-        passes.causal(inputs, reducer, soft=first.soft)
-        return reducer, None
+        passes.causal(job.inputs(passes.devices.inputs), reducer, soft=job.soft)
+        return None
+    inputs = job.inputs(passes.devices.inputs, probe.passes)
     places = probe.predicting(inputs["input_ids"].shape[1] - probe.num_tokens, passes.devices.inputs)
-    logits = passes.causal(inputs, reducer, places, soft=first.soft)
+    logits = passes.causal(inputs, reducer, places, soft=job.soft)
     assert logits is not None
-    return reducer, _answered(model, first, probe, logits[0])
+    return _answered(passes.model, job, probe, logits[0])
 
 
 def _apart(
-    passes: Passes,
-    rope: Rope | None,
-    kinds: tuple[LayerKind, ...],
-    jobs: Sequence[Job],
-    probe: Probe | None,
-    checkpoint: Checkpoint,
-    summary: SummaryMaker,
-) -> tuple[SharedReducer, Reference | None]:
+    passes: Passes, kinds: tuple[LayerKind, ...], job: Job, probe: Probe | None, reducer: SharedReducer
+) -> Reference | None:
     """As `_whole`, for a model with recurrent states and for appended tokens: see `prefill.stateful`."""
-    first, model = jobs[0], passes.model
-    reducer = SharedReducer([_reducer(passes, rope, kinds, job) for job in jobs], (), checkpoint, summary)
-    if probe is None and not first.passes:
-        states = stateful.read(passes, kinds, first, reducer)
-        reference = None
+    reference = None
+    if probe is None and not job.passes:
+        states = stateful.read(passes, kinds, job, reducer)
     else:
-        document = stateful.Read.of(passes, kinds, first, checkpoint, queries=reducer.reads_attention)
-        reducer = SharedReducer(reducer.reducers, (), _nothing, summary)
-        for attended in document.probed(first.passes):
+        document = stateful.Read.of(passes, kinds, job, reducer.checkpoint, queries=reducer.reads_attention)
+        reducer.checkpoint = nothing  # it was called while the document was read
+        for attended in document.probed(job.passes):
             reducer.after_attention(attended)
         reducer.paused_s, states = document.paused_s, document.states
-        reference = None if probe is None else _answered(model, first, probe, document.answered(probe))
+        if probe is not None:
+            reference = _answered(passes.model, job, probe, document.answered(probe))
     for each in reducer.reducers:
         each.states = states
-    return reducer, reference
+    return reference
 
 
 def _answered(model: PreTrainedModel, job: Job, probe: Probe, logits: Tensor) -> Reference:
@@ -213,10 +187,6 @@ def _answered(model: PreTrainedModel, job: Job, probe: Probe, logits: Tensor) ->
     started = time.perf_counter()
     without = ask_without(model, probe)
     return Reference.of(job.identity.document, probe, logits, without, time.perf_counter() - started)
-
-
-def _nothing() -> None:
-    """The checkpoint that does nothing."""
 
 
 def _reducer(passes: Passes, rope: Rope | None, kinds: tuple[LayerKind, ...], job: Job) -> LayerReducer:
@@ -230,9 +200,3 @@ def _reducer(passes: Passes, rope: Rope | None, kinds: tuple[LayerKind, ...], jo
         passes.ranks,
         () if job.parent is None else job.parent.plain.layers,
     )
-
-
-def _in_chunks(model: PreTrainedModel, job: Job, checkpoint: Checkpoint) -> ChunkedPrefill:
-    chunked = ChunkedPrefill(job, num_layers=model.config.num_hidden_layers, checkpoint=checkpoint)
-    chunked.run(model, job.document.token_ids)
-    return chunked

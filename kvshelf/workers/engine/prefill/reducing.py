@@ -17,7 +17,7 @@ from kvshelf.kernels.select import select
 from kvshelf.store.artifact.growth import placed
 from kvshelf.store.artifact.packed import Packed
 from kvshelf.store.artifact.records import Entries, Kept, Latents, LayerRecord, Recent, States, entries_of
-from kvshelf.workers.engine.attention.function import Attended
+from kvshelf.workers.engine.attention.function import Attended, ForwardContext
 from kvshelf.workers.engine.inputs.requirements import require_every_layer
 from kvshelf.workers.engine.summary import SummaryMaker
 from kvshelf.workers.model.layers import LayerKind, attending, reducible
@@ -178,8 +178,8 @@ class Scorer(LayerReducer):
 
 
 @dataclass(eq=False)
-class SharedReducer:
-    """The `ForwardContext` of a prefill that several levels share: each reduces the layer, then other work has a turn.
+class SharedReducer(ForwardContext):
+    """A prefill that several levels share: each reduces the layer, then other work has a turn.
 
     `measured`: lengths of further probe passes, behind those of the policies. No policy sees them. summary: sees what
     every reducer sees.
@@ -198,11 +198,6 @@ class SharedReducer:
     @property
     def reads_attention(self) -> bool:
         return any(reducer.sees_queries for reducer in self.reducers)
-
-    @property
-    def compress_s(self) -> float:
-        """Seconds of all levels together."""
-        return sum(reducer.compress_s for reducer in self.reducers)
 
     def after_attention(self, layer: Attended) -> None:
         if not self.reducers[0].kinds[layer.layer_idx].attends:

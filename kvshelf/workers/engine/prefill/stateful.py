@@ -10,7 +10,7 @@ appended tokens alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -22,9 +22,10 @@ from kvshelf.store.artifact.growth import followed
 from kvshelf.store.artifact.records import States
 from kvshelf.workers.engine.attention.attached import AttachedCache, HandedOn, PassingLayer, in_line
 from kvshelf.workers.engine.attention.attachment import Attachment
-from kvshelf.workers.engine.attention.function import Attended, ForwardContext
+from kvshelf.workers.engine.attention.function import Attended, ForwardContext, joined
 from kvshelf.workers.engine.attention.latents import Handover
 from kvshelf.workers.engine.attention.states import StatefulCache, StateLayer, alone
+from kvshelf.workers.engine.decode.generation import Checkpoint, nothing
 from kvshelf.workers.engine.forward.passes import Passes
 from kvshelf.workers.engine.inputs.job import Job, Parent
 from kvshelf.workers.engine.prefill.reducing import LayerReducer
@@ -73,7 +74,7 @@ def _appended(passes: Passes, parent: Parent, document: DocumentView, context: F
     ids = torch.tensor([list(document.token_ids)], device=passes.devices.inputs)
     with torch.no_grad(), past.begun_by(passes.model.base_model):
         _run(passes, past, ids, torch.tensor([[document.first_position]], device=ids.device), context)
-    return tuple(States(alone(layer.held(), 0) if isinstance(layer, StateLayer) else ()) for layer in past.layers)
+    return tuple(States(alone(states, 0)) for states in past.held())
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +94,7 @@ class Read:
         passes: Passes,
         kinds: tuple[LayerKind, ...],
         job: Job,
-        checkpoint: Callable[[], None],
+        checkpoint: Checkpoint,
         *,
         queries: bool,
     ) -> Read:
@@ -129,22 +130,13 @@ class Read:
                 for layer, attended in _behind(self.passes, document, some).items():
                     behind[layer].append(attended)
         for layer, own in self.attended.items():
-            if behind[layer]:
-                queries, keys, values = (
-                    torch.cat([getattr(own, name), *(in_line(getattr(each, name)) for each in behind[layer])], dim=2)
-                    for name in ("queries", "keys", "values")
-                )
-                own = replace(own, queries=queries, keys=keys, values=values)
-            yield own
+            yield joined([own, *map(_in_line, behind[layer])]) if behind[layer] else own
 
 
-class _Held:
-    """A `ForwardContext` that holds what each layer saw."""
+class _Held(ForwardContext):
+    """Holds what each layer saw."""
 
-    probe_lengths: tuple[int, ...] = ()
-    reads_attention = True
-
-    def __init__(self, checkpoint: Callable[[], None], queries: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, queries: bool) -> None:
         self.attended: dict[int, Attended] = {}
         self.paused_s = 0.0
         self._checkpoint = checkpoint
@@ -164,32 +156,26 @@ def _behind(passes: Passes, document: Attachment, probes: Sequence[ProbePass]) -
     device, past = passes.devices.inputs, passes.attached(document)
     ids = torch.tensor([probe.token_ids for probe in probes], device=device)
     first = torch.tensor([[probe.first_position] for probe in probes], device=device)
-    held = _Held(_nothing, queries=True)
+    held = _Held(nothing, queries=True)
     with past.begun_by(passes.model.base_model):
         _run(passes, past, ids, first, held)
     return held.attended
+
+
+def _in_line(rows: Attended) -> Attended:
+    """Rows of tokens as one, one behind the other."""
+    queries, keys, values = map(in_line, (rows.queries, rows.keys, rows.values))
+    return replace(rows, queries=queries, keys=keys, values=values)
 
 
 def _run(passes: Passes, past: AttachedCache, ids: Tensor, first: Tensor, context: ForwardContext) -> None:
     """A pass over tokens `[rows, T]` from positions `first` `[rows, 1]` on, behind an attached cache, under the eyes of
     `context`: also where the model takes them in several pieces."""
     pieces = past.pieces(ids)
-    held = [_Held(_nothing, queries=True) for _ in pieces]
+    held = [_Held(nothing, queries=True) for _ in pieces]
     for piece, seen in zip(pieces, held, strict=True):
         positions = first + torch.arange(piece.shape[1], device=ids.device)
         passes.behind(piece, positions, past, context if len(pieces) == 1 else seen)
         first = first + piece.shape[1]
     for layer in held[0].attended:  # none of a pass in one piece, which `context` has seen
-        context.after_attention(_joined([each.attended[layer] for each in held]))
-
-
-def _joined(pieces: Sequence[Attended]) -> Attended:
-    """What a layer saw of tokens that came in pieces."""
-    queries, keys, values = (
-        torch.cat([getattr(each, name) for each in pieces], dim=2) for name in ("queries", "keys", "values")
-    )
-    return replace(pieces[0], queries=queries, keys=keys, values=values)
-
-
-def _nothing() -> None:
-    """The checkpoint that does nothing: passes behind the document are short."""
+        context.after_attention(joined([each.attended[layer] for each in held]))

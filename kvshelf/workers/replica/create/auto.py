@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from kvshelf.api import Quality, Tried
 from kvshelf.errors import InvalidRequest, KvshelfError, PolicyUnsupported, QualityBelowFloor
 from kvshelf.store.artifact.codecs import Codec
-from kvshelf.store.artifact.identity import Layout
 from kvshelf.workers.engine.decode.generation import Checkpoint, Progress
 from kvshelf.workers.engine.inputs.encode import Document
 from kvshelf.workers.engine.inputs.job import Level, shared
@@ -184,14 +183,12 @@ class Selection:
         return best is not None and not self.worth_making(level, best)
 
 
-def auto(
-    engine: Engine, document: Document | EncodedDocument, *, layout: Layout | None = None, target: Target | None = None
-) -> Selection:
+def auto(engine: Engine, document: Document | EncodedDocument, *, target: Target | None = None) -> Selection:
     """The selection behind `policy: "auto"`: every candidate that takes this document. Thread-safe.
 
     target: by default a floor of `MIN_QUALITY`. Raises what `Engine.prepare` raises for the document itself.
     """
-    encoded = document if isinstance(document, EncodedDocument) else engine.encode_document(document, layout=layout)
+    encoded = document if isinstance(document, EncodedDocument) else engine.encode_document(document)
     levels, refused = [], []
     for policy, ratio, codec in candidates(engine.has_transforms):
         try:
@@ -251,16 +248,12 @@ class _Search:
             tried = self._note(level, tried, UNMEASURABLE)
         else:
             self._selection.progress("quality", 0, 1)
-            compression = compression.measured(self._engine.measure(compression.cache, reference))
+            compression = replace(compression, quality=self._engine.measure(compression.cache, reference))
             self._selection.progress("quality", 1, 1)
             tried = self._note(level, tried.model_copy(update={"quality": compression.quality}))
-        if target.met(level, tried) and (self.best is None or self._better(level, tried)):
+        best = self._best
+        if target.met(level, tried) and (best is None or target.preferred(level, tried) > target.preferred(*best)):
             self.best = level, tried, compression
-
-    def _better(self, level: Level, tried: Tried) -> bool:
-        assert self.best is not None
-        preferred = self._selection.target.preferred
-        return preferred(level, tried) > preferred(self.best[0], self.best[1])
 
     def _leave_out(self, levels: Sequence[Level], reason: str) -> None:
         for level in levels:
