@@ -18,9 +18,9 @@ from kvshelf.errors import InvalidRequest
 
 def batch(
     model: Model = "kvshelf-tiny",
-    documents: Annotated[int, typer.Option("--documents", min=4, help="Of 200 to 6,000 tokens.")] = 200,
-    replicas: Annotated[str, typer.Option("--replicas", help="How many, comma-separated.")] = "1,2",
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Interleaved rounds; medians are printed.")] = 3,
+    documents: Annotated[int, typer.Option(min=4, help="Of 200 to 6,000 tokens.")] = 200,
+    replicas: Annotated[str, typer.Option(help="How many, comma-separated.")] = "1,2",
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds; medians are printed.")] = 3,
     output: Output = None,
     as_json: Json = False,
 ) -> None:

@@ -18,8 +18,8 @@ def append(
     device: Device = "auto",
     dtype: Dtype = "auto",
     threads: Threads = 1,
-    lengths: Annotated[str, typer.Option("--lengths", help="Tokens of the stored document.")] = "4096,32768",
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Interleaved rounds; medians are printed.")] = 3,
+    lengths: Annotated[str, typer.Option(help="Tokens of the stored document.")] = "4096,32768",
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds; medians are printed.")] = 3,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -53,15 +53,15 @@ def growing(
     dtype: Dtype = "auto",
     threads: Threads = 1,
     policies: Annotated[
-        str, typer.Option("--policies", help="Comma-separated.")
+        str, typer.Option(help="Comma-separated.")
     ] = "keydiff,snapkv,kvzip,expected_attention,streaming_llm",
-    removed: Annotated[float, typer.Option("--removed", help="Fraction that the policies remove.")] = 0.5,
-    codec: Annotated[str, typer.Option("--codec", help="Of every cache.")] = "none",
-    tokens: Annotated[int, typer.Option("--tokens", min=300, help="Tokens of each document.")] = 4096,
-    appends: Annotated[int, typer.Option("--appends", min=1, help="Appends, behind a beginning of one more part.")] = 8,
-    documents: Annotated[int, typer.Option("--documents", min=1, help="Documents.")] = 5,
-    questions: Annotated[int, typer.Option("--questions", min=1, max=48, help="Questions about a document.")] = 16,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Another set of documents.")] = 0,
+    removed: Annotated[float, typer.Option(help="Fraction that the policies remove.")] = 0.5,
+    codec: Annotated[str, typer.Option(help="Of every cache.")] = "none",
+    tokens: Annotated[int, typer.Option(min=300, help="Tokens of each document.")] = 4096,
+    appends: Annotated[int, typer.Option(min=1, help="Appends, behind a beginning of one more part.")] = 8,
+    documents: Annotated[int, typer.Option(min=1, help="Documents.")] = 5,
+    questions: Annotated[int, typer.Option(min=1, max=48, help="Questions about a document.")] = 16,
+    seed: Annotated[int, typer.Option(min=0, help="Another set of documents.")] = 0,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -94,9 +94,9 @@ def growing(
 
 
 def turns(
-    url: Annotated[str, typer.Option("--url", help="Of a running service.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option(help="Of a running service.")] = "http://127.0.0.1:8000",
     count: Annotated[int, typer.Option("--turns", min=2, max=48, help="Turns of the conversation.")] = 20,
-    tokens: Annotated[int, typer.Option("--tokens", min=300, help="Of the document, about.")] = 4096,
+    tokens: Annotated[int, typer.Option(min=300, help="Of the document, about.")] = 4096,
     output: Output = None,
     as_json: Json = False,
 ) -> None:

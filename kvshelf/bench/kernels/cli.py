@@ -22,9 +22,9 @@ def kernels(
     dtype: Dtype = "auto",
     threads: Threads = 1,
     lengths: Annotated[
-        str, typer.Option("--lengths", help="Tokens, comma-separated.  [default: 8192,32768; on a CPU 512,2048]")
+        str, typer.Option(help="Tokens, comma-separated.  [default: 8192,32768; on a CPU 512,2048]")
     ] = "",
-    rounds: Annotated[int, typer.Option("--rounds", min=0, help="Calls; 0: 20 on a GPU, 5 on a CPU.")] = 0,
+    rounds: Annotated[int, typer.Option(min=0, help="Calls; 0: 20 on a GPU, 5 on a CPU.")] = 0,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -79,8 +79,8 @@ def _table(rows: list[KernelTime], dtype: str, limits: Ceilings) -> Table:
 
 
 def column_sums(
-    tokens: Annotated[int, typer.Option("--tokens", min=16, help="Tokens of the sequence.")] = 8192,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Repeats; medians are printed.")] = 5,
+    tokens: Annotated[int, typer.Option(min=16, help="Tokens of the sequence.")] = 8192,
+    rounds: Annotated[int, typer.Option(min=1, help="Repeats; medians are printed.")] = 5,
     threads: Threads = 1,
     output: Output = None,
     as_json: Json = False,

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 
 def models(
-    types: Annotated[
-        str, typer.Option("--types", help="Model types of transformers, comma-separated.  [default: all]")
-    ] = "",
+    types: Annotated[str, typer.Option(help="Model types of transformers, comma-separated.  [default: all]")] = "",
     limit_s: Annotated[float, typer.Option("--limit", min=1, help="Seconds that a type may take.")] = 60.0,
     threads: Threads = 1,
     output: Output = None,

@@ -18,14 +18,14 @@ PARTS = ("simulation", "live")
 
 
 def retention(
-    parts: Annotated[str, typer.Option("--parts", help="Comma-separated.")] = ",".join(PARTS),
-    memory: Annotated[str, typer.Option("--memory", help="Gigabytes for caches, comma-separated.")] = "4,8,16",
-    seconds: Annotated[float, typer.Option("--seconds", min=60, help="Length of the simulated trace.")] = 3600.0,
+    parts: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(PARTS),
+    memory: Annotated[str, typer.Option(help="Gigabytes for caches, comma-separated.")] = "4,8,16",
+    seconds: Annotated[float, typer.Option(min=60, help="Length of the simulated trace.")] = 3600.0,
     live_seconds: Annotated[
-        float, typer.Option("--live-seconds", min=60, help="Length of the trace that is replayed, 64 times faster.")
+        float, typer.Option(min=60, help="Length of the trace that is replayed, 64 times faster.")
     ] = 1200.0,
-    read_mb_s: Annotated[float, typer.Option("--read-mb-s", min=1, help="Simulated rate of reads.")] = 1000.0,
-    load: Annotated[float, typer.Option("--load", min=0.01, help="Programs that start in a second.")] = 0.2,
+    read_mb_s: Annotated[float, typer.Option(min=1, help="Simulated rate of reads.")] = 1000.0,
+    load: Annotated[float, typer.Option(min=0.01, help="Programs that start in a second.")] = 0.2,
     threads: Threads = 1,
     output: Output = None,
     as_json: Json = False,
