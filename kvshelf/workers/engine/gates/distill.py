@@ -35,7 +35,6 @@ class _Taught:
     observed: Observed
     rows: Mapping[int, Tensor]
     importance: Mapping[int, Tensor]
-    protected: int
 
 
 @dataclass(eq=False)
@@ -63,7 +62,7 @@ class Distilled(Objective):
         with torch.enable_grad():
             outputs = self._outputs(taught)
             loss = _CAPACITY * excess(self.policy.family, list(outputs.values()))
-            attend = gating(self.policy.family, outputs, taught.protected)
+            attend = gating(self.policy.family, outputs, taught.observed.job.document.protected_prefix)
             passes = list(zip(taught.observed.passes, taught.observed.answering, strict=True))
             for probe, rows in passes:
                 with torch.no_grad():
@@ -90,7 +89,7 @@ class Distilled(Objective):
             importance[layer.layer_idx] = observed.importance(layer).cpu()
 
         observed.observe(self.engine, take)
-        return _Taught(observed, rows, importance, observed.job.document.protected_prefix)
+        return _Taught(observed, rows, importance)
 
     def _outputs(self, taught: _Taught) -> dict[int, Tensor]:
         """What the gate of each layer makes of the document: `[kv_heads, N]`, by the layer's number in the model."""
