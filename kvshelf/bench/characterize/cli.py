@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated, Any
 
 import typer
 
 from kvshelf._extras import needs_extra
-from kvshelf.bench.options import Device, Dtype, Json, Model, Output, Threads, decimals, progress_bar, publish
+from kvshelf.bench.options import Device, Dtype, Json, Model, Output, Threads, counted, decimals, publish
 
 _TINY = "kvshelf-tiny"
 
@@ -48,8 +47,7 @@ def characterize(
     ways = require_known([name.strip() for name in systems.split(",")], decimals(shares, "--shares", 0.01, 1), tokens)
     offer = Offer(decimals(rates, "--rates", 0.01, 1e4), requests, documents, tokens, answer_tokens, seed)
     where, names, cells = machine(), [name.strip() for name in models.split(",")], list[Cell]()
-    with progress_bar() as progress:
-        step = partial(progress.advance, progress.add_task("loads", total=len(names) * len(offer.rates) * len(ways)))
+    with counted("loads", len(names) * len(offer.rates) * len(ways)) as step:
         for name in names:
             with load_subject(name, device, dtype, threads) as subject:
                 cells += characterized(subject, name, ways, offer, step)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from functools import partial
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from kvshelf._extras import needs_extra
-from kvshelf.bench.options import Device, Dtype, Json, Model, Output, Threads, numbers, progress_bar, publish
+from kvshelf.bench.options import Device, Dtype, Json, Model, Output, Threads, counted, numbers, publish
 
 
 def append(
@@ -39,9 +38,8 @@ def append(
         load_subject(model, device, dtype, threads) as subject,
         tempfile.TemporaryDirectory(prefix="kvshelf-bench-") as folder,
         open_store(f"disk://{folder}/shelf") as store,
-        progress_bar() as progress,
+        counted("appending", 2 * len(sizes)) as step,
     ):
-        step = partial(progress.advance, progress.add_task("appending", total=2 * len(sizes)))
         found = growings(subject, store, sizes, rounds, step)
     report: dict[str, Any] = {"bench": "append", "model": model, "rounds": rounds, "machine": where, "rows": found}
     publish(report, [growing_table(found)], output, as_json, notes=load_warning(where))
@@ -73,8 +71,7 @@ def growing(
 
     engine, rows = EngineOptions(model, device, dtype, threads).load(), []
     levels = [("full", 0.0), *((name.strip(), removed) for name in policies.split(","))]
-    with progress_bar() as progress:
-        step = partial(progress.advance, progress.add_task(model, total=documents * len(levels)))
+    with counted(model, documents * len(levels)) as step:
         for policy, share in levels:
             rows.append(
                 measure_grown(
@@ -112,8 +109,7 @@ def turns(
     made = make_document("multikey", "prose", tokens, 0, lambda text: -(-len(text) // 4))  # about as many tokens
     questions = [made.questions[turn % len(made.questions)].text for turn in range(count)]
     where, found, said = machine(), {}, {}
-    with Client(url) as client, progress_bar() as progress:
-        step = partial(progress.advance, progress.add_task("turns", total=2 * len(questions)))
+    with Client(url) as client, counted("turns", 2 * len(questions)) as step:
         for store in (False, True):
             found[store], said[store] = conversation(client, url, made.text, questions, store=store, progress=step)
     same = sum(a == b for a, b in zip(said[False], said[True], strict=True))

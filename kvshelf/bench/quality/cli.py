@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from itertools import count, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,9 +24,9 @@ from kvshelf.bench.options import (
     Output,
     Threads,
     choices,
+    counted,
     decimals,
     numbers,
-    progress_bar,
     publish,
     writable,
 )
@@ -129,11 +128,10 @@ def memory(
 
     chosen = _split(policies) or tuple(POLICIES)
     rows = []
-    with progress_bar() as progress:
-        bar = progress.add_task(f"{model}, {tokens} tokens", total=len(dict.fromkeys(("full", *chosen))))
+    with counted(f"{model}, {tokens} tokens", len(dict.fromkeys(("full", *chosen)))) as step:
         for row in bench.peaks(EngineOptions(model, device, dtype, threads), tokens, chosen, removed):
             rows.append(row)
-            progress.advance(bar)
+            step()
     table = Table(
         "policy", "phase", "removed", "peak", "of full's", "cache", "prefill", "compression", title=f"{tokens} tokens"
     )
@@ -176,8 +174,7 @@ def retrieval(
     around = choices(haystacks, HAYSTACKS, "--haystacks")
     cells = list(product(numbers(lengths), choices(tasks, TASKS, "--tasks"), around))
     first, results = EVALUATION_SEED if seed is None else seed, []
-    with progress_bar() as progress:
-        step = partial(progress.advance, progress.add_task(f"{model}, {policy}", total=documents * len(cells)))
+    with counted(f"{model}, {policy}", documents * len(cells)) as step:
         for tokens, task, hay in cells:
             made = measure_cell(engine, task, hay, tokens, documents, compress=compress, seed=first, progress=step)
             results.append(made)
@@ -215,12 +212,11 @@ def together(
         from kvshelf.bench.quality.together import measure_together
 
     engine, counts, rows = EngineOptions(model, device, dtype, threads).load(), numbers(documents), []
-    with progress_bar() as progress:
-        step = partial(progress.advance, progress.add_task(model, total=sets * len(counts)))
+    with counted(model, sets * len(counts)) as step:
         for count_ in counts:
             rows.append(
                 measure_together(
-                    engine, count_, tokens=tokens, sets=sets, questions=questions, compress={"policy": policy},
+                    engine, count_, tokens=tokens, sets=sets, questions=questions, policy=policy,
                     codec=codec, selector=select, seed=seed, progress=step,
                 )
             )  # fmt: skip
@@ -265,8 +261,7 @@ def search(
     engine = EngineOptions(model, device, dtype, threads).load()
     kinds = choices(tasks, TASKS, "--tasks"), choices(haystacks, HAYSTACKS, "--haystacks")
     asked = list(bench.documents(engine, *kinds, tokens, documents, seed))
-    with progress_bar() as progress:
-        step = partial(progress.advance, progress.add_task(f"{model}, {documents} documents", total=documents))
+    with counted(f"{model}, {documents} documents", documents) as step:
         ways = bench.measure(engine, asked, step)
     table = Table(
         "search", "first", "among 5", "bytes", f"of {bench.CODEC}", "ms", title=f"{model}: {documents} documents"
