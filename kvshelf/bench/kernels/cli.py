@@ -36,11 +36,10 @@ def kernels(
         import torch
 
         from kvshelf.bench.kernels.kernels import ceilings, kernel_times
-        from kvshelf.bench.measure import chosen_dtype, load_warning, machine
+        from kvshelf.bench.measure import chosen_dtype, load_warning, machine, use_threads
         from kvshelf.workers.model.loading import chosen_device
 
-    if threads:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     target = chosen_device(device)
     state = chosen_dtype(dtype, auto=torch.bfloat16 if target.type == "cuda" else torch.float32)
     where = machine()
@@ -92,10 +91,9 @@ def column_sums(
     import torch
 
     from kvshelf.bench.kernels.kernels import column_sum_times
-    from kvshelf.bench.measure import machine
+    from kvshelf.bench.measure import machine, use_threads
 
-    if threads:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     table = Table("dtype", "plain attention", "column sums", "second flash call", "naive")
     table.title = f"attention column sums of {tokens} tokens, CPU time beside plain causal attention"
     rows = []

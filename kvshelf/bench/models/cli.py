@@ -29,15 +29,12 @@ def models(
     says that it cannot attach to it. wrong and error: mistakes of kvshelf, and the exit code is 1.
     """
     with needs_extra("serve", "the bench"):
-        import torch
-
-        from kvshelf.bench.measure import machine
+        from kvshelf.bench.measure import machine, use_threads
         from kvshelf.bench.models.small import TYPES
         from kvshelf.bench.models.trial import ERROR, WHAT, WRONG, tried
 
     chosen = choices(types, TYPES, "--types") if types else list(TYPES)
-    if threads:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     where = machine()
     with progress_bar() as progress:
         outcomes = [tried(each, limit_s) for each in progress.track(chosen, description="model types")]

@@ -35,9 +35,7 @@ def retention(
     Live is the replica's memory with caches of kvshelf-tiny on a disk, at a 64th of all times and a 256th of all sizes.
     """
     with needs_extra("serve", "the bench"):
-        import torch
-
-        from kvshelf.bench.measure import load_warning, machine
+        from kvshelf.bench.measure import load_warning, machine, use_threads
         from kvshelf.bench.retention.live import SCALE, SIZE_SCALE, replay, shelf_of
         from kvshelf.bench.retention.orders import ORDERS
         from kvshelf.bench.retention.simulation import Simulation
@@ -45,8 +43,7 @@ def retention(
         from kvshelf.workers.engine.engine import Engine
 
     chosen, gigabytes = choices(parts, PARTS, "--parts"), decimals(memory, "--memory", 3.1, 1e6)
-    if threads:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     where, tables = machine(), list[Table]()
     report: dict[str, Any] = {"bench": "retention", "machine": where, "memory_gb": gigabytes}
     with progress_bar() as progress:

@@ -46,16 +46,13 @@ def store(
     Every shelf is the bench's own, in the folder, Redis or bucket that is named, and is removed in the end.
     """
     with needs_extra("serve", "the bench"):
-        import torch
-
-        from kvshelf.bench.measure import load_warning, machine
+        from kvshelf.bench.measure import load_warning, machine, use_threads
         from kvshelf.bench.stores.homes import made_in
         from kvshelf.bench.stores.manifests import manifests as measure_manifests
         from kvshelf.bench.stores.store import throughput
 
     chosen, megabytes = choices(parts, PARTS, "--parts"), decimals(sizes, "--sizes", *_MEGABYTES)
-    if threads:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     where, tables = machine(), list[Table]()
     report: dict[str, Any] = {"bench": "store", "rounds": rounds, "layers": layers, "machine": where}
     places: list[str | None] = [*stores] if stores else [None]
