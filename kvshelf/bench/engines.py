@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import transformers
 
+from kvshelf.bench.measure import use_threads
 from kvshelf.workers.engine.engine import Engine
 
 
@@ -21,8 +21,7 @@ class EngineOptions:
 
     def configure(self) -> None:
         """Sets the threads of this process, and hides the bars of transformers: the bench has its own."""
-        if self.threads:
-            torch.set_num_threads(self.threads)
+        use_threads(self.threads)
         transformers.utils.logging.disable_progress_bar()
 
     def load(self) -> Engine:

@@ -41,6 +41,12 @@ def machine() -> dict[str, Any]:
     }
 
 
+def use_threads(threads: int) -> None:
+    """Sets the threads of torch in this process; 0 leaves its own choice."""
+    if threads:
+        torch.set_num_threads(threads)
+
+
 def load_warning(where: Mapping[str, Any]) -> str:
     """A warning if the load of a `machine()` exceeds its cores, otherwise "".
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -106,6 +107,14 @@ def progress_bar() -> Progress:
     )
 
 
+@contextmanager
+def counted(title: str, total: int) -> Iterator[Callable[[], None]]:
+    """A progress bar, as what is called after each of `total` steps."""
+    with progress_bar() as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda: progress.advance(task)
+
+
 def publish(
     report: dict[str, Any], tables: list[Table], output: Path | None, as_json: bool, *, notes: str = ""
 ) -> None:
@@ -121,14 +130,10 @@ def publish(
             _print(tables, notes, report["machine"])
     finally:
         if output is not None:
-            _write(output, text + "\n")
-
-
-def _write(output: Path, text: str) -> None:
-    try:
-        output.write_text(text)
-    except OSError as error:
-        raise InvalidRequest(f"cannot write --output {output}: {error.strerror}", param="output") from error
+            try:
+                output.write_text(text + "\n")
+            except OSError as error:
+                raise InvalidRequest(f"cannot write --output {output}: {error.strerror}", param="output") from error
 
 
 def _print(tables: list[Table], notes: str, where: dict[str, Any]) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from kvshelf._extras import needs_extra
-from kvshelf.bench.options import progress_bar
+from kvshelf.bench.options import counted, progress_bar
 from kvshelf.cli import _common, _options
 from kvshelf.errors import InvalidRequest
 
@@ -89,8 +88,7 @@ def _heads(engine: Engine, path: Path, documents: int, tokens: int) -> None:
     from kvshelf.workers.model import calibration
 
     count = engine.require_text("model").count_tokens
-    with progress_bar() as progress:
-        step = partial(progress.advance, progress.add_task(f"heads of {engine.name}", total=2 * documents))
+    with counted(f"heads of {engine.name}", 2 * documents) as step:
         found = head_search.calibrate(engine, list(needles(documents, tokens, count)), step)
     calibration.save(found, path)
     _common.notes.print(f"{found.origin.answered:.0%} of the answer tokens came from the sentence asked for")
@@ -189,12 +187,13 @@ def train_gates(
 
 def lessons(engine: Engine, length: int, seed: int) -> Callable[[int], Lesson]:
     """Documents of at most `length` tokens with questions, by their number."""
-    return partial(_lesson, engine.require_text("model").count_tokens, length, seed)
-
-
-def _lesson(count_tokens: Callable[[str], int], length: int, seed: int, number: int) -> Lesson:
     from kvshelf.bench.quality.suite import lesson_case
     from kvshelf.workers.engine.gates.lessons import Lesson
 
-    case = lesson_case(number, seed, length, count_tokens, questions=_QUESTIONS)
-    return Lesson(case.text, [(ask.text, ", ".join(ask.references)) for ask in case.asks])
+    count = engine.require_text("model").count_tokens
+
+    def lesson(number: int) -> Lesson:
+        case = lesson_case(number, seed, length, count, questions=_QUESTIONS)
+        return Lesson(case.text, [(ask.text, ", ".join(ask.references)) for ask in case.asks])
+
+    return lesson

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +18,7 @@ from kvshelf.cli import _common, _options
 from kvshelf.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from kvshelf.corpus.advice import Line, Option
+    from kvshelf.corpus.advice import Advice, Line, Option
     from kvshelf.corpus.plan import Fleet, Outcome, Plan, SharedResource
 
 _MODELS = "llama-3.1-8b, mistral-7b, qwen2.5-7b, qwen3-8b, kvshelf-tiny, a folder or a hub id."
@@ -172,17 +172,13 @@ def advise(
 
         memory_bytes = int(memory)
         found = advice.advise(scenario, shape_of(model), tokens, memory_bytes, quality)
-    lines = found.lines[:top]
+    found = replace(found, lines=found.lines[:top])
     if as_json:
         about = {"scenario": scenario, "model": model, "tokens": tokens, "memory_bytes": memory_bytes}
-        print(
-            json.dumps(
-                about | {"measured_on": "kvshelf-tiny", **asdict(found), "lines": [asdict(line) for line in lines]}
-            )
-        )
+        print(json.dumps(about | {"measured_on": "kvshelf-tiny"} | asdict(found)))
         return
-    _common.print_table(_common.table(_HEADINGS, map(_cells, lines), numbers=(5, 6, 7)))
-    for sentence in _notes(advice.SCENARIOS[scenario].about, lines, found.refused):
+    _common.print_table(_common.table(_HEADINGS, map(_cells, found.lines), numbers=(5, 6, 7)))
+    for sentence in _notes(advice.SCENARIOS[scenario].about, found):
         _common.notes.print(f"- {sentence}", style="dim", soft_wrap=True)
 
 
@@ -204,12 +200,12 @@ def _selector(option: Option) -> str:
     return f"{option.selector} of {option.share:.4g}{given}"
 
 
-def _notes(about: str, lines: list[Line], refused: Mapping[str, str]) -> Iterator[str]:
+def _notes(about: str, found: Advice) -> Iterator[str]:
     yield f"{about}. Exact answers were measured on kvshelf-tiny, documents of 2,048 tokens; bytes are the model's."
-    if any(line.option.codec == "klt" or line.option.selector == "fasa" for line in lines):
+    if any(line.option.codec == "klt" or line.option.selector == "fasa" for line in found.lines):
         yield "Codec klt and selector fasa need what `kvshelf calibrate` makes for a model."
     names = defaultdict(list)
-    for name, reason in refused.items():
+    for name, reason in found.refused.items():
         names[reason].append(name)
     for reason, those in names.items():
         yield f"refused: {', '.join(those)}: {reason}"

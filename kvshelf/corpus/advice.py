@@ -180,11 +180,11 @@ def advise(scenario: str, shape: Shape, tokens: int, memory_bytes: int, quality:
         raise InvalidRequest(f"unknown scenario {scenario!r}; one of {', '.join(SCENARIOS)}", param="--scenario")
     chosen, found = SCENARIOS[scenario], list(options(shape, tokens))
     floor = quality * max(option.exact for option in found if option.name == "full")
-    answers = _Answers(shape.full_bytes(2) - shape.full_bytes(1), bounded=chosen.bounded)
+    token_bytes = shape.full_bytes(2) - shape.full_bytes(1)
     best: dict[str, Line] = {}
     refused: dict[str, tuple[float, str]] = {}  # of each name the row that comes closest
     for option in sorted(found, key=chosen.order):
-        line = answers.line(chosen, option, memory_bytes)
+        line = _line(chosen, option, token_bytes, memory_bytes)
         reason = next(filter(None, (rule(option) for rule in chosen.rules)), None)
         if reason is not None:
             closeness = 0.0
@@ -207,24 +207,18 @@ def advise(scenario: str, shape: Shape, tokens: int, memory_bytes: int, quality:
     return Advice(sorted(best.values(), key=lambda line: chosen.order(line.option)), left)
 
 
-@dataclass(frozen=True)
-class _Answers:
-    """What answers take beside the documents: as long as those by which suffix policies were measured. token_bytes: of
-    the keys and values of a token, uncompressed. bounded: whether a suffix policy may drop some."""
-
-    token_bytes: int
-    bounded: bool
-
-    def line(self, scenario: Scenario, option: Option, memory_bytes: int) -> Line:
-        """With all of an answer's suffix where there is room, else under the policy that changes the fewest choices."""
-        whole, *policies = measured_suffixes()
-        rows = [whole]
-        if self.bounded:
-            rows += sorted(policies, key=lambda row: (-row["behind"], row["token_s"]))
-        needed = [max(option.peak_bytes, option.held_bytes + row["stored"] * self.token_bytes) for row in rows]
-        at = next((place for place, nbytes in enumerate(needed) if nbytes <= memory_bytes), needed.index(min(needed)))
-        fit = memory_bytes // max(1, option.held_bytes)
-        tier = scenario.tier or ("ram" if fit >= 2 else "disk")
-        reason = f"{scenario.why}: {getattr(option, scenario.least) / 1e6:,.1f} MB"
-        reason += f"; {rows[at]['policy']} bounds answers, of which {whole['stored']:,} tokens do not fit" if at else ""
-        return Line(option, rows[at]["policy"], tier, needed[at], reason)
+def _line(scenario: Scenario, option: Option, token_bytes: int, memory_bytes: int) -> Line:
+    """With all of an answer's suffix where there is room, else under the policy that changes the fewest choices.
+    Answers are as long as those by which suffix policies were measured. token_bytes: of the keys and values of a token,
+    uncompressed."""
+    whole, *policies = measured_suffixes()
+    rows = [whole]
+    if scenario.bounded:
+        rows += sorted(policies, key=lambda row: (-row["behind"], row["token_s"]))
+    needed = [max(option.peak_bytes, option.held_bytes + row["stored"] * token_bytes) for row in rows]
+    at = next((place for place, nbytes in enumerate(needed) if nbytes <= memory_bytes), needed.index(min(needed)))
+    fit = memory_bytes // max(1, option.held_bytes)
+    tier = scenario.tier or ("ram" if fit >= 2 else "disk")
+    reason = f"{scenario.why}: {getattr(option, scenario.least) / 1e6:,.1f} MB"
+    reason += f"; {rows[at]['policy']} bounds answers, of which {whole['stored']:,} tokens do not fit" if at else ""
+    return Line(option, rows[at]["policy"], tier, needed[at], reason)

@@ -12,15 +12,15 @@ import typer
 from rich.table import Table
 
 from kvshelf._extras import needs_extra
-from kvshelf.bench.options import Json, Model, Output, numbers, progress_bar, publish
+from kvshelf.bench.options import Json, Model, Output, counted, numbers, publish
 from kvshelf.errors import InvalidRequest
 
 
 def batch(
     model: Model = "kvshelf-tiny",
-    documents: Annotated[int, typer.Option("--documents", min=4, help="Of 200 to 6,000 tokens.")] = 200,
-    replicas: Annotated[str, typer.Option("--replicas", help="How many, comma-separated.")] = "1,2",
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Interleaved rounds; medians are printed.")] = 3,
+    documents: Annotated[int, typer.Option(min=4, help="Of 200 to 6,000 tokens.")] = 200,
+    replicas: Annotated[str, typer.Option(help="How many, comma-separated.")] = "1,2",
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds; medians are printed.")] = 3,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -43,15 +43,14 @@ def batch(
     report: dict[str, Any] = {"bench": "batch", "model": model, "documents": documents, "machine": where, "runs": []}
     headings = ("replicas", "tokens/s", "of bare loops", "by process time", "driver MB", "worker MB", "again, s")
     table = Table(*headings, title=f"{model}, {documents} documents, {sum(map(len, corpus)):,} tokens")
-    with progress_bar() as progress:
-        bar = progress.add_task("rounds", total=len(chosen) * rounds)
+    with counted("rounds", len(chosen) * rounds) as step:
         for count in chosen:
             found = []
             for _ in range(rounds):
                 bare = bare_loops(corpus, model, count)
                 run, memory, again_s = batch_run(corpus, model, count)
                 found.append({"bare": asdict(bare), "run": asdict(run), "memory": asdict(memory), "again_s": again_s})
-                progress.advance(bar)
+                step()
             report["runs"].append({"replicas": count, "rounds": found})
             table.add_row(str(count), *_row(found))
     publish(report, [table], output, as_json, notes=load_warning(where))

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated, Any
 
 import typer
 
 from kvshelf._extras import needs_extra
-from kvshelf.bench.options import Device, Dtype, Json, Model, Output, Threads, decimals, progress_bar, publish
+from kvshelf.bench.options import Device, Dtype, Json, Model, Output, Threads, counted, decimals, publish
 
 _TINY = "kvshelf-tiny"
 
 
 def characterize(
     models: Annotated[
-        str, typer.Option("--models", help="Comma-separated; random:8 is a Llama of 8 layers of random weights.")
+        str, typer.Option(help="Comma-separated; random:8 is a Llama of 8 layers of random weights.")
     ] = f"{_TINY},random:2,random:8",
     device: Device = "auto",
     dtype: Dtype = "auto",
     threads: Threads = 1,
-    systems: Annotated[str, typer.Option("--systems", help="Comma-separated.")] = "full,quest,h2o,kvzip",
-    shares: Annotated[str, typer.Option("--shares", help="Of the entries, to read or to keep.")] = "0.5,0.125",
-    rates: Annotated[str, typer.Option("--rates", help="Questions a second.")] = "8,64",
-    requests: Annotated[int, typer.Option("--requests", min=2, help="Questions at each rate.")] = 32,
-    documents: Annotated[int, typer.Option("--documents", min=1, help="Documents that they are about.")] = 3,
-    tokens: Annotated[int, typer.Option("--tokens", min=512, help="Tokens of each document.")] = 2048,
-    answer_tokens: Annotated[int, typer.Option("--answer-tokens", min=1, help="Tokens of each answer.")] = 32,
-    seed: Annotated[int, typer.Option("--seed", help="Of documents and arrivals.")] = 0,
+    systems: Annotated[str, typer.Option(help="Comma-separated.")] = "full,quest,h2o,kvzip",
+    shares: Annotated[str, typer.Option(help="Of the entries, to read or to keep.")] = "0.5,0.125",
+    rates: Annotated[str, typer.Option(help="Questions a second.")] = "8,64",
+    requests: Annotated[int, typer.Option(min=2, help="Questions at each rate.")] = 32,
+    documents: Annotated[int, typer.Option(min=1, help="Documents that they are about.")] = 3,
+    tokens: Annotated[int, typer.Option(min=512, help="Tokens of each document.")] = 2048,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 32,
+    seed: Annotated[int, typer.Option(help="Of documents and arrivals.")] = 0,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -48,8 +47,7 @@ def characterize(
     ways = require_known([name.strip() for name in systems.split(",")], decimals(shares, "--shares", 0.01, 1), tokens)
     offer = Offer(decimals(rates, "--rates", 0.01, 1e4), requests, documents, tokens, answer_tokens, seed)
     where, names, cells = machine(), [name.strip() for name in models.split(",")], list[Cell]()
-    with progress_bar() as progress:
-        step = partial(progress.advance, progress.add_task("loads", total=len(names) * len(offer.rates) * len(ways)))
+    with counted("loads", len(names) * len(offer.rates) * len(ways)) as step:
         for name in names:
             with load_subject(name, device, dtype, threads) as subject:
                 cells += characterized(subject, name, ways, offer, step)
@@ -63,8 +61,8 @@ def heads(
     device: Device = "auto",
     dtype: Dtype = "auto",
     threads: Threads = 1,
-    documents: Annotated[int, typer.Option("--documents", min=1, help="Documents, of prose.")] = 4,
-    tokens: Annotated[int, typer.Option("--tokens", min=16, help="Tokens of each document.")] = 2048,
+    documents: Annotated[int, typer.Option(min=1, help="Documents, of prose.")] = 4,
+    tokens: Annotated[int, typer.Option(min=16, help="Tokens of each document.")] = 2048,
     output: Output = None,
     as_json: Json = False,
 ) -> None:

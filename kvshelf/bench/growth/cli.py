@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from functools import partial
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from kvshelf._extras import needs_extra
-from kvshelf.bench.options import Device, Dtype, Json, Model, Output, Threads, numbers, progress_bar, publish
+from kvshelf.bench.options import Device, Dtype, Json, Model, Output, Threads, counted, numbers, publish
 
 
 def append(
@@ -18,8 +17,8 @@ def append(
     device: Device = "auto",
     dtype: Dtype = "auto",
     threads: Threads = 1,
-    lengths: Annotated[str, typer.Option("--lengths", help="Tokens of the stored document.")] = "4096,32768",
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Interleaved rounds; medians are printed.")] = 3,
+    lengths: Annotated[str, typer.Option(help="Tokens of the stored document.")] = "4096,32768",
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds; medians are printed.")] = 3,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -39,9 +38,8 @@ def append(
         load_subject(model, device, dtype, threads) as subject,
         tempfile.TemporaryDirectory(prefix="kvshelf-bench-") as folder,
         open_store(f"disk://{folder}/shelf") as store,
-        progress_bar() as progress,
+        counted("appending", 2 * len(sizes)) as step,
     ):
-        step = partial(progress.advance, progress.add_task("appending", total=2 * len(sizes)))
         found = growings(subject, store, sizes, rounds, step)
     report: dict[str, Any] = {"bench": "append", "model": model, "rounds": rounds, "machine": where, "rows": found}
     publish(report, [growing_table(found)], output, as_json, notes=load_warning(where))
@@ -53,15 +51,15 @@ def growing(
     dtype: Dtype = "auto",
     threads: Threads = 1,
     policies: Annotated[
-        str, typer.Option("--policies", help="Comma-separated.")
+        str, typer.Option(help="Comma-separated.")
     ] = "keydiff,snapkv,kvzip,expected_attention,streaming_llm",
-    removed: Annotated[float, typer.Option("--removed", help="Fraction that the policies remove.")] = 0.5,
-    codec: Annotated[str, typer.Option("--codec", help="Of every cache.")] = "none",
-    tokens: Annotated[int, typer.Option("--tokens", min=300, help="Tokens of each document.")] = 4096,
-    appends: Annotated[int, typer.Option("--appends", min=1, help="Appends, behind a beginning of one more part.")] = 8,
-    documents: Annotated[int, typer.Option("--documents", min=1, help="Documents.")] = 5,
-    questions: Annotated[int, typer.Option("--questions", min=1, max=48, help="Questions about a document.")] = 16,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Another set of documents.")] = 0,
+    removed: Annotated[float, typer.Option(help="Fraction that the policies remove.")] = 0.5,
+    codec: Annotated[str, typer.Option(help="Of every cache.")] = "none",
+    tokens: Annotated[int, typer.Option(min=300, help="Tokens of each document.")] = 4096,
+    appends: Annotated[int, typer.Option(min=1, help="Appends, behind a beginning of one more part.")] = 8,
+    documents: Annotated[int, typer.Option(min=1, help="Documents.")] = 5,
+    questions: Annotated[int, typer.Option(min=1, max=48, help="Questions about a document.")] = 16,
+    seed: Annotated[int, typer.Option(min=0, help="Another set of documents.")] = 0,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -73,8 +71,7 @@ def growing(
 
     engine, rows = EngineOptions(model, device, dtype, threads).load(), []
     levels = [("full", 0.0), *((name.strip(), removed) for name in policies.split(","))]
-    with progress_bar() as progress:
-        step = partial(progress.advance, progress.add_task(model, total=documents * len(levels)))
+    with counted(model, documents * len(levels)) as step:
         for policy, share in levels:
             rows.append(
                 measure_grown(
@@ -94,9 +91,9 @@ def growing(
 
 
 def turns(
-    url: Annotated[str, typer.Option("--url", help="Of a running service.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option(help="Of a running service.")] = "http://127.0.0.1:8000",
     count: Annotated[int, typer.Option("--turns", min=2, max=48, help="Turns of the conversation.")] = 20,
-    tokens: Annotated[int, typer.Option("--tokens", min=300, help="Of the document, about.")] = 4096,
+    tokens: Annotated[int, typer.Option(min=300, help="Of the document, about.")] = 4096,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -112,8 +109,7 @@ def turns(
     made = make_document("multikey", "prose", tokens, 0, lambda text: -(-len(text) // 4))  # about as many tokens
     questions = [made.questions[turn % len(made.questions)].text for turn in range(count)]
     where, found, said = machine(), {}, {}
-    with Client(url) as client, progress_bar() as progress:
-        step = partial(progress.advance, progress.add_task("turns", total=2 * len(questions)))
+    with Client(url) as client, counted("turns", 2 * len(questions)) as step:
         for store in (False, True):
             found[store], said[store] = conversation(client, url, made.text, questions, store=store, progress=step)
     same = sum(a == b for a, b in zip(said[False], said[True], strict=True))

@@ -22,9 +22,9 @@ def kernels(
     dtype: Dtype = "auto",
     threads: Threads = 1,
     lengths: Annotated[
-        str, typer.Option("--lengths", help="Tokens, comma-separated.  [default: 8192,32768; on a CPU 512,2048]")
+        str, typer.Option(help="Tokens, comma-separated.  [default: 8192,32768; on a CPU 512,2048]")
     ] = "",
-    rounds: Annotated[int, typer.Option("--rounds", min=0, help="Calls; 0: 20 on a GPU, 5 on a CPU.")] = 0,
+    rounds: Annotated[int, typer.Option(min=0, help="Calls; 0: 20 on a GPU, 5 on a CPU.")] = 0,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -36,11 +36,10 @@ def kernels(
         import torch
 
         from kvshelf.bench.kernels.kernels import ceilings, kernel_times
-        from kvshelf.bench.measure import chosen_dtype, load_warning, machine
+        from kvshelf.bench.measure import chosen_dtype, load_warning, machine, use_threads
         from kvshelf.workers.model.loading import chosen_device
 
-    if threads:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     target = chosen_device(device)
     state = chosen_dtype(dtype, auto=torch.bfloat16 if target.type == "cuda" else torch.float32)
     where = machine()
@@ -79,8 +78,8 @@ def _table(rows: list[KernelTime], dtype: str, limits: Ceilings) -> Table:
 
 
 def column_sums(
-    tokens: Annotated[int, typer.Option("--tokens", min=16, help="Tokens of the sequence.")] = 8192,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Repeats; medians are printed.")] = 5,
+    tokens: Annotated[int, typer.Option(min=16, help="Tokens of the sequence.")] = 8192,
+    rounds: Annotated[int, typer.Option(min=1, help="Repeats; medians are printed.")] = 5,
     threads: Threads = 1,
     output: Output = None,
     as_json: Json = False,
@@ -92,10 +91,9 @@ def column_sums(
     import torch
 
     from kvshelf.bench.kernels.kernels import column_sum_times
-    from kvshelf.bench.measure import machine
+    from kvshelf.bench.measure import machine, use_threads
 
-    if threads:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     table = Table("dtype", "plain attention", "column sums", "second flash call", "naive")
     table.title = f"attention column sums of {tokens} tokens, CPU time beside plain causal attention"
     rows = []

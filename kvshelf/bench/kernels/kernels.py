@@ -27,13 +27,10 @@ class Ceilings:
     copy_bytes_per_s: float
     matmul_flops: float
 
-    def floor_s(self, case: Case) -> float:
-        """The least a case could take."""
-        return max(case.nbytes / self.copy_bytes_per_s, case.flops / self.matmul_flops)
-
-    def limit(self, case: Case) -> str:
-        """Which of the two ceilings sets that floor."""
-        return "bytes" if case.nbytes / self.copy_bytes_per_s >= case.flops / self.matmul_flops else "FLOPs"
+    def limit(self, case: Case) -> tuple[str, float]:
+        """Which of the two a case meets, and the seconds that it takes at least."""
+        bytes_s, flops_s = case.nbytes / self.copy_bytes_per_s, case.flops / self.matmul_flops
+        return ("bytes", bytes_s) if bytes_s >= flops_s else ("FLOPs", flops_s)
 
 
 @dataclass(frozen=True)
@@ -70,8 +67,9 @@ def kernel_times(
         spread, extra = _time(case, device, rounds)
         medians[case.name] = seconds = spread.median
         slower = seconds / medians[case.beside] if case.beside else None
-        shares = limits.limit(case), limits.floor_s(case) / seconds, seconds / medians[PREFILL]
-        yield KernelTime(case.name, tokens, spread, case.nbytes, case.flops, *shares, case.beside, slower, extra)
+        limit, least_s = limits.limit(case)
+        shares = least_s / seconds, seconds / medians[PREFILL]
+        yield KernelTime(case.name, tokens, spread, case.nbytes, case.flops, limit, *shares, case.beside, slower, extra)
 
 
 def _time(case: Case, device: torch.device, rounds: int) -> tuple[Spread, int | None]:
@@ -126,5 +124,4 @@ def column_sum_times(tokens: int, dtype: torch.dtype, rounds: int) -> dict[str, 
         "naive": lambda: baselines.column_sums_of_whole_weights(queries, keys, scale),
         "second_attention": lambda: baselines.column_sums_by_attention(queries, keys, scale, lse),
     }
-    cpu = torch.device("cpu")
-    return {name: median(cost(run, cpu).seconds for _ in range(rounds)) for name, run in ways.items()}
+    return {name: median(cost(run).seconds for _ in range(rounds)) for name, run in ways.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 
 def models(
-    types: Annotated[
-        str, typer.Option("--types", help="Model types of transformers, comma-separated.  [default: all]")
-    ] = "",
+    types: Annotated[str, typer.Option(help="Model types of transformers, comma-separated.  [default: all]")] = "",
     limit_s: Annotated[float, typer.Option("--limit", min=1, help="Seconds that a type may take.")] = 60.0,
     threads: Threads = 1,
     output: Output = None,
@@ -31,21 +29,20 @@ def models(
     says that it cannot attach to it. wrong and error: mistakes of kvshelf, and the exit code is 1.
     """
     with needs_extra("serve", "the bench"):
-        import torch
-
-        from kvshelf.bench.measure import machine
+        from kvshelf.bench.measure import machine, use_threads
         from kvshelf.bench.models.small import TYPES
-        from kvshelf.bench.models.trial import ERROR, WRONG, tried
+        from kvshelf.bench.models.trial import ERROR, WHAT, WRONG, tried
 
     chosen = choices(types, TYPES, "--types") if types else list(TYPES)
-    if threads:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     where = machine()
     with progress_bar() as progress:
         outcomes = [tried(each, limit_s) for each in progress.track(chosen, description="model types")]
     publish({"bench": "models", "machine": where, "outcomes": outcomes}, [_table(outcomes)], output, as_json)
     if not as_json:
-        typer.echo(f"{_counts(outcomes)} of transformers {where['transformers']}")
+        found = Counter(outcome.what for outcome in outcomes)
+        counts = ", ".join(f"{what} {found[what]}" for what in WHAT)
+        typer.echo(f"{counts} of transformers {where['transformers']}")
     if any(outcome.what in (WRONG, ERROR) for outcome in outcomes):
         raise typer.Exit(1)
 
@@ -56,10 +53,3 @@ def _table(outcomes: Sequence[Outcome]) -> Table:
         shown = outcome.why if outcome.difference is None else f"{outcome.difference:.1e} of the largest"
         table.add_row(outcome.model_type, outcome.what, shown)
     return table
-
-
-def _counts(outcomes: Sequence[Outcome]) -> str:
-    from kvshelf.bench.models.trial import WHAT
-
-    found = Counter[Any](outcome.what for outcome in outcomes)
-    return ", ".join(f"{what} {found[what]}" for what in WHAT)

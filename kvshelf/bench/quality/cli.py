@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from itertools import count, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,9 +24,9 @@ from kvshelf.bench.options import (
     Output,
     Threads,
     choices,
+    counted,
     decimals,
     numbers,
-    progress_bar,
     publish,
     writable,
 )
@@ -44,34 +43,30 @@ def quality(
     device: Device = "auto",
     dtype: Dtype = "auto",
     threads: Threads = 1,
-    processes: Annotated[int, typer.Option("--processes", min=0, help="0: one per core, or one for a GPU.")] = 0,
+    processes: Annotated[int, typer.Option(min=0, help="0: one per core, or one for a GPU.")] = 0,
     size: Annotated[
         str,
-        typer.Option(
-            "--size", help="small (minutes), core (the cells of docs/policies.md), default (an hour) or large (a day)."
-        ),
+        typer.Option(help="small (minutes), core (the cells of docs/policies.md), default (an hour) or large (a day)."),
     ] = "default",
-    policies: Annotated[str, typer.Option("--policies", help="Such as ems,lagkv:lag=64,sink=8.  [default: all]")] = "",
-    ratios: Annotated[str, typer.Option("--ratios", help="Fractions removed, comma-separated.")] = "",
-    codecs: Annotated[str, typer.Option("--codecs", help="Comma-separated.")] = "",
-    tasks: Annotated[str, typer.Option("--tasks", help="Comma-separated.")] = "",
-    haystacks: Annotated[str, typer.Option("--haystacks", help="filler, prose, dense.")] = "",
-    lengths: Annotated[str, typer.Option("--lengths", help="Tokens per document, comma-separated.")] = "",
-    documents: Annotated[int | None, typer.Option("--documents", min=1, help="Documents per cell.")] = None,
-    select: Annotated[
-        str, typer.Option("--select", help="Selectors that read a part, such as quest,policy:snapkv:window=8.")
-    ] = "",
+    policies: Annotated[str, typer.Option(help="Such as ems,lagkv:lag=64,sink=8.  [default: all]")] = "",
+    ratios: Annotated[str, typer.Option(help="Fractions removed, comma-separated.")] = "",
+    codecs: Annotated[str, typer.Option(help="Comma-separated.")] = "",
+    tasks: Annotated[str, typer.Option(help="Comma-separated.")] = "",
+    haystacks: Annotated[str, typer.Option(help="filler, prose, dense.")] = "",
+    lengths: Annotated[str, typer.Option(help="Tokens per document, comma-separated.")] = "",
+    documents: Annotated[int | None, typer.Option(min=1, help="Documents per cell.")] = None,
+    select: Annotated[str, typer.Option(help="Selectors that read a part, such as quest,policy:snapkv:window=8.")] = "",
     shares: Annotated[
-        str, typer.Option("--shares", help="Parts of a document's tokens that they may read.  [default: 1/4 to 1/32]")
+        str, typer.Option(help="Parts of a document's tokens that they may read.  [default: 1/4 to 1/32]")
     ] = "",
     export: Annotated[bool, typer.Option("--export", help="Also rows answered by plain transformers.")] = False,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Another set of documents.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Another set of documents.")] = 0,
     resume: Annotated[
-        Path, typer.Option("--resume", callback=writable, help="Results so far; what it holds is not measured again.")
+        Path, typer.Option(callback=writable, help="Results so far; what it holds is not measured again.")
     ] = Path("kvshelf-quality.jsonl"),
     output: Output = None,
     picture: Annotated[
-        Path | None, typer.Option("--picture", callback=writable, help="Score against bytes, as .png, .svg or .pdf.")
+        Path | None, typer.Option(callback=writable, help="Score against bytes, as .png, .svg or .pdf.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -118,9 +113,9 @@ def memory(
     device: Device = "auto",
     dtype: Dtype = "auto",
     threads: Threads = 1,
-    tokens: Annotated[int, typer.Option("--tokens", min=64, help="Tokens of the document, template included.")] = 16000,
-    policies: Annotated[str, typer.Option("--policies", help="Comma-separated.  [default: all]")] = "",
-    removed: Annotated[float, typer.Option("--removed", help="Fraction removed.")] = 0.75,
+    tokens: Annotated[int, typer.Option(min=64, help="Tokens of the document, template included.")] = 16000,
+    policies: Annotated[str, typer.Option(help="Comma-separated.  [default: all]")] = "",
+    removed: Annotated[float, typer.Option(help="Fraction removed.")] = 0.75,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -133,11 +128,10 @@ def memory(
 
     chosen = _split(policies) or tuple(POLICIES)
     rows = []
-    with progress_bar() as progress:
-        bar = progress.add_task(f"{model}, {tokens} tokens", total=len(dict.fromkeys(("full", *chosen))))
+    with counted(f"{model}, {tokens} tokens", len(dict.fromkeys(("full", *chosen)))) as step:
         for row in bench.peaks(EngineOptions(model, device, dtype, threads), tokens, chosen, removed):
             rows.append(row)
-            progress.advance(bar)
+            step()
     table = Table(
         "policy", "phase", "removed", "peak", "of full's", "cache", "prefill", "compression", title=f"{tokens} tokens"
     )
@@ -156,13 +150,13 @@ def retrieval(
     device: Device = "auto",
     dtype: Dtype = "auto",
     threads: Threads = 0,
-    policy: Annotated[str, typer.Option("--policy", help="full measures the model itself.")] = "full",
-    compression_ratio: Annotated[float | None, typer.Option("--compression-ratio", help="Fraction removed.")] = None,
-    tasks: Annotated[str, typer.Option("--tasks", help="Comma-separated.")] = "needle,multikey,digits32",
-    haystacks: Annotated[str, typer.Option("--haystacks", help="Comma-separated.")] = "filler,prose",
-    lengths: Annotated[str, typer.Option("--lengths", help="Tokens per document, comma-separated.")] = "1024,2048,4096",
-    documents: Annotated[int, typer.Option("--documents", min=1, help="Fresh documents per cell.")] = 200,
-    seed: Annotated[int | None, typer.Option("--seed", help="Seed of the first document.")] = None,
+    policy: Annotated[str, typer.Option(help="full measures the model itself.")] = "full",
+    compression_ratio: Annotated[float | None, typer.Option(help="Fraction removed.")] = None,
+    tasks: Annotated[str, typer.Option(help="Comma-separated.")] = "needle,multikey,digits32",
+    haystacks: Annotated[str, typer.Option(help="Comma-separated.")] = "filler,prose",
+    lengths: Annotated[str, typer.Option(help="Tokens per document, comma-separated.")] = "1024,2048,4096",
+    documents: Annotated[int, typer.Option(min=1, help="Fresh documents per cell.")] = 200,
+    seed: Annotated[int | None, typer.Option(help="Seed of the first document.")] = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -180,8 +174,7 @@ def retrieval(
     around = choices(haystacks, HAYSTACKS, "--haystacks")
     cells = list(product(numbers(lengths), choices(tasks, TASKS, "--tasks"), around))
     first, results = EVALUATION_SEED if seed is None else seed, []
-    with progress_bar() as progress:
-        step = partial(progress.advance, progress.add_task(f"{model}, {policy}", total=documents * len(cells)))
+    with counted(f"{model}, {policy}", documents * len(cells)) as step:
         for tokens, task, hay in cells:
             made = measure_cell(engine, task, hay, tokens, documents, compress=compress, seed=first, progress=step)
             results.append(made)
@@ -199,18 +192,16 @@ def together(
     device: Device = "auto",
     dtype: Dtype = "auto",
     threads: Threads = 1,
-    documents: Annotated[
-        str, typer.Option("--documents", help="How many are asked together, comma-separated.")
-    ] = "3,8,32",
-    tokens: Annotated[int, typer.Option("--tokens", min=300, help="Tokens of each document.")] = 512,
-    sets: Annotated[int, typer.Option("--sets", min=1, help="Sets of documents for each number.")] = 5,
-    questions: Annotated[int, typer.Option("--questions", min=1, max=48, help="Questions about a set.")] = 16,
-    policy: Annotated[str, typer.Option("--policy", help="Of every cache.")] = "full",
-    codec: Annotated[str, typer.Option("--codec", help="Of every cache.")] = "int4",
+    documents: Annotated[str, typer.Option(help="How many are asked together, comma-separated.")] = "3,8,32",
+    tokens: Annotated[int, typer.Option(min=300, help="Tokens of each document.")] = 512,
+    sets: Annotated[int, typer.Option(min=1, help="Sets of documents for each number.")] = 5,
+    questions: Annotated[int, typer.Option(min=1, max=48, help="Questions about a set.")] = 16,
+    policy: Annotated[str, typer.Option(help="Of every cache.")] = "full",
+    codec: Annotated[str, typer.Option(help="Of every cache.")] = "int4",
     select: Annotated[
-        str, typer.Option("--select", help="Also measured: a selector that reads as much as a quarter of one document.")
+        str, typer.Option(help="Also measured: a selector that reads as much as a quarter of one document.")
     ] = "fasa",
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Another set of documents.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Another set of documents.")] = 0,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -221,12 +212,11 @@ def together(
         from kvshelf.bench.quality.together import measure_together
 
     engine, counts, rows = EngineOptions(model, device, dtype, threads).load(), numbers(documents), []
-    with progress_bar() as progress:
-        step = partial(progress.advance, progress.add_task(model, total=sets * len(counts)))
+    with counted(model, sets * len(counts)) as step:
         for count_ in counts:
             rows.append(
                 measure_together(
-                    engine, count_, tokens=tokens, sets=sets, questions=questions, compress={"policy": policy},
+                    engine, count_, tokens=tokens, sets=sets, questions=questions, policy=policy,
                     codec=codec, selector=select, seed=seed, progress=step,
                 )
             )  # fmt: skip
@@ -251,11 +241,11 @@ def search(
     device: Device = "auto",
     dtype: Dtype = "auto",
     threads: Threads = 0,
-    tasks: Annotated[str, typer.Option("--tasks", help="Comma-separated.")] = "multikey",
-    haystacks: Annotated[str, typer.Option("--haystacks", help="Comma-separated.")] = "prose",
-    tokens: Annotated[int, typer.Option("--tokens", min=64, help="Tokens per document.")] = 512,
-    documents: Annotated[int, typer.Option("--documents", min=1, help="Documents on the shelf.")] = 200,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Another set of documents.")] = 0,
+    tasks: Annotated[str, typer.Option(help="Comma-separated.")] = "multikey",
+    haystacks: Annotated[str, typer.Option(help="Comma-separated.")] = "prose",
+    tokens: Annotated[int, typer.Option(min=64, help="Tokens per document.")] = 512,
+    documents: Annotated[int, typer.Option(min=1, help="Documents on the shelf.")] = 200,
+    seed: Annotated[int, typer.Option(min=0, help="Another set of documents.")] = 0,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -271,8 +261,7 @@ def search(
     engine = EngineOptions(model, device, dtype, threads).load()
     kinds = choices(tasks, TASKS, "--tasks"), choices(haystacks, HAYSTACKS, "--haystacks")
     asked = list(bench.documents(engine, *kinds, tokens, documents, seed))
-    with progress_bar() as progress:
-        step = partial(progress.advance, progress.add_task(f"{model}, {documents} documents", total=documents))
+    with counted(f"{model}, {documents} documents", documents) as step:
         ways = bench.measure(engine, asked, step)
     table = Table(
         "search", "first", "among 5", "bytes", f"of {bench.CODEC}", "ms", title=f"{model}: {documents} documents"

@@ -102,7 +102,7 @@ def measure_unit(engine: Engine, unit: Unit, protocol: Protocol) -> list[Outcome
 def _measured_row(engine: Engine, compression: Compression, row: Row, asks: Sequence[Ask], key: str) -> Outcome:
     try:
         started = time.perf_counter()
-        cache = compression.cache if row.codec == "none" else engine.encoded(compression.cache, row.codec)
+        cache = engine.encoded(compression.cache, row.codec)
         encode_s = time.perf_counter() - started
         answers = [_answer(engine, cache, ask, row) for ask in asks]
     except KvshelfError as error:

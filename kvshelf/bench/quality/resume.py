@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any, Final, Self
+from typing import Any, Final, Self
 
 from kvshelf.bench.quality.outcome import Outcome
 from kvshelf.errors import InvalidRequest, StateConflict
@@ -25,31 +25,26 @@ class ResumeFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: IO[bytes] | None = None
+        try:
+            self._file = path.open("a+b")
+        except OSError as error:
+            raise InvalidRequest(f"--resume {path}: {error.strerror or error}", param="resume") from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise StateConflict(
+                f"{path} is being written by another run; wait for it, or give another --resume file", param="resume"
+            ) from None
 
     def __enter__(self) -> Self:
-        try:
-            file = self._path.open("a+b")
-        except OSError as error:
-            raise InvalidRequest(f"--resume {self._path}: {error.strerror or error}", param="resume") from error
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            raise StateConflict(
-                f"{self._path} is being written by another run; wait for it, or give another --resume file",
-                param="resume",
-            ) from None
-        self._file = file
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._file is not None
         self._file.close()
 
     def load(self) -> dict[str, Outcome]:
         """Every outcome in the file, by key. Raises `InvalidRequest` for a foreign file, which stays as it is."""
-        assert self._file is not None
         self._file.seek(0)
         whole, newline, torn = self._file.read().rpartition(b"\n")
         found = {}
@@ -64,7 +59,6 @@ class ResumeFile:
 
     def append(self, outcome: Outcome, about: Mapping[str, Any]) -> None:
         """Write one line; `about` is for people who read the file."""
-        assert self._file is not None
         line = {"bench": "quality", "key": outcome.key, **about, **asdict(outcome)}  # as `_BEGINNING` has it
         self._file.write(json.dumps(line).encode() + b"\n")
         # Flushed to the operating system, a line survives a kill; surviving a power cut would cost an fsync per line.

@@ -14,7 +14,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Final
 
 from kvshelf.bench.quality.retrieval import EVALUATION_SEED, counter
-from kvshelf.bench.quality.tasks import Haystack, Task, make_document
+from kvshelf.bench.quality.tasks import Haystack, Task, TaskDocument, make_document
 from kvshelf.workers.engine.summary import Codes, score, unpacked
 
 if TYPE_CHECKING:
@@ -25,14 +25,6 @@ Ask = Callable[[str], Sequence[float]]
 """The score of each document for a question."""
 
 CODEC: Final = "int4"
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A document and a question about it."""
-
-    text: str
-    question: str
 
 
 @dataclass(frozen=True)
@@ -51,16 +43,15 @@ class Way:
 
 def documents(
     engine: Engine, tasks: Sequence[Task], haystacks: Sequence[Haystack], tokens: int, count: int, seed: int
-) -> Iterator[Asked]:
+) -> Iterator[TaskDocument]:
     """Documents of at most `tokens` tokens, of all tasks and haystacks in turn, from consecutive seeds."""
     kinds = islice(cycle(product(tasks, haystacks)), count)
     for number, (task, haystack) in enumerate(kinds):
-        made = make_document(task, haystack, tokens, EVALUATION_SEED + seed + number, counter(engine))
-        yield Asked(made.text, made.questions[0].text)
+        yield make_document(task, haystack, tokens, EVALUATION_SEED + seed + number, counter(engine))
 
 
-def measure(engine: Engine, asked: Sequence[Asked], progress: Callable[[], None] = lambda: None) -> list[Way]:
-    """Search all documents for each question: by summaries, by their first layer alone, and by BM25.
+def measure(engine: Engine, asked: Sequence[TaskDocument], progress: Callable[[], None] = lambda: None) -> list[Way]:
+    """Search all documents for the first question about each: by summaries, by their first layer alone, and by BM25.
 
     Raises `PolicyUnsupported` for a model whose documents have no summaries.
     """
@@ -87,7 +78,7 @@ def _by_codes(engine: Engine, summaries: Sequence[Sequence[Codes]]) -> Ask:
     return ask
 
 
-def _by_bm25(asked: Sequence[Asked]) -> Ask:
+def _by_bm25(asked: Sequence[TaskDocument]) -> Ask:
     import bm25s
 
     def words(texts: list[str]) -> list[list[str]]:
@@ -107,14 +98,14 @@ def _by_bm25(asked: Sequence[Asked]) -> Ask:
 def _way(
     name: str,
     ask: Ask,
-    asked: Sequence[Asked],
+    asked: Sequence[TaskDocument],
     caches: Sequence[CompressedCache],
     summaries: Sequence[Sequence[Codes]],
 ) -> Way:
     ranks, seconds = [], []
     for number, each in enumerate(asked):
         started = time.perf_counter()
-        scores = ask(each.question)
+        scores = ask(each.questions[0].text)
         seconds.append(time.perf_counter() - started)
         ranks.append(sum(other >= scores[number] for other in scores) - 1)  # equal ones count as before it
     nbytes = fmean(sum(codes.nbytes for codes in summary) for summary in summaries)

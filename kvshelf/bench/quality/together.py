@@ -61,7 +61,7 @@ def measure_together(
     tokens: int,
     sets: int,
     questions: int,
-    compress: dict[str, object],
+    policy: str,
     codec: str,
     selector: str,
     seed: int,
@@ -72,10 +72,10 @@ def measure_together(
     joined: list[CompressedCache | None] = []
     for number in range(sets):
         texts, known = _documents(engine, documents, tokens, f"together/{documents}/{tokens}/{seed}/{number}")
-        caches = [_compressed(engine, text, compress, codec) for text in texts]
+        caches = [_compressed(engine, text, policy, codec) for text in texts]
         whole = _SEPARATOR.join(texts)
         fits = counter(engine)(whole) + tokens <= engine.max_tokens
-        joined += [_compressed(engine, whole, compress, codec) if fits else None] * questions
+        joined += [_compressed(engine, whole, policy, codec) if fits else None] * questions
         chosen = random.Random(f"{seed}/{number}").sample(known, questions)
         asked += [_Asked(question, place, caches) for place, question in chosen]
         progress()
@@ -114,9 +114,8 @@ def _documents(engine: Engine, documents: int, tokens: int, seed: str) -> tuple[
     return [document.text for document in made], known
 
 
-def _compressed(engine: Engine, text: str, compress: dict[str, object], codec: str) -> CompressedCache:
-    cache = engine.compress(text, **compress)  # type: ignore[arg-type]
-    return cache if codec == "none" else engine.encoded(cache, codec)
+def _compressed(engine: Engine, text: str, policy: str, codec: str) -> CompressedCache:
+    return engine.encoded(engine.compress(text, policy=policy), codec)
 
 
 def _answer(

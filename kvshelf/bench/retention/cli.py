@@ -18,14 +18,14 @@ PARTS = ("simulation", "live")
 
 
 def retention(
-    parts: Annotated[str, typer.Option("--parts", help="Comma-separated.")] = ",".join(PARTS),
-    memory: Annotated[str, typer.Option("--memory", help="Gigabytes for caches, comma-separated.")] = "4,8,16",
-    seconds: Annotated[float, typer.Option("--seconds", min=60, help="Length of the simulated trace.")] = 3600.0,
+    parts: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(PARTS),
+    memory: Annotated[str, typer.Option(help="Gigabytes for caches, comma-separated.")] = "4,8,16",
+    seconds: Annotated[float, typer.Option(min=60, help="Length of the simulated trace.")] = 3600.0,
     live_seconds: Annotated[
-        float, typer.Option("--live-seconds", min=60, help="Length of the trace that is replayed, 64 times faster.")
+        float, typer.Option(min=60, help="Length of the trace that is replayed, 64 times faster.")
     ] = 1200.0,
-    read_mb_s: Annotated[float, typer.Option("--read-mb-s", min=1, help="Simulated rate of reads.")] = 1000.0,
-    load: Annotated[float, typer.Option("--load", min=0.01, help="Programs that start in a second.")] = 0.2,
+    read_mb_s: Annotated[float, typer.Option(min=1, help="Simulated rate of reads.")] = 1000.0,
+    load: Annotated[float, typer.Option(min=0.01, help="Programs that start in a second.")] = 0.2,
     threads: Threads = 1,
     output: Output = None,
     as_json: Json = False,
@@ -35,9 +35,7 @@ def retention(
     Live is the replica's memory with caches of kvshelf-tiny on a disk, at a 64th of all times and a 256th of all sizes.
     """
     with needs_extra("serve", "the bench"):
-        import torch
-
-        from kvshelf.bench.measure import load_warning, machine
+        from kvshelf.bench.measure import load_warning, machine, use_threads
         from kvshelf.bench.retention.live import SCALE, SIZE_SCALE, replay, shelf_of
         from kvshelf.bench.retention.orders import ORDERS
         from kvshelf.bench.retention.simulation import Simulation
@@ -45,8 +43,7 @@ def retention(
         from kvshelf.workers.engine.engine import Engine
 
     chosen, gigabytes = choices(parts, PARTS, "--parts"), decimals(memory, "--memory", 3.1, 1e6)
-    if threads:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     where, tables = machine(), list[Table]()
     report: dict[str, Any] = {"bench": "retention", "machine": where, "memory_gb": gigabytes}
     with progress_bar() as progress:

@@ -55,17 +55,15 @@ def replay(
         limits = ResidentLimits(max_bytes=max_bytes, ahead_s=ResidentLimits.ahead_s / SCALE)
         retention = Retention(order.priority)
         residents = Residents(store, engine.attach, engine.attach_part, limits, threads, retention)
-        return asyncio.run(_Replay(trace, order, residents, limits, ids).run())
+        return asyncio.run(_Replay(trace, order, residents, max_bytes, ids).run())
 
 
 class _Replay:
-    def __init__(
-        self, trace: Trace, order: Order, residents: Residents, limits: ResidentLimits, ids: dict[str, str]
-    ) -> None:
+    def __init__(self, trace: Trace, order: Order, residents: Residents, max_bytes: int, ids: dict[str, str]) -> None:
         self._trace = trace
         self._order = order
         self._residents = residents
-        self._limits = limits
+        self._max_bytes = max_bytes
         self._ids = ids
         self._orchestrator = Orchestrator(ANSWER_S / SCALE)
         self._waiting = ThreadPoolExecutor(64)
@@ -79,8 +77,7 @@ class _Replay:
                 await asyncio.sleep(max(0.0, began + program.start_s - time.monotonic()))
                 group.create_task(self._play(number, program))
         reading.cancel()
-        for name, count in self._residents.take_counts().items():
-            self.found.counts[name] = count
+        self.found.counts |= self._residents.take_counts()
         self._residents.close()
         self._waiting.shutdown()
         return self.found
@@ -112,4 +109,4 @@ class _Replay:
 
     def _look(self) -> None:
         most = self.found.most_bytes = max(self.found.most_bytes, self._residents.nbytes)
-        assert most <= self._limits.max_bytes, f"{most} bytes in a memory of {self._limits.max_bytes}"
+        assert most <= self._max_bytes, f"{most} bytes in a memory of {self._max_bytes}"

@@ -32,28 +32,23 @@ def speed(
     device: Device = "auto",
     dtype: Dtype = "auto",
     threads: Threads = 1,
-    parts: Annotated[str, typer.Option("--parts", help="Comma-separated.")] = ",".join(_DEFAULT_PARTS),
+    parts: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(_DEFAULT_PARTS),
     lengths: Annotated[
         str,
         typer.Option(
-            "--lengths",
             help="Tokens per document.  [default: 2k to 8k, codecs 8k, from the shelf to 16k, others 32k]",
         ),
     ] = "",
-    policies: Annotated[str, typer.Option("--policies", help="To compress with.  [default: all of one pass]")] = "",
-    removed: Annotated[float, typer.Option("--removed", help="Fraction that those remove.")] = 0.75,
-    questions: Annotated[str, typer.Option("--questions", help="Asked at once, comma-separated.")] = "1,8,32,128",
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Interleaved rounds; medians are printed.")] = 5,
+    policies: Annotated[str, typer.Option(help="To compress with.  [default: all of one pass]")] = "",
+    removed: Annotated[float, typer.Option(help="Fraction that those remove.")] = 0.75,
+    questions: Annotated[str, typer.Option(help="Asked at once, comma-separated.")] = "1,8,32,128",
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds; medians are printed.")] = 5,
     kvpress_python: Annotated[
         str | None,
-        typer.Option("--kvpress-python", help="Interpreter with kvpress.  [default: this one, if it has it]"),
+        typer.Option(help="Interpreter with kvpress.  [default: this one, if it has it]"),
     ] = None,
-    vllm_python: Annotated[
-        str | None, typer.Option("--vllm-python", help="Interpreter with vLLM, for the part serving.")
-    ] = None,
-    ranks: Annotated[
-        int, typer.Option("--ranks", min=2, help="Processes that share the model, for the part ranks.")
-    ] = 2,
+    vllm_python: Annotated[str | None, typer.Option(help="Interpreter with vLLM, for the part serving.")] = None,
+    ranks: Annotated[int, typer.Option(min=2, help="Processes that share the model, for the part ranks.")] = 2,
     stores: Annotated[
         list[str] | None, typer.Option("--store", help="URL of one more store to answer from; may be repeated.")
     ] = None,

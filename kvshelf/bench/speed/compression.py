@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from kvshelf.bench.measure import Cost, Spread, clock, cost, interleaved, ratios
-from kvshelf.bench.speed.peer import KvpressPeer
+from kvshelf.bench.speed.peer import Peer
 from kvshelf.bench.speed.subject import Subject
 from kvshelf.workers.engine.attention.function import CONTEXT, Attended, ForwardContext
 from kvshelf.workers.engine.engine import Engine
@@ -69,7 +69,7 @@ class CompressionCosts:
 
 
 def compression_costs(
-    subject: Subject, peer: KvpressPeer | None, tokens: int, rounds: int, policies: Sequence[str], removed: float
+    subject: Subject, peer: Peer | None, tokens: int, rounds: int, policies: Sequence[str], removed: float
 ) -> CompressionCosts:
     """Every policy at `removed`, interleaved with the plain model and, where kvpress has the method, with kvpress."""
     ids = subject.tokens(tokens, seed=1)
@@ -77,7 +77,7 @@ def compression_costs(
     variants["plain", "first"] = variants["plain", "second"] = lambda: Hooked(plain_prefill(subject, ids), 0.0)
     for policy in policies:
         variants["ours", policy] = partial(compress, subject, ids, policy, removed)
-        if peer is not None and policy in peer.methods:
+        if peer is not None and policy in peer.ready["methods"]:
             variants["peer", policy] = partial(_compress_by, peer, ids, policy, removed)
     measured = interleaved(variants, rounds)
     plain, again = measured["plain", "first"], measured["plain", "second"]
@@ -104,8 +104,8 @@ def compress(subject: Subject, ids: Sequence[int], policy: str, removed: float) 
     return Hooked(total, sum(hook_s))
 
 
-def _compress_by(peer: KvpressPeer, ids: Sequence[int], policy: str, removed: float) -> Hooked:
-    answer = peer.measure(policy, removed, ids)
+def _compress_by(peer: Peer, ids: Sequence[int], policy: str, removed: float) -> Hooked:
+    answer = peer.ask(method=policy, removed=removed, token_ids=list(ids))
     return Hooked(Cost(answer["total_s"], answer["wall_s"]), answer["hook_s"])
 
 

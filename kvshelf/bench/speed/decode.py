@@ -11,7 +11,6 @@ from kvshelf.bench.measure import Cost, Spread, cost, interleaved, ratios, read_
 from kvshelf.bench.speed.subject import QUESTION_TOKENS, Subject
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.workers.engine.decode.generation import Sampling
-from kvshelf.workers.model.loading import head_sizes, kv_heads
 from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
 
 DOCUMENT_TOKENS = 2048
@@ -19,8 +18,6 @@ NEW_TOKENS = 64
 
 _ALONE = 8
 """Most questions answered one at a time for the comparison; their rate does not depend on their number."""
-
-_Count = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -108,7 +105,6 @@ def _measure(
         scheduler.stop()
     together, alone = ([run.tokens / run.cost.seconds for run in runs[way]] for way in ("together", "alone"))
     walls = ([run.tokens / run.cost.wall_s for run in runs[way]] for way in ("together", "alone"))
-    together_wall, alone_wall = walls
     both = zip(runs["together"], runs["first"], strict=True)
     steps = [(run.cost.seconds - first.cost.seconds) / (NEW_TOKENS - 1) for run, first in both]
     needed = _step_bytes(subject, caches[:documents], len(caches))
@@ -118,7 +114,7 @@ def _measure(
         together=Spread.of(together),
         alone=Spread.of(alone),
         gain=ratios(together, alone),
-        gain_wall=ratios(together_wall, alone_wall),
+        gain_wall=ratios(*walls),
         step_s=Spread.of(steps),
         step_bytes=needed,
         share=Spread.of([needed / step / bandwidth for step in steps]),
@@ -162,7 +158,5 @@ def _step_bytes(subject: Subject, documents: Sequence[CompressedCache], rows: in
     embedding = model.get_input_embeddings().weight
     tied = model.get_output_embeddings().weight is embedding
     weights = sum(int(parameter.nbytes) for parameter in model.parameters()) - (0 if tied else int(embedding.nbytes))
-    config = model.config
-    per_token = int(config.num_hidden_layers) * kv_heads(config) * sum(head_sizes(config)) * embedding.element_size()
-    suffix = rows * math.ceil(QUESTION_TOKENS + NEW_TOKENS / 2) * per_token
+    suffix = rows * math.ceil(QUESTION_TOKENS + NEW_TOKENS / 2) * subject.engine.kv_bytes_per_token
     return int(weights + sum(cache.nbytes for cache in documents) + suffix)

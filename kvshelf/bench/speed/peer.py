@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from kvshelf.errors import InvalidRequest, WorkerCrashed
 
 
 class Peer:
-    """A running worker, asked by one JSON line at a time. versions: of its packages."""
+    """A running worker, asked by one JSON line at a time. ready: what it said first. versions: of its packages."""
 
     def __init__(self, process: subprocess.Popen[str], name: str) -> None:
         self._process = process
@@ -48,21 +48,8 @@ class Peer:
         )
 
 
-class KvpressPeer(Peer):
-    """methods: the methods that it can measure, by kvshelf's names."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        super().__init__(process, "kvpress")
-        self.methods: frozenset[str] = frozenset(self.ready["methods"])
-
-    def measure(self, method: str, removed: float, token_ids: Sequence[int]) -> dict[str, float]:
-        """One prefill: total_s, hook_s and wall_s in seconds, and the entries kept. See `kvpress_worker.py`."""
-        return self.ask(method=method, removed=removed, token_ids=list(token_ids))
-
-
-@contextmanager
-def open_kvpress(interpreter: str | None, subject: Subject, threads: int) -> Iterator[KvpressPeer | None]:
-    """kvpress with the model, dtype, device and threads of `subject`, under `interpreter`.
+def open_kvpress(interpreter: str | None, subject: Subject, threads: int) -> AbstractContextManager[Peer | None]:
+    """kvpress with the model, dtype, device and threads of `subject`, under `interpreter`. See `kvpress_worker.py`.
 
     None means this interpreter if it has kvpress, whose pin of transformers seldom allows this, and otherwise no peer.
     Raises as `open_vllm`.
@@ -70,36 +57,33 @@ def open_kvpress(interpreter: str | None, subject: Subject, threads: int) -> Ite
     if interpreter is None and find_spec("kvpress") is not None:
         interpreter = sys.executable
     if interpreter is None:
-        yield None
-        return
+        return nullcontext()
     given = (subject.source, subject.dtype, str(subject.device), str(threads))
-    with running(interpreter, "kvpress", given) as process:
-        yield KvpressPeer(process)
+    return running(interpreter, "kvpress", given, "kvpress")
 
 
-@contextmanager
-def open_vllm(interpreter: str, subject: Subject, threads: int, longest: int) -> Iterator[Peer]:
+def open_vllm(interpreter: str, subject: Subject, threads: int, longest: int) -> AbstractContextManager[Peer]:
     """vLLM on a CPU with the model, dtype and threads of `subject`, for up to `longest` tokens, under `interpreter`.
 
     Raises `InvalidRequest` if the interpreter does not exist, `WorkerCrashed` if the worker dies, as it does without
     vLLM.
     """
-    with running(interpreter, "vllm", (subject.source, subject.dtype, str(threads), str(longest))) as process:
-        yield Peer(process, "vLLM")
+    return running(interpreter, "vllm", (subject.source, subject.dtype, str(threads), str(longest)), "vLLM")
 
 
 @contextmanager
-def running(interpreter: str, name: str, given: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    """A worker of this folder. Raises `InvalidRequest` for an interpreter that does not exist."""
+def running(interpreter: str, worker: str, given: Sequence[str], name: str) -> Iterator[Peer]:
+    """A worker of this folder; errors call its process `name`. Raises `InvalidRequest` for an interpreter that does not
+    exist."""
     # -I: neither this process's PYTHONPATH nor the folder of the worker, whose modules have names of their own.
-    command = [interpreter, "-I", str(Path(__file__).with_name(f"{name}_worker.py")), *given]
+    command = [interpreter, "-I", str(Path(__file__).with_name(f"{worker}_worker.py")), *given]
     try:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     except OSError as error:
-        raise InvalidRequest(f"--{name}-python {interpreter}: {error}", param=f"{name}_python") from error
+        raise InvalidRequest(f"--{worker}-python {interpreter}: {error}", param=f"{worker}_python") from error
     with process:  # closes the worker's standard input, which ends the worker
         try:
-            yield process
+            yield Peer(process, name)
         except BaseException:
             process.kill()
             raise

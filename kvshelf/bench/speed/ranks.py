@@ -37,9 +37,7 @@ def sharings(subject: Subject, ranks: int, threads: int, lengths: Sequence[int],
     given = (subject.source, subject.dtype, str(subject.device), str(threads))
     with ExitStack() as open_peers:
         peers = {
-            way: Peer(
-                open_peers.enter_context(running(sys.executable, "ranks", (*given, str(count)))), f"{way} process"
-            )
+            way: open_peers.enter_context(running(sys.executable, "ranks", (*given, str(count)), f"{way} process"))
             for way, count in (("one", 1), ("shared", ranks))
         }
         return [_measured(peers, subject.tokens(tokens, seed=1), ranks, rounds) for tokens in lengths]

@@ -32,11 +32,11 @@ def store(
             "repeated.  [default: a temporary folder]",
         ),
     ] = None,
-    parts: Annotated[str, typer.Option("--parts", help="Comma-separated.")] = ",".join(PARTS),
-    sizes: Annotated[str, typer.Option("--sizes", help="Megabytes per cache, comma-separated.")] = "1,16,64,256",
-    layers: Annotated[int, typer.Option("--layers", min=1, max=512, help="Layers of a cache.")] = 32,
-    manifests: Annotated[int, typer.Option("--manifests", min=1, help="Caches on the shelf that is listed.")] = 100_000,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Interleaved rounds; medians are printed.")] = 5,
+    parts: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(PARTS),
+    sizes: Annotated[str, typer.Option(help="Megabytes per cache, comma-separated.")] = "1,16,64,256",
+    layers: Annotated[int, typer.Option(min=1, max=512, help="Layers of a cache.")] = 32,
+    manifests: Annotated[int, typer.Option(min=1, help="Caches on the shelf that is listed.")] = 100_000,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds; medians are printed.")] = 5,
     threads: Threads = 1,
     output: Output = None,
     as_json: Json = False,
@@ -46,16 +46,13 @@ def store(
     Every shelf is the bench's own, in the folder, Redis or bucket that is named, and is removed in the end.
     """
     with needs_extra("serve", "the bench"):
-        import torch
-
-        from kvshelf.bench.measure import load_warning, machine
+        from kvshelf.bench.measure import load_warning, machine, use_threads
         from kvshelf.bench.stores.homes import made_in
         from kvshelf.bench.stores.manifests import manifests as measure_manifests
         from kvshelf.bench.stores.store import throughput
 
     chosen, megabytes = choices(parts, PARTS, "--parts"), decimals(sizes, "--sizes", *_MEGABYTES)
-    if threads:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     where, tables = machine(), list[Table]()
     report: dict[str, Any] = {"bench": "store", "rounds": rounds, "layers": layers, "machine": where}
     places: list[str | None] = [*stores] if stores else [None]
@@ -78,15 +75,13 @@ def store(
 
 
 def rates(
-    redis: Annotated[str, typer.Option("--redis", help="redis://host to make a shelf in, also with ?blobs=s3://...")],
+    redis: Annotated[str, typer.Option(help="redis://host to make a shelf in, also with ?blobs=s3://...")],
     folder: Annotated[
-        str | None, typer.Option("--folder", help="disk:///folder to make another in.  [default: a temporary one]")
+        str | None, typer.Option(help="disk:///folder to make another in.  [default: a temporary one]")
     ] = None,
-    documents: Annotated[int, typer.Option("--documents", min=10, help="On each shelf.")] = 1000,
-    replicas: Annotated[
-        int, typer.Option("--replicas", min=3, help="Idle replicas during the measurement of Ray.")
-    ] = 10,
-    seconds: Annotated[float, typer.Option("--seconds", min=1, help="How long to measure Ray.")] = 30.0,
+    documents: Annotated[int, typer.Option(min=10, help="On each shelf.")] = 1000,
+    replicas: Annotated[int, typer.Option(min=3, help="Idle replicas during the measurement of Ray.")] = 10,
+    seconds: Annotated[float, typer.Option(min=1, help="How long to measure Ray.")] = 30.0,
     output: Output = None,
     as_json: Json = False,
 ) -> None:

@@ -18,7 +18,7 @@ from kvshelf.bench.speed import decode, kvpress_worker, serving
 from kvshelf.bench.speed.codecs import codec_costs, codec_ways
 from kvshelf.bench.speed.compression import compress, compression_costs, plain_prefill
 from kvshelf.bench.speed.first_token import _ways, first_tokens
-from kvshelf.bench.speed.peer import KvpressPeer, Peer, open_kvpress
+from kvshelf.bench.speed.peer import Peer, open_kvpress
 from kvshelf.bench.speed.subject import (
     QUESTION_TOKENS,
     Subject,
@@ -96,12 +96,12 @@ for line in sys.stdin:
 
 
 @contextmanager
-def speaking(program, peer=KvpressPeer):
+def speaking(program, name="kvpress"):
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     with process:
-        yield peer(process)
+        yield Peer(process, name)
 
 
 def test_a_peer_is_asked_only_for_what_it_knows(subject):
@@ -118,7 +118,7 @@ def test_a_peer_that_dies_is_an_error_and_not_a_wait():
         speaking(ANSWERING.replace("hook =", "sys.exit(3) #")) as peer,
         pytest.raises(WorkerCrashed, match="exit code 3"),
     ):
-        peer.measure("lagkv", 0.5, [1])
+        peer.ask(method="lagkv", removed=0.5, token_ids=[1])
 
 
 SERVING = """
@@ -137,7 +137,7 @@ def test_serving_has_a_row_for_each_work_beside_the_peer_and_without_one(subject
     works = (serving.Work("first token", [2], 1), serving.Work("two", [0, 1], 3), serving.Work("one", [0], 3))
     monkeypatch.setattr(serving, "WORKS", works)
     monkeypatch.setattr(serving, "_REST_S", 0.0)
-    with speaking(SERVING, lambda process: Peer(process, "vLLM")) as peer:
+    with speaking(SERVING, "vLLM") as peer:
         beside = serving.servings(subject, peer, 1, 0.75)
     alone = serving.servings(subject, None, 1, 0.75)
     assert [row.unit for row in beside.rows] == ["s", "s", "s", "tokens/s", "tokens/s"]
@@ -159,7 +159,7 @@ def test_serving_has_a_row_for_each_work_beside_the_peer_and_without_one(subject
 
 def test_an_answer_that_is_too_short_is_no_measurement():
     with (
-        speaking(SERVING.replace('asked["new_tokens"]', "0"), lambda process: Peer(process, "vLLM")) as peer,
+        speaking(SERVING.replace('asked["new_tokens"]', "0"), "vLLM") as peer,
         pytest.raises(AssertionError, match="no token ends"),
     ):
         serving._asked(peer, [[1]], 3)

@@ -17,14 +17,13 @@ from kvshelf.workers.engine.forward.soft import Soft, soft_tokens
 from kvshelf.workers.engine.gates import trainer
 from kvshelf.workers.engine.gates.behind import Read
 from kvshelf.workers.engine.gates.distill import SHARE, excess, gating, kept
-from kvshelf.workers.engine.gates.importance import own_tensors
 from kvshelf.workers.engine.gates.lessons import Lesson, answered
 from kvshelf.workers.engine.gates.lookahead import divergence
 from kvshelf.workers.engine.gates.objectives import objective, trained_policy
 from kvshelf.workers.engine.gates.trainer import Checkpoint, Settings, Trainer, rank_correlation
 from kvshelf.workers.engine.observing import observe
 from kvshelf.workers.policies import POLICIES
-from kvshelf.workers.policies.gates.file import Gates, gate_path
+from kvshelf.workers.policies.gates.file import Gates, gate_path, own_tensors
 from tests.conftest import save_random_model
 from tests.workers.policies.gates import GATED, random_gates
 

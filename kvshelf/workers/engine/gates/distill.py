@@ -4,21 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, replace
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
 
 from kvshelf.workers.engine.gates.behind import Attend, Read
-from kvshelf.workers.engine.gates.importance import fit_inputs, fresh, own_tensors
+from kvshelf.workers.engine.gates.importance import fit_inputs, fresh
 from kvshelf.workers.engine.gates.lessons import Lesson, Observed, answered, logarithm
-from kvshelf.workers.engine.gates.trainer import rank_correlation
+from kvshelf.workers.engine.gates.trainer import Objective, rank_correlation
 from kvshelf.workers.policies.gates.base import TokenGate, gate_inputs
+from kvshelf.workers.policies.gates.file import own_tensors
 from kvshelf.workers.policies.view import LayerView
-
-if TYPE_CHECKING:
-    from kvshelf.workers.engine.engine import Engine
 
 SHARE: Final = 0.25
 """Of a document's tokens, what gates may leave."""
@@ -37,18 +35,14 @@ class _Taught:
     observed: Observed
     rows: Mapping[int, Tensor]
     importance: Mapping[int, Tensor]
-    protected: int
 
 
 @dataclass(eq=False)
-class Distilled:
+class Distilled(Objective):
     """The loss is the KL of predictions of answers, and what the gates leave beyond `SHARE`."""
 
     policy: type[TokenGate]
-    engine: Engine
-    width: int
-    rate: float = 5e-3
-    state: dict[str, Tensor] = field(default_factory=dict, init=False)
+    rate: ClassVar[float] = 5e-3
 
     def begin(self, lesson: Lesson) -> None:
         self.state = fresh(self.policy, self.engine, self.width)
@@ -68,7 +62,7 @@ class Distilled:
         with torch.enable_grad():
             outputs = self._outputs(taught)
             loss = _CAPACITY * excess(self.policy.family, list(outputs.values()))
-            attend = gating(self.policy.family, outputs, taught.protected)
+            attend = gating(self.policy.family, outputs, taught.observed.job.document.protected_prefix)
             passes = list(zip(taught.observed.passes, taught.observed.answering, strict=True))
             for probe, rows in passes:
                 with torch.no_grad():
@@ -95,7 +89,7 @@ class Distilled:
             importance[layer.layer_idx] = observed.importance(layer).cpu()
 
         observed.observe(self.engine, take)
-        return _Taught(observed, rows, importance, observed.job.document.protected_prefix)
+        return _Taught(observed, rows, importance)
 
     def _outputs(self, taught: _Taught) -> dict[int, Tensor]:
         """What the gate of each layer makes of the document: `[kv_heads, N]`, by the layer's number in the model."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -11,9 +10,10 @@ import torch
 from torch import Tensor
 
 from kvshelf.workers.engine.gates.lessons import Lesson, Observed, answered, logarithm, repeated
-from kvshelf.workers.engine.gates.trainer import rank_correlation
+from kvshelf.workers.engine.gates.trainer import Objective, rank_correlation
 from kvshelf.workers.policies.base import ScoringPolicy
 from kvshelf.workers.policies.gates.base import TokenGate, gate_inputs
+from kvshelf.workers.policies.gates.file import own_tensors
 from kvshelf.workers.policies.view import LayerView
 
 if TYPE_CHECKING:
@@ -37,12 +37,6 @@ def fresh(policy: type[TokenGate], engine: Engine, width: int) -> dict[str, Tens
     return state
 
 
-def own_tensors(state: dict[str, Tensor], place: int) -> dict[str, Tensor]:
-    """Those of one layer, and those that all share, as `Gates.layer`."""
-    own = f"{place}."
-    return {n.removeprefix(own): t for n, t in state.items() if n.startswith(own) or not n[0].isdigit()}
-
-
 def fit_inputs(state: dict[str, Tensor], layer: LayerView) -> None:
     """Set the scale of one layer's inputs from a document."""
     own = own_tensors(state, layer.place)
@@ -52,22 +46,14 @@ def fit_inputs(state: dict[str, Tensor], layer: LayerView) -> None:
 
 
 @dataclass(eq=False)
-class Importance:
+class Importance(Objective):
     """Regression of the logarithm of a score, on each token of a document (smooth L1, as Locret's)."""
 
     policy: type[TokenGate]
-    engine: Engine
-    width: int
-    rate: float = 2e-3
-
-    def __post_init__(self) -> None:
-        self._read: Callable[[Engine, Lesson], Observed]
-        self._read = repeated if self.policy.target == "kvzip" else answered
-        self.state: dict[str, Tensor] = {}
 
     def begin(self, lesson: Lesson) -> None:
         self.state = fresh(self.policy, self.engine, self.width)
-        observed = self._read(self.engine, lesson)
+        observed = self._read(lesson)
 
         def fit(layer: LayerView) -> None:
             fit_inputs(self.state, layer)
@@ -77,14 +63,13 @@ class Importance:
         observed.observe(self.engine, fit)
 
     def learn(self, lesson: Lesson) -> tuple[float, str]:
-        observed = self._read(self.engine, lesson)
+        observed = self._read(lesson)
         losses = []
 
         def learn(layer: LayerView) -> None:
-            label, rows = self._label(observed, layer), torch.cat(list(gate_inputs(layer)))
-            rows = rows[layer.protected_prefix :].cpu()
+            label = self._label(observed, layer)
             with torch.enable_grad():  # of one layer at a time: the model has none
-                scores = self.policy.gated(own_tensors(self.state, layer.place), rows).T
+                scores = self._scores(layer)
                 near = (scores[:, 1:] - scores[:, :-1]).square().mean()
                 loss = torch.nn.functional.smooth_l1_loss(scores, label) + _SMOOTH * near
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -94,19 +79,26 @@ class Importance:
         return sum(losses) / len(losses), observed.job.identity.document
 
     def agreement(self, lesson: Lesson) -> float:
-        observed = self._read(self.engine, lesson)
+        observed = self._read(lesson)
         scores, labels = [], []
 
         def judge(layer: LayerView) -> None:
-            rows = torch.cat(list(gate_inputs(layer)))[layer.protected_prefix :].cpu()
-            scores.append(self.policy.gated(own_tensors(self.state, layer.place), rows).T.detach())
+            scores.append(self._scores(layer).detach())
             labels.append(self._label(observed, layer))
 
         observed.observe(self.engine, judge)
         return rank_correlation(torch.stack(scores), torch.stack(labels))
 
+    def _read(self, lesson: Lesson) -> Observed:
+        return (repeated if self.policy.target == "kvzip" else answered)(self.engine, lesson)
+
+    def _scores(self, layer: LayerView) -> Tensor:
+        """What the gate says of each token behind the chat template's: `[kv_heads, n]` fp32."""
+        rows = torch.cat(list(gate_inputs(layer)))[layer.protected_prefix :].cpu()
+        return self.policy.gated(own_tensors(self.state, layer.place), rows).T
+
     def _label(self, observed: Observed, layer: LayerView) -> Tensor:
-        """What the gate should say of each token behind the chat template's: `[kv_heads, n]` fp32."""
+        """What `_scores` should be."""
         if self.policy.target == "kvzip":
             policy = observed.job.policy
             assert isinstance(policy, ScoringPolicy)

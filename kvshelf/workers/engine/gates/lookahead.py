@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,24 +11,15 @@ from torch import Tensor
 from kvshelf.workers.engine.forward.soft import Soft, soft_tokens
 from kvshelf.workers.engine.gates.behind import Read, softmax
 from kvshelf.workers.engine.gates.lessons import Lesson, Observed, answered
-from kvshelf.workers.engine.gates.trainer import rank_correlation
-from kvshelf.workers.policies.gates.lookaheadkv import TOKENS, LookaheadKV
+from kvshelf.workers.engine.gates.trainer import Objective, rank_correlation
+from kvshelf.workers.policies.gates.lookaheadkv import TOKENS
 from kvshelf.workers.policies.view import LayerView, ProbePass
-
-if TYPE_CHECKING:
-    from kvshelf.workers.engine.engine import Engine
 
 
 @dataclass(eq=False)
-class Lookahead:
+class Lookahead(Objective):
     """The loss is the KL from the attention of answers to that of the learned rows, the mean over layers and heads. A
     step goes back through these rows alone, as the document's keys and values do not depend on them."""
-
-    policy: type[LookaheadKV]
-    engine: Engine
-    width: int
-    rate: float = 2e-3
-    state: dict[str, Tensor] = field(default_factory=dict, init=False)
 
     def begin(self, lesson: Lesson) -> None:  # noqa: ARG002
         spread = float(self.engine.model.get_input_embeddings().weight.detach().float().std())

@@ -7,11 +7,12 @@ its checkpoint and ends with the same gates, to the bit on one machine.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from safetensors import SafetensorError
@@ -41,27 +42,29 @@ Lessons = Callable[[int], Lesson]
 """A lesson by its number, the same one each time; the held-out ones have numbers below 0."""
 
 
-class Objective(Protocol):
+@dataclass(eq=False)
+class Objective(ABC):
     """The gates of one policy while they are trained.
 
     policy: that reads them. width, rate: of the network, and the learning rate. state: all tensors by their names in
     the file, fp32; those that ask for a gradient are trained.
     """
 
-    @property
-    def policy(self) -> type[GatePolicy]: ...
-    @property
-    def width(self) -> int: ...
-    @property
-    def rate(self) -> float: ...
-    @property
-    def state(self) -> Mapping[str, Tensor]: ...
+    policy: type[GatePolicy]
+    engine: Engine
+    width: int
+    rate: ClassVar[float] = 2e-3
+    state: dict[str, Tensor] = field(default_factory=dict, init=False)
+
+    @abstractmethod
     def begin(self, lesson: Lesson) -> None:
         """Fit what is not trained, the scale of the inputs say, to the first lesson."""
 
+    @abstractmethod
     def learn(self, lesson: Lesson) -> tuple[float, str]:
         """Add the gradients of one lesson. Returns its loss and a digest of what the model read."""
 
+    @abstractmethod
     def agreement(self, lesson: Lesson) -> float:
         """How well the gates do on a lesson that they have not learned from: a rank correlation, 1 at best."""
 

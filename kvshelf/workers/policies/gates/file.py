@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.store.artifact.identity import ModelIdentity
-from kvshelf.workers.model.calibration import place
+from kvshelf.workers.model.calibration import data_folder, place
 
 Family = Literal["importance", "decay", "global", "probe", "flag"]
 Target = Literal["kvzip", "answers", "distill"]
@@ -98,12 +98,7 @@ class Gates:
 
     def layer(self, index: int, device: torch.device) -> dict[str, Tensor]:
         """The tensors of one of the layers that policies reduce, and those that all layers share: fp32."""
-        own = f"{index}."
-        return {
-            name.removeprefix(own): tensor.to(device, torch.float32)
-            for name, tensor in self.tensors.items()
-            if name.startswith(own) or not name[0].isdigit()
-        }
+        return {name: tensor.to(device, torch.float32) for name, tensor in own_tensors(self.tensors, index).items()}
 
     def to_bytes(self) -> bytes:
         """The file."""
@@ -143,16 +138,17 @@ class Gates:
                 raise ValueError(f"{name!r} has the shape {has[name]}, and the model needs {shape}")
 
 
-def gate_folder() -> Path:
-    """The folder of a user's gate files."""
-    named = os.environ.get("KVSHELF_GATES")
-    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    return Path(named) if named else Path(data) / "kvshelf" / "gates"
+def own_tensors(tensors: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
+    """The tensors of one of the layers that policies reduce, and those that all layers share, by their own names."""
+    own = f"{index}."
+    return {n.removeprefix(own): t for n, t in tensors.items() if n.startswith(own) or not n[0].isdigit()}
 
 
 def gate_path(weights: str, policy: str) -> Path:
     """Where the user's own gates of a model lie, for one policy. The folder holds those of many models."""
-    return gate_folder() / f"{weights}.{policy}.safetensors"
+    named = os.environ.get("KVSHELF_GATES")
+    folder = Path(named) if named else data_folder().with_name("gates")
+    return folder / f"{weights}.{policy}.safetensors"
 
 
 def find(
