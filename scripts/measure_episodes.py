@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from conversations import Conversation, make_conversation
 from numpy.typing import NDArray
 
 from kvshelf import CompressedCache, Engine
 from kvshelf.bench.measure import wilson
-from kvshelf.bench.quality.conversations import Conversation, make_conversation
 from kvshelf.bench.quality.retrieval import counter
 from kvshelf.workers.engine.episodes import UTTERANCES, kmeans, windows_of
 

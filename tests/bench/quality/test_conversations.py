@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvshelf.bench.quality.conversations import make_conversation
+from scripts.conversations import make_conversation
 
 
 def words(text: str) -> int:

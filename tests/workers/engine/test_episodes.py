@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvshelf.bench.quality.conversations import make_conversation
 from kvshelf.bench.quality.retrieval import counter
 from kvshelf.errors import InvalidRequest
 from kvshelf.store.artifact.cache import CompressedCache
@@ -15,6 +14,7 @@ from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.episodes import UTTERANCES, WINDOWS, kmeans, windows_of
 from kvshelf.workers.policies.base import MAX_PROBE_BYTES
 from kvshelf.workers.policies.epicache import MAX_CENTROID, packed, unpacked
+from scripts.conversations import make_conversation
 
 TOPICS = 4
 

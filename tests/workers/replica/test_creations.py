@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from kvshelf.api import CreateCache, Estimate, JointQuery, PolicyEstimate, Tried
-from kvshelf.bench.quality.conversations import make_conversation
 from kvshelf.bench.quality.tasks import make_document
 from kvshelf.errors import CacheNotFound, DocumentTooLong, InvalidRequest, PolicyUnsupported, QualityBelowFloor
 from kvshelf.service.recompute import _spec
@@ -26,6 +25,7 @@ from kvshelf.workers.replica.create.creations import NegativeCache
 from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.results import Created
 from kvshelf.workers.replica.scheduler import Scheduler
+from scripts.conversations import make_conversation
 from tests.qualities import quality_of
 
 pytestmark = pytest.mark.anyio
