@@ -304,10 +304,12 @@ class Layer(Strict):
     def cuts(self) -> Iterator[Cut]:
         """The segment up to its array of digests, cut where an array with rows in runs begins or ends."""
         end = 0
-        for _, _, _, span in self._arrays_in_runs():
-            yield Cut(False, span.offset - end)
-            yield Cut(True, span.nbytes)
-            end = span.offset + span.nbytes
+        for record, spans, runs in zip(self.records, self.arrays, self.runs, strict=True):
+            for array in row_arrays(record, self.dims) if runs else ():
+                span = spans[array.name]
+                yield Cut(False, span.offset - end)
+                yield Cut(True, span.nbytes)
+                end = span.offset + span.nbytes
         yield Cut(False, self.digests.offset - end)
 
     def head_spans(self) -> list[Span]:
@@ -345,13 +347,6 @@ class Layer(Strict):
                 for array in row_arrays(record, self.dims)
             ]
         return found
-
-    def _arrays_in_runs(self) -> Iterator[tuple[RecordHeader, range, RowArray, Span]]:
-        """Every array with rows in runs, with its record and the numbers of its runs."""
-        for record, spans, runs in zip(self.records, self.arrays, self.runs, strict=True):
-            if runs:
-                for array in row_arrays(record, self.dims):
-                    yield record, runs, array, spans[array.name]
 
     def check(self, index: int, num_tokens: int) -> None:
         """Raise `BlobError` unless the records agree with each other and fill a segment of this size."""
