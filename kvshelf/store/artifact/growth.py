@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvshelf.errors import InvalidRequest
 from kvshelf.kernels.quantize.rows import QuantizedRows, Rows, by_head
+from kvshelf.store.artifact.blob.layer import MAX_RECORDS
 from kvshelf.store.artifact.codecs import BITS, Codec
 from kvshelf.store.artifact.packed import offsets_of
 from kvshelf.store.artifact.records import (
@@ -31,9 +32,6 @@ from kvshelf.store.artifact.records import (
     parts_of,
     with_entries,
 )
-
-MAX_RECORDS: Final = 16
-"""Of a layer, in a blob."""
 
 _JOIN_AT: Final = 12
 """Records of a layer from which on neighbours are joined: attention reads each by an operation of its own, and joining

@@ -29,7 +29,7 @@ CHANNEL_BYTES: Final = 2
 
 MAX_ARRAY: Final = 4096
 INT32_MAX: Final = 2**31 - 1
-_MAX_RECORDS: Final = 16
+MAX_RECORDS: Final = 16
 _MAX_DIMS: Final = 8
 
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
@@ -208,10 +208,10 @@ class Layer(Strict):
     value_dim: Count
     records: Annotated[
         list[Annotated[RecordHeader, Field(discriminator="kind")]],
-        Field(max_length=_MAX_RECORDS),
+        Field(max_length=MAX_RECORDS),
         FailFast(),  # see `Header`
     ]
-    states: Annotated[list[StateHeader], Field(max_length=_MAX_RECORDS), FailFast()]
+    states: Annotated[list[StateHeader], Field(max_length=MAX_RECORDS), FailFast()]
     offset: Count
     nbytes: Count
     digest: Digest
