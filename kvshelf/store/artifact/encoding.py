@@ -13,7 +13,7 @@ from torch import Tensor
 from kvshelf.kernels.quantize.rows import QuantizedRows
 from kvshelf.store.artifact.codecs import BITS, Codec, Precision, refused
 from kvshelf.store.artifact.packed import Packed
-from kvshelf.store.artifact.records import Entries, Indexed, PackedRecord, Parts, Pruned, parts_of
+from kvshelf.store.artifact.records import Entries, Indexed, PackedRecord, Pruned, entries_from, parts_of
 
 
 class LayerCoder(Protocol):
@@ -61,7 +61,7 @@ def encode(
             pieces += _pieces(own, part, where, whole_groups=whole_groups)
     if not pieces:  # the layer kept no entries
         return record
-    return pieces[0] if len(pieces) == 1 else Parts(tuple(pieces))
+    return entries_from(pieces)
 
 
 def classes_of(codec: Codec, layers: Sequence[Entries], num_tokens: int) -> list[Tensor]:

@@ -26,8 +26,8 @@ from kvshelf.store.artifact.records import (
     LayerRecord,
     Merged,
     PackedRecord,
-    Parts,
     Recent,
+    entries_from,
     entries_of,
     parts_of,
     with_entries,
@@ -45,9 +45,7 @@ def placed(entries: Entries, first: int) -> Entries:
     """The entries of a document as those of one in which its first token stands at position `first`."""
     if not first:
         return entries
-    if isinstance(entries, Parts):
-        return Parts(tuple(_placed(part, first) for part in entries.parts))
-    return _placed(entries, first)
+    return entries_from([_placed(part, first) for part in parts_of(entries)])
 
 
 def _placed(record: PackedRecord, first: int) -> PackedRecord:
@@ -136,9 +134,7 @@ def _behind(residual: Kept | None, new: LayerRecord) -> tuple[PackedRecord, ...]
 
 def _with_parts(layer: LayerRecord, parts: Sequence[PackedRecord]) -> LayerRecord:
     """The layer with these records in place of its own; as it is without any."""
-    if not parts:
-        return layer
-    return with_entries(layer, parts[0] if len(parts) == 1 else Parts(tuple(parts)))
+    return with_entries(layer, entries_from(parts)) if parts else layer
 
 
 def _continues(first: PackedRecord, then: PackedRecord) -> bool:
