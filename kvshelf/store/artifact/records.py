@@ -25,15 +25,8 @@ import torch
 from torch import Tensor
 
 from kvshelf.kernels.prefix_attention.prefixes import MergedPrefix, PackedPrefix, Prefix, StreamedPrefix
-from kvshelf.store.artifact.identity import RopeMode
 from kvshelf.store.artifact.packed import HeadView, Packed, Rotate, offsets_of, padded, rotation
 from kvshelf.store.artifact.shape import StateRole, StateShape, tokens_seen
-
-__all__ = [
-    "Chunk", "Entries", "Indexed", "Kept", "Latents", "LayerRecord", "Merged", "PackedRecord", "Parts", "Pruned",
-    "Recent", "RopeMode", "Rotate", "State", "States", "Window", "entries_from", "entries_of", "is_latent", "parts_of",
-    "states_of", "with_entries",
-]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
