@@ -70,8 +70,7 @@ class Reader:
         """Open a cache's blob and its bases. If the cache is deleted or replaced meanwhile, the index decides."""
         entry = self.ready(cache_id, tenant)
         while True:
-            assert entry.name is not None, "a ready cache has a blob"
-            names = [(entry.name, entry.nbytes), *entry.bases]
+            names = entry.needed()
             files = open_all(self._blobs, names, once=once)
             if files is not None:
                 return entry, names, files

@@ -75,7 +75,7 @@ class Shelf(Store):
         self.files = Files(index.jobs, bodies, now)
         self.requests = Requests(index.jobs, bodies, now, index.key)
         self.batches = Batches(index.jobs)
-        self.transforms = KeptTransforms(index.jobs, bodies, now)
+        self.transforms = KeptTransforms(index.jobs, bodies)
 
     def close(self) -> None:
         self._index.close()

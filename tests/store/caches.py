@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvshelf.kernels.quantize.rows import QuantizedRows
 from kvshelf.store.artifact.cache import CompressedCache
-from kvshelf.store.artifact.identity import Identity, ModelIdentity
+from kvshelf.store.artifact.identity import Identity, ModelIdentity, RopeMode
 from kvshelf.store.artifact.packed import offsets_of
 from kvshelf.store.artifact.records import (
     Indexed,
@@ -23,7 +23,6 @@ from kvshelf.store.artifact.records import (
     PackedRecord,
     Parts,
     Pruned,
-    RopeMode,
     State,
     States,
     entries_of,

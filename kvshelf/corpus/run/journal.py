@@ -68,6 +68,14 @@ def another(output: Place, journal: Place, known: Mapping[str, Any], about: Mapp
     )
 
 
+def parsed(data: bytes, made: Callable[[Any], ValueT], what: str) -> ValueT:
+    """What `made` reads from JSON of a journal. what: names it in the `InvalidRequest` that other bytes raise."""
+    try:
+        return made(json.loads(data))
+    except (ValueError, TypeError, KeyError) as error:
+        raise InvalidRequest(f"{what} was not written by a batch; give another --output", param="--output") from error
+
+
 def no_batch_s(output: Place) -> StateConflict:
     """The refusal of an output that no batch has written, as far as one can tell."""
     return StateConflict(
@@ -142,7 +150,7 @@ class FileJournal(OutputJournal):
             if first != header and header.startswith(first):  # new, or killed while the header was written
                 self._write(header)
                 return
-            known = self._parsed(1, first, dict)
+            known = parsed(first, dict, f"line 1 of {self._path}")
             if known != self._about:
                 if "journal" not in known:
                     raise InvalidRequest(f"{self._path} is no journal of a batch; give another --output")
@@ -172,7 +180,7 @@ class FileJournal(OutputJournal):
     def _rows(self, since: int) -> Iterator[Row]:
         with self._named_errors():
             for number, line in islice(enumerate(self._lines(0), 1), since - 1, None):
-                yield self._parsed(number, line, Row.from_dict)
+                yield parsed(line, Row.from_dict, f"line {number} of {self._path}")
 
     def _lines(self, start: int) -> Iterator[bytes]:
         """The whole lines from an offset on."""
@@ -181,14 +189,6 @@ class FileJournal(OutputJournal):
             for line in file:
                 if line.endswith(b"\n"):
                     yield line
-
-    def _parsed(self, number: int, line: bytes, made: Callable[[Any], ValueT]) -> ValueT:
-        try:
-            return made(json.loads(line))
-        except (ValueError, TypeError, KeyError) as error:
-            raise InvalidRequest(
-                f"line {number} of {self._path} was not written by a batch; give another --output", param="--output"
-            ) from error
 
     def _open(self) -> BinaryIO:
         if self._file is None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Self
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -16,10 +15,8 @@ import pydantic_core
 from kvshelf.corpus.objects import opened, put
 from kvshelf.corpus.output.places import Place, beside, exists
 from kvshelf.corpus.row import Row, last_ends
-from kvshelf.corpus.run.journal import FileJournal, OutputJournal, another, identity, no_batch_s
-from kvshelf.errors import InvalidRequest, StateConflict, StoreUnavailable
-
-ValueT = TypeVar("ValueT")
+from kvshelf.corpus.run.journal import FileJournal, OutputJournal, another, identity, no_batch_s, parsed
+from kvshelf.errors import StateConflict, StoreUnavailable
 
 PART_BYTES: Final = 1 << 20
 """A part of about this size is complete, and the next rows go to another one."""
@@ -97,7 +94,7 @@ class ObjectJournal(OutputJournal):
 
     def _identity(self) -> dict[str, Any] | None:
         try:
-            return self._parsed(_IDENTITY, self._read(_IDENTITY), dict)
+            return parsed(self._read(_IDENTITY), dict, f"{_IDENTITY} in {self._where}")
         except FileNotFoundError:
             return None
 
@@ -111,20 +108,12 @@ class ObjectJournal(OutputJournal):
         for name in names:
             with self._named_errors():
                 lines = self._read(name).splitlines()
-            yield from (self._parsed(name, line, Row.from_dict) for line in lines)
+            yield from (parsed(line, Row.from_dict, f"{name} in {self._where}") for line in lines)
 
     def _read(self, name: str) -> bytes:
         with self._system.open_input_stream(f"{self._folder}/{name}", compression=None) as stream:
             data: bytes = stream.read()
         return data
-
-    def _parsed(self, name: str, data: bytes, made: Callable[[Any], ValueT]) -> ValueT:
-        try:
-            return made(json.loads(data))
-        except (ValueError, TypeError, KeyError) as error:
-            raise InvalidRequest(
-                f"{name} in {self._where} was not written by a batch; give another --output", param="--output"
-            ) from error
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:

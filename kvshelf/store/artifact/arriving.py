@@ -6,6 +6,7 @@ The header alone describes the cache, and the manifest's root digest verifies it
 
 from __future__ import annotations
 
+import abc
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
@@ -39,12 +40,44 @@ Guard = Callable[[], AbstractContextManager[None]]
 """Makes a `with` block that turns errors of a store's bytes and medium into the errors that the store promises."""
 
 
-class ArrivingCache:
+class OpenedCache(abc.ABC):
+    """What the verified header of a stored cache says. Close it, or use it in a `with` block."""
+
+    place: str = "home"
+    """Where the bytes come from: home, or the name of a tier."""
+
+    def __init__(self, summary: BlobSummary) -> None:
+        self._header = header = summary.header
+        self.identity = header.to_identity()
+        self.num_tokens = header.num_tokens
+        self.next_position = header.next_position
+        self.codec = header.codec
+        self.sentence_ends = header.sentences
+        self.shape = header.shape
+        self.num_layers = len(header.layers)
+        self.nbytes = header.body_bytes
+        """Bytes of all layers together."""
+        self.attached_bytes = header.attached_bytes
+        """As `CompressedCache.attached_bytes`."""
+        self.root = summary.root
+        """The blob's root digest: equal roots mean equal content. `Manifest.blob_digest` is its hex form."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End the reading. May be called more than once; what is not read by then raises `StoreUnavailable`."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class ArrivingCache(OpenedCache):
     """A stored cache with a verified header, whose layers arrive in order, a few at a time.
 
     One thread calls `read`; other threads wait for single `layers`, or for all layers in `cache`. A layer resolves when
-    the digests of its portion are checked. `close` ends the reading early. Made by `Store.open_cache`; close it, or use
-    it in a `with` block.
+    the digests of its portion are checked. `close` ends the reading early. Made by `Store.open_cache`.
     """
 
     on_read: Callable[[CompressedCache], None] | None = None
@@ -54,38 +87,22 @@ class ArrivingCache:
     """Opens another copy of the same cache. Called when reading this one fails; the layers then raise that copy's
     errors."""
 
-    place: str = "home"
-    """Where the bytes come from: home, or the name of a tier."""
-
     def __init__(
         self, summary: BlobSummary, body: RawIOBase | memoryview, guard: Guard, *, read_ahead: bool = True
     ) -> None:
         """body: a file at the first byte of the body, which is read once, in order, and closed; or the body in memory,
         which must not change, because layers become views of it. read_ahead: whether a second thread may read ahead,
         see `Blobs.read_ahead`."""
-        self._header = header = summary.header
+        super().__init__(summary)
         self._body = None if isinstance(body, memoryview) else body
         self._memory = body if isinstance(body, memoryview) else None
         self._guard = guard
         self._resolved = 0  # layers that `read` has handed out
         self._turn = threading.Lock()  # held while the file is read, so that it is not closed meanwhile
-        self.identity = header.to_identity()
-        self.num_tokens = header.num_tokens
-        self.next_position = header.next_position
-        self.codec = header.codec
-        self.sentence_ends = header.sentences
-        self.summary = tuple(header.summary)
+        self.summary = tuple(self._header.summary)
         """As of a `CompressedCache`."""
-        self.shape = header.shape
         self.repositioned = self.next_position != self.num_tokens
-        self.num_layers = len(summary.header.layers)
-        self.nbytes = summary.header.body_bytes
-        """Bytes of all layers together, which is what `read` allocates."""
-        self.attached_bytes = summary.header.attached_bytes
-        """As `CompressedCache.attached_bytes`."""
         self._read_ahead = read_ahead and self.nbytes >= _READ_AHEAD_BYTES
-        self.root = summary.root
-        """The blob's root digest: equal roots mean equal content. `Manifest.blob_digest` is its hex form."""
         self.layers: tuple[Future[LayerRecord], ...] = tuple(Future() for _ in range(self.num_layers))
         """The layers in order. When reading fails, the layer at fault and all later ones get the error."""
         for layer in self.layers:
@@ -208,12 +225,6 @@ class ArrivingCache:
         for layer in self.layers[self._resolved :]:
             with suppress(InvalidStateError):  # already resolved, or refused: `read` and `close` may both refuse
                 layer.set_exception(error)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def portions_of(sizes: Sequence[int]) -> Iterator[range]:

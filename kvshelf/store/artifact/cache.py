@@ -20,15 +20,9 @@ from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.artifact.records import (
     Chunk,
     Entries,
-    Kept,
     Latents,
     LayerRecord,
-    Merged,
-    PackedRecord,
-    Parts,
     Recent,
-    RopeMode,
-    State,
     States,
     Window,
     entries_of,
@@ -38,11 +32,6 @@ from kvshelf.store.artifact.records import (
     with_entries,
 )
 from kvshelf.store.artifact.shape import LayerShape, Shape
-
-__all__ = [
-    "Chunk", "CompressedCache", "Entries", "Kept", "Latents", "LayerRecord", "Merged", "PackedRecord", "Parts",
-    "Recent", "RopeMode", "State", "States", "Window",
-]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,8 +15,6 @@ from kvshelf.store.artifact.packed import Packed
 from kvshelf.store.artifact.records import Kept, LayerRecord, PackedRecord, Parts, entries_of, with_entries
 from kvshelf.store.artifact.transforms import STEP_PARTS, Kind, RowTransform, Transforms
 
-__all__ = ["Coder"]
-
 
 @dataclass(frozen=True, eq=False)
 class Coder:
@@ -26,13 +24,15 @@ class Coder:
     rotate: Turn
     unrotate: Turn
 
-    def layer(self, index: int, repositioned: bool) -> _LayerCoder:
+    def layer(self, index: int, repositioned: bool) -> LayerCoder:
         """For the records of one layer. repositioned: of a cache whose keys stand at their places within it."""
-        return _LayerCoder(self, self.transforms.layers[index], self.transforms.tables, repositioned)
+        return LayerCoder(self, self.transforms.layers[index], self.transforms.tables, repositioned)
 
 
 @dataclass(frozen=True, eq=False)
-class _LayerCoder:
+class LayerCoder:
+    """Encodes and decodes the records of one layer. Made by `Coder.layer`."""
+
     coder: Coder
     transform: Mapping[Kind, RowTransform]
     tables: Tables

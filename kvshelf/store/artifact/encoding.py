@@ -5,21 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, zip_longest
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kvshelf.kernels.quantize.rows import QuantizedRows
 from kvshelf.store.artifact.codecs import BITS, Codec, Precision, refused
+from kvshelf.store.artifact.coder import LayerCoder
 from kvshelf.store.artifact.packed import Packed
-from kvshelf.store.artifact.records import Entries, Indexed, PackedRecord, Parts, Pruned, parts_of
-
-
-class LayerCoder(Protocol):
-    """Encodes the records of one layer under the codec `klt` (`Coder.layer` makes it)."""
-
-    def encoded(self, record: PackedRecord, codec: Codec, where: str) -> PackedRecord: ...
+from kvshelf.store.artifact.records import Entries, Indexed, PackedRecord, Pruned, entries_from, parts_of
 
 
 def encode(
@@ -61,7 +55,7 @@ def encode(
             pieces += _pieces(own, part, where, whole_groups=whole_groups)
     if not pieces:  # the layer kept no entries
         return record
-    return pieces[0] if len(pieces) == 1 else Parts(tuple(pieces))
+    return entries_from(pieces)
 
 
 def classes_of(codec: Codec, layers: Sequence[Entries], num_tokens: int) -> list[Tensor]:

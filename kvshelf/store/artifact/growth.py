@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvshelf.errors import InvalidRequest
 from kvshelf.kernels.quantize.rows import QuantizedRows, Rows, by_head
+from kvshelf.store.artifact.blob.layer import MAX_RECORDS
 from kvshelf.store.artifact.codecs import BITS, Codec
 from kvshelf.store.artifact.packed import offsets_of
 from kvshelf.store.artifact.records import (
@@ -25,15 +26,12 @@ from kvshelf.store.artifact.records import (
     LayerRecord,
     Merged,
     PackedRecord,
-    Parts,
     Recent,
+    entries_from,
     entries_of,
     parts_of,
     with_entries,
 )
-
-MAX_RECORDS: Final = 16
-"""Of a layer, in a blob."""
 
 _JOIN_AT: Final = 12
 """Records of a layer from which on neighbours are joined: attention reads each by an operation of its own, and joining
@@ -47,9 +45,7 @@ def placed(entries: Entries, first: int) -> Entries:
     """The entries of a document as those of one in which its first token stands at position `first`."""
     if not first:
         return entries
-    if isinstance(entries, Parts):
-        return Parts(tuple(_placed(part, first) for part in entries.parts))
-    return _placed(entries, first)
+    return entries_from([_placed(part, first) for part in parts_of(entries)])
 
 
 def _placed(record: PackedRecord, first: int) -> PackedRecord:
@@ -138,9 +134,7 @@ def _behind(residual: Kept | None, new: LayerRecord) -> tuple[PackedRecord, ...]
 
 def _with_parts(layer: LayerRecord, parts: Sequence[PackedRecord]) -> LayerRecord:
     """The layer with these records in place of its own; as it is without any."""
-    if not parts:
-        return layer
-    return with_entries(layer, parts[0] if len(parts) == 1 else Parts(tuple(parts)))
+    return with_entries(layer, entries_from(parts)) if parts else layer
 
 
 def _continues(first: PackedRecord, then: PackedRecord) -> bool:

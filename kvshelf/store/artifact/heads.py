@@ -12,25 +12,20 @@ from torch import Tensor
 
 from kvshelf.kernels.quantize.rows import QuantizedRows, Rows
 from kvshelf.store.artifact.packed import offsets_of
-from kvshelf.store.artifact.records import Entries, Indexed, Merged, PackedRecord, Parts, Pruned
+from kvshelf.store.artifact.records import Entries, Indexed, Merged, PackedRecord, Pruned, entries_from, parts_of
 
 
 def cut(entries: Entries, first: int, last: int) -> Entries:
     """The KV heads `first` to `last - 1` of a layer, in memory of their own. Raises `StateConflict` for a layer that is
     coded."""
-    if isinstance(entries, Parts):
-        return Parts(tuple(_cut(part, first, last) for part in entries.parts))
-    return _cut(entries, first, last)
+    return entries_from([_cut(part, first, last) for part in parts_of(entries)])
 
 
 def joined(parts: Sequence[Entries]) -> Entries:
     """A layer whose heads are those of `parts`, one after the other. Rows must not be quantized."""
     if len(parts) == 1:
         return parts[0]
-    if isinstance(parts[0], Parts):
-        inner = zip(*(part.parts for part in parts if isinstance(part, Parts)), strict=True)
-        return Parts(tuple(_joined(each) for each in inner))
-    return _joined([part for part in parts if not isinstance(part, Parts)])
+    return entries_from([_joined(each) for each in zip(*map(parts_of, parts), strict=True)])
 
 
 def _cut(record: PackedRecord, first: int, last: int) -> PackedRecord:

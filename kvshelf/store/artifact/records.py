@@ -25,15 +25,8 @@ import torch
 from torch import Tensor
 
 from kvshelf.kernels.prefix_attention.prefixes import MergedPrefix, PackedPrefix, Prefix, StreamedPrefix
-from kvshelf.store.artifact.identity import RopeMode
 from kvshelf.store.artifact.packed import HeadView, Packed, Rotate, offsets_of, padded, rotation
 from kvshelf.store.artifact.shape import StateRole, StateShape, tokens_seen
-
-__all__ = [
-    "Chunk", "Entries", "Indexed", "Kept", "Latents", "LayerRecord", "Merged", "PackedRecord", "Parts", "Pruned",
-    "Recent", "RopeMode", "Rotate", "State", "States", "Window", "entries_of", "is_latent", "parts_of", "states_of",
-    "with_entries",
-]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -459,6 +452,11 @@ def entries_of(record: LayerRecord) -> Entries | None:
 def parts_of(entries: Entries) -> tuple[PackedRecord, ...]:
     """The records that hold entries themselves."""
     return entries.parts if isinstance(entries, Parts) else (entries,)
+
+
+def entries_from(parts: Sequence[PackedRecord]) -> Entries:
+    """The inverse of `parts_of`, for at least one record."""
+    return parts[0] if len(parts) == 1 else Parts(tuple(parts))
 
 
 def is_latent(entries: Entries) -> bool:

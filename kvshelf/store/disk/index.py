@@ -135,7 +135,7 @@ class SqliteIndex(Index):
 
     def knows(self, name: str) -> bool:
         where = "id = ? AND name = ?"  # the id is part of the name and is indexed; the names of caches are not
-        values = (f"kvs_{name[:40]}", name)
+        values = (cache_of(name), name)
         with self._database.read() as connection:
             queries = (f"SELECT 1 FROM {table} WHERE {where}" for table in ("caches", "writes"))
             return any(connection.execute(query, values).fetchone() for query in queries)

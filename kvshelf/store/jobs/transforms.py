@@ -6,7 +6,6 @@ which `kvshelf calibrate` has left its file.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 from kvshelf.errors import BlobError, CacheCorrupt
@@ -29,10 +28,9 @@ class _Kept(Record):
 class KeptTransforms:
     """The transforms of one home, by digest. Raises as `JobTable` and `Blobs` do."""
 
-    def __init__(self, table: JobTable, bodies: Bodies, now: Callable[[], float]) -> None:
+    def __init__(self, table: JobTable, bodies: Bodies) -> None:
         self._table = table
         self._bodies = bodies
-        self._now = now
 
     def keep(self, digest: str, data: bytes) -> None:
         """Keep a file, unless it is there. Durable when it returns. Raises `StorageFull`."""

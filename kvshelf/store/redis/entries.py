@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 
 from kvshelf.errors import StoreUnavailable
 from kvshelf.store.artifact.identity import digest
+from kvshelf.store.blobs import cache_of
 from kvshelf.store.index import ID_PREFIX, KEEP_ENDED_S, Entry, Query, Writing
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.redis.script import Value
@@ -70,7 +71,7 @@ def read_writing(name: bytes, record: bytes) -> Writing:
         nbytes, of_cache, tenant = record.decode().split(" ", 2)
         return Writing(
             name=name.decode(),
-            cache_id=f"kvs_{name.decode()[:40]}",
+            cache_id=cache_of(name.decode()),
             tenant=tenant,
             nbytes=int(nbytes),
             of_cache=bool(int(of_cache)),

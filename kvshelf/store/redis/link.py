@@ -33,13 +33,11 @@ _KEY_AT: Final = {"OBJECT": 2}
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """Facts from a server's INFO. Memory in bytes, 0 for no limit."""
+    """Facts from a server's INFO. maxmemory: bytes, 0 for no limit."""
 
     name: str
-    version: str
     maxmemory_policy: str
     maxmemory: int
-    used_memory: int
     aof_enabled: bool
 
     def problems(self) -> list[str]:
@@ -227,9 +225,7 @@ def _facts(name: str, reply: Reply) -> ServerFacts:
     said: dict[str, Any] = {key: value for key, _, value in lines}
     return ServerFacts(
         name=name,
-        version=said.get("valkey_version") or said.get("redis_version", "unknown"),
         maxmemory_policy=said.get("maxmemory_policy", "unknown"),
         maxmemory=int(said.get("maxmemory", 0)),
-        used_memory=int(said.get("used_memory", 0)),
         aof_enabled=said.get("aof_enabled") == "1",
     )

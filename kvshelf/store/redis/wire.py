@@ -52,16 +52,12 @@ class Wire:
 
     def send(self, *commands: Command) -> None:
         for command in commands:
-            self._outbox += _head(len(command))
-            for part in command:
-                self._add(part)
+            self._add(command)
         self._flush()
 
     def begin_value(self, command: Command, size: int) -> None:
         """Begin a command whose last argument is `size` bytes, which `put` then gives piece by piece."""
-        self._outbox += _head(len(command) + 1)
-        for part in command:
-            self._add(part)
+        self._add(command, more=1)
         self._outbox += b"$%d\r\n" % size
 
     def put(self, piece: memoryview) -> None:
@@ -78,9 +74,12 @@ class Wire:
         self._outbox += b"\r\n"
         self._flush()
 
-    def _add(self, part: Part) -> None:
-        data = part if isinstance(part, bytes) else str(part).encode()
-        self._outbox += b"$%d\r\n%b\r\n" % (len(data), data)
+    def _add(self, command: Command, more: int = 0) -> None:
+        """more: arguments that follow these."""
+        self._outbox += b"*%d\r\n" % (len(command) + more)
+        for part in command:
+            data = part if isinstance(part, bytes) else str(part).encode()
+            self._outbox += b"$%d\r\n%b\r\n" % (len(data), data)
 
     def _flush(self) -> None:
         ready, self._outbox = self._outbox, bytearray()
@@ -174,10 +173,6 @@ class Wire:
         if count == 0:
             raise ConnectionResetError("the server closed the connection")
         return count
-
-
-def _head(count: int) -> bytes:
-    return b"*%d\r\n" % count
 
 
 def _text(line: bytes) -> str:

@@ -117,8 +117,6 @@ def test_facts_problems_and_warnings(start_valkey: Start, connect: Connect) -> N
     safe = connect(start_valkey(maxmemory="64mb", appendonly="yes").url)
     (facts,) = safe.facts()
     assert (facts.maxmemory, facts.maxmemory_policy, facts.aof_enabled) == (64 << 20, "noeviction", True)
-    assert facts.used_memory > 0
-    assert int(facts.version.split(".")[0]) >= 7
     assert [text for facts in safe.facts() for text in (*facts.problems(), *facts.warnings())] == []
 
 

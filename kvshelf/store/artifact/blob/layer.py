@@ -29,7 +29,7 @@ CHANNEL_BYTES: Final = 2
 
 MAX_ARRAY: Final = 4096
 INT32_MAX: Final = 2**31 - 1
-_MAX_RECORDS: Final = 16
+MAX_RECORDS: Final = 16
 _MAX_DIMS: Final = 8
 
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
@@ -208,10 +208,10 @@ class Layer(Strict):
     value_dim: Count
     records: Annotated[
         list[Annotated[RecordHeader, Field(discriminator="kind")]],
-        Field(max_length=_MAX_RECORDS),
+        Field(max_length=MAX_RECORDS),
         FailFast(),  # see `Header`
     ]
-    states: Annotated[list[StateHeader], Field(max_length=_MAX_RECORDS), FailFast()]
+    states: Annotated[list[StateHeader], Field(max_length=MAX_RECORDS), FailFast()]
     offset: Count
     nbytes: Count
     digest: Digest
@@ -304,10 +304,12 @@ class Layer(Strict):
     def cuts(self) -> Iterator[Cut]:
         """The segment up to its array of digests, cut where an array with rows in runs begins or ends."""
         end = 0
-        for _, _, _, span in self._arrays_in_runs():
-            yield Cut(False, span.offset - end)
-            yield Cut(True, span.nbytes)
-            end = span.offset + span.nbytes
+        for record, spans, runs in zip(self.records, self.arrays, self.runs, strict=True):
+            for array in row_arrays(record, self.dims) if runs else ():
+                span = spans[array.name]
+                yield Cut(False, span.offset - end)
+                yield Cut(True, span.nbytes)
+                end = span.offset + span.nbytes
         yield Cut(False, self.digests.offset - end)
 
     def head_spans(self) -> list[Span]:
@@ -345,13 +347,6 @@ class Layer(Strict):
                 for array in row_arrays(record, self.dims)
             ]
         return found
-
-    def _arrays_in_runs(self) -> Iterator[tuple[RecordHeader, range, RowArray, Span]]:
-        """Every array with rows in runs, with its record and the numbers of its runs."""
-        for record, spans, runs in zip(self.records, self.arrays, self.runs, strict=True):
-            if runs:
-                for array in row_arrays(record, self.dims):
-                    yield record, runs, array, spans[array.name]
 
     def check(self, index: int, num_tokens: int) -> None:
         """Raise `BlobError` unless the records agree with each other and fill a segment of this size."""

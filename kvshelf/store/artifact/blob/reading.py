@@ -9,10 +9,10 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import eq
-from typing import Protocol, Self, TypeVar
+from typing import Protocol, TypeVar
 
 from kvshelf.errors import InvalidRequest, KvshelfError, StoreUnavailable
-from kvshelf.store.artifact.arriving import Guard
+from kvshelf.store.artifact.arriving import Guard, OpenedCache
 from kvshelf.store.artifact.blob import check_padding
 from kvshelf.store.artifact.blob.body import Body
 from kvshelf.store.artifact.blob.digests import digest_of, require_head, require_run
@@ -34,47 +34,30 @@ class RangedFile(Protocol):
 ResultT = TypeVar("ResultT")
 
 
-class PartialCache:
+class PartialCache(OpenedCache):
     """A stored cache with a verified header, of which nothing else is read until it is asked for.
 
     One thread at a time reads; others wait for it. Any thread may use records meanwhile, of which fetched rows do not
-    change. Made by `Store.open_parts`; close it, or use it in a `with` block. Records stay usable then.
+    change. Made by `Store.open_parts`. Records stay usable once it is closed.
     """
 
     elsewhere: Callable[[], PartialCache] | None = None
     """Opens another copy of the same cache, once this one fails."""
 
-    place: str = "home"
-    """Where the bytes come from: home, or the name of a tier."""
-
     def __init__(self, summary: BlobSummary, source: RangedFile | memoryview, guard: Guard) -> None:
         """source: the blob as a file, which is closed in the end; or its body in memory, which must not change, because
         records become views of it."""
-        header = summary.header
-        self._header = header
+        super().__init__(summary)
         self._file = None if isinstance(source, memoryview) else source
         self._guard = guard
         self._turn = threading.Lock()
         self._closed = False
-        self._memory = source if isinstance(source, memoryview) else sparse_memory(header.body_bytes)
+        self._memory = source if isinstance(source, memoryview) else sparse_memory(self.nbytes)
         self._body = Body(self._memory)
-        self._offset = summary.nbytes - TRAILER.size - header.body_bytes  # of the body in the file
+        self._offset = summary.nbytes - TRAILER.size - self.nbytes  # of the body in the file
         self._layers: dict[int, PartialLayer] = {}
-        self.identity = header.to_identity()
-        self.num_tokens = header.num_tokens
-        self.next_position = header.next_position
-        self.codec = header.codec
-        self.sentence_ends = header.sentences
-        self.attached_bytes = header.attached_bytes
-        """As `CompressedCache.attached_bytes`."""
-        self.shape = header.shape
-        self.num_layers = len(header.layers)
-        self.nbytes = header.body_bytes
-        """Bytes of all layers together."""
         self.read_bytes = 0
         """Bytes of layers that have been read so far, those of memory views included."""
-        self.root = summary.root
-        """The blob's root digest, as of `ArrivingCache`."""
 
     def layer(self, index: int) -> PartialLayer:
         """A layer, whose head is read and verified by the first call.
@@ -138,12 +121,6 @@ class PartialCache:
         if self._file is not None:
             self._file.read_ranges([(self._offset + first, self._memory[first:end]) for first, end in ranges])
         self.read_bytes += sum(end - first for first, end in ranges)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class PartialLayer:

@@ -52,12 +52,12 @@ from kvshelf.store.artifact.records import (
     LayerRecord,
     Merged,
     PackedRecord,
-    Parts,
     Pruned,
     Recent,
     State,
     States,
     Window,
+    entries_from,
     entries_of,
     parts_of,
     states_of,
@@ -67,6 +67,15 @@ DTYPES: dict[DtypeName, torch.dtype] = {"float32": torch.float32, "bfloat16": to
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PRECISIONS: dict[int, Precision] = {bits: name for name, bits in BITS.items()}
 _AXES: dict[str, Axis] = {"keys": "tokens", "values": "channels"}
+_HEADERS: dict[str, type[RecordHeader]] = {
+    "kept": KeptHeader,
+    "pruned": PrunedHeader,
+    "indexed": IndexedHeader,
+    "window": WindowHeader,
+    "chunk": ChunkHeader,
+    "latents": LatentsHeader,
+    "merged": MergedHeader,
+}
 
 Ints = npt.NDArray[np.int64]
 Arrays = dict[str, memoryview]
@@ -132,7 +141,7 @@ def view_layer(index: int, header: Header, body: Body) -> LayerRecord:
     )
     if not parts:
         return States(states)
-    entries = parts[0] if len(parts) == 1 else Parts(parts)
+    entries = entries_from(parts)
     _require_sound(f"layer {index}", entries, header.num_tokens)
     _require_rows(f"layer {index}", [part for part, runs in zip(parts, layer.runs, strict=True) if not runs])
     return States(states, entries) if states else entries
@@ -188,6 +197,7 @@ def _write_record(record: PackedRecord, num_tokens: int) -> tuple[RecordHeader, 
     encoding, data = positions.encode(_ints(record.entry_positions), record.lengths, num_tokens)
     arrays["positions"] = memoryview(data)
     fields: dict[str, Any] = {
+        "kind": record.kind,
         "rope_mode": record.rope_mode,
         "codec": codec,
         "group": group,
@@ -195,39 +205,23 @@ def _write_record(record: PackedRecord, num_tokens: int) -> tuple[RecordHeader, 
         "position_encoding": encoding,
     }
     if isinstance(record, Window):
-        return WindowHeader(kind="window", **fields, window=record.window, sizes=_sizes(arrays)), arrays
-    if isinstance(record, Chunk):
-        return ChunkHeader(kind="chunk", **fields, chunk=record.chunk, sizes=_sizes(arrays)), arrays
-    if isinstance(record, Latents):
-        return LatentsHeader(kind="latents", **fields, sizes=_sizes(arrays)), arrays
-    if isinstance(record, Pruned):
+        fields["window"] = record.window
+    elif isinstance(record, Chunk):
+        fields["chunk"] = record.chunk
+    elif isinstance(record, Pruned):
         arrays["channels"] = _raw(record.channels)
-        width = record.channels.shape[1]
-        return PrunedHeader(kind="pruned", **fields, channels=width, sizes=_sizes(arrays)), arrays
-    if isinstance(record, Indexed):
+        fields["channels"] = record.channels.shape[1]
+    elif isinstance(record, Indexed):
         arrays["summaries"] = _raw(record.summaries)
-        width = record.summaries.shape[1]
-        header = IndexedHeader(kind="indexed", **fields, block=record.block, width=width, sizes=_sizes(arrays))
-        return header, arrays
-    if isinstance(record, Kept):
-        return KeptHeader(kind="kept", **fields, sizes=_sizes(arrays)), arrays
-    slot_encoding, slot_data = positions.encode(_ints(record.slot_positions), record.slot_lengths, num_tokens)
-    classes = _ints(record.slot_classes).astype(f"<u{class_bytes(record.lengths)}")
-    arrays["slot_positions"] = memoryview(slot_data)
-    arrays["slot_classes"] = memoryview(classes.tobytes())
-    arrays["slot_scales"] = _raw(record.slot_scales.to(torch.float32))
-    merged = MergedHeader(
-        kind="merged",
-        **fields,
-        slot_lengths=record.slot_lengths,
-        slot_position_encoding=slot_encoding,
-        sizes=_sizes(arrays),
-    )
-    return merged, arrays
-
-
-def _sizes(arrays: Arrays) -> list[int]:
-    return [len(data) for data in arrays.values()]
+        fields |= {"block": record.block, "width": record.summaries.shape[1]}
+    elif isinstance(record, Merged):
+        slot_encoding, slot_data = positions.encode(_ints(record.slot_positions), record.slot_lengths, num_tokens)
+        classes = _ints(record.slot_classes).astype(f"<u{class_bytes(record.lengths)}")
+        arrays["slot_positions"] = memoryview(slot_data)
+        arrays["slot_classes"] = memoryview(classes.tobytes())
+        arrays["slot_scales"] = _raw(record.slot_scales.to(torch.float32))
+        fields |= {"slot_lengths": record.slot_lengths, "slot_position_encoding": slot_encoding}
+    return _HEADERS[record.kind](**fields, sizes=[len(data) for data in arrays.values()]), arrays
 
 
 def _precision(record: PackedRecord) -> tuple[Precision, int]:

@@ -19,11 +19,11 @@ from kvshelf.store.artifact.blob.reading import PartialCache, PartialLayer
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.coder import Coder
 from kvshelf.store.artifact.heads import cut
+from kvshelf.store.artifact.packed import Rotate
 from kvshelf.store.artifact.records import (
     Entries,
     LayerRecord,
     PackedRecord,
-    Rotate,
     State,
     entries_of,
     parts_of,
