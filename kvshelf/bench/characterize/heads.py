@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from kvshelf.kernels.column_sums import column_sums
-from kvshelf.workers.engine.attention.function import Attended
+from kvshelf.workers.engine.attention.function import Attended, ForwardContext
 from kvshelf.workers.engine.engine import Engine
 
 MASS: Final = 0.95
@@ -57,11 +57,8 @@ def heads(engine: Engine, documents: Sequence[Sequence[int]]) -> list[Head]:
     ]
 
 
-class _Statistics:
-    """The `ForwardContext` of one document: sparsity, redundancy and mergeable, `[3, kv_heads]` for each layer."""
-
-    probe_lengths: tuple[int, ...] = ()
-    reads_attention = True
+class _Statistics(ForwardContext):
+    """Of one document: sparsity, redundancy and mergeable, `[3, kv_heads]` for each layer."""
 
     def __init__(self) -> None:
         self.of_layers: dict[int, Tensor] = {}
