@@ -139,8 +139,7 @@ class Database:
         self._inode = found.st_ino
 
     def _initialise(self, key: bytes, blobs: str) -> tuple[bytes, str]:
-        connection = self._connect()
-        try:
+        with closing(self._connect()) as connection:
             if not connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'meta'").fetchone():
                 connection.execute("PRAGMA journal_mode = WAL")
                 connection.executescript(f"BEGIN IMMEDIATE;{_TABLES}")
@@ -156,5 +155,3 @@ class Database:
                     f"{HOME_FORMAT}: use the version that made it, or another folder"
                 )
             return meta["key"], meta["blobs"].decode()
-        finally:
-            connection.close()
