@@ -8,7 +8,7 @@ import os
 import stat
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -52,10 +52,11 @@ class Folder(Blobs):
         *,
         on_step: Step,
     ) -> None:
-        with self._translated(), self._file(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
+        with translated(self.path), self._file(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
             on_step("created")
             for buffer in buffers:
-                _write_all(file, buffer)
+                while buffer:  # one system call writes at most 2 GiB
+                    buffer = buffer[file.write(buffer) or 0 :]
             on_step("written")
             os.fsync(file.fileno())
             os.fsync(self._blobs)  # the content is durable by now; the name becomes so with the folder
@@ -65,7 +66,7 @@ class Folder(Blobs):
         """A disk drops nothing by itself."""
 
     def open(self, name: str, nbytes: int, *, once: bool = False) -> StoredFile | None:  # noqa: ARG002 - the kernel knows
-        with self._translated():
+        with translated(self.path):
             try:
                 file = self._file(name, os.O_RDONLY | os.O_NONBLOCK)  # must not block on a planted pipe
             except OSError as error:
@@ -87,7 +88,7 @@ class Folder(Blobs):
             return file.read(count)
 
     def holds(self, name: str, nbytes: int) -> bool:
-        with self._translated():
+        with translated(self.path):
             try:
                 found = os.stat(_file_name(name), dir_fd=self._blobs, follow_symlinks=False)
             except FileNotFoundError:
@@ -98,18 +99,18 @@ class Folder(Blobs):
         """A disk drops nothing by itself."""
 
     def remove(self, name: str, nbytes: int) -> bool:  # noqa: ARG002
-        with self._translated():
+        with translated(self.path):
             for folder in (self._blobs, self._quarantine):
                 _unlink(_file_name(name), folder)
         return True
 
     def set_aside(self, name: str, nbytes: int) -> None:  # noqa: ARG002
         file = _file_name(name)
-        with self._translated(), suppress(FileNotFoundError):
+        with translated(self.path), suppress(FileNotFoundError):
             os.rename(file, file, src_dir_fd=self._blobs, dst_dir_fd=self._quarantine)
 
     def is_read(self, name: str) -> bool:
-        with self._translated(), suppress(FileNotFoundError), self._file(name, os.O_RDONLY | os.O_NONBLOCK) as file:
+        with translated(self.path), suppress(FileNotFoundError), self._file(name, os.O_RDONLY | os.O_NONBLOCK) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -117,24 +118,19 @@ class Folder(Blobs):
         return False
 
     def found(self) -> Iterator[tuple[str, float]]:
-        with self._translated():
+        with translated(self.path):
             for name, changed in self._entries():
                 if name.endswith(_SUFFIX) and is_name(name.removesuffix(_SUFFIX)):
                     yield name.removesuffix(_SUFFIX), time.time() - changed
 
     def problems(self) -> list[str]:
-        with self._translated():
+        with translated(self.path):
             strange = [name for name, _ in self._entries() if not is_name(name.removesuffix(_SUFFIX))]
         return [f"{name} in {self.path} is not a blob file" for name in strange]
 
     def close(self) -> None:
         os.close(self._blobs)
         os.close(self._quarantine)
-
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
-        with translated(self.path):
-            yield
 
     def _entries(self) -> Iterator[tuple[str, float]]:
         """Everything in the folders, with the time of its last change (Unix seconds)."""
@@ -182,10 +178,3 @@ def _unlink(file: str, folder: int) -> None:
     # A folder in a blob's place is not ours; `problems` reports it.
     with suppress(FileNotFoundError, IsADirectoryError):
         os.unlink(file, dir_fd=folder)
-
-
-def _write_all(file: FileIO, buffer: memoryview) -> None:
-    """Write a whole buffer: one system call writes at most 2 GiB."""
-    done = 0
-    while done < len(buffer):
-        done += file.write(buffer[done:]) or 0
