@@ -32,11 +32,9 @@ _PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
     "mixed": ("high", "low", "share", "group"),
     "klt": ("step", "heads", "steps", "classes", "shares"),
 }
-_HIGH: Final = ("none", "int8")
-_LOW: Final = ("int2", "int4")
 _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
-    "high": _HIGH,
-    "low": _LOW,
+    "high": ("none", "int8"),
+    "low": ("int2", "int4"),
     "heads": ("joint", "each"),
     "steps": ("even", "kl"),
 }

@@ -24,9 +24,7 @@ _SMALL: Final = 1 << 20  # bytes; a smaller read fetches only its own bytes, unl
 _FIRST: Final = 1 << 20  # bytes of a stream's first range; each later one has twice as many, up to `_LARGEST`
 _LARGEST: Final = 8 << 20
 _GAP: Final = 256 << 10  # bytes between two ranges that one request brings: they take less time than a request
-_AHEAD: Final = (
-    4  # ranges on their way at once: a connection to S3 brings 50 to 100 MB/s, a network card ten times that
-)
+_AHEAD: Final = 4  # ranges at once: a connection to S3 brings 50 to 100 MB/s, a network card ten times that
 
 
 @dataclass(frozen=True)
