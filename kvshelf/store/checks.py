@@ -34,13 +34,12 @@ def require_id(cache_id: str) -> str:
     return cache_id
 
 
-def require_id_prefix(prefix: str) -> str:
+def require_id_prefix(prefix: str) -> None:
     if not isinstance(prefix, str) or not _ID_PREFIX.fullmatch(prefix):
         raise InvalidRequest(
             f"id_prefix must be the beginning of an id, kvs_ and 4 to 40 of its digits, not {prefix!r:.80}",
             param="id_prefix",
         )
-    return prefix
 
 
 def corrupt(cache_id: str, problem: str, reason: str) -> CacheCorrupt:
@@ -101,18 +100,16 @@ def require_source(source: Source) -> Source:
         if not 0 <= source.protected_prefix <= len(source.ids) or not source.ids:
             raise InvalidRequest("source must have token ids, at least those of its protected prefix", param="source")
         return source
-    text = source
-    if not isinstance(text, str) or not 0 < len(text) <= SOURCE_LIMIT:
+    if not isinstance(source, str) or not 0 < len(source) <= SOURCE_LIMIT:
         raise InvalidRequest(f"source must be text of 1 to {SOURCE_LIMIT} characters", param="source")
-    if any("\ud800" <= char <= "\udfff" for char in text):
+    if any("\ud800" <= char <= "\udfff" for char in source):
         raise InvalidRequest("source holds half a surrogate pair, which is no text", param="source")
-    return text
+    return source
 
 
-def require_limit(limit: int) -> int:
+def require_limit(limit: int) -> None:
     if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= PAGE_LIMIT:
         raise InvalidRequest(f"limit must be a number from 1 to {PAGE_LIMIT}, not {limit!r}", param="limit")
-    return limit
 
 
 def require_labels(labels: Mapping[str, str]) -> dict[str, str]:
