@@ -106,7 +106,8 @@ class Transforms:
             about = _about(data)
             if about.get("format") != _FORMAT:
                 raise ValueError(f"its format is {about.get('format')!r}, not {_FORMAT!r}")
-            layers = tuple(_layer(tensors, index) for index in range(about["layers"]))
+            numbers = range(about["layers"])
+            layers = tuple({kind: _row_transform(tensors, f"{number}.{kind}") for kind in KINDS} for number in numbers)
             return cls(data, str(about["weights"]), layers, _tables(tensors))
         except (SafetensorError, KeyError, ValueError, TypeError, AssertionError) as error:
             raise InvalidRequest(
@@ -144,10 +145,6 @@ def _about(data: bytes) -> dict[str, Any]:
     size = int.from_bytes(data[:8], "little")
     found: dict[str, Any] = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][_ABOUT])
     return found
-
-
-def _layer(tensors: Mapping[str, Tensor], index: int) -> Mapping[Kind, RowTransform]:
-    return {kind: _row_transform(tensors, f"{index}.{kind}") for kind in KINDS}
 
 
 def _row_transform(tensors: Mapping[str, Tensor], name: str) -> RowTransform:
