@@ -258,7 +258,7 @@ class Shelf(Store):
         from kvshelf.store.artifact.arriving import ArrivingCache  # here, because it imports torch
 
         with self._reader.opening(cache_id, tenant, once=True) as (entry, file, nbytes):
-            summary = blob.open_file(file, nbytes)
+            summary = blob.open_file(file, nbytes)  # type: ignore[arg-type]
             require_root(entry, summary.root)
             guard = partial(self._reader.quarantining, entry)
             self._require_address(cache_id, tenant, summary)
@@ -268,14 +268,14 @@ class Shelf(Store):
         from kvshelf.store.artifact.blob.reading import PartialCache  # here, because it imports torch
 
         with self._reader.opening(cache_id, tenant) as (entry, file, nbytes):
-            summary = blob.open_file(RangesFile(file), nbytes)
+            summary = blob.open_file(RangesFile(file), nbytes)  # type: ignore[arg-type]
             require_root(entry, summary.root)
             self._require_address(cache_id, tenant, summary)
             return PartialCache(summary, file, partial(self._reader.quarantining, entry))
 
     def open_blob(self, cache_id: str, *, tenant: str = "default") -> BlobFile:
         with self._reader.opening(cache_id, tenant) as (entry, file, nbytes):
-            summary = blob.verify_file(file, nbytes)
+            summary = blob.verify_file(file, nbytes)  # type: ignore[arg-type]
             require_root(entry, summary.root)
             self._require_address(cache_id, tenant, summary)
             file.seek(0)

@@ -52,7 +52,7 @@ class Content:
 
 def blob_content(cache_id: str, packed: blob.PackedBlob) -> Content:
     def same(file: RawIOBase, nbytes: int) -> bool:
-        return blob.verify_file(file, nbytes).root == packed.root
+        return blob.verify_file(file, nbytes).root == packed.root  # type: ignore[arg-type]
 
     return Content(cache_id, packed.parts, packed.nbytes, same)
 
@@ -64,7 +64,7 @@ def spliced_content(cache_id: str, packed: blob.PackedBlob, parent: Entry, file:
     """
     whole = blob_content(cache_id, packed)
     assert parent.name is not None, "a blob that is open has a name"
-    shared = shared_with(packed, blob.open_file(file, nbytes), file)
+    shared = shared_with(packed, blob.open_file(file, nbytes), file)  # type: ignore[arg-type]
     found = spliced(packed, shared, (parent.name, parent.nbytes), file, parent.bases)
     if found is None:
         return whole

@@ -65,13 +65,6 @@ def fill(file: RawIOBase, buffer: memoryview) -> None:
         done += count
 
 
-def read_exactly(file: RawIOBase, size: int) -> bytes:
-    """The next bytes of a file. Raises as `fill` does."""
-    data = bytearray(size)
-    fill(file, memoryview(data))
-    return bytes(data)
-
-
 def _mapped(size: int) -> mmap.mmap:
     block = mmap.mmap(-1, size + 2 * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = _start(np.frombuffer(block, np.uint8))

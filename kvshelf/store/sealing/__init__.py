@@ -38,7 +38,7 @@ from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import GCM
 
 from kvshelf.errors import BlobError, InvalidRequest
-from kvshelf.store.artifact.memory import fill, fresh_memory, read_exactly
+from kvshelf.store.artifact.memory import fill, fresh_memory
 from kvshelf.store.blobs import SeekableFile
 from kvshelf.store.sealing.keyring import Keyring, framed
 
@@ -252,8 +252,8 @@ def _read_header(file: RawIOBase, nbytes: int) -> _Header:
     """The header of a sealed blob of `nbytes` bytes, with parts that fill it. Nothing is verified yet."""
     _require_size(file.seek(0, os.SEEK_END), nbytes)
     file.seek(0)
-    key_id, salt, count = _fixed_part(read_exactly(file, min(nbytes, _FIXED.size)))
-    lengths = struct.unpack(f"<{count}Q", read_exactly(file, 8 * count))
+    key_id, salt, count = _fixed_part(_read(file, min(nbytes, _FIXED.size)))
+    lengths = struct.unpack(f"<{count}Q", _read(file, 8 * count))
     if any(not 0 < length <= PART_LIMIT for length in lengths):
         raise BlobError(f"the sealed blob claims a part of 0 or over {PART_LIMIT} bytes", reason="field_malformed")
     header = _Header(key_id, salt, lengths)
@@ -289,6 +289,12 @@ def _require_size(found: int, expected: int) -> None:
             f"the sealed blob has {found} bytes, not {expected}",
             reason="truncated" if found < expected else "trailing_bytes",
         )
+
+
+def _read(file: RawIOBase, size: int) -> bytes:
+    data = bytearray(size)
+    fill(file, memoryview(data))
+    return bytes(data)
 
 
 def _wipe(memory: memoryview) -> None:

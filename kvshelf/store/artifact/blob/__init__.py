@@ -18,8 +18,8 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from io import RawIOBase
 from itertools import chain
+from typing import BinaryIO
 
 from kvshelf.errors import BlobError, InvalidRequest
 from kvshelf.store.artifact.blob.digests import check_whole, require_run, run_digests
@@ -33,7 +33,6 @@ from kvshelf.store.artifact.blob.frame import (
 )
 from kvshelf.store.artifact.blob.header import Header
 from kvshelf.store.artifact.blob.layer import Layer, aligned
-from kvshelf.store.artifact.memory import read_exactly
 
 _CHUNK = 1 << 20  # fits the processor's cache between reading and hashing
 
@@ -87,7 +86,7 @@ def inspect(data: Buffer) -> BlobSummary:
     return open_frame(view[:body], view[-TRAILER.size :], len(view))
 
 
-def open_file(file: RawIOBase, size: int) -> BlobSummary:
+def open_file(file: BinaryIO, size: int) -> BlobSummary:
     """`inspect` a blob in a seekable file that must have `size` bytes; leaves it at the first byte of the body."""
     end = file.seek(0, os.SEEK_END)
     if end != size:
@@ -95,20 +94,20 @@ def open_file(file: RawIOBase, size: int) -> BlobSummary:
             f"the file has {end} bytes, {size} were written", reason="truncated" if end < size else "trailing_bytes"
         )
     file.seek(max(0, size - TRAILER.size))
-    trailer = read_exactly(file, min(size, TRAILER.size))
+    trailer = _read(file, min(size, TRAILER.size))
     file.seek(0)
-    fixed = read_exactly(file, min(size, FIXED.size))
-    rest = read_exactly(file, body_offset(fixed, size) - len(fixed))  # without a seek, so that one stream carries it
+    fixed = _read(file, min(size, FIXED.size))
+    rest = _read(file, body_offset(fixed, size) - len(fixed))  # without a seek, so that one stream carries it
     return open_frame(fixed + rest, trailer, size)
 
 
-def verify_file(file: RawIOBase, size: int) -> BlobSummary:
+def verify_file(file: BinaryIO, size: int) -> BlobSummary:
     """Check every digest of a blob in a seekable file of `size` bytes, in constant memory. Raises `BlobError`."""
     summary = open_file(file, size)
     buffer = bytearray(_CHUNK)
     for index, layer in enumerate(summary.header.layers):  # segments follow each other without holes
         offset = layer.digests.offset
-        check_whole(index, layer, _chunks(file, buffer, offset), partial(read_exactly, file, layer.nbytes - offset))
+        check_whole(index, layer, _chunks(file, buffer, offset), partial(_view, file, layer.nbytes - offset))
     return summary
 
 
@@ -119,10 +118,21 @@ def as_view(data: Buffer) -> memoryview:
         raise InvalidRequest(f"a blob is a run of bytes, not {type(data).__name__}", param="blob") from error
 
 
-def _chunks(file: RawIOBase, buffer: bytearray, size: int) -> Iterator[memoryview]:
+def _read(file: BinaryIO, size: int) -> bytes:
+    data = file.read(size)
+    if len(data) != size:
+        raise BlobError(f"the file ended {size - len(data)} bytes early while it was read", reason="truncated")
+    return data
+
+
+def _view(file: BinaryIO, size: int) -> memoryview:
+    return memoryview(_read(file, size))
+
+
+def _chunks(file: BinaryIO, buffer: bytearray, size: int) -> Iterator[memoryview]:
     view = memoryview(buffer)
     while size:
-        count = file.readinto(view[: min(size, len(buffer))])
+        count = file.readinto(view[: min(size, len(buffer))])  # type: ignore[attr-defined]
         if not count:
             raise BlobError(f"the file ended {size} bytes early while it was read", reason="truncated")
         yield view[:count]

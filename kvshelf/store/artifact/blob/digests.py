@@ -32,9 +32,7 @@ def digests_of(layer: Layer, buffers: Sequence[memoryview]) -> tuple[bytes, byte
     return head.digest(), digests
 
 
-def check_whole(
-    index: int, layer: Layer, buffers: Iterable[memoryview], read: Callable[[], bytes | memoryview]
-) -> None:
+def check_whole(index: int, layer: Layer, buffers: Iterable[memoryview], read: Callable[[], memoryview]) -> None:
     """Raise `BlobError` unless a segment matches the digests of its head and of all its rows.
 
     buffers: the segment up to its array of digests; a buffer may be filled anew for the next piece. read: called when
