@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 
 from kvshelf.errors import BlobError, CacheCorrupt, CacheExpired, StoreError
 from kvshelf.store import checks
-from kvshelf.store.blobs import Blobs, Name, StoredFile
+from kvshelf.store.blobs import Blobs, StoredFile
 from kvshelf.store.index import Entry, Index
 from kvshelf.store.jobs.sources import Sources
 from kvshelf.store.rules import Rules
@@ -57,23 +57,22 @@ class Reader:
 
         once: see `Blobs.open`.
         """
-        entry, names, files = self._open(cache_id, tenant, once)
+        entry, files = self._open(cache_id, tenant, once)
         with self.quarantining(entry):
-            file, nbytes = joined(files, self._rules, names, tenant, cache_id)
+            file, nbytes = joined(files, self._rules, entry.needed(), tenant, cache_id)
             try:
                 yield entry, file, nbytes
             except BaseException:
                 file.close()
                 raise
 
-    def _open(self, cache_id: str, tenant: str, once: bool) -> tuple[Entry, Sequence[Name], Sequence[StoredFile]]:
+    def _open(self, cache_id: str, tenant: str, once: bool) -> tuple[Entry, Sequence[StoredFile]]:
         """Open a cache's blob and its bases. If the cache is deleted or replaced meanwhile, the index decides."""
         entry = self.ready(cache_id, tenant)
         while True:
-            names = entry.needed()
-            files = open_all(self._blobs, names, once=once)
+            files = open_all(self._blobs, entry.needed(), once=once)
             if files is not None:
-                return entry, names, files
+                return entry, files
             again = self.ready(cache_id, tenant)
             if again.name == entry.name:
                 with self.quarantining(entry):
@@ -106,9 +105,3 @@ def _expired(cache_id: str) -> CacheExpired:
 
 def _quarantined(entry: Entry) -> CacheCorrupt:
     return checks.corrupt(entry.id, entry.problem or "unknown", "quarantined")
-
-
-def require_root(entry: Entry, root: bytes) -> None:
-    """A sound blob must also be the one that was stored."""
-    if root.hex() != entry.manifest().blob_digest:
-        raise BlobError("its file holds another blob than was stored", reason="wrong_blob")

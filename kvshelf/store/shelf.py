@@ -37,7 +37,7 @@ from kvshelf.store.jobs.requests import Requests
 from kvshelf.store.jobs.sources import Sources
 from kvshelf.store.jobs.transforms import KeptTransforms
 from kvshelf.store.manifest import Judgement, Manifest, SourceRecord, Usage, describe
-from kvshelf.store.reader import Reader, require_root
+from kvshelf.store.reader import Reader
 from kvshelf.store.rules import Rules
 from kvshelf.store.types import UNSET, BlobFile, Page, Receipt, Scrubbed, Source, Swept, Unset
 from kvshelf.store.writer import Content, Writer, blob_content, is_whole, spliced_content
@@ -259,9 +259,8 @@ class Shelf(Store):
 
         with self._reader.opening(cache_id, tenant, once=True) as (entry, file, nbytes):
             summary = blob.open_file(file, nbytes)  # type: ignore[arg-type]
-            require_root(entry, summary.root)
+            self._require_own(cache_id, tenant, entry, summary)
             guard = partial(self._reader.quarantining, entry)
-            self._require_address(cache_id, tenant, summary)
             return ArrivingCache(summary, file, guard, read_ahead=self._blobs.read_ahead)
 
     def open_parts(self, cache_id: str, *, tenant: str = "default") -> PartialCache:
@@ -269,20 +268,20 @@ class Shelf(Store):
 
         with self._reader.opening(cache_id, tenant) as (entry, file, nbytes):
             summary = blob.open_file(RangesFile(file), nbytes)  # type: ignore[arg-type]
-            require_root(entry, summary.root)
-            self._require_address(cache_id, tenant, summary)
+            self._require_own(cache_id, tenant, entry, summary)
             return PartialCache(summary, file, partial(self._reader.quarantining, entry))
 
     def open_blob(self, cache_id: str, *, tenant: str = "default") -> BlobFile:
         with self._reader.opening(cache_id, tenant) as (entry, file, nbytes):
             summary = blob.verify_file(file, nbytes)  # type: ignore[arg-type]
-            require_root(entry, summary.root)
-            self._require_address(cache_id, tenant, summary)
+            self._require_own(cache_id, tenant, entry, summary)
             file.seek(0)
             return BlobFile(BufferedReader(file), summary.nbytes, summary.root.hex())
 
-    def _require_address(self, cache_id: str, tenant: str, summary: BlobSummary) -> None:
-        """A sound blob, even one that the index names, must be that of its id."""
+    def _require_own(self, cache_id: str, tenant: str, entry: Entry, summary: BlobSummary) -> None:
+        """A sound blob must also be the one that was stored, and that of its id, even if the index names it."""
+        if summary.root.hex() != entry.manifest().blob_digest:
+            raise BlobError("its file holds another blob than was stored", reason="wrong_blob")
         header = summary.header
         if self.cache_id(header.to_identity(), tenant=tenant, codec=header.codec) != cache_id:
             raise BlobError("its blob belongs to another cache", reason="wrong_identity")
