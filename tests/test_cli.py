@@ -83,6 +83,7 @@ def test_help_documents_the_exit_codes() -> None:
         assert f"| {code} |" in documented
 
 
+@pytest.mark.slow
 def test_doctor_measures_the_intensity_of_the_device() -> None:
     checks = map(json.loads, run("doctor", "--json", "--device", "cpu", "--model", "./no-model").stdout.splitlines())
     (check,) = (check for check in checks if check["check"] == "intensity")
@@ -225,6 +226,7 @@ def test_selectors_are_those_of_this_version() -> None:
     assert "unknown selector 'nothing'" in refused.stderr
 
 
+@pytest.mark.slow
 def test_policies_are_those_of_this_version() -> None:
     shown, as_json = run("policies"), run("policies", "--json")
     found = {json.loads(line)["id"]: json.loads(line) for line in as_json.stdout.splitlines()}

@@ -112,6 +112,7 @@ def test_what_cannot_be_exported_or_imported(cache: CompressedCache, tmp_path: P
     assert stat.S_IMODE(keys.stat().st_mode) == 0o644
 
 
+@pytest.mark.slow
 def test_doctor_scrubs_a_store(cache: CompressedCache, tmp_path: Path) -> None:
     url = f"disk://{tmp_path}/home"
     with open_store(url) as store:
@@ -132,6 +133,7 @@ def test_doctor_scrubs_a_store(cache: CompressedCache, tmp_path: Path) -> None:
         assert store.usage().caches == 1
 
 
+@pytest.mark.slow
 def test_doctor_rotates_keys(cache: CompressedCache, tmp_path: Path) -> None:
     url, old, new = f"disk://{tmp_path}/home", secrets.token_hex(32), secrets.token_hex(32)
     with open_store(url) as store:
@@ -147,6 +149,7 @@ def test_doctor_rotates_keys(cache: CompressedCache, tmp_path: Path) -> None:
         assert store.usage().caches == 1  # a missing key says nothing about the cache
 
 
+@pytest.mark.slow
 def test_doctor_advises_on_redis_and_shows_no_password(tmp_path: Path) -> None:
     with ValkeyServer(tmp_path, requirepass="hunter2", maxmemory="32mb") as server:
         found = checks("--store", server.url)["store"]

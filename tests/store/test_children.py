@@ -333,6 +333,7 @@ def test_an_expired_parent_is_no_error(store: Shelf, clock: Clock) -> None:
 # What is replaced
 
 
+@pytest.mark.slow
 def test_long_chains_are_compacted(store: Shelf, place: Place) -> None:
     caches = family(11)
     made = put_all(store, caches)

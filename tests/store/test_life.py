@@ -255,6 +255,7 @@ def test_a_writer_that_was_silent_for_too_long_cannot_publish(tmp_path: Path) ->
         assert place.names() == set()
 
 
+@pytest.mark.slow
 def test_a_writer_that_works_keeps_its_lease_however_slow_its_medium_is(place: Place) -> None:
     """Each pause is longer than the lease: one where the bytes are made durable, one where they are read back."""
 

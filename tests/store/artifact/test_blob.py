@@ -36,6 +36,7 @@ from tests.store.strategies import caches, encoded_caches
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(caches())
 def test_every_cache_comes_back_bit_for_bit(cache: CompressedCache) -> None:
@@ -137,6 +138,7 @@ def _address(data: bytes | bytearray | memoryview) -> int:
     return int(np.frombuffer(data, np.uint8).__array_interface__["data"][0])
 
 
+@pytest.mark.slow
 def test_tensors_keep_the_bytes_alive_and_no_longer_than_that() -> None:
     class Owner(bytearray):
         """A bytearray that can be watched."""

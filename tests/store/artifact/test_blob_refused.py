@@ -127,6 +127,7 @@ def test_every_reason_is_tested_and_documented() -> None:
     assert named <= tested
 
 
+@pytest.mark.slow
 def test_no_file_of_a_hostile_writer_is_read_from_a_shelf(home: Path) -> None:
     """Their digests fit, but they are not what was put."""
     with DiskStore.open(home) as store:

@@ -44,6 +44,7 @@ SAMPLE: Final = [(what, why, each) for what, why, types in ROWS for each in type
 """The first type of each row and each fourth after it; all in a soak."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "why", "model_type"), SAMPLE, ids=[each for *_, each in SAMPLE])
 def test_a_type_is_taken_or_refused_as_the_page_says(what: str, why: str, model_type: str) -> None:
     if model_type not in TYPES:

@@ -107,6 +107,7 @@ def test_a_budget_for_all_changes_no_bit(llama, caches, followed, name):
         assert told.positions == expected.positions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_stored_is_bounded_and_positions_go_on(llama, caches, followed, name):
     question = llama.ids[3:12]

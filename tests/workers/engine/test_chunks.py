@@ -111,6 +111,7 @@ def answers_alone(variant: str) -> list[list[int]]:
     return [alone(engine, caches[i % len(caches)], question, CHUNK + 4) for i, question in enumerate(QUESTIONS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True], ids=["by modules", "prepacked"])
 @pytest.mark.parametrize("variant", ["chunks and temperature", "temperature", "dense"])
 def test_answers_in_a_batch_are_those_alone(variant: str, packed: bool) -> None:

@@ -62,6 +62,7 @@ def test_the_loss_falls_in_twenty_steps(tiny, tmp_path, monkeypatch, name):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["kvzip_gate", "trimkv"])
 def test_an_interrupted_training_ends_as_one_that_was_not(tiny, tmp_path, name):
     whole = training(tiny, name, tmp_path / "whole.safetensors").run(resume=False)

@@ -83,6 +83,7 @@ def one() -> Engine:
     return Engine(made("deepseek_v3"), name="m")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_document_says_what_it_says_when_it_is_read_again(family: str) -> None:
     """Through bytes; a token at a time and many, beyond the first capacity of the suffix."""
@@ -250,6 +251,7 @@ def _dequantized(layer: Any) -> Latents:
     return Latents(keys[0], values[0], layer.positions[0].int(), (0, keys.shape[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", SOME)
 def test_answers_in_a_batch_are_those_alone(family: str) -> None:
     """Rows on several documents, full, reduced and quantized, that join one after the other."""

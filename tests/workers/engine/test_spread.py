@@ -104,6 +104,7 @@ def test_layers_on_two_devices_are_as_on_one(family: str, policy: str) -> None:
             assert {state.tensor.device for state in states_of(record)} <= {device}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize("first", [ONE, "cpu"])
 @pytest.mark.parametrize(

@@ -104,6 +104,7 @@ def test_policies_find_the_output_weights_of_the_layers_that_attend(policy: str)
     assert engine_of("qwen3_next").compress(ids(100), policy=policy, compression_ratio=0.5).kept_tokens == 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_in_a_batch_are_those_alone(family: str) -> None:
     """Rows on several documents and levels, with questions of one length and of others, that begin and end apart."""
@@ -128,6 +129,7 @@ def test_answers_in_a_batch_are_those_alone(family: str) -> None:
     assert [generation.token_ids for generation in asked] == expected
 
 
+@pytest.mark.slow
 def test_many_questions_leave_the_stored_bytes_as_they_are(engine: Engine) -> None:
     """Two documents, whose questions come in turn: also conversations do not see each other."""
     caches = [engine.compress(ids(60, seed=n), policy="full") for n in (1, 2)]

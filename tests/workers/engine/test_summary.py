@@ -22,6 +22,7 @@ from tests.workers.engine.asking import ids
 DOCUMENT = "The harbour master keeps the tide tables in a green book. " * 20
 
 
+@pytest.mark.slow
 def test_the_right_document_is_among_the_first(tiny: Engine) -> None:
     """Of 40 documents with 16 facts each: chance finds 1 of 40 first, and BM25 half as many as summaries do."""
     made = [make_document("multikey", "prose", 512, 3_000_000 + i, counter(tiny)) for i in range(40)]

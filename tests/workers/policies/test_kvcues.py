@@ -114,6 +114,7 @@ def test_a_document_without_room_for_a_cue_is_scored_by_repeating(engine):
     assert kept[0] == kept[1]
 
 
+@pytest.mark.slow
 def test_facts_survive_where_repeating_alone_loses_them(tiny):
     """With an eighth kept, of documents of the bench: what a question reads is not what repeating reads."""
     right = dict.fromkeys(("full", "kvzip", "kvcues"), 0)

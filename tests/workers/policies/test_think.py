@@ -166,6 +166,7 @@ def test_without_channels_to_remove_it_is_the_base(tiny, document, base):
             assert ours.offsets == expected.offsets
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["none", "int8", "int4", "int2", "mixed"])
 @pytest.mark.parametrize("base", BASES)
 def test_around_each_base_an_engine_answers_from_fewer_bytes(tiny, document, base, codec, tmp_path):
