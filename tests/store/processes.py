@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -40,6 +41,7 @@ def start_child(work: Callable[[], None]) -> Child:
     status = 1
     try:
         signal.alarm(280)
+        gc.freeze()  # garbage of the parent's, a group of processes say, would be collected here without its threads
         torch.set_num_threads(1)  # the other threads of torch's pool do not exist in a fork, and would be waited for
         work()
         status = 0
