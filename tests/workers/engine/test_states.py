@@ -57,6 +57,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
     return engine_of(request.param)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tokens", [2, 100])
 def test_a_document_says_what_it_says_when_it_is_read_again(family: str, tokens: int) -> None:

@@ -119,6 +119,7 @@ def answers_alone(family: str) -> list[list[int]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True], ids=["by modules", "recorded"])
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "gpt_oss", "olmo3", "mistral"])
 def test_answers_in_a_batch_are_those_alone(family: str, packed: bool) -> None:
