@@ -224,6 +224,7 @@ async def test_of_levels_with_a_floor_only_the_smallest_good_one_is_kept(
     assert engine.prefills == before + 2  # known to be good enough, but not on the shelf
 
 
+@pytest.mark.slow
 async def test_auto_is_found_again_without_a_prefill(
     replica: Replica, engine: Counting, shelf: Shelf, document: str
 ) -> None:
