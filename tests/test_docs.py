@@ -63,7 +63,7 @@ def environment(url: str) -> dict[str, str]:
 
 
 def run(command: list[str], cwd: Path, url: str) -> str:
-    done = subprocess.run(command, cwd=cwd, env=environment(url), capture_output=True, text=True, timeout=290)
+    done = subprocess.run(command, cwd=cwd, env=environment(url), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 
