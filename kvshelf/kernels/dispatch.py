@@ -1,10 +1,9 @@
 """Chooses the form of an operation: Triton on CUDA; on a CPU the C form, if it was compiled when kvshelf was installed;
 torch's own operations elsewhere, and for operations without such a form.
 
-`KVSHELF_KERNELS` forces one form for every operation of a process: `eager`, torch's own; `native`, the C form;
-`reference`, the naive oracle of the tests; or `triton`, which without a GPU runs under Triton's interpreter
-(`TRITON_INTERPRET=1`, set before the first import). The last two are for finding faults: they are thousands of times
-slower than the forms they replace.
+`KVSHELF_KERNELS` forces one form for every operation of a process: `eager`, torch's own; `native`, the C form; or
+`triton`, which without a GPU runs under Triton's interpreter (`TRITON_INTERPRET=1`, set before the first import). The
+interpreter is for finding faults: it is thousands of times slower.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 from kvshelf.errors import InternalError
 from kvshelf.kernels.native import architecture, library
 
-FORMS = ("eager", "native", "reference", "triton")
+FORMS = ("eager", "native", "triton")
 
 
 def implementation(operation: str, device: torch.device) -> ModuleType:

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshelf.kernels import ans
-from kvshelf.kernels.ans import eager, native, reference
+from kvshelf.kernels.ans import eager, native
 from kvshelf.kernels.native import library
+from tests.kernels.references import ans as reference
 
 FORMS = [eager, reference, pytest.param(native, marks=pytest.mark.skipif(library() is None, reason="not compiled"))]
 

@@ -11,15 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshelf.errors import InvalidTensor
-from kvshelf.kernels.choose import Choice, Chosen, Units, choose, eager, reference
+from kvshelf.kernels.choose import Choice, Chosen, Units, choose, eager
 from kvshelf.kernels.choose import native as native_form
 from kvshelf.kernels.native import library
 from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, PackedPrefix, SelectedPrefix, SuffixRows
 from kvshelf.kernels.prefix_attention import eager as eager_attention
 from kvshelf.kernels.prefix_attention import native as native_attention
-from kvshelf.kernels.prefix_attention import reference as reference_attention
 from kvshelf.kernels.quantize.rows import QuantizedRows
 from tests.amounts import amount
+from tests.kernels.references import choose as reference
+from tests.kernels.references import prefix_attention as reference_attention
 from tests.kernels.tensors import TOLERANCE, error, random
 
 CPU = torch.device("cpu")

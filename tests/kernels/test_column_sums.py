@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from kvshelf.errors import InvalidTensor
-from kvshelf.kernels.column_sums import column_sums, reference
+from kvshelf.kernels.column_sums import column_sums
+from tests.kernels.references import column_sums as reference
 from tests.kernels.tensors import LargestTensor, error, random
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

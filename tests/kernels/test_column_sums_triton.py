@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvshelf.kernels.column_sums import column_sums, reference
+from kvshelf.kernels.column_sums import column_sums
 from tests.amounts import SOAK
 from tests.kernels.compiling import Variant, require_fits
+from tests.kernels.references import column_sums as reference
 from tests.kernels.tensors import error, random
 from tests.kernels.test_column_sums import DTYPES, log_sum_exps
 

@@ -58,7 +58,7 @@ def test_cuda_gets_triton_a_cpu_what_was_compiled_and_everything_else_torch():
 def test_a_form_can_be_forced(monkeypatch):
     queries, keys = random(4, 9, 8), random(2, 9, 8, seed=1)
     expected, _ = column_sums(queries, keys, 0.3)
-    for form in ("reference", *(["triton"] if _has_triton() else [])):
+    for form in ("eager", *(["triton"] if _has_triton() else [])):
         monkeypatch.setenv("KVSHELF_KERNELS", form)
         assert implementation("column_sums", CPU).__name__.endswith(form)
         ours, _ = column_sums(queries, keys, 0.3)
@@ -68,7 +68,7 @@ def test_a_form_can_be_forced(monkeypatch):
 
 def test_what_cannot_be_forced_is_refused_by_name(monkeypatch):
     monkeypatch.setenv("KVSHELF_KERNELS", "cuda")
-    with pytest.raises(InternalError, match="'cuda'; it must be one of eager, native, reference, triton"):
+    with pytest.raises(InternalError, match="'cuda'; it must be one of eager, native, triton"):
         implementation("merge", CPU)
     monkeypatch.setenv("KVSHELF_KERNELS", "triton")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
@@ -82,11 +82,10 @@ def test_what_cannot_be_forced_is_refused_by_name(monkeypatch):
 @pytest.mark.slow
 def test_the_whole_job_is_the_same_under_every_form():
     """Compressed, quantized, attached and asked: the same entries and the same answers from torch's operations, from
-    what was compiled, on one thread and on two, from the naive references and from Triton's kernels under the
-    interpreter."""
+    what was compiled, on one thread and on two, and from Triton's kernels under the interpreter."""
     compiled = ["native", "native on 2"] if library() is not None else []
     triton = ["triton"] if _has_triton() else []
-    expected, *others = _run("eager", "reference", *compiled, *triton, TRITON_INTERPRET="1")
+    expected, *others = _run("eager", *compiled, *triton, TRITON_INTERPRET="1")
     assert len(expected) == 6
     if compiled:
         others += _run("native", ATEN_CPU_CAPABILITY="avx2")

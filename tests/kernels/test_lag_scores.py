@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kvshelf.errors import InvalidTensor
-from kvshelf.kernels.lag_scores import eager, lag_scores, reference
+from kvshelf.kernels.lag_scores import eager, lag_scores
+from tests.kernels.references import lag_scores as reference
 from tests.kernels.tensors import error, random
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

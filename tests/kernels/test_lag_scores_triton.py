@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvshelf.kernels.lag_scores import lag_scores, reference
+from kvshelf.kernels.lag_scores import lag_scores
 from tests.amounts import pairwise
 from tests.kernels.compiling import Variant, require_fits
+from tests.kernels.references import lag_scores as reference
 from tests.kernels.tensors import error
 from tests.kernels.test_lag_scores import DTYPES, states
 

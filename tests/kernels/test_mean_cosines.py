@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from kvshelf.errors import InvalidTensor
-from kvshelf.kernels.mean_cosines import mean_cosines, reference
+from kvshelf.kernels.mean_cosines import mean_cosines
+from tests.kernels.references import mean_cosines as reference
 from tests.kernels.tensors import random
 from tests.kernels.test_row_norms import DTYPES, layouts
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshelf.errors import InvalidTensor
-from kvshelf.kernels.merge import eager, merge_weighted, nearest_pair, reference
+from kvshelf.kernels.merge import eager, merge_weighted, nearest_pair
+from tests.kernels.references import merge as reference
 from tests.kernels.tensors import LargestTensor, error, random
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

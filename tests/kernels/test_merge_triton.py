@@ -7,8 +7,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvshelf.kernels.merge import merge_weighted, nearest_pair, reference
+from kvshelf.kernels.merge import merge_weighted, nearest_pair
 from tests.kernels.compiling import Variant, require_fits
+from tests.kernels.references import merge as reference
 from tests.kernels.tensors import random
 from tests.kernels.test_merge import DTYPES, SHAPES, axes, pairs, require_means, require_nearest
 

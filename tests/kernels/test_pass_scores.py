@@ -7,7 +7,8 @@ import torch
 
 from kvshelf.errors import InvalidTensor
 from kvshelf.kernels.dispatch import implementation
-from kvshelf.kernels.window_scores import eager, pass_scores, reference, window_scores
+from kvshelf.kernels.window_scores import eager, pass_scores, window_scores
+from tests.kernels.references import window_scores as reference
 from tests.kernels.tensors import error, random
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}

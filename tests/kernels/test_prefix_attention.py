@@ -25,13 +25,13 @@ from kvshelf.kernels.prefix_attention import (
     causal_attention,
     eager,
     prefix_attention,
-    reference,
 )
 from kvshelf.kernels.prefix_attention import attend as attend_module
 from kvshelf.kernels.prefix_attention.attend import attend, attend_in_blocks, combine
 from kvshelf.kernels.prefix_attention.eager import attend_prefix
 from kvshelf.kernels.quantize.rows import QuantizedRows
 from tests.amounts import amount, pairwise
+from tests.kernels.references import prefix_attention as reference
 from tests.kernels.tensors import TOLERANCE, LargestTensor, error, random
 
 CPU = torch.device("cpu")

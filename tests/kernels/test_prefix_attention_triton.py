@@ -22,7 +22,6 @@ from kvshelf.kernels.prefix_attention import (
     SuffixRows,
     eager,
     prefix_attention,
-    reference,
     work,
 )
 from kvshelf.kernels.prefix_attention import triton as fused
@@ -31,6 +30,7 @@ from kvshelf.kernels.prefix_attention.slots import fold
 from kvshelf.kernels.quantize.rows import QuantizedRows
 from tests.amounts import SOAK, pairwise
 from tests.kernels.compiling import Variant, require_fits
+from tests.kernels.references import prefix_attention as reference
 from tests.kernels.tensors import TOLERANCE, error, random
 from tests.kernels.test_choose import choice_of, units
 from tests.kernels.test_prefix_attention import (

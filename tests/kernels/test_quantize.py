@@ -9,8 +9,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvshelf.kernels.quantize import dequantize, quantize, reference
+from kvshelf.kernels.quantize import dequantize, quantize
 from tests.amounts import amount, pairwise
+from tests.kernels.references import quantize as reference
 from tests.kernels.tensors import random
 
 BITS = [2, 4, 8]

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from kvshelf.errors import InvalidTensor
-from kvshelf.kernels.rotate import reference, rotate
+from kvshelf.kernels.rotate import rotate
+from tests.kernels.references import rotate as reference
 from tests.kernels.tensors import random
 from tests.kernels.test_row_norms import DTYPES, layouts
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from kvshelf.errors import InvalidTensor
-from kvshelf.kernels.row_norms import eager, reference, row_norms
+from kvshelf.kernels.row_norms import eager, row_norms
+from tests.kernels.references import row_norms as reference
 from tests.kernels.tensors import random
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

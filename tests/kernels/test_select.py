@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshelf.errors import InvalidTensor
-from kvshelf.kernels.select import keep_best, pack, reference, select
+from kvshelf.kernels.select import keep_best, pack, select
+from tests.kernels.references import select as reference
 from tests.kernels.tensors import random
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from kvshelf.kernels.select import keep_best, pack, reference, select
+from kvshelf.kernels.select import keep_best, pack, select
 from tests.kernels.compiling import Variant, require_fits
+from tests.kernels.references import select as reference
 from tests.kernels.tensors import random
 from tests.kernels.test_select import BAD, FEW, layouts
 

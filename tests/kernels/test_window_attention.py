@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvshelf.kernels.window_scores import eager, reference
+from kvshelf.kernels.window_scores import eager
+from tests.kernels.references import window_scores as reference
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from kvshelf.errors import InvalidTensor
-from kvshelf.kernels.window_scores import reference, window_attention, window_scores
+from kvshelf.kernels.window_scores import window_attention, window_scores
 from tests.amounts import pairwise
+from tests.kernels.references import window_scores as reference
 from tests.kernels.tensors import LargestTensor, error, random
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}

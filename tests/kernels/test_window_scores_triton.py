@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvshelf.kernels.window_scores import eager, reference, window_attention, window_scores
+from kvshelf.kernels.window_scores import eager, window_attention, window_scores
 from tests.amounts import SOAK
 from tests.kernels.compiling import Variant, require_fits
+from tests.kernels.references import window_scores as reference
 from tests.kernels.tensors import error
 from tests.kernels.test_window_scores import CASES, states
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from kvshelf.bench.characterize.heads import MASS, heads, nearest_similarity, sparsity
 from kvshelf.bench.cli import app
-from kvshelf.kernels.column_sums.reference import column_sums
+from tests.kernels.references.column_sums import column_sums
 
 
 def test_a_head_whose_attention_few_tokens_receive_is_sparse():

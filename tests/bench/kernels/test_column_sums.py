@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from kvshelf.bench.cli import app
 from kvshelf.bench.kernels.baselines import column_sums_by_attention, column_sums_of_whole_weights, flash, repeated
 from kvshelf.bench.kernels.kernels import column_sum_times
-from kvshelf.kernels.column_sums import reference
+from tests.kernels.references import column_sums as reference
 
 
 def random(*shape, dtype, seed=0):

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvshelf.kernels.choose.reference import choose
 from kvshelf.kernels.prefix_attention.prefixes import (
     BatchLayout,
     LogitRules,
@@ -20,6 +19,7 @@ from kvshelf.kernels.prefix_attention.prefixes import (
     channels_of,
     choices_of,
 )
+from tests.kernels.references.choose import choose
 
 
 def prefix_attention(
