@@ -106,6 +106,7 @@ def test_ctrl_c_ends_a_command_with_130() -> None:
             assert (done.exit_code, done.output) == (130, "")
 
 
+@pytest.mark.slow
 def test_the_shell_completes_commands_and_options(tmp_path: Path) -> None:
     def said(*args: str, **variables: str) -> str:
         command = [sys.executable, "-m", "kvshelf", *args]
@@ -378,6 +379,7 @@ def test_calibrate_writes_where_engines_look(tmp_path: Path, monkeypatch: pytest
     assert chunks == path.with_suffix(".fasa.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_train_gates_makes_what_an_engine_then_finds(tmp_path, monkeypatch):
     from kvshelf.workers.engine.engine import Engine
 

@@ -285,6 +285,7 @@ def test_one_document_stays_on_one_server_until_it_has_too_many(
     assert sum(counts) == 2 * SLACK
 
 
+@pytest.mark.slow
 def test_a_caller_that_hangs_up_frees_the_server(http: httpx.Client, cache: Manifest, peers: dict[str, Peer]) -> None:
     for peer in peers.values():
         peer.go_on.clear()
@@ -317,6 +318,7 @@ def test_a_server_that_does_not_connect_rests() -> None:
         Upstreams(["localhost:8000"], silence_s=1, metrics=ProxyMetrics())
 
 
+@pytest.mark.slow
 def test_with_all_servers_down_and_with_keys(home: str, cache: Manifest, tmp_path: Path) -> None:
     _, key = KeyFile(tmp_path / "keys").create("default", ["read"])
     _, others = KeyFile(tmp_path / "keys").create("others", ["read"])
@@ -333,6 +335,7 @@ def test_with_all_servers_down_and_with_keys(home: str, cache: Manifest, tmp_pat
         assert code(http.post("/v1/completions", json={})) == (503, "no_worker")
 
 
+@pytest.mark.slow
 def test_metrics_and_one_log_line_per_request(
     home: str, cache: Manifest, peers: dict[str, Peer], tmp_path: Path
 ) -> None:
@@ -387,6 +390,7 @@ def test_metrics_and_one_log_line_per_request(
     assert about.items() <= told[1].items()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "named"),
     [

@@ -185,6 +185,7 @@ def test_a_library_of_other_sources_is_not_loaded(package, monkeypatch):
     assert chosen(package)[0] == "eager"
 
 
+@pytest.mark.slow
 @needs_library
 def test_a_library_that_the_system_refuses_is_none(package):
     for path in libraries(package):

@@ -206,6 +206,7 @@ def test_large_logits_do_not_overflow():
     check(queries, [document], one_document(2), 1, 16, tolerance=2e-4)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(batches())
 def test_any_batch(batch):

@@ -349,6 +349,7 @@ def test_long_chains_are_compacted(store: Shelf, place: Place) -> None:
     assert bases_of(store, child.id) == 1
 
 
+@pytest.mark.slow
 def test_a_base_that_was_compacted_is_kept(place: Place, clock: Clock) -> None:
     caches = family(10)
     with place.open(now=clock) as store:
@@ -361,6 +362,7 @@ def test_a_base_that_was_compacted_is_kept(place: Place, clock: Clock) -> None:
         assert place.names() == set()
 
 
+@pytest.mark.slow
 def test_a_chain_for_which_there_is_no_room_stays(place: Place, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing is evicted for it."""
     with place.open(now=clock) as store:

@@ -95,6 +95,7 @@ def filled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", LOOKUPS)
 def test_another_tenant_s_thing_takes_as_long_as_none(filled: Place, what: str, soak: bool) -> None:
     """By another tenant's label a search took 184 ms in place of 0.03; a guessed request id 97 ms in place of 13."""

@@ -180,6 +180,7 @@ def test_pdf_and_html_are_their_text_and_what_gives_none_is_an_error_row(
     assert re.search(r"a.pdf: reading PDF needs pypdf.*pip install .*documents", row.error.message)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("uvloop_policy")
 def test_files_are_extracted_at_once_under_the_event_loops_of_rays_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

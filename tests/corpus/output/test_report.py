@@ -150,6 +150,7 @@ def test_a_name_that_cannot_be_written_is_refused(tmp_path: Path, name: str) -> 
     assert ".html" in error.value.message or name.startswith("missing")
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_results(tmp_path: Path, soak: bool) -> None:
     def results(count: int) -> Iterator[Row]:
         numbers = random.Random(1)

@@ -286,6 +286,7 @@ def test_what_the_service_repeats_goes_on_after_a_failure_and_a_bug() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_full_shelf_is_tried_less_and_less_often(store: Store) -> None:
     """Each attempt is a prefill."""
     at: list[float] = []

@@ -20,6 +20,7 @@ from kvshelf.workers.cluster.connect import _require_listener
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
 
+@pytest.mark.slow
 @WITHOUT_GPU
 def test_a_service_for_a_gpu_that_is_not_there_ends_at_once(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvshelf", "serve", "--port", "0", "--device", "cuda"]

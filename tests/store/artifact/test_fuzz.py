@@ -119,6 +119,7 @@ def test_any_value_in_the_place_of_any_field(make: Make, soak: bool) -> None:
     run_in_child(fuzz)
 
 
+@pytest.mark.slow
 def test_a_refusal_takes_little_time_and_memory() -> None:
     """Each by itself, in one child: a fork takes longer than a refusal."""
     hostile = {}

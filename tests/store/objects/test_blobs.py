@@ -267,6 +267,7 @@ def test_a_reader_whose_lease_was_lost_stops(blobs: Blobs, monkeypatch: pytest.M
 # Killed in the middle of an upload
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shared_s3", "seaweed"])
 def test_killed_in_the_middle_of_an_upload(
     request: pytest.FixtureRequest, kind: str, tmp_path: Path, zygote: Zygote, open_shelf: OpenShelf, soak: bool
@@ -363,6 +364,7 @@ def test_failures_that_stay_have_a_name(
     write(blobs, random_bytes(1000))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
@@ -383,6 +385,7 @@ def test_a_multipart_upload_that_is_lost(
     write(blobs, random_bytes(PART + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [Fault("GET", ".kvb", status=500), Fault("GET", ".kvb", delay_s=8)])
 def test_an_outage_during_a_read(through: Callable[..., Blobs], proxy: FaultyProxy, fault: Fault) -> None:
     data = random_bytes(40 * MB)

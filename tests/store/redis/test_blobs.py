@@ -268,6 +268,7 @@ def test_more_than_redis_holds_in_one_value(blobs: RedisBlobs, soak: bool) -> No
     assert blobs.remove(name, nbytes)
 
 
+@pytest.mark.slow
 def test_chunks_of_a_blob_are_on_one_node_and_blobs_on_all(
     tmp_path_factory: pytest.TempPathFactory, connect: Connect
 ) -> None:
@@ -344,6 +345,7 @@ def test_a_chunk_lost_while_a_file_is_read_is_never_a_short_read(
 # Expiry
 
 
+@pytest.mark.slow
 def test_a_dead_writers_chunks_go_away_by_themselves(valkey: ValkeyServer, soak: bool) -> None:
     """A process that writes is killed at a random moment; it has a lease of half a second."""
     for _ in range(20 if soak else 1):
@@ -463,6 +465,7 @@ def test_removed_bytes_go_when_their_reader_dies(brief: RedisBlobs, valkey: Valk
         file.readall()
 
 
+@pytest.mark.slow
 def test_a_reader_that_reads_keeps_removed_bytes(valkey: ValkeyServer, connect: Connect) -> None:
     """Reading takes three times the lease, which a busy machine that stalls for a second still keeps."""
     lease_s = 2.0

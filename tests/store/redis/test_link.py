@@ -382,6 +382,7 @@ def test_tls_where_there_is_none(valkey: ValkeyServer, certificates: Certificate
 # Sentinels
 
 
+@pytest.mark.slow
 def test_sentinels_lead_to_the_primary_and_after_its_death_to_the_next(tmp_path: Path, connect: Connect) -> None:
     with SentinelSet(tmp_path) as servers:
         link = connect(servers.url)

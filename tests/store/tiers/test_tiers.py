@@ -715,6 +715,7 @@ def test_either_tier_stands_in_for_a_home_that_hangs(hasty: Node, server: Valkey
     assert hasty.store.update(manifest.id, name="healed").name == "healed"
 
 
+@pytest.mark.slow
 def test_memory_does_not_stand_in_for_long(far: Node, server: ValkeyServer, clock: Clock) -> None:
     """Of what it was not told lately it may have missed the deletion."""
     brief = RamTier(1 << 20, now=clock, recent_s=2)
@@ -752,6 +753,7 @@ def test_an_outage_makes_no_copy_look_recent(far: Node, server: ValkeyServer) ->
     assert far.ram.find(manifest.id, "default", recent=True) is None
 
 
+@pytest.mark.slow
 def test_reads_go_on_whatever_happens_to_redis(hasty: Node, server: ValkeyServer, soak: bool) -> None:
     """Under load it hangs, dies, comes back empty and is full: what a tier has is answered, in time and right."""
     manifests = [hasty.store.put(make_cache(seed)) for seed in range(6)]

@@ -201,6 +201,7 @@ def recorded():
     return engine
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not available(), reason="no library was compiled for this CPU")
 def test_planned_steps(recorded, monkeypatch):
     """Every step of every policy is planned, also those that ask for weights, and says what it says without; rows in

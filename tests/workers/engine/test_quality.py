@@ -107,6 +107,7 @@ def by_formula(full, reduced, without):
     return sum(agreed) / len(p), sum(divergences) / len(divergences)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "removed"), [("keydiff", 0.75), ("streaming_llm", 0.5), ("snapkv", 0.75)])
 def test_the_numbers_are_those_of_the_formula_by_hand(tiny, prose, policy, removed):
     """RoPE, masks and softmax by hand in fp64, and the document's cache from transformers alone."""

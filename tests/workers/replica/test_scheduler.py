@@ -365,6 +365,7 @@ def test_questions_wait_for_bytes_and_are_refused_where_there_will_never_be_enou
     assert scheduler._batch.nbytes == 0
 
 
+@pytest.mark.slow
 def test_a_bounded_suffix_counts_with_its_bound(engine: Engine, cache: CompressedCache) -> None:
     """1,000 tokens have no room, and with a suffix policy they have: the slab is as large as the bound."""
     room = 64 * engine.kv_bytes_per_token
