@@ -32,6 +32,7 @@ from kvshelf.api.strict import (
     one_of,
     one_or_list,
     require_each_once,
+    without_unsupported,
 )
 
 DEFAULT_MAX_TOKENS = 256
@@ -112,13 +113,7 @@ class ChatCompletionRequest(RequestBody):
     @model_validator(mode="before")
     @classmethod
     def _drop_what_asks_nothing(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        for name in _ASKS_NOTHING.keys() & data.keys():
-            value = data[name]
-            if value is not None and not any(value == v and type(value) is type(v) for v in _ASKS_NOTHING[name]):
-                raise misuse(name, f"{name} is not supported by this version of kvshelf")
-        return {name: value for name, value in data.items() if name not in _ASKS_NOTHING}
+        return without_unsupported(data, _ASKS_NOTHING)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

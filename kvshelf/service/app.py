@@ -37,6 +37,7 @@ from kvshelf.service.routes import (
     files,
     growth,
     inspect,
+    messages,
     meta,
     page,
     queries,
@@ -97,7 +98,8 @@ def create_app(
     app = FastAPI(
         title="kvshelf", version=kvshelf.__version__, lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None
     )
-    resources = (caches, growth, blobs, queries, inspect, requests, estimate, chat, files, batches, meta, page)
+    asking = (queries, chat, messages)
+    resources = (caches, growth, blobs, *asking, inspect, requests, estimate, files, batches, meta, page)
     routers = [resource.router for resource in resources]
     for router in routers:
         app.include_router(router)

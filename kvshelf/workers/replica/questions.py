@@ -288,6 +288,7 @@ class _Loaded:
             phases=phases,
             memory=self.counts,
             suffix_bytes=ticket.suffix_bytes,
+            stop=answer.stop,
             sources=tuple(Source(cache_id=id, share=shares.get(id, 0.0)) for id in self.asked),
             passages=None if answer.passages is None else list(map(ReadShares.of, self.held, answer.passages)),
         )

@@ -56,7 +56,7 @@ class Sampling:
 class Answer:
     """A finished answer. `token_ids` include the end token where there is one; `text` does not. sources: as
     `Generation.sources`. passages: as `Passages.shares`, if asked for. turn: question and answer, or why they could
-    not be kept; None if nobody asked for it."""
+    not be kept; None if nobody asked for it. stop: the stop text that ended it, if one did."""
 
     text: str
     token_ids: list[int]
@@ -65,6 +65,7 @@ class Answer:
     sources: tuple[float, ...]
     passages: tuple[bytes, ...] | None = None
     turn: Turn | KvshelfError | None = None
+    stop: str | None = None
 
 
 class Generation:
@@ -224,7 +225,7 @@ class Generation:
             text += self._text.flush()
         self.token_ids.append(token)
         self.pending = [token]
-        if ended or self._text.stopped:
+        if ended or self._text.stop is not None:
             self.finish_reason = "stop"
         elif full:
             self.finish_reason = "length"
@@ -251,7 +252,7 @@ class Generation:
         assert self.finish_reason is not None
         passages = None if self._passages is None else self._passages.shares()
         made = (self._text.text, list(self.token_ids), self.finish_reason, self.usage(), self.sources, passages)
-        return Answer(*made, self.turn)
+        return Answer(*made, self.turn, self._text.stop)
 
     def usage(self) -> Usage:
         """The tokens counted so far."""
@@ -311,10 +312,10 @@ class _TextStream:
 
     def __init__(self, decoder: Tokenizer | None, stop: Sequence[str]) -> None:
         self._tokens = None if decoder is None else Detokenizer(decoder, skip_special_tokens=True)
-        self._stop = stop
+        self._stops = stop
         self._held = ""
         self.text = ""
-        self.stopped = False
+        self.stop: str | None = None
 
     def push(self, token: int) -> str:
         """Add a token; returns the text that is final."""
@@ -322,16 +323,16 @@ class _TextStream:
 
     def flush(self) -> str:
         """End the answer: text held back becomes final, and an incomplete character U+FFFD."""
-        if self._tokens is None or self.stopped:
+        if self._tokens is None or self.stop is not None:
             return ""
         return self._add(self._tokens.rest()) + self._release(len(self._held))
 
     def _add(self, piece: str) -> str:
         self._held += piece
-        found = [self._held.index(stop) for stop in self._stop if stop in self._held]
+        found = {stop: self._held.index(stop) for stop in self._stops if stop in self._held}
         if found:
-            self._held = self._held[: min(found)]
-            self.stopped = True
+            self.stop = min(found, key=found.__getitem__)
+            self._held = self._held[: found[self.stop]]
             return self._release(len(self._held))
         return self._release(len(self._held) - self._longest_stop_prefix())
 
@@ -342,9 +343,9 @@ class _TextStream:
 
     def _longest_stop_prefix(self) -> int:
         """Length of the longest end of the held text that some stop text begins with."""
-        longest = max((len(stop) for stop in self._stop), default=0)
+        longest = max((len(stop) for stop in self._stops), default=0)
         for length in range(min(longest, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stops):
                 return length
         return 0
 
