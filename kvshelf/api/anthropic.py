@@ -16,6 +16,7 @@ from kvshelf.api.creation import CreateCache
 from kvshelf.api.strict import (
     MAX_MESSAGES,
     CodecText,
+    ErrorBody,
     MaxTokens,
     Message,
     ModelName,
@@ -301,18 +302,9 @@ class MessageObject(ResponseBody):
     not_stored: str | None = None
 
 
-class MessageErrorBody(ResponseBody):
-    """`code` and `param` are kvshelf's, as of an `ErrorBody`."""
-
-    type: str
-    message: str
-    param: str | None = None
-    code: str
-
-
 class MessageError(ResponseBody):
-    """An error as Anthropic's API writes it."""
+    """An error as Anthropic's API writes it: `type` of the error is Anthropic's, the other fields are kvshelf's."""
 
     type: Literal["error"] = "error"
-    error: MessageErrorBody
+    error: ErrorBody
     request_id: str

@@ -64,6 +64,7 @@ _BETWEEN_NEIGHBOURS: Final = frozenset(
         "trailer",
         "transfer-encoding",
         "upgrade",
+        "x-api-key",
     }
 )
 """Headers that are not passed on: those of one connection (RFC 9110, section 7.6.1), and the key for the proxy."""

@@ -21,7 +21,6 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvshelf.api import ErrorBody
-from kvshelf.api.anthropic import MessageError, MessageErrorBody
 from kvshelf.api.strict import MissReason, refusal
 from kvshelf.errors import (
     BodyTooLarge,
@@ -85,8 +84,7 @@ def wire(error: KvshelfError, path: str) -> dict[str, Any]:
     if path != MESSAGES:
         return {"error": error_json(body)}
     kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    theirs = MessageErrorBody(type=kind, message=body.message, param=body.param, code=body.code)
-    return MessageError(error=theirs, request_id=_request_id()).model_dump(mode="json")
+    return {"type": "error", "error": error_json(body) | {"type": kind}, "request_id": _request_id()}
 
 
 def _request_id() -> str:

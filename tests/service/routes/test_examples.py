@@ -31,12 +31,30 @@ def run(url: str, *command: str) -> str:
 
 
 def test_all_examples_are_run_here() -> None:
-    assert {path.name for path in EXAMPLES.iterdir()} >= {"openai_client.py", "retriever.py", "curl.sh"}
+    assert {path.name for path in EXAMPLES.iterdir()} >= {
+        "openai_client.py",
+        "anthropic_client.py",
+        "retriever.py",
+        "curl.sh",
+    }
 
 
 def test_openai_client(bundled_service: str) -> None:
     said = run(bundled_service, sys.executable, str(EXAMPLES / "openai_client.py"))
     assert said.count("482913") == 2
+
+
+@pytest.mark.slow
+def test_anthropic_client(bundled_service: str) -> None:
+    """Ten turns on a document: after the first, only the question is prefilled."""
+    said = run(bundled_service, sys.executable, str(EXAMPLES / "anthropic_client.py"))
+    _, *turns, streamed = said.splitlines()
+    read, kept, prefilled, answers = zip(*(turn.split(" | ")[1:] for turn in turns), strict=True)
+    assert answers[:5] == answers[5:] == ("482913", "514250", "545587", "576924", "608261")
+    assert streamed == "streamed: 482913"
+    assert max(map(int, kept[1:])) <= 20
+    assert set(prefilled) == {"0"}
+    assert list(map(int, read)) == sorted(map(int, read))
 
 
 def test_retriever(bundled_service: str) -> None:
