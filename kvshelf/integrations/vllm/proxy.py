@@ -38,7 +38,7 @@ from kvshelf.service.access.keyfile import KeyFile
 from kvshelf.service.access.keys import REREAD_S, Access, Admin, LiveKeys, Reader
 from kvshelf.service.access.limits import TenantLimits
 from kvshelf.service.http import errors, server
-from kvshelf.service.http.completions import Completion, asking_of, wants_usage
+from kvshelf.service.http.completions import Completion, wants_usage
 from kvshelf.service.http.events import event_stream
 from kvshelf.service.http.receiving import JSON_TYPE, read_body, require_type
 from kvshelf.service.http.waiting import off_loop, until_hangup
@@ -110,7 +110,7 @@ async def chat(request: Request, asking: InAsking, caller: Reader) -> Response:
         return _Passed(request, data)
     body = await off_loop(parse_request, ChatCompletionRequest, data)
     assert body.cache_id is not None
-    query = asking_of(body)
+    query = body.asking
     fields = query.model_dump(include={"max_tokens", "temperature", "top_p", "seed", "stop"}, exclude_none=True)
     if body.stream:
         fields |= {"stream": True, "stream_options": {"include_usage": True}}

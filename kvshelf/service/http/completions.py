@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from kvshelf.api import Asking, Source, Usage
+from kvshelf.api import Source, Usage
 from kvshelf.api.openai import (
     AssistantMessage,
     ChatChoice,
@@ -90,24 +90,6 @@ class Completion:
     def _last(self, usage: Usage) -> dict[str, Any]:
         chunk = ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=[], usage=_usage(usage))
         return chunk.model_dump(mode="json", exclude=_OURS)
-
-
-def asking_of(body: ChatCompletionRequest) -> Asking:
-    """The question that a body asks."""
-    return Asking(
-        messages=[message.plain() for message in body.messages],
-        max_tokens=body.token_limit,
-        temperature=body.temperature or 0.0,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        seed=body.seed,
-        stop=body.stop,
-        select=body.select,
-        suffix=body.suffix,
-        store=bool(body.store),
-        ttl_s=body.ttl_s,
-        tool=body.tool,
-        on_miss=body.on_miss,
-    )
 
 
 def wants_usage(body: ChatCompletionRequest) -> bool:

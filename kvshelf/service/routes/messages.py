@@ -12,8 +12,9 @@ from fastapi.responses import JSONResponse
 
 from kvshelf.api import Asking
 from kvshelf.api.anthropic import MessageError, MessageObject, MessagesRequest
-from kvshelf.errors import CacheError, CacheNotFound, InvalidRequest, NotFound
+from kvshelf.errors import CacheError, CacheNotFound, NotFound
 from kvshelf.service.access.keys import Caller, Reader
+from kvshelf.service.asked import question_to
 from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_json
 from kvshelf.service.http.errors import MESSAGES
@@ -79,10 +80,8 @@ async def _begun(service: Service, caller: Caller, body: MessagesRequest) -> _Be
     cache_id, created = body.cache_id, False
     if cache_id is None:
         cache_id, created = await _beginning(service, caller, body)
-    question = await Question.find(service, caller, [cache_id], _asking(body))
+    question = await question_to(service, caller, [cache_id], _asking(body), body.model)
     manifest = question.caches[0].manifest
-    if body.model not in (manifest.model, question.engine.model):
-        raise InvalidRequest(f"cache {cache_id} is of model {manifest.model!r}, not {body.model!r}", param="model")
     read, made = (0, manifest.num_tokens) if created else (manifest.num_tokens, 0)
     return _Begun(question, Answering(body.model, cache_id, read, made))
 
