@@ -42,6 +42,7 @@ from kvshelf.service.routes import (
     page,
     queries,
     requests,
+    responses,
 )
 from kvshelf.service.settings import Settings
 from kvshelf.service.state import THREADS, WHOLE_CACHES, Service
@@ -98,7 +99,7 @@ def create_app(
     app = FastAPI(
         title="kvshelf", version=kvshelf.__version__, lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None
     )
-    asking = (queries, chat, messages)
+    asking = (queries, chat, responses, messages)
     resources = (caches, growth, blobs, *asking, inspect, requests, estimate, files, batches, meta, page)
     routers = [resource.router for resource in resources]
     for router in routers:

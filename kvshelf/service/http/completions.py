@@ -24,7 +24,8 @@ from kvshelf.api.openai import (
 from kvshelf.api.queries import Remade
 from kvshelf.api.strict import FinishReason
 
-_OURS: Final = {"sources", "stored_cache_id", "not_stored", "recomputed"}
+OURS: Final = {"sources", "stored_cache_id", "not_stored", "recomputed"}
+"""The fields of an `Ending` that are not OpenAI's."""
 
 
 class Ending(NamedTuple):
@@ -41,7 +42,7 @@ class Ending(NamedTuple):
     @property
     def ours(self) -> dict[str, Any]:
         """Fields beside OpenAI's, those that apply."""
-        return {name: value for name in _OURS if (value := getattr(self, name)) is not None}
+        return {name: value for name in OURS if (value := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Completion:
         completion = ChatCompletion(
             id=self.id, created=self.created, model=self.model, choices=[choice], usage=_usage(end.usage), **end.ours
         )
-        return completion.model_dump(mode="json", exclude=_OURS - end.ours.keys())
+        return completion.model_dump(mode="json", exclude=OURS - end.ours.keys())
 
     async def chunks(
         self, pieces: AsyncGenerator[str | Ending, None], *, with_usage: bool
@@ -82,14 +83,14 @@ class Completion:
     def _chunk(self, delta: Delta, finish_reason: FinishReason | None = None, **ours: Any) -> dict[str, Any]:
         choice = ChunkChoice(delta=delta, finish_reason=finish_reason)
         chunk = ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=[choice], **ours)
-        wire = chunk.model_dump(mode="json", exclude={"usage"} | (_OURS - ours.keys()))
+        wire = chunk.model_dump(mode="json", exclude={"usage"} | (OURS - ours.keys()))
         # OpenAI's deltas hold only new fields: absent content is left out, not null.
         wire["choices"][0]["delta"] = delta.model_dump(exclude_none=True)
         return wire
 
     def _last(self, usage: Usage) -> dict[str, Any]:
         chunk = ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=[], usage=_usage(usage))
-        return chunk.model_dump(mode="json", exclude=_OURS)
+        return chunk.model_dump(mode="json", exclude=OURS)
 
 
 def wants_usage(body: ChatCompletionRequest) -> bool:

@@ -1,7 +1,7 @@
 """Answers as event streams: `data:` lines of JSON (WHATWG HTML, section 9.2).
 
-Events with a `type`, as Anthropic's, are named by it; after others comes a last line `[DONE]`, as in OpenAI's
-completions.
+Events with a `type`, as Anthropic's and those of OpenAI's responses, are named by it. Others, as OpenAI's completions,
+end with a line `[DONE]`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ async def event_stream(request: Request, events: AsyncGenerator[EventT, None]) -
 
 
 async def _lines(path: str, first: EventT, events: AsyncGenerator[EventT, None]) -> AsyncIterator[str]:
+    named = isinstance(first, dict) and "type" in first
     yield _line(first)
     try:
         async with aclosing(events):
@@ -51,8 +52,8 @@ async def _lines(path: str, first: EventT, events: AsyncGenerator[EventT, None])
         # The status line is already sent, so the error can only be an event.
         error = translate(exc)
         note(code=error.code)
-        yield _line(wire(error, path))
-    if not (isinstance(first, dict) and "type" in first):
+        yield _line(({"type": "error"} if named else {}) | wire(error, path))
+    if not named:
         yield "data: [DONE]\n\n"
 
 
