@@ -299,7 +299,9 @@ def test_another_tenant_s_lost_cache_is_made_again_by_its_tenant_alone(acme: htt
     assert acme.delete(f"/v1/caches/{ours['id']}").status_code == 200
 
 
-def test_a_question_that_may_store_caches_needs_a_key_that_writes(guarded: Guarded, acme: httpx.Client) -> None:
+def test_a_question_that_may_store_caches_needs_a_key_that_writes(
+    guarded: Guarded, acme: httpx.Client, other: httpx.Client
+) -> None:
     cache_id = created(acme, document=DOCUMENT)["id"]
     body = {"prompt": "What rises?", "max_tokens": 2, "on_miss": "recompute"}
     with guarded.client(guarded.key("acme", "read")) as reader:
@@ -311,6 +313,14 @@ def test_a_question_that_may_store_caches_needs_a_key_that_writes(guarded: Guard
         refused(reader.post(path, json=keeps), 403, "forbidden")
         chat = {"cache_id": cache_id, "messages": [{"role": "user", "content": "What rises?"}], "store": True}
         refused(reader.post("/v1/chat/completions", json=chat), 403, "forbidden")
+        asked = {"cache_id": cache_id, "input": "What rises?", "max_output_tokens": 2}
+        refused(reader.post("/v1/responses", json=asked | {"store": True}), 403, "forbidden")
+        assert not reader.post("/v1/responses", json=asked).json()["store"], "by default a reader keeps nothing"
+        kept = acme.post("/v1/responses", json=asked).json()
+        assert kept["stored_cache_id"]
+        further = {"previous_response_id": kept["id"], "input": "And then?", "max_output_tokens": 2}
+        assert reader.post("/v1/responses", json=further).status_code == 200
+    refused(other.post("/v1/responses", json=further), 404, "not_found")
 
 
 def test_anthropic_s_client_hears_who_may_do_what(guarded: Guarded, acme: httpx.Client) -> None:

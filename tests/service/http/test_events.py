@@ -48,26 +48,26 @@ async def test_no_character_of_an_answer_ends_a_line() -> None:
 
 
 @pytest.mark.anyio
-async def test_events_with_a_type_are_named_by_it_and_so_is_an_error_in_anthropic_s_shape() -> None:
+@pytest.mark.parametrize(("path", "kind"), [("/v1/messages", "overloaded_error"), ("/v1/responses", "store_error")])
+async def test_events_with_a_type_are_named_by_it_and_so_is_an_error(path: str, kind: str) -> None:
     app = FastAPI()
 
     async def events() -> AsyncGenerator[dict[str, Any], None]:
-        yield {"type": "message_start", "message": {}}
+        yield {"type": "first", "message": {}}
         raise errors.StoreUnavailable("away")
 
-    @app.post("/v1/messages")
-    async def messages(request: Request) -> Response:
+    @app.post(path)
+    async def answer(request: Request) -> Response:
         return await event_stream(request, events())
 
     async with httpx.AsyncClient(base_url="http://service.test", transport=httpx.ASGITransport(app)) as client:
-        text = (await client.post("/v1/messages")).text
+        text = (await client.post(path)).text
     first, second = text.removesuffix("\n\n").split("\n\n")
-    assert first == 'event: message_start\ndata: {"type":"message_start","message":{}}'
+    assert first == 'event: first\ndata: {"type":"first","message":{}}'
     name, _, data = second.partition("\ndata: ")
     assert name == "event: error"
     error = json.loads(data)
-    assert (error["type"], error["error"]["type"]) == ("error", "overloaded_error")
-    assert error["error"]["message"] == "away"
+    assert (error["type"], error["error"]["type"], error["error"]["message"]) == ("error", kind, "away")
 
 
 @pytest.mark.parametrize("cls", sorted(errors.by_code().values(), key=lambda cls: cls.code))
