@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
 
 from kvshelf.api.strict import RequestBody, ResponseBody, misuse
 
@@ -21,6 +21,8 @@ SHAPES = ("response_format", "grammar", "choices")
 class JsonSchema(RequestBody):
     """A schema as OpenAI wraps it. `name` and `description` have no effect. An answer always fits the schema exactly,
     so `strict` has none either."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     description: str | None = None

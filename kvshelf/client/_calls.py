@@ -136,8 +136,8 @@ class AskFields(TypedDict, total=False):
     `response_format`, `grammar` or `choices` is what the answer must be: `{"type": "json_schema", "json_schema":
     {"name": "fact", "schema": {...}}}`, a grammar in llguidance's Lark dialect, or texts of which it is one.
 
-    `logprobs=True` tells how likely each token was, with the `top_logprobs` likeliest beside it. `n` answers are made to
-    each prompt of a list.
+    `logprobs=True` tells how likely each token was, with the `top_logprobs` likeliest beside it. `n` answers are made
+    to each prompt of a list.
 
     `tool` names the tool that the answer calls: while it runs, the caches stay in memory as long as that is worth it.
 
@@ -411,10 +411,10 @@ def query_cache(
     """Ask one question, several independent ones (a list), or continue with chat `messages`.
 
     A list of questions has a list of answers in the same order, with `n` as many to each. A list of up to 64 ids asks
-    these caches together: each question sees all documents, and the answer's `sources` say what part each had. Keywords:
-    `max_tokens`, `temperature`, `top_p`, `seed`, `stop`, `response_format`, `grammar`, `choices`, `logprobs`,
-    `top_logprobs`, `n`, `select`, `suffix`, `tool`, `on_miss`; for one cache `store`, `ttl_s` and `compare`; for several
-    `route`. Raises `CacheNotFound`, `CacheExpired`, `CacheCorrupt`, `ModelMismatch`, `SourceNotKept`, ...
+    these caches together: each question sees all documents, and the answer's `sources` say what part each had.
+    Keywords: `max_tokens`, `temperature`, `top_p`, `seed`, `stop`, `response_format`, `grammar`, `choices`, `logprobs`,
+    `top_logprobs`, `n`, `select`, `suffix`, `tool`, `on_miss`; for one cache `store`, `ttl_s` and `compare`; for
+    several `route`. Raises `CacheNotFound`, `CacheExpired`, `CacheCorrupt`, `ModelMismatch`, `SourceNotKept`, ...
     """
     path, body = _asked(id, {**fields, "prompt": prompt, "messages": messages})
     several = isinstance(prompt, list | tuple)

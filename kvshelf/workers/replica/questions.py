@@ -311,7 +311,7 @@ def _sampling(query: Asking) -> Sampling:
 def _grammar(query: Asking) -> Grammar | None:
     """What the answer must be."""
     form = query.response_format
-    wanted = None if form is None else form.model_dump(by_alias=True)
+    wanted = None if form is None else form.model_dump()
     return Grammar.of({"response_format": wanted, "grammar": query.grammar, "choices": query.choices})
 
 
