@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
+from kvshelf.workers.engine.decode.batch import _mask
 from kvshelf.workers.engine.decode.generation import Sampling
 from kvshelf.workers.engine.decode.grammar import Grammar, least_json_bytes
 
@@ -71,9 +72,9 @@ def test_the_mask_has_the_tokens_that_can_follow_each_by_itself(tiny):
         constraint = tiny.guide.constraint(grammar, 9)
         for token in tiny.text.encode(said):
             constraint.take(token)
-        logits = torch.zeros(size)
-        constraint.mask(logits)
-        allowed = set(logits.isfinite().nonzero().flatten().tolist())
+        logits = torch.zeros(1, size)
+        _mask(logits, {0: constraint})
+        allowed = set(logits[0].isfinite().nonzero().flatten().tolist())
         texts = {token: decode([token], skip_special_tokens=True) for token in range(size)}
         fit = {t for t, text in texts.items() if text and any(word.startswith(said + text) for word in words)}
         assert allowed == fit | (set(ends) if said in words else set()), said
@@ -199,7 +200,8 @@ def test_logprobs_are_the_models(tiny, cache):
 def test_padding_of_the_vocabulary_never_comes(tiny):
     size = tiny.model.config.vocab_size
     constraint = tiny.guide.constraint(Grammar.of({"grammar": "start: /.+/"}), 9)
-    logits = torch.zeros(size + 7)
-    constraint.mask(logits)
-    assert logits[:size].isfinite().any()
-    assert not logits[size:].isfinite().any()
+    logits = torch.zeros(3, size + 7)
+    _mask(logits, {1: constraint})
+    assert logits[1, :size].isfinite().any()
+    assert not logits[1, size:].isfinite().any()
+    assert not logits[[0, 2]].any()

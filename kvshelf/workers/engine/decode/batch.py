@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,6 +35,9 @@ from kvshelf.workers.engine.forward.passes import Passes
 from kvshelf.workers.model.caches import cache_class
 from kvshelf.workers.model.devices import Devices
 from kvshelf.workers.model.layers import LayerKind, readers
+
+if TYPE_CHECKING:
+    from kvshelf.workers.engine.decode.guide import Constraint
 
 MAX_NEW_TOKENS = 512
 """Most tokens of one step. A longer question takes several steps, so that the other answers still get their tokens."""
@@ -509,6 +513,26 @@ class _StepPast(ForwardContext):
         return self._plan.part(layer, states, out, made)
 
 
+def _mask(logits: Tensor, held: Mapping[int, Constraint]) -> None:
+    """Set the logits `[rows, vocabulary]` of tokens that may not come next to -inf, in the rows that a grammar holds.
+    Ids beyond the tokenizer's, to which some models pad their vocabulary, never come."""
+    vocabulary = next(iter(held.values())).vocabulary
+    size = min(vocabulary, logits.shape[1])
+    words = np.zeros((len(held), -(-vocabulary // 32)), np.uint32)
+    for own, constraint in zip(words, held.values(), strict=True):
+        constraint.fill(own)
+    bits = np.unpackbits(~words.view(np.uint8), axis=1, count=size, bitorder="little")
+    refused = torch.from_numpy(bits.view(np.bool_)).to(logits.device)
+    if len(held) == len(logits):
+        logits[:, :size].masked_fill_(refused, float("-inf"))
+        logits[:, size:] = float("-inf")
+        return
+    rows = torch.tensor(list(held), device=logits.device)
+    masked = torch.full((len(held), logits.shape[1]), float("-inf"), device=logits.device, dtype=logits.dtype)
+    masked[:, :size] = logits[rows, :size].masked_fill_(refused, float("-inf"))
+    logits[rows] = masked
+
+
 class _Choices(NamedTuple):
     """What the next tokens of rows are chosen from. logits: `[rows, vocabulary]`, -inf where a grammar allows no token.
     likeliest: the best token of each row; None where a logit is not a number. logprobs: `[vocabulary]` fp32 of the rows
@@ -523,9 +547,9 @@ class _Choices(NamedTuple):
         """One reduction and one copy to the host for all rows. The maximum of a row with a NaN is NaN."""
         telling = [row for row, generation in enumerate(generations) if generation.logprobs is not None]
         logprobs = {row: logits[row].float().log_softmax(dim=-1).cpu() for row in telling}
-        for row, generation in enumerate(generations):
-            if generation.constraint is not None and not generation.finished:
-                generation.constraint.mask(logits[row])
+        held = {row: each.constraint for row, each in enumerate(generations) if each.constraint and not each.finished}
+        if held:
+            _mask(logits, held)
         best, token = logits.max(dim=-1)
         found = zip(token.tolist(), best.isfinite().tolist(), strict=True)
         return cls(logits, [choice if sound else None for choice, sound in found], logprobs)

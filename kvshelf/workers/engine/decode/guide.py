@@ -11,10 +11,9 @@ from functools import cached_property, lru_cache
 from typing import Final
 
 import numpy as np
-import torch
 from llguidance import LLMatcher, LLTokenizer
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.engine.decode.grammar import Grammar
@@ -29,18 +28,13 @@ class Constraint:
     def __init__(self, matcher: LLMatcher, vocabulary: int, param: str) -> None:
         self._matcher = matcher
         self._param = param
-        self._words = np.zeros(-(-vocabulary // 32), np.uint32)  # a bit for each token
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
+        """Ids of the tokenizer."""
 
-    def mask(self, logits: Tensor) -> None:
-        """Set logits `[vocabulary]` of tokens that may not come next to -inf. Ids beyond the tokenizer's, to which some
-        models pad their vocabulary, never come."""
-        self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+    def fill(self, words: NDArray[np.uint32]) -> None:
+        """Set the bits of the tokens that may come next, `[vocabulary / 32]`; a few microseconds."""
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         self._require_sound()
-        bits = np.unpackbits(self._words.view(np.uint8), count=self._vocabulary, bitorder="little")
-        refused = torch.from_numpy(bits == 0)[: len(logits)].to(logits.device)
-        logits[: len(refused)].masked_fill_(refused, float("-inf"))
-        logits[len(refused) :] = float("-inf")
 
     def take(self, token: int) -> bool:
         """Move on by a token of the answer. Returns whether nothing may follow it."""
