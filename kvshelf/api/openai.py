@@ -1,8 +1,8 @@
 """The types of POST /v1/chat/completions: OpenAI's request and response, plus `cache_id` or `cache_ids`, and `sources`.
 
-The service accepts OpenAI's fields that it does not support only with a value that changes nothing (`n` of 1, no tools,
-penalties of 0) and refuses any other value, rather than ignore it. Two defaults differ from OpenAI's: `temperature` is
-0, as in a query, and an answer ends after 256 tokens.
+The service accepts OpenAI's fields that it does not support only with a value that changes nothing (no tools, penalties
+of 0) and refuses any other value, rather than ignore it. Two defaults differ from OpenAI's: `temperature` is 0, as in a
+query, and an answer ends after 256 tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from kvshelf.api.queries import Remade, Select, Source, SuffixOptions, require_storable
+from kvshelf.api.shapes import Answers, Choices, Grammar, Logprob, ResponseFormat, TopLogprobs, require_one_shape
 from kvshelf.api.strict import (
     MAX_MESSAGES,
     CacheIds,
@@ -42,17 +43,13 @@ _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "logit_bias": ({},),
-    "logprobs": (False,),
     "modalities": (["text"],),
-    "n": (1,),
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "presence_penalty": (0,),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
 }
 """OpenAI's unsupported fields, each with the values besides null that change nothing."""
 
@@ -84,8 +81,9 @@ class StreamOptions(RequestBody):
 class ChatCompletionRequest(RequestBody):
     """OpenAI's body plus either `cache_id`, the stored cache to ask, or `cache_ids`, several to ask together, `select`,
     what the answer reads of them, `suffix`, what stays in memory of the answer itself, and `tool`, the tool that it
-    calls, as in a query. With `store` the turn is kept behind the cache, for `ttl_s` seconds or as long as the cache; a
-    later request with the whole conversation goes on from there. `user` is accepted and has no effect."""
+    calls, as in a query; `grammar` and `choices` say what the answer must be, as OpenAI's `response_format`. With
+    `store` the turn is kept behind the cache, for `ttl_s` seconds or as long as the cache; a later request with the
+    whole conversation goes on from there. `user` is accepted and has no effect."""
 
     model_config = ConfigDict(json_schema_extra=one_of(cache_id="string", cache_ids="array"))
 
@@ -99,6 +97,12 @@ class ChatCompletionRequest(RequestBody):
     top_p: TopP | None = None
     seed: Seed | None = None
     stop: Stops | None = None
+    n: Answers | None = None
+    response_format: ResponseFormat | None = None
+    grammar: Grammar | None = None
+    choices: Choices | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     select: Select | None = None
@@ -135,6 +139,10 @@ class ChatCompletionRequest(RequestBody):
             raise misuse("max_completion_tokens", "give max_tokens or max_completion_tokens, not both")
         if self.stream_options is not None and not self.stream:
             raise misuse("stream_options", "stream_options is only allowed with stream: true")
+        require_one_shape(self)
+        for name in ("store", "tool"):
+            if (self.n or 1) > 1 and getattr(self, name):
+                raise misuse("n", f"{name} is of one answer; leave n out")
         if self.select is not None and self.select.passages:
             raise misuse("select.passages", "a chat completion has no passages; ask POST /v1/caches/{id}/query instead")
         return self
@@ -168,10 +176,15 @@ class AssistantMessage(ResponseBody):
     refusal: None = None
 
 
+class ChoiceLogprobs(ResponseBody):
+    content: list[Logprob]
+    refusal: None = None
+
+
 class ChatChoice(ResponseBody):
     index: int = 0
     message: AssistantMessage
-    logprobs: None = None
+    logprobs: ChoiceLogprobs | None = None
     finish_reason: FinishReason
 
 
@@ -199,13 +212,14 @@ class Delta(ResponseBody):
 class ChunkChoice(ResponseBody):
     index: int = 0
     delta: Delta
-    logprobs: None = None
+    logprobs: ChoiceLogprobs | None = None
     finish_reason: FinishReason | None = None
 
 
 class ChatCompletionChunk(ResponseBody):
-    """One event of a streamed completion. The one with the `finish_reason` has what else a `ChatCompletion` has beside
-    OpenAI's fields. With `include_usage` the last event has the usage and no choice."""
+    """One event of a streamed completion. Of each choice, the one with the `finish_reason` has the `logprobs` of all
+    its tokens, and what else a `ChatCompletion` has beside OpenAI's fields. With `include_usage` the last event has the
+    usage and no choice."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from fastapi import APIRouter, Request, Response
@@ -11,6 +12,7 @@ from fastapi.responses import JSONResponse
 from kvshelf.api.openai import ChatCompletion, ChatCompletionRequest
 from kvshelf.errors import InvalidRequest
 from kvshelf.service.access.keys import Reader
+from kvshelf.service.engines import relayed
 from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_json
 from kvshelf.service.http.completions import Completion, Ending, asking_of, wants_usage
@@ -40,19 +42,35 @@ async def complete(request: Request, service: InService, caller: Reader) -> Resp
         raise InvalidRequest(f"cache {manifest.id} is of model {manifest.model!r}, not {body.model!r}", param="model")
     completion = Completion(manifest.model)
     if body.stream:
-        pieces = _pieces(question, together=together)
+        pieces = _pieces(question.each_alone(), together=together)
         return await event_stream(request, completion.chunks(pieces, with_usage=wants_usage(body)))
-    question, (reply,) = await until_hangup(request, question.answered())
-    return JSONResponse(completion.whole(reply.text, _ending(question, reply, together=together)))
+    question, replies = await until_hangup(request, question.answered())
+    return JSONResponse(
+        completion.whole([(reply.text, _ending(question, reply, together=together)) for reply in replies])
+    )
 
 
-async def _pieces(question: Question, *, together: bool) -> AsyncGenerator[str | Ending, None]:
-    async with aclosing(question.pieces()) as pieces:
-        async for found, piece in pieces:
-            yield piece if isinstance(piece, str) else _ending(found, piece, together=together)
+def _pieces(questions: Sequence[Question], *, together: bool) -> AsyncGenerator[tuple[int, str | Ending], None]:
+    """The pieces of all choices as they come, each with the index of its choice."""
+
+    async def fetch(index: int, question: Question, told: asyncio.Queue[tuple[int, str | Ending] | None]) -> None:
+        async with aclosing(question.pieces()) as pieces:
+            async for found, piece in pieces:
+                made = piece if isinstance(piece, str) else _ending(found, piece, together=together)
+                told.put_nowait((index, made))
+
+    async def fetch_all(told: asyncio.Queue[tuple[int, str | Ending] | None]) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index, question in enumerate(questions):
+                    group.create_task(fetch(index, question, told))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    return relayed(fetch_all)
 
 
 def _ending(question: Question, reply: Reply, *, together: bool) -> Ending:
     sources = list(reply.sources) if together else None
     stored = (reply.stored_cache_id, reply.not_stored)
-    return Ending(reply.finish_reason, reply.usage, sources, *stored, question.remade)
+    return Ending(reply.finish_reason, reply.usage, sources, *stored, question.remade, reply.logprobs)

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from kvshelf.api import Usage
+from kvshelf.api.shapes import Logprob
 from kvshelf.api.strict import FinishReason
 from kvshelf.errors import InvalidRequest, KvshelfError
 from kvshelf.workers.engine.attention.attachment import Attached, Wait
 from kvshelf.workers.engine.attention.function import Attended
 from kvshelf.workers.engine.decode.detokenizer import Detokenizer
 from kvshelf.workers.engine.decode.equivalents import Equivalents
+from kvshelf.workers.engine.decode.grammar import Grammar
+from kvshelf.workers.engine.decode.logprobs import Logprobs
 from kvshelf.workers.engine.decode.passages import Passages
 from kvshelf.workers.engine.decode.reduction import SuffixReducer
 from kvshelf.workers.engine.decode.selection import SeenDocument, Selection
 from kvshelf.workers.engine.decode.suffixes import SuffixRow
 from kvshelf.workers.engine.decode.turns import Turn
+
+if TYPE_CHECKING:
+    from kvshelf.workers.engine.decode.guide import Constraint  # it needs llguidance, and an answer mostly none
 
 _LEAST_TEMPERATURE = 1e-30  # float32 has smaller numbers, but not many
 
@@ -37,26 +43,30 @@ def nothing(*_: object) -> None:
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen and when to stop. Temperature 0 is greedy; above, tokens are drawn from the likeliest
-    `top_p` of the mass, repeatably with a `seed`."""
+    `top_p` of the mass, repeatably with a `seed`. grammar: what the answer must be. logprobs: how many of the likeliest
+    tokens to tell beside each token of the answer, with their logarithms; None: nothing."""
 
     max_tokens: int = 64
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    grammar: Grammar | None = None
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "an integer from 1")
         _require(self.temperature >= 0, "temperature", self.temperature, "a number from 0")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
         _require(all(self.stop), "stop", self.stop, "texts that are not empty")
+        _require(self.logprobs is None or self.logprobs >= 0, "logprobs", self.logprobs, "an integer from 0")
 
 
 @dataclass(frozen=True)
 class Answer:
     """A finished answer. `token_ids` include the end token where there is one; `text` does not. sources: as
     `Generation.sources`. passages: as `Passages.shares`, if asked for. turn: question and answer, or why they could
-    not be kept; None if nobody asked for it."""
+    not be kept; None if nobody asked for it. logprobs: of each token of the text, if asked for."""
 
     text: str
     token_ids: list[int]
@@ -65,6 +75,7 @@ class Answer:
     sources: tuple[float, ...]
     passages: tuple[bytes, ...] | None = None
     turn: Turn | KvshelfError | None = None
+    logprobs: tuple[Logprob, ...] | None = None
 
 
 class Generation:
@@ -86,9 +97,12 @@ class Generation:
         selection: Selection | None = None,
         passages: Passages | None = None,
         reducer: SuffixReducer | None = None,
+        constraint: Constraint | None = None,
+        logprobs: Logprobs | None = None,
     ) -> None:
         """selection: what the answer's tokens see of the document; None: all. The question's tokens see all. passages:
-        counts what they read. reducer: bounds the suffix; None: all of it stays."""
+        counts what they read. reducer: bounds the suffix; None: all of it stays. constraint: which tokens may come;
+        None: all. logprobs: takes what the model gives the tokens."""
         self.document = document
         self._selection = selection
         self._passages = passages
@@ -101,6 +115,8 @@ class Generation:
         """The tokens of a turn that is being closed."""
         self.turn: Turn | KvshelfError | None = None
         self.reducer = reducer
+        self.constraint = constraint
+        self.logprobs = logprobs
         self.row = SuffixRow(None if reducer is None else reducer.most)
         self._end_ids = end_ids
         self._equivalents = equivalents
@@ -218,19 +234,25 @@ class Generation:
         assert not self.finished
         assert not self.pending
         ended = token in self._end_ids
+        complete = self.constraint is not None and self.constraint.take(token)
         full = len(self.token_ids) + 1 == self._room
         text = "" if ended else self._text.push(token)
-        if ended or full:
+        if ended or complete or full:
             text += self._text.flush()
         self.token_ids.append(token)
         self.pending = [token]
-        if ended or self._text.stopped:
+        if ended or complete or self._text.stopped:
             self.finish_reason = "stop"
         elif full:
             self.finish_reason = "length"
         elif self._selection is not None:
             self._selection.advance(self.token_ids)
         return text
+
+    def tell(self, token: int, logprobs: Tensor) -> None:
+        """Note what the model gave a token that is about to be taken. logprobs: of all tokens, `[vocabulary]` fp32."""
+        if self.logprobs is not None and token not in self._end_ids:
+            self.logprobs.take(token, logprobs)
 
     def close(self, token_ids: Sequence[int]) -> None:
         """Have the suffix of a finished answer hold exactly these tokens, the whole turn. Those that ran already stay,
@@ -251,7 +273,7 @@ class Generation:
         assert self.finish_reason is not None
         passages = None if self._passages is None else self._passages.shares()
         made = (self._text.text, list(self.token_ids), self.finish_reason, self.usage(), self.sources, passages)
-        return Answer(*made, self.turn)
+        return Answer(*made, self.turn, None if self.logprobs is None else self.logprobs.told())
 
     def usage(self) -> Usage:
         """The tokens counted so far."""
