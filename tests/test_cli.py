@@ -270,6 +270,7 @@ def light() -> str:
     [
         (["policies"], "kvzip"),
         (["policies", "kvzip"], "PARAMETER"),
+        (["suffixes"], "lagkv"),
         (["plan", "--policy", "kvzip"], "tokens a second, each GPU"),
         (["plan", "--model", "qwen3-8b", "--codec", "klt", "--gpus", "8", "--simulate"], "A RUN ON PAPER"),
         (["plan", "--home", "objects", "--simulate"], "PUT requests to S3"),
