@@ -35,7 +35,7 @@ from kvshelf.store.artifact.identity import canonical_msgpack
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.requests import REQUEST_ID, RequestRecord, Requests
 from kvshelf.workers.replica.attempts import Standing
-from kvshelf.workers.replica.create.publish import is_described
+from kvshelf.workers.replica.create.existing import is_described
 from kvshelf.workers.replica.queues import Rounds
 from kvshelf.workers.replica.results import Created
 

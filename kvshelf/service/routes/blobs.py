@@ -25,7 +25,7 @@ from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Judgement, Manifest
 from kvshelf.workers.cluster.remote import RESTART_S
-from kvshelf.workers.replica.create.publish import prolonged
+from kvshelf.workers.replica.create.existing import prolonged
 
 router = APIRouter(prefix="/v1/caches", tags=["caches"], responses=openapi.ERRORS)
 

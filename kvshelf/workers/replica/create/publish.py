@@ -7,17 +7,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kvshelf.api import AppendCache, CreateCache, Timings, Tried
-from kvshelf.errors import CacheError, CacheNotFound, EtagMismatch, InvalidRequest
+from kvshelf.errors import CacheError, CacheNotFound, InvalidRequest
 from kvshelf.store.base import Store
-from kvshelf.store.checks import LABEL_LIMIT
 from kvshelf.store.manifest import Judgement, Manifest
 from kvshelf.store.types import Source
 from kvshelf.workers.engine.engine import Compression
 from kvshelf.workers.engine.inputs.job import Level
 from kvshelf.workers.engine.quality import VERSION
 from kvshelf.workers.replica.create.auto import Choice, Selection
+from kvshelf.workers.replica.create.existing import described, prolonged
 from kvshelf.workers.replica.create.spec import source_of
-from kvshelf.workers.replica.create.split import joined_labels
 
 
 @dataclass(frozen=True)
@@ -125,40 +124,6 @@ class Publisher:
             keep = self.store.keep_source
             manifest = keep(manifest.id, self.source, tenant=manifest.tenant, ttl_s=self.source_ttl_s)
         return manifest
-
-
-def described(store: Store, manifest: Manifest, labels: Mapping[str, str], name: str) -> Manifest:
-    """Adds the labels of its newest request to an existing cache, and gives it the name, unless that is empty.
-
-    Changes that others make at the same time stay. Raises `InvalidRequest` if the cache would have too many labels.
-    """
-    while not is_described(manifest, labels, name):
-        joined = joined_labels(manifest.labels, labels)
-        if len(joined) > LABEL_LIMIT:
-            raise InvalidRequest(
-                f"cache {manifest.id} has {len(manifest.labels)} labels and would have {len(joined)} with these; at "
-                f"most {LABEL_LIMIT} are possible, so take some off first",
-                param="labels",
-            )
-        seen, name_now = [manifest.revision], name or manifest.name
-        try:
-            return store.update(manifest.id, tenant=manifest.tenant, if_revision=seen, labels=joined, name=name_now)
-        except EtagMismatch:  # it was changed since it was read
-            manifest = store.stat(manifest.id, tenant=manifest.tenant)
-    return manifest
-
-
-def is_described(manifest: Manifest, labels: Mapping[str, str], name: str) -> bool:
-    """Whether an existing cache has the labels and the name of a request."""
-    return joined_labels(manifest.labels, labels) == manifest.labels and name in ("", manifest.name)
-
-
-def prolonged(store: Store, manifest: Manifest, ttl_s: float | None, expires_at: float | None) -> Manifest:
-    """Extends the life of an existing cache to what its newest request asks for; never shortens it."""
-    have, want = manifest.expires_at, store.expiry(ttl_s, expires_at)
-    if have is None or (want is not None and want <= have):
-        return manifest
-    return store.update(manifest.id, tenant=manifest.tenant, expires_at=want)
 
 
 def _measured(manifest: Manifest) -> Tried:

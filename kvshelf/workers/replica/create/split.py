@@ -83,19 +83,6 @@ def _split_id(engine: Engine, store: Store, spec: CreateCache, tenant: str) -> s
     return store.requests.request_id(canonical_msgpack(made), tenant=tenant).removeprefix(REQUEST_ID)[:_ID_CHARACTERS]
 
 
-def joined_labels(had: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    """The labels of a cache that was on the shelf, with those of its newest creation.
-
-    A part of a document may have those of an earlier split, of another version of the document say: it belongs to the
-    newest.
-    """
-    labels = {**had, **given}
-    again = given.get("split") is not None and had.get("split") == given["split"] == given.get("document")
-    if again:  # no name: the one that was given before stays
-        labels["document"] = had.get("document", labels["document"])
-    return labels
-
-
 @contextmanager
 def naming(kind: str, number: str) -> Iterator[None]:
     """Adds to an error inside which part or episode of the document it is about."""
