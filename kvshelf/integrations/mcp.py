@@ -6,6 +6,7 @@ each request brings that of its caller, so that tenants and scopes are those of 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from functools import wraps
 from pathlib import Path
@@ -254,6 +255,7 @@ def _named_errors(tool: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
         except KvshelfError as error:
             return _refusal(error)  # type: ignore[return-value]  # the package takes a result in place of any type
 
+    named.__doc__ = inspect.getdoc(tool)  # assistants read it
     return named
 
 
