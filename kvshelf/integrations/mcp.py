@@ -110,7 +110,9 @@ def serve(url: str | None, address: str | None, files: Path | None) -> None:
 
 def build(url: str | None, *, over_http: bool = False, files: Path | None = None) -> MCPServer[Any]:
     """The server. over_http: the key is that of each request, not that of this process."""
-    server: MCPServer[Any] = MCPServer("kvshelf", version=__version__, instructions=_INSTRUCTIONS)
+    server: MCPServer[Any] = MCPServer(
+        "kvshelf", version=__version__, instructions=_INSTRUCTIONS, log_level="INFO" if over_http else "WARNING"
+    )
     reads = ToolAnnotations(read_only_hint=True)
     adds = ToolAnnotations(destructive_hint=False, idempotent_hint=True)
 
