@@ -291,6 +291,12 @@ def test_a_plan_of_a_model_that_must_be_read_says_what_it_needs(light: str) -> N
     assert "kvshelf plan --model kvshelf-tiny needs 'torch', which is not installed" in done.stderr
 
 
+def test_mcp_without_its_extra_says_what_to_install(light: str) -> None:
+    done = subprocess.run([sys.executable, "-c", light, "mcp"], capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert re.search(r"kvshelf mcp needs 'mcp', which is not installed; run: pip install .*\[mcp\]", done.stderr)
+
+
 def test_print_config_shows_options_over_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSHELF_PORT", "1111")
     monkeypatch.setenv("KVSHELF_REPLICAS", "3")

@@ -17,7 +17,7 @@ from mcp.server.mcpserver import Context, MCPServer
 from mcp_types import CallToolResult, TextContent, ToolAnnotations
 from pydantic import Field
 
-from kvshelf import __version__
+import kvshelf
 from kvshelf.api import CacheObject, CreationProgress, Deleted, SearchList
 from kvshelf.api.queries import Source
 from kvshelf.api.strict import ResponseBody
@@ -111,7 +111,7 @@ def serve(url: str | None, address: str | None, files: Path | None) -> None:
 def build(url: str | None, *, over_http: bool = False, files: Path | None = None) -> MCPServer[Any]:
     """The server. over_http: the key is that of each request, not that of this process."""
     server: MCPServer[Any] = MCPServer(
-        "kvshelf", version=__version__, instructions=_INSTRUCTIONS, log_level="INFO" if over_http else "WARNING"
+        "kvshelf", version=kvshelf.__version__, instructions=_INSTRUCTIONS, log_level="INFO" if over_http else "WARNING"
     )
     reads = ToolAnnotations(read_only_hint=True)
     adds = ToolAnnotations(destructive_hint=False, idempotent_hint=True)

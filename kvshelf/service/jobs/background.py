@@ -35,7 +35,7 @@ from kvshelf.store.artifact.identity import canonical_msgpack
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.requests import REQUEST_ID, RequestRecord, Requests
 from kvshelf.workers.replica.attempts import Standing
-from kvshelf.workers.replica.create.existing import is_described
+from kvshelf.workers.replica.create.existing import changes_of
 from kvshelf.workers.replica.queues import Rounds
 from kvshelf.workers.replica.results import Created
 
@@ -119,7 +119,7 @@ class Background:
         """Whether the caches that a request made are on the shelf, with its labels and its name: they may have been
         changed since."""
         caches = stored_caches(self.store, record)
-        return caches is not None and all(is_described(cache, spec.labels, spec.name) for cache in caches)
+        return caches is not None and not any(changes_of(cache, spec.labels, spec.name) for cache in caches)
 
     def _open(self, key: _Key, spec: CreateCache, body: bytes) -> RequestRecord:
         self.store.admit(key.tenant)

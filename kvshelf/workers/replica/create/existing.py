@@ -3,45 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from kvshelf.errors import EtagMismatch, InvalidRequest
 from kvshelf.store.base import Store
 from kvshelf.store.checks import LABEL_LIMIT
 from kvshelf.store.manifest import Manifest
+from kvshelf.store.types import UNSET, Unset
 
 
-def described(store: Store, manifest: Manifest, labels: Mapping[str, str], name: str) -> Manifest:
-    """Adds the labels of its newest request to an existing cache, and gives it the name, unless that is empty.
+def as_requested(
+    store: Store,
+    manifest: Manifest,
+    *,
+    labels: Mapping[str, str] | None = None,
+    name: str = "",
+    expires_at: float | Unset | None = UNSET,
+) -> Manifest:
+    """An existing cache with what its newest request says: the labels beside its own, the name unless that is empty,
+    and a life until `expires_at` (None: for ever), which is never shortened.
 
     Changes that others make at the same time stay. Raises `InvalidRequest` if the cache would have too many labels.
     """
-    while not is_described(manifest, labels, name):
-        joined = _joined(manifest.labels, labels)
-        if len(joined) > LABEL_LIMIT:
+    while changes := changes_of(manifest, labels or {}, name, expires_at):
+        if len(changes.get("labels", ())) > LABEL_LIMIT:
             raise InvalidRequest(
-                f"cache {manifest.id} has {len(manifest.labels)} labels and would have {len(joined)} with these; at "
-                f"most {LABEL_LIMIT} are possible, so take some off first",
+                f"cache {manifest.id} has {len(manifest.labels)} labels and would have {len(changes['labels'])} with "
+                f"these; at most {LABEL_LIMIT} are possible, so take some off first",
                 param="labels",
             )
-        seen, name_now = [manifest.revision], name or manifest.name
         try:
-            return store.update(manifest.id, tenant=manifest.tenant, if_revision=seen, labels=joined, name=name_now)
+            return store.update(manifest.id, tenant=manifest.tenant, if_revision=[manifest.revision], **changes)
         except EtagMismatch:  # it was changed since it was read
             manifest = store.stat(manifest.id, tenant=manifest.tenant)
     return manifest
 
 
-def is_described(manifest: Manifest, labels: Mapping[str, str], name: str) -> bool:
-    """Whether an existing cache has the labels and the name of a request."""
-    return _joined(manifest.labels, labels) == manifest.labels and name in ("", manifest.name)
-
-
-def prolonged(store: Store, manifest: Manifest, ttl_s: float | None, expires_at: float | None) -> Manifest:
-    """Extends the life of an existing cache to what its newest request asks for; never shortens it."""
-    have, want = manifest.expires_at, store.expiry(ttl_s, expires_at)
-    if have is None or (want is not None and want <= have):
-        return manifest
-    return store.update(manifest.id, tenant=manifest.tenant, expires_at=want)
+def changes_of(
+    manifest: Manifest, labels: Mapping[str, str], name: str, expires_at: float | Unset | None = UNSET
+) -> dict[str, Any]:
+    """What a request changes of an existing cache, as arguments of `Store.update`; nothing where it is as requested."""
+    changes: dict[str, Any] = {}
+    if (joined := _joined(manifest.labels, labels)) != manifest.labels:
+        changes["labels"] = joined
+    if name not in ("", manifest.name):
+        changes["name"] = name
+    have = manifest.expires_at
+    if not isinstance(expires_at, Unset) and have is not None and (expires_at is None or expires_at > have):
+        changes["expires_at"] = expires_at
+    return changes
 
 
 def _joined(had: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:

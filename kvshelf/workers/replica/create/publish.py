@@ -15,7 +15,7 @@ from kvshelf.workers.engine.engine import Compression
 from kvshelf.workers.engine.inputs.job import Level
 from kvshelf.workers.engine.quality import VERSION
 from kvshelf.workers.replica.create.auto import Choice, Selection
-from kvshelf.workers.replica.create.existing import described, prolonged
+from kvshelf.workers.replica.create.existing import as_requested
 from kvshelf.workers.replica.create.spec import source_of
 
 
@@ -109,7 +109,8 @@ class Publisher:
             judged=judged,
             parent_id=self.parent_id,
         )
-        manifest = described(self.store, manifest, self.spec.labels, self.spec.name)  # another process may have put it
+        # Another process may have put it meanwhile.
+        manifest = as_requested(self.store, manifest, labels=self.spec.labels, name=self.spec.name)
         newest = Judgement(quality=judged.quality or manifest.quality, tried=judged.tried or manifest.tried)
         if (newest.quality, newest.tried) == (manifest.quality, manifest.tried):
             return manifest
@@ -118,8 +119,8 @@ class Publisher:
     def as_asked(self, manifest: Manifest) -> Manifest:
         """An existing cache with what this request adds: labels, a name, a later expiry, a kept source or more time
         for it."""
-        manifest = described(self.store, manifest, self.spec.labels, self.spec.name)
-        manifest = prolonged(self.store, manifest, self.spec.ttl_s, self.spec.expires_at)
+        spec, until = self.spec, self.store.expiry(self.spec.ttl_s, self.spec.expires_at)
+        manifest = as_requested(self.store, manifest, labels=spec.labels, name=spec.name, expires_at=until)
         if self.source is not None:
             keep = self.store.keep_source
             manifest = keep(manifest.id, self.source, tenant=manifest.tenant, ttl_s=self.source_ttl_s)
