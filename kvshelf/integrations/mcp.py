@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, Final, ParamSpec, TypeVar
@@ -47,7 +48,9 @@ Ratio = Annotated[
     float | None,
     Field(ge=0, lt=1, description="The share of the cache to remove: 0.75 keeps a quarter. Leave it out if unsure."),
 ]
-Ttl = Annotated[float | None, Field(gt=0, description="Seconds until the document is removed. Left out: it stays.")]
+Ttl = Annotated[
+    float | None, Field(gt=0, description="Seconds until the document is removed. Left out: the service decides.")
+]
 CacheId = Annotated[str, Field(description="A cache id (kvs_...), from put, search or list.")]
 
 
@@ -110,139 +113,19 @@ def serve(url: str | None, address: str | None, files: Path | None) -> None:
 
 def build(url: str | None, *, over_http: bool = False, files: Path | None = None) -> MCPServer[Any]:
     """The server. over_http: the key is that of each request, not that of this process."""
+    if files is not None and not files.is_dir():
+        raise InvalidRequest(f"--files {files} is not a folder", param="files")
     server: MCPServer[Any] = MCPServer(
         "kvshelf", version=kvshelf.__version__, instructions=_INSTRUCTIONS, log_level="INFO" if over_http else "WARNING"
     )
-    reads = ToolAnnotations(read_only_hint=True)
+    tools = _Tools(url, over_http, files)
     adds = ToolAnnotations(destructive_hint=False, idempotent_hint=True)
-
-    def connected(ctx: Context[Any, Any]) -> AsyncClient:
-        return AsyncClient(url, api_key=_bearer(ctx.headers or {}) if over_http else None)
-
-    async def put_one(ctx: Context[Any, Any], **fields: Any) -> Stored:
-        """Store a document, and tell the caller how far it is."""
-        made: CacheObject | list[CacheObject] | None = None
-        async with connected(ctx) as client:
-            told = 0
-            async for event in client.caches.create_events(**fields):
-                if isinstance(event, CreationProgress):
-                    told += 1  # of all phases: progress must never fall
-                    await ctx.report_progress(told, message=f"{event.phase} {event.done} of {event.total}")
-                else:
-                    made = event
-        assert isinstance(made, CacheObject)  # one document at one level
-        return Stored.of(made)
-
-    @server.tool(annotations=adds)
-    @_named_errors
-    async def put(
-        ctx: Context[Any, Any],
-        text: Text,
-        name: Name = "",
-        labels: Labels = None,
-        policy: Policy = None,
-        compression_ratio: Ratio = None,
-        ttl_s: Ttl = None,
-    ) -> Stored:
-        """Store a text, so that `ask` can answer questions about it at any time without reading it again.
-
-        Use it for a long text that will be asked about more than once. A text that is already stored costs nothing, and
-        gets the name and labels that you give. A long text takes minutes.
-        """
-        fields = {"policy": policy, "compression_ratio": compression_ratio, "ttl_s": ttl_s}
-        return await put_one(ctx, document=text, name=name, labels=labels, **fields)
-
-    async def put_file(
-        ctx: Context[Any, Any],
-        path: Annotated[str, Field(description="The file's path: absolute, or relative to the folder of files.")],
-        name: Annotated[str | None, Field(description="A short name. Left out: the name of the file.")] = None,
-        labels: Labels = None,
-        policy: Policy = None,
-        compression_ratio: Ratio = None,
-        ttl_s: Ttl = None,
-    ) -> Stored:
-        """Store a file of the user's folder (UTF-8 text, PDF or HTML), as `put` stores a text. You need not read it."""
-        assert files is not None
-        file = _inside(files, path)
-        fields = {"policy": policy, "compression_ratio": compression_ratio, "ttl_s": ttl_s}
-        return await put_one(ctx, file=file, name=file.name if name is None else name, labels=labels, **fields)
-
-    if files is not None:
-        if not files.is_dir():
-            raise InvalidRequest(f"--files {files} is not a folder", param="files")
-        server.add_tool(_named_errors(put_file), annotations=adds)
-
-    @server.tool(annotations=reads)
-    @_named_errors
-    async def ask(
-        ctx: Context[Any, Any],
-        cache_ids: Annotated[
-            list[str],
-            Field(min_length=1, max_length=64, description="The documents to ask together: cache ids (kvs_...)."),
-        ],
-        question: Annotated[str, Field(min_length=1, description="One question that stands alone.")],
-        max_tokens: Annotated[int, Field(ge=1, description="The longest answer, in tokens.")] = 256,
-    ) -> Answer:
-        """Ask one stored document, or several together, and get the answer of the service's own language model.
-
-        It sees these documents and this question, nothing of your conversation. `sources` says how much each counted.
-        """
-        async with connected(ctx) as client:
-            said = await client.caches.query(cache_ids, question, max_tokens=max_tokens)
-        return Answer(
-            text=said.text,
-            finish_reason=said.finish_reason,
-            sources=said.sources,
-            cached_tokens=said.usage.cache_read_tokens,
-            answer_tokens=said.usage.completion_tokens,
-        )
-
-    @server.tool(annotations=reads)
-    @_named_errors
-    async def search(
-        ctx: Context[Any, Any],
-        question: Annotated[str, Field(min_length=1, description="A question, or words of one.")],
-        labels: Annotated[dict[str, str] | None, Field(description="Only documents with all of these labels.")] = None,
-        limit: Annotated[int, Field(ge=1, le=64, description="Most documents to name.")] = 5,
-    ) -> SearchList:
-        """Find the stored documents that hold most of a question's words, the best first. Then `ask` the best of them.
-
-        It compares words, not meanings. Scores of one search can be compared with each other only.
-        """
-        async with connected(ctx) as client:
-            return await client.caches.search(question, labels=labels, limit=limit)
-
-    @server.tool(name="list", annotations=reads)
-    @_named_errors
-    async def list_documents(
-        ctx: Context[Any, Any],
-        labels: Annotated[dict[str, str] | None, Field(description="Only documents with all of these labels.")] = None,
-        name: Annotated[str | None, Field(description="Only documents with exactly this name.")] = None,
-        limit: Annotated[int, Field(ge=1, le=100, description="Most documents to list.")] = 20,
-        after: Annotated[str | None, Field(description="`next` of the page before.")] = None,
-    ) -> Listed:
-        """List the stored documents, the newest first, with their cache ids, names, labels and sizes."""
-        found: list[CacheObject] = []
-        async with connected(ctx) as client:
-            pages = client.caches.list(labels=labels, name=name, limit=limit + 1, after=after)
-            async for cache in pages:  # one more than the page, to know whether any follow
-                found.append(cache)
-                if len(found) > limit:
-                    break
-        page = found[:limit]
-        return Listed(documents=[Stored.of(cache) for cache in page], next=page[-1].id if found[limit:] else None)
-
-    @server.tool(annotations=ToolAnnotations(destructive_hint=True))
-    @_named_errors
-    async def delete(
-        ctx: Context[Any, Any],
-        cache_id: CacheId,
-        cascade: Annotated[bool, Field(description="Also delete the documents that extend this one.")] = False,
-    ) -> Deleted:
-        """Delete a stored document for good. Do so only if the user asks for it."""
-        async with connected(ctx) as client:
-            return await client.caches.delete(cache_id, cascade=cascade)
-
+    reads = ToolAnnotations(read_only_hint=True)
+    for add in [tools.put] if files is None else [tools.put, tools.put_file]:
+        server.add_tool(add, annotations=adds)
+    for read in (tools.ask, tools.search, tools.list):
+        server.add_tool(read, annotations=reads)
+    server.add_tool(tools.delete, annotations=ToolAnnotations(destructive_hint=True))
     return server
 
 
@@ -261,6 +144,139 @@ def _named_errors(tool: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
     return named
 
 
+@dataclass(frozen=True)
+class _Tools:
+    """The tools; their names and docstrings are what an assistant reads."""
+
+    url: str | None
+    over_http: bool
+    files: Path | None
+
+    @_named_errors
+    async def put(
+        self,
+        ctx: Context[Any, Any],
+        text: Text,
+        name: Name = "",
+        labels: Labels = None,
+        policy: Policy = None,
+        compression_ratio: Ratio = None,
+        ttl_s: Ttl = None,
+    ) -> Stored:
+        """Store a text, so that `ask` can answer questions about it at any time without reading it again.
+
+        Use it for a long text that will be asked about more than once. A text that is already stored costs nothing, and
+        gets the name and labels that you give. A long text takes minutes.
+        """
+        fields = {"policy": policy, "compression_ratio": compression_ratio, "ttl_s": ttl_s}
+        return await self._put(ctx, document=text, name=name, labels=labels, **fields)
+
+    @_named_errors
+    async def put_file(
+        self,
+        ctx: Context[Any, Any],
+        path: Annotated[str, Field(description="The file's path: absolute, or relative to the folder of files.")],
+        name: Annotated[str | None, Field(description="A short name. Left out: the name of the file.")] = None,
+        labels: Labels = None,
+        policy: Policy = None,
+        compression_ratio: Ratio = None,
+        ttl_s: Ttl = None,
+    ) -> Stored:
+        """Store a file of the user's folder (UTF-8 text, PDF or HTML), as `put` stores a text. You need not read it."""
+        assert self.files is not None
+        file = _inside(self.files, path)
+        fields = {"policy": policy, "compression_ratio": compression_ratio, "ttl_s": ttl_s}
+        return await self._put(ctx, file=file, name=file.name if name is None else name, labels=labels, **fields)
+
+    @_named_errors
+    async def ask(
+        self,
+        ctx: Context[Any, Any],
+        cache_ids: Annotated[
+            list[str],
+            Field(min_length=1, max_length=64, description="The documents to ask together: cache ids (kvs_...)."),
+        ],
+        question: Annotated[str, Field(min_length=1, description="One question that stands alone.")],
+        max_tokens: Annotated[int, Field(ge=1, description="The longest answer, in tokens.")] = 256,
+    ) -> Answer:
+        """Ask one stored document, or several together, and get the answer of the service's own language model.
+
+        It sees these documents and this question, nothing of your conversation. `sources` says how much each counted.
+        """
+        async with self._client(ctx) as client:
+            said = await client.caches.query(cache_ids, question, max_tokens=max_tokens)
+        return Answer(
+            text=said.text,
+            finish_reason=said.finish_reason,
+            sources=said.sources,
+            cached_tokens=said.usage.cache_read_tokens,
+            answer_tokens=said.usage.completion_tokens,
+        )
+
+    @_named_errors
+    async def search(
+        self,
+        ctx: Context[Any, Any],
+        question: Annotated[str, Field(min_length=1, description="A question, or words of one.")],
+        labels: Annotated[dict[str, str] | None, Field(description="Only documents with all of these labels.")] = None,
+        limit: Annotated[int, Field(ge=1, le=64, description="Most documents to name.")] = 5,
+    ) -> SearchList:
+        """Find the stored documents that hold most of a question's words, the best first. Then `ask` the best of them.
+
+        It compares words, not meanings. Scores of one search can be compared with each other only.
+        """
+        async with self._client(ctx) as client:
+            return await client.caches.search(question, labels=labels, limit=limit)
+
+    @_named_errors
+    async def list(
+        self,
+        ctx: Context[Any, Any],
+        labels: Annotated[dict[str, str] | None, Field(description="Only documents with all of these labels.")] = None,
+        name: Annotated[str | None, Field(description="Only documents with exactly this name.")] = None,
+        limit: Annotated[int, Field(ge=1, le=100, description="Most documents to list.")] = 20,
+        after: Annotated[str | None, Field(description="`next` of the page before.")] = None,
+    ) -> Listed:
+        """List the stored documents, the newest first, with their cache ids, names, labels and sizes."""
+        found: list[CacheObject] = []
+        async with self._client(ctx) as client:
+            pages = client.caches.list(labels=labels, name=name, limit=limit + 1, after=after)
+            async for cache in pages:  # one more than the page, to know whether any follow
+                found.append(cache)
+                if len(found) > limit:
+                    break
+        page = found[:limit]
+        return Listed(documents=[Stored.of(cache) for cache in page], next=page[-1].id if found[limit:] else None)
+
+    @_named_errors
+    async def delete(
+        self,
+        ctx: Context[Any, Any],
+        cache_id: CacheId,
+        cascade: Annotated[bool, Field(description="Also delete the documents that extend this one.")] = False,
+    ) -> Deleted:
+        """Delete a stored document for good. Do so only if the user asks for it."""
+        async with self._client(ctx) as client:
+            return await client.caches.delete(cache_id, cascade=cascade)
+
+    async def _put(self, ctx: Context[Any, Any], **fields: Any) -> Stored:
+        """Store a document, and tell the caller how far it is."""
+        made: CacheObject | list[CacheObject] | None = None
+        async with self._client(ctx) as client:
+            told = 0
+            async for event in client.caches.create_events(**fields):
+                if isinstance(event, CreationProgress):
+                    told += 1  # of all phases: progress must never fall
+                    await ctx.report_progress(told, message=f"{event.phase} {event.done} of {event.total}")
+                else:
+                    made = event
+        assert isinstance(made, CacheObject)  # one document at one level
+        return Stored.of(made)
+
+    def _client(self, ctx: Context[Any, Any]) -> AsyncClient:
+        return AsyncClient(self.url, api_key=_bearer(ctx.headers or {}) if self.over_http else None)
+
+
 def _refusal(error: KvshelfError) -> CallToolResult:
     fields = {"code": error.code, "type": error.type, "message": error.message, "param": error.param}
     text = TextContent(type="text", text=f"{error.code}: {error.message}")
@@ -277,7 +293,7 @@ def _bearer(headers: Mapping[str, str]) -> str:
 def _inside(folder: Path, path: str) -> Path:
     """A file of the folder. Raises `InvalidRequest` for any other, also behind a link that leads out of the folder."""
     root = folder.resolve()
-    file = (root / Path(path).expanduser()).resolve()
+    file = (root / path).resolve()
     if not file.is_relative_to(root):
         raise InvalidRequest(f"{path!r} is not in {root}, the folder of --files", param="path")
     if not file.is_file():
