@@ -201,6 +201,7 @@ async def test_over_stdio(bundled_service: str, tmp_path: Path) -> None:
         assert (again["cache_id"], again["existing"], again["labels"]) == (file["cache_id"], True, labels)
 
 
+@pytest.mark.slow
 async def test_over_http_only_this_machine_s_pages_and_programs_are_served(bundled_service: str) -> None:
     with http_server(bundled_service) as address:
         async with over_http(address) as client:
