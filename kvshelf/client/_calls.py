@@ -248,7 +248,8 @@ def create_cache(
     respond_async: bool = False,
     **fields: Unpack[CreateFields],
 ) -> Call[api.CacheObject] | Call[Levels] | Call[api.RequestObject]:
-    """Compress a document and put it on the shelf; a cache that is there already comes back with `existing` true.
+    """Compress a document and put it on the shelf; a cache that is there already comes back with `existing` true,
+    and gets the `labels` and the `name` that are given.
 
     One of `document` (text), `messages`, `token_ids` and `file` (a path), and as keywords `model`, `layout`,
     `policy`, `policy_params`, `compression_ratio` (the fraction removed) or `budget_tokens`, `codec`, `ttl_s` or
