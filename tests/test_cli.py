@@ -271,6 +271,7 @@ def light() -> str:
     [
         (["policies"], "kvzip"),
         (["policies", "kvzip"], "PARAMETER"),
+        (["suffixes"], "lagkv"),
         (["plan", "--policy", "kvzip"], "tokens a second, each GPU"),
         (["plan", "--model", "qwen3-8b", "--codec", "klt", "--gpus", "8", "--simulate"], "A RUN ON PAPER"),
         (["plan", "--home", "objects", "--simulate"], "PUT requests to S3"),
@@ -289,6 +290,12 @@ def test_a_plan_of_a_model_that_must_be_read_says_what_it_needs(light: str) -> N
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode != 0
     assert "kvshelf plan --model kvshelf-tiny needs 'torch', which is not installed" in done.stderr
+
+
+def test_mcp_without_its_extra_says_what_to_install(light: str) -> None:
+    done = subprocess.run([sys.executable, "-c", light, "mcp"], capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert re.search(r"kvshelf mcp needs 'mcp', which is not installed; run: pip install .*\[mcp\]", done.stderr)
 
 
 def test_print_config_shows_options_over_variables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -385,6 +385,20 @@ def test_an_answer_that_reads_a_part(report: Path) -> None:
     assert "did you mean 'quest'" in " ".join(refused.stderr.split())
 
 
+def test_an_answer_in_a_shape(report: Path, tmp_path: Path) -> None:
+    cache_id = run("put", report, "--policy", "full").stdout.strip()
+    schema = tmp_path / "schema.json"
+    of_one = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"]}
+    schema.write_text(json.dumps(of_one | {"additionalProperties": False}))
+    assert run("ask", cache_id, QUESTION, "--schema", schema).stdout in ('{"yes": true}\n', '{"yes": false}\n')
+    assert run("ask", cache_id, QUESTION, "--choice", "left", "--choice", "right").stdout.strip() in ("left", "right")
+    grammar = tmp_path / "grammar.lark"
+    grammar.write_text("start: missing")
+    assert "missing" in run("ask", cache_id, QUESTION, "--grammar", grammar, code=2).stderr
+    nowhere = run("ask", cache_id, QUESTION, "--schema", tmp_path / "none.json", code=2)
+    assert "cannot be read" in " ".join(nowhere.stderr.split())
+
+
 def test_a_question_goes_to_the_nearest_episode(tmp_path: Path) -> None:
     talk = tmp_path / "talk.txt"
     about = [

@@ -305,8 +305,10 @@ def test_the_rule_sees_dangerous_calls(source: str) -> None:
 def test_stores_and_callers_of_replicas_need_no_torch() -> None:
     """It takes seconds and 200 MiB, in the front end before Ray starts and in every process that advances a batch."""
     program = """
-import sys, kvshelf.client, kvshelf.corpus.run.pipeline, kvshelf.service.jobs.background, kvshelf.store.url
+import sys, kvshelf.client, kvshelf.integrations.mcp
+print({"fastapi", "ray", "torch"} & set(sys.modules))
+import kvshelf.corpus.run.pipeline, kvshelf.service.jobs.background, kvshelf.store.url
 print({"torch", "transformers"} & set(sys.modules))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=240)
-    assert done.stdout == "set()\n"
+    assert done.stdout == "set()\nset()\n"

@@ -1,9 +1,9 @@
 """The types of POST /v1/chat/completions: OpenAI's request and response, plus `cache_id` or `cache_ids`, and `sources`.
 What its request has in common with that of `responses`, too.
 
-The service accepts OpenAI's fields that it does not support only with a value that changes nothing (`n` of 1, no tools,
-penalties of 0) and refuses any other value, rather than ignore it. Two defaults differ from OpenAI's: `temperature` is
-0, as in a query, and an answer ends after 256 tokens.
+The service accepts OpenAI's fields that it does not support only with a value that changes nothing (no tools, penalties
+of 0) and refuses any other value, rather than ignore it. Two defaults differ from OpenAI's: `temperature` is 0, as in a
+query, and an answer ends after 256 tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from kvshelf.api.queries import Asking, Remade, Select, Source, SuffixOptions, require_storable
+from kvshelf.api.shapes import Answers, Choices, Grammar, Logprob, ResponseFormat, TopLogprobs, require_one_shape
 from kvshelf.api.strict import (
     MAX_MESSAGES,
     CacheIds,
@@ -44,17 +45,13 @@ _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "logit_bias": ({},),
-    "logprobs": (False,),
     "modalities": (["text"],),
-    "n": (1,),
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "presence_penalty": (0,),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
 }
 """OpenAI's unsupported fields, each with the values besides null that change nothing."""
 
@@ -126,7 +123,7 @@ class OpenAIRequest(RequestBody):
             raise misuse("select.passages", "this answer has no passages; ask POST /v1/caches/{id}/query instead")
         return self
 
-    def _asking(self, messages: list[Message], max_tokens: int, *, store: bool) -> Asking:
+    def _asking(self, messages: list[Message], max_tokens: int, *, store: bool, **more: Any) -> Asking:
         return Asking(
             messages=messages,
             max_tokens=max_tokens,
@@ -140,20 +137,28 @@ class OpenAIRequest(RequestBody):
             ttl_s=self.ttl_s,
             tool=self.tool,
             on_miss=self.on_miss,
+            **more,
         )
 
 
 class ChatCompletionRequest(OpenAIRequest):
     """OpenAI's body plus either `cache_id`, the stored cache to ask, or `cache_ids`, several to ask together, `select`,
     what the answer reads of them, `suffix`, what stays in memory of the answer itself, and `tool`, the tool that it
-    calls, as in a query. With `store` the turn is kept behind the cache, for `ttl_s` seconds or as long as the cache; a
-    later request with the whole conversation goes on from there."""
+    calls, as in a query; `grammar` and `choices` say what the answer must be, as OpenAI's `response_format`. With
+    `store` the turn is kept behind the cache, for `ttl_s` seconds or as long as the cache; a later request with the
+    whole conversation goes on from there."""
 
     model_config = ConfigDict(json_schema_extra=one_of(cache_id="string", cache_ids="array"))
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
+    n: Answers | None = None
+    response_format: ResponseFormat | None = None
+    grammar: Grammar | None = None
+    choices: Choices | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
     stream_options: StreamOptions | None = None
 
     @model_validator(mode="before")
@@ -167,13 +172,27 @@ class ChatCompletionRequest(OpenAIRequest):
             raise misuse("max_completion_tokens", "give max_tokens or max_completion_tokens, not both")
         if self.stream_options is not None and not self.stream:
             raise misuse("stream_options", "stream_options is only allowed with stream: true")
+        require_one_shape(self)
+        for name in ("store", "tool"):
+            if (self.n or 1) > 1 and getattr(self, name):
+                raise misuse("n", f"{name} is of one answer; leave n out")
         return self
 
     @property
     def asking(self) -> Asking:
         """The question that the body asks."""
         limit = self.max_completion_tokens or self.max_tokens or DEFAULT_MAX_TOKENS
-        return self._asking([message.plain() for message in self.messages], limit, store=bool(self.store))
+        return self._asking(
+            [message.plain() for message in self.messages],
+            limit,
+            store=bool(self.store),
+            response_format=self.response_format,
+            grammar=self.grammar,
+            choices=self.choices,
+            logprobs=bool(self.logprobs),
+            top_logprobs=self.top_logprobs,
+            n=self.n or 1,
+        )
 
 
 class PromptTokensDetails(ResponseBody):
@@ -200,10 +219,15 @@ class AssistantMessage(ResponseBody):
     refusal: None = None
 
 
+class ChoiceLogprobs(ResponseBody):
+    content: list[Logprob]
+    refusal: None = None
+
+
 class ChatChoice(ResponseBody):
     index: int = 0
     message: AssistantMessage
-    logprobs: None = None
+    logprobs: ChoiceLogprobs | None = None
     finish_reason: FinishReason
 
 
@@ -231,13 +255,14 @@ class Delta(ResponseBody):
 class ChunkChoice(ResponseBody):
     index: int = 0
     delta: Delta
-    logprobs: None = None
+    logprobs: ChoiceLogprobs | None = None
     finish_reason: FinishReason | None = None
 
 
 class ChatCompletionChunk(ResponseBody):
-    """One event of a streamed completion. The one with the `finish_reason` has what else a `ChatCompletion` has beside
-    OpenAI's fields. With `include_usage` the last event has the usage and no choice."""
+    """One event of a streamed completion. Of each choice, the one with the `finish_reason` has the `logprobs` of all
+    its tokens, and what else a `ChatCompletion` has beside OpenAI's fields. With `include_usage` the last event has the
+    usage and no choice."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
+from kvshelf.api.shapes import Answers, Choices, Grammar, Logprob, ResponseFormat, TopLogprobs, require_one_shape
 from kvshelf.api.strict import (
     CacheIds,
     FinishReason,
@@ -75,6 +76,14 @@ class Asking(RequestBody):
     top_p: TopP = 1.0
     seed: Seed | None = None
     stop: Stops | None = None
+    response_format: ResponseFormat | None = Field(
+        None, description="json_schema: the answer is JSON that fits the schema; json_object: any JSON object"
+    )
+    grammar: Grammar | None = Field(None, description="the answer fits this grammar, in llguidance's Lark dialect")
+    choices: Choices | None = Field(None, description="the answer is one of these texts")
+    logprobs: bool = Field(False, description="tell how likely each token of the answer was")
+    top_logprobs: TopLogprobs | None = Field(None, description="with logprobs: so many of the likeliest tokens, too")
+    n: Answers = Field(1, description="answers to each prompt; with a seed, the next ones have the next seeds")
     stream: bool = False
     select: Select | None = None
     suffix: SuffixOptions | None = None
@@ -102,7 +111,16 @@ class Asking(RequestBody):
         require_storable(store=self.store, ttl_s=self.ttl_s, select=self.select, suffix=self.suffix)
         if self.tool is not None and isinstance(self.prompt, list):
             raise misuse("tool", "a tool is called by one answer; send the prompt whose answer calls it alone")
+        require_one_shape(self)
+        for name in ("stream", "store", "tool"):
+            if self.n > 1 and getattr(self, name):
+                raise misuse("n", f"{name} is of one answer; leave n out")
         return self
+
+    @property
+    def several(self) -> bool:
+        """Whether the answer is a list."""
+        return isinstance(self.prompt, list) or self.n > 1
 
 
 class Query(Asking):
@@ -224,7 +242,8 @@ class ReadShares(ResponseBody):
 
 class Answered(ResponseBody):
     """What an answer says, whichever caches were asked. `load_ms`: until the slowest of them was in memory.
-    `passages`: what it read of each document, in their order, present only if `select.passages` asks for it."""
+    `passages`: what it read of each document, in their order, present only if `select.passages` asks for it.
+    `logprobs`: of each token of the text, present only if asked for."""
 
     id: str
     object: Literal["answer"] = "answer"
@@ -233,6 +252,7 @@ class Answered(ResponseBody):
     usage: Usage
     load_ms: float
     passages: list[ReadShares] | None = None
+    logprobs: list[Logprob] | None = None
 
 
 class AnswerObject(Answered):

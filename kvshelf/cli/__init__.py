@@ -46,6 +46,7 @@ for command in (
     demo.demo,
     demo.sample,
     serve.serve,
+    serve.mcp,
     caches.put,
     caches.append,
     caches.search,

@@ -246,6 +246,15 @@ def ask(
     top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens with this total probability.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer. May be repeated.")] = None,
+    schema: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The answer is JSON that fits the JSON schema in this file.")
+    ] = None,
+    grammar: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The answer fits the grammar in this file, in Lark.")
+    ] = None,
+    choice: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="The answer is one of these texts. May be repeated.")
+    ] = None,
     select: Annotated[
         str | None, typer.Option(help="Read only what this selector chooses for the question; see `kvshelf selectors`.")
     ] = None,
@@ -284,6 +293,7 @@ def ask(
     """
     fields: Any = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
     fields["tool"] = tool
+    fields |= _shape(schema, grammar, choice)
     fields["select"] = _select(select, select_tokens, select_param, passages)
     fields["suffix"] = _suffix(suffix, suffix_budget, suffix_param)
     if route is not None:
@@ -335,6 +345,20 @@ def _ask_together(client: Client, named: Sequence[Named], question: str, fields:
         references = {id: reference for reference, id in named} if len(named) > 1 else None
         _print_passages(client, stream.answer, references)
     _common.notes.print(_cost(stream.answer), style="dim")
+
+
+def _shape(schema: Path | None, grammar: Path | None, choices: list[str] | None) -> dict[str, Any]:
+    fields: dict[str, Any] = {"choices": choices or None}
+    try:
+        if schema is not None:
+            wrapped = {"name": "answer", "schema": json.loads(schema.read_text("utf-8"))}
+            fields["response_format"] = {"type": "json_schema", "json_schema": wrapped}
+        if grammar is not None:
+            fields["grammar"] = grammar.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        hint = "--grammar" if grammar is not None and schema is None else "--schema"
+        raise typer.BadParameter(f"cannot be read: {error}", param_hint=hint) from error
+    return fields
 
 
 def _select(method: str | None, tokens: int | None, params: list[str] | None, passages: bool) -> dict[str, Any] | None:

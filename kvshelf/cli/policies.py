@@ -136,12 +136,12 @@ def _found(url: str | None, group: str, *, as_json: bool) -> list[Any]:
     from kvshelf.workers.suffixes import info as suffixes
 
     homes: dict[str, tuple[type[BaseModel], Callable[[], Iterable[Any]], str]] = {
-        "policies": (api.PolicyObject, policies.catalog, "policies"),
-        "selectors": (api.SelectorObject, selectors.catalog, "selectors or policies"),
-        "suffix_policies": (api.SuffixPolicyObject, suffixes.catalog, "suffix policies"),
+        "policies": (api.PolicyObject, policies.catalog, "policies, beside policies"),
+        "selectors": (api.SelectorObject, selectors.catalog, "selectors, beside selectors or policies"),
+        "suffix_policies": (api.SuffixPolicyObject, suffixes.catalog, "suffixes, beside suffix policies"),
     }
-    listed, catalog, others = homes[group]
-    with needs_extra("serve", purpose=f"kvshelf {group}, beside {others} of other packages,"):
+    listed, catalog, purpose = homes[group]
+    with needs_extra("serve", purpose=f"kvshelf {purpose} of other packages,"):
         return [listed.model_validate(info.to_dict()) for info in catalog()]
 
 

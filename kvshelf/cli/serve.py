@@ -1,4 +1,4 @@
-"""serve, vllm-proxy: run the service, or a proxy before vLLM servers, in the foreground."""
+"""serve, vllm-proxy, mcp: run the service, a proxy before vLLM servers, or a server of MCP, in the foreground."""
 
 from __future__ import annotations
 
@@ -107,3 +107,27 @@ def vllm_proxy(
             port=port,
         )
         run(settings, upstream, model)
+
+
+def mcp(
+    http: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Listen there, at the path /mcp, instead of on stdin; each caller sends its API key.",
+        ),
+    ] = None,
+    files: Annotated[
+        Path | None, typer.Option(help="Let the assistant put files of this folder on the shelf. Only without --http.")
+    ] = None,
+    url: _options.Url = None,
+) -> None:
+    """Give assistants the shelf of a running service, by the Model Context Protocol.
+
+    An assistant can put documents on the shelf, ask, search, list and delete them. It starts this command itself and
+    talks to it on stdin and stdout, with the key in KVSHELF_API_KEY; or it connects to --http.
+    """
+    with _common.named_errors(), needs_extra("mcp", purpose="kvshelf mcp"):
+        from kvshelf.integrations.mcp import serve as run
+
+        run(url, http, files)

@@ -133,6 +133,12 @@ class AskFields(TypedDict, total=False):
 
     `suffix` is what stays in memory of question and answer, where it is not all: `{"policy": "lagkv", "budget": 512}`.
 
+    `response_format`, `grammar` or `choices` is what the answer must be: `{"type": "json_schema", "json_schema":
+    {"name": "fact", "schema": {...}}}`, a grammar in llguidance's Lark dialect, or texts of which it is one.
+
+    `logprobs=True` tells how likely each token was, with the `top_logprobs` likeliest beside it. `n` answers are made
+    to each prompt of a list.
+
     `tool` names the tool that the answer calls: while it runs, the caches stay in memory as long as that is worth it.
 
     `on_miss="recompute"` makes a cache again from its kept source if it was evicted, has expired, is corrupt, or is of
@@ -147,6 +153,12 @@ class AskFields(TypedDict, total=False):
     top_p: float | None
     seed: int | None
     stop: str | Sequence[str] | None
+    response_format: Mapping[str, Any] | None
+    grammar: str | None
+    choices: Sequence[str] | None
+    logprobs: bool | None
+    top_logprobs: int | None
+    n: int | None
     select: Mapping[str, Any] | api.Select | None
     suffix: Mapping[str, Any] | api.SuffixOptions | None
     tool: str | None
@@ -236,7 +248,8 @@ def create_cache(
     respond_async: bool = False,
     **fields: Unpack[CreateFields],
 ) -> Call[api.CacheObject] | Call[Levels] | Call[api.RequestObject]:
-    """Compress a document and put it on the shelf; a cache that is there already comes back with `existing` true.
+    """Compress a document and put it on the shelf; a cache that is there already comes back with `existing` true,
+    and gets the `labels` and the `name` that are given.
 
     One of `document` (text), `messages`, `token_ids` and `file` (a path), and as keywords `model`, `layout`,
     `policy`, `policy_params`, `compression_ratio` (the fraction removed) or `budget_tokens`, `codec`, `ttl_s` or
@@ -398,14 +411,16 @@ def query_cache(
 ) -> Call[api.AnswerObject] | Call[Answers] | Call[api.JointAnswer] | Call[JointAnswers]:
     """Ask one question, several independent ones (a list), or continue with chat `messages`.
 
-    A list of questions has a list of answers in the same order. A list of up to 64 ids asks these caches together: each
-    question sees all documents, and the answer's `sources` say what part each had. Keywords: `max_tokens`,
-    `temperature`, `top_p`, `seed`, `stop`, `select`, `suffix`, `tool`, `on_miss`; for one cache `store`, `ttl_s` and
-    `compare`; for several `route`. Raises `CacheNotFound`, `CacheExpired`, `CacheCorrupt`, `ModelMismatch`,
-    `SourceNotKept`, ...
+    A list of questions has a list of answers in the same order, with `n` as many to each. A list of up to 64 ids asks
+    these caches together: each question sees all documents, and the answer's `sources` say what part each had.
+    Keywords: `max_tokens`, `temperature`, `top_p`, `seed`, `stop`, `response_format`, `grammar`, `choices`, `logprobs`,
+    `top_logprobs`, `n`, `select`, `suffix`, `tool`, `on_miss`; for one cache `store`, `ttl_s` and `compare`; for
+    several `route`. Raises `CacheNotFound`, `CacheExpired`, `CacheCorrupt`, `ModelMismatch`, `SourceNotKept`, ...
     """
     path, body = _asked(id, {**fields, "prompt": prompt, "messages": messages})
     several = isinstance(prompt, list | tuple)
+    if (fields.get("n") or 1) > 1 and not several:
+        raise InvalidRequest("n answers are a list; give the prompts as a list, too", param="n")
     if isinstance(id, str) and several:
         return Call("POST", path, lambda response: parse_as(api.AnswerList)(response).data, body=body)
     if isinstance(id, str):

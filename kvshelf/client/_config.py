@@ -74,8 +74,8 @@ class Connection:
     def resolve(
         cls, url: str | None, api_key: str | None, timeouts: Timeouts | None, retries: Retries | None
     ) -> Connection:
-        """`url` falls back to KVSHELF_URL and the local default port, `api_key` to KVSHELF_API_KEY and none."""
-        key = api_key or os.environ.get("KVSHELF_API_KEY")
+        """`url` falls back to KVSHELF_URL and the local default port, `api_key` to KVSHELF_API_KEY; "" is no key."""
+        key = os.environ.get("KVSHELF_API_KEY") if api_key is None else api_key
         return cls(
             base_url=_parse_url(url or os.environ.get("KVSHELF_URL") or DEFAULT_URL),
             headers={"authorization": f"Bearer {key}"} if key else {},

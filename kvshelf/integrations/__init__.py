@@ -1,1 +1,1 @@
-"""Parts of kvshelf that run inside of other engines."""
+"""Parts of kvshelf that run inside of other engines, or speak to other programs."""

@@ -35,4 +35,4 @@ async def pieces_of(question: Question, *, together: bool) -> AsyncGenerator[str
 def ending_of(question: Question, reply: Reply, *, together: bool) -> Ending:
     sources = list(reply.sources) if together else None
     stored = (reply.stored_cache_id, reply.not_stored)
-    return Ending(reply.finish_reason, reply.usage, sources, *stored, question.remade)
+    return Ending(reply.finish_reason, reply.usage, sources, *stored, question.remade, reply.logprobs)

@@ -109,7 +109,7 @@ class EngineClient:
                                 self._created(event, spec.policy, tenant)
                             events.put_nowait(event)
 
-        return _relayed(fetch)
+        return relayed(fetch)
 
     def _created(self, created: Created, policy: str, tenant: str) -> None:
         self.metrics.created(self.model, policy, created)
@@ -141,19 +141,19 @@ class EngineClient:
         return found
 
     async def query(self, caches: str | Sequence[str], query: Asking, *, tenant: str, deadline_s: float) -> list[Reply]:
-        """The answer of a cache, or of several together, to each prompt, in their order. Each prompt takes a turn of
-        its own; the first error ends all."""
-        prompts = query.prompt if isinstance(query.prompt, list) else [query.prompt]
+        """The answers of a cache, or of several together: `query.n` to each prompt, in their order. Each answer takes a
+        turn of its own; the first error ends all."""
+        alone = list(each_alone(query))
         places = asyncio.Semaphore(self._queues["question"].slots)  # a long list leaves others room in the queue
 
-        async def ask(prompt: str | None) -> Reply:
+        async def ask(query: Asking) -> Reply:
             async with places:
-                return await self._ask(caches, query.model_copy(update={"prompt": prompt}), tenant, deadline_s)
+                return await self._ask(caches, query, tenant, deadline_s)
 
         with self.metrics.asking():
             try:
                 async with asyncio.TaskGroup() as group:
-                    asked = [group.create_task(ask(prompt)) for prompt in prompts]
+                    asked = [group.create_task(ask(each)) for each in alone]
             except ExceptionGroup as errors:
                 raise errors.exceptions[0] from None
             replies = [task.result() for task in asked]
@@ -197,7 +197,7 @@ class EngineClient:
             with self.metrics.asking():
                 await fetch(pieces)
 
-        return _relayed(counted)
+        return relayed(counted)
 
     @asynccontextmanager
     async def _turn(self, name: str, tenant: str, deadline_s: float) -> AsyncIterator[tuple[float, Trace]]:
@@ -238,7 +238,7 @@ class EngineClient:
                 span.end()
 
 
-async def _relayed(fetch: Callable[[asyncio.Queue[PieceT | None]], Awaitable[None]]) -> AsyncGenerator[PieceT, None]:
+async def relayed(fetch: Callable[[asyncio.Queue[PieceT | None]], Awaitable[None]]) -> AsyncGenerator[PieceT, None]:
     """What `fetch` puts into its queue, as it comes; a reader that leaves ends the fetching."""
     pieces: asyncio.Queue[PieceT | None] = asyncio.Queue()
     fetching = asyncio.ensure_future(fetch(pieces))
@@ -250,6 +250,14 @@ async def _relayed(fetch: Callable[[asyncio.Queue[PieceT | None]], Awaitable[Non
     finally:
         fetching.cancel()
         await asyncio.gather(fetching, return_exceptions=True)
+
+
+def each_alone(query: Asking) -> Iterator[Asking]:
+    """A query for each answer of one."""
+    for prompt in query.prompt if isinstance(query.prompt, list) else [query.prompt]:
+        for number in range(query.n):
+            seed = None if query.seed is None else (query.seed + number + 2**63) % 2**64 - 2**63
+            yield query.model_copy(update={"prompt": prompt, "n": 1, "seed": seed})
 
 
 def _used(reply: Reply) -> int:

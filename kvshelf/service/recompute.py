@@ -22,7 +22,7 @@ from kvshelf.errors import (
     SourceNotKept,
 )
 from kvshelf.service.access.keys import Caller
-from kvshelf.service.engines import EngineClient
+from kvshelf.service.engines import EngineClient, each_alone
 from kvshelf.service.http.errors import miss_reason
 from kvshelf.service.http.waiting import off_loop
 from kvshelf.service.state import Service
@@ -127,8 +127,12 @@ class Question:
                     raise
                 question = await question.again(miss)
 
+    def each_alone(self) -> list[Question]:
+        """A question for each answer of this one."""
+        return [replace(self, asking=asking) for asking in each_alone(self.asking)]
+
     async def answers(self) -> list[Reply]:
-        """The answer to each prompt."""
+        """The answers to each prompt."""
         deadline_s = self.service.settings.request_deadline_s
         return await self.engine.query(self.cache_ids, self.asking, tenant=self.caller.tenant, deadline_s=deadline_s)
 

@@ -306,11 +306,12 @@ def test_events_that_break_off_are_followed_by_an_ordinary_creation(call: Callab
 
 def test_the_key_goes_into_the_header(call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSHELF_API_KEY", "from-the-environment")
-    service = Script(httpx.Response(200, json=CACHE), httpx.Response(200, json=CACHE))
+    service = Script(*(httpx.Response(200, json=CACHE) for _ in range(3)))
     call(service, retrieve)
     call(service, retrieve, api_key="given")
-    keys = [request.headers["authorization"] for request in service.requests]
-    assert keys == ["Bearer from-the-environment", "Bearer given"]
+    call(service, retrieve, api_key="")
+    keys = [request.headers.get("authorization") for request in service.requests]
+    assert keys == ["Bearer from-the-environment", "Bearer given", None]
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,8 @@ def test_what_cannot_be_asked_is_refused_by_name(
     for path, question in (("completions", {"prompt": "?"}), ("chat/completions", {"messages": QUESTION})):
         several = http.post(f"/v1/{path}", json=question | {"cache_ids": [cache.id]})  # vLLM would ignore the field
         assert (several.status_code, several.json()["error"]["param"]) == (400, "cache_ids")
-    for field, value in (("select", {"method": "quest"}), ("tool", "search"), ("store", True)):
+    not_passed = {"select": {"method": "quest"}, "tool": "search", "store": True, "choices": ["a"], "n": 2}
+    for field, value in not_passed.items():
         other = http.post("/v1/chat/completions", json={"messages": QUESTION, "cache_id": cache.id, field: value})
         assert (other.status_code, other.json()["error"]["param"]) == (400, field)
     past = http.post("/v1/completions", json={"kv_transfer_params": {"kvshelf": {"cache_id": cache.id}}})

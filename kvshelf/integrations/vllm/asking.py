@@ -85,8 +85,8 @@ class Asking:
                 async for event in events:
                     yield event
 
-    async def pieces(self, asked: Asked) -> AsyncGenerator[str | Ending, None]:
-        """The text of one streamed answer, and its ending."""
+    async def pieces(self, asked: Asked) -> AsyncGenerator[tuple[int, str | Ending], None]:
+        """The text of one streamed answer, and its ending, each as of choice 0."""
         reason = usage = None
         with self._counted(asked):
             async with aclosing(self._events(asked)) as events:
@@ -95,8 +95,8 @@ class Asking:
                     for choice in event["choices"]:
                         reason = choice["finish_reason"] or reason
                         if choice["text"]:
-                            yield choice["text"]
-            yield asked.ending(reason, usage)
+                            yield 0, choice["text"]
+            yield 0, asked.ending(reason, usage)
 
     @contextmanager
     def _counted(self, asked: Asked) -> Iterator[None]:

@@ -19,6 +19,7 @@ from pydantic import ConfigDict, Discriminator, Tag, model_validator
 from starlette.types import Receive, Scope, Send
 
 from kvshelf.api.openai import ChatCompletionRequest
+from kvshelf.api.shapes import SHAPES
 from kvshelf.api.strict import (
     ModelName,
     RequestBody,
@@ -72,6 +73,9 @@ _BETWEEN_NEIGHBOURS: Final = frozenset(
 _NOT_WITH_A_CACHE: Final = ("cache_salt", "echo", "prompt_embeds", "suffix", "truncate_prompt_tokens")
 
 
+_SHAPES: Final = (*SHAPES, "logprobs", "n")
+
+
 class CacheCompletion(RequestBody):
     """vLLM's body of `/v1/completions` with `cache_id`. Fields that are not declared here are vLLM's."""
 
@@ -110,6 +114,9 @@ async def chat(request: Request, asking: InAsking, caller: Reader) -> Response:
         return _Passed(request, data)
     body = await off_loop(parse_request, ChatCompletionRequest, data)
     assert body.cache_id is not None
+    for name in _SHAPES:
+        if getattr(body, name) not in (None, False, 1):
+            raise InvalidRequest(f"the proxy does not pass {name} on; ask /v1/completions, in vLLM's terms", param=name)
     query = body.asking
     fields = query.model_dump(include={"max_tokens", "temperature", "top_p", "seed", "stop"}, exclude_none=True)
     if body.stream:
@@ -119,7 +126,7 @@ async def chat(request: Request, asking: InAsking, caller: Reader) -> Response:
     completion = Completion(asked.cache.model)
     if body.stream:
         return await event_stream(request, completion.chunks(asking.pieces(asked), with_usage=wants_usage(body)))
-    return JSONResponse(completion.whole(*await until_hangup(request, asking.text(asked))))
+    return JSONResponse(completion.whole([await until_hangup(request, asking.text(asked))]))
 
 
 @router.post("/v1/completions")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -17,11 +17,13 @@ from kvshelf.api.openai import (
     ChatCompletionChunk,
     ChatCompletionRequest,
     ChatUsage,
+    ChoiceLogprobs,
     ChunkChoice,
     Delta,
     PromptTokensDetails,
 )
 from kvshelf.api.queries import Remade
+from kvshelf.api.shapes import Logprob
 from kvshelf.api.strict import FinishReason
 
 OURS: Final = {"sources", "stored_cache_id", "not_stored", "recomputed"}
@@ -30,7 +32,7 @@ OURS: Final = {"sources", "stored_cache_id", "not_stored", "recomputed"}
 
 class Ending(NamedTuple):
     """What follows the last text of an answer. sources: None where one cache was asked as one. stored_cache_id,
-    not_stored, recomputed: as of a `ChatCompletion`."""
+    not_stored, recomputed: as of a `ChatCompletion`. tokens: how likely each was, if that was asked for."""
 
     finish_reason: FinishReason
     usage: Usage
@@ -38,6 +40,12 @@ class Ending(NamedTuple):
     stored_cache_id: str | None = None
     not_stored: str | None = None
     recomputed: list[Remade] | None = None
+    tokens: list[Logprob] | None = None
+
+    @property
+    def logprobs(self) -> ChoiceLogprobs | None:
+        """In OpenAI's shape."""
+        return None if self.tokens is None else ChoiceLogprobs(content=self.tokens)
 
     @property
     def ours(self) -> dict[str, Any]:
@@ -53,43 +61,56 @@ class Completion:
     id: str = field(default_factory=lambda: "chatcmpl-" + secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, text: str, end: Ending) -> dict[str, Any]:
-        """A `ChatCompletion` as JSON."""
-        choice = ChatChoice(message=AssistantMessage(content=text), finish_reason=end.finish_reason)
+    def whole(self, answers: Sequence[tuple[str, Ending]]) -> dict[str, Any]:
+        """A `ChatCompletion` as JSON. answers: the text of each choice, and its ending."""
+        choices = [
+            ChatChoice(
+                index=index,
+                message=AssistantMessage(content=text),
+                logprobs=end.logprobs,
+                finish_reason=end.finish_reason,
+            )
+            for index, (text, end) in enumerate(answers)
+        ]
+        ours, usage = answers[0][1].ours, _usage([end.usage for _, end in answers])
         completion = ChatCompletion(
-            id=self.id, created=self.created, model=self.model, choices=[choice], usage=_usage(end.usage), **end.ours
+            id=self.id, created=self.created, model=self.model, choices=choices, usage=usage, **ours
         )
-        return completion.model_dump(mode="json", exclude=OURS - end.ours.keys())
+        return completion.model_dump(mode="json", exclude=OURS - ours.keys())
 
     async def chunks(
-        self, pieces: AsyncGenerator[str | Ending, None], *, with_usage: bool
+        self, pieces: AsyncGenerator[tuple[int, str | Ending], None], *, with_usage: bool
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Each `ChatCompletionChunk` as JSON. pieces: of the text, and its ending."""
+        """Each `ChatCompletionChunk` as JSON. pieces: of the text of each choice, by its index, and its ending."""
         # If usage is requested, every chunk but the last has a null `usage`, as in OpenAI's streams.
         extra: dict[str, Any] = {"usage": None} if with_usage else {}
-        started = False
+        started: set[int] = set()
+        ended: list[Usage] = []
         async with aclosing(pieces):
-            async for piece in pieces:
-                if not started:
-                    yield self._chunk(Delta(role="assistant", content="")) | extra
-                    started = True
+            async for index, piece in pieces:
+                if index not in started:
+                    yield self._chunk(ChunkChoice(index=index, delta=Delta(role="assistant", content=""))) | extra
+                    started.add(index)
                 if isinstance(piece, str):
-                    yield self._chunk(Delta(content=piece)) | extra
+                    yield self._chunk(ChunkChoice(index=index, delta=Delta(content=piece))) | extra
                     continue
-                yield self._chunk(Delta(), piece.finish_reason, **piece.ours) | extra
-                if with_usage:
-                    yield self._last(piece.usage)
+                ended.append(piece.usage)
+                reason = piece.finish_reason
+                last = ChunkChoice(index=index, delta=Delta(), logprobs=piece.logprobs, finish_reason=reason)
+                yield self._chunk(last, **piece.ours) | extra
+        if with_usage:
+            yield self._last(ended)
 
-    def _chunk(self, delta: Delta, finish_reason: FinishReason | None = None, **ours: Any) -> dict[str, Any]:
-        choice = ChunkChoice(delta=delta, finish_reason=finish_reason)
+    def _chunk(self, choice: ChunkChoice, **ours: Any) -> dict[str, Any]:
         chunk = ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=[choice], **ours)
         wire = chunk.model_dump(mode="json", exclude={"usage"} | (OURS - ours.keys()))
         # OpenAI's deltas hold only new fields: absent content is left out, not null.
-        wire["choices"][0]["delta"] = delta.model_dump(exclude_none=True)
+        wire["choices"][0]["delta"] = choice.delta.model_dump(exclude_none=True)
         return wire
 
-    def _last(self, usage: Usage) -> dict[str, Any]:
-        chunk = ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=[], usage=_usage(usage))
+    def _last(self, usages: Sequence[Usage]) -> dict[str, Any]:
+        usage = _usage(usages)
+        chunk = ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=[], usage=usage)
         return chunk.model_dump(mode="json", exclude=OURS)
 
 
@@ -98,13 +119,20 @@ def wants_usage(body: ChatCompletionRequest) -> bool:
     return body.stream_options is not None and body.stream_options.include_usage
 
 
-def _usage(usage: Usage) -> ChatUsage:
-    prompt = usage.cache_read_tokens + usage.prefill_tokens
+def _usage(usages: Sequence[Usage]) -> ChatUsage:
+    """Of all choices: they have one prompt, which counts once."""
+    first, answered = usages[0], sum(usage.completion_tokens for usage in usages)
+    prompt = first.cache_read_tokens + first.prefill_tokens
     return ChatUsage(
         prompt_tokens=prompt,
-        completion_tokens=usage.completion_tokens,
-        total_tokens=prompt + usage.completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cache_read_tokens),
-        prefill_token_equivalents=usage.prefill_token_equivalents,
-        prefill_token_equivalents_saved=usage.prefill_token_equivalents_saved,
+        completion_tokens=answered,
+        total_tokens=prompt + answered,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=first.cache_read_tokens),
+        prefill_token_equivalents=_sum(usage.prefill_token_equivalents for usage in usages),
+        prefill_token_equivalents_saved=_sum(usage.prefill_token_equivalents_saved for usage in usages),
     )
+
+
+def _sum(costs: Iterable[float | None]) -> float | None:
+    known = [cost for cost in costs if cost is not None]
+    return sum(known) if known else None

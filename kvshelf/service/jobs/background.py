@@ -35,6 +35,7 @@ from kvshelf.store.artifact.identity import canonical_msgpack
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.requests import REQUEST_ID, RequestRecord, Requests
 from kvshelf.workers.replica.attempts import Standing
+from kvshelf.workers.replica.create.existing import changes_of
 from kvshelf.workers.replica.queues import Rounds
 from kvshelf.workers.replica.results import Created
 
@@ -98,27 +99,33 @@ class Background:
         body = canonical_msgpack(spec.model_dump(mode="json", exclude_defaults=True))
         key = _Key(self.store.requests.request_id(body, tenant=tenant), tenant, spec.model or "")
         note(request=key.id)
-        record = await asyncio.to_thread(self._there, key)
+        record = await asyncio.to_thread(self._there, key, spec)
         if record is None:
             with self._place(key):
-                record = await asyncio.to_thread(self._open, key, body)
+                record = await asyncio.to_thread(self._open, key, spec, body)
         if record.state in ("queued", "running"):
             self._enqueue(key)
         return record
 
-    def _there(self, key: _Key) -> RequestRecord | None:
+    def _there(self, key: _Key, spec: CreateCache) -> RequestRecord | None:
         """The request's record; None if the request is new or must be done again."""
         try:
             record = self.store.requests.get(key.id, tenant=key.tenant)
         except RequestNotFound:
             return None
-        return None if record.state == "failed" or stored_caches(self.store, record) is None else record
+        return None if record.state == "failed" or not self._holds(record, spec) else record
 
-    def _open(self, key: _Key, body: bytes) -> RequestRecord:
+    def _holds(self, record: RequestRecord, spec: CreateCache) -> bool:
+        """Whether the caches that a request made are on the shelf, with its labels and its name: they may have been
+        changed since."""
+        caches = stored_caches(self.store, record)
+        return caches is not None and not any(changes_of(cache, spec.labels, spec.name) for cache in caches)
+
+    def _open(self, key: _Key, spec: CreateCache, body: bytes) -> RequestRecord:
         self.store.admit(key.tenant)
         requests = self.store.requests
         record = requests.open(key.id, tenant=key.tenant, body=body)
-        if stored_caches(self.store, record) is None:
+        if not self._holds(record, spec):
             record = requests.open(key.id, tenant=key.tenant, body=body, again=True)
         return record
 

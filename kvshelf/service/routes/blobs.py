@@ -25,7 +25,7 @@ from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Judgement, Manifest
 from kvshelf.workers.cluster.remote import RESTART_S
-from kvshelf.workers.replica.create.publish import prolonged
+from kvshelf.workers.replica.create.existing import as_requested
 
 router = APIRouter(prefix="/v1/caches", tags=["caches"], responses=openapi.ERRORS)
 
@@ -103,7 +103,7 @@ def _import(store: Store, arrived: _Arrived, wanted: ImportCache, tenant: str) -
             judged=Judgement(quality=about.quality),
         )
         return manifest, False
-    manifest = prolonged(store, there, wanted.ttl_s, wanted.expires_at)
+    manifest = as_requested(store, there, expires_at=store.expiry(wanted.ttl_s, wanted.expires_at))
     if arrived.source is not None and not manifest.has_source:
         manifest = store.keep_source(manifest.id, arrived.source, tenant=tenant)
     return manifest, True

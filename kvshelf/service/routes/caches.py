@@ -60,6 +60,9 @@ async def create(
 ) -> Response:
     """Compress a document once and store its cache. The same document, model and policy give the same id.
 
+    A cache that is on the shelf already gets the labels that are given beside its own, and the name. It lives at least
+    as long as the request asks for.
+
     With `levels`, the answer lists one cache per level; with `split` or `episodes`, one per part or episode. With
     `min_quality` or the policy "auto", the service stores the smallest cache that is good enough.
 

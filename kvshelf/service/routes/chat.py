@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvshelf.api.openai import ChatCompletion, ChatCompletionRequest
 from kvshelf.service.access.keys import Reader
 from kvshelf.service.asked import ending_of, pieces_of, question_to
+from kvshelf.service.engines import relayed
 from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_json
-from kvshelf.service.http.completions import Completion, wants_usage
+from kvshelf.service.http.completions import Completion, Ending, wants_usage
 from kvshelf.service.http.events import event_stream
 from kvshelf.service.http.waiting import until_hangup
+from kvshelf.service.recompute import Question
 from kvshelf.service.state import TAKES_TOKENS, InService
 
 router = APIRouter(prefix="/v1/chat", tags=["chat"], responses=openapi.ERRORS)
@@ -32,7 +38,28 @@ async def complete(request: Request, service: InService, caller: Reader) -> Resp
     question = await question_to(service, caller, body.cache_ids or [str(body.cache_id)], body.asking, body.model)
     completion = Completion(question.caches[0].manifest.model)
     if body.stream:
-        pieces = pieces_of(question, together=together)
+        pieces = _pieces(question.each_alone(), together=together)
         return await event_stream(request, completion.chunks(pieces, with_usage=wants_usage(body)))
-    question, (reply,) = await until_hangup(request, question.answered())
-    return JSONResponse(completion.whole(reply.text, ending_of(question, reply, together=together)))
+    question, replies = await until_hangup(request, question.answered())
+    return JSONResponse(
+        completion.whole([(reply.text, ending_of(question, reply, together=together)) for reply in replies])
+    )
+
+
+def _pieces(questions: Sequence[Question], *, together: bool) -> AsyncGenerator[tuple[int, str | Ending], None]:
+    """The pieces of all choices as they come, each with the index of its choice."""
+
+    async def fetch(index: int, question: Question, told: asyncio.Queue[tuple[int, str | Ending] | None]) -> None:
+        async with aclosing(pieces_of(question, together=together)) as pieces:
+            async for piece in pieces:
+                told.put_nowait((index, piece))
+
+    async def fetch_all(told: asyncio.Queue[tuple[int, str | Ending] | None]) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index, question in enumerate(questions):
+                    group.create_task(fetch(index, question, told))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    return relayed(fetch_all)

@@ -35,7 +35,7 @@ from kvshelf.workers.replica.results import Reply
 
 router = APIRouter(prefix="/v1", tags=["queries"], responses=openapi.ERRORS)
 
-_SILENT = ("compare", "recomputed", "passages", "stored_cache_id", "not_stored")
+_SILENT = ("compare", "recomputed", "passages", "logprobs", "stored_cache_id", "not_stored")
 """Fields that an answer has only if they apply."""
 
 Shape = Callable[[Question, Reply], Answered]
@@ -93,7 +93,7 @@ async def _answered(request: Request, question: Question, shape: Shape) -> Respo
 
 
 def _response(question: Question, answers: Sequence[Answered]) -> Response:
-    if isinstance(question.asking.prompt, list):
+    if question.asking.several:
         return JSONResponse({"object": "list", "data": [_wire(answer) for answer in answers]})
     return JSONResponse(_wire(answers[0]))
 

@@ -33,6 +33,8 @@ from kvshelf.workers.engine.attention.inspection import layer_shapes
 from kvshelf.workers.engine.decode.batch import DecodeBatch
 from kvshelf.workers.engine.decode.equivalents import Equivalents
 from kvshelf.workers.engine.decode.generation import Answer, Checkpoint, Generation, Progress, Sampling, nothing
+from kvshelf.workers.engine.decode.grammar import Grammar
+from kvshelf.workers.engine.decode.logprobs import Logprobs
 from kvshelf.workers.engine.decode.passages import Passages
 from kvshelf.workers.engine.decode.reduction import SuffixReducer
 from kvshelf.workers.engine.decode.selection import (
@@ -93,6 +95,8 @@ from kvshelf.workers.suffixes.registry import build as build_suffix_policy
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
+
+    from kvshelf.workers.engine.decode.guide import Guide
 
 __all__ = ["Compression", "Engine", "Prefill"]
 
@@ -846,6 +850,7 @@ class Engine:
                 param="prompt",
             )
         decoder = self.text.decoder() if self.text is not None else None
+        grammar, logprobs = sampling.grammar, sampling.logprobs
         return Generation(
             document,
             query,
@@ -857,7 +862,18 @@ class Engine:
             selection=selection,
             passages=Passages(document) if passages else None,
             reducer=reducer,
+            constraint=None if grammar is None else self.guide.constraint(grammar, min(sampling.max_tokens, room)),
+            logprobs=None if logprobs is None else Logprobs(logprobs, self.guide.bytes_of),
         )
+
+    @cached_property
+    def guide(self) -> Guide:
+        """What holds answers to grammars. Raises `InvalidRequest` without a tokenizer."""
+        from kvshelf.workers.engine.decode.guide import Guide  # llguidance, which most answers do without
+
+        if self.text is None:
+            raise InvalidRequest("an engine without a tokenizer makes token ids, which have no shape and no text")
+        return Guide(self.text.decoder(), self._end_ids(), self.text.longest_token)
 
     def bound(
         self,
@@ -955,11 +971,15 @@ class Engine:
         select_tokens: int | None = None,
         select_params: Mapping[str, Any] | None = None,
         suffix: Mapping[str, Any] | None = None,
+        shape: Mapping[str, Any] | None = None,
+        logprobs: int | None = None,
         route: Literal["nearest"] | None = None,
     ) -> Answer:
         """Ask one document, or several together (a list of caches, see `joined`), and wait. Greedy unless a temperature
         is given. select: the name of a selector, whose budget and parameters follow (see `Engine.select`). suffix: the
-        `policy` that bounds what the answer adds in memory, its `budget` and `params` (see `Engine.bound`). route:
+        `policy` that bounds what the answer adds in memory, its `budget` and `params` (see `Engine.bound`). shape: what
+        the answer must be, as one of `response_format`, `grammar` and `choices` (see `Grammar.of`). logprobs: how many
+        of the likeliest tokens to tell at each place, with the logarithm of each token's probability. route:
         "nearest" asks only that of several caches of episodes that the question is about; its share among the
         `sources` is 1."""
         place = None
@@ -978,6 +998,8 @@ class Engine:
             select_tokens=select_tokens,
             select_params=select_params,
             suffix=suffix,
+            shape=shape,
+            logprobs=logprobs,
         )
         if place is None:
             return answer
@@ -1003,13 +1025,17 @@ class Engine:
         select_tokens: int | None = None,
         select_params: Mapping[str, Any] | None = None,
         suffix: Mapping[str, Any] | None = None,
+        shape: Mapping[str, Any] | None = None,
+        logprobs: int | None = None,
     ) -> list[Answer]:
         """Answer every prompt from its cache, with one forward pass per token for all. In the order of `asked`.
 
         The options are those of `answer`. Keys and values of all questions and answers are in memory at once, 1 to 2
         times `kv_bytes_per_token` for each token, or for each entry of the budget of `suffix`. Raises the first error.
         """
-        sampling = Sampling(max_new_tokens, temperature, top_p, seed, tuple(stop))
+        sampling = Sampling(
+            max_new_tokens, temperature, top_p, seed, tuple(stop), Grammar.of(shape) if shape else None, logprobs
+        )
         batch = self.batch()
         answers = []
         for cache, prompt in asked:

@@ -62,7 +62,7 @@ class TextFormat:
         self._control = _plain_copy(backend)
         self._text = _plain_copy(backend)
         self._text.encode_special_tokens = True
-        self._longest_token = max(len(token.encode()) for token in backend.get_vocab())
+        self.longest_token = max(len(token.encode()) for token in backend.get_vocab())
         self.has_template = bool(tokenizer.chat_template)
         self._token_texts: dict[int, str] = {}  # filled by use; two threads may write the same, which does no harm
 
@@ -77,7 +77,7 @@ class TextFormat:
 
     def least_tokens(self, text: str) -> int:
         """A cheap lower bound of `count_tokens`: bytes of the text by bytes of the longest token."""
-        return len(text.encode()) // self._longest_token
+        return len(text.encode()) // self.longest_token
 
     def count_tokens(self, text: str) -> int:
         """Tokens of a text by itself, without template or BOS."""

@@ -18,6 +18,7 @@ from kvshelf.errors import CacheError, CacheNotFound, DeadlineExceeded, KvshelfE
 from kvshelf.store.base import Store
 from kvshelf.workers.engine.attention.attachment import Attached, Attachment
 from kvshelf.workers.engine.decode.generation import Answer, Sampling
+from kvshelf.workers.engine.decode.grammar import Grammar
 from kvshelf.workers.engine.decode.reduction import SuffixReducer
 from kvshelf.workers.engine.decode.selection import Selection
 from kvshelf.workers.engine.engine import Engine
@@ -113,6 +114,8 @@ class Questions:
         asked = [caches] if isinstance(caches, str) else list(caches)
         routed = isinstance(query, JointQuery) and query.route is not None
         cache_ids = [await self._nearest(asked, query, tenant)] if routed else asked
+        if (grammar := _grammar(query)) is not None:
+            await self.threads.run(self.engine.guide.constraint, grammar, query.max_tokens)  # refused before any work
         if query.store:
             self.engine.require_turns()
             await self.threads.run(self.store.admit, tenant)
@@ -291,6 +294,7 @@ class _Loaded:
             stop=answer.stop,
             sources=tuple(Source(cache_id=id, share=shares.get(id, 0.0)) for id in self.asked),
             passages=None if answer.passages is None else list(map(ReadShares.of, self.held, answer.passages)),
+            logprobs=None if answer.logprobs is None else list(answer.logprobs),
         )
 
 
@@ -301,7 +305,15 @@ def _prompt(query: Asking) -> str | list[dict[str, str]]:
 
 def _sampling(query: Asking) -> Sampling:
     stop = (query.stop,) if isinstance(query.stop, str) else tuple(query.stop or ())
-    return Sampling(query.max_tokens, query.temperature, query.top_p, query.seed, stop)
+    logprobs = (query.top_logprobs or 0) if query.logprobs else None
+    return Sampling(query.max_tokens, query.temperature, query.top_p, query.seed, stop, _grammar(query), logprobs)
+
+
+def _grammar(query: Asking) -> Grammar | None:
+    """What the answer must be."""
+    form = query.response_format
+    wanted = None if form is None else form.model_dump()
+    return Grammar.of({"response_format": wanted, "grammar": query.grammar, "choices": query.choices})
 
 
 def _touch(store: Store, cache_id: str, tenant: str) -> None:

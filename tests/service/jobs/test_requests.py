@@ -72,6 +72,18 @@ def test_what_was_done_is_done_again_when_its_cache_is_gone(http: httpx.Client) 
     assert http.get(f"/v1/caches/{cache_id}").status_code == 200
 
 
+def test_what_was_done_is_done_again_when_its_labels_or_its_name_were_changed(http: httpx.Client) -> None:
+    body = {"document": "Filed under many names. " * 9, "labels": {"drawer": "top"}, "name": "first"}
+    cache_id = ended(http, submit(http, **body))["cache_id"]
+    other = ended(http, submit(http, **body | {"labels": {"drawer": "low", "key": "brass"}, "name": "second"}))
+    assert other["cache_id"] == cache_id
+    cache = http.get(f"/v1/caches/{cache_id}").json()
+    assert (cache["labels"], cache["name"]) == ({"drawer": "low", "key": "brass"}, "second")
+    assert ended(http, submit(http, **body))["state"] == "done"
+    cache = http.get(f"/v1/caches/{cache_id}").json()
+    assert (cache["labels"], cache["name"]) == ({"drawer": "top", "key": "brass"}, "first")
+
+
 def test_a_document_that_cannot_be_done_fails_with_its_error(http: httpx.Client) -> None:
     request = ended(http, submit(http, token_ids=[5] * 16_385))
     assert (request["state"], request["cache_id"], request["attempts"]) == ("failed", None, 1)

@@ -150,7 +150,7 @@ def test_sampling_options_reach_the_service(client: openai.OpenAI, cache: dict[s
     [
         ({"extra_body": {"cache_id": "kvs_" + "0" * 40}}, openai.NotFoundError, "cache_not_found"),
         ({"extra_body": {}}, openai.BadRequestError, "invalid_request"),
-        ({"n": 3}, openai.BadRequestError, "invalid_request"),
+        ({"n": 17}, openai.BadRequestError, "invalid_request"),
         ({"temperature": -1}, openai.BadRequestError, "invalid_request"),
         ({"extra_body": {"colour": "red"}}, openai.BadRequestError, "invalid_request"),
     ],

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvshelf.api import CreateCache, Estimate, JointQuery, PolicyEstimate, Tried
+from kvshelf.api import AppendCache, CreateCache, Estimate, JointQuery, PolicyEstimate, Tried
 from kvshelf.bench.quality.tasks import make_document
 from kvshelf.errors import CacheNotFound, DocumentTooLong, InvalidRequest, PolicyUnsupported, QualityBelowFloor
 from kvshelf.service.recompute import _spec
@@ -338,6 +338,43 @@ async def test_a_source_is_not_kept_longer_than_the_shelf_allows(
         await create(strict, document, keep_source="tokens", source_ttl_s=101.0, ttl_s=50.0)
     assert (refusal.value.param, engine.prefills) == ("source_ttl_s", before), "before any work"
     strict.stop()
+
+
+async def test_a_cache_that_is_there_gets_the_labels_and_the_name_of_its_newest_creation(
+    replica: Replica, engine: Counting, shelf: Shelf, document: str
+) -> None:
+    levels: dict[str, Any] = {"levels": [0.5, 0.75], "labels": {"team": "law", "year": "2025"}, "name": "draft"}
+    first = await create(replica, document, **levels)
+    before, revision = engine.prefills, first.manifest.revision
+    same = await create(replica, document, compression_ratio=0.5)
+    assert (same.manifest.name, same.manifest.revision) == ("draft", revision)  # a request that says nothing
+    again = await create(replica, document, compression_ratio=0.5, labels={"team": "tax", "new": ""}, name="final")
+    assert (ids(again), again.existing, engine.prefills) == (ids(first)[:1], True, before)
+    assert (again.manifest.labels, again.manifest.name) == ({"team": "tax", "year": "2025", "new": ""}, "final")
+    assert shelf.stat(ids(first)[0]) == again.manifest
+    assert shelf.stat(ids(first)[1]).labels == {"team": "law", "year": "2025"}  # nobody asked for the other level
+    await create(replica, document, **levels)
+    stored = {manifest.id: manifest for manifest in shelf.list(name="draft").data}
+    assert [stored[id_].labels for id_ in ids(first)] == [{**levels["labels"], "new": ""}, levels["labels"]]
+    appended = (await append(replica, ids(first)[0], labels={"a": "1"})).manifest
+    assert (await append(replica, ids(first)[0], labels={"b": "2"}, name="more")).manifest.id == appended.id
+    assert (shelf.stat(appended.id).labels, shelf.stat(appended.id).name) == ({"a": "1", "b": "2"}, "more")
+
+
+async def append(replica: Replica, cache_id: str, **fields: Any) -> Created:
+    return await replica.append(cache_id, AppendCache(document=" The gate code is 4711.", **fields), tenant="default")
+
+
+async def test_labels_that_many_creations_give_at_once_are_all_there(replica: Replica, document: str) -> None:
+    for _ in ("a new cache", "one that is there"):
+        given = [{f"label-{number}": str(number)} for number in range(20)]
+        made = await asyncio.gather(*(create(replica, document, policy="full", labels=one) for one in given))
+    assert {one.manifest.id for one in made} == {made[0].manifest.id}
+    stored = replica._store.stat(made[0].manifest.id)
+    assert stored.labels == {name: value for one in given for name, value in one.items()}
+    with pytest.raises(InvalidRequest, match="has 20 labels and would have 65 with these; at most 64"):
+        await create(replica, document, policy="full", labels={f"other-{number}": "" for number in range(45)})
+    assert replica._store.stat(stored.id).labels == stored.labels
 
 
 async def test_a_split_document_is_a_cache_for_each_part_and_they_are_found_by_their_labels(

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,6 +35,9 @@ from kvshelf.workers.engine.forward.passes import Passes
 from kvshelf.workers.model.caches import cache_class
 from kvshelf.workers.model.devices import Devices
 from kvshelf.workers.model.layers import LayerKind, readers
+
+if TYPE_CHECKING:
+    from kvshelf.workers.engine.decode.guide import Constraint
 
 MAX_NEW_TOKENS = 512
 """Most tokens of one step. A longer question takes several steps, so that the other answers still get their tokens."""
@@ -78,19 +82,18 @@ class DecodeBatch:
         passed = [self._passed(step, checkpoint or nothing, wait) for step in steps]
         # From here on every answer has moved on, so nothing may be raised.
         told: dict[int, str | Exception] = {}
-        for step, (logits, likeliest, states, weights) in zip(steps, passed, strict=True):
+        for step, (choices, states, weights) in zip(steps, passed, strict=True):
             for place in step.places:
                 place.generation.weighed(step.masses)
                 place.generation.appended(place.count)
             for row, place in enumerate(step.places if self._with_states else ()):
                 place.generation.row.states = [alone(of_layer, row) for of_layer in states]
-            asking = [place.generation for place in step.places if place.complete]
-            for row, generation in enumerate(asking):
+            for row, generation in enumerate(step.asking):
                 if not generation.closing:
-                    told[id(generation)] = _token_taken(generation, logits, row, likeliest[row])
+                    told[id(generation)] = choices.taken(generation, row)
             errors = step.tell(weights)
             told |= errors
-            going_on = (g for g in asking if id(g) not in errors)
+            going_on = (g for g in step.asking if id(g) not in errors)
             told |= {id(g): error for g in going_on if (error := self._reduced(g)) is not None}
         return [told.get(id(generation), "") for generation in generations]
 
@@ -100,13 +103,13 @@ class DecodeBatch:
         past = _StepPast(step, self._kinds, checkpoint, wait, plan, self._passes)
         if not self._with_states:
             logits = self._passes.continuing(step.token_ids, step.positions, past, step.last_tokens)[0]
-            return _Passed(logits, _likeliest(logits), [], plan.weights)
+            return _Passed(_Choices.of(logits, step.asking), [], plan.weights)
         rows, tokens = len(step.places), step.places[0].count
         ids, positions = step.token_ids.view(rows, tokens), step.positions.view(rows, tokens)
         last = torch.tensor([tokens - 1], device=ids.device)
         asking = [row for row, place in enumerate(step.places) if place.complete]
         logits = self._passes.continuing(ids, positions, past, last)[asking, 0]
-        return _Passed(logits, _likeliest(logits), past.cache.held(), plan.weights)
+        return _Passed(_Choices.of(logits, step.asking), past.cache.held(), plan.weights)
 
     def _reduced(self, generation: Generation) -> Exception | None:
         """Let the policy of an answer that goes on reduce its suffix, if it is time. Returns the error that ends it."""
@@ -140,11 +143,10 @@ class DecodeBatch:
 
 
 class _Passed(NamedTuple):
-    """What a step found. logits: `[asking, vocabulary]` of the rows whose next token can be chosen. likeliest: as
-    `_likeliest`. states: of each layer that has some, `[rows, ...]`. weights: as of a `_Plan`."""
+    """What a step found. choices: of the rows whose next token can be chosen. states: of each layer that has some,
+    `[rows, ...]`. weights: as of a `_Plan`."""
 
-    logits: Tensor
-    likeliest: list[int | None]
+    choices: _Choices
     states: list[list[State]]
     weights: Mapping[int, Sequence[Tensor | None]]
 
@@ -178,6 +180,8 @@ class _Step:
         self.token_ids, self.positions = torch.tensor([[ids], [positions]], device=devices.inputs)
         last = [p.first + p.count - 1 for p in places if p.complete]
         self.last_tokens = torch.tensor(last, dtype=torch.int64, device=devices.inputs)  # an empty list would be floats
+        self.asking = [place.generation for place in places if place.complete]
+        """Whose next token can be chosen behind it."""
         self.observing = [place for place in places if place.generation.observing]
         self.choosing = [place for place in places if place.generation.choosing]
         self.documents, shares = _shares(places)
@@ -509,24 +513,61 @@ class _StepPast(ForwardContext):
         return self._plan.part(layer, states, out, made)
 
 
-def _likeliest(logits: Tensor) -> list[int | None]:
-    """The best token of each row of logits `[rows, vocabulary]`; None where a logit is not a number.
+def _mask(logits: Tensor, held: Mapping[int, Constraint]) -> None:
+    """Set the logits `[rows, vocabulary]` of tokens that may not come next to -inf, in the rows that a grammar holds.
+    Ids beyond the tokenizer's, to which some models pad their vocabulary, never come."""
+    vocabulary = next(iter(held.values())).vocabulary
+    size = min(vocabulary, logits.shape[1])
+    words = np.zeros((len(held), -(-vocabulary // 32)), np.uint32)
+    for own, constraint in zip(words, held.values(), strict=True):
+        constraint.fill(own)
+    bits = np.unpackbits(~words.view(np.uint8), axis=1, count=size, bitorder="little")
+    refused = torch.from_numpy(bits.view(np.bool_)).to(logits.device)
+    if len(held) == len(logits):
+        logits[:, :size].masked_fill_(refused, float("-inf"))
+        logits[:, size:] = float("-inf")
+        return
+    rows = torch.tensor(list(held), device=logits.device)
+    masked = torch.full((len(held), logits.shape[1]), float("-inf"), device=logits.device, dtype=logits.dtype)
+    masked[:, :size] = logits[rows, :size].masked_fill_(refused, float("-inf"))
+    logits[rows] = masked
 
-    One reduction and one copy to the host for all rows. The maximum of a row with a NaN is NaN.
-    """
-    best, token = logits.max(dim=-1)
-    return [choice if sound else None for choice, sound in zip(token.tolist(), best.isfinite().tolist(), strict=True)]
 
+class _Choices(NamedTuple):
+    """What the next tokens of rows are chosen from. logits: `[rows, vocabulary]`, -inf where a grammar allows no token.
+    likeliest: the best token of each row; None where a logit is not a number. logprobs: `[vocabulary]` fp32 of the rows
+    that tell them, of all tokens."""
 
-def _token_taken(generation: Generation, logits: Tensor, row: int, likeliest: int | None) -> str | Exception:
-    """Choose the next token of one answer from its row of logits `[rows, vocabulary]` and add it."""
-    if likeliest is None:
-        return CacheUnusable(
-            "the model's logits after this cache are not numbers, so no answer can be given. If the model overflows in "
-            "float16, load it with dtype bfloat16 or float32; an imported cache may hold such numbers itself"
-        )
-    try:
-        sampler = generation.sampler
-        return generation.take(sampler.choose(logits[row]) if sampler.samples else likeliest)
-    except Exception as exc:  # any error of one answer ends that answer alone
-        return exc
+    logits: Tensor
+    likeliest: list[int | None]
+    logprobs: Mapping[int, Tensor]
+
+    @classmethod
+    def of(cls, logits: Tensor, generations: Sequence[Generation]) -> _Choices:
+        """One reduction and one copy to the host for all rows. The maximum of a row with a NaN is NaN."""
+        telling = [row for row, generation in enumerate(generations) if generation.logprobs is not None]
+        logprobs = {row: logits[row].float().log_softmax(dim=-1).cpu() for row in telling}
+        held = {row: each.constraint for row, each in enumerate(generations) if each.constraint and not each.finished}
+        if held:
+            _mask(logits, held)
+        best, token = logits.max(dim=-1)
+        found = zip(token.tolist(), best.isfinite().tolist(), strict=True)
+        return cls(logits, [choice if sound else None for choice, sound in found], logprobs)
+
+    def taken(self, generation: Generation, row: int) -> str | Exception:
+        """Choose the next token of one answer and add it."""
+        likeliest = self.likeliest[row]
+        if likeliest is None:
+            return CacheUnusable(
+                "the model's logits after this cache are not numbers, so no answer can be given. If the model "
+                "overflows in float16, load it with dtype bfloat16 or float32; an imported cache may hold such numbers "
+                "itself"
+            )
+        try:
+            sampler = generation.sampler
+            token = sampler.choose(self.logits[row]) if sampler.samples else likeliest
+            if row in self.logprobs:
+                generation.tell(token, self.logprobs[row])
+            return generation.take(token)
+        except Exception as exc:  # any error of one answer ends that answer alone
+            return exc

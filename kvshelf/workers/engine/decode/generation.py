@@ -4,24 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from kvshelf.api import Usage
+from kvshelf.api.shapes import Logprob
 from kvshelf.api.strict import FinishReason
 from kvshelf.errors import InvalidRequest, KvshelfError
 from kvshelf.workers.engine.attention.attachment import Attached, Wait
 from kvshelf.workers.engine.attention.function import Attended
 from kvshelf.workers.engine.decode.detokenizer import Detokenizer
 from kvshelf.workers.engine.decode.equivalents import Equivalents
+from kvshelf.workers.engine.decode.grammar import Grammar
+from kvshelf.workers.engine.decode.logprobs import Logprobs
 from kvshelf.workers.engine.decode.passages import Passages
 from kvshelf.workers.engine.decode.reduction import SuffixReducer
 from kvshelf.workers.engine.decode.selection import SeenDocument, Selection
 from kvshelf.workers.engine.decode.suffixes import SuffixRow
 from kvshelf.workers.engine.decode.turns import Turn
+
+if TYPE_CHECKING:
+    from kvshelf.workers.engine.decode.guide import Constraint  # it needs llguidance, and an answer mostly none
 
 _LEAST_TEMPERATURE = 1e-30  # float32 has smaller numbers, but not many
 
@@ -37,26 +43,31 @@ def nothing(*_: object) -> None:
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen and when to stop. Temperature 0 is greedy; above, tokens are drawn from the likeliest
-    `top_p` of the mass, repeatably with a `seed`."""
+    `top_p` of the mass, repeatably with a `seed`. grammar: what the answer must be. logprobs: how many of the likeliest
+    tokens to tell beside each token of the answer, with their logarithms; None: nothing."""
 
     max_tokens: int = 64
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    grammar: Grammar | None = None
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "an integer from 1")
         _require(self.temperature >= 0, "temperature", self.temperature, "a number from 0")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
         _require(all(self.stop), "stop", self.stop, "texts that are not empty")
+        _require(self.logprobs is None or self.logprobs >= 0, "logprobs", self.logprobs, "an integer from 0")
 
 
 @dataclass(frozen=True)
 class Answer:
     """A finished answer. `token_ids` include the end token where there is one; `text` does not. sources: as
     `Generation.sources`. passages: as `Passages.shares`, if asked for. turn: question and answer, or why they could
-    not be kept; None if nobody asked for it. stop: the stop text that ended it, if one did."""
+    not be kept; None if nobody asked for it. logprobs: of each token of the text, if asked for. stop: the stop
+    text that ended it, if one did."""
 
     text: str
     token_ids: list[int]
@@ -65,6 +76,7 @@ class Answer:
     sources: tuple[float, ...]
     passages: tuple[bytes, ...] | None = None
     turn: Turn | KvshelfError | None = None
+    logprobs: tuple[Logprob, ...] | None = None
     stop: str | None = None
 
 
@@ -87,9 +99,12 @@ class Generation:
         selection: Selection | None = None,
         passages: Passages | None = None,
         reducer: SuffixReducer | None = None,
+        constraint: Constraint | None = None,
+        logprobs: Logprobs | None = None,
     ) -> None:
         """selection: what the answer's tokens see of the document; None: all. The question's tokens see all. passages:
-        counts what they read. reducer: bounds the suffix; None: all of it stays."""
+        counts what they read. reducer: bounds the suffix; None: all of it stays. constraint: which tokens may come;
+        None: all. logprobs: takes what the model gives the tokens."""
         self.document = document
         self._selection = selection
         self._passages = passages
@@ -102,6 +117,8 @@ class Generation:
         """The tokens of a turn that is being closed."""
         self.turn: Turn | KvshelfError | None = None
         self.reducer = reducer
+        self.constraint = constraint
+        self.logprobs = logprobs
         self.row = SuffixRow(None if reducer is None else reducer.most)
         self._end_ids = end_ids
         self._equivalents = equivalents
@@ -219,19 +236,25 @@ class Generation:
         assert not self.finished
         assert not self.pending
         ended = token in self._end_ids
+        complete = self.constraint is not None and self.constraint.take(token)
         full = len(self.token_ids) + 1 == self._room
         text = "" if ended else self._text.push(token)
-        if ended or full:
+        if ended or complete or full:
             text += self._text.flush()
         self.token_ids.append(token)
         self.pending = [token]
-        if ended or self._text.stop is not None:
+        if ended or complete or self._text.stopped:
             self.finish_reason = "stop"
         elif full:
             self.finish_reason = "length"
         elif self._selection is not None:
             self._selection.advance(self.token_ids)
         return text
+
+    def tell(self, token: int, logprobs: Tensor) -> None:
+        """Note what the model gave a token that is about to be taken. logprobs: of all tokens, `[vocabulary]` fp32."""
+        if self.logprobs is not None and token not in self._end_ids:
+            self.logprobs.take(token, logprobs)
 
     def close(self, token_ids: Sequence[int]) -> None:
         """Have the suffix of a finished answer hold exactly these tokens, the whole turn. Those that ran already stay,
@@ -252,7 +275,8 @@ class Generation:
         assert self.finish_reason is not None
         passages = None if self._passages is None else self._passages.shares()
         made = (self._text.text, list(self.token_ids), self.finish_reason, self.usage(), self.sources, passages)
-        return Answer(*made, self.turn, self._text.stop)
+        logprobs = None if self.logprobs is None else self.logprobs.told()
+        return Answer(*made, self.turn, logprobs, self._text.stopped)
 
     def usage(self) -> Usage:
         """The tokens counted so far."""
@@ -312,10 +336,10 @@ class _TextStream:
 
     def __init__(self, decoder: Tokenizer | None, stop: Sequence[str]) -> None:
         self._tokens = None if decoder is None else Detokenizer(decoder, skip_special_tokens=True)
-        self._stops = stop
+        self._stop = stop
         self._held = ""
         self.text = ""
-        self.stop: str | None = None
+        self.stopped: str | None = None
 
     def push(self, token: int) -> str:
         """Add a token; returns the text that is final."""
@@ -323,16 +347,16 @@ class _TextStream:
 
     def flush(self) -> str:
         """End the answer: text held back becomes final, and an incomplete character U+FFFD."""
-        if self._tokens is None or self.stop is not None:
+        if self._tokens is None or self.stopped:
             return ""
         return self._add(self._tokens.rest()) + self._release(len(self._held))
 
     def _add(self, piece: str) -> str:
         self._held += piece
-        found = {stop: self._held.index(stop) for stop in self._stops if stop in self._held}
+        found = {stop: self._held.index(stop) for stop in self._stop if stop in self._held}
         if found:
-            self.stop = min(found, key=found.__getitem__)
-            self._held = self._held[: found[self.stop]]
+            self.stopped = min(found, key=found.__getitem__)
+            self._held = self._held[: found[self.stopped]]
             return self._release(len(self._held))
         return self._release(len(self._held) - self._longest_stop_prefix())
 
@@ -343,9 +367,9 @@ class _TextStream:
 
     def _longest_stop_prefix(self) -> int:
         """Length of the longest end of the held text that some stop text begins with."""
-        longest = max((len(stop) for stop in self._stops), default=0)
+        longest = max((len(stop) for stop in self._stop), default=0)
         for length in range(min(longest, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stops):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
                 return length
         return 0
 

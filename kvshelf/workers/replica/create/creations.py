@@ -24,7 +24,7 @@ from kvshelf.workers.replica.create.estimates import Rates, estimate
 from kvshelf.workers.replica.create.progress import Teller, Watcher
 from kvshelf.workers.replica.create.publish import Publisher
 from kvshelf.workers.replica.create.spec import Levels, appended_level, encode, requested_levels
-from kvshelf.workers.replica.create.split import joined, label_part, naming, parts_of
+from kvshelf.workers.replica.create.split import joined, naming, parts_of
 from kvshelf.workers.replica.reading import whole
 from kvshelf.workers.replica.results import Created, Phase, Stored, in_sequence, rounded
 from kvshelf.workers.replica.scheduler import Scheduler, Work
@@ -167,10 +167,7 @@ class Creations:
         for part in parts:
             with naming(kind, part.labels[kind]):
                 left_s = None if end is None else end - time.monotonic()
-                created = await self._whole(part, tenant, left_s, Teller(watcher, part.labels[kind]))
-                (cache,) = created.caches
-                manifest = await self.threads.run(label_part, self.store, cache.manifest, part.labels)
-            made.append(replace(created, caches=(replace(cache, manifest=manifest),)))
+                made.append(await self._whole(part, tenant, left_s, Teller(watcher, part.labels[kind])))
         return joined(made)
 
     async def _whole(self, spec: CreateCache, tenant: str, deadline_s: float | None, teller: Teller) -> Created:

@@ -15,6 +15,7 @@ from kvshelf.workers.engine.engine import Compression
 from kvshelf.workers.engine.inputs.job import Level
 from kvshelf.workers.engine.quality import VERSION
 from kvshelf.workers.replica.create.auto import Choice, Selection
+from kvshelf.workers.replica.create.existing import as_requested
 from kvshelf.workers.replica.create.spec import source_of
 
 
@@ -108,26 +109,22 @@ class Publisher:
             judged=judged,
             parent_id=self.parent_id,
         )
+        # Another process may have put it meanwhile.
+        manifest = as_requested(self.store, manifest, labels=self.spec.labels, name=self.spec.name)
         newest = Judgement(quality=judged.quality or manifest.quality, tried=judged.tried or manifest.tried)
         if (newest.quality, newest.tried) == (manifest.quality, manifest.tried):
             return manifest
         return self.store.keep_judgement(manifest.id, newest, tenant=self.tenant)
 
     def as_asked(self, manifest: Manifest) -> Manifest:
-        """An existing cache with what this request adds: a later expiry, a kept source or more time for it."""
-        manifest = prolonged(self.store, manifest, self.spec.ttl_s, self.spec.expires_at)
+        """An existing cache with what this request adds: labels, a name, a later expiry, a kept source or more time
+        for it."""
+        spec, until = self.spec, self.store.expiry(self.spec.ttl_s, self.spec.expires_at)
+        manifest = as_requested(self.store, manifest, labels=spec.labels, name=spec.name, expires_at=until)
         if self.source is not None:
             keep = self.store.keep_source
             manifest = keep(manifest.id, self.source, tenant=manifest.tenant, ttl_s=self.source_ttl_s)
         return manifest
-
-
-def prolonged(store: Store, manifest: Manifest, ttl_s: float | None, expires_at: float | None) -> Manifest:
-    """Extends the life of an existing cache to what its newest request asks for; never shortens it."""
-    have, want = manifest.expires_at, store.expiry(ttl_s, expires_at)
-    if have is None or (want is not None and want <= have):
-        return manifest
-    return store.update(manifest.id, tenant=manifest.tenant, expires_at=want)
 
 
 def _measured(manifest: Manifest) -> Tried:

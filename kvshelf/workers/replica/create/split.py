@@ -3,7 +3,7 @@ episodes of a conversation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -13,7 +13,6 @@ from kvshelf.errors import KvshelfError
 from kvshelf.store.artifact.identity import canonical_msgpack
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.requests import REQUEST_ID
-from kvshelf.store.manifest import Manifest
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.replica.create.spec import document_of, encode
 from kvshelf.workers.replica.results import Created, in_sequence
@@ -82,22 +81,6 @@ def _split_id(engine: Engine, store: Store, spec: CreateCache, tenant: str) -> s
     made = spec.model_dump(mode="json", exclude=_OF_ALL_PARTS, exclude_defaults=True)
     made["model"] = engine.identity.fingerprint()
     return store.requests.request_id(canonical_msgpack(made), tenant=tenant).removeprefix(REQUEST_ID)[:_ID_CHARACTERS]
-
-
-def label_part(store: Store, manifest: Manifest, labels: Mapping[str, str]) -> Manifest:
-    """The cache of a part or an episode with the labels that join it to the others.
-
-    A cache that was on the shelf may have those of an earlier split, of another version of the document say: a part
-    belongs to the newest.
-    """
-    had = manifest.labels
-    wanted = {**had, **labels}
-    again = labels.get("split") is not None and had.get("split") == labels["split"] == labels.get("document")
-    if again:  # no name: the one that was given before stays
-        wanted["document"] = had.get("document", wanted["document"])
-    if wanted == manifest.labels:
-        return manifest
-    return store.update(manifest.id, tenant=manifest.tenant, labels=wanted)
 
 
 @contextmanager

@@ -1,0 +1,101 @@
+"""The shape that an answer must have: a JSON schema, a grammar, or one of several texts. How likely its tokens were."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
+
+from kvshelf.api.strict import RequestBody, ResponseBody, misuse
+
+MAX_GRAMMAR_BYTES = 65_536
+MAX_CHOICES = 1024
+MAX_ANSWERS = 16
+MAX_TOP_LOGPROBS = 20
+
+SHAPES = ("response_format", "grammar", "choices")
+"""The fields that give an answer a shape; a request has one of them at most."""
+
+
+class JsonSchema(RequestBody):
+    """A schema as OpenAI wraps it. `name` and `description` have no effect. An answer always fits the schema exactly,
+    so `strict` has none either."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class AnyText(RequestBody):
+    type: Literal["text"]
+
+
+class AnyObject(RequestBody):
+    type: Literal["json_object"]
+
+
+class OfSchema(RequestBody):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+def _kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"({kind})" if kind in ("text", "json_object") else "(json_schema)"
+
+
+ResponseFormat = Annotated[
+    Annotated[AnyText, Tag("(text)")]
+    | Annotated[AnyObject, Tag("(json_object)")]
+    | Annotated[OfSchema, Tag("(json_schema)")],
+    Discriminator(_kind),
+]
+
+
+def _different(choices: list[str]) -> list[str]:
+    for place, choice in enumerate(choices):
+        if choice in choices[:place]:
+            raise misuse("choices", f"{choice[:80]!r} is there twice; give each choice once")
+    return choices
+
+
+Grammar = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_BYTES)]
+Choices = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=1024)]],
+    Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True),
+    AfterValidator(_different),
+]
+Answers = Annotated[int, Field(ge=1, le=MAX_ANSWERS)]
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+
+
+def require_one_shape(body: Any) -> None:
+    """For a validator: `SHAPES` exclude each other, and a schema is not too large."""
+    given = [name for name in SHAPES if getattr(body, name) is not None]
+    if len(given) > 1:
+        raise misuse(given[1], f"{' and '.join(given)} were given; an answer has one shape")
+    if isinstance(body.response_format, OfSchema):
+        size = len(json.dumps(body.response_format.json_schema.schema_).encode())
+        if size > MAX_GRAMMAR_BYTES:
+            raise misuse("response_format", f"the schema has {size} bytes; at most {MAX_GRAMMAR_BYTES} are accepted")
+    if body.top_logprobs and not body.logprobs:
+        raise misuse("top_logprobs", "top_logprobs is only allowed with logprobs: true")
+
+
+class TokenLogprob(ResponseBody):
+    """`logprob`: the natural logarithm of the probability that the model gave the token, before temperature, top_p and
+    any shape; -9999 stands for less than any number. `bytes`: its UTF-8 bytes, of which one token may have a part."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
+class Logprob(TokenLogprob):
+    """Of one token of an answer. `top_logprobs`: the likeliest tokens at its place, as many as were asked for."""
+
+    top_logprobs: list[TokenLogprob] = Field(default_factory=list)

@@ -1,0 +1,104 @@
+"""The grammar of an answer that must have a shape: of a JSON schema, in Lark, or of several texts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvshelf.api.shapes import SHAPES
+from kvshelf.errors import InvalidRequest
+
+# One way to write JSON, so that a model cannot fill an answer with white space: as Python's `json.dumps` does.
+_WRITTEN: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_SEPARATOR_BYTES: Final = 2
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What an answer must be. text: as llguidance reads it. param: the field of the request that says so. least_bytes:
+    a lower bound of the answer's UTF-8 bytes."""
+
+    text: str
+    param: str
+    least_bytes: int = 0
+
+    @classmethod
+    def of(cls, shape: Mapping[str, Any]) -> Grammar | None:
+        """The grammar of one of the fields `response_format` (as OpenAI's), `grammar` (llguidance's Lark dialect) and
+        `choices` (texts, of which the answer is one); None for response_format "text"."""
+        given = {name: value for name, value in shape.items() if value is not None}
+        if len(given) > 1 or not given.keys() <= set(SHAPES):
+            raise InvalidRequest(f"a shape has one of {', '.join(SHAPES)}; found {', '.join(given)}", param="shape")
+        match given:
+            case {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}:
+                return cls._of_schema(schema)
+            case {"response_format": {"type": "json_object"}}:
+                return cls._of_schema({"type": "object"})
+            case {"response_format": {"type": "text"}}:
+                return None
+            case {"response_format": other}:
+                kinds = "text, json_object, or json_schema with a json_schema.schema"
+                raise InvalidRequest(f"response_format is {other!r}; its type is {kinds}", param="response_format")
+            case {"grammar": lark}:
+                return cls(_lark(lark), "grammar")
+            case {"choices": choices}:
+                if isinstance(choices, str) or not choices or not all(choices):
+                    raise InvalidRequest("choices must be a list of texts that are not empty", param="choices")
+                lark = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+                shortest = min(len(choice.encode()) for choice in choices)
+                return cls(_lark(lark), "choices", shortest)
+        return None
+
+    @classmethod
+    def _of_schema(cls, schema: Any) -> Grammar:
+        if not isinstance(schema, Mapping):
+            raise InvalidRequest(f"the schema is {schema!r}; it must be an object", param="response_format")
+        text = json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": _WRITTEN}}]})
+        return cls(text, "response_format", least_json_bytes(schema, schema))
+
+
+def _lark(text: str) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+def least_json_bytes(schema: Any, root: Any, depth: int = 0) -> int:
+    """A lower bound of the bytes of any JSON that fits a schema. root: where its references lead."""
+    if not isinstance(schema, Mapping) or depth > 64:
+        return 1
+
+    def least(inner: Any) -> int:
+        return least_json_bytes(inner, root, depth + 1)
+
+    def listed(parts: Sequence[int]) -> int:
+        return 2 + sum(parts) + _SEPARATOR_BYTES * max(0, len(parts) - 1)
+
+    match schema:
+        case {"const": value}:
+            return len(json.dumps(value, ensure_ascii=False).encode())
+        case {"enum": [_, *_] as values}:
+            return min(len(json.dumps(value, ensure_ascii=False).encode()) for value in values)
+        case {"$ref": str(path)} if path.startswith("#/"):
+            found = root
+            for name in path[2:].split("/"):
+                found = found.get(name) if isinstance(found, Mapping) else None
+            return least(found)
+        case {"anyOf": [_, *_] as ways} | {"oneOf": [_, *_] as ways}:
+            return min(map(least, ways))
+        case {"type": [_, *_] as kinds}:
+            return min(least({**schema, "type": kind}) for kind in kinds)
+        case {"type": "object"}:
+            fields = schema.get("properties") or {}
+            required = schema.get("required") or []
+            keys = (len(json.dumps(name, ensure_ascii=False).encode()) + _SEPARATOR_BYTES for name in required)
+            return listed([key + least(fields.get(name)) for key, name in zip(keys, required, strict=True)])
+        case {"type": "array"}:
+            fewest = schema.get("minItems", 0)
+            return listed([least(schema.get("items"))] * min(fewest, 1_000_000) if isinstance(fewest, int) else [])
+        case {"type": "string"}:
+            fewest = schema.get("minLength", 0)
+            return 2 + (fewest if isinstance(fewest, int) else 0)
+        case {"type": "boolean" | "null"}:
+            return len("true")
+    return 1

@@ -1,0 +1,89 @@
+"""Answers held to a grammar: which tokens may come next, by llguidance, as a mask over the model's logits.
+
+A grammar is compiled once for a tokenizer. Each answer has a matcher of its own, which moves on with its tokens; its
+mask takes some ten microseconds, and rows of a batch without a grammar have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property, lru_cache
+from typing import Final
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from kvshelf.errors import InvalidRequest
+from kvshelf.workers.engine.decode.grammar import Grammar
+
+_COMPILED: Final = 128
+"""Grammars of a tokenizer that stay compiled, those that were used last."""
+
+
+class Constraint:
+    """The grammar of one answer, and how far the answer is."""
+
+    def __init__(self, matcher: LLMatcher, vocabulary: int, param: str) -> None:
+        self._matcher = matcher
+        self._param = param
+        self.vocabulary = vocabulary
+        """Ids of the tokenizer."""
+
+    def fill(self, words: NDArray[np.uint32]) -> None:
+        """Set the bits of the tokens that may come next, `[vocabulary / 32]`; a few microseconds."""
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._require_sound()
+
+    def take(self, token: int) -> bool:
+        """Move on by a token of the answer. Returns whether nothing may follow it."""
+        self._matcher.consume_token(token)
+        self._require_sound()
+        return self._matcher.is_stopped()
+
+    def _require_sound(self) -> None:
+        if self._matcher.is_error():
+            raise InvalidRequest(
+                f"the answer cannot be held to this {self._param}: {self._matcher.get_error()[:500]}", param=self._param
+            )
+
+
+class Guide:
+    """A tokenizer as llguidance sees it, with the grammars that were compiled for it. For any thread."""
+
+    def __init__(self, decoder: Tokenizer, end_ids: Iterable[int], longest_token: int) -> None:
+        """longest_token: its bytes."""
+        self._decoder = decoder
+        self._end_ids = sorted(end_ids)
+        self._longest_token = longest_token
+        self._compiled = lru_cache(_COMPILED)(self._compile)
+
+    def constraint(self, grammar: Grammar, max_tokens: int) -> Constraint:
+        """What holds one answer to a grammar. Raises `InvalidRequest` for a grammar that is none, that is too complex,
+        or whose shortest answer has more than `max_tokens` tokens."""
+        matcher = self._compiled(grammar).deep_copy()
+        least_bytes = max(grammar.least_bytes, len(matcher.compute_ff_bytes()))
+        if (least := -(-least_bytes // self._longest_token)) > max_tokens:
+            raise InvalidRequest(
+                f"the shortest answer that fits {grammar.param} has {least_bytes} bytes, at least {least} tokens, and "
+                f"max_tokens is {max_tokens}; allow more tokens, or a shorter answer",
+                param="max_tokens",
+            )
+        return Constraint(matcher, self._tokenizer.vocab_size, grammar.param)
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes of a token's text; of a control token those of its name."""
+        if self._tokenizer.is_special_token(token):
+            return (self._decoder.id_to_token(token) or "").encode()
+        return self._tokenizer.decode_bytes([token])
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        return LLTokenizer(self._decoder.to_str(), eos_token=self._end_ids or None)
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        matcher = LLMatcher(self._tokenizer, grammar.text, log_level=0)
+        if matcher.is_error():
+            raise InvalidRequest(f"{grammar.param} cannot be used: {matcher.get_error()[:500]}", param=grammar.param)
+        return matcher

@@ -1,0 +1,67 @@
+"""What a creation changes of a cache that is on the shelf already. Blocks; for threads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvshelf.errors import EtagMismatch, InvalidRequest
+from kvshelf.store.base import Store
+from kvshelf.store.checks import LABEL_LIMIT
+from kvshelf.store.manifest import Manifest
+from kvshelf.store.types import UNSET, Unset
+
+
+def as_requested(
+    store: Store,
+    manifest: Manifest,
+    *,
+    labels: Mapping[str, str] | None = None,
+    name: str = "",
+    expires_at: float | Unset | None = UNSET,
+) -> Manifest:
+    """An existing cache with what its newest request says: the labels beside its own, the name unless that is empty,
+    and a life until `expires_at` (None: for ever), which is never shortened.
+
+    Changes that others make at the same time stay. Raises `InvalidRequest` if the cache would have too many labels.
+    """
+    while changes := changes_of(manifest, labels or {}, name, expires_at):
+        if len(changes.get("labels", ())) > LABEL_LIMIT:
+            raise InvalidRequest(
+                f"cache {manifest.id} has {len(manifest.labels)} labels and would have {len(changes['labels'])} with "
+                f"these; at most {LABEL_LIMIT} are possible, so take some off first",
+                param="labels",
+            )
+        try:
+            return store.update(manifest.id, tenant=manifest.tenant, if_revision=[manifest.revision], **changes)
+        except EtagMismatch:  # it was changed since it was read
+            manifest = store.stat(manifest.id, tenant=manifest.tenant)
+    return manifest
+
+
+def changes_of(
+    manifest: Manifest, labels: Mapping[str, str], name: str, expires_at: float | Unset | None = UNSET
+) -> dict[str, Any]:
+    """What a request changes of an existing cache, as arguments of `Store.update`; nothing where it is as requested."""
+    changes: dict[str, Any] = {}
+    if (joined := _joined(manifest.labels, labels)) != manifest.labels:
+        changes["labels"] = joined
+    if name not in ("", manifest.name):
+        changes["name"] = name
+    have = manifest.expires_at
+    if not isinstance(expires_at, Unset) and have is not None and (expires_at is None or expires_at > have):
+        changes["expires_at"] = expires_at
+    return changes
+
+
+def _joined(had: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
+    """The labels of a cache that was on the shelf, with those of its newest creation.
+
+    A part of a document may have those of an earlier split, of another version of the document say: it belongs to the
+    newest.
+    """
+    labels = {**had, **given}
+    again = given.get("split") is not None and had.get("split") == given["split"] == given.get("document")
+    if again:  # no name: the one that was given before stays
+        labels["document"] = had.get("document", labels["document"])
+    return labels

@@ -1,0 +1,98 @@
+"""What a shape costs and what it gives (docs/ask.md): answers held to a schema beside answers that are not.
+
+python scripts/measure_shapes.py      # kvshelf-tiny, one thread
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+import jsonschema
+
+from kvshelf.bench.quality.suite import Case, make_case, score
+from kvshelf.bench.speed.decode import endless_answers
+from kvshelf.bench.speed.subject import Subject, load_subject
+from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.workers.engine.decode.generation import Answer, Sampling
+from kvshelf.workers.engine.decode.grammar import Grammar
+from kvshelf.workers.engine.engine import Engine
+
+DOCUMENTS, QUESTIONS, TOKENS = 25, 8, 1024
+SCHEMA = {
+    "type": "object",
+    "properties": {"found": {"type": "boolean"}, "value": {"type": "string", "maxLength": 20}},
+    "required": ["found", "value"],
+    "additionalProperties": False,
+}
+IN_SCHEMA: Mapping[str, Any] = {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}
+REPEATS, STEPS = 15, 48
+
+
+def together(engine: Engine, asked: list[tuple[CompressedCache, str, Mapping[str, Any]]], tokens: int) -> list[Answer]:
+    """One batch of answers, each in its shape."""
+    batch, rows = engine.batch(), []
+    for cache, question, shape in asked:
+        sampling = Sampling(tokens, grammar=Grammar.of(shape))
+        rows.append(engine.start(cache, engine.encode_query(cache, question), sampling))
+    while open_ones := [row for row in rows if not row.finished]:
+        for told in batch.step(open_ones):
+            if isinstance(told, Exception):
+                raise told
+    return [row.answer() for row in rows]
+
+
+def extractions(engine: Engine) -> None:
+    count = engine.require_text("document").count_tokens
+    cases: list[Case] = [
+        make_case("multikey", "prose", TOKENS, seed, count, questions=QUESTIONS) for seed in range(DOCUMENTS)
+    ]
+    valid = same = asked = in_choices = free = 0
+    for case in cases:
+        cache = engine.compress(case.text, policy="full")
+        values = {"choices": [ask.references[0] for ask in case.asks]}
+        alone = [engine.answer(cache, ask.text, max_new_tokens=24) for ask in case.asks]
+        mixed = [(cache, ask.text, shape) for ask in case.asks for shape in (IN_SCHEMA, {}, values)]
+        answers = together(engine, mixed, 64)
+        for ask, single, *three in zip(case.asks, alone, answers[::3], answers[1::3], answers[2::3], strict=True):
+            shaped, plain, chosen = three
+            jsonschema.validate(json.loads(shaped.text), SCHEMA)
+            valid += shaped.finish_reason == "stop"
+            same += plain.text == single.text
+            free += score(ask, plain.text).exact
+            in_choices += score(ask, chosen.text).exact
+            asked += 1
+    print(
+        f"{asked} extractions in batches of {3 * QUESTIONS}: {valid} valid JSON, {same} rows without a shape unchanged"
+    )
+    print(f"right values: {free / asked:.1%} without a shape, {in_choices / asked:.1%} with choices")
+
+
+def costs(subject: Subject, rows: int) -> None:
+    engine = subject.engine
+    cache = engine.compress(subject.tokens(2048, seed=1), policy="full")
+    item = {**SCHEMA, "properties": {"name": {"type": "string"}, "n": {"type": "integer"}}, "required": ["name", "n"]}
+    endless = {"type": "array", "items": item, "minItems": 200}
+    grammar = Grammar.of({"response_format": {"type": "json_schema", "json_schema": {"schema": endless}}})
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for shaped in (True, False) * REPEATS:
+        batch, sampling = engine.batch(), Sampling(8 * STEPS * 100, grammar=grammar if shaped else None)
+        open_ones = [engine.start(cache, subject.tokens(16, seed=row), sampling) for row in range(rows)]
+        batch.step(open_ones)
+        began = time.perf_counter()
+        for _ in range(STEPS):
+            batch.step(open_ones)
+        seconds[shaped].append((time.perf_counter() - began) / STEPS)
+    inside, outside = (1e3 * median(seconds[shaped]) for shaped in (True, False))
+    print(f"{rows} rows: a step {inside:.3f} ms in a shape, {outside:.3f} ms without, ratio {inside / outside:.3f}")
+
+
+if __name__ == "__main__":
+    with load_subject("kvshelf-tiny", "cpu", "float32", 1) as subject:
+        extractions(subject.engine)
+        with endless_answers(subject):
+            for rows in (1, 8, 32):
+                costs(subject, rows)
