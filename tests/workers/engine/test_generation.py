@@ -142,7 +142,7 @@ def test_an_answer_that_ends_within_a_character_shows_that_it_does(tiny):
     assert pieces[-1] == "\ufffd"
     assert not stream.stopped
     stream, _ = scripted.run(["o \ufffd"])
-    assert stream.stopped == stop
+    assert stream.stopped == "o \ufffd"
     assert stream.text == "one tw"
 
 
