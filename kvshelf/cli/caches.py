@@ -47,6 +47,7 @@ def put(
     layout: _options.Layout = None,
     codec: _options.Codec = None,
     ttl: _options.Ttl = None,
+    ttl_renew: _options.TtlRenew = False,
     name: _options.Name = None,
     label: _options.Labels = None,
     keep_source: _options.KeepSource = None,
@@ -80,6 +81,7 @@ def put(
             "codec": codec,
             "expected_questions": expected_question,
             "ttl_s": _common.seconds(ttl),
+            "ttl_renew": ttl_renew or None,
             "labels": _common.pairs(label, "--label"),
             "keep_source": _common.SOURCE_FORMS[keep_source],
             "source_ttl_s": _common.seconds(source_ttl, "--source-ttl"),
@@ -100,6 +102,7 @@ def append(
     budget_tokens: _options.BudgetTokens = None,
     param: _options.Parameters = None,
     ttl: _options.Ttl = None,
+    ttl_renew: _options.TtlRenew = False,
     name: _options.Name = None,
     label: _options.Labels = None,
     expected_question: _options.ExpectedQuestions = None,
@@ -123,6 +126,7 @@ def append(
             budget_tokens=budget_tokens,
             expected_questions=expected_question,
             ttl_s=_common.seconds(ttl),
+            ttl_renew=ttl_renew or None,
             name=name,
             labels=_common.pairs(label, "--label"),
         )
@@ -562,6 +566,7 @@ def show(
 def _details(cache: CacheObject) -> Table:
     when = partial(_common.local_time, timespec="seconds")
     used = ", ".join(f"{name}={value}" for name, value in cache.policy_params.items())
+    renewed = "" if cache.ttl_s is None else f", {_common.duration(cache.ttl_s)} after each question"
     rows = {
         "id": cache.id,
         "document": cache.document_id,
@@ -576,7 +581,7 @@ def _details(cache: CacheObject) -> Table:
         "labels": ", ".join(f"{key}={value}" for key, value in cache.labels.items()) or "-",
         "created": when(cache.created_at),
         "last used": when(cache.last_used_at),
-        "expires": when(cache.expires_at) + (", never evicted: pinned" if cache.pinned else ""),
+        "expires": when(cache.expires_at) + renewed + (", never evicted: pinned" if cache.pinned else ""),
         "source": _source(cache),
     }
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -612,6 +617,7 @@ NEVER = "never"
 def update(
     cache: Cache,
     ttl: Annotated[str | None, typer.Option(help="Lifetime from now on: 90s, 15m, 2h, 7d, or never.")] = None,
+    ttl_renew: _options.TtlRenew = False,
     name: Annotated[str | None, typer.Option(help="Display name.")] = None,
     label: Annotated[
         list[str] | None,
@@ -632,6 +638,7 @@ def update(
     """Change a cache on the shelf, or say when its next question comes. Prints its id."""
     given: dict[str, Any] = {
         "ttl_s": None if ttl == NEVER else _common.seconds(ttl),
+        "ttl_renew": ttl_renew or None,
         "next_use_s": None if next_use == NEVER else _common.seconds(next_use, "--next-use"),
         "labels": _common.pairs(label, "--label") if label else None,
         "name": name,

@@ -48,6 +48,7 @@ class ReducedFields(TypedDict, total=False):
     expected_questions: Sequence[str] | None
     ttl_s: float | None
     expires_at: float | None
+    ttl_renew: bool | None
     labels: Mapping[str, str] | None
 
 
@@ -106,10 +107,12 @@ class AppendFields(ReducedFields, DocumentFields, total=False):
 
 class UpdateFields(TypedDict, total=False):
     """What `caches.update` changes; absent fields stay. With None as `ttl_s` or `expires_at` a cache never expires.
+    A new end ends an earlier renewal.
     `next_use_s` is a hint; None takes it back."""
 
     ttl_s: float | None
     expires_at: float | None
+    ttl_renew: bool
     labels: Mapping[str, str]
     name: str
     pinned: bool
@@ -121,6 +124,7 @@ class ImportFields(TypedDict, total=False):
 
     ttl_s: float | None
     expires_at: float | None
+    ttl_renew: bool | None
     name: str | None
     labels: Mapping[str, str] | None
 
@@ -139,7 +143,7 @@ class AskFields(TypedDict, total=False):
     another model: the answer then says `recomputed`, and comes as late as a creation. It may raise `SourceNotKept`.
 
     `store` keeps question and answer behind the cache: the answer's `stored_cache_id` is asked like any cache. It
-    expires with the cache that was asked, or after `ttl_s`.
+    expires with the cache that was asked, or after `ttl_s`; with `ttl_renew`, that long after each question.
     """
 
     max_tokens: int | None
@@ -153,6 +157,7 @@ class AskFields(TypedDict, total=False):
     on_miss: str | None
     store: bool | None
     ttl_s: float | None
+    ttl_renew: bool | None
 
 
 class JointFields(AskFields, total=False):
@@ -240,9 +245,10 @@ def create_cache(
 
     One of `document` (text), `messages`, `token_ids` and `file` (a path), and as keywords `model`, `layout`,
     `policy`, `policy_params`, `compression_ratio` (the fraction removed) or `budget_tokens`, `codec`, `ttl_s` or
-    `expires_at`, `name`, `labels`, and `keep_source` to keep the text (or "tokens", the token ids alone) for
-    `source_ttl_s`, so that a query with `on_miss="recompute"` makes the cache again if it is lost. With `respond_async`
-    the request comes back at once, for `client.requests.retrieve`.
+    `expires_at`, `ttl_renew` (each question moves the end to `ttl_s` from then), `name`, `labels`, and `keep_source` to
+    keep the text (or "tokens", the token ids alone) for `source_ttl_s`, so that a query with `on_miss="recompute"`
+    makes the cache again if it is lost. With `respond_async` the request comes back at once, for
+    `client.requests.retrieve`.
 
     `levels` are several compression ratios at once, or mappings of `compression_ratio` and `codec`, whose caches come
     back in a list, from one prefill. With `min_quality` only the smallest cache that agrees enough with the full one is
@@ -315,7 +321,8 @@ def list_caches(**fields: Unpack[ListFields]) -> Call[api.CacheList]:
 
 
 def update_cache(id: str, **fields: Unpack[UpdateFields]) -> Call[api.CacheObject]:
-    """Change `ttl_s` or `expires_at` (None: it never expires), `labels` (as a whole), `name` or `pinned`.
+    """Change `ttl_s` (with `ttl_renew`) or `expires_at` (None: it never expires), `labels` (as a whole), `name` or
+    `pinned`.
 
     Absent fields stay. A pinned cache is never evicted. `next_use_s` says in how many seconds the next question comes:
     replicas keep the cache in memory for it, or read it before. Raises `InvalidRequest`, `CacheNotFound`,

@@ -237,12 +237,19 @@ def _spec(manifest: Manifest, source: Source, *, keep: bool) -> CreateCache:
         compression_ratio=manifest.compression_ratio if takes_budget else None,
         codec=manifest.codec,
         expected_questions=list(identity["expected_questions"]),
-        ttl_s=None if manifest.expires_at is None else manifest.expires_at - manifest.created_at,
+        **_lifetime(manifest),
         name=manifest.name,
         labels=manifest.labels,
         keep_source=keep and ("tokens" if isinstance(source, TokenIds) else True),
         source_ttl_s=None if ends is None else max(ends - time.time(), 1.0),
     )
+
+
+def _lifetime(manifest: Manifest) -> dict[str, Any]:
+    """The lifetime that a cache was given, as a creation asks for it."""
+    if manifest.ttl_renew_s is not None:
+        return {"ttl_s": manifest.ttl_renew_s, "ttl_renew": True}
+    return {"ttl_s": None if manifest.expires_at is None else manifest.expires_at - manifest.created_at}
 
 
 def _found(store: Store, cache_id: str, tenant: str, *, source: bool, recompute: bool) -> AskedCache:

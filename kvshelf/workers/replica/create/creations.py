@@ -22,7 +22,7 @@ from kvshelf.workers.replica.calls import Threads, called_as, named_errors
 from kvshelf.workers.replica.create.auto import Selection
 from kvshelf.workers.replica.create.estimates import Rates, estimate
 from kvshelf.workers.replica.create.progress import Teller, Watcher
-from kvshelf.workers.replica.create.publish import Publisher
+from kvshelf.workers.replica.create.publish import Publisher, lifetime_of
 from kvshelf.workers.replica.create.spec import Levels, appended_level, encode, requested_levels
 from kvshelf.workers.replica.create.split import joined, label_part, naming, parts_of
 from kvshelf.workers.replica.reading import whole
@@ -150,7 +150,7 @@ class Creations:
         with called_as(origin):
             manifest = await self.threads.run(self.store.stat, cache_id, tenant=tenant)
             if spec.ttl_s is None and spec.expires_at is None:
-                spec = spec.model_copy(update={"expires_at": manifest.expires_at})
+                spec = spec.model_copy(update=lifetime_of(manifest))
             parent = await self.threads.run(whole, self.engine, self.store, cache_id, tenant)
             level = await self.threads.run(appended_level, self.engine, parent, spec)
             publisher = Publisher.of(self.store, tenant, spec, [level], cache_id)

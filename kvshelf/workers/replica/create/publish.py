@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
-from kvshelf.api import AppendCache, CreateCache, Timings, Tried
+from kvshelf.api import AppendCache, CreateCache, ImportCache, Timings, Tried
 from kvshelf.errors import CacheError, CacheNotFound, InvalidRequest
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Judgement, Manifest
@@ -100,6 +101,7 @@ class Publisher:
             tenant=self.tenant,
             ttl_s=self.spec.ttl_s,
             expires_at=self.spec.expires_at,
+            ttl_renew_s=self.spec.ttl_renew_s,
             labels=self.spec.labels,
             name=self.spec.name,
             timings=Timings(queue_s=queue_s, prefill_s=compression.prefill_s, compress_s=compression.compress_s),
@@ -115,19 +117,29 @@ class Publisher:
 
     def as_asked(self, manifest: Manifest) -> Manifest:
         """An existing cache with what this request adds: a later expiry, a kept source or more time for it."""
-        manifest = prolonged(self.store, manifest, self.spec.ttl_s, self.spec.expires_at)
+        manifest = prolonged(self.store, manifest, self.spec)
         if self.source is not None:
             keep = self.store.keep_source
             manifest = keep(manifest.id, self.source, tenant=manifest.tenant, ttl_s=self.source_ttl_s)
         return manifest
 
 
-def prolonged(store: Store, manifest: Manifest, ttl_s: float | None, expires_at: float | None) -> Manifest:
+def prolonged(store: Store, manifest: Manifest, asked: CreateCache | AppendCache | ImportCache) -> Manifest:
     """Extends the life of an existing cache to what its newest request asks for; never shortens it."""
-    have, want = manifest.expires_at, store.expiry(ttl_s, expires_at)
-    if have is None or (want is not None and want <= have):
+    have, want = manifest.expires_at, store.expiry(asked.ttl_s, asked.expires_at)
+    renewals = [each for each in (manifest.ttl_renew_s, asked.ttl_renew_s) if each is not None]
+    renewal = max(renewals, default=None)
+    if have is None or (want is not None and want <= have and renewal == manifest.ttl_renew_s):
         return manifest
-    return store.update(manifest.id, tenant=manifest.tenant, expires_at=want)
+    until = None if want is None else max(have, want)
+    return store.update(manifest.id, tenant=manifest.tenant, expires_at=until, ttl_renew_s=renewal)
+
+
+def lifetime_of(manifest: Manifest) -> dict[str, Any]:
+    """The fields of a creation that give a cache the lifetime of one that was just used."""
+    if manifest.ttl_renew_s is None:
+        return {"expires_at": manifest.expires_at}
+    return {"ttl_s": manifest.ttl_renew_s, "ttl_renew": True}
 
 
 def _measured(manifest: Manifest) -> Tried:
