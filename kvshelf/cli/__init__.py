@@ -22,6 +22,7 @@ from kvshelf.cli import (
     policies,
     serve,
     transfer,
+    usage,
 )
 from kvshelf.errors import KvshelfError
 
@@ -54,6 +55,7 @@ for command in (
     caches.show,
     caches.update,
     caches.rm,
+    usage.usage,
     estimate.estimate,
     plan.plan,
     plan.advise,

@@ -236,6 +236,7 @@ class AsyncClient(_Group):
 
     ready = _awaited(_calls.readiness)
     estimate = _awaited(_calls.estimate)
+    usage = _awaited(_calls.usage)
 
     def __init__(
         self,

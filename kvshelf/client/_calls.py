@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, cast, overload
 from urllib.parse import quote
@@ -19,6 +20,7 @@ from pydantic import ValidationError
 from kvshelf import api
 from kvshelf.api.inspect import KeptOf, KeptTokens
 from kvshelf.api.strict import RequestBody, parse_request, refusal
+from kvshelf.api.usage import UsageQuery, UsageReport
 from kvshelf.client._exchange import Call, parse_as
 from kvshelf.errors import InvalidRequest
 
@@ -488,6 +490,29 @@ def estimate(**fields: Unpack[LevelFields]) -> Call[api.EstimateObject]:
     return Call("POST", "/v1/estimate", parse_as(api.EstimateObject), body=body)
 
 
+class UsageFields(TypedDict, total=False):
+    """Which use to report: days of UTC as `datetime.date` or text (2026-01-31), both included, and how it is grouped;
+    None means absent."""
+
+    from_: date | str | None
+    to: date | str | None
+    group_by: str | Sequence[str] | None
+    all_tenants: bool | None
+
+
+def usage(**fields: Unpack[UsageFields]) -> Call[UsageReport]:
+    """What your tenant has used, and what it stores now; by default of the last 30 days, in one row.
+
+    `group_by` is any of "day", "model" and "tenant", one or several. `all_tenants` needs a key with the scope `admin`.
+    Raises `InvalidRequest`, `Forbidden`.
+    """
+    given: dict[str, Any] = dict(fields)
+    given["from"] = given.pop("from_", None)
+    if (group_by := given.get("group_by")) is not None and not isinstance(group_by, str):
+        given["group_by"] = ",".join(group_by)
+    return Call("GET", "/v1/usage", parse_as(UsageReport), params=query_string(UsageQuery, given))
+
+
 def list_models() -> Call[list[api.ModelObject]]:
     """The models this service answers for; the first one is the default."""
     return Call("GET", "/v1/models", lambda response: parse_as(api.ModelList)(response).data)
@@ -544,7 +569,7 @@ def query_string(model: type[api.QueryString], fields: Mapping[str, Any]) -> dic
         query = model.model_validate({key: value for key, value in fields.items() if value is not None})
     except ValidationError as error:
         raise refusal(error) from error
-    params = query.model_dump(exclude_unset=True, exclude={"labels"})
+    params = query.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude={"labels"})
     return params | {f"label.{key}": value for key, value in query.labels.items()}
 
 

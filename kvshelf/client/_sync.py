@@ -241,6 +241,7 @@ class Client(_Group):
 
     ready = _sent(_calls.readiness)
     estimate = _sent(_calls.estimate)
+    usage = _sent(_calls.usage)
 
     def __init__(
         self,

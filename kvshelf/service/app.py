@@ -41,6 +41,7 @@ from kvshelf.service.routes import (
     page,
     queries,
     requests,
+    usage,
 )
 from kvshelf.service.settings import Settings
 from kvshelf.service.state import THREADS, WHOLE_CACHES, Service
@@ -97,7 +98,7 @@ def create_app(
     app = FastAPI(
         title="kvshelf", version=kvshelf.__version__, lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None
     )
-    resources = (caches, growth, blobs, queries, inspect, requests, estimate, chat, files, batches, meta, page)
+    resources = (caches, growth, blobs, queries, inspect, requests, estimate, chat, files, batches, meta, usage, page)
     routers = [resource.router for resource in resources]
     for router in routers:
         app.include_router(router)

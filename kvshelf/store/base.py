@@ -11,6 +11,7 @@ from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.blobs import Health
 from kvshelf.store.jobs.batches import Batches
 from kvshelf.store.jobs.files import Files
+from kvshelf.store.jobs.metering import Metering
 from kvshelf.store.jobs.requests import Requests
 from kvshelf.store.jobs.transforms import KeptTransforms
 from kvshelf.store.manifest import Judgement, Manifest, Usage
@@ -36,6 +37,7 @@ class Store(abc.ABC):
     files: Files
     transforms: KeptTransforms
     batches: Batches
+    metering: Metering
 
     @abc.abstractmethod
     def put(

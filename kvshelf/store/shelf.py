@@ -33,6 +33,7 @@ from kvshelf.store.index import KEEP_ENDED_S, BasesGone, Entry, Index, Query
 from kvshelf.store.jobs.batches import Batches
 from kvshelf.store.jobs.bodies import Bodies
 from kvshelf.store.jobs.files import Files
+from kvshelf.store.jobs.metering import Metering
 from kvshelf.store.jobs.requests import Requests
 from kvshelf.store.jobs.sources import Sources
 from kvshelf.store.jobs.transforms import KeptTransforms
@@ -75,6 +76,7 @@ class Shelf(Store):
         self.files = Files(index.jobs, bodies, now)
         self.requests = Requests(index.jobs, bodies, now, index.key)
         self.batches = Batches(index.jobs)
+        self.metering = Metering(index.jobs)
         self.transforms = KeptTransforms(index.jobs, bodies)
 
     def close(self) -> None:
@@ -508,6 +510,7 @@ class Shelf(Store):
             files=jobs.forget("file", now),
             batches=jobs.forget("batch", now),
             sources=jobs.forget("source", now),
+            usage=jobs.forget("usage", now),
         )
         housekeeping.reclaim(self._index, self._blobs)  # the bytes that the forgotten jobs held
         return swept

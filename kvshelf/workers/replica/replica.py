@@ -24,6 +24,7 @@ from kvshelf.workers.replica.calls import Threads, called_as
 from kvshelf.workers.replica.conversations import Conversations
 from kvshelf.workers.replica.create.creations import Creations
 from kvshelf.workers.replica.inspect import kept_tokens, require_source
+from kvshelf.workers.replica.meter import Meter
 from kvshelf.workers.replica.questions import Questions
 from kvshelf.workers.replica.reading import attached
 from kvshelf.workers.replica.residents import ResidentLimits, Residents
@@ -58,19 +59,22 @@ class Replica:
         self._store = store
         self._scheduler = scheduler
         self._threads = threads = Threads(max_workers=8, thread_name_prefix="replica")
+        self._meter = meter = Meter(store.metering, engine.name)
+        scheduler.spent = meter.spent
         attempts = Attempts(store.requests, self.name, threads)
-        self._creations = Creations(engine, store, scheduler, threads, attempts, cues, max_document_tokens)
+        self._creations = Creations(engine, store, scheduler, threads, attempts, meter, cues, max_document_tokens)
         self.create, self.watch = self._creations.create, self._creations.watch
         self.estimate, self.append = self._creations.estimate, self._creations.append
         limits = residents or ResidentLimits()
         held = Residents(store, partial(attached, engine, store), engine.attach_part, limits, threads)
         conversations = Conversations(engine, store)
-        self._questions = Questions(engine, store, scheduler, threads, held, conversations)
+        self._questions = Questions(engine, store, scheduler, threads, held, conversations, meter)
         self.query, self.stream = self._questions.query, self._questions.stream
         self.hint = self._questions.hint
         self.search = Searches(engine, store, scheduler, threads).search
 
     def start(self) -> None:
+        self._meter.start()
         self._scheduler.start()
 
     def stop(self, *, drain_s: float = 0.0) -> None:
@@ -78,6 +82,7 @@ class Replica:
         self._scheduler.stop(drain_s=drain_s)
         self._questions.stop()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._meter.stop()
 
     async def check_health(self) -> None:
         """Raise if this replica can no longer work and must be replaced."""

@@ -71,6 +71,7 @@ NEEDS = {
     ("GET", "/v1/selectors"): "read",
     ("GET", "/v1/suffix_policies"): "read",
     ("GET", "/v1/limits"): "read",
+    ("GET", "/v1/usage"): "read",
     ("GET", "/metrics"): "admin",
 }
 """The scope that each route needs. A route that is not here fails a test: somebody has to decide."""

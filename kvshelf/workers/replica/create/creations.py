@@ -25,6 +25,7 @@ from kvshelf.workers.replica.create.progress import Teller, Watcher
 from kvshelf.workers.replica.create.publish import Publisher, lifetime_of
 from kvshelf.workers.replica.create.spec import Levels, appended_level, encode, requested_levels
 from kvshelf.workers.replica.create.split import joined, label_part, naming, parts_of
+from kvshelf.workers.replica.meter import Meter
 from kvshelf.workers.replica.reading import whole
 from kvshelf.workers.replica.results import Created, Phase, Stored, in_sequence, rounded
 from kvshelf.workers.replica.scheduler import Scheduler, Work
@@ -78,6 +79,7 @@ class Creations:
     scheduler: Scheduler
     threads: Threads
     attempts: Attempts
+    meter: Meter
     cues: int
     max_document_tokens: int | None
     _singleflight: SingleFlight[Created] = field(default_factory=SingleFlight, init=False)
@@ -225,6 +227,7 @@ class Creations:
             choice, ticket = await self._run(work, publisher.tenant, deadline_s)
         except QualityBelowFloor as refusal:
             self._negative_cache.remember(publisher.ids, refusal)
+            self.meter.add(publisher.tenant, prefill_tokens=work.num_tokens)
             raise
         teller("store", 0, 1)
         manifest = await self.threads.run(publisher.put_choice, work, choice, ticket.queue_s)
@@ -238,11 +241,13 @@ class Creations:
         ticket = self.scheduler.compress(work, tenant=tenant, deadline_s=deadline_s)
         try:
             async with asyncio.timeout(None if deadline_s is None else deadline_s + _HANG_S):
-                return await asyncio.wrap_future(ticket.future), ticket
+                result = await asyncio.wrap_future(ticket.future)
         except TimeoutError as exc:  # the scheduler itself ends what is late, between two units of work
             raise ticket.too_late() from exc
         finally:
             ticket.cancel()
+        self.meter.add(tenant, prefill_tokens=work.num_tokens)
+        return result, ticket
 
     def _record(self, new: Sequence[Manifest], ticket: Ticket[Any]) -> tuple[Phase, ...]:
         """Note the seconds for estimates and the log; returns the phases."""
@@ -253,6 +258,7 @@ class Creations:
             queue=ticket.queue_s, prefill=prefill_s, compress=compress_s, measure=measure_s, store=store_s
         )
         for made in new:
+            self.meter.add(made.tenant, caches_created=1)
             self._rates.add(made.policy, made.policy_params, made.num_tokens, made.timings)
             about: dict[str, float] = {"tokens": made.num_tokens, "kept": made.kept_tokens, "tried": len(made.tried)}
             if made.quality is not None:
