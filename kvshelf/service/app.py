@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Final
 
 import structlog
 from fastapi import FastAPI
@@ -53,6 +54,9 @@ from kvshelf.workers.replica.singleflight import SingleFlight
 
 log = structlog.get_logger("kvshelf.service")
 
+_SETTLE_S: Final = 2.0
+"""How long a front end that stops waits for the replicas to store what tenants have used."""
+
 
 def create_app(
     settings: Settings, workers: Mapping[str, RemoteEngine], store: Store, tracer: Tracer, keys: LiveKeys | None
@@ -91,6 +95,7 @@ def create_app(
         finally:
             await service.batches.stop()
             await service.background.stop()
+            await _settle(workers.values())
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
@@ -137,6 +142,14 @@ async def _service(
         readiness=SingleFlight(),
         limits=limits,
     )
+
+
+async def _settle(workers: Iterable[RemoteEngine]) -> None:
+    """Have the replicas store what tenants have used: with a local cluster they end without notice."""
+    calls = (engine.broadcast("settle", deadline_s=_SETTLE_S) for engine in workers)
+    for error in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(error, BaseException):
+            log.warning("the use of the last seconds may be lost", message=str(error))
 
 
 async def _take_stock(store: Store) -> None:

@@ -33,7 +33,7 @@ class Meter:
         self._now = now
         self._writer = secrets.token_hex(4)
         self._number = 0
-        self._lock = threading.Lock()
+        self._lock, self._sending = threading.Lock(), threading.Lock()
         self._pending: dict[tuple[str, datetime.date], Counter[str]] = {}
         self._unsent: list[tuple[str, datetime.date, Metered]] = []  # of one number, until the store has all of it
         self._ended = threading.Event()
@@ -60,12 +60,13 @@ class Meter:
 
     def flush(self) -> None:
         """Add what was counted to the store. After an error the same is tried again, before anything newer."""
-        self._send()
-        with self._lock:
-            pending, self._pending = self._pending, {}
-        self._number += 1
-        self._unsent = [(tenant, day, Metered(**counts)) for (tenant, day), counts in pending.items()]
-        self._send()
+        with self._sending:
+            self._send()
+            with self._lock:
+                pending, self._pending = self._pending, {}
+            self._number += 1
+            self._unsent = [(tenant, day, Metered(**counts)) for (tenant, day), counts in pending.items()]
+            self._send()
 
     def _send(self) -> None:
         while self._unsent:

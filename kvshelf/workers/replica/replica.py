@@ -91,6 +91,11 @@ class Replica:
         if self._scheduler.overdue_s > STUCK_S:
             raise InternalError(f"{self._engine.name!r} hangs in a document that should have ended {STUCK_S:g} s ago")
 
+    async def settle(self, *, origin: str = "") -> None:
+        """Add what tenants have used to the store now. Raises `StoreUnavailable`; it is then added later."""
+        with called_as(origin):
+            await self._threads.run(self._meter.flush)
+
     async def describe(self, *, origin: str = "") -> dict[str, Any]:
         """The model, for /v1/models, its `ModelIdentity`, the shape of its layers and the digest of its transforms.
         JSON types only."""

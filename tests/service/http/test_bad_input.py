@@ -276,6 +276,28 @@ def test_a_form_that_is_none(http: httpx.Client) -> None:
         refused(response, 400, "invalid_request")
 
 
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ({"from": "2026-02-01", "to": "2026-01-31"}, "from"),
+        ({"from": "2020-01-01", "to": "2026-01-31"}, "from"),
+        ({"from": "2020-01-01"}, "from"),
+        ({"from": "yesterday"}, "from"),
+        ({"from": "1767225600"}, "from"),
+        ({"to": "2026-02-30"}, "to"),
+        ({"to": "2026-02-28T10:00:00"}, "to"),
+        ({"group_by": "week"}, "group_by"),
+        ({"group_by": "day,,model"}, "group_by"),
+        ({"all_tenants": "perhaps"}, "all_tenants"),
+        ({"tenant": "other"}, "tenant"),
+        ({"label.a": "b"}, "labels"),
+    ],
+    ids=str,
+)
+def test_questions_about_usage(http: httpx.Client, params: dict[str, str], param: str) -> None:
+    assert refused(http.get("/v1/usage", params=params), 400, "invalid_request")["param"] == param
+
+
 def test_routes_and_methods_that_are_not_there(http: httpx.Client) -> None:
     refused(http.get("/v2/caches"), 404, "not_found")
     response = http.put("/v1/caches", json={})
