@@ -14,6 +14,7 @@ from kvshelf.api.strict import (
     LayoutName,
     ListBody,
     Message,
+    ModelName,
     NextUse,
     QueryString,
     Renewable,
@@ -275,6 +276,12 @@ class UpdateCache(RequestBody, Renewable):
         if {"ttl_s", "expires_at", "ttl_renew"} & self.model_fields_set:
             found["ttl_renew_s"] = self.ttl_renew_s
         return found
+
+
+class RemakeCache(RequestBody):
+    """POST /v1/caches/{id}/remake: the same document under a model that is served here, from the kept source."""
+
+    model: ModelName | None = Field(None, description="one of /v1/models; default: the first one")
 
 
 class ImportCache(QueryString, Renewable):

@@ -22,7 +22,6 @@ from kvshelf.cli import (
     policies,
     serve,
     transfer,
-    usage,
 )
 from kvshelf.errors import KvshelfError
 
@@ -54,8 +53,9 @@ for command in (
     caches.ls,
     caches.show,
     caches.update,
+    caches.remake,
     caches.rm,
-    usage.usage,
+    keys.usage,
     estimate.estimate,
     plan.plan,
     plan.advise,

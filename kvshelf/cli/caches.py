@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -649,6 +650,38 @@ def update(
         changes: Any = {name: value for name, value in given.items() if value is not None or name in cleared}
         changed = client.caches.update(_references.id_at(client, cache), **changes)
         _common.print_object(changed) if as_json else print(changed.id)
+
+
+def remake(
+    model: Annotated[str, typer.Option("--model", help="The model to make them under, one of the service's.")],
+    from_model: Annotated[
+        str | None, typer.Option(help="The model's name in the caches to make again.  [default: that of --model]")
+    ] = None,
+    label: _options.Labels = None,
+    url: _options.Url = None,
+    as_json: _options.AsJson = False,
+) -> None:
+    """Make caches again under another generation of their model, from their kept sources, one after the other.
+
+    Prints a line for each: the old id, a space, and the id of its successor. Old caches stay. What cannot be made again
+    is reported with its reason, and the others go on. Run it again after a stop: what is there costs no prefill.
+    """
+    failures = _common.Failures(as_json=as_json)
+    counts: Counter[str] = Counter()
+    with connected(url, as_json=as_json) as client:
+        old = client.caches.list(model=from_model or model, labels=_common.pairs(label, "--label"), limit=1000)
+        for cache in old:
+            counts["not made"] += 1
+            with failures.reported(of=cache.id):
+                made = client.caches.remake(cache.id, model=model)
+                counts["not made"] -= 1
+                counts[
+                    "already of this generation" if made.id == cache.id else "there" if made.existing else "new"
+                ] += 1
+                if made.id != cache.id:
+                    _common.print_object(made) if as_json else print(cache.id, made.id, flush=True)
+    _common.notes.print(", ".join(f"{count} {what}" for what, count in counts.items() if count) or "no caches")
+    raise typer.Exit(failures.exit_code)
 
 
 def rm(

@@ -144,6 +144,7 @@ class AsyncCaches(_Group):
 
     create = _awaited(_calls.create_cache)
     append = _awaited(_calls.append_cache)
+    remake = _awaited(_calls.remake_cache)
     turns = _awaited(_calls.list_turns)
     retrieve = _awaited(_calls.retrieve_cache)
     list = _listed(_calls.list_caches)

@@ -302,6 +302,14 @@ def append_cache(id: str, **fields: Unpack[AppendFields]) -> Call[api.CacheObjec
     return Call("POST", _cache_path(id) + "/append", parse_as(api.CacheObject), body=body)
 
 
+def remake_cache(id: str, *, model: str | None = None) -> Call[api.CacheObject]:
+    """Make a cache of the same document under another served model (by default the first), from the kept source, with
+    the same name, labels, policy, codec and lifetime. The cache `id` stays; one of that model comes back itself, with
+    `existing` true. Raises `SourceNotKept`, `ModelMismatch` for token ids of another tokenizer, `CacheNotFound`, ..."""
+    body = {"json": checked(api.RemakeCache, {"model": model})}
+    return Call("POST", _cache_path(id) + "/remake", parse_as(api.CacheObject), body=body)
+
+
 def retrieve_cache(id: str) -> Call[api.CacheObject]:
     """The record of one cache. Raises `CacheNotFound` or `CacheExpired`."""
     return Call("GET", _cache_path(id), parse_as(api.CacheObject))

@@ -16,6 +16,7 @@ import structlog
 from kvshelf.api import Asking, JointQuery, ReadShares, Source
 from kvshelf.errors import CacheError, CacheNotFound, DeadlineExceeded, KvshelfError
 from kvshelf.store.base import Store
+from kvshelf.store.jobs.meter import Meter
 from kvshelf.workers.engine.attention.attachment import Attached, Attachment
 from kvshelf.workers.engine.decode.generation import Answer, Sampling
 from kvshelf.workers.engine.decode.reduction import SuffixReducer
@@ -23,7 +24,6 @@ from kvshelf.workers.engine.decode.selection import Selection
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.replica.calls import Threads, called_as
 from kvshelf.workers.replica.conversations import Conversations, prompt_of, said_in
-from kvshelf.workers.replica.meter import Meter
 from kvshelf.workers.replica.residents import Resident, Residents
 from kvshelf.workers.replica.results import Phase, Reply, rounded
 from kvshelf.workers.replica.scheduler import Scheduler

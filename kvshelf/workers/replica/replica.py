@@ -16,6 +16,7 @@ from kvshelf.api.inspect import KeptTokens
 from kvshelf.errors import InternalError
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.base import Store
+from kvshelf.store.jobs.meter import Meter
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.inputs.encode import Document
 from kvshelf.workers.engine.quality import CUES
@@ -24,7 +25,6 @@ from kvshelf.workers.replica.calls import Threads, called_as
 from kvshelf.workers.replica.conversations import Conversations
 from kvshelf.workers.replica.create.creations import Creations
 from kvshelf.workers.replica.inspect import kept_tokens, require_source
-from kvshelf.workers.replica.meter import Meter
 from kvshelf.workers.replica.questions import Questions
 from kvshelf.workers.replica.reading import attached
 from kvshelf.workers.replica.residents import ResidentLimits, Residents

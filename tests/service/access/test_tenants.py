@@ -43,6 +43,7 @@ NEEDS = {
     ("DELETE", "/v1/caches/{cache_id}"): "write",
     ("POST", "/v1/caches/{cache_id}/append"): "write",
     ("GET", "/v1/caches/{cache_id}/turns"): "read",
+    ("POST", "/v1/caches/{cache_id}/remake"): "write",
     ("GET", "/v1/caches/{cache_id}/blob"): "read",
     ("POST", "/v1/caches/{cache_id}/verify"): "write",
     ("POST", "/v1/caches/{cache_id}/query"): "read",

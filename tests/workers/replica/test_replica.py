@@ -30,11 +30,11 @@ from kvshelf.errors import (
 )
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.index import Quota
+from kvshelf.store.jobs.meter import Meter
 from kvshelf.store.jobs.metering import Metering
 from kvshelf.store.rules import Rules
 from kvshelf.workers.engine.engine import Engine, Prefill
 from kvshelf.workers.engine.inputs.job import Level
-from kvshelf.workers.replica.meter import Meter
 from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.residents import ResidentLimits
 from kvshelf.workers.replica.results import Reply

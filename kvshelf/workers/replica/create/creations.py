@@ -15,6 +15,7 @@ import structlog
 from kvshelf.api import AppendCache, CreateCache, CreationProgress, Estimate, EstimateObject, Tried
 from kvshelf.errors import QualityBelowFloor
 from kvshelf.store.base import Store
+from kvshelf.store.jobs.meter import Meter
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.replica.attempts import MAX_ATTEMPTS, Attempts
@@ -25,7 +26,6 @@ from kvshelf.workers.replica.create.progress import Teller, Watcher
 from kvshelf.workers.replica.create.publish import Publisher, lifetime_of
 from kvshelf.workers.replica.create.spec import Levels, appended_level, encode, requested_levels
 from kvshelf.workers.replica.create.split import joined, label_part, naming, parts_of
-from kvshelf.workers.replica.meter import Meter
 from kvshelf.workers.replica.reading import whole
 from kvshelf.workers.replica.results import Created, Phase, Stored, in_sequence, rounded
 from kvshelf.workers.replica.scheduler import Scheduler, Work

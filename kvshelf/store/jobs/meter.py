@@ -1,4 +1,4 @@
-"""Counts what tenants use of one replica, and adds it to the store every few seconds."""
+"""Counts what tenants use in one process, and adds it to the home every few seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvshelf.api.usage import Metered
 from kvshelf.errors import KvshelfError
 from kvshelf.store.jobs.metering import Metering
 
-log = logging.getLogger("kvshelf.workers")
+log = logging.getLogger("kvshelf.store")
 
 FLUSH_S: Final = 2.0
 """Seconds between two additions to the store: what a killed replica loses at most."""
