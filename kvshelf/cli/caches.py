@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -667,20 +666,20 @@ def remake(
     is reported with its reason, and the others go on. Run it again after a stop: what is there costs no prefill.
     """
     failures = _common.Failures(as_json=as_json)
-    counts: Counter[str] = Counter()
+    counts = dict.fromkeys(("new", "there", "already of this generation", "not made"), 0)
     with connected(url, as_json=as_json) as client:
         old = client.caches.list(model=from_model or model, labels=_common.pairs(label, "--label"), limit=1000)
         for cache in old:
-            counts["not made"] += 1
+            end = "not made"
             with failures.reported(of=cache.id):
                 made = client.caches.remake(cache.id, model=model)
-                counts["not made"] -= 1
-                counts[
-                    "already of this generation" if made.id == cache.id else "there" if made.existing else "new"
-                ] += 1
-                if made.id != cache.id:
+                if made.id == cache.id:
+                    end = "already of this generation"
+                else:
+                    end = "there" if made.existing else "new"
                     _common.print_object(made) if as_json else print(cache.id, made.id, flush=True)
-    _common.notes.print(", ".join(f"{count} {what}" for what, count in counts.items() if count) or "no caches")
+            counts[end] += 1
+    _common.notes.print(", ".join(f"{count} {end}" for end, count in counts.items() if count) or "no caches")
     raise typer.Exit(failures.exit_code)
 
 

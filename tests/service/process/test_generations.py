@@ -50,7 +50,7 @@ def test_caches_of_the_old_generation_answer_until_their_successors_are_there(
 
         before = [answers(cache["id"]) for cache in (*kept, bare)]
         first = remake()
-        assert first.exit_code == 1, first.output
+        assert first.exit_code == 2, first.output
         assert bare["id"] in first.stderr
         assert "2 new, 1 not made" in first.stderr
         successors = dict(line.split() for line in first.stdout.splitlines())
@@ -62,8 +62,8 @@ def test_caches_of_the_old_generation_answer_until_their_successors_are_there(
             answers(made["id"])
         assert [answers(cache["id"]) for cache in (*kept, bare)] == before, "the old replica still answers"
         again = remake()
-        assert (again.exit_code, again.stdout) == (1, first.stdout)
-        assert "2 already of this generation, 2 there, 1 not made" in again.stderr
+        assert (again.exit_code, again.stdout) == (2, first.stdout)
+        assert "2 there, 2 already of this generation, 1 not made" in again.stderr
     with start_service(tmp_path, new) as service, httpx.Client(base_url=service.url, timeout=120) as http:
         error = http.post(f"/v1/caches/{kept[0]['id']}/query", json={"prompt": "When?"})
         assert json.loads(error.text)["error"]["code"] == "model_mismatch"
