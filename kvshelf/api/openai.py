@@ -82,8 +82,8 @@ class ChatCompletionRequest(RequestBody):
     """OpenAI's body plus either `cache_id`, the stored cache to ask, or `cache_ids`, several to ask together, `select`,
     what the answer reads of them, `suffix`, what stays in memory of the answer itself, and `tool`, the tool that it
     calls, as in a query; `grammar` and `choices` say what the answer must be, as OpenAI's `response_format`. With
-    `store` the turn is kept behind the cache, for `ttl_s` seconds or as long as the cache; a later request with the
-    whole conversation goes on from there. `user` is accepted and has no effect."""
+    `store` the turn is kept behind the cache, for `ttl_s` seconds (with `ttl_renew`: after each question) or as long as
+    the cache; a later request with the whole conversation goes on from there. `user` is accepted and has no effect."""
 
     model_config = ConfigDict(json_schema_extra=one_of(cache_id="string", cache_ids="array"))
 
@@ -109,6 +109,7 @@ class ChatCompletionRequest(RequestBody):
     suffix: SuffixOptions | None = None
     store: bool | None = None
     ttl_s: Ttl | None = None
+    ttl_renew: bool = False
     tool: ToolName | None = None
     on_miss: Literal["error", "recompute"] = "error"
     user: str | None = None
@@ -134,7 +135,9 @@ class ChatCompletionRequest(RequestBody):
             raise misuse("cache_ids", "give cache_id or cache_ids, not both")
         if self.store and self.cache_ids is not None:
             raise misuse("store", "an answer is kept behind one cache; leave store out, or give cache_id")
-        require_storable(store=self.store, ttl_s=self.ttl_s, select=self.select, suffix=self.suffix)
+        require_storable(
+            store=self.store, ttl_s=self.ttl_s, ttl_renew=self.ttl_renew, select=self.select, suffix=self.suffix
+        )
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise misuse("max_completion_tokens", "give max_tokens or max_completion_tokens, not both")
         if self.stream_options is not None and not self.stream:

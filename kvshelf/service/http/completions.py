@@ -132,6 +132,7 @@ def asking_of(body: ChatCompletionRequest) -> Asking:
         suffix=body.suffix,
         store=bool(body.store),
         ttl_s=body.ttl_s,
+        ttl_renew=body.ttl_renew,
         tool=body.tool,
         on_miss=body.on_miss,
     )
