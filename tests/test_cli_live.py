@@ -46,10 +46,23 @@ def test_put_prints_the_id_alone_on_stdout(report: Path) -> None:
 
 
 def test_put_carries_every_option(report: Path) -> None:
-    options = ("--ttl", "2h", "--label", "team=law", "--label", "year=2026", "--layout", "plain", "--codec", "none")
+    options = (
+        "--ttl",
+        "2h",
+        "--ttl-renew",
+        "--label",
+        "team=law",
+        "--label",
+        "year=2026",
+        "--layout",
+        "plain",
+        "--codec",
+        "none",
+    )
     cache = json.loads(run("put", report, *options, "--name", "Report", "--policy", "full", "--json").stdout)
     assert (cache["name"], cache["layout"], cache["labels"]) == ("Report", "plain", {"team": "law", "year": "2026"})
     assert cache["expires_at"] == pytest.approx(cache["created_at"] + 7200, abs=60)
+    assert (cache["ttl_renew"], cache["ttl_s"]) == (True, 7200)
 
 
 def test_put_reads_standard_input(report: Path) -> None:
@@ -367,6 +380,20 @@ def test_an_unknown_id_ends_with_exit_code_3(command: tuple[str, ...]) -> None:
 def test_policies_and_selectors_of_the_service() -> None:
     assert "keydiff" in run("policies").stdout
     assert "quest" in run("selectors").stdout
+
+
+def test_usage_of_the_service(report: Path) -> None:
+    cache_id = run("put", report, "--policy", "full").stdout.strip()
+    run("ask", cache_id, QUESTION, "--max-tokens", "2")
+    end = time.monotonic() + 60
+    while not (rows := json.loads(run("usage", "--group-by", "day", "--json").stdout)["data"]):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    shown = run("usage", "--group-by", "day", "--group-by", "model")
+    assert rows[-1]["day"] in shown.stdout
+    assert shown.stdout.split()[:3] == ["DAY", "MODEL", "ANSWERS"]
+    assert "default stores" in shown.stderr
+    assert "is after to" in run("usage", "--from", "2026-02-01", "--to", "2026-01-01", code=2).stderr
 
 
 def test_an_answer_that_reads_a_part(report: Path) -> None:

@@ -17,6 +17,7 @@ from kvshelf.api.caches import ImportCache as ImportCache
 from kvshelf.api.caches import LevelList as LevelList
 from kvshelf.api.caches import ListCaches as ListCaches
 from kvshelf.api.caches import Quality as Quality
+from kvshelf.api.caches import RemakeCache as RemakeCache
 from kvshelf.api.caches import SearchCaches as SearchCaches
 from kvshelf.api.caches import SearchHit as SearchHit
 from kvshelf.api.caches import SearchList as SearchList

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from kvshelf.api.creation import CreateCache
+from kvshelf.api.queries import Asking
 from kvshelf.api.strict import (
     MAX_MESSAGES,
     CodecText,
@@ -238,12 +239,12 @@ class MessagesRequest(RequestBody):
         return [mark for mark in found if mark is not None]
 
     @property
-    def ttl_s(self) -> float | None:
+    def _ttl_s(self) -> float | None:
         """How long what is kept lives from now on. None: nothing is kept."""
         return max((_TTL_S[mark.ttl] for mark in self._marks), default=None)
 
     @property
-    def keeps_turn(self) -> bool:
+    def _keeps_turn(self) -> bool:
         """Whether question and answer are kept."""
         if self.cache_id is not None:
             return bool(self._marks)
@@ -254,11 +255,25 @@ class MessagesRequest(RequestBody):
         """The cache of the beginning."""
         choice = self.cache or CompressionChoice()
         document = _joined(self._beginning)
-        return CreateCache(model=self.model, document=document, layout="chat", ttl_s=self.ttl_s, **choice.model_dump())
+        lives: dict[str, Any] = {"ttl_s": self._ttl_s, "ttl_renew": True}
+        return CreateCache(model=self.model, document=document, layout="chat", **lives, **choice.model_dump())
 
     @property
-    def asked(self) -> list[Message]:
+    def asking(self) -> Asking:
         """What is asked behind the cache."""
+        return Asking(
+            messages=self._asked,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature or 0.0,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            stop=self.stop_sequences,
+            store=self._keeps_turn,
+            ttl_s=self._ttl_s if self._keeps_turn else None,
+            ttl_renew=self._keeps_turn,
+        )
+
+    @property
+    def _asked(self) -> list[Message]:
         if self.cache_id is not None:
             system = [Message(role="system", content=_joined(_blocks(self.system)))] if self.system else []
             return system + [message.plain for message in self.messages]

@@ -14,8 +14,10 @@ from kvshelf.api.strict import (
     LayoutName,
     ListBody,
     Message,
+    ModelName,
     NextUse,
     QueryString,
+    Renewable,
     RequestBody,
     ResponseBody,
     Ttl,
@@ -139,6 +141,8 @@ class CacheObject(ResponseBody):
     tried: list[Tried] = Field(default_factory=list)
     created_at: float
     expires_at: float | None = None
+    ttl_renew: bool = Field(False, description="each question moves expires_at to ttl_s from then")
+    ttl_s: float | None = Field(None, description="of a cache with ttl_renew; null for others")
     last_used_at: float | None = None
     pinned: bool = False
     name: str = ""
@@ -238,7 +242,7 @@ class ListCaches(QueryString):
     after: str | None = Field(None, description="the last id of the page before")
 
 
-class UpdateCache(RequestBody):
+class UpdateCache(RequestBody, Renewable):
     """PATCH /v1/caches/{id}: changes the given fields. `labels` replaces all labels.
 
     A pinned cache is never evicted to make room, but it still expires. `next_use_s` is a hint to the replicas and no
@@ -247,6 +251,9 @@ class UpdateCache(RequestBody):
 
     ttl_s: Ttl | None = Field(None, description="seconds from now; null: never expires")
     expires_at: ExpiresAt | None = Field(None, description="Unix seconds, instead of ttl_s; null: never expires")
+    ttl_renew: bool = Field(
+        False, description="each question moves the end of the cache to ttl_s from then; false: none does any more"
+    )
     labels: Labels = Field(default_factory=dict)
     name: CacheName = ""
     pinned: bool = False
@@ -258,26 +265,37 @@ class UpdateCache(RequestBody):
     def _consistent(self) -> Self:
         if not self.model_fields_set:
             raise misuse("", f"nothing to change; give at least one of {', '.join(type(self).model_fields)}")
+        require_one_expiry(self.ttl_s, self.expires_at, ttl_renew=self.ttl_renew)
         if {"ttl_s", "expires_at"} <= self.model_fields_set:
             raise misuse("expires_at", "give ttl_s or expires_at, not both")
         return self
 
     def changes(self) -> dict[str, Any]:
-        """The given fields, without the hint."""
-        return {name: getattr(self, name) for name in self.model_fields_set - {"next_use_s"}}
+        """The given fields, without the hint. A new end of the cache ends an earlier renewal."""
+        found = {name: getattr(self, name) for name in self.model_fields_set - {"next_use_s", "ttl_renew"}}
+        if {"ttl_s", "expires_at", "ttl_renew"} & self.model_fields_set:
+            found["ttl_renew_s"] = self.ttl_renew_s
+        return found
 
 
-class ImportCache(QueryString):
+class RemakeCache(RequestBody):
+    """POST /v1/caches/{id}/remake: the same document under a model that is served here, from the kept source."""
+
+    model: ModelName | None = Field(None, description="one of /v1/models; default: the first one")
+
+
+class ImportCache(QueryString, Renewable):
     """POST /v1/caches/import: properties of the cache; its blob or export is the body. `name` and `labels` have
     precedence over those of an export."""
 
     ttl_s: Ttl | None = Field(None, description="seconds until the cache expires")
     expires_at: ExpiresAt | None = Field(None, description="Unix seconds, instead of ttl_s")
+    ttl_renew: bool = Field(False, description="each question moves the end of the cache to ttl_s from then")
     name: CacheName | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        require_one_expiry(self.ttl_s, self.expires_at)
+        require_one_expiry(self.ttl_s, self.expires_at, ttl_renew=self.ttl_renew)
         return self
 
 

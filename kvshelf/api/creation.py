@@ -18,6 +18,7 @@ from kvshelf.api.strict import (
     MessageList,
     ModelName,
     Ratio,
+    Renewable,
     RequestBody,
     RequestState,
     ResponseBody,
@@ -59,7 +60,7 @@ KeepSource = Annotated[
 """Whether the source of a cache is kept: true for the text, or the token ids alone."""
 
 
-class CacheOptions(RequestBody):
+class CacheOptions(RequestBody, Renewable):
     """How to compress and store a document, without the document.
 
     `compression_ratio` is the fraction of entries REMOVED, `budget_tokens` the mean number of entries kept per layer
@@ -96,6 +97,7 @@ class CacheOptions(RequestBody):
     )
     ttl_s: Ttl | None = Field(None, description="seconds until the cache expires")
     expires_at: ExpiresAt | None = Field(None, description="Unix seconds, instead of ttl_s")
+    ttl_renew: bool = Field(False, description="each question moves the end of the cache to ttl_s from then")
     labels: Labels = Field(default_factory=dict)
     keep_source: KeepSource = Field(
         False,
@@ -129,7 +131,7 @@ class CacheOptions(RequestBody):
             raise misuse("bytes_per_token", "give max_bytes or bytes_per_token, not both")
         if self.source_ttl_s is not None and not self.keep_source:
             raise misuse("source_ttl_s", "source_ttl_s is the lifetime of a kept source; give keep_source with it")
-        require_one_expiry(self.ttl_s, self.expires_at)
+        require_one_expiry(self.ttl_s, self.expires_at, ttl_renew=self.ttl_renew)
         return self
 
     @property
@@ -277,13 +279,13 @@ class CreateCache(CacheOptions):
         return SplitOptions() if self.split else None
 
 
-class AppendCache(RequestBody):
+class AppendCache(RequestBody, Renewable):
     """POST /v1/caches/{id}/append: more of a document, read behind its cache. Exactly one of `document` (a text, which
     goes on where the document ends), `messages` (whole turns) and `token_ids` is required.
 
     A new cache is stored; the one that it was appended to stays as it is. Policy, ratio and budget are of what is
     appended alone: by default the policy and the ratio of the cache, under whose codec all of it is stored. Without
-    `ttl_s` and `expires_at` the new cache expires with the cache that it was appended to.
+    `ttl_s` and `expires_at` the new cache has the lifetime of the cache that it was appended to.
     """
 
     model_config = ConfigDict(json_schema_extra=one_of(document="string", messages="array", token_ids="array"))
@@ -303,6 +305,7 @@ class AppendCache(RequestBody):
     expected_questions: Annotated[list[Text], Field(fail_fast=True)] = Field(default_factory=list, max_length=256)
     ttl_s: Ttl | None = Field(None, description="seconds until the new cache expires")
     expires_at: ExpiresAt | None = Field(None, description="Unix seconds, instead of ttl_s")
+    ttl_renew: bool = Field(False, description="each question moves the end of the cache to ttl_s from then")
     labels: Labels = Field(default_factory=dict)
     name: CacheName = ""
 
@@ -315,7 +318,7 @@ class AppendCache(RequestBody):
             raise misuse("budget_tokens", "give compression_ratio or budget_tokens, not both")
         if self.tokenizer is not None and self.token_ids is None:
             raise misuse("tokenizer", "tokenizer belongs to token_ids; leave it out")
-        require_one_expiry(self.ttl_s, self.expires_at)
+        require_one_expiry(self.ttl_s, self.expires_at, ttl_renew=self.ttl_renew)
         return self
 
 

@@ -98,6 +98,7 @@ class OpenAIRequest(RequestBody):
     suffix: SuffixOptions | None = None
     store: bool | None = None
     ttl_s: Ttl | None = None
+    ttl_renew: bool = False
     tool: ToolName | None = None
     on_miss: Literal["error", "recompute"] = "error"
     user: str | None = None
@@ -118,7 +119,9 @@ class OpenAIRequest(RequestBody):
             raise misuse(given[1], f"give {given[0]} or {given[1]}, not both")
         if self.store and self.cache_ids is not None:
             raise misuse("store", "an answer is kept behind one cache; leave store out, or give cache_id")
-        require_storable(store=self.store, ttl_s=self.ttl_s, select=self.select, suffix=self.suffix)
+        require_storable(
+            store=self.store, ttl_s=self.ttl_s, ttl_renew=self.ttl_renew, select=self.select, suffix=self.suffix
+        )
         if self.select is not None and self.select.passages:
             raise misuse("select.passages", "this answer has no passages; ask POST /v1/caches/{id}/query instead")
         return self
@@ -135,6 +138,7 @@ class OpenAIRequest(RequestBody):
             suffix=self.suffix,
             store=store,
             ttl_s=self.ttl_s,
+            ttl_renew=self.ttl_renew,
             tool=self.tool,
             on_miss=self.on_miss,
             **more,
@@ -145,8 +149,8 @@ class ChatCompletionRequest(OpenAIRequest):
     """OpenAI's body plus either `cache_id`, the stored cache to ask, or `cache_ids`, several to ask together, `select`,
     what the answer reads of them, `suffix`, what stays in memory of the answer itself, and `tool`, the tool that it
     calls, as in a query; `grammar` and `choices` say what the answer must be, as OpenAI's `response_format`. With
-    `store` the turn is kept behind the cache, for `ttl_s` seconds or as long as the cache; a later request with the
-    whole conversation goes on from there."""
+    `store` the turn is kept behind the cache, for `ttl_s` seconds (with `ttl_renew`: after each question) or as long as
+    the cache; a later request with the whole conversation goes on from there."""
 
     model_config = ConfigDict(json_schema_extra=one_of(cache_id="string", cache_ids="array"))
 

@@ -16,6 +16,7 @@ from kvshelf.api.strict import (
     MessageList,
     MissReason,
     Prompts,
+    Renewable,
     RequestBody,
     ResponseBody,
     Seed,
@@ -27,6 +28,7 @@ from kvshelf.api.strict import (
     misuse,
     one_of,
     require_each_once,
+    require_one_expiry,
 )
 
 
@@ -52,18 +54,19 @@ class SuffixOptions(RequestBody):
 
 
 def require_storable(
-    *, store: bool | None, ttl_s: float | None, select: Select | None, suffix: SuffixOptions | None
+    *, store: bool | None, ttl_s: float | None, ttl_renew: bool, select: Select | None, suffix: SuffixOptions | None
 ) -> None:
     """Refuse what does not go with keeping an answer."""
     if ttl_s is not None and not store:
         raise misuse("ttl_s", "ttl_s is of the cache that store makes; leave it out, or give store: true")
+    require_one_expiry(ttl_s, None, ttl_renew=ttl_renew)
     if store and select is not None:
         raise misuse("store", "an answer that reads a part of the cache is not kept behind it; leave select out")
     if store and suffix is not None:
         raise misuse("store", "an answer of which a part is dropped is not kept behind the cache; leave suffix out")
 
 
-class Asking(RequestBody):
+class Asking(RequestBody, Renewable):
     """What is asked and how it is answered, whichever caches are asked. Exactly one of `prompt` (one or several) and
     `messages`."""
 
@@ -93,6 +96,9 @@ class Asking(RequestBody):
     ttl_s: Ttl | None = Field(
         None, description="with store: seconds until the new cache expires; default: with the cache that was asked"
     )
+    ttl_renew: bool = Field(
+        False, description="with store and ttl_s: each question moves the end of the new cache to ttl_s from then"
+    )
     tool: ToolName | None = Field(
         None, description="the tool that the answer calls: the caches stay in memory for its result"
     )
@@ -108,7 +114,9 @@ class Asking(RequestBody):
             raise misuse("prompt", f"exactly one of prompt and messages is needed; {found}")
         if self.stream and isinstance(self.prompt, list):
             raise misuse("stream", "several prompts cannot be streamed in one call; send one prompt per stream")
-        require_storable(store=self.store, ttl_s=self.ttl_s, select=self.select, suffix=self.suffix)
+        require_storable(
+            store=self.store, ttl_s=self.ttl_s, ttl_renew=self.ttl_renew, select=self.select, suffix=self.suffix
+        )
         if self.tool is not None and isinstance(self.prompt, list):
             raise misuse("tool", "a tool is called by one answer; send the prompt whose answer calls it alone")
         require_one_shape(self)

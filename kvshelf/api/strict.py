@@ -114,8 +114,22 @@ def without_unsupported(data: Any, neutral: Mapping[str, tuple[Any, ...]]) -> An
     return {name: value for name, value in data.items() if name not in neutral}
 
 
-def require_one_expiry(ttl_s: float | None, expires_at: float | None) -> None:
-    """For a validator: `ttl_s` and `expires_at` exclude each other."""
+class Renewable:
+    """Base of bodies with a lifetime that uses may renew."""
+
+    ttl_s: float | None
+    ttl_renew: bool
+
+    @property
+    def ttl_renew_s(self) -> float | None:
+        """Seconds from each use to the end of the cache; None: uses do not move its end."""
+        return self.ttl_s if self.ttl_renew else None
+
+
+def require_one_expiry(ttl_s: float | None, expires_at: float | None, *, ttl_renew: bool) -> None:
+    """For a validator: `ttl_s` and `expires_at` exclude each other, and `ttl_renew` goes with `ttl_s` alone."""
+    if ttl_renew and ttl_s is None:
+        raise misuse("ttl_renew", "with ttl_renew each use prolongs the cache by ttl_s; give ttl_s, not expires_at")
     if ttl_s is not None and expires_at is not None:
         raise misuse("expires_at", "give ttl_s or expires_at, not both")
 

@@ -93,6 +93,9 @@ Codec = Annotated[
     typer.Option(help="none, int8, int4, int2, mixed or klt, and parameters: int4:group=64, klt:step=2,steps=kl."),
 ]
 Ttl = Annotated[str | None, typer.Option(help="Lifetime of the cache: 90s, 15m, 2h, 7d.")]
+TtlRenew = Annotated[
+    bool, typer.Option("--ttl-renew", help="With --ttl: each question prolongs the lifetime to --ttl from then.")
+]
 Name = Annotated[str | None, typer.Option(help="Display name.  [default: the file's name]")]
 KeepSource = Annotated[
     Literal["text", "tokens"] | None,

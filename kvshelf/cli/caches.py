@@ -47,6 +47,7 @@ def put(
     layout: _options.Layout = None,
     codec: _options.Codec = None,
     ttl: _options.Ttl = None,
+    ttl_renew: _options.TtlRenew = False,
     name: _options.Name = None,
     label: _options.Labels = None,
     keep_source: _options.KeepSource = None,
@@ -80,6 +81,7 @@ def put(
             "codec": codec,
             "expected_questions": expected_question,
             "ttl_s": _common.seconds(ttl),
+            "ttl_renew": ttl_renew or None,
             "labels": _common.pairs(label, "--label"),
             "keep_source": _common.SOURCE_FORMS[keep_source],
             "source_ttl_s": _common.seconds(source_ttl, "--source-ttl"),
@@ -100,6 +102,7 @@ def append(
     budget_tokens: _options.BudgetTokens = None,
     param: _options.Parameters = None,
     ttl: _options.Ttl = None,
+    ttl_renew: _options.TtlRenew = False,
     name: _options.Name = None,
     label: _options.Labels = None,
     expected_question: _options.ExpectedQuestions = None,
@@ -123,6 +126,7 @@ def append(
             budget_tokens=budget_tokens,
             expected_questions=expected_question,
             ttl_s=_common.seconds(ttl),
+            ttl_renew=ttl_renew or None,
             name=name,
             labels=_common.pairs(label, "--label"),
         )
@@ -586,6 +590,7 @@ def show(
 def _details(cache: CacheObject) -> Table:
     when = partial(_common.local_time, timespec="seconds")
     used = ", ".join(f"{name}={value}" for name, value in cache.policy_params.items())
+    renewed = "" if cache.ttl_s is None else f", {_common.duration(cache.ttl_s)} after each question"
     rows = {
         "id": cache.id,
         "document": cache.document_id,
@@ -600,7 +605,7 @@ def _details(cache: CacheObject) -> Table:
         "labels": ", ".join(f"{key}={value}" for key, value in cache.labels.items()) or "-",
         "created": when(cache.created_at),
         "last used": when(cache.last_used_at),
-        "expires": when(cache.expires_at) + (", never evicted: pinned" if cache.pinned else ""),
+        "expires": when(cache.expires_at) + renewed + (", never evicted: pinned" if cache.pinned else ""),
         "source": _source(cache),
     }
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -636,6 +641,7 @@ NEVER = "never"
 def update(
     cache: Cache,
     ttl: Annotated[str | None, typer.Option(help="Lifetime from now on: 90s, 15m, 2h, 7d, or never.")] = None,
+    ttl_renew: _options.TtlRenew = False,
     name: Annotated[str | None, typer.Option(help="Display name.")] = None,
     label: Annotated[
         list[str] | None,
@@ -656,6 +662,7 @@ def update(
     """Change a cache on the shelf, or say when its next question comes. Prints its id."""
     given: dict[str, Any] = {
         "ttl_s": None if ttl == NEVER else _common.seconds(ttl),
+        "ttl_renew": ttl_renew or None,
         "next_use_s": None if next_use == NEVER else _common.seconds(next_use, "--next-use"),
         "labels": _common.pairs(label, "--label") if label else None,
         "name": name,
@@ -666,6 +673,38 @@ def update(
         changes: Any = {name: value for name, value in given.items() if value is not None or name in cleared}
         changed = client.caches.update(_references.id_at(client, cache), **changes)
         _common.print_object(changed) if as_json else print(changed.id)
+
+
+def remake(
+    model: Annotated[str, typer.Option("--model", help="The model to make them under, one of the service's.")],
+    from_model: Annotated[
+        str | None, typer.Option(help="The model's name in the caches to make again.  [default: that of --model]")
+    ] = None,
+    label: _options.Labels = None,
+    url: _options.Url = None,
+    as_json: _options.AsJson = False,
+) -> None:
+    """Make caches again under another generation of their model, from their kept sources, one after the other.
+
+    Prints a line for each: the old id, a space, and the id of its successor. Old caches stay. What cannot be made again
+    is reported with its reason, and the others go on. Run it again after a stop: what is there costs no prefill.
+    """
+    failures = _common.Failures(as_json=as_json)
+    counts = dict.fromkeys(("new", "there", "already of this generation", "not made"), 0)
+    with connected(url, as_json=as_json) as client:
+        old = client.caches.list(model=from_model or model, labels=_common.pairs(label, "--label"), limit=1000)
+        for cache in old:
+            end = "not made"
+            with failures.reported(of=cache.id):
+                made = client.caches.remake(cache.id, model=model)
+                if made.id == cache.id:
+                    end = "already of this generation"
+                else:
+                    end = "there" if made.existing else "new"
+                    _common.print_object(made) if as_json else print(cache.id, made.id, flush=True)
+            counts[end] += 1
+    _common.notes.print(", ".join(f"{count} {end}" for end, count in counts.items() if count) or "no caches")
+    raise typer.Exit(failures.exit_code)
 
 
 def rm(

@@ -67,6 +67,7 @@ def export_cache(
 def import_cache(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A file written by `kvshelf export`.")],
     ttl: _options.Ttl = None,
+    ttl_renew: _options.TtlRenew = False,
     name: Annotated[
         str | None, typer.Option(help="Display name.  [default: the exported one; for a blob alone, the file's]")
     ] = None,
@@ -88,6 +89,7 @@ def import_cache(
         blob = _read(file)
         fields: ImportFields = {
             "ttl_s": _common.seconds(ttl),
+            "ttl_renew": ttl_renew or None,
             "name": file.name if name is None and not blob.endswith(MAGIC) else name,
             "labels": _common.pairs(label, "--label"),
         }
@@ -135,6 +137,7 @@ def _put(store: str, key_file: Path | None, blob: bytes, fields: ImportFields) -
         stored = shelf.put(
             cache,
             ttl_s=fields["ttl_s"],
+            ttl_renew_s=fields["ttl_s"] if fields["ttl_renew"] else None,
             name=about.name if fields["name"] is None else fields["name"],
             labels=about.labels | dict(fields["labels"] or {}),
             judged=Judgement(quality=about.quality),

@@ -144,6 +144,7 @@ class AsyncCaches(_Group):
 
     create = _awaited(_calls.create_cache)
     append = _awaited(_calls.append_cache)
+    remake = _awaited(_calls.remake_cache)
     turns = _awaited(_calls.list_turns)
     retrieve = _awaited(_calls.retrieve_cache)
     list = _listed(_calls.list_caches)
@@ -236,6 +237,7 @@ class AsyncClient(_Group):
 
     ready = _awaited(_calls.readiness)
     estimate = _awaited(_calls.estimate)
+    usage = _awaited(_calls.usage)
 
     def __init__(
         self,

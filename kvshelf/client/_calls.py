@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, cast, overload
 from urllib.parse import quote
@@ -19,6 +20,7 @@ from pydantic import ValidationError
 from kvshelf import api
 from kvshelf.api.inspect import KeptOf, KeptTokens
 from kvshelf.api.strict import RequestBody, parse_request, refusal
+from kvshelf.api.usage import UsageQuery, UsageReport
 from kvshelf.client._exchange import Call, parse_as
 from kvshelf.errors import InvalidRequest
 
@@ -48,6 +50,7 @@ class ReducedFields(TypedDict, total=False):
     expected_questions: Sequence[str] | None
     ttl_s: float | None
     expires_at: float | None
+    ttl_renew: bool | None
     labels: Mapping[str, str] | None
 
 
@@ -106,10 +109,12 @@ class AppendFields(ReducedFields, DocumentFields, total=False):
 
 class UpdateFields(TypedDict, total=False):
     """What `caches.update` changes; absent fields stay. With None as `ttl_s` or `expires_at` a cache never expires.
+    A new end ends an earlier renewal.
     `next_use_s` is a hint; None takes it back."""
 
     ttl_s: float | None
     expires_at: float | None
+    ttl_renew: bool
     labels: Mapping[str, str]
     name: str
     pinned: bool
@@ -121,6 +126,7 @@ class ImportFields(TypedDict, total=False):
 
     ttl_s: float | None
     expires_at: float | None
+    ttl_renew: bool | None
     name: str | None
     labels: Mapping[str, str] | None
 
@@ -145,7 +151,7 @@ class AskFields(TypedDict, total=False):
     another model: the answer then says `recomputed`, and comes as late as a creation. It may raise `SourceNotKept`.
 
     `store` keeps question and answer behind the cache: the answer's `stored_cache_id` is asked like any cache. It
-    expires with the cache that was asked, or after `ttl_s`.
+    expires with the cache that was asked, or after `ttl_s`; with `ttl_renew`, that long after each question.
     """
 
     max_tokens: int | None
@@ -165,6 +171,7 @@ class AskFields(TypedDict, total=False):
     on_miss: str | None
     store: bool | None
     ttl_s: float | None
+    ttl_renew: bool | None
 
 
 class JointFields(AskFields, total=False):
@@ -253,9 +260,10 @@ def create_cache(
 
     One of `document` (text), `messages`, `token_ids` and `file` (a path), and as keywords `model`, `layout`,
     `policy`, `policy_params`, `compression_ratio` (the fraction removed) or `budget_tokens`, `codec`, `ttl_s` or
-    `expires_at`, `name`, `labels`, and `keep_source` to keep the text (or "tokens", the token ids alone) for
-    `source_ttl_s`, so that a query with `on_miss="recompute"` makes the cache again if it is lost. With `respond_async`
-    the request comes back at once, for `client.requests.retrieve`.
+    `expires_at`, `ttl_renew` (each question moves the end to `ttl_s` from then), `name`, `labels`, and `keep_source` to
+    keep the text (or "tokens", the token ids alone) for `source_ttl_s`, so that a query with `on_miss="recompute"`
+    makes the cache again if it is lost. With `respond_async` the request comes back at once, for
+    `client.requests.retrieve`.
 
     `levels` are several compression ratios at once, or mappings of `compression_ratio` and `codec`, whose caches come
     back in a list, from one prefill. With `min_quality` only the smallest cache that agrees enough with the full one is
@@ -307,6 +315,14 @@ def append_cache(id: str, **fields: Unpack[AppendFields]) -> Call[api.CacheObjec
     return Call("POST", _cache_path(id) + "/append", parse_as(api.CacheObject), body=body)
 
 
+def remake_cache(id: str, *, model: str | None = None) -> Call[api.CacheObject]:
+    """Make a cache of the same document under another served model (by default the first), from the kept source, with
+    the same name, labels, policy, codec and lifetime. The cache `id` stays; one of that model comes back itself, with
+    `existing` true. Raises `SourceNotKept`, `ModelMismatch` for token ids of another tokenizer, `CacheNotFound`, ..."""
+    body = {"json": checked(api.RemakeCache, {"model": model})}
+    return Call("POST", _cache_path(id) + "/remake", parse_as(api.CacheObject), body=body)
+
+
 def retrieve_cache(id: str) -> Call[api.CacheObject]:
     """The record of one cache. Raises `CacheNotFound` or `CacheExpired`."""
     return Call("GET", _cache_path(id), parse_as(api.CacheObject))
@@ -328,7 +344,8 @@ def list_caches(**fields: Unpack[ListFields]) -> Call[api.CacheList]:
 
 
 def update_cache(id: str, **fields: Unpack[UpdateFields]) -> Call[api.CacheObject]:
-    """Change `ttl_s` or `expires_at` (None: it never expires), `labels` (as a whole), `name` or `pinned`.
+    """Change `ttl_s` (with `ttl_renew`) or `expires_at` (None: it never expires), `labels` (as a whole), `name` or
+    `pinned`.
 
     Absent fields stay. A pinned cache is never evicted. `next_use_s` says in how many seconds the next question comes:
     replicas keep the cache in memory for it, or read it before. Raises `InvalidRequest`, `CacheNotFound`,
@@ -496,6 +513,29 @@ def estimate(**fields: Unpack[LevelFields]) -> Call[api.EstimateObject]:
     return Call("POST", "/v1/estimate", parse_as(api.EstimateObject), body=body)
 
 
+class UsageFields(TypedDict, total=False):
+    """Which use to report: days of UTC as `datetime.date` or text (2026-01-31), both included, and how it is grouped;
+    None means absent."""
+
+    from_: date | str | None
+    to: date | str | None
+    group_by: str | Sequence[str] | None
+    all_tenants: bool | None
+
+
+def usage(**fields: Unpack[UsageFields]) -> Call[UsageReport]:
+    """What your tenant has used, and what it stores now; by default of the last 30 days, in one row.
+
+    `group_by` is any of "day", "model" and "tenant", one or several. `all_tenants` needs a key with the scope `admin`.
+    Raises `InvalidRequest`, `Forbidden`.
+    """
+    given: dict[str, Any] = dict(fields)
+    given["from"] = given.pop("from_", None)
+    if (group_by := given.get("group_by")) is not None and not isinstance(group_by, str):
+        given["group_by"] = ",".join(group_by)
+    return Call("GET", "/v1/usage", parse_as(UsageReport), params=query_string(UsageQuery, given))
+
+
 def list_models() -> Call[list[api.ModelObject]]:
     """The models this service answers for; the first one is the default."""
     return Call("GET", "/v1/models", lambda response: parse_as(api.ModelList)(response).data)
@@ -552,7 +592,7 @@ def query_string(model: type[api.QueryString], fields: Mapping[str, Any]) -> dic
         query = model.model_validate({key: value for key, value in fields.items() if value is not None})
     except ValidationError as error:
         raise refusal(error) from error
-    params = query.model_dump(exclude_unset=True, exclude={"labels"})
+    params = query.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude={"labels"})
     return params | {f"label.{key}": value for key, value in query.labels.items()}
 
 

@@ -145,6 +145,7 @@ class Caches(_Group):
 
     create = _sent(_calls.create_cache)
     append = _sent(_calls.append_cache)
+    remake = _sent(_calls.remake_cache)
     turns = _sent(_calls.list_turns)
     retrieve = _sent(_calls.retrieve_cache)
     list = _listed(_calls.list_caches)
@@ -241,6 +242,7 @@ class Client(_Group):
 
     ready = _sent(_calls.readiness)
     estimate = _sent(_calls.estimate)
+    usage = _sent(_calls.usage)
 
     def __init__(
         self,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Final
 
 import structlog
 from fastapi import FastAPI
@@ -43,6 +44,7 @@ from kvshelf.service.routes import (
     queries,
     requests,
     responses,
+    usage,
 )
 from kvshelf.service.settings import Settings
 from kvshelf.service.state import THREADS, WHOLE_CACHES, Service
@@ -53,6 +55,9 @@ from kvshelf.workers.cluster.remote import RemoteEngine, watch
 from kvshelf.workers.replica.singleflight import SingleFlight
 
 log = structlog.get_logger("kvshelf.service")
+
+_SETTLE_S: Final = 2.0
+"""How long a front end that stops waits for the replicas to store what tenants have used."""
 
 
 def create_app(
@@ -92,6 +97,7 @@ def create_app(
         finally:
             await service.batches.stop()
             await service.background.stop()
+            await _settle(workers.values())
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
@@ -100,7 +106,7 @@ def create_app(
         title="kvshelf", version=kvshelf.__version__, lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None
     )
     asking = (queries, chat, responses, messages)
-    resources = (caches, growth, blobs, *asking, inspect, requests, estimate, files, batches, meta, page)
+    resources = (caches, growth, blobs, *asking, inspect, requests, estimate, files, batches, meta, usage, page)
     routers = [resource.router for resource in resources]
     for router in routers:
         app.include_router(router)
@@ -139,6 +145,14 @@ async def _service(
         readiness=SingleFlight(),
         limits=limits,
     )
+
+
+async def _settle(workers: Iterable[RemoteEngine]) -> None:
+    """Have the replicas store what tenants have used: with a local cluster they end without notice."""
+    calls = (engine.broadcast("settle", deadline_s=_SETTLE_S) for engine in workers)
+    for error in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(error, BaseException):
+            log.warning("the use of the last seconds may be lost", message=str(error))
 
 
 async def _take_stock(store: Store) -> None:

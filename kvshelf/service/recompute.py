@@ -26,12 +26,13 @@ from kvshelf.service.engines import EngineClient, each_alone
 from kvshelf.service.http.errors import miss_reason
 from kvshelf.service.http.waiting import off_loop
 from kvshelf.service.state import Service
+from kvshelf.store.artifact.identity import ModelIdentity
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.types import Source, TokenIds
 from kvshelf.workers.policies import POLICIES
 from kvshelf.workers.replica.create.spec import Recreation
-from kvshelf.workers.replica.results import Reply
+from kvshelf.workers.replica.results import Reply, Stored
 
 UNUSABLE: Final = (CacheCorrupt, CacheExpired, ModelMismatch)
 """Errors of a cache that is or was on the shelf and cannot be used."""
@@ -154,27 +155,9 @@ class Question:
             raise miss
         if cache.source is None:
             raise _lost(miss) from miss
-        moved = isinstance(miss, ModelMismatch)
-        if moved and isinstance(cache.source, TokenIds) and not self._reads_tokens_of(cache.manifest):
-            raise miss
-        made = await self._create(_spec(cache.manifest, cache.source, keep=moved))
-        if made.id != cache.asked and not moved:
-            raise ModelMismatch(
-                f"from the source of cache {cache.asked} this version of kvshelf makes another cache, {made.id}: its "
-                "policy or format is another one now. Ask that one instead",
-                param="cache_id",
-                cache_id=cache.asked,
-            )
-        if cache.manifest.pinned and not made.pinned:
-            update = self.service.store.update
-            made = await off_loop(update, made.id, tenant=self.caller.tenant, pinned=True)
-        remade = replace(cache, manifest=made, recomputed=miss_reason(miss))
-        return replace(self, caches=(*self.caches[:at], remade, *self.caches[at + 1 :]))
-
-    def _reads_tokens_of(self, manifest: Manifest) -> bool:
-        """Whether token ids mean to the engine's model what they meant to that of a cache."""
-        ours, theirs = self.service.identities[self.engine.model], manifest.identity["model"]
-        return (ours.tokenizer, ours.template) == (theirs["tokenizer"], theirs["template"])
+        made = await _made_again(self.service, self.caller, self.engine, cache, miss)
+        anew = replace(cache, manifest=made.manifest, recomputed=miss_reason(miss))
+        return replace(self, caches=(*self.caches[:at], anew, *self.caches[at + 1 :]))
 
     def _missed(self, miss: KvshelfError) -> int:
         """The place of the cache that a miss is about. Of several, a replica names it; otherwise raises the miss."""
@@ -197,7 +180,9 @@ class Question:
                     param="compare",
                 )
             fields = _document(cache.manifest, cache.source)
-            found = await self._create(Recreation.model_construct(**fields, policy="full", ttl_s=FULL_TTL_S))
+            spec = Recreation.model_construct(**fields, policy="full", ttl_s=FULL_TTL_S, model=self.engine.model)
+            deadline_s = self.service.settings.request_deadline_s
+            found = (await self.engine.create(spec, tenant=self.caller.tenant, deadline_s=deadline_s)).manifest
         return replace(self, caches=(AskedCache(found.id, found),))
 
     async def _stored_full(self, manifest: Manifest) -> Manifest | None:
@@ -211,10 +196,59 @@ class Question:
                 return found
         return None
 
-    async def _create(self, spec: CreateCache) -> Manifest:
-        deadline_s = self.service.settings.request_deadline_s
-        spec = spec.model_copy(update={"model": self.engine.model})
-        return (await self.engine.create(spec, tenant=self.caller.tenant, deadline_s=deadline_s)).manifest
+
+async def remade(service: Service, caller: Caller, cache_id: str, model: str | None) -> tuple[Manifest, bool]:
+    """The cache of the same document under a served model, made from the kept source with the same parameters, and
+    whether it was there. A cache of that model is its own. The source is kept for the new one, too.
+
+    Raises as `Store.stat` and `Store.source`, `SourceNotKept` for one that was appended, and `ModelMismatch` for token
+    ids of another tokenizer.
+    """
+    engine = service.engine(model)
+    manifest = await off_loop(service.store.stat, cache_id, tenant=caller.tenant)
+    try:
+        service.identities[engine.model].require_match(ModelIdentity(**manifest.identity["model"]))
+        return manifest, True
+    except ModelMismatch as other:
+        found = await off_loop(_found, service.store, cache_id, caller.tenant, source=True, recompute=False)
+        if found.source is None:
+            raise SourceNotKept(
+                f"cache {cache_id} cannot be made under {engine.model!r}, because its source is not kept, or it was "
+                "appended to another; send the document again",
+                param="cache_id",
+            ) from other
+        made = await _made_again(service, caller, engine, found, other)
+        return made.manifest, made.existing
+
+
+async def _made_again(
+    service: Service, caller: Caller, engine: EngineClient, cache: AskedCache, miss: KvshelfError
+) -> Stored:
+    """The cache of a miss, compressed again from its source by the engine's model. Raises as `Question.again`."""
+    assert cache.source is not None
+    moved = isinstance(miss, ModelMismatch)
+    if moved and isinstance(cache.source, TokenIds) and not _reads_tokens_of(service, engine, cache.manifest):
+        raise miss
+    spec = _spec(cache.manifest, cache.source, keep=moved).model_copy(update={"model": engine.model})
+    deadline_s = service.settings.request_deadline_s
+    created = await engine.create(spec, tenant=caller.tenant, deadline_s=deadline_s)
+    made = created.manifest
+    if made.id != cache.asked and not moved:
+        raise ModelMismatch(
+            f"from the source of cache {cache.asked} this version of kvshelf makes another cache, {made.id}: its "
+            "policy or format is another one now. Ask that one instead",
+            param="cache_id",
+            cache_id=cache.asked,
+        )
+    if cache.manifest.pinned and not made.pinned:
+        made = await off_loop(service.store.update, made.id, tenant=caller.tenant, pinned=True)
+    return Stored(made, created.existing)
+
+
+def _reads_tokens_of(service: Service, engine: EngineClient, manifest: Manifest) -> bool:
+    """Whether token ids mean to the engine's model what they meant to that of a cache."""
+    ours, theirs = service.identities[engine.model], manifest.identity["model"]
+    return (ours.tokenizer, ours.template) == (theirs["tokenizer"], theirs["template"])
 
 
 def _document(manifest: Manifest, source: Source) -> dict[str, Any]:
@@ -241,12 +275,19 @@ def _spec(manifest: Manifest, source: Source, *, keep: bool) -> CreateCache:
         compression_ratio=manifest.compression_ratio if takes_budget else None,
         codec=manifest.codec,
         expected_questions=list(identity["expected_questions"]),
-        ttl_s=None if manifest.expires_at is None else manifest.expires_at - manifest.created_at,
+        **_lifetime(manifest),
         name=manifest.name,
         labels=manifest.labels,
         keep_source=keep and ("tokens" if isinstance(source, TokenIds) else True),
         source_ttl_s=None if ends is None else max(ends - time.time(), 1.0),
     )
+
+
+def _lifetime(manifest: Manifest) -> dict[str, Any]:
+    """The lifetime that a cache was given, as a creation asks for it."""
+    if manifest.ttl_renew_s is not None:
+        return {"ttl_s": manifest.ttl_renew_s, "ttl_renew": True}
+    return {"ttl_s": None if manifest.expires_at is None else manifest.expires_at - manifest.created_at}
 
 
 def _found(store: Store, cache_id: str, tenant: str, *, source: bool, recompute: bool) -> AskedCache:

@@ -157,6 +157,8 @@ def cache_object(manifest: Manifest, *, existing: bool = False) -> CacheObject:
             "bytes": manifest.bytes,
             "has_source": kept is not None,
             "source": kept and {"form": kept.form, "bytes": kept.nbytes, "expires_at": kept.expires_at},
+            "ttl_renew": manifest.ttl_renew_s is not None,
+            "ttl_s": manifest.ttl_renew_s,
             "existing": existing,
         }
     )

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from kvshelf.api import Timings
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.blobs import Health
 from kvshelf.store.jobs.batches import Batches
 from kvshelf.store.jobs.files import Files
+from kvshelf.store.jobs.metering import Metering
 from kvshelf.store.jobs.requests import Requests
 from kvshelf.store.jobs.transforms import KeptTransforms
 from kvshelf.store.manifest import Judgement, Manifest, Usage
 from kvshelf.store.types import UNSET, BlobFile, Page, Receipt, Scrubbed, Source, Swept, Unset
+
+RENEW_SHARE: Final = 0.01
+"""A cache that uses renew lives on for at least 1 - `RENEW_SHARE` of its `ttl_renew_s` after each use."""
 
 if TYPE_CHECKING:
     from kvshelf.store.artifact.arriving import ArrivingCache
@@ -33,6 +37,7 @@ class Store(abc.ABC):
     files: Files
     transforms: KeptTransforms
     batches: Batches
+    metering: Metering
 
     @abc.abstractmethod
     def put(
@@ -43,6 +48,7 @@ class Store(abc.ABC):
         tenant: str = "default",
         ttl_s: float | None = None,
         expires_at: float | None = None,
+        ttl_renew_s: float | None = None,
         labels: Mapping[str, str] | None = None,
         name: str = "",
         pinned: bool = False,
@@ -55,9 +61,9 @@ class Store(abc.ABC):
         """Store a cache: write, verify what was written, then make it visible. Durable when it returns.
 
         `codec` is a text of `kvshelf.store.artifact.codecs`; "none" adds no encoding to the cache. The manifest and
-        the id hold the canonical text of the codec. source, source_ttl_s: see `keep_source`. judged: the cache's
-        measured quality. parent_id: the stored cache that this one extends. The home then keeps only the bytes that
-        the parent lacks, and deletes the parent only together with this cache (see `delete`).
+        the id hold the canonical text of the codec. ttl_renew_s: see `touch`. source, source_ttl_s: see `keep_source`.
+        judged: the cache's measured quality. parent_id: the stored cache that this one extends. The home then keeps
+        only the bytes that the parent lacks, and deletes the parent only together with this cache (see `delete`).
         If this cache is on the shelf already, nothing is written and its manifest is returned unchanged, labels and
         expiry included; only a source is added as by `keep_source`. An expired or corrupt cache is replaced. Sets
         `store_s` in the manifest's timings. Raises `InvalidRequest` (arguments, or a cache that the codec or the format
@@ -178,6 +184,7 @@ class Store(abc.ABC):
         tenant: str = "default",
         ttl_s: float | Unset | None = UNSET,
         expires_at: float | Unset | None = UNSET,
+        ttl_renew_s: float | Unset | None = UNSET,
         labels: Mapping[str, str] | Unset = UNSET,
         name: str | Unset = UNSET,
         pinned: bool | Unset = UNSET,
@@ -210,7 +217,11 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def touch(self, cache_id: str, *, tenant: str = "default") -> None:
-        """Record that the cache was used now. Does nothing if the cache is gone."""
+        """Record that the cache was used now. Does nothing if the cache is gone.
+
+        If the cache has an expiry and a `ttl_renew_s`, and that time from now is later than its expiry by at least
+        `RENEW_SHARE` of it, that becomes its expiry. So a use never shortens a life, and of many uses few write.
+        """
 
     @abc.abstractmethod
     def sweep(self, now: float | None = None) -> Swept:

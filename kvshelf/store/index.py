@@ -282,8 +282,9 @@ class Index(abc.ABC):
         """
 
     @abc.abstractmethod
-    def touch(self, cache_id: str, tenant: str, now: float) -> None:
-        """Count a use of a ready entry. Runs for every query, so it need not survive a power cut."""
+    def touch(self, cache_id: str, tenant: str, now: float) -> Entry | None:
+        """Count a use of a ready entry. Returns the entry if it has an expiry, which the use may be about to move. Runs
+        for every query, so it need not survive a power cut."""
 
     @abc.abstractmethod
     def mark_corrupt(self, entry: Entry, problem: str) -> bool:

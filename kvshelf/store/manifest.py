@@ -13,7 +13,7 @@ from kvshelf.store.artifact.identity import canonical_json, digest
 if TYPE_CHECKING:
     from kvshelf.store.artifact.cache import CompressedCache
 
-_REVISED = {"blob_digest", "created_at", "expires_at", "labels", "name", "pinned", "quality", "source", "tried"}
+_REVISED = {"blob_digest", "created_at", "labels", "name", "pinned", "quality", "source", "tried"}
 
 
 class Record(BaseModel):
@@ -65,6 +65,7 @@ class Manifest(Record):
 
     identity: `Identity.to_dict()`. bytes_full: keys and values before compression. bytes_stored: the blob.
     blob_digest: the blob's root digest; segment_digests: one per layer. uses: questions asked so far.
+    ttl_renew_s: each use moves `expires_at` to so many seconds later; None: it stays.
     source: of the document, if it is kept (`kvshelf.store.jobs.sources`).
     quality, tried: see `Judgement`. parent_id: the cache that this one extends, None if it extends none.
     """
@@ -91,6 +92,7 @@ class Manifest(Record):
     timings: Timings = Field(default_factory=Timings)
     created_at: float
     expires_at: float | None = None
+    ttl_renew_s: float | None = None
     last_used_at: float | None = None
     pinned: bool = False
     name: str = ""
@@ -110,8 +112,9 @@ class Manifest(Record):
 
     @property
     def revision(self) -> str:
-        """A digest of everything that can change except the counters of use."""
-        return digest("kvshelf.etag", canonical_json(self.model_dump(mode="json", include=_REVISED)))
+        """A digest of everything that can change except by a use."""
+        moving = "expires_at" if self.ttl_renew_s is None else "ttl_renew_s"
+        return digest("kvshelf.etag", canonical_json(self.model_dump(mode="json", include={moving, *_REVISED})))
 
 
 class SourceRecord(Record):

@@ -30,6 +30,12 @@ class Rules:
             return now + min(given) if given else None
         return self.changed_expiry(ttl_s, expires_at, now)
 
+    def renewal(self, ttl_renew_s: float | None) -> float | None:
+        """The time by which uses prolong a cache, None: they do not. Raises `InvalidRequest`."""
+        if ttl_renew_s is not None:
+            self.changed_expiry(ttl_renew_s, None, 0.0)
+        return ttl_renew_s
+
     def changed_expiry(self, ttl_s: float | None, expires_at: float | None, now: float) -> float | None:
         """As `expiry`, but None for both means no expiry."""
         at = require_expiry(ttl_s, expires_at, now)

@@ -27,12 +27,13 @@ from kvshelf.store.artifact import blob, codecs
 from kvshelf.store.artifact.blob import PackedBlob
 from kvshelf.store.artifact.blob.frame import FORMAT_MAJOR, BlobSummary
 from kvshelf.store.artifact.identity import Identity
-from kvshelf.store.base import Store
+from kvshelf.store.base import RENEW_SHARE, Store
 from kvshelf.store.blobs import Blobs, Health, RangesFile, Step
 from kvshelf.store.index import KEEP_ENDED_S, BasesGone, Entry, Index, Query
 from kvshelf.store.jobs.batches import Batches
 from kvshelf.store.jobs.bodies import Bodies
 from kvshelf.store.jobs.files import Files
+from kvshelf.store.jobs.metering import Metering
 from kvshelf.store.jobs.requests import Requests
 from kvshelf.store.jobs.sources import Sources
 from kvshelf.store.jobs.transforms import KeptTransforms
@@ -75,6 +76,7 @@ class Shelf(Store):
         self.files = Files(index.jobs, bodies, now)
         self.requests = Requests(index.jobs, bodies, now, index.key)
         self.batches = Batches(index.jobs)
+        self.metering = Metering(index.jobs)
         self.transforms = KeptTransforms(index.jobs, bodies)
 
     def close(self) -> None:
@@ -110,6 +112,7 @@ class Shelf(Store):
         tenant: str = "default",
         ttl_s: float | None = None,
         expires_at: float | None = None,
+        ttl_renew_s: float | None = None,
         labels: Mapping[str, str] | None = None,
         name: str = "",
         pinned: bool = False,
@@ -122,6 +125,7 @@ class Shelf(Store):
         until = self.expiry(source_ttl_s, None)
         fields: dict[str, Any] = {
             "expires_at": self.expiry(ttl_s, expires_at),
+            "ttl_renew_s": self._rules.renewal(ttl_renew_s),
             "tenant": checks.require_text(tenant, "tenant", empty=False),
             "labels": checks.require_labels(labels or {}),
             "name": checks.require_text(name, "name"),
@@ -366,6 +370,7 @@ class Shelf(Store):
         tenant: str = "default",
         ttl_s: float | Unset | None = UNSET,
         expires_at: float | Unset | None = UNSET,
+        ttl_renew_s: float | Unset | None = UNSET,
         labels: Mapping[str, str] | Unset = UNSET,
         name: str | Unset = UNSET,
         pinned: bool | Unset = UNSET,
@@ -375,30 +380,53 @@ class Shelf(Store):
         if not (isinstance(ttl_s, Unset) and isinstance(expires_at, Unset)):
             ttl, at = (None if isinstance(value, Unset) else value for value in (ttl_s, expires_at))
             changes["expires_at"] = self._rules.changed_expiry(ttl, at, self._now())
+        if not isinstance(ttl_renew_s, Unset):
+            changes["ttl_renew_s"] = self._rules.renewal(ttl_renew_s)
         return self._changed(cache_id, tenant, changes, if_revision)
 
     def _changed(
         self, cache_id: str, tenant: str, changes: Mapping[str, Any], if_revision: Collection[str] | None
     ) -> Manifest:
-        """The manifest after a change of some fields. In Redis the chunks must outlive the manifest: extend their
-        expiry first, and never shorten it, because another caller may be extending it."""
+        """The manifest after a change of some fields."""
         while True:
             entry = self._reader.ready(cache_id, tenant)
             seen = entry.manifest()
             checks.require_revision(seen, if_revision)
             manifest = seen.model_copy(update=changes)
-            old, new = entry.expires_at, manifest.expires_at
-            if old is not None and (new is None or new > old):
-                with self._reader.quarantining(entry):
-                    for name, nbytes in entry.needed():
-                        self._blobs.keep_until(name, nbytes, new)
-            if self._index.swap(entry, manifest):  # else it was changed since it was looked up
+            if self._swapped(entry, manifest):  # else it was changed since it was looked up
                 if manifest.has_source:
                     self._sources.claim(manifest)
                 return manifest
 
+    def _swapped(self, entry: Entry, manifest: Manifest) -> bool:
+        """`Index.swap`. In Redis the chunks must outlive the manifest: extend their expiry first, and never shorten it,
+        because another caller may be extending it."""
+        old, new = entry.expires_at, manifest.expires_at
+        if old is not None and (new is None or new > old):
+            with self._reader.quarantining(entry):
+                for name, nbytes in entry.needed():
+                    self._blobs.keep_until(name, nbytes, new)
+        return self._index.swap(entry, manifest)
+
     def touch(self, cache_id: str, *, tenant: str = "default") -> None:
-        self._index.touch(cache_id, tenant, self._now())
+        now = self._now()
+        entry = self._index.touch(cache_id, tenant, now)
+        while entry is not None and (renewed := self._renewed(entry, now)) is not None:
+            if self._swapped(entry, renewed):
+                return
+            entry = self._index.find(cache_id, tenant)  # it was changed meanwhile
+
+    def _renewed(self, entry: Entry, now: float) -> Manifest | None:
+        """The manifest of an entry after a use, None if the use does not move its expiry."""
+        if entry.expires_at is None or not entry.live(now):
+            return None
+        manifest = entry.manifest()
+        if manifest.ttl_renew_s is None:
+            return None
+        until = now + min(manifest.ttl_renew_s, self._rules.max_ttl_s or math.inf)
+        if until - entry.expires_at < RENEW_SHARE * manifest.ttl_renew_s:
+            return None
+        return manifest.model_copy(update={"expires_at": until})
 
     def delete(
         self,
@@ -482,6 +510,7 @@ class Shelf(Store):
             files=jobs.forget("file", now),
             batches=jobs.forget("batch", now),
             sources=jobs.forget("source", now),
+            usage=jobs.forget("usage", now),
         )
         housekeeping.reclaim(self._index, self._blobs)  # the bytes that the forgotten jobs held
         return swept

@@ -55,6 +55,7 @@ class Swept(Record):
     files: int = 0
     batches: int = 0
     sources: int = 0
+    usage: int = 0
 
 
 class Scrubbed(Record):

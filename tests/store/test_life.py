@@ -74,6 +74,101 @@ def test_no_cache_is_kept_longer_than_the_maximum(place: Place, clock: Clock) ->
         assert place.names() == {shelf._index.find(manifest.id, "default").name}  # type: ignore[union-attr]
 
 
+# Renewal by use
+
+
+def test_each_use_prolongs_a_cache_that_renews(place: Place, clock: Clock) -> None:
+    with place.open(now=clock) as shelf:
+        made = shelf.put(make_cache(0), ttl_s=100, ttl_renew_s=100, source="its text", source_ttl_s=300)
+        fixed = shelf.put(make_cache(1), ttl_s=100)
+        for _ in range(3):
+            clock.time += 90
+            shelf.touch(made.id)
+            assert shelf.stat(made.id).expires_at == clock.time + 100
+        with pytest.raises(CacheExpired):
+            shelf.stat(fixed.id)
+        found = shelf.stat(made.id)
+        assert (found.uses, found.ttl_renew_s, found.revision) == (3, 100, made.revision)
+        assert found.source == made.source, "a source keeps its own end"
+    with place.open(now=clock) as shelf:  # as after a restart
+        clock.time += 90
+        shelf.touch(made.id)
+        require_equal(shelf.get(made.id), make_cache(0))
+        clock.time += 99
+        assert shelf.sweep().expired == 1, "the fixed one alone"
+        assert shelf.stat(made.id).expires_at == clock.time + 1
+        clock.time += 1
+        shelf.touch(made.id)
+        with pytest.raises(CacheExpired):
+            shelf.stat(made.id)
+        assert shelf.sweep().expired == 1, "a use revives nothing"
+        shelf.touch(made.id)
+        assert shelf.check() == []
+
+
+def test_a_use_shortens_no_life_and_uses_close_to_each_other_write_once(shelf: Shelf, clock: Clock) -> None:
+    made = shelf.put(make_cache(0), ttl_s=1000, ttl_renew_s=100)
+    until = clock.time + 1000
+    shelf.touch(made.id)
+    assert shelf.stat(made.id).expires_at == until
+    shelf.update(made.id, ttl_s=100, ttl_renew_s=100)
+
+    def version() -> int:
+        entry = shelf._index.find(made.id, "default")
+        assert entry is not None
+        return entry.version
+
+    before = version()
+    for _ in range(9):
+        clock.time += 0.1
+        shelf.touch(made.id)
+    assert version() == before, "less than a hundredth of its time has passed"
+    clock.time += 0.2
+    shelf.touch(made.id)
+    assert (version(), shelf.stat(made.id).expires_at) == (before + 1, clock.time + 100)
+    shelf.update(made.id, expires_at=clock.time + 10, ttl_renew_s=None)
+    clock.time += 5
+    shelf.touch(made.id)
+    assert shelf.stat(made.id).expires_at == clock.time + 5
+    shelf.update(made.id, ttl_s=None, ttl_renew_s=100)
+    shelf.touch(made.id)
+    assert shelf.stat(made.id).expires_at is None
+
+
+def test_uses_renew_within_the_longest_lifetime(place: Place, clock: Clock) -> None:
+    with place.open(now=clock) as shelf:
+        made = shelf.put(make_cache(0), ttl_s=100, ttl_renew_s=100)
+    with place.open(now=clock, rules=Rules(max_ttl_s=60)) as shelf:
+        with pytest.raises(InvalidRequest, match="kept for 60 s at most"):
+            shelf.put(make_cache(1), ttl_s=5, ttl_renew_s=100)
+        clock.time += 90
+        shelf.touch(made.id)
+        assert shelf.stat(made.id).expires_at == clock.time + 60
+
+
+def test_a_renewal_keeps_what_was_changed_at_the_same_time(shelf: Shelf, clock: Clock) -> None:
+    made = shelf.put(make_cache(0), ttl_s=100, ttl_renew_s=100)
+    ended = threading.Event()
+
+    def use() -> None:
+        while not ended.is_set():
+            clock.time += 2
+            shelf.touch(made.id)
+
+    users = [threading.Thread(target=use) for _ in range(2)]
+    for user in users:
+        user.start()
+    for number in range(20):
+        shelf.update(made.id, name=str(number))
+        assert shelf.stat(made.id).name == str(number)
+    ended.set()
+    for user in users:
+        user.join()
+    found = shelf.stat(made.id)
+    assert found.name == "19"
+    assert found.expires_at == pytest.approx(clock.time + 100, abs=5)
+
+
 # Quotas
 
 

@@ -32,6 +32,7 @@ _OPENAI_FIELDS: Final = {"custom_id", "method", "url", "body"}
 _ALTERNATIVES: Final = (
     ("compression_ratio", "budget_tokens", "levels"),
     ("ttl_s", "expires_at"),
+    ("ttl_renew", "expires_at"),
     ("max_bytes", "bytes_per_token"),
 )
 """A row that gives one field of a group drops the batch's defaults for the others."""

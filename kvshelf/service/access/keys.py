@@ -51,14 +51,22 @@ ANYONE: Final = Caller("default", frozenset(SCOPES), None)
 """Every caller of a service without keys, see `require_local`. All have one tenant; Authorization is ignored."""
 
 
+def _caller(request: Request) -> Caller:
+    found: Caller = request.state.caller
+    return found
+
+
 def _with_scope(scope: Scope) -> Callable[[Request], Caller]:
     def caller(request: Request) -> Caller:
-        found: Caller = request.state.caller
+        found = _caller(request)
         found.require(scope)
         return found
 
     return caller
 
+
+AnyCaller = Annotated[Caller, Depends(_caller)]
+"""The caller of a route that asks for a scope itself."""
 
 Reader = Annotated[Caller, Depends(_with_scope("read"))]
 """The caller of a route that needs the scope `read`."""

@@ -97,13 +97,14 @@ def _import(store: Store, arrived: _Arrived, wanted: ImportCache, tenant: str) -
             tenant=tenant,
             ttl_s=wanted.ttl_s,
             expires_at=wanted.expires_at,
+            ttl_renew_s=wanted.ttl_renew_s,
             labels=about.labels | wanted.labels,
             name=about.name if wanted.name is None else wanted.name,
             source=arrived.source,
             judged=Judgement(quality=about.quality),
         )
         return manifest, False
-    manifest = as_requested(store, there, expires_at=store.expiry(wanted.ttl_s, wanted.expires_at))
+    manifest = as_requested(store, there, lifetime=wanted)
     if arrived.source is not None and not manifest.has_source:
         manifest = store.keep_source(manifest.id, arrived.source, tenant=tenant)
     return manifest, True

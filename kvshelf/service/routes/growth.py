@@ -1,4 +1,5 @@
-"""/v1/caches/{id}/append and /turns: documents that grow, and the conversations behind them."""
+"""/v1/caches/{id}/append, /turns and /remake: documents that grow, the conversations behind them, and successors under
+another model."""
 
 from __future__ import annotations
 
@@ -8,12 +9,13 @@ from typing import Final
 from fastapi import APIRouter, Request, Response
 from pydantic import TypeAdapter
 
-from kvshelf.api import AppendCache, CacheObject, MessageList, StoredTurn, TurnList
+from kvshelf.api import AppendCache, CacheObject, MessageList, RemakeCache, StoredTurn, TurnList
 from kvshelf.errors import CacheError, CacheNotFound
 from kvshelf.service.access.keys import Reader, Writer
 from kvshelf.service.http import openapi
-from kvshelf.service.http.body import read_document
+from kvshelf.service.http.body import read_document, read_json
 from kvshelf.service.http.waiting import off_loop, until_hangup
+from kvshelf.service.recompute import remade
 from kvshelf.service.routes.caches import require_tokenizer
 from kvshelf.service.state import TAKES_TOKENS, InService, cache_response
 from kvshelf.store.base import Store
@@ -44,6 +46,22 @@ async def append(cache_id: str, request: Request, service: InService, caller: Wr
     work = engine.append(cache_id, body, policy, tenant=caller.tenant, deadline_s=deadline_s)
     created = await until_hangup(request, work)
     return cache_response(created.manifest, existing=created.existing)
+
+
+@router.post(
+    "/remake",
+    status_code=201,
+    response_model=CacheObject,
+    responses=openapi.EXISTING,
+    openapi_extra=openapi.body_of(RemakeCache),
+    dependencies=[TAKES_TOKENS],
+)
+async def remake(cache_id: str, request: Request, service: InService, caller: Writer) -> Response:
+    """Make a cache of the same document under another model that is served here, from the kept source, with the same
+    name, labels, policy, parameters, codec, lifetime and pin. The cache itself stays as it is."""
+    body = await read_json(request, RemakeCache, service)
+    manifest, existing = await until_hangup(request, remade(service, caller, cache_id, body.model))
+    return cache_response(manifest, existing=existing)
 
 
 @router.get("/turns")

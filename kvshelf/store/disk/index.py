@@ -173,7 +173,7 @@ class SqliteIndex(Index):
                 tx.execute("DELETE FROM writes WHERE name = ?", (writing.name,))
         return True
 
-    def touch(self, cache_id: str, tenant: str, now: float) -> None:
+    def touch(self, cache_id: str, tenant: str, now: float) -> Entry | None:
         with self._database.write(durable=False) as tx:
             entry = _find(tx, cache_id, tenant)
             if entry is not None and entry.state == "ready":
@@ -181,6 +181,7 @@ class SqliteIndex(Index):
                 priority = eviction.priority(_clock(tx), uses + 1, entry.cost_s, entry.nbytes)
                 changes = (now, uses, priority, entry.seq)
                 tx.execute("UPDATE caches SET last_used_at = ?, uses = ?, priority = ? WHERE seq = ?", changes)
+        return None if entry is None or entry.expires_at is None else entry
 
     def mark_corrupt(self, entry: Entry, problem: str) -> bool:
         with self._database.write() as tx:

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 from kvshelf.errors import InvalidRequest, QuotaExceeded, StateConflict, StoreUnavailable
 from kvshelf.store.manifest import Record
 
-Kind = Literal["file", "batch", "request", "source", "transforms"]
+Kind = Literal["file", "batch", "request", "source", "transforms", "usage"]
 
 RecordT = TypeVar("RecordT", bound=Record)
 
@@ -25,9 +25,9 @@ RecordT = TypeVar("RecordT", bound=Record)
 class Item:
     """One item of one tenant. Times are Unix seconds on the home's clock, but `due` is on the caller's.
 
-    text: JSON. version: counts the changes of the item, not its leases. open: whether there is work to do; sources are
-    always open, so that those of all tenants are found. due: when to
-    forget the item, None: never. held: the name in `Blobs` of bytes that belong to the item.
+    text: JSON. version: counts the changes of the item, not its leases. open: whether there is work to do; sources and
+    usage are always open, so that those of all tenants are found. due: when to forget the item, None: never. held: the
+    name in `Blobs` of bytes that belong to the item.
 
     The table sets the rest. term: number of the newest lease, 0 before the first. holder: the worker that took it.
     lease_until: its end, 0 if it was released. updated_at: the last change or lease.

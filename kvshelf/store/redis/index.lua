@@ -523,8 +523,9 @@ function operations.touch()
     call('HSET', entry_key(a.id), 'uses', whole(uses), 'last_used_at', a.now, 'priority', lifted)
     entry.priority = lifted
     rank(entry)
+    return {'touched', entry.expires_at and show(a.id) or false}
   end
-  return {'touched'}
+  return {'touched', false}
 end
 
 function operations.mark_corrupt()

@@ -57,10 +57,10 @@ _ALWAYS_COUNTED: Final = (
 )
 
 _REPLIES: Final = {
-    **dict.fromkeys(("lost", "lapsed", "begun", "renewed", "abandoned", "done", "changed", "touched"), 0),
+    **dict.fromkeys(("lost", "lapsed", "begun", "renewed", "abandoned", "done", "changed"), 0),
     **dict.fromkeys(("disowned", "baseless"), 0),
     **dict.fromkeys(("max_caches", "max_bytes", "budget_bytes", "published", "kept", "found", "writes", "entries"), 1),
-    **dict.fromkeys(("known", "counts", "home"), 1),
+    **dict.fromkeys(("known", "counts", "home", "touched"), 1),
     **dict.fromkeys(("listing", "walked", "forgotten"), 2),
 }
 """The first word of each kind of reply, and how many parts follow it."""
@@ -201,8 +201,9 @@ class RedisIndex(Index):
         _require_publishable(reply, names)
         return _is_done(reply)
 
-    def touch(self, cache_id: str, tenant: str, now: float) -> None:
-        self._run("touch", id=cache_id, tenant=tenant, now=now)
+    def touch(self, cache_id: str, tenant: str, now: float) -> Entry | None:
+        shown = self._run("touch", id=cache_id, tenant=tenant, now=now)[1]
+        return read_entry(shown) if shown else None
 
     def mark_corrupt(self, entry: Entry, problem: str) -> bool:
         reply = self._run(

@@ -64,6 +64,7 @@ class TieredStore(Store):
         self.files = home.files
         self.transforms = home.transforms
         self.batches = home.batches
+        self.metering = home.metering
         self._home = home
         self._tiers = Tiers(tiers)
         self._giving_back = threading.Lock()

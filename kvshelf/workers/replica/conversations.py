@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from kvshelf.api import Asking
 from kvshelf.errors import CacheError, CacheNotFound, InvalidRequest, KvshelfError
@@ -82,16 +82,13 @@ class Conversations:
         assert answer.turn is not None, "the question was asked with its turn to be kept"
         manifest = self._store.stat(cache_id, tenant=tenant)
         parent = document.stored(manifest.codec) or whole(self._engine, self._store, cache_id, tenant)
-        ttl_s, expires_at = query.ttl_s, None if query.ttl_s is not None else manifest.expires_at
-        if ttl_s is None and expires_at is None and self._store.expiry(None, None) is None:
-            ttl_s = TURN_TTL_S
+        lives = self._lifetime(query, manifest)
         for messages, cache in self._caches(parent, query, answer, answer.turn):
             manifest = self._store.put(
                 cache,
                 codec=cache.codec,
                 tenant=tenant,
-                ttl_s=ttl_s,
-                expires_at=expires_at,
+                **lives,
                 source=canonical_json(messages),
                 parent_id=cache_id,
             )
@@ -99,6 +96,14 @@ class Conversations:
         # An equal turn may have been stored before, by another batch, whose last bits are its own.
         ours = cache.pack().root.hex() == manifest.blob_digest
         return Kept(manifest, self._engine.attach(cache) if ours else None)
+
+    def _lifetime(self, query: Asking, manifest: Manifest) -> dict[str, Any]:
+        """How long a turn behind a cache is kept: arguments of `Store.put`."""
+        if query.ttl_s is not None:
+            return {"ttl_s": query.ttl_s, "ttl_renew_s": query.ttl_renew_s}
+        if manifest.expires_at is None and self._store.expiry(None, None) is None:
+            return {"ttl_s": TURN_TTL_S}
+        return {"expires_at": manifest.expires_at, "ttl_renew_s": manifest.ttl_renew_s}
 
     def _caches(
         self, parent: CompressedCache, query: Asking, answer: Answer, turn: Turn

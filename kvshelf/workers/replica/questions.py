@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +16,7 @@ import structlog
 from kvshelf.api import Asking, JointQuery, ReadShares, Source
 from kvshelf.errors import CacheError, CacheNotFound, DeadlineExceeded, KvshelfError
 from kvshelf.store.base import Store
+from kvshelf.store.jobs.meter import Meter
 from kvshelf.workers.engine.attention.attachment import Attached, Attachment
 from kvshelf.workers.engine.decode.generation import Answer, Sampling
 from kvshelf.workers.engine.decode.grammar import Grammar
@@ -43,6 +44,7 @@ class Questions:
     threads: Threads
     residents: Residents
     conversations: Conversations
+    meter: Meter
     _housekeeping: list[asyncio.Task[NoReturn]] = field(default_factory=list, init=False)
 
     def stop(self) -> None:
@@ -73,7 +75,7 @@ class Questions:
                 ticket = await self._begun(loaded, tenant=tenant, deadline_s=deadline_s)
                 try:
                     answer = await asyncio.wrap_future(ticket.future)
-                    return await self._kept(loaded, answer, loaded.reply(answer, ticket), tenant)
+                    return await self._kept(loaded, answer, self._counted(loaded, answer, ticket, tenant), tenant)
                 finally:
                     ticket.cancel()
 
@@ -101,7 +103,7 @@ class Questions:
                     while (piece := await pieces.get()) is not None:
                         yield piece
                     answer = ticket.future.result()
-                    yield await self._kept(loaded, answer, loaded.reply(answer, ticket), tenant)
+                    yield await self._kept(loaded, answer, self._counted(loaded, answer, ticket, tenant), tenant)
                 finally:
                     ticket.cancel()
 
@@ -200,6 +202,26 @@ class Questions:
             assert isinstance(document, Attachment)
             options["turn_of"] = partial(self.engine.turn_ids, document, _prompt(query))
         return self.scheduler.generate(document, ids, _sampling(query), selection, **options)
+
+    def _counted(self, loaded: _Loaded, answer: Answer, ticket: Ticket[Answer], tenant: str) -> Reply:
+        """The reply, counted for the tenant on a thread."""
+        self.threads.submit(self._count, loaded.held, answer, tenant)
+        return loaded.reply(answer, ticket)
+
+    def _count(self, held: Mapping[str, tuple[Resident, bool]], answer: Answer, tenant: str) -> None:
+        usage, saved_s = answer.usage, 0.0
+        for cache_id, (resident, _) in held.items():
+            if resident.prefill_s is None:
+                resident.prefill_s = _prefill_s(self.store, cache_id, tenant)
+            saved_s += resident.prefill_s
+        self.meter.add(
+            tenant,
+            answers=1,
+            cache_read_tokens=usage.cache_read_tokens,
+            prefill_tokens=usage.prefill_tokens,
+            completion_tokens=usage.completion_tokens,
+            saved_s=saved_s,
+        )
 
     async def _kept(self, loaded: _Loaded, answer: Answer, reply: Reply, tenant: str) -> Reply:
         """The reply, once its turn is stored if the query asks for that. What keeps a turn from being stored is no
@@ -316,8 +338,26 @@ def _grammar(query: Asking) -> Grammar | None:
     return Grammar.of({"response_format": wanted, "grammar": query.grammar, "choices": query.choices})
 
 
+def _prefill_s(store: Store, cache_id: str, tenant: str) -> float:
+    """Seconds of the prefills that made a cache and those that it grew from, as far as the shelf knows them."""
+    seconds = 0.0
+    at: str | None = cache_id
+    try:
+        while at is not None:
+            manifest = store.stat(at, tenant=tenant)
+            seconds, at = seconds + manifest.timings.prefill_s, manifest.parent_id
+    except KvshelfError as error:
+        log.info("what a cache saves is known in part", cache_id=cache_id, reason=error.message)
+    return seconds
+
+
 def _touch(store: Store, cache_id: str, tenant: str) -> None:
+    """Record a use. Turns that uses renew are used with those behind them, which are found through them."""
     try:
         store.touch(cache_id, tenant=tenant)
+        while (parent_id := store.stat(cache_id, tenant=tenant).parent_id) is not None:
+            if store.stat(parent_id, tenant=tenant).ttl_renew_s is None:
+                return
+            store.touch(cache_id := parent_id, tenant=tenant)
     except KvshelfError:
         log.warning("a use could not be recorded", cache_id=cache_id, exc_info=True)

@@ -16,6 +16,7 @@ from kvshelf.api.inspect import KeptTokens
 from kvshelf.errors import InternalError
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.base import Store
+from kvshelf.store.jobs.meter import Meter
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.inputs.encode import Document
 from kvshelf.workers.engine.quality import CUES
@@ -58,19 +59,22 @@ class Replica:
         self._store = store
         self._scheduler = scheduler
         self._threads = threads = Threads(max_workers=8, thread_name_prefix="replica")
+        self._meter = meter = Meter(store.metering, engine.name)
+        scheduler.spent = meter.spent
         attempts = Attempts(store.requests, self.name, threads)
-        self._creations = Creations(engine, store, scheduler, threads, attempts, cues, max_document_tokens)
+        self._creations = Creations(engine, store, scheduler, threads, attempts, meter, cues, max_document_tokens)
         self.create, self.watch = self._creations.create, self._creations.watch
         self.estimate, self.append = self._creations.estimate, self._creations.append
         limits = residents or ResidentLimits()
         held = Residents(store, partial(attached, engine, store), engine.attach_part, limits, threads)
         conversations = Conversations(engine, store)
-        self._questions = Questions(engine, store, scheduler, threads, held, conversations)
+        self._questions = Questions(engine, store, scheduler, threads, held, conversations, meter)
         self.query, self.stream = self._questions.query, self._questions.stream
         self.hint = self._questions.hint
         self.search = Searches(engine, store, scheduler, threads).search
 
     def start(self) -> None:
+        self._meter.start()
         self._scheduler.start()
 
     def stop(self, *, drain_s: float = 0.0) -> None:
@@ -78,6 +82,7 @@ class Replica:
         self._scheduler.stop(drain_s=drain_s)
         self._questions.stop()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._meter.stop()
 
     async def check_health(self) -> None:
         """Raise if this replica can no longer work and must be replaced."""
@@ -85,6 +90,11 @@ class Replica:
             raise InternalError(f"the scheduler thread of {self._engine.name!r} has ended")
         if self._scheduler.overdue_s > STUCK_S:
             raise InternalError(f"{self._engine.name!r} hangs in a document that should have ended {STUCK_S:g} s ago")
+
+    async def settle(self, *, origin: str = "") -> None:
+        """Add what tenants have used to the store now. Raises `StoreUnavailable`; it is then added later."""
+        with called_as(origin):
+            await self._threads.run(self._meter.flush)
 
     async def describe(self, *, origin: str = "") -> dict[str, Any]:
         """The model, for /v1/models, its `ModelIdentity`, the shape of its layers and the digest of its transforms.

@@ -53,7 +53,8 @@ class ResidentLimits:
 class Resident:
     """A cache in memory, or being read. `users`: open questions. `read_s`: seconds of reading and checking all of it, 0
     until that is done, and where questions read it in part. `place`: where it was read from, as
-    `ArrivingCache.place`. `ahead`: no question has used it since it was read ahead. `reading`: the end of the read."""
+    `ArrivingCache.place`. `ahead`: no question has used it since it was read ahead. `reading`: the end of the read.
+    `prefill_s`: seconds of prefill that an answer from it saves, None until they are looked up."""
 
     document: Attachment
     digest: str
@@ -63,6 +64,7 @@ class Resident:
     read_s: float = 0.0
     ahead: bool = False
     reading: Future[None] | None = None
+    prefill_s: float | None = None
 
 
 class _NeverRoom(Exception):

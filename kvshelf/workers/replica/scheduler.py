@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvshelf.errors import InternalError, InvalidRequest, KvshelfError
@@ -53,6 +54,9 @@ class Scheduler:
         self._batch = engine.batch()
         self._open: list[Answering] = []
         self._compressing: Compressing | None = None
+        self._charged_s = 0.0
+        self.spent: Callable[[str, float], None] = lambda *_: None
+        """Told for which tenant the model worked, and how many seconds; set before `start`."""
 
     def start(self) -> None:
         self._queues.accepting = True
@@ -175,7 +179,21 @@ class Scheduler:
             self._queues.token_pace.record(ticket.worked_s, queued.work.num_tokens)
             ticket.resolve(result)
         finally:
+            self.spent(queued.tenant, ticket.worked_s)
             self._compressing = None
+
+    @contextmanager
+    def _charged(self, works: Sequence[Answering | Passing]) -> Iterator[None]:
+        """A block that works for these together: each pays an equal part of its seconds, without those that blocks
+        inside charge to others, and without waiting."""
+        began, before = time.monotonic(), self._charged_s
+        try:
+            yield
+        finally:
+            own_s = time.monotonic() - began - (self._charged_s - before)
+            self._charged_s += own_s
+            for work in works:
+                self.spent(work.tenant, own_s / len(works))
 
     def _generate_for(self, seconds: float) -> None:
         """Step the open answers until none is left or, if a compression wants the model, for about `seconds` (at least
@@ -192,7 +210,8 @@ class Scheduler:
         while (passing := self._queues.take_pass()) is not None:
             passing.ticket.begin()
             try:
-                passing.ticket.resolve(passing.run())
+                with self._charged([passing]):
+                    passing.ticket.resolve(passing.run())
             except Exception as exc:  # one pass's error is that pass's answer, whatever it is
                 passing.ticket.resolve(None, exc)
         held_bytes = sum(work.suffix_bytes for work in self._open)
@@ -219,7 +238,9 @@ class Scheduler:
         if others:
             self._advance(others)
         else:
+            began = time.monotonic()
             wait([record], timeout=_PATIENCE_S)
+            self._charged_s += time.monotonic() - began
         self._require_wanted(joining)
 
     def _advance(self, works: Sequence[Answering], waiting: Wait = block) -> None:
@@ -230,7 +251,8 @@ class Scheduler:
             return
         try:
             generations = [work.generation for work in works]
-            told = self._batch.step(generations, lambda: self._require_wanted(works), waiting)
+            with self._charged(works):
+                told = self._batch.step(generations, lambda: self._require_wanted(works), waiting)
         except Exception as exc:
             if len(works) == 1:
                 self._tell(works[0], exc)

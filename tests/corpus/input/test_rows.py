@@ -161,6 +161,7 @@ def test_defaults_give_way_to_what_a_row_says() -> None:
         "policy_params": {"window": 8},
         "compression_ratio": 0.5,
         "ttl_s": 60.0,
+        "ttl_renew": True,
         "labels": {"job": "n", "kind": "a"},
         "codec": None,
     }
@@ -177,7 +178,8 @@ def test_defaults_give_way_to_what_a_row_says() -> None:
     assert (other.spec.policy, other.spec.policy_params) == ("knorm", {})
     assert budget.spec is not None
     assert (budget.spec.budget_tokens, budget.spec.compression_ratio) == (9, None)
-    assert (budget.spec.expires_at, budget.spec.ttl_s) == (9e9, None)
+    assert (budget.spec.expires_at, budget.spec.ttl_s, budget.spec.ttl_renew) == (9e9, None, False)
+    assert (other.spec.ttl_s, other.spec.ttl_renew_s) == (60.0, 60.0)
     assert labelled.spec is not None
     assert labelled.spec.labels == {"job": "n", "kind": "b"}
 

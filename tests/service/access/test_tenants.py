@@ -44,6 +44,7 @@ NEEDS = {
     ("DELETE", "/v1/caches/{cache_id}"): "write",
     ("POST", "/v1/caches/{cache_id}/append"): "write",
     ("GET", "/v1/caches/{cache_id}/turns"): "read",
+    ("POST", "/v1/caches/{cache_id}/remake"): "write",
     ("GET", "/v1/caches/{cache_id}/blob"): "read",
     ("POST", "/v1/caches/{cache_id}/verify"): "write",
     ("POST", "/v1/caches/{cache_id}/query"): "read",
@@ -74,6 +75,7 @@ NEEDS = {
     ("GET", "/v1/selectors"): "read",
     ("GET", "/v1/suffix_policies"): "read",
     ("GET", "/v1/limits"): "read",
+    ("GET", "/v1/usage"): "read",
     ("GET", "/metrics"): "admin",
 }
 """The scope that each route needs. A route that is not here fails a test: somebody has to decide."""
@@ -444,6 +446,44 @@ def test_limits_say_how_much_of_them_is_used(guarded: Guarded) -> None:
             assert time.monotonic() < end
             time.sleep(0.05)
         upload.close()
+
+
+def test_use_is_told_to_its_tenant_and_to_who_may_know_all(guarded: Guarded) -> None:
+    key, admin_key = guarded.key("user"), guarded.key("ops", "admin")
+    with guarded.client(key) as user, guarded.client(admin_key) as admin:
+        cache = created(user, document=DOCUMENT)
+        asked = {"prompt": ["What rises?", "When?"], "max_tokens": 3}
+        answers = user.post(f"/v1/caches/{cache['id']}/query", json=asked).json()["data"]
+        end = time.monotonic() + 60
+        while not (rows := usage(user)["data"]) or rows[0]["answers"] < 2:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        (row,) = rows
+        told = [answer["usage"] for answer in answers]
+        assert row["caches_created"] == 1
+        assert row["cache_read_tokens"] == 2 * cache["tokens"]["document"]
+        assert row["prefill_tokens"] == cache["tokens"]["document"] + sum(each["prefill_tokens"] for each in told)
+        assert row["completion_tokens"] == sum(each["completion_tokens"] for each in told)
+        assert row["saved_s"] == pytest.approx(2 * cache["timings"]["prefill_s"])
+        assert 0 < row["worker_s"] < 60
+        (stored,) = usage(user)["stored"]
+        assert stored == {"tenant": "user", "caches": 1, "bytes": cache["bytes"]["stored"]}
+        (grouped,) = usage(user, group_by="day,model,tenant")["data"]
+        assert (grouped["model"], grouped["tenant"]) == (cache["model"], "user")
+        assert usage(user, **{"from": "2020-01-01", "to": "2020-02-01"})["data"] == []
+        refused(user.get("/v1/usage", params={"all_tenants": "true"}), 403, "forbidden")
+        refused(admin.get("/v1/usage"), 403, "forbidden")
+        everyone = usage(admin, all_tenants="true", group_by="tenant")
+        (again,) = [each for each in everyone["data"] if each["tenant"] == "user"]
+        assert again["cache_read_tokens"] == row["cache_read_tokens"]
+        assert stored in everyone["stored"]
+
+
+def usage(client: httpx.Client, **params: str) -> dict[str, Any]:
+    response = client.get("/v1/usage", params=params)
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()
+    return found
 
 
 def test_a_question_that_is_turned_away_is_counted_as_that(guarded: Guarded, acme: httpx.Client) -> None:

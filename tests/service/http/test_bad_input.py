@@ -100,6 +100,9 @@ FINE = {"document": "A short note about nothing in particular."}
         ({"ttl_s": 0}, "ttl_s"),
         ({"ttl_s": 5, "expires_at": 5}, "expires_at"),
         ({"expires_at": 1000}, "expires_at"),
+        ({"ttl_renew": True}, "ttl_renew"),
+        ({"ttl_renew": True, "expires_at": 5e9}, "ttl_renew"),
+        ({"ttl_renew": 1, "ttl_s": 5}, "ttl_renew"),
         ({"labels": {"a": 1}}, "labels.a"),
         ({"labels": {"a b": "1"}}, "labels.a b"),
         ({"name": "x" * 300}, "name"),
@@ -271,6 +274,28 @@ def test_a_form_that_is_none(http: httpx.Client) -> None:
     for content_type in ("multipart/form-data", "multipart/form-data; boundary=x"):
         response = http.post("/v1/caches", content=b"nothing", headers={"content-type": content_type})
         refused(response, 400, "invalid_request")
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ({"from": "2026-02-01", "to": "2026-01-31"}, "from"),
+        ({"from": "2020-01-01", "to": "2026-01-31"}, "from"),
+        ({"from": "2020-01-01"}, "from"),
+        ({"from": "yesterday"}, "from"),
+        ({"from": "1767225600"}, "from"),
+        ({"to": "2026-02-30"}, "to"),
+        ({"to": "2026-02-28T10:00:00"}, "to"),
+        ({"group_by": "week"}, "group_by"),
+        ({"group_by": "day,,model"}, "group_by"),
+        ({"all_tenants": "perhaps"}, "all_tenants"),
+        ({"tenant": "other"}, "tenant"),
+        ({"label.a": "b"}, "labels"),
+    ],
+    ids=str,
+)
+def test_questions_about_usage(http: httpx.Client, params: dict[str, str], param: str) -> None:
+    assert refused(http.get("/v1/usage", params=params), 400, "invalid_request")["param"] == param
 
 
 def test_routes_and_methods_that_are_not_there(http: httpx.Client) -> None:

@@ -6,17 +6,25 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
+from kvshelf import open_store
+from kvshelf.api.usage import today
+from tests.service.conftest import DOCUMENT, created
 from tests.service.scrape import scrape
 from tests.store.redis.servers import wait_until
 
 if TYPE_CHECKING:
     from tests.conftest import LiveService
+
+Start = Callable[..., AbstractContextManager["LiveService"]]
 
 LONG: dict[str, Any] = {"token_ids": [5 + n % 500 for n in range(16_000)], "policy": "streaming_llm"}
 
@@ -121,3 +129,21 @@ def test_a_document_that_always_kills_its_worker_is_given_up(
         assert (request["state"], request["attempts"]) == ("done", 2)
         http.delete(f"/v1/caches/{request['cache_id']}")
     await_ready(http)
+
+
+@pytest.mark.slow
+def test_a_stop_in_good_order_loses_nothing_of_what_tenants_used(
+    start_service: Start, tiny_folder: Path, tmp_path: Path
+) -> None:
+    answers = 0
+    with start_service(tmp_path, tiny_folder) as running, httpx.Client(base_url=running.url, timeout=120) as http:
+        cache_id = created(http, document=DOCUMENT)["id"]
+        end = time.monotonic() + 4  # some are stored, and the last ones are not yet
+        while time.monotonic() < end:
+            asked = {"prompt": "When?", "max_tokens": 2}
+            assert http.post(f"/v1/caches/{cache_id}/query", json=asked).status_code == 200
+            answers += 1
+    with open_store(f"disk://{tmp_path}/shelf") as store:
+        (day,) = store.metering.days(today(), today(), tenant="default")
+    (used,) = day.by_model.values()
+    assert (used.answers, used.completion_tokens) == (answers, 2 * answers)

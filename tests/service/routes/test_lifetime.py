@@ -68,10 +68,44 @@ def test_a_cache_whose_time_was_cut_short_expires(http: httpx.Client) -> None:
     assert (error["miss_reason"], error["details"]["reason"]) == ("expired", "expired")
 
 
+def test_each_question_prolongs_a_cache_that_renews(http: httpx.Client) -> None:
+    """Also the turns behind it, and an earlier cache of the same document takes the renewal on."""
+    plain = created(http, document=DOCUMENT + "renewed", ttl_s=50)
+    assert (plain["ttl_renew"], plain["ttl_s"]) == (False, None)
+    cache = created(http, document=DOCUMENT + "renewed", ttl_s=40, ttl_renew=True)
+    assert (cache["existing"], cache["ttl_renew"], cache["ttl_s"]) == (True, True, 40)
+    assert cache["expires_at"] == plain["expires_at"], "no life is shortened"
+    cache = patch(http, cache["id"], ttl_s=40, ttl_renew=True)
+
+    def expires_at(cache_id: str, later: float) -> float:
+        """Once it is later than this."""
+        end = time.monotonic() + 60
+        while (at := float(http.get(f"/v1/caches/{cache_id}").json()["expires_at"])) <= later:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        return at
+
+    time.sleep(0.5)  # more than a hundredth of its time
+    asked_at = time.time()
+    answer = http.post(f"/v1/caches/{cache['id']}/query", json={"prompt": "When?", "max_tokens": 1, "store": True})
+    assert asked_at + 40 <= expires_at(cache["id"], cache["expires_at"]) <= time.time() + 40
+    turn = http.get(f"/v1/caches/{answer.json()['stored_cache_id']}").json()
+    assert (turn["ttl_renew"], turn["ttl_s"]) == (True, 40)
+    more = http.post(f"/v1/caches/{cache['id']}/append", json={"document": " More."}).json()
+    assert (more["ttl_renew"], more["ttl_s"]) == (True, 40)
+    assert more["expires_at"] == pytest.approx(time.time() + 40, abs=20)
+    assert not patch(http, cache["id"], ttl_renew=False)["ttl_renew"]
+    assert not patch(http, turn["id"], expires_at=round(time.time()) + 60)["ttl_renew"], "a new end ends the renewal"
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
         ({}, None),
+        ({"ttl_renew": True}, "ttl_renew"),
+        ({"ttl_renew": True, "ttl_s": None}, "ttl_renew"),
+        ({"ttl_renew": True, "expires_at": 5e9}, "ttl_renew"),
+        ({"ttl_renew": "yes", "ttl_s": 5}, "ttl_renew"),
         ({"colour": "red"}, "colour"),
         ({"id": "kvs_1"}, "id"),
         ({"ttl_s": 0}, "ttl_s"),

@@ -203,6 +203,31 @@ def test_a_cache_of_another_model_is_made_again_under_ours(
     assert answer["text"] == ask(http, ours, prompt="When?", max_tokens=8)["text"]
 
 
+def test_a_cache_gets_a_successor_under_another_model(
+    http: httpx.Client, service: LiveService, tiny_folder: Path
+) -> None:
+    text, other = TEXT + "successor", other_model(tiny_folder)
+    cache = other.compress(text, policy="knorm", compression_ratio=0.5)
+    fields: dict[str, Any] = {"codec": "int8", "labels": {"a": "b"}, "name": "tide", "pinned": True}
+    with open_store(f"disk://{service.home}/shelf") as store:
+        old = store.put(cache, **fields, source=text, ttl_s=900, ttl_renew_s=900)
+        bare = store.put(other.compress(text, policy="full"))
+    response = http.post(f"/v1/caches/{old.id}/remake", json={})
+    assert response.status_code == 201, response.text
+    made = response.json()
+    assert (made["policy"], made["compression_ratio"], made["codec"]) == ("knorm", 0.5, "int8")
+    assert (made["labels"], made["name"], made["pinned"]) == ({"a": "b"}, "tide", True)
+    assert (made["ttl_renew"], made["ttl_s"], made["has_source"]) == (True, 900, True)
+    assert made["id"] != old.id
+    for cache_id in (old.id, made["id"]):  # again after a stop; and one of this model is its own successor
+        again = http.post(f"/v1/caches/{cache_id}/remake", json={"model": made["model"]})
+        assert (again.status_code, again.json()["id"], again.json()["existing"]) == (200, made["id"], True)
+    assert http.get(f"/v1/caches/{old.id}").status_code == 200, "the old one stays"
+    refused(http.post(f"/v1/caches/{bare.id}/remake", json={}), 409, "source_not_kept")
+    wrong = refused(http.post(f"/v1/caches/{old.id}/remake", json={"model": "unknown"}), 400, "invalid_request")
+    assert wrong["param"] == "model"
+
+
 def test_without_a_source_a_miss_stays_one_and_says_why(http: httpx.Client, service: LiveService) -> None:
     def lost(cache: dict[str, Any]) -> dict[str, Any]:
         body = {"prompt": "When?", "on_miss": "recompute"}

@@ -441,6 +441,19 @@ def test_an_update_reaches_the_copies(node: Node, clock: Clock) -> None:
         node.store.stat(manifest.id)
 
 
+def test_a_use_prolongs_the_copies_as_it_does_the_cache(node: Node, clock: Clock) -> None:
+    made = node.store.put(make_cache(), ttl_s=100, ttl_renew_s=100)
+    tiers = (node.ram, node.disk)
+    for _ in range(3):
+        clock.time += 90
+        node.store.touch(made.id)
+        node.store.sweep()
+        assert [copy.expires_at for tier in tiers for copy in tier.manifests()] == [clock.time + 100] * 2
+    node.store.update(made.id, expires_at=clock.time + 5, ttl_renew_s=None)
+    node.store.touch(made.id)
+    assert [copy.expires_at for tier in tiers for copy in tier.manifests()] == [clock.time + 5] * 2
+
+
 def test_an_update_elsewhere_reaches_a_copy_when_it_is_read_and_all_with_a_sweep(node: Node) -> None:
     manifest = node.store.put(make_cache())
     changed = node.home.update(manifest.id, labels={"a": "b"})

@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvshelf.api import CreateCache, Query
+from kvshelf.api import AppendCache, CreateCache, Query
+from kvshelf.api.usage import today
 from kvshelf.errors import (
     CacheCorrupt,
     CacheExpired,
@@ -25,9 +26,12 @@ from kvshelf.errors import (
     ModelMismatch,
     QuotaExceeded,
     StateConflict,
+    StoreUnavailable,
 )
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.index import Quota
+from kvshelf.store.jobs.meter import Meter
+from kvshelf.store.jobs.metering import Metering
 from kvshelf.store.rules import Rules
 from kvshelf.workers.engine.engine import Engine, Prefill
 from kvshelf.workers.engine.inputs.job import Level
@@ -98,6 +102,54 @@ async def test_what_is_created_is_on_the_shelf_and_is_not_made_again(replica: Re
     runs = engine.runs
     again = await replica.create(spec(), tenant="default")
     assert (again.existing, again.manifest.id, engine.runs) == (True, created.manifest.id, runs)
+
+
+async def test_what_a_tenant_uses_is_counted(replica: Replica) -> None:
+    """Seconds of the model for whoever it works, tokens of what ended, and the prefills that answers did without."""
+    began = time.monotonic()
+    made = (await replica.create(spec(), tenant="me")).manifest
+    await replica.create(spec(), tenant="me")  # it is there
+    replies = [await replica.query(made.id, asked("When?"), tenant="me") for _ in range(2)]
+    grown = await replica.append(made.id, AppendCache(document=" And more."), tenant="me")
+    replies.append(await replica.query(grown.manifest.id, asked("What?"), tenant="me"))
+    with pytest.raises(CacheNotFound):
+        await replica.query(made.id, asked("When?"), tenant="you")
+    passed_s = time.monotonic() - began
+    await asyncio.sleep(0.1)  # answers are counted on a thread
+    replica._meter.flush()
+    (day,) = replica._store.metering.days(today(), today(), tenant=None)
+    used, added_s = day.by_model[replica._engine.name], grown.manifest.timings.prefill_s
+    assert (day.tenant, used.answers, used.caches_created) == ("me", 3, 2)
+    assert used.cache_read_tokens == sum(reply.usage.cache_read_tokens for reply in replies)
+    assert used.completion_tokens == sum(reply.usage.completion_tokens for reply in replies)
+    appended = grown.manifest.num_tokens - made.num_tokens
+    assert used.prefill_tokens == made.num_tokens + appended + sum(reply.usage.prefill_tokens for reply in replies)
+    assert used.saved_s == pytest.approx(3 * made.timings.prefill_s + added_s)
+    assert made.timings.prefill_s < used.worker_s < passed_s
+
+
+class Losing(Metering):
+    """Adds, and loses some of the answers."""
+
+    lost = 2
+
+    def add(self, *args: Any, **number: Any) -> None:
+        super().add(*args, **number)
+        if self.lost:
+            self.lost -= 1
+            raise StoreUnavailable("the answer was lost")
+
+
+def test_what_the_store_has_taken_is_not_counted_again(tmp_path: Path) -> None:
+    with DiskStore.open(tmp_path / "home") as store:
+        meter = Meter(Losing(store._index.jobs), "tiny")
+        for answers in (1, 10):
+            meter.add("me", answers=answers)
+            with pytest.raises(StoreUnavailable):
+                meter.flush()
+        meter.flush()
+        (day,) = store.metering.days(today(), today(), tenant="me")
+        assert day.by_model["tiny"].answers == 11
 
 
 async def test_equal_creations_at_the_same_time_are_one_prefill(replica: Replica, engine: Watched) -> None:

@@ -15,6 +15,7 @@ import structlog
 from kvshelf.api import AppendCache, CreateCache, CreationProgress, Estimate, EstimateObject, Tried
 from kvshelf.errors import QualityBelowFloor
 from kvshelf.store.base import Store
+from kvshelf.store.jobs.meter import Meter
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.replica.attempts import MAX_ATTEMPTS, Attempts
@@ -22,7 +23,7 @@ from kvshelf.workers.replica.calls import Threads, called_as, named_errors
 from kvshelf.workers.replica.create.auto import Selection
 from kvshelf.workers.replica.create.estimates import Rates, estimate
 from kvshelf.workers.replica.create.progress import Teller, Watcher
-from kvshelf.workers.replica.create.publish import Publisher
+from kvshelf.workers.replica.create.publish import Publisher, lifetime_of
 from kvshelf.workers.replica.create.spec import Levels, appended_level, encode, requested_levels
 from kvshelf.workers.replica.create.split import joined, naming, parts_of
 from kvshelf.workers.replica.reading import whole
@@ -78,6 +79,7 @@ class Creations:
     scheduler: Scheduler
     threads: Threads
     attempts: Attempts
+    meter: Meter
     cues: int
     max_document_tokens: int | None
     _singleflight: SingleFlight[Created] = field(default_factory=SingleFlight, init=False)
@@ -150,7 +152,7 @@ class Creations:
         with called_as(origin):
             manifest = await self.threads.run(self.store.stat, cache_id, tenant=tenant)
             if spec.ttl_s is None and spec.expires_at is None:
-                spec = spec.model_copy(update={"expires_at": manifest.expires_at})
+                spec = spec.model_copy(update=lifetime_of(manifest))
             parent = await self.threads.run(whole, self.engine, self.store, cache_id, tenant)
             level = await self.threads.run(appended_level, self.engine, parent, spec)
             publisher = Publisher.of(self.store, tenant, spec, [level], cache_id)
@@ -222,6 +224,7 @@ class Creations:
             choice, ticket = await self._run(work, publisher.tenant, deadline_s)
         except QualityBelowFloor as refusal:
             self._negative_cache.remember(publisher.ids, refusal)
+            self.meter.add(publisher.tenant, prefill_tokens=work.num_tokens)
             raise
         teller("store", 0, 1)
         manifest = await self.threads.run(publisher.put_choice, work, choice, ticket.queue_s)
@@ -235,11 +238,13 @@ class Creations:
         ticket = self.scheduler.compress(work, tenant=tenant, deadline_s=deadline_s)
         try:
             async with asyncio.timeout(None if deadline_s is None else deadline_s + _HANG_S):
-                return await asyncio.wrap_future(ticket.future), ticket
+                result = await asyncio.wrap_future(ticket.future)
         except TimeoutError as exc:  # the scheduler itself ends what is late, between two units of work
             raise ticket.too_late() from exc
         finally:
             ticket.cancel()
+        self.meter.add(tenant, prefill_tokens=work.num_tokens)
+        return result, ticket
 
     def _record(self, new: Sequence[Manifest], ticket: Ticket[Any]) -> tuple[Phase, ...]:
         """Note the seconds for estimates and the log; returns the phases."""
@@ -250,6 +255,7 @@ class Creations:
             queue=ticket.queue_s, prefill=prefill_s, compress=compress_s, measure=measure_s, store=store_s
         )
         for made in new:
+            self.meter.add(made.tenant, caches_created=1)
             self._rates.add(made.policy, made.policy_params, made.num_tokens, made.timings)
             about: dict[str, float] = {"tokens": made.num_tokens, "kept": made.kept_tokens, "tried": len(made.tried)}
             if made.quality is not None:

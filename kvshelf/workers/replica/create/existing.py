@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kvshelf.api import AppendCache, CreateCache, ImportCache
 from kvshelf.errors import EtagMismatch, InvalidRequest
 from kvshelf.store.base import Store
 from kvshelf.store.checks import LABEL_LIMIT
 from kvshelf.store.manifest import Manifest
-from kvshelf.store.types import UNSET, Unset
 
 
 def as_requested(
@@ -18,14 +18,16 @@ def as_requested(
     *,
     labels: Mapping[str, str] | None = None,
     name: str = "",
-    expires_at: float | Unset | None = UNSET,
+    lifetime: CreateCache | AppendCache | ImportCache | None = None,
 ) -> Manifest:
     """An existing cache with what its newest request says: the labels beside its own, the name unless that is empty,
-    and a life until `expires_at` (None: for ever), which is never shortened.
+    and its life, which is never shortened.
 
     Changes that others make at the same time stay. Raises `InvalidRequest` if the cache would have too many labels.
     """
-    while changes := changes_of(manifest, labels or {}, name, expires_at):
+    while changes := changes_of(manifest, labels or {}, name) | (
+        _longer(store, manifest, lifetime) if lifetime else {}
+    ):
         if len(changes.get("labels", ())) > LABEL_LIMIT:
             raise InvalidRequest(
                 f"cache {manifest.id} has {len(manifest.labels)} labels and would have {len(changes['labels'])} with "
@@ -39,19 +41,25 @@ def as_requested(
     return manifest
 
 
-def changes_of(
-    manifest: Manifest, labels: Mapping[str, str], name: str, expires_at: float | Unset | None = UNSET
-) -> dict[str, Any]:
+def changes_of(manifest: Manifest, labels: Mapping[str, str], name: str) -> dict[str, Any]:
     """What a request changes of an existing cache, as arguments of `Store.update`; nothing where it is as requested."""
     changes: dict[str, Any] = {}
     if (joined := _joined(manifest.labels, labels)) != manifest.labels:
         changes["labels"] = joined
     if name not in ("", manifest.name):
         changes["name"] = name
-    have = manifest.expires_at
-    if not isinstance(expires_at, Unset) and have is not None and (expires_at is None or expires_at > have):
-        changes["expires_at"] = expires_at
     return changes
+
+
+def _longer(store: Store, manifest: Manifest, asked: CreateCache | AppendCache | ImportCache | None) -> dict[str, Any]:
+    """The changes that give an existing cache the longer of two lives, and of two renewals."""
+    if asked is None:
+        return {}
+    have, want = manifest.expires_at, store.expiry(asked.ttl_s, asked.expires_at)
+    renewal = max((each for each in (manifest.ttl_renew_s, asked.ttl_renew_s) if each is not None), default=None)
+    if have is None or (want is not None and want <= have and renewal == manifest.ttl_renew_s):
+        return {}
+    return {"expires_at": None if want is None else max(have, want), "ttl_renew_s": renewal}
 
 
 def _joined(had: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:

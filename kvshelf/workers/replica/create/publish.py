@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from kvshelf.api import AppendCache, CreateCache, Timings, Tried
 from kvshelf.errors import CacheError, CacheNotFound, InvalidRequest
@@ -101,6 +102,7 @@ class Publisher:
             tenant=self.tenant,
             ttl_s=self.spec.ttl_s,
             expires_at=self.spec.expires_at,
+            ttl_renew_s=self.spec.ttl_renew_s,
             labels=self.spec.labels,
             name=self.spec.name,
             timings=Timings(queue_s=queue_s, prefill_s=compression.prefill_s, compress_s=compression.compress_s),
@@ -119,12 +121,19 @@ class Publisher:
     def as_asked(self, manifest: Manifest) -> Manifest:
         """An existing cache with what this request adds: labels, a name, a later expiry, a kept source or more time
         for it."""
-        spec, until = self.spec, self.store.expiry(self.spec.ttl_s, self.spec.expires_at)
-        manifest = as_requested(self.store, manifest, labels=spec.labels, name=spec.name, expires_at=until)
+        spec = self.spec
+        manifest = as_requested(self.store, manifest, labels=spec.labels, name=spec.name, lifetime=spec)
         if self.source is not None:
             keep = self.store.keep_source
             manifest = keep(manifest.id, self.source, tenant=manifest.tenant, ttl_s=self.source_ttl_s)
         return manifest
+
+
+def lifetime_of(manifest: Manifest) -> dict[str, Any]:
+    """The fields of a creation that give a cache the lifetime of one that was just used."""
+    if manifest.ttl_renew_s is None:
+        return {"expires_at": manifest.expires_at}
+    return {"ttl_s": manifest.ttl_renew_s, "ttl_renew": True}
 
 
 def _measured(manifest: Manifest) -> Tried:

@@ -1,0 +1,110 @@
+"""The types of GET /v1/usage: what tenants have used, by day, model and tenant."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from typing import Annotated, Final, Literal, Self, get_args
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from kvshelf.api.strict import QueryString, ResponseBody, misuse
+
+Group = Literal["day", "model", "tenant"]
+
+KEEP_DAYS: Final = 400
+"""How long the use of a day is kept, and the longest window that can be asked for."""
+
+_DEFAULT_DAYS: Final = 30
+
+
+def _day(value: object) -> object:
+    if isinstance(value, datetime.date) or (isinstance(value, str) and re.fullmatch(r"\d{4}-\d\d-\d\d", value)):
+        return value
+    raise ValueError("a day of UTC is needed, as 2026-01-31")
+
+
+Day = Annotated[datetime.date, BeforeValidator(_day)]
+
+
+def today() -> datetime.date:
+    """The day of UTC."""
+    return datetime.datetime.now(datetime.UTC).date()
+
+
+class Metered(ResponseBody):
+    """What was used. `prefill_tokens`: of documents and questions that went through the model. `worker_s`: seconds that
+    workers spent on this. `saved_s`: seconds of prefill that answers did not spend, because their documents were on the
+    shelf."""
+
+    answers: int = 0
+    caches_created: int = 0
+    cache_read_tokens: int = 0
+    prefill_tokens: int = 0
+    completion_tokens: int = 0
+    worker_s: float = 0.0
+    saved_s: float = 0.0
+
+    def __add__(self, other: Metered) -> Metered:
+        return Metered(**{name: getattr(self, name) + getattr(other, name) for name in Metered.model_fields})
+
+
+class UsageRow(Metered):
+    """One group. Fields that the answer is not grouped by are null."""
+
+    day: datetime.date | None = None
+    model: str | None = None
+    tenant: str | None = None
+
+
+class TenantStored(ResponseBody):
+    """What a tenant has on the shelf now."""
+
+    tenant: str
+    caches: int
+    bytes: int
+
+
+class UsageReport(ResponseBody):
+    """The answer to GET /v1/usage: a row for each group with any use, in order, and what the tenants store now."""
+
+    object: Literal["usage"] = "usage"
+    first_day: datetime.date
+    last_day: datetime.date
+    data: list[UsageRow]
+    stored: list[TenantStored]
+
+
+class UsageQuery(QueryString):
+    """GET /v1/usage: which days, and how they are grouped. Days are of UTC, as 2026-01-31, and both are included."""
+
+    from_: Day | None = Field(None, alias="from", description="the first day; default: 29 days before the last")
+    to: Day | None = Field(None, description="the last day; default: today")
+    group_by: str = Field("", description="day, model, tenant, or several with commas; default: one row for all")
+    all_tenants: bool = Field(False, description="of all tenants, which needs the scope admin; default: the caller's")
+
+    @property
+    def last_day(self) -> datetime.date:
+        return self.to or today()
+
+    @property
+    def first_day(self) -> datetime.date:
+        return self.from_ or self.last_day - datetime.timedelta(days=_DEFAULT_DAYS - 1)
+
+    @property
+    def groups(self) -> list[str]:
+        return [name.strip() for name in self.group_by.split(",")] if self.group_by else []
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        days = (self.last_day - self.first_day).days + 1
+        if days < 1:
+            raise misuse("from", f"from, {self.first_day}, is after to, {self.last_day}; exchange them")
+        if days > KEEP_DAYS:
+            raise misuse("from", f"{days} days are asked for, and {KEEP_DAYS} is the most; ask for fewer at once")
+        for name in self.groups:
+            if name not in get_args(Group):
+                raise misuse("group_by", f"{name!r:.80} is no group; give some of {', '.join(get_args(Group))}")
+        if self.labels:
+            raise misuse("labels", "usage has no labels; leave them out")
+        return self

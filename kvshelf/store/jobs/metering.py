@@ -1,0 +1,72 @@
+"""What tenants have used: one item for each tenant and day, which its writers add to."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from typing import Final
+
+from pydantic import Field
+
+from kvshelf.api.usage import KEEP_DAYS, Metered
+from kvshelf.store.artifact.identity import digest
+from kvshelf.store.jobs.table import Item, JobTable, read
+from kvshelf.store.manifest import Record
+
+_DIGITS: Final = 40
+
+
+class DayUsed(Record):
+    """One tenant's use of one day of UTC, by model. writers: the number of the last addition of each, so that one whose
+    answer was lost is not added twice."""
+
+    tenant: str
+    day: datetime.date
+    by_model: dict[str, Metered] = Field(default_factory=dict)
+    writers: dict[str, int] = Field(default_factory=dict)
+
+
+class Metering:
+    """The use of one home. Raises as `JobTable` does."""
+
+    def __init__(self, table: JobTable) -> None:
+        self._table = table
+
+    def add(self, tenant: str, day: datetime.date, used: Mapping[str, Metered], *, writer: str, number: int) -> None:
+        """Add to what a tenant has used on a day, by model. Atomic, and durable when it returns. Does nothing if the
+        writer has added this number, or a higher one, to that day before."""
+        while True:
+            item = self._table.find(_id(tenant, day), tenant)
+            known = DayUsed(tenant=tenant, day=day) if item is None else read(item, DayUsed)
+            if known.writers.get(writer, 0) >= number:
+                return
+            sums = {model: known.by_model.get(model, Metered()) + more for model, more in used.items()}
+            record = known.model_copy(
+                update={"by_model": known.by_model | sums, "writers": known.writers | {writer: number}}
+            )
+            if item is None:
+                stored = self._table.add(_item(record, 0))
+            else:
+                stored = self._table.change(_item(record, item.version))
+            if stored is not None:  # else another writer was faster
+                return
+
+    def days(self, first: datetime.date, last: datetime.date, *, tenant: str | None) -> list[DayUsed]:
+        """The use of each tenant and day in a window that has any. tenant None: of all."""
+        if tenant is None:
+            items = self._table.open_items("usage")
+        else:
+            items = self._table.listing("usage", tenant, None, KEEP_DAYS + 2)
+        found = [read(item, DayUsed) for item in items]
+        return sorted((used for used in found if first <= used.day <= last), key=lambda used: (used.day, used.tenant))
+
+
+def _id(tenant: str, day: datetime.date) -> str:
+    return f"usage_{day:%Y%m%d}_{digest('kvshelf.usage', tenant)[:_DIGITS]}"
+
+
+def _item(record: DayUsed, version: int) -> Item:
+    midnight = datetime.datetime.combine(record.day, datetime.time(), datetime.UTC)
+    due = (midnight + datetime.timedelta(days=KEEP_DAYS)).timestamp()
+    text = record.model_dump_json()
+    return Item("usage", _id(record.tenant, record.day), record.tenant, text, version, open=True, due=due)

@@ -1,0 +1,84 @@
+"""What every home keeps of the use of its tenants."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvshelf.api.usage import KEEP_DAYS, Metered
+from kvshelf.store.index import Index
+from kvshelf.store.jobs.metering import Metering
+from kvshelf.store.shelf import Shelf
+from tests.store.indexes import Home, disk_home, empty_redis_home
+from tests.store.test_index import race
+
+DAY = datetime.date(2026, 3, 1)
+LATER = DAY + datetime.timedelta(days=1)
+
+
+@pytest.fixture(params=["disk", "redis"])
+def home(request: pytest.FixtureRequest, tmp_path: Path) -> Home:
+    if request.param == "disk":
+        return disk_home(tmp_path / "home")
+    return empty_redis_home(request.getfixturevalue("shared_valkey"))
+
+
+@pytest.fixture
+def shelf(home: Home) -> Iterator[Shelf]:
+    with home.shelf() as shelf:
+        yield shelf
+        assert shelf.check() == []
+
+
+def used(answers: int = 1, worker_s: float = 0.5) -> dict[str, Metered]:
+    return {"tiny": Metered(answers=answers, worker_s=worker_s)}
+
+
+def test_what_several_writers_add_at_the_same_time_adds_up(shelf: Shelf, home: Home) -> None:
+    def add(index: Index, number: int) -> bool:
+        Metering(index.jobs).add("me", DAY, used(), writer=str(os.getpid()), number=number + 1)
+        return True
+
+    assert race(home, 20, add) == [2] * 20
+    (day,) = shelf.metering.days(DAY, DAY, tenant="me")
+    assert day.by_model == used(40, 20.0)
+    assert list(day.writers.values()) == [20, 20]
+
+
+def test_what_is_sent_again_counts_once(shelf: Shelf) -> None:
+    for number in (1, 1, 2, 1):
+        shelf.metering.add("me", DAY, used(3), writer="a", number=number)
+    (day,) = shelf.metering.days(DAY, DAY, tenant="me")
+    assert day.by_model["tiny"].answers == 6
+
+
+def test_tenants_days_and_models_are_kept_apart(shelf: Shelf, home: Home) -> None:
+    add = shelf.metering.add
+    add("me", DAY, used(1), writer="a", number=1)
+    add("me", LATER, used(2), writer="a", number=1)
+    add("me", LATER, {"other": Metered(answers=4)}, writer="b", number=1)
+    add("you", LATER, used(8), writer="a", number=1)
+    with home.shelf() as again:  # as after a restart
+        days = again.metering.days
+        assert [(each.day, sorted(each.by_model)) for each in days(DAY, LATER, tenant="me")] == [
+            (DAY, ["tiny"]),
+            (LATER, ["other", "tiny"]),
+        ]
+        assert [(each.tenant, each.by_model["tiny"].answers) for each in days(LATER, LATER, tenant=None)] == [
+            ("me", 2),
+            ("you", 8),
+        ]
+        assert days(DAY, LATER, tenant="nobody") == []
+
+
+def test_a_day_is_kept_for_its_time_and_then_forgotten(shelf: Shelf) -> None:
+    now = datetime.datetime.now(datetime.UTC)
+    for age in (0, KEEP_DAYS - 1, KEEP_DAYS + 1):
+        shelf.metering.add("me", now.date() - datetime.timedelta(days=age), used(age), writer="a", number=1)
+    assert shelf.sweep(now.timestamp()).usage == 1
+    kept = shelf.metering.days(datetime.date.min, datetime.date.max, tenant="me")
+    assert [each.by_model["tiny"].answers for each in kept] == [KEEP_DAYS - 1, 0]
