@@ -1,4 +1,5 @@
 """The types of POST /v1/chat/completions: OpenAI's request and response, plus `cache_id` or `cache_ids`, and `sources`.
+What its request has in common with that of `responses`, too.
 
 The service accepts OpenAI's fields that it does not support only with a value that changes nothing (no tools, penalties
 of 0) and refuses any other value, rather than ignore it. Two defaults differ from OpenAI's: `temperature` is 0, as in a
@@ -7,11 +8,11 @@ query, and an answer ends after 256 tokens.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
-from kvshelf.api.queries import Remade, Select, Source, SuffixOptions, require_storable
+from kvshelf.api.queries import Asking, Remade, Select, Source, SuffixOptions, require_storable
 from kvshelf.api.shapes import Answers, Choices, Grammar, Logprob, ResponseFormat, TopLogprobs, require_one_shape
 from kvshelf.api.strict import (
     MAX_MESSAGES,
@@ -33,6 +34,7 @@ from kvshelf.api.strict import (
     one_of,
     one_or_list,
     require_each_once,
+    without_unsupported,
 )
 
 DEFAULT_MAX_TOKENS = 256
@@ -78,33 +80,20 @@ class StreamOptions(RequestBody):
     include_usage: bool = False
 
 
-class ChatCompletionRequest(RequestBody):
-    """OpenAI's body plus either `cache_id`, the stored cache to ask, or `cache_ids`, several to ask together, `select`,
-    what the answer reads of them, `suffix`, what stays in memory of the answer itself, and `tool`, the tool that it
-    calls, as in a query; `grammar` and `choices` say what the answer must be, as OpenAI's `response_format`. With
-    `store` the turn is kept behind the cache, for `ttl_s` seconds (with `ttl_renew`: after each question) or as long as
-    the cache; a later request with the whole conversation goes on from there. `user` is accepted and has no effect."""
+class OpenAIRequest(RequestBody):
+    """What the bodies of OpenAI's two APIs have in common: kvshelf's own fields, sampling, and hints without effect:
+    `user`, `metadata`, `safety_identifier`, `prompt_cache_key`, `prompt_cache_retention`."""
 
-    model_config = ConfigDict(json_schema_extra=one_of(cache_id="string", cache_ids="array"))
+    NAMES_CACHE: ClassVar[tuple[str, ...]] = ("cache_id", "cache_ids")
 
     cache_id: str | None = None
     cache_ids: CacheIds | None = None
     model: ModelName | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    max_tokens: MaxTokens | None = None
-    max_completion_tokens: MaxTokens | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     seed: Seed | None = None
     stop: Stops | None = None
-    n: Answers | None = None
-    response_format: ResponseFormat | None = None
-    grammar: Grammar | None = None
-    choices: Choices | None = None
-    logprobs: bool | None = None
-    top_logprobs: TopLogprobs | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     select: Select | None = None
     suffix: SuffixOptions | None = None
     store: bool | None = None
@@ -113,31 +102,76 @@ class ChatCompletionRequest(RequestBody):
     tool: ToolName | None = None
     on_miss: Literal["error", "recompute"] = "error"
     user: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_what_asks_nothing(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        for name in _ASKS_NOTHING.keys() & data.keys():
-            value = data[name]
-            if value is not None and not any(value == v and type(value) is type(v) for v in _ASKS_NOTHING[name]):
-                raise misuse(name, f"{name} is not supported by this version of kvshelf")
-        return {name: value for name, value in data.items() if name not in _ASKS_NOTHING}
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _about_caches(self) -> Self:
         if self.cache_ids is not None:
             require_each_once(self.cache_ids)
-        if self.cache_id is None and self.cache_ids is None:
-            raise misuse("cache_id", "cache_id or cache_ids is needed: this service answers from stored caches only")
-        if self.cache_id is not None and self.cache_ids is not None:
-            raise misuse("cache_ids", "give cache_id or cache_ids, not both")
+        given = [name for name in self.NAMES_CACHE if getattr(self, name) is not None]
+        if not given:
+            needed = " or ".join(self.NAMES_CACHE)
+            raise misuse("cache_id", f"{needed} is needed: this service answers from stored caches only")
+        if len(given) > 1:
+            raise misuse(given[1], f"give {given[0]} or {given[1]}, not both")
         if self.store and self.cache_ids is not None:
             raise misuse("store", "an answer is kept behind one cache; leave store out, or give cache_id")
         require_storable(
             store=self.store, ttl_s=self.ttl_s, ttl_renew=self.ttl_renew, select=self.select, suffix=self.suffix
         )
+        if self.select is not None and self.select.passages:
+            raise misuse("select.passages", "this answer has no passages; ask POST /v1/caches/{id}/query instead")
+        return self
+
+    def _asking(self, messages: list[Message], max_tokens: int, *, store: bool, **more: Any) -> Asking:
+        return Asking(
+            messages=messages,
+            max_tokens=max_tokens,
+            temperature=self.temperature or 0.0,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            seed=self.seed,
+            stop=self.stop,
+            select=self.select,
+            suffix=self.suffix,
+            store=store,
+            ttl_s=self.ttl_s,
+            ttl_renew=self.ttl_renew,
+            tool=self.tool,
+            on_miss=self.on_miss,
+            **more,
+        )
+
+
+class ChatCompletionRequest(OpenAIRequest):
+    """OpenAI's body plus either `cache_id`, the stored cache to ask, or `cache_ids`, several to ask together, `select`,
+    what the answer reads of them, `suffix`, what stays in memory of the answer itself, and `tool`, the tool that it
+    calls, as in a query; `grammar` and `choices` say what the answer must be, as OpenAI's `response_format`. With
+    `store` the turn is kept behind the cache, for `ttl_s` seconds (with `ttl_renew`: after each question) or as long as
+    the cache; a later request with the whole conversation goes on from there."""
+
+    model_config = ConfigDict(json_schema_extra=one_of(cache_id="string", cache_ids="array"))
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
+    n: Answers | None = None
+    response_format: ResponseFormat | None = None
+    grammar: Grammar | None = None
+    choices: Choices | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_asks_nothing(cls, data: Any) -> Any:
+        return without_unsupported(data, _ASKS_NOTHING)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise misuse("max_completion_tokens", "give max_tokens or max_completion_tokens, not both")
         if self.stream_options is not None and not self.stream:
@@ -146,13 +180,23 @@ class ChatCompletionRequest(RequestBody):
         for name in ("store", "tool"):
             if (self.n or 1) > 1 and getattr(self, name):
                 raise misuse("n", f"{name} is of one answer; leave n out")
-        if self.select is not None and self.select.passages:
-            raise misuse("select.passages", "a chat completion has no passages; ask POST /v1/caches/{id}/query instead")
         return self
 
     @property
-    def token_limit(self) -> int:
-        return self.max_completion_tokens or self.max_tokens or DEFAULT_MAX_TOKENS
+    def asking(self) -> Asking:
+        """The question that the body asks."""
+        limit = self.max_completion_tokens or self.max_tokens or DEFAULT_MAX_TOKENS
+        return self._asking(
+            [message.plain() for message in self.messages],
+            limit,
+            store=bool(self.store),
+            response_format=self.response_format,
+            grammar=self.grammar,
+            choices=self.choices,
+            logprobs=bool(self.logprobs),
+            top_logprobs=self.top_logprobs,
+            n=self.n or 1,
+        )
 
 
 class PromptTokensDetails(ResponseBody):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
@@ -99,6 +100,18 @@ def one_of(**types: str | list[str]) -> dict[str, Any]:
 def misuse(param: str, message: str) -> PydanticCustomError:
     """An error of the request as a whole that still names one field."""
     return PydanticCustomError("misuse", "{message}", {"param": param, "message": message})
+
+
+def without_unsupported(data: Any, neutral: Mapping[str, tuple[Any, ...]]) -> Any:
+    """For a validator: a body without the fields of another API that kvshelf does not support. neutral: these, each
+    with the values besides null that change nothing; any other is refused by the field's name."""
+    if not isinstance(data, dict):
+        return data
+    for name in neutral.keys() & data.keys():
+        value = data[name]
+        if value is not None and not any(value == v and type(value) is type(v) for v in neutral[name]):
+            raise misuse(name, f"{name} is not supported by this version of kvshelf")
+    return {name: value for name, value in data.items() if name not in neutral}
 
 
 class Renewable:

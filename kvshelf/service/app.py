@@ -38,10 +38,12 @@ from kvshelf.service.routes import (
     files,
     growth,
     inspect,
+    messages,
     meta,
     page,
     queries,
     requests,
+    responses,
     usage,
 )
 from kvshelf.service.settings import Settings
@@ -103,7 +105,8 @@ def create_app(
     app = FastAPI(
         title="kvshelf", version=kvshelf.__version__, lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None
     )
-    resources = (caches, growth, blobs, queries, inspect, requests, estimate, chat, files, batches, meta, usage, page)
+    asking = (queries, chat, responses, messages)
+    resources = (caches, growth, blobs, *asking, inspect, requests, estimate, files, batches, meta, usage, page)
     routers = [resource.router for resource in resources]
     for router in routers:
         app.include_router(router)

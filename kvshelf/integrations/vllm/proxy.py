@@ -39,7 +39,7 @@ from kvshelf.service.access.keyfile import KeyFile
 from kvshelf.service.access.keys import REREAD_S, Access, Admin, LiveKeys, Reader
 from kvshelf.service.access.limits import TenantLimits
 from kvshelf.service.http import errors, server
-from kvshelf.service.http.completions import Completion, asking_of, wants_usage
+from kvshelf.service.http.completions import Completion, wants_usage
 from kvshelf.service.http.events import event_stream
 from kvshelf.service.http.receiving import JSON_TYPE, read_body, require_type
 from kvshelf.service.http.waiting import off_loop, until_hangup
@@ -65,6 +65,7 @@ _BETWEEN_NEIGHBOURS: Final = frozenset(
         "trailer",
         "transfer-encoding",
         "upgrade",
+        "x-api-key",
     }
 )
 """Headers that are not passed on: those of one connection (RFC 9110, section 7.6.1), and the key for the proxy."""
@@ -116,7 +117,7 @@ async def chat(request: Request, asking: InAsking, caller: Reader) -> Response:
     for name in _SHAPES:
         if getattr(body, name) not in (None, False, 1):
             raise InvalidRequest(f"the proxy does not pass {name} on; ask /v1/completions, in vLLM's terms", param=name)
-    query = asking_of(body)
+    query = body.asking
     fields = query.model_dump(include={"max_tokens", "temperature", "top_p", "seed", "stop"}, exclude_none=True)
     if body.stream:
         fields |= {"stream": True, "stream_options": {"include_usage": True}}

@@ -90,12 +90,12 @@ class LiveKeys:
 
     def caller(self, headers: Headers) -> Caller:
         """The caller who sent these headers. Raises `Unauthorized`."""
-        given = headers.getlist("authorization")
+        given = [*headers.getlist("authorization"), *(f"Bearer {key}" for key in headers.getlist("x-api-key"))]
         if not given:
             raise Unauthorized("this service needs an API key in the header: Authorization: Bearer kvsk_...")
         scheme, _, key = given[0].partition(" ")
         if len(given) > 1 or scheme.lower() != "bearer":
-            raise Unauthorized("send one Authorization header, of the form: Bearer kvsk_...")
+            raise Unauthorized("send one key, as Authorization: Bearer kvsk_... or as X-Api-Key: kvsk_...")
         return self.holder(key.strip())
 
     def holder(self, key: str) -> Caller:
@@ -176,4 +176,4 @@ class Access:
                 scope["state"]["hold"] = hold
                 await self._app(scope, receive, send_with_rate)
         except RateLimited as error:  # raised by these limits; errors of routes are already answered
-            await error_response(error)(scope, receive, send_with_rate)
+            await error_response(error, scope["path"])(scope, receive, send_with_rate)

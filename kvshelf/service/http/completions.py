@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from kvshelf.api import Asking, Source, Usage
+from kvshelf.api import Source, Usage
 from kvshelf.api.openai import (
     AssistantMessage,
     ChatChoice,
@@ -26,7 +26,8 @@ from kvshelf.api.queries import Remade
 from kvshelf.api.shapes import Logprob
 from kvshelf.api.strict import FinishReason
 
-_OURS: Final = {"sources", "stored_cache_id", "not_stored", "recomputed"}
+OURS: Final = {"sources", "stored_cache_id", "not_stored", "recomputed"}
+"""The fields of an `Ending` that are not OpenAI's."""
 
 
 class Ending(NamedTuple):
@@ -49,7 +50,7 @@ class Ending(NamedTuple):
     @property
     def ours(self) -> dict[str, Any]:
         """Fields beside OpenAI's, those that apply."""
-        return {name: value for name in _OURS if (value := getattr(self, name)) is not None}
+        return {name: value for name in OURS if (value := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Completion:
         completion = ChatCompletion(
             id=self.id, created=self.created, model=self.model, choices=choices, usage=usage, **ours
         )
-        return completion.model_dump(mode="json", exclude=_OURS - ours.keys())
+        return completion.model_dump(mode="json", exclude=OURS - ours.keys())
 
     async def chunks(
         self, pieces: AsyncGenerator[tuple[int, str | Ending], None], *, with_usage: bool
@@ -102,7 +103,7 @@ class Completion:
 
     def _chunk(self, choice: ChunkChoice, **ours: Any) -> dict[str, Any]:
         chunk = ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=[choice], **ours)
-        wire = chunk.model_dump(mode="json", exclude={"usage"} | (_OURS - ours.keys()))
+        wire = chunk.model_dump(mode="json", exclude={"usage"} | (OURS - ours.keys()))
         # OpenAI's deltas hold only new fields: absent content is left out, not null.
         wire["choices"][0]["delta"] = choice.delta.model_dump(exclude_none=True)
         return wire
@@ -110,32 +111,7 @@ class Completion:
     def _last(self, usages: Sequence[Usage]) -> dict[str, Any]:
         usage = _usage(usages)
         chunk = ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=[], usage=usage)
-        return chunk.model_dump(mode="json", exclude=_OURS)
-
-
-def asking_of(body: ChatCompletionRequest) -> Asking:
-    """The question that a body asks."""
-    return Asking(
-        messages=[message.plain() for message in body.messages],
-        max_tokens=body.token_limit,
-        temperature=body.temperature or 0.0,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        seed=body.seed,
-        stop=body.stop,
-        response_format=body.response_format,
-        grammar=body.grammar,
-        choices=body.choices,
-        logprobs=bool(body.logprobs),
-        top_logprobs=body.top_logprobs,
-        n=body.n or 1,
-        select=body.select,
-        suffix=body.suffix,
-        store=bool(body.store),
-        ttl_s=body.ttl_s,
-        ttl_renew=body.ttl_renew,
-        tool=body.tool,
-        on_miss=body.on_miss,
-    )
+        return chunk.model_dump(mode="json", exclude=OURS)
 
 
 def wants_usage(body: ChatCompletionRequest) -> bool:

@@ -7,7 +7,7 @@ import math
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import structlog
 from fastapi import FastAPI
@@ -51,6 +51,17 @@ _LITTLE_BYTES = 64 << 10
 _STOPPED_RETRY_S = 1.0  # during a restart the next service is already ready
 _BEFORE_THE_BODY = (BodyTooLarge, Forbidden, RateLimited, ServiceBusy, Unauthorized)
 
+MESSAGES: Final = "/v1/messages"
+"""The path of Anthropic's API, whose errors have another envelope."""
+
+_ANTHROPIC_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
 SAFE_HEADERS = {
     "cache-control": "no-store",
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
@@ -60,8 +71,8 @@ SAFE_HEADERS = {
 """Defaults for every answer: nothing is cached by proxies, and no text runs as a script."""
 
 
-def wire(error: KvshelfError) -> dict[str, Any]:
-    """The error envelope as JSON."""
+def wire(error: KvshelfError, path: str) -> dict[str, Any]:
+    """The error envelope as JSON: Anthropic's for a request to its API, otherwise that of OpenAI."""
     body = ErrorBody(
         message=error.message,
         type=error.type,
@@ -70,7 +81,14 @@ def wire(error: KvshelfError) -> dict[str, Any]:
         miss_reason=miss_reason(error),
         details=error.details or None,
     )
-    return {"error": error_json(body)}
+    if path != MESSAGES:
+        return {"error": error_json(body)}
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": error_json(body) | {"type": kind}, "request_id": _request_id()}
+
+
+def _request_id() -> str:
+    return str(structlog.contextvars.get_contextvars().get("request_id", "unknown"))
 
 
 def error_json(body: ErrorBody) -> dict[str, Any]:
@@ -89,7 +107,8 @@ def miss_reason(error: KvshelfError) -> MissReason | None:
     return "model_changed" if isinstance(error, ModelMismatch) else None
 
 
-def error_response(error: KvshelfError) -> Response:
+def error_response(error: KvshelfError, path: str = "") -> Response:
+    """path: of the request."""
     note(code=error.code)
     headers = {}
     # An unavailable store is tried again about every second.
@@ -101,7 +120,7 @@ def error_response(error: KvshelfError) -> Response:
     if isinstance(error, RequestTimeout):
         headers["connection"] = "close"  # nobody reads the rest of the body
     cls = _LingeringResponse if isinstance(error, _BEFORE_THE_BODY) else JSONResponse
-    return cls(wire(error), status_code=error.status, headers=headers)
+    return cls(wire(error, path), status_code=error.status, headers=headers)
 
 
 class _LingeringResponse(JSONResponse):
@@ -152,28 +171,28 @@ def translate(exc: BaseException) -> KvshelfError:
         param = ".".join(str(part) for part in first["loc"][1:])
         return InvalidRequest(f"{param}: {first['msg']}", param=param)
     log.error("bug", exc_info=exc)
-    request_id = structlog.contextvars.get_contextvars().get("request_id", "unknown")
-    return InternalError(f"this is a bug of kvshelf; please report it with the request id {request_id}")
+    return InternalError(f"this is a bug of kvshelf; please report it with the request id {_request_id()}")
 
 
 def install(app: FastAPI, routes: Sequence[BaseRoute], *, listed: str = "/openapi.json lists all routes") -> None:
     """Installs the error handlers and request ids. `routes` are the routes of the app. listed: where a caller finds
     them."""
 
-    async def ours(_: Request, exc: Exception) -> Response:
-        return error_response(translate(exc))
+    async def ours(request: Request, exc: Exception) -> Response:
+        return error_response(translate(exc), request.url.path)
 
     async def framework(request: Request, exc: Exception) -> Response:
         assert isinstance(exc, HTTPException)
         where = f"{request.method} {request.url.path[:200]}"
         if exc.status_code == 404:
-            return error_response(NotFound(f"there is no {where}; {listed}"))
+            return error_response(NotFound(f"there is no {where}; {listed}"), request.url.path)
         if exc.status_code == 405:
             allowed = _methods(request, routes)
-            response = error_response(MethodNotAllowed(f"{where} is not possible; allowed: {allowed}"))
+            refused = MethodNotAllowed(f"{where} is not possible; allowed: {allowed}")
+            response = error_response(refused, request.url.path)
             response.headers["allow"] = allowed
             return response
-        return error_response(InvalidRequest(str(exc.detail)))
+        return error_response(InvalidRequest(str(exc.detail)), request.url.path)
 
     app.add_exception_handler(KvshelfError, ours)
     app.add_exception_handler(RequestValidationError, ours)
@@ -219,6 +238,8 @@ class RequestIds:
                 begun = True
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
+                if scope["path"] == MESSAGES:
+                    headers["request-id"] = request_id  # the name that Anthropic's clients read
                 for name, value in SAFE_HEADERS.items():
                     headers.setdefault(name, value)
             await send(message)
@@ -228,4 +249,4 @@ class RequestIds:
         except (Exception, asyncio.CancelledError) as exc:
             error = translate(exc)
             if not begun:
-                await error_response(error)(scope, receive, send_named)
+                await error_response(error, scope["path"])(scope, receive, send_named)

@@ -1,4 +1,8 @@
-"""Answers as event streams: `data:` lines of JSON, ended by `[DONE]` (WHATWG HTML, section 9.2)."""
+"""Answers as event streams: `data:` lines of JSON (WHATWG HTML, section 9.2).
+
+Events with a `type`, as Anthropic's and those of OpenAI's responses, are named by it. Others, as OpenAI's completions,
+end with a line `[DONE]`.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +38,11 @@ async def event_stream(request: Request, events: AsyncGenerator[EventT, None]) -
     """
     first = await until_hangup(request, anext(events))
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-    return StreamingResponse(_lines(first, events), headers=headers, media_type=EVENT_STREAM)
+    return StreamingResponse(_lines(request.url.path, first, events), headers=headers, media_type=EVENT_STREAM)
 
 
-async def _lines(first: EventT, events: AsyncGenerator[EventT, None]) -> AsyncIterator[str]:
+async def _lines(path: str, first: EventT, events: AsyncGenerator[EventT, None]) -> AsyncIterator[str]:
+    named = isinstance(first, dict) and "type" in first
     yield _line(first)
     try:
         async with aclosing(events):
@@ -47,12 +52,14 @@ async def _lines(first: EventT, events: AsyncGenerator[EventT, None]) -> AsyncIt
         # The status line is already sent, so the error can only be an event.
         error = translate(exc)
         note(code=error.code)
-        yield _line(wire(error))
-    yield "data: [DONE]\n\n"
+        yield _line(({"type": "error"} if named else {}) | wire(error, path))
+    if not named:
+        yield "data: [DONE]\n\n"
 
 
 def _line(event: dict[str, Any] | Event) -> str:
     """One event in ASCII, because readers that split lines like Python (such as httpx) also split at U+2028."""
     if isinstance(event, dict):
-        return f"data: {json.dumps(event, separators=(',', ':'))}\n\n"
+        name = f"event: {event['type']}\n" if "type" in event else ""
+        return f"{name}data: {json.dumps(event, separators=(',', ':'))}\n\n"
     return ":\n\n" if event.data is None else f"id: {event.id}\n{_line(event.data)}"

@@ -17,17 +17,9 @@ from kvshelf.api.openai import ChatCompletionChunk
 from kvshelf.service.http import reference
 
 _NAMED: dict[str, type[BaseModel]] = {
-    model.__name__: model for model in (AnswerDelta, ChatCompletionChunk, CreationProgress, ErrorEnvelope)
+    model.__name__: model for model in (AnswerDelta, ChatCompletionChunk, CreationProgress)
 }
 """Models that the document describes although FastAPI does not see them: events, and models given to `_reference`."""
-
-ERRORS: dict[int | str, dict[str, Any]] = {
-    "default": {
-        "description": "an error; `code` identifies its kind",
-        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorEnvelope"}}},
-    }
-}
-"""The `responses` of every route."""
 
 EXISTING: dict[int | str, dict[str, Any]] = {
     200: {"model": CacheObject, "description": "the cache was already on the shelf"}
@@ -48,6 +40,12 @@ def body_of(model: type[BaseModel], *, form: bool = False) -> dict[str, Any]:
         fields["file"] = {"type": "string", "format": "binary", "description": "the document: text, PDF or HTML"}
         content["multipart/form-data"] = {"schema": {"type": "object", "properties": fields, "required": ["file"]}}
     return {"requestBody": {"required": True, "content": content}}
+
+
+def errors_of(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of routes whose errors have this envelope."""
+    content = {"application/json": {"schema": _reference(model)}}
+    return {"default": {"description": "an error; `code` identifies its kind", "content": content}}
 
 
 def json_or_events(one: type[BaseModel], *more: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
@@ -104,3 +102,7 @@ def install(app: FastAPI) -> None:
 def _reference(model: type[BaseModel]) -> dict[str, str]:
     _NAMED[model.__name__] = model
     return {"$ref": f"#/components/schemas/{model.__name__}"}
+
+
+ERRORS = errors_of(ErrorEnvelope)
+"""The `responses` of most routes."""

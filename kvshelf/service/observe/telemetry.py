@@ -27,7 +27,7 @@ MALFORMED = "malformed"
 """Replaces a malformed id in the log."""
 
 _ID = re.compile(r"(kvs|req|file|batch)_[0-9a-f]{16,64}")
-_QUESTION = re.compile(r"/v1/(caches/[^/]+/)?query|/v1/(chat/)?completions")
+_QUESTION = re.compile(r"/v1/(caches/[^/]+/)?query|/v1/(chat/)?completions|/v1/(messages|responses)")
 _AT_THE_DOOR = (Forbidden.code, RateLimited.code, Unauthorized.code)
 
 

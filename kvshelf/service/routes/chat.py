@@ -10,17 +10,16 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvshelf.api.openai import ChatCompletion, ChatCompletionRequest
-from kvshelf.errors import InvalidRequest
 from kvshelf.service.access.keys import Reader
+from kvshelf.service.asked import ending_of, pieces_of, question_to
 from kvshelf.service.engines import relayed
 from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_json
-from kvshelf.service.http.completions import Completion, Ending, asking_of, wants_usage
+from kvshelf.service.http.completions import Completion, Ending, wants_usage
 from kvshelf.service.http.events import event_stream
 from kvshelf.service.http.waiting import until_hangup
 from kvshelf.service.recompute import Question
 from kvshelf.service.state import TAKES_TOKENS, InService
-from kvshelf.workers.replica.results import Reply
 
 router = APIRouter(prefix="/v1/chat", tags=["chat"], responses=openapi.ERRORS)
 
@@ -36,17 +35,14 @@ async def complete(request: Request, service: InService, caller: Reader) -> Resp
     """Continue a conversation that begins with a stored cache, or with several together."""
     body = await read_json(request, ChatCompletionRequest, service)
     together = body.cache_ids is not None
-    question = await Question.find(service, caller, body.cache_ids or [str(body.cache_id)], asking_of(body))
-    manifest = question.caches[0].manifest
-    if body.model not in (None, manifest.model, question.engine.model):
-        raise InvalidRequest(f"cache {manifest.id} is of model {manifest.model!r}, not {body.model!r}", param="model")
-    completion = Completion(manifest.model)
+    question = await question_to(service, caller, body.cache_ids or [str(body.cache_id)], body.asking, body.model)
+    completion = Completion(question.caches[0].manifest.model)
     if body.stream:
         pieces = _pieces(question.each_alone(), together=together)
         return await event_stream(request, completion.chunks(pieces, with_usage=wants_usage(body)))
     question, replies = await until_hangup(request, question.answered())
     return JSONResponse(
-        completion.whole([(reply.text, _ending(question, reply, together=together)) for reply in replies])
+        completion.whole([(reply.text, ending_of(question, reply, together=together)) for reply in replies])
     )
 
 
@@ -54,10 +50,9 @@ def _pieces(questions: Sequence[Question], *, together: bool) -> AsyncGenerator[
     """The pieces of all choices as they come, each with the index of its choice."""
 
     async def fetch(index: int, question: Question, told: asyncio.Queue[tuple[int, str | Ending] | None]) -> None:
-        async with aclosing(question.pieces()) as pieces:
-            async for found, piece in pieces:
-                made = piece if isinstance(piece, str) else _ending(found, piece, together=together)
-                told.put_nowait((index, made))
+        async with aclosing(pieces_of(question, together=together)) as pieces:
+            async for piece in pieces:
+                told.put_nowait((index, piece))
 
     async def fetch_all(told: asyncio.Queue[tuple[int, str | Ending] | None]) -> None:
         try:
@@ -68,9 +63,3 @@ def _pieces(questions: Sequence[Question], *, together: bool) -> AsyncGenerator[
             raise errors.exceptions[0] from None
 
     return relayed(fetch_all)
-
-
-def _ending(question: Question, reply: Reply, *, together: bool) -> Ending:
-    sources = list(reply.sources) if together else None
-    stored = (reply.stored_cache_id, reply.not_stored)
-    return Ending(reply.finish_reason, reply.usage, sources, *stored, question.remade, reply.logprobs)

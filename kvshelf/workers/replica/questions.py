@@ -313,6 +313,7 @@ class _Loaded:
             phases=phases,
             memory=self.counts,
             suffix_bytes=ticket.suffix_bytes,
+            stop=answer.stop,
             sources=tuple(Source(cache_id=id, share=shares.get(id, 0.0)) for id in self.asked),
             passages=None if answer.passages is None else list(map(ReadShares.of, self.held, answer.passages)),
             logprobs=None if answer.logprobs is None else list(answer.logprobs),
@@ -351,7 +352,12 @@ def _prefill_s(store: Store, cache_id: str, tenant: str) -> float:
 
 
 def _touch(store: Store, cache_id: str, tenant: str) -> None:
+    """Record a use. Turns that uses renew are used with those behind them, which are found through them."""
     try:
         store.touch(cache_id, tenant=tenant)
+        while (parent_id := store.stat(cache_id, tenant=tenant).parent_id) is not None:
+            if store.stat(parent_id, tenant=tenant).ttl_renew_s is None:
+                return
+            store.touch(cache_id := parent_id, tenant=tenant)
     except KvshelfError:
         log.warning("a use could not be recorded", cache_id=cache_id, exc_info=True)

@@ -83,7 +83,8 @@ class Reply(AnswerObject):
     `ArrivingCache.place`; of several caches that of the slowest. phases: load, queue, prefill (up to the first token),
     decode. The later ones may begin before the last layer is loaded. memory: what happened in the replica's memory for
     caches since its last reply, as `Residents.take_counts`. suffix_bytes: as of a `Ticket`. sources: the caches that
-    were asked; of several, the longest is `cache_id`, with its `policy` and `compression_ratio`.
+    were asked; of several, the longest is `cache_id`, with its `policy` and `compression_ratio`. stop: of an
+    `Answer`.
     """
 
     token_ids: list[int] = Field(exclude=True)
@@ -92,6 +93,7 @@ class Reply(AnswerObject):
     memory: dict[str, int] = Field(default_factory=dict, exclude=True)
     suffix_bytes: int = Field(0, exclude=True)
     sources: tuple[Source, ...] = Field((), exclude=True)
+    stop: str | None = Field(None, exclude=True)
 
     @property
     def joint(self) -> JointAnswer:

@@ -203,12 +203,14 @@ def test_who_calls_is_said_by_one_bearer_key(file: KeyFile) -> None:
     caller = live.caller(bearer(key))
     assert (caller.tenant, caller.scopes, caller.key_id) == ("acme", {"read"}, record.id)
     assert live.caller(Headers({"authorization": f"bEARER  {key} "})) == caller
+    assert live.caller(Headers({"x-api-key": key})) == caller
     refused = [
         Headers({}),
         Headers({"authorization": key}),
         Headers({"authorization": f"Basic {key}"}),
         Headers({"authorization": "Bearer"}),
-        Headers({"x-api-key": key}),
+        Headers({"x-api-key": key, "authorization": f"Bearer {key}"}),
+        Headers({"x-api-key": f"Bearer {key}"}),
         Headers(raw=[(b"authorization", f"Bearer {key}".encode())] * 2),
         Headers(raw=[(b"authorization", b"Bearer \xff\xfe")]),
     ]

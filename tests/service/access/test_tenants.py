@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
+import anthropic
 import httpx
 import pytest
 
@@ -53,6 +54,8 @@ NEEDS = {
     ("POST", "/v1/caches/{cache_id}/kept"): "read",
     ("GET", "/v1/requests/{request_id}"): "read",
     ("POST", "/v1/chat/completions"): "read",
+    ("POST", "/v1/responses"): "read",
+    ("POST", "/v1/messages"): "read",
     ("POST", "/v1/estimate"): "read",
     ("POST", "/v1/files"): "write",
     ("GET", "/v1/files"): "read",
@@ -263,6 +266,10 @@ def test_what_is_another_tenant_s_is_as_if_it_were_not(acme: httpx.Client, other
         for each in (ours["id"], UNKNOWN)
     )
     same_but_for_the_id(*chats, ours["id"])
+    said = {"model": ours["model"], "max_tokens": 2, "messages": [{"role": "user", "content": "What rises?"}]}
+    for each in (ours["id"], UNKNOWN):
+        error = refused(other.post("/v1/messages", json=said | {"cache_id": each}), 404, "cache_not_found")
+        assert error["message"].replace(each, UNKNOWN) == error["message"].replace(ours["id"], UNKNOWN)
     mine = created(other, document=DOCUMENT)["id"]
     named = other.post("/v1/caches/search", json={"query": "What rises?", "limit": 64}).json()["data"]
     assert mine in [hit["cache_id"] for hit in named]
@@ -294,7 +301,9 @@ def test_another_tenant_s_lost_cache_is_made_again_by_its_tenant_alone(acme: htt
     assert acme.delete(f"/v1/caches/{ours['id']}").status_code == 200
 
 
-def test_a_question_that_may_store_caches_needs_a_key_that_writes(guarded: Guarded, acme: httpx.Client) -> None:
+def test_a_question_that_may_store_caches_needs_a_key_that_writes(
+    guarded: Guarded, acme: httpx.Client, other: httpx.Client
+) -> None:
     cache_id = created(acme, document=DOCUMENT)["id"]
     body = {"prompt": "What rises?", "max_tokens": 2, "on_miss": "recompute"}
     with guarded.client(guarded.key("acme", "read")) as reader:
@@ -306,6 +315,36 @@ def test_a_question_that_may_store_caches_needs_a_key_that_writes(guarded: Guard
         refused(reader.post(path, json=keeps), 403, "forbidden")
         chat = {"cache_id": cache_id, "messages": [{"role": "user", "content": "What rises?"}], "store": True}
         refused(reader.post("/v1/chat/completions", json=chat), 403, "forbidden")
+        asked = {"cache_id": cache_id, "input": "What rises?", "max_output_tokens": 2}
+        refused(reader.post("/v1/responses", json=asked | {"store": True}), 403, "forbidden")
+        assert not reader.post("/v1/responses", json=asked).json()["store"], "by default a reader keeps nothing"
+        kept = acme.post("/v1/responses", json=asked).json()
+        assert kept["stored_cache_id"]
+        further = {"previous_response_id": kept["id"], "input": "And then?", "max_output_tokens": 2}
+        assert reader.post("/v1/responses", json=further).status_code == 200
+    refused(other.post("/v1/responses", json=further), 404, "not_found")
+
+
+def test_anthropic_s_client_hears_who_may_do_what(guarded: Guarded, acme: httpx.Client) -> None:
+    model = acme.get("/v1/models").json()["data"][0]["id"]
+    text = {"type": "text", "text": DOCUMENT, "cache_control": {"type": "ephemeral"}}
+    body: dict[str, Any] = {"model": model, "max_tokens": 2, "messages": [{"role": "user", "content": "What rises?"}]}
+
+    def client(key: str) -> anthropic.Anthropic:
+        return anthropic.Anthropic(base_url=guarded.service.url, api_key=key, max_retries=0)
+
+    with client("kvsk_wrong") as stranger, pytest.raises(anthropic.AuthenticationError) as unknown:
+        stranger.messages.create(**body, system=[text])
+    assert unknown.value.type == "authentication_error"
+    with client(guarded.key("acme", "read")) as reader:
+        with pytest.raises(anthropic.PermissionDeniedError) as forbidden:
+            reader.messages.create(**body, system=[text])
+        assert forbidden.value.type == "permission_error"
+        with client(guarded.key("acme")) as writer:
+            made = writer.messages.create(**body, system=[text])
+        own = {"cache_id": made.cache_id}  # type: ignore[attr-defined]  # kvshelf's own field
+        assert reader.messages.create(**body, extra_body=own).usage.cache_creation_input_tokens == 0
+    assert acme.delete(f"/v1/caches/{own['cache_id']}").status_code == 200
 
 
 def test_another_tenant_s_cache_grows_for_its_tenant_alone(acme: httpx.Client, other: httpx.Client) -> None:

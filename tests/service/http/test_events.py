@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
+from anthropic.types.shared.error_type import ErrorType
 from fastapi import FastAPI, Request, Response
 
 from kvshelf import errors
 from kvshelf.client import AsyncClient
+from kvshelf.service.http.errors import wire
 from kvshelf.service.http.events import event_stream
 
 LINE_ENDS = "one\u2028two\u2029three\x85four\vfive\fsix\x1cseven\r\neight"
@@ -42,6 +45,36 @@ async def test_no_character_of_an_answer_ends_a_line() -> None:
         stream = await client.caches.stream("kvs_1", "which?")
         assert [piece async for piece in stream] == [LINE_ENDS]
         assert (await stream.final()).text == LINE_ENDS
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("path", "kind"), [("/v1/messages", "overloaded_error"), ("/v1/responses", "store_error")])
+async def test_events_with_a_type_are_named_by_it_and_so_is_an_error(path: str, kind: str) -> None:
+    app = FastAPI()
+
+    async def events() -> AsyncGenerator[dict[str, Any], None]:
+        yield {"type": "first", "message": {}}
+        raise errors.StoreUnavailable("away")
+
+    @app.post(path)
+    async def answer(request: Request) -> Response:
+        return await event_stream(request, events())
+
+    async with httpx.AsyncClient(base_url="http://service.test", transport=httpx.ASGITransport(app)) as client:
+        text = (await client.post(path)).text
+    first, second = text.removesuffix("\n\n").split("\n\n")
+    assert first == 'event: first\ndata: {"type":"first","message":{}}'
+    name, _, data = second.partition("\ndata: ")
+    assert name == "event: error"
+    error = json.loads(data)
+    assert (error["type"], error["error"]["type"], error["error"]["message"]) == ("error", kind, "away")
+
+
+@pytest.mark.parametrize("cls", sorted(errors.by_code().values(), key=lambda cls: cls.code))
+def test_every_error_has_a_type_that_anthropic_s_client_knows(cls: type[errors.KvshelfError]) -> None:
+    found = wire(cls("away"), "/v1/messages")
+    assert found["error"]["type"] in get_args(ErrorType)
+    assert found["error"] | {"type": cls.type} == wire(cls("away"), "/v1/caches")["error"]
 
 
 @pytest.mark.anyio

@@ -45,6 +45,7 @@ def loaded(example: str) -> Any:
 def test_all_examples_are_run_here() -> None:
     assert {path.name for path in EXAMPLES.iterdir()} >= {
         "openai_client.py",
+        "anthropic_client.py",
         "langchain_client.py",
         "retriever.py",
         "curl.sh",
@@ -54,6 +55,19 @@ def test_all_examples_are_run_here() -> None:
 def test_openai_client(bundled_service: str) -> None:
     said = run(bundled_service, sys.executable, str(EXAMPLES / "openai_client.py"))
     assert said.count("482913") == 2
+
+
+@pytest.mark.slow
+def test_anthropic_client(bundled_service: str) -> None:
+    """Ten turns on a document: after the first, only the question is prefilled."""
+    said = run(bundled_service, sys.executable, str(EXAMPLES / "anthropic_client.py"))
+    _, *turns, streamed = said.splitlines()
+    read, kept, prefilled, answers = zip(*(turn.split(" | ")[1:] for turn in turns), strict=True)
+    assert answers[:5] == answers[5:] == ("482913", "514250", "545587", "576924", "608261")
+    assert streamed == "streamed: 482913"
+    assert max(map(int, kept[1:])) <= 20
+    assert set(prefilled) == {"0"}
+    assert list(map(int, read)) == sorted(map(int, read))
 
 
 def test_langchain_client(bundled_service: str) -> None:

@@ -118,7 +118,7 @@ def test_characters_of_several_tokens_come_whole(tiny):
 def test_a_stop_text_ends_the_answer_before_itself(tiny, stop):
     text = "The gate code is 482913. And more."
     stream, pieces = Scripted(tiny, text).run([stop, "never"])
-    assert stream.stopped
+    assert stream.stopped == stop
     assert stream.text == text[: text.index(stop)]
     assert all(stop not in "".join(pieces[:i]) for i in range(len(pieces)))
 
@@ -142,7 +142,7 @@ def test_an_answer_that_ends_within_a_character_shows_that_it_does(tiny):
     assert pieces[-1] == "\ufffd"
     assert not stream.stopped
     stream, _ = scripted.run(["o \ufffd"])
-    assert stream.stopped
+    assert stream.stopped == "o \ufffd"
     assert stream.text == "one tw"
 
 

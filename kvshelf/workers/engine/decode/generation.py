@@ -66,7 +66,8 @@ class Sampling:
 class Answer:
     """A finished answer. `token_ids` include the end token where there is one; `text` does not. sources: as
     `Generation.sources`. passages: as `Passages.shares`, if asked for. turn: question and answer, or why they could
-    not be kept; None if nobody asked for it. logprobs: of each token of the text, if asked for."""
+    not be kept; None if nobody asked for it. logprobs: of each token of the text, if asked for. stop: the stop
+    text that ended it, if one did."""
 
     text: str
     token_ids: list[int]
@@ -76,6 +77,7 @@ class Answer:
     passages: tuple[bytes, ...] | None = None
     turn: Turn | KvshelfError | None = None
     logprobs: tuple[Logprob, ...] | None = None
+    stop: str | None = None
 
 
 class Generation:
@@ -273,7 +275,8 @@ class Generation:
         assert self.finish_reason is not None
         passages = None if self._passages is None else self._passages.shares()
         made = (self._text.text, list(self.token_ids), self.finish_reason, self.usage(), self.sources, passages)
-        return Answer(*made, self.turn, None if self.logprobs is None else self.logprobs.told())
+        logprobs = None if self.logprobs is None else self.logprobs.told()
+        return Answer(*made, self.turn, logprobs, self._text.stopped)
 
     def usage(self) -> Usage:
         """The tokens counted so far."""
@@ -336,7 +339,7 @@ class _TextStream:
         self._stop = stop
         self._held = ""
         self.text = ""
-        self.stopped = False
+        self.stopped: str | None = None
 
     def push(self, token: int) -> str:
         """Add a token; returns the text that is final."""
@@ -350,10 +353,10 @@ class _TextStream:
 
     def _add(self, piece: str) -> str:
         self._held += piece
-        found = [self._held.index(stop) for stop in self._stop if stop in self._held]
+        found = {stop: self._held.index(stop) for stop in self._stop if stop in self._held}
         if found:
-            self._held = self._held[: min(found)]
-            self.stopped = True
+            self.stopped = min(found, key=found.__getitem__)
+            self._held = self._held[: found[self.stopped]]
             return self._release(len(self._held))
         return self._release(len(self._held) - self._longest_stop_prefix())
 

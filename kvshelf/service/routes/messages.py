@@ -1,0 +1,83 @@
+"""/v1/messages: Anthropic's shapes. A conversation begins with a cache, which `cache_control` makes or finds."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, NamedTuple
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from kvshelf.api.anthropic import MessageError, MessageObject, MessagesRequest
+from kvshelf.errors import NotFound
+from kvshelf.service.access.keys import Caller, Reader
+from kvshelf.service.asked import question_to
+from kvshelf.service.http import openapi
+from kvshelf.service.http.body import read_json
+from kvshelf.service.http.errors import MESSAGES
+from kvshelf.service.http.events import event_stream
+from kvshelf.service.http.messages import Answering
+from kvshelf.service.http.waiting import until_hangup
+from kvshelf.service.recompute import Question
+from kvshelf.service.state import TAKES_TOKENS, InService, Service
+from kvshelf.workers.replica.create.spec import require_policy
+
+router = APIRouter(prefix=MESSAGES, tags=["messages"], responses=openapi.errors_of(MessageError))
+
+
+@router.post(
+    "",
+    response_class=JSONResponse,
+    responses=openapi.json_or_events(MessageObject),
+    openapi_extra=openapi.body_of(MessagesRequest),
+    dependencies=[TAKES_TOKENS],
+)
+async def create(request: Request, service: InService, caller: Reader) -> Response:
+    """Answer the last message of a conversation whose beginning is on the shelf, or goes there with this request."""
+    body = await read_json(request, MessagesRequest, service)
+    if body.model not in service.engines:
+        raise NotFound(f"there is no model {body.model!r:.100}; there is {', '.join(service.engines)}", param="model")
+    if body.stream:
+        return await event_stream(request, _events(service, caller, body))
+    return JSONResponse(await until_hangup(request, _whole(service, caller, body)))
+
+
+class _Begun(NamedTuple):
+    """A question behind its cache, and the message that answers it."""
+
+    question: Question
+    answering: Answering
+
+
+async def _whole(service: Service, caller: Caller, body: MessagesRequest) -> dict[str, Any]:
+    question, answering = await _begun(service, caller, body)
+    (reply,) = await question.answers()
+    return answering.whole(reply)
+
+
+async def _events(service: Service, caller: Caller, body: MessagesRequest) -> AsyncGenerator[dict[str, Any], None]:
+    question, answering = await _begun(service, caller, body)
+    async with aclosing(answering.events(question.stream())) as events:
+        async for event in events:
+            yield event
+
+
+async def _begun(service: Service, caller: Caller, body: MessagesRequest) -> _Begun:
+    cache_id, created = body.cache_id, False
+    if cache_id is None:
+        cache_id, created = await _beginning(service, caller, body)
+    question = await question_to(service, caller, [cache_id], body.asking, body.model)
+    tokens = question.caches[0].manifest.num_tokens
+    read, made = (0, tokens) if created else (tokens, 0)
+    return _Begun(question, Answering(body.model, cache_id, read, made))
+
+
+async def _beginning(service: Service, caller: Caller, body: MessagesRequest) -> tuple[str, bool]:
+    """The cache of the conversation's beginning, and whether this request made it."""
+    caller.require("write")
+    spec = body.creation
+    require_policy(spec)
+    deadline_s = service.settings.request_deadline_s
+    created = await service.engines[body.model].create(spec, tenant=caller.tenant, deadline_s=deadline_s)
+    return created.manifest.id, not created.existing

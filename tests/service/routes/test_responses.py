@@ -1,0 +1,166 @@
+"""OpenAI's own client and POST /v1/responses of a live service."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+QUESTION = "Where is the green book?"
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def client(service_url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{service_url}/v1", api_key="anything", max_retries=0) as found:
+        yield found
+
+
+def asked(cache: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    own = {"cache_id": cache["id"]}
+    return {"model": cache["model"], "input": QUESTION, "max_output_tokens": 8, "extra_body": own} | fields
+
+
+def behind(response: Any, question: str, **fields: Any) -> dict[str, Any]:
+    body = {"model": response.model, "input": question, "max_output_tokens": 8}
+    return body | {"previous_response_id": response.id} | fields
+
+
+def test_a_response(client: openai.OpenAI, http: httpx.Client, cache: dict[str, Any]) -> None:
+    said = client.responses.create(**asked(cache, store=False, metadata={"a": "b"}, instructions="Be exact."))
+    body = {"prompt": "Be exact.\n\n" + QUESTION, "max_tokens": 8}
+    answer = http.post(f"/v1/caches/{cache['id']}/query", json=body).json()
+    assert said.output_text == answer["text"]
+    assert (said.status, said.object, said.metadata, said.store) == ("incomplete", "response", {"a": "b"}, False)  # type: ignore[attr-defined]
+    assert said.incomplete_details is not None
+    assert said.incomplete_details.reason == "max_output_tokens"
+    assert said.usage is not None
+    assert said.usage.input_tokens_details.cached_tokens == cache["tokens"]["document"]
+    assert said.usage.input_tokens == cache["tokens"]["document"] + answer["usage"]["prefill_tokens"]
+    assert said.usage.input_tokens_details.cache_write_tokens == 0
+    assert said.usage.output_tokens == 8
+    assert said._request_id
+    with pytest.raises(openai.NotFoundError, match="it was not stored"):
+        client.responses.create(**behind(said, "And now?"))
+
+
+def test_a_response_is_asked_further(client: openai.OpenAI, http: httpx.Client, cache: dict[str, Any]) -> None:
+    first = client.responses.create(**asked(cache))
+    turn = http.get(f"/v1/caches/{first.stored_cache_id}").json()  # type: ignore[attr-defined]  # kvshelf's own field
+    assert turn["parent_id"] == cache["id"]
+    again = client.responses.create(**asked(cache))
+    assert again.stored_cache_id == turn["id"]  # type: ignore[attr-defined]
+    assert again.id != first.id
+    texts = set()
+    for earlier in (first, again):
+        second = client.responses.create(**behind(earlier, "And the red one?"))
+        texts.add(second.output_text)
+        assert second.previous_response_id == earlier.id
+        assert second.usage is not None
+        assert second.usage.input_tokens_details.cached_tokens == turn["tokens"]["document"]
+    third = client.responses.create(**behind(second, "Both?"))
+    chain = http.get(f"/v1/caches/{third.stored_cache_id}/turns").json()["data"]  # type: ignore[attr-defined]
+    said = [message["content"] for link in chain[1:] for message in link["messages"]]
+    assert said == [QUESTION, first.output_text, "And the red one?", second.output_text, "Both?", third.output_text]
+    assert len(texts) == 1
+    whole: list[Any] = [{"role": "user", "content": QUESTION}, *first.to_dict()["output"]]  # type: ignore[misc]
+    whole.append({"role": "user", "content": [{"type": "input_text", "text": "And the red one?"}]})
+    sent = client.responses.create(**asked(cache, input=whole, store=False))
+    assert sent.output_text == second.output_text
+    assert sent.usage is not None
+    assert sent.usage.input_tokens_details.cached_tokens == turn["tokens"]["document"], "found behind cache_id, too"
+
+
+def test_a_stream_has_openai_s_events(client: openai.OpenAI, service_url: str, cache: dict[str, Any]) -> None:
+    body = asked(cache, store=False)
+    whole = client.responses.create(**body)
+    events = list(client.responses.create(**body, stream=True))
+    names = [event.type for event in events]
+    deltas = names.count("response.output_text.delta")
+    assert deltas > 3
+    assert names == [
+        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+        *["response.output_text.delta"] * deltas, "response.output_text.done", "response.content_part.done",
+        "response.output_item.done", "response.incomplete",
+    ]  # fmt: skip
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    last: Any = events[-1]
+    assert last.response.output_text == whole.output_text
+    assert last.response.usage == whole.usage
+    sent = asked(cache) | {"stream": True, "cache_id": cache["id"], "store": False}
+    sent.pop("extra_body")
+    raw = httpx.post(f"{service_url}/v1/responses", json=sent, timeout=60).text
+    assert raw.count("event: response.output_text.delta\ndata: ") == deltas
+    assert "[DONE]" not in raw
+
+
+def test_a_streamed_response_is_asked_further(client: openai.OpenAI, cache: dict[str, Any]) -> None:
+    """The client takes no other id at the end than at the beginning, where nobody knows what will be stored."""
+    stop = client.responses.create(**asked(cache, store=False)).output_text[3:5]
+    own = {"cache_id": cache["id"], "stop": stop}
+    with client.responses.stream(**asked(cache, extra_body=own)) as stream:
+        first = stream.until_done().get_final_response()
+    assert first.status == "completed"
+    second = client.responses.create(**behind(first, "And the red one?"))
+    assert second.usage is not None
+    assert second.usage.input_tokens_details.cached_tokens > cache["tokens"]["document"]
+
+
+@pytest.mark.anyio
+async def test_the_asynchronous_client(service_url: str, cache: dict[str, Any]) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{service_url}/v1", api_key="anything", max_retries=0) as client:
+        said = await client.responses.create(**asked(cache, store=False))
+        stream = await client.responses.create(**asked(cache, store=False), stream=True)
+        pieces = [event.delta async for event in stream if event.type == "response.output_text.delta"]
+        assert "".join(pieces) == said.output_text
+        missing = asked(cache, extra_body={"cache_id": "kvs_" + "0" * 40})
+        for streamed in (False, True):
+            with pytest.raises(openai.NotFoundError) as unknown:
+                await client.responses.create(**missing, stream=streamed)
+            assert unknown.value.code == "cache_not_found"
+
+
+IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"extra_body": {}}, "cache_id or cache_ids or previous_response_id is needed"),
+        ({"previous_response_id": "resp_1"}, "give cache_id or previous_response_id, not both"),
+        ({"tools": [{"type": "web_search"}]}, "tools is not supported"),
+        ({"reasoning": {"effort": "high"}}, "reasoning is not supported"),
+        ({"background": True}, "background is not supported"),
+        ({"input": IMAGE}, "part of type 'input_image'"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "item of type 'item_reference'"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"model": "other"}, "is of model"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_are_openai_s_exceptions(
+    client: openai.OpenAI, cache: dict[str, Any], change: dict[str, Any], words: str, stream: bool
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=words) as raised:
+        client.responses.create(**asked(cache, **change), stream=stream)
+    assert raised.value.code == "invalid_request"
+    assert raised.value.request_id == raised.value.response.headers["x-request-id"]
+
+
+def test_hints_are_accepted_and_have_no_effect(client: openai.OpenAI, cache: dict[str, Any]) -> None:
+    hints: dict[str, Any] = {
+        "prompt_cache_key": "k", "prompt_cache_retention": "24h", "safety_identifier": "s", "metadata": {"a": "b"}
+    }  # fmt: skip
+    plain = client.responses.create(**asked(cache, store=False)).output_text
+    assert client.responses.create(**asked(cache, store=False), **hints).output_text == plain
+    developer: list[Any] = [{"role": "developer", "content": "Be exact."}, {"role": "user", "content": QUESTION}]
+    told = client.responses.create(**asked(cache, store=False, input=developer), **hints)
+    chat = {"model": cache["model"], "messages": developer, "max_tokens": 8, "extra_body": {"cache_id": cache["id"]}}
+    assert client.chat.completions.create(**chat, **hints).choices[0].message.content == told.output_text
