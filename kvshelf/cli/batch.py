@@ -244,7 +244,7 @@ class _Job:
     def _defaults(self) -> CreateCache:
         """The creation fields that rows start from. Raises `InvalidRequest` for options that no row could use, and for
         files that cannot be written."""
-        from kvshelf.corpus.input.rows import require_defaults
+        from kvshelf.corpus.input.defaults import require_defaults
         from kvshelf.corpus.output.files import require_format
         from kvshelf.corpus.output.report import require_report
 

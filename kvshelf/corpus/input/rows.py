@@ -12,6 +12,7 @@ import pydantic_core
 
 from kvshelf.api import CreateCache
 from kvshelf.api.strict import parse_request
+from kvshelf.corpus.input.defaults import with_defaults
 from kvshelf.corpus.row import Row
 from kvshelf.errors import BodyTooLarge, InvalidRequest, KvshelfError
 
@@ -24,28 +25,8 @@ MAX_CUSTOM_ID: Final = 512
 MAX_NAME: Final = 256
 """Characters of a cache's name."""
 
-DOCUMENTS: Final = ("document", "messages", "token_ids")
-"""A row gives exactly one of these fields."""
-
 _ENDPOINT: Final = "/v1/caches"
 _OPENAI_FIELDS: Final = {"custom_id", "method", "url", "body"}
-_ALTERNATIVES: Final = (
-    ("compression_ratio", "budget_tokens", "levels"),
-    ("ttl_s", "expires_at"),
-    ("max_bytes", "bytes_per_token"),
-)
-"""A row that gives one field of a group drops the batch's defaults for the others."""
-
-
-def require_defaults(defaults: Mapping[str, Any]) -> CreateCache:
-    """The `CreateCache` of a row that gives only a document. A default of None counts as not given.
-
-    Raises `InvalidRequest` for fields that no row can have.
-    """
-    for name in DOCUMENTS:
-        if defaults.get(name) is not None:
-            raise InvalidRequest(f"{name} is a row's own, and no default for all rows", param=name)
-    return parse_request(CreateCache, _given(defaults) | {"document": "any"})
 
 
 def read_row(values: Any, defaults: Mapping[str, Any], *, source: str, line: int, nbytes: int) -> Row:
@@ -63,7 +44,7 @@ def read_row(values: Any, defaults: Mapping[str, Any], *, source: str, line: int
             fields = _openai_body(fields)
         if row.custom_id is not None:  # so that it is shown wherever the cache is
             fields.setdefault("name", row.custom_id[:MAX_NAME])
-        spec = parse_request(CreateCache, _merged(defaults, fields))
+        spec = parse_request(CreateCache, with_defaults(fields, defaults))
         if spec.split_options is not None:
             raise InvalidRequest("split: a row of a batch is one document; split it before", param="split")
         if spec.episodes is not None:
@@ -167,21 +148,3 @@ def _openai_body(fields: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(body, Mapping):
         raise InvalidRequest("body: the fields of the creation as a JSON object are needed")
     return dict(body)
-
-
-def _merged(defaults: Mapping[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """A row's fields, and the batch's defaults that do not conflict with them. Labels of both are joined."""
-    merged = _given(defaults)
-    if fields.get("policy") is not None:
-        merged.pop("policy_params", None)  # they belong to another policy
-    for group in _ALTERNATIVES:
-        if any(fields.get(name) is not None for name in group):
-            merged = {name: value for name, value in merged.items() if name not in group}
-    labels = fields.get("labels")
-    if isinstance(labels, Mapping) and "labels" in merged:
-        return merged | fields | {"labels": {**merged["labels"], **labels}}
-    return merged | fields
-
-
-def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}

@@ -20,7 +20,7 @@ from kvshelf.api.batches import (
     CreateBatch,
     ListBatches,
 )
-from kvshelf.corpus.input.rows import require_defaults
+from kvshelf.corpus.input.defaults import require_defaults
 from kvshelf.corpus.run.progress import Window
 from kvshelf.errors import InvalidRequest, StateConflict
 from kvshelf.service.access.keys import Caller, Reader, Writer

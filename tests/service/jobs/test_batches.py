@@ -91,6 +91,7 @@ MIXED = lines(
     b"",
     {"custom_id": "long", "token_ids": [5] * 16_385},
     b'{"custom_id": "\xff"}',
+    {"custom_id": "whole", "document": text(8), "policy": "full"},  # which takes no ratio; the batch's is not for it
 )
 
 
@@ -123,10 +124,10 @@ def test_a_batch_from_upload_to_results_by_openai_s_client(service_url: str, htt
 
     assert found.request_counts is not None
     counts = found.request_counts
-    assert (counts.total, counts.completed, counts.failed) == (13, 7, 6)
+    assert (counts.total, counts.completed, counts.failed) == (14, 8, 6)
     assert found.created_at <= found.in_progress_at <= found.finalizing_at <= found.completed_at  # type: ignore[operator]
     assert found.expires_at == found.created_at + 86400
-    assert {row["custom_id"] for row in done} == {*(f"row-{n}" for n in range(6)), "openai"}
+    assert {row["custom_id"] for row in done} == {*(f"row-{n}" for n in range(6)), "openai", "whole"}
     assert {row["line"]: row["error"]["code"] for row in errors} == {
         8: "invalid_request", 9: "invalid_request", 10: "invalid_request", 11: "invalid_request",
         12: "document_too_long", 13: "invalid_request",
@@ -147,7 +148,7 @@ def test_a_batch_from_upload_to_results_by_openai_s_client(service_url: str, htt
     completed = [each.request_counts.completed for each in snapshots]
     assert completed == sorted(completed)
     assert snapshots[-1].progress.tokens == sum(row["tokens"]["document"] for row in done)
-    assert sum(share.done for share in snapshots[-1].progress.workers.values()) == 7
+    assert sum(share.done for share in snapshots[-1].progress.workers.values()) == 8
 
 
 def ours_of(http: httpx.Client, batch_id: str) -> dict[str, Any]:
@@ -276,6 +277,7 @@ def test_an_input_that_cannot_be_worked_on_ends_as_failed_before_any_work(
         ({"policy": "lagkv", "policy_params": {"lags": 3}}, "policy_params.lags"),
         ({"compression_ratio": 1}, "compression_ratio"),
         ({"compression_ratio": 0.5, "budget_tokens": 9}, "budget_tokens"),
+        ({"compression_ratio": 0.5, "policy": "full"}, "compression_ratio"),
         ({"codec": "zip"}, "codec"),
         ({"model": "gpt-17"}, "model"),
         ({"ttl_s": -1}, "ttl_s"),
