@@ -70,6 +70,10 @@ class CreateBatch(CacheOptions):
         3, description="attempts before a row becomes an error row"
     )
     document_timeout_s: Annotated[float, Field(gt=0, le=86400)] = Field(3600.0, description="limit of one attempt")
+    priority: Annotated[int, Field(ge=-10, le=10)] = Field(
+        0,
+        description="of your batches, those of the highest run first, and equal ones take turns",
+    )
 
     def options(self) -> dict[str, Any]:
         """The given creation options, as defaults for the rows."""
@@ -202,6 +206,7 @@ class BatchObject(ResponseBody):
     model: str | None = None
     window: str | None = None
     max_gpu_hours: float | None = None
+    priority: int = 0
     progress: BatchProgress = BatchProgress()
 
     @property

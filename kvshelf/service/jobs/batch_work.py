@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
@@ -42,6 +42,7 @@ _PAUSE_S: Final = 5.0
 _MAX_PAUSE_S: Final = 300.0
 _AT_WORK: Final = (RunState.RUNNING, RunState.WAITING)
 _ENDING: Final = ("cancelling", "finalizing")
+_OUTRANKED: Final = "a batch of higher priority goes first"
 
 
 def rest_reason(record: BatchRecord, now: float) -> str:
@@ -57,6 +58,21 @@ def rest_reason(record: BatchRecord, now: float) -> str:
     window = record.body["window"]
     if window is not None and not Window.parse(window).open_at(datetime.datetime.fromtimestamp(now).time()):
         return f"it is outside its window {window}"
+    return ""
+
+
+def outranked(record: BatchRecord, others: Iterable[BatchRecord], now: float) -> str:
+    """Why a batch leaves its place to one of `others`, of the same tenant and a higher priority; "" if it may run.
+
+    Strict: a batch waits as long as another one of higher priority works or could. One that waits for the store, its
+    quota or a replica holds up nobody.
+    """
+    if record.state in _ENDING or now >= record.expires_at:
+        return ""
+    for each in others:
+        higher = each.tenant == record.tenant and each.priority > record.priority
+        if higher and not rest_reason(each, now) and each.progress.get("waits_for", "") in ("", _OUTRANKED):
+            return _OUTRANKED
     return ""
 
 
@@ -87,7 +103,8 @@ class BatchWork:
     """The work on one batch. `run` it once; the results go to the store.
 
     record: the batch as it was found; only its id and tenant are used. term: the term of this process's lease.
-    others_wait: whether batches of other tenants wait for a place.
+    others_wait: whether batches of other tenants wait for a place. outranked: why this one leaves its place to another
+    one of its tenant, or "".
     """
 
     record: BatchRecord
@@ -97,6 +114,7 @@ class BatchWork:
     settings: Settings
     metrics: Metrics
     others_wait: Callable[[], bool]
+    outranked: Callable[[], str]
     _let_go: bool = field(default=False, init=False)  # whether the run was cancelled to let the batch rest
     _waits_for: str = field(default="", init=False)  # the trouble it rests for; "" if it was told to rest
 
@@ -215,6 +233,9 @@ class BatchWork:
             run.cancel(f"its completion window of {record.body['completion_window']} is over")
         elif reason := rest_reason(record, time.time()):
             self._let_go = True
+            run.cancel(reason)
+        elif reason := self.outranked():
+            self._let_go, self._waits_for = True, reason
             run.cancel(reason)
         elif self.others_wait() and (reason := stuck(progress, time.time())):
             # Only for another tenant: a restart costs seconds and remakes caches that were deleted to make room.

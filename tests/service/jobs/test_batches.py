@@ -230,6 +230,23 @@ def is_still(http: httpx.Client, batch: dict[str, Any]) -> bool:
     return bool(http.get(f"/v1/batches/{batch['id']}").json()["request_counts"] == batch["request_counts"])
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_batch_at_work_leaves_its_place_to_one_of_higher_priority(http: httpx.Client) -> None:
+    low = begun(http, long_rows(MANY_ROWS, salt=11), policy="streaming_llm")
+    awaited(http, low["id"], lambda now: now["request_counts"]["completed"] >= 1)
+    high = begun(http, long_rows(2, salt=211), policy="streaming_llm", priority=5)
+    waits = awaited(http, low["id"], lambda now: now["status"] == "paused")
+    assert (high["priority"], waits["priority"]) == (5, 0)
+    assert waits["progress"]["reason"] == "a batch of higher priority goes first"
+    assert ended(http, high["id"])["request_counts"]["completed"] == 2
+    before = http.get(f"/v1/batches/{low['id']}").json()["request_counts"]
+    assert before == waits["request_counts"], "no row of the lower one was done meanwhile"
+    awaited(http, low["id"], lambda now: now["request_counts"]["completed"] > before["completed"])
+    http.post(f"/v1/batches/{low['id']}/cancel")
+    assert ended(http, low["id"])["request_counts"]["failed"] == 0
+
+
 @pytest.mark.timeout(900)
 def test_a_batch_without_a_success_has_failed_and_says_why(http: httpx.Client) -> None:
     batch = ended(http, begun(http, lines(b"nonsense", {"custom_id": "b", "token_ids": [5] * 16_385}))["id"])
@@ -272,6 +289,8 @@ def test_an_input_that_cannot_be_worked_on_ends_as_failed_before_any_work(
         ({"window": "06:00-06:00"}, "window"),
         ({"max_gpu_hours": 0}, "max_gpu_hours"),
         ({"max_attempts": 0}, "max_attempts"),
+        ({"priority": 11}, "priority"),
+        ({"priority": 1.5}, "priority"),
         ({"document": "x"}, "document"),
         ({"policy": "magic"}, "policy"),
         ({"policy": "lagkv", "policy_params": {"lags": 3}}, "policy_params.lags"),

@@ -148,6 +148,7 @@ function BatchCard({ id, onEnded }) {
     <${Facts} facts=${{
       Batch: html`<code>${batch.id}</code>`,
       Reason: progress.reason,
+      Priority: batch.priority || null,
       Reused: counts.reused ? `${count(counts.reused)} were on the shelf` : null,
       Tokens: `${count(progress.tokens)}, ${count(Math.round(progress.tokens_per_s))} a second`,
       Size: full_16bit ? size({ stored: progress.bytes_stored, full: progress.bytes_full, full_16bit }) : null,
