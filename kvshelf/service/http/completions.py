@@ -23,6 +23,7 @@ from kvshelf.api.openai import (
 )
 from kvshelf.api.queries import Remade
 from kvshelf.api.strict import FinishReason
+from kvshelf.errors import InvalidRequest
 
 _OURS: Final = {"sources", "stored_cache_id", "not_stored", "recomputed"}
 
@@ -108,6 +109,12 @@ def asking_of(body: ChatCompletionRequest) -> Asking:
         tool=body.tool,
         on_miss=body.on_miss,
     )
+
+
+def require_model(body: ChatCompletionRequest, cache_id: str, names: tuple[str, str]) -> None:
+    """Refuse the name of a model that is not the cache's. names: under which the cache was made and is served."""
+    if body.model not in (None, *names):
+        raise InvalidRequest(f"cache {cache_id} is of model {names[0]!r}, not {body.model!r}", param="model")
 
 
 def wants_usage(body: ChatCompletionRequest) -> bool:

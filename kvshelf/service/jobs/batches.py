@@ -15,9 +15,11 @@ from contextlib import suppress
 from typing import Final
 
 from kvshelf.service.jobs.batch_work import LEASE_S, BatchWork, outranked, rest_reason
+from kvshelf.service.jobs.batch_questions import Asker
 from kvshelf.service.loops import repeat
 from kvshelf.service.observe.metrics import Metrics
 from kvshelf.service.settings import Settings
+from kvshelf.store.artifact.identity import ModelIdentity
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.batches import BatchRecord
 from kvshelf.workers.cluster.remote import RemoteEngine
@@ -30,12 +32,21 @@ _PLACES_OF_OTHERS: Final = 4
 class BatchRunner:
     """Runs the batches of the store. `start` it on the event loop of the service, `stop` it once."""
 
-    def __init__(self, store: Store, engines: Mapping[str, RemoteEngine], settings: Settings, metrics: Metrics) -> None:
-        """engines: without observers, because they are sent to the processes that call replicas."""
+    def __init__(
+        self,
+        store: Store,
+        engines: Mapping[str, RemoteEngine],
+        settings: Settings,
+        metrics: Metrics,
+        identities: Mapping[str, ModelIdentity],
+    ) -> None:
+        """engines: without observers, because they are sent to the processes that call replicas. identities: of their
+        models."""
         self._store = store
         self._engines = engines
         self._settings = settings
         self._metrics = metrics
+        self._asks = Asker(identities)
         self._running: dict[str, tuple[str, asyncio.Task[None]]] = {}  # by id: the tenant and the work
         self._unfinished: list[BatchRecord] = []
         self._idle: list[BatchRecord] = []
@@ -95,7 +106,15 @@ class BatchRunner:
             return outranked(record, self._unfinished, time.time())
 
         work = BatchWork(
-            record, term, self._store, self._engines, self._settings, self._metrics, others_wait, goes_behind
+            record,
+            term,
+            self._store,
+            self._engines,
+            self._settings,
+            self._metrics,
+            self._asks,
+            others_wait,
+            goes_behind,
         )
         task = asyncio.create_task(work.run())
         self._running[record.id] = record.tenant, task

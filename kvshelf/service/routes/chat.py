@@ -9,11 +9,10 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvshelf.api.openai import ChatCompletion, ChatCompletionRequest
-from kvshelf.errors import InvalidRequest
 from kvshelf.service.access.keys import Reader
 from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_json
-from kvshelf.service.http.completions import Completion, Ending, asking_of, wants_usage
+from kvshelf.service.http.completions import Completion, Ending, asking_of, require_model, wants_usage
 from kvshelf.service.http.events import event_stream
 from kvshelf.service.http.waiting import until_hangup
 from kvshelf.service.recompute import Question
@@ -36,8 +35,7 @@ async def complete(request: Request, service: InService, caller: Reader) -> Resp
     together = body.cache_ids is not None
     question = await Question.find(service, caller, body.cache_ids or [str(body.cache_id)], asking_of(body))
     manifest = question.caches[0].manifest
-    if body.model not in (None, manifest.model, question.engine.model):
-        raise InvalidRequest(f"cache {manifest.id} is of model {manifest.model!r}, not {body.model!r}", param="model")
+    require_model(body, manifest.id, (manifest.model, question.engine.model))
     completion = Completion(manifest.model)
     if body.stream:
         pieces = _pieces(question, together=together)

@@ -21,6 +21,7 @@ from kvshelf.corpus.row import Row, RowError
 from kvshelf.errors import StateConflict
 from kvshelf.service.jobs import batch_work
 from kvshelf.service.jobs.batch_files import write_results
+from kvshelf.service.jobs.batch_questions import Asker
 from kvshelf.service.jobs.batch_work import BatchWork, rest_reason
 from kvshelf.service.jobs.batches import BatchRunner
 from kvshelf.service.observe.metrics import Metrics
@@ -51,7 +52,7 @@ def running(store: Store) -> Iterator[None]:
     loop = asyncio.new_event_loop()
     thread = Thread(target=loop.run_forever)
     thread.start()
-    runner = BatchRunner(store, {}, Settings(max_running_batches=1), Metrics())
+    runner = BatchRunner(store, {}, Settings(max_running_batches=1), Metrics(), {})
     loop.call_soon_threadsafe(runner.start)
     try:
         yield
@@ -246,7 +247,9 @@ def test_a_bug_in_renewing_a_lease_is_logged_and_keeps_the_lease(
         monkeypatch.setattr(batch_work, "LEASE_S", 0.01)
         monkeypatch.setattr(store.batches.table, "renew", broken)
         with capture_logs() as said:
-            asyncio.run(Waiting(batch, term, store, {}, Settings(), Metrics(), lambda: False, lambda: "").run())
+            asyncio.run(
+                Waiting(batch, term, store, {}, Settings(), Metrics(), Asker({}), lambda: False, lambda: "").run()
+            )
         assert [line["event"] for line in said] == ["a batch failed unexpectedly"]
         assert store.batches.table.take(batch.id, lease_s=1.0) is None, "another process would take it up at once"
 
