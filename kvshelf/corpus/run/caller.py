@@ -211,8 +211,8 @@ class Caller:
         assert row.question is not None
         assert self.asks is not None  # a run that reads questions has it
         options = self.options
-        about = {"tenant": options.tenant, "deadline_s": options.document_deadline_s}
-        ask = partial(self.asks, row.question, self.engines, self.store, **about)
+        question = partial(self.asks, row.question, self.engines, self.store)
+        ask = partial(question, tenant=options.tenant, deadline_s=options.document_deadline_s)
         with structlog.contextvars.bound_contextvars(request_id=request_id(options.batch_id, row.line)):
             end, attempts = await self._runner.tried(ask, options.max_attempts)
         if isinstance(end, KvshelfError):

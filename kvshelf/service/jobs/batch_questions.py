@@ -23,7 +23,7 @@ from kvshelf.workers.replica.results import Reply
 
 @dataclass(frozen=True)
 class Asker:
-    """Asks a question of the replicas, without a turn among the questions of users. identities: of the served models."""
+    """Asks a question of the replicas, without a turn among the questions of users. identities: of served models."""
 
     identities: Mapping[str, ModelIdentity]
 

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Final
 
-from kvshelf.service.jobs.batch_work import LEASE_S, BatchWork, outranked, rest_reason
 from kvshelf.service.jobs.batch_questions import Asker
+from kvshelf.service.jobs.batch_work import LEASE_S, BatchWork, outranked, rest_reason
 from kvshelf.service.loops import repeat
 from kvshelf.service.observe.metrics import Metrics
 from kvshelf.service.settings import Settings
