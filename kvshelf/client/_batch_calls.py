@@ -101,7 +101,8 @@ def file_content(id: str) -> Call[bytes]:
 def create_batch(
     *, input_file_id: str, endpoint: str = "/v1/caches", **fields: Unpack[BatchFields]
 ) -> Call[batches.BatchObject]:
-    """Compress every row of an uploaded file, in the background.
+    """Compress every row of an uploaded file, in the background; with the endpoint /v1/chat/completions, answer the
+    question in each, with no options of `caches.create`.
 
     Keywords: `completion_window`, `metadata`, `output_expires_after`, `window`, `max_gpu_hours`, `max_attempts`,
     `document_timeout_s`, `priority`, and the options of `caches.create`, which hold for all rows without their own.
