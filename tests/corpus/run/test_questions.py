@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -46,7 +45,7 @@ def ends(*outcomes: KvshelfError | str) -> Callable[[], Awaitable[str]]:
         ([WorkerCrashed("died"), "yes"], "yes", 2),
         ([NoWorker("none", retry_after_s=0.0), QueueFull("full", retry_after_s=0.0), "yes"], "yes", 1),
         ([WorkerCrashed("died", retry_after_s=0.0)] * 3, "worker_crashed", 3),
-        ([CacheNotFound("gone"), "never"], "not_found", 1),
+        ([CacheNotFound("gone"), "never"], CacheNotFound.code, 1),
     ],
 )
 def test_attempts_that_count_and_those_that_do_not(outcomes: list[KvshelfError | str], end: str, attempts: int) -> None:
@@ -64,7 +63,10 @@ def test_what_an_earlier_run_ended_comes_as_it_ended(tmp_path: Path, *, again: b
         body = {"cache_id": "kvs_1", "messages": [{"role": "user", "content": "Why?"}]}
         request = {"method": "POST", "url": "/v1/chat/completions", "body": body}
         data = "\n".join(json.dumps({"custom_id": f"q-{n}", **request}) for n in range(1, 5)).encode()
-        file = store.files.create(io.BytesIO(data), tenant="me", filename="q.jsonl", purpose="batch")
+        path = tmp_path / "q.jsonl"
+        path.write_bytes(data)
+        with path.open("rb") as given:
+            file = store.files.create(given, tenant="me", filename="q.jsonl", purpose="batch")
         batch_id = store.batches.create("me", {}, now=1.0, expires_at=2.0).id
         term = store.batches.table.take(batch_id, lease_s=0.0)
         assert term is not None
