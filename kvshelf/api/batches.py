@@ -185,7 +185,7 @@ class BatchProgress(ResponseBody):
 
 
 class BatchObject(ResponseBody):
-    """One batch. It ends as `failed` if no row has a cache; every end leaves result files.
+    """One batch. It ends as `failed` if no row succeeded; every end leaves result files.
 
     A batch is `paused` by a caller, outside its window, or without room or worker; `progress.reason` says which.
     """

@@ -165,7 +165,7 @@ function FailedRows({ id }) {
   const [rows, failure] = useLoaded((signal) => getLines(id, FIRST_BYTES, { signal }), [id]);
   return html`<${FailureNote} failure=${failure} />
     <ul class="picker" aria-label="Failed rows" tabindex="0">${(rows ?? []).slice(0, FIRST_ROWS).map(
-      (row, at) => html`<li key=${at}><code>${row.custom_id ?? `line ${row.line}`}</code>: ${row.error.message}</li>`,
+      (row, at) => html`<li key=${at}><code>${row.custom_id ?? `line ${row.line}`}</code>: ${(row.error ?? row.response.body.error).message}</li>`,
     )}</ul>`;
 }
 
