@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, Protocol
@@ -43,6 +44,32 @@ PREFIX: Final = "row_"
 _DROP_S: Final = 3.0
 _NO_END: Final = (Cancelled.code, QuotaExceeded.code)
 """Recorded failures that a new run retries even without `retry_failed`."""
+
+
+class Shares:
+    """Divides time among the calls that are at work together, so that their shares add up to the time."""
+
+    def __init__(self) -> None:
+        self._open = 0
+        self._each_s = 0.0  # what a call would have that is open all the time
+        self._since = 0.0
+
+    @contextmanager
+    def part(self) -> Iterator[Callable[[], float]]:
+        """A call at work. Gives what tells its seconds so far."""
+        began_s = self._advance(1)
+        try:
+            yield lambda: self._advance(0) - began_s
+        finally:
+            self._advance(-1)
+
+    def _advance(self, opened: int) -> float:
+        now = time.monotonic()
+        if self._open:
+            self._each_s += (now - self._since) / self._open
+        self._since = now
+        self._open += opened
+        return self._each_s
 
 
 def request_id(batch_id: str, line: int) -> str:
@@ -94,12 +121,10 @@ class RowJob(Job):
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to a question. body: as the live route gives it. tokens: that went through the model. seconds: of the
-    replica, which generates other answers meanwhile."""
+    """The answer to a question. body: as the live route gives it. tokens: that went through the model."""
 
     body: Mapping[str, Any]
     tokens: int
-    seconds: float
 
 
 class Asks(Protocol):
@@ -133,6 +158,7 @@ class Caller:
         # Rows wait for a quota too: error rows would be of no use once there is space.
         self._runner = Runner(StoreError, QuotaExceeded)
         self._begun: Counter[str] = Counter()  # by model
+        self._shares = Shares()
         self.going = self._runner.going
 
     @property
@@ -212,13 +238,18 @@ class Caller:
         assert self.asks is not None  # a run that reads questions has it
         options = self.options
         question = partial(self.asks, row.question, self.engines, self.store)
-        ask = partial(question, tenant=options.tenant, deadline_s=options.document_deadline_s)
+
+        async def ask() -> tuple[Answer, float]:
+            with self._shares.part() as seconds:
+                answer = await question(tenant=options.tenant, deadline_s=options.document_deadline_s)
+                return answer, seconds()
+
         with structlog.contextvars.bound_contextvars(request_id=request_id(options.batch_id, row.line)):
             end, attempts = await self._runner.tried(ask, options.max_attempts)
         if isinstance(end, KvshelfError):
             return row.failed(end, attempts=attempts)
-        share_s = end.seconds / max(1, self.at_work)  # the replica generates the answers at work together
-        return replace(row, question=None, answer=end.body, tokens=end.tokens, attempts=attempts, seconds=share_s)
+        answer, seconds = end
+        return replace(row, question=None, answer=answer.body, tokens=answer.tokens, attempts=attempts, seconds=seconds)
 
     def _ended(self, job: RowJob, end: Created | RequestRecord) -> Row:
         if isinstance(end, Created):

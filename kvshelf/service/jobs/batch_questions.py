@@ -47,8 +47,7 @@ class Asker:
         sources = list(reply.sources) if question.cache_ids is not None else None
         end = Ending(reply.finish_reason, reply.usage, sources, reply.stored_cache_id, reply.not_stored)
         used = reply.usage.prefill_tokens + reply.usage.completion_tokens
-        worked_s = sum(phase.seconds for phase in reply.phases if phase.name != "queue")
-        return Answer(Completion(manifests[0].model).whole(reply.text, end), used, worked_s)
+        return Answer(Completion(manifests[0].model).whole(reply.text, end), used)
 
 
 def result_line(row: Row, batch_id: str) -> dict[str, Any]:

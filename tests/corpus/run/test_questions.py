@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvshelf.corpus.row import Row, RowError
+from kvshelf.corpus.run.caller import Shares
 from kvshelf.corpus.run.runner import Runner
 from kvshelf.corpus.run.stored import HomeJournal, QuestionShard
 from kvshelf.errors import (
@@ -85,3 +87,18 @@ def test_what_an_earlier_run_ended_comes_as_it_ended(tmp_path: Path, *, again: b
         journal.append([row for row in first if row.question is None])
         assert [row.answer for row in journal.finished() if row.line == 1] == [{"id": "chatcmpl-1"}]
         assert len(list(store.batches.journal(batch_id))) == 3, "the journal does not grow by what it has"
+
+
+def test_calls_at_work_together_share_the_time() -> None:
+    shares = Shares()
+    began = time.monotonic()
+    with shares.part() as first:
+        time.sleep(0.02)
+        with shares.part() as second:
+            time.sleep(0.02)
+            later = second()
+        time.sleep(0.02)
+        whole = first() + later
+    passed = time.monotonic() - began
+    assert whole == pytest.approx(passed, rel=0.02)
+    assert 0.01 <= later <= passed / 2 - 0.01
