@@ -40,9 +40,9 @@ class Row:
     document. nbytes: of the input. spec: the creation; its `model` may be None, which means the first one served.
     tokens: of the document; kept: of those, per layer and KV head. bytes_full: of the uncompressed KV cache;
     bytes_full_16bit: of the same in 16-bit numbers. seconds: of the attempt that succeeded, or of this run's failed
-    ones; 0 if nothing was done. reused: the cache was there before. worker: the replica that made the cache, "" if none
-    did. levels: all caches of a row that asked for several, the first included; `bytes_stored` is the sum of their
-    bytes. answer: the body of a chat completion; `tokens` are then those that went through the model.
+    ones; 0 if nothing was done. reused: the cache or the answer was there before. worker: the replica that made the
+    cache, "" if none did. levels: all caches of a row that asked for several, the first included; `bytes_stored` is the
+    sum of their bytes. answer: the body of a chat completion; `tokens` are then those that went through the model.
     """
 
     source: str
