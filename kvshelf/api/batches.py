@@ -6,12 +6,12 @@ batch fields that say how to compress its rows.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from kvshelf.api.creation import CacheOptions
-from kvshelf.api.strict import MAX_TTL_S, ListBody, QueryString, RequestBody, ResponseBody
+from kvshelf.api.strict import MAX_TTL_S, ListBody, QueryString, RequestBody, ResponseBody, misuse
 
 BatchStatus = Literal[
     "validating",
@@ -25,6 +25,8 @@ BatchStatus = Literal[
     "cancelled",
 ]
 FilePurpose = Literal["batch", "batch_output"]
+Endpoint = Literal["/v1/caches", "/v1/chat/completions"]
+"""What a batch does with each of its rows: compress a document, or answer a question."""
 
 MAX_METADATA = 16
 
@@ -48,11 +50,11 @@ class CreateFile(RequestBody):
 
 
 class CreateBatch(CacheOptions):
-    """POST /v1/batches: compress every row of an uploaded file. The creation options are defaults for rows without
-    their own."""
+    """POST /v1/batches: compress every row of an uploaded file, or answer the question in each. The creation options
+    are defaults for rows without their own; questions take none."""
 
     input_file_id: _Id = Field(description="a file with the purpose batch and one JSON row per line")
-    endpoint: Literal["/v1/caches"] = Field(description="the operation to run on each row")
+    endpoint: Endpoint = Field(description="the operation to run on each row")
     completion_window: Annotated[str, Field(pattern=r"^[1-9]\d{0,2}[hd]$")] = Field(
         "24h", description="hours or days after which the batch ends with the rows done so far: 24h, 7d"
     )
@@ -70,6 +72,17 @@ class CreateBatch(CacheOptions):
         3, description="attempts before a row becomes an error row"
     )
     document_timeout_s: Annotated[float, Field(gt=0, le=86400)] = Field(3600.0, description="limit of one attempt")
+    priority: Annotated[int, Field(ge=-10, le=10)] = Field(
+        0,
+        description="of your batches, those of the highest run first, and equal ones take turns",
+    )
+
+    @model_validator(mode="after")
+    def _options_of_documents(self) -> Self:
+        given = [name for name, value in self.options().items() if value is not None]
+        if self.endpoint != "/v1/caches" and given:
+            raise misuse(given[0], f"{given[0]} is for documents; a question has all of its fields in its own body")
+        return self
 
     def options(self) -> dict[str, Any]:
         """The given creation options, as defaults for the rows."""
@@ -122,7 +135,8 @@ class FileDeleted(ResponseBody):
 
 
 class RequestCounts(ResponseBody):
-    """Numbers of rows. `completed` rows have a cache; `reused` ones among them already had it, at no cost."""
+    """Numbers of rows. `completed` rows have a cache, or an answer; `reused` ones among them already had their cache,
+    at no cost."""
 
     total: int = 0
     completed: int = 0
@@ -154,8 +168,8 @@ class WorkerShare(ResponseBody):
 class BatchProgress(ResponseBody):
     """Progress of a batch. `reason` says why it waits or who paused it.
 
-    tokens: of finished documents. tokens_per_s: over newly compressed documents. gpu_hours: time of busy replicas,
-    times the GPUs of each.
+    tokens: of finished documents; of questions and their answers. tokens_per_s: of those done now. gpu_hours: time of
+    busy replicas, times the GPUs of each; answers that are generated at once share it.
     """
 
     reason: str = ""
@@ -171,7 +185,7 @@ class BatchProgress(ResponseBody):
 
 
 class BatchObject(ResponseBody):
-    """One batch. It ends as `failed` if no row has a cache; every end leaves result files.
+    """One batch. It ends as `failed` if no row succeeded; every end leaves result files.
 
     A batch is `paused` by a caller, outside its window, or without room or worker; `progress.reason` says which.
     """
@@ -202,6 +216,7 @@ class BatchObject(ResponseBody):
     model: str | None = None
     window: str | None = None
     max_gpu_hours: float | None = None
+    priority: int = 0
     progress: BatchProgress = BatchProgress()
 
     @property

@@ -31,7 +31,7 @@ from kvshelf.api.strict import (
     require_one_expiry,
 )
 
-_CHOSEN = {"policy_params", "compression_ratio", "budget_tokens", "codec", "levels", "expected_questions"}
+CHOSEN_BY_AUTO = {"policy_params", "compression_ratio", "budget_tokens", "codec", "levels", "expected_questions"}
 """Fields that the policy "auto" chooses itself."""
 
 
@@ -119,7 +119,7 @@ class CacheOptions(RequestBody, Renewable):
 
     @model_validator(mode="after")
     def _one_of_each(self) -> Self:
-        chosen = [name for name in _CHOSEN & self.model_fields_set if getattr(self, name) not in (None, {}, [])]
+        chosen = [name for name in CHOSEN_BY_AUTO & self.model_fields_set if getattr(self, name) not in (None, {}, [])]
         if self.policy == "auto" and chosen:
             raise misuse(min(chosen), f'the policy "auto" chooses these itself; leave {", ".join(sorted(chosen))} out')
         if self.compression_ratio is not None and self.budget_tokens is not None:

@@ -53,6 +53,9 @@ _Report = Annotated[
     str | None,
     typer.Option(metavar="FILE", help="Also write a report with pictures, as .html; a path or an s3:// URL."),
 ]
+_Priority = Annotated[
+    int, typer.Option(min=-10, max=10, help="At a service: of your batches, those of the highest priority run first.")
+]
 _Url = Annotated[
     str | None, typer.Option("--url", envvar="KVSHELF_URL", help="URL of a running service that runs the batch.")
 ]
@@ -86,6 +89,7 @@ def batch(
     max_gpu_hours: _MaxGpuHours = None,
     document_timeout: _DocumentTimeout = "1h",
     max_attempts: _MaxAttempts = 3,
+    priority: _Priority = 0,
     retry_failed: _RetryFailed = False,
     report: _Report = None,
     store: _options.Store = None,
@@ -140,7 +144,12 @@ def batch(
         job = _Job(input, written, place(report, param="--report") if report else None, given, options, as_json)
         if remote:
             assert url is not None
-            raise typer.Exit(job.run_at(url))
+            raise typer.Exit(job.run_at(url, priority))
+        if priority:
+            raise InvalidRequest(
+                "--priority is among the batches of a service, and this command runs the batch itself; leave it out",
+                param="--priority",
+            )
         key_file, models = str(encryption_key_file) if encryption_key_file else None, tuple(model) if model else None
         here = {
             "device": device,
@@ -212,7 +221,7 @@ class _Job:
                 journal.complete()
         return code
 
-    def run_at(self, url: str) -> int:
+    def run_at(self, url: str, priority: int) -> int:
         """Upload the corpus to a service, wait for the batch to end, write the output; returns the exit code.
 
         Ctrl-C cancels the batch and writes the finished rows. Caches on the shelf are reused by the next run.
@@ -226,7 +235,7 @@ class _Job:
         corpus = self.corpus()
         # A service always makes a new batch, which tries the failed rows of earlier batches again.
         options = {name: value for name, value in self.options.items() if name != "retry_failed"}
-        options["document_timeout_s"] = options.pop("document_deadline_s")
+        options |= {"document_timeout_s": options.pop("document_deadline_s"), "priority": priority}
         about = {**self._about(), "service": without_secret(url)}
         with journal_of(self.output, about), Client(url) as client:
             with _progress.shown(quiet=self.as_json) as show:
@@ -246,7 +255,7 @@ class _Job:
     def _defaults(self) -> CreateCache:
         """The creation fields that rows start from. Raises `InvalidRequest` for options that no row could use, and for
         files that cannot be written."""
-        from kvshelf.corpus.input.rows import require_defaults
+        from kvshelf.corpus.input.defaults import require_defaults
         from kvshelf.corpus.output.files import require_format
         from kvshelf.corpus.output.report import require_report
 

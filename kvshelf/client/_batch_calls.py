@@ -29,7 +29,8 @@ class BatchFields(_calls.OptionFields, total=False):
     """The keywords of `batches.create`; None means absent.
 
     The options of `caches.create` hold for all rows without their own. `completion_window` is "24h" or "7d"; `window`
-    is the time of day in which the batch may run, as "22:00-06:00".
+    is the time of day in which the batch may run, as "22:00-06:00"; of your batches, those of the highest `priority`
+    (-10 to 10) run first.
     """
 
     levels: Sequence[_calls.Level] | None
@@ -43,6 +44,7 @@ class BatchFields(_calls.OptionFields, total=False):
     max_gpu_hours: float | None
     max_attempts: int | None
     document_timeout_s: float | None
+    priority: int | None
 
 
 class FileFilters(TypedDict, total=False):
@@ -99,11 +101,12 @@ def file_content(id: str) -> Call[bytes]:
 def create_batch(
     *, input_file_id: str, endpoint: str = "/v1/caches", **fields: Unpack[BatchFields]
 ) -> Call[batches.BatchObject]:
-    """Compress every row of an uploaded file, in the background.
+    """Compress every row of an uploaded file, in the background; with the endpoint /v1/chat/completions, answer the
+    question in each, with no options of `caches.create`.
 
     Keywords: `completion_window`, `metadata`, `output_expires_after`, `window`, `max_gpu_hours`, `max_attempts`,
-    `document_timeout_s`, and the options of `caches.create`, which hold for all rows without their own. Raises
-    `InvalidRequest`, `FileNotFound`; a file with bad rows ends the batch as `failed`.
+    `document_timeout_s`, `priority`, and the options of `caches.create`, which hold for all rows without their own.
+    Raises `InvalidRequest`, `FileNotFound`; a file with bad rows ends the batch as `failed`.
     """
     given: dict[str, Any] = {"input_file_id": input_file_id, "endpoint": endpoint, **fields}
     body = {"json": _calls.checked(batches.CreateBatch, given)}

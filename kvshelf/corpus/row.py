@@ -9,12 +9,18 @@ from hashlib import blake2b
 from typing import Any, Final, TypeVar
 
 from kvshelf.api import CreateCache
+from kvshelf.api.openai import ChatCompletionRequest
 from kvshelf.api.strict import parse_request
 from kvshelf.errors import KvshelfError
 
 ItemT = TypeVar("ItemT")
 
 _CHARS_PER_TOKEN: Final = 4
+_BODY_TYPES: Final[Mapping[str, type[CreateCache | ChatCompletionRequest]]] = {
+    "spec": CreateCache,
+    "question": ChatCompletionRequest,
+}
+_BODIES: Final = (*_BODY_TYPES, "answer")
 
 
 @dataclass(frozen=True)
@@ -27,15 +33,16 @@ class RowError:
 
 @dataclass(frozen=True)
 class Row:
-    """One document of a corpus. Before its end it has `spec`, or `error` for bad input; afterwards, a cache or `error`.
+    """One document of a corpus, or one question of a batch. Before its end it has `spec` or `question`, or `error` for
+    bad input; afterwards a cache, `answer` or `error`.
 
     source: the input that holds it, by the name users know; a file's path. line: 1-based; 1 for a file that is one
     document. nbytes: of the input. spec: the creation; its `model` may be None, which means the first one served.
     tokens: of the document; kept: of those, per layer and KV head. bytes_full: of the uncompressed KV cache;
     bytes_full_16bit: of the same in 16-bit numbers. seconds: of the attempt that succeeded, or of this run's failed
-    ones; 0 if nothing was done. reused: the cache was there before. worker: the replica that made the cache, "" if none
-    did. levels: all caches of a row that asked for several, the first included; `bytes_stored` is the sum of their
-    bytes.
+    ones; 0 if nothing was done. reused: the cache or the answer was there before. worker: the replica that made the
+    cache, "" if none did. levels: all caches of a row that asked for several, the first included; `bytes_stored` is the
+    sum of their bytes. answer: the body of a chat completion; `tokens` are then those that went through the model.
     """
 
     source: str
@@ -58,6 +65,8 @@ class Row:
     nbytes: int = 0
     levels: tuple[Mapping[str, Any], ...] = ()
     spec: CreateCache | None = None
+    question: ChatCompletionRequest | None = None
+    answer: Mapping[str, Any] | None = None
 
     @property
     def key(self) -> tuple[str, int]:
@@ -65,8 +74,17 @@ class Row:
         return self.source, self.line
 
     @property
+    def place(self) -> tuple[str, int]:
+        """Sorts rows for the work: questions by their caches, so that one in memory answers all of its own; the longest
+        document first."""
+        asked = [] if self.question is None else self.question.cache_ids or [str(self.question.cache_id)]
+        return " ".join(asked), -self.length
+
+    @property
     def length(self) -> int:
-        """The approximate characters of its document, to sort documents by length."""
+        """The approximate characters of its document or question."""
+        if self.question is not None:
+            return sum(len(message.plain().content) for message in self.question.messages)
         if self.spec is None:
             return 0
         if self.spec.messages is not None:
@@ -76,22 +94,24 @@ class Row:
     def failed(self, error: KvshelfError | RowError, *, attempts: int = 0, seconds: float = 0.0) -> Row:
         """This row as it ended with an error."""
         error = error if isinstance(error, RowError) else RowError(error.code, error.message)
-        return replace(self, spec=None, error=error, attempts=attempts, seconds=seconds)
+        return replace(self, spec=None, question=None, error=error, attempts=attempts, seconds=seconds)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as plain JSON values, for a journal or another process; `spec` only until the row ends."""
+        """All fields as plain JSON values, for a journal or another process; `_BODIES` only where they are given."""
         values = vars(self) | {"error": None if self.error is None else asdict(self.error)}
-        del values["spec"]
-        if self.spec is not None:
-            values["spec"] = self.spec.model_dump(mode="json", exclude_unset=True)
+        for name in _BODIES:
+            if values[name] is None:
+                del values[name]
+        for name in _BODY_TYPES.keys() & values.keys():
+            values[name] = values[name].model_dump(mode="json", exclude_unset=True)
         return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Row:
         """The inverse of `to_dict`. Raises `TypeError` or `KeyError` for other values."""
         error = None if values["error"] is None else RowError(**values["error"])
-        spec = parse_request(CreateCache, values["spec"]) if "spec" in values else None
-        return cls(**{**values, "error": error, "levels": tuple(values["levels"]), "spec": spec})
+        bodies = {name: parse_request(kind, values[name]) for name, kind in _BODY_TYPES.items() if name in values}
+        return cls(**{**values, "error": error, "levels": tuple(values["levels"]), **bodies})
 
     def output(self, *, file: bool) -> dict[str, Any]:
         """The line of the output. file: name the input, because there are several."""

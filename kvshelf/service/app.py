@@ -127,17 +127,18 @@ async def _service(
 ) -> Service:
     """The state that the routes share. Asks each worker to describe its model."""
     described = await asyncio.gather(*(engine.call("describe", limit_s=60.0) for engine in workers.values()))
+    identities = {about["id"]: ModelIdentity(**about["identity"]) for about in described}
     waiting = settings.max_queued_requests
     return Service(
         settings=settings,
         store=store,
         engines=engines,
         models=tuple(ModelObject.model_validate(about | {"created": int(time.time())}) for about in described),
-        identities={about["id"]: ModelIdentity(**about["identity"]) for about in described},
+        identities=identities,
         layer_shapes={about["id"]: [LayerShape(*layer) for layer in about["layer_shapes"]] for about in described},
         transforms={about["id"]: about["transforms"] for about in described},
         background=Background(store, engines, deadline_s=settings.request_deadline_s, max_unfinished=waiting),
-        batches=BatchRunner(store, workers, settings, numbers),
+        batches=BatchRunner(store, workers, settings, numbers, identities),
         metrics=numbers,
         whole=FairQueue("whole caches", WHOLE_CACHES, waiting),
         extractor=Extractor(settings),

@@ -6,9 +6,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from kvshelf.api import Asking
-from kvshelf.errors import InvalidRequest
 from kvshelf.service.access.keys import Caller
-from kvshelf.service.http.completions import Ending
+from kvshelf.service.http.completions import Ending, require_model
 from kvshelf.service.recompute import Question
 from kvshelf.service.state import Service
 from kvshelf.workers.replica.results import Reply
@@ -20,8 +19,7 @@ async def question_to(
     """As `Question.find`. Raises `InvalidRequest` for a model that the request names and that is not the caches'."""
     question = await Question.find(service, caller, cache_ids, asking)
     manifest = question.caches[0].manifest
-    if model not in (None, manifest.model, question.engine.model):
-        raise InvalidRequest(f"cache {manifest.id} is of model {manifest.model!r}, not {model!r}", param="model")
+    require_model(model, manifest.id, (manifest.model, question.engine.model))
     return question
 
 

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 
 from kvshelf.api import CacheObject, ModelObject
 from kvshelf.api.service import Readiness
-from kvshelf.errors import InvalidRequest, ModelMismatch
+from kvshelf.errors import InvalidRequest
 from kvshelf.service.access.keys import Caller
 from kvshelf.service.access.limits import TenantLimits
 from kvshelf.service.engines import EngineClient
@@ -22,6 +22,7 @@ from kvshelf.service.http.waiting import off_loop
 from kvshelf.service.jobs.background import Background
 from kvshelf.service.jobs.batches import BatchRunner
 from kvshelf.service.observe.metrics import Metrics
+from kvshelf.service.serving import serving_all
 from kvshelf.service.settings import Settings
 from kvshelf.store.artifact.identity import ModelIdentity
 from kvshelf.store.artifact.shape import LayerShape
@@ -74,43 +75,16 @@ class Service:
         return self.engines[model]
 
     def engine_for_all(self, manifests: Sequence[Manifest], *, others_too: bool = False) -> EngineClient:
-        """The engine for caches that are asked together: the one that runs the model of all. Raises `InvalidRequest`
-        for caches of several models.
+        """The engine for caches that are asked together: the one that runs the model of all. Raises as `serving_all`
+        does.
 
-        others_too: whether caches of a model that nobody runs may be among them. If all are, it is the engine of the
-        first one's model by name, or the first engine, whose error names how the models differ. Otherwise raises
-        `ModelMismatch`; of several caches, `details["cache_id"]` is the one.
+        others_too: as there. If nobody runs the model of any, it is the engine of the first one's model by name, or the
+        first engine, whose error names how the models differ.
         """
-        of: dict[str, str] = {}  # by served model, a cache
-        for manifest in manifests:
-            try:
-                of.setdefault(self.serving(ModelIdentity(**manifest.identity["model"])), manifest.id)
-            except ModelMismatch as error:
-                if others_too:
-                    continue
-                if len(manifests) > 1:
-                    error.details["cache_id"] = manifest.id
-                raise
-        if len(of) > 1:
-            found = ", ".join(f"{cache_id} of {model!r}" for model, cache_id in of.items())
-            raise InvalidRequest(
-                f"the caches are of several models ({found}); ask those of one model together", param="cache_ids"
-            )
-        if not of:
+        name = serving_all(self.identities, manifests, others_too=others_too)
+        if name is None:
             return self.engines.get(manifests[0].model) or self.engine(None)
-        return self.engines[next(iter(of))]
-
-    def serving(self, made_under: ModelIdentity) -> str:
-        """The name of a served model that can use caches made under this one. Raises `ModelMismatch` if none can."""
-        refusals: dict[str, ModelMismatch] = {}
-        for name, ours in self.identities.items():
-            try:
-                ours.require_match(made_under)
-            except ModelMismatch as error:
-                refusals[name] = error
-            else:
-                return name
-        raise refusals.get(made_under.name, next(iter(refusals.values())))
+        return self.engines[name]
 
 
 def _service(request: Request) -> Service:

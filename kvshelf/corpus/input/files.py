@@ -24,8 +24,9 @@ from fsspec.utils import glob_translate
 from kvshelf._extras import install_command
 from kvshelf.api import CreateCache
 from kvshelf.client._calls import MEDIA_TYPES
+from kvshelf.corpus.input.defaults import DOCUMENTS
 from kvshelf.corpus.input.extract import ExtractLimits, Upload, extract, missing_library
-from kvshelf.corpus.input.rows import DOCUMENTS, MAX_DOCUMENT_BYTES, MAX_NAME, parse_jsonl, read_row, without_duplicates
+from kvshelf.corpus.input.rows import MAX_DOCUMENT_BYTES, MAX_NAME, parse_jsonl, read_row, without_duplicates
 from kvshelf.corpus.objects import is_url, opened
 from kvshelf.corpus.row import Row, Shard, cut
 from kvshelf.errors import BodyTooLarge, FileNotFound, InvalidRequest, KvshelfError, StateConflict, UnsupportedMediaType

@@ -1,4 +1,4 @@
-"""The reading stage of a run: the rows of a shard in small pieces, long documents first.
+"""The reading stage of a run: the rows of a shard in small pieces, long documents first, questions cache by cache.
 
 It runs in its own processes, which import neither torch nor kvshelf's model side.
 """
@@ -25,7 +25,8 @@ PIECE_CHARS: Final = 256 << 10
 
 SORTED_ROWS: Final = 4096
 SORTED_CHARS: Final = 8 << 20
-"""Within this many consecutive rows the longest go first, so that no long document runs alone at the end."""
+"""Within this many consecutive rows the longest go first, so that no long document runs alone at the end; questions are
+grouped by their caches."""
 
 _READ_AGAIN_S: Final = 2.0
 
@@ -51,7 +52,7 @@ def _patiently(shard: Shard) -> Iterator[Row]:
 
 
 def packed(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    """The rows in pieces, sorted within `SORTED_CHARS`: the longest first."""
+    """The rows in pieces, sorted within `SORTED_CHARS` by `Row.place`."""
     length = attrgetter("length")
     for group in cut(rows, length, most=SORTED_ROWS, size=SORTED_CHARS):
-        yield from cut(sorted(group, key=length, reverse=True), length, most=PIECE_ROWS, size=PIECE_CHARS)
+        yield from cut(sorted(group, key=attrgetter("place")), length, most=PIECE_ROWS, size=PIECE_CHARS)

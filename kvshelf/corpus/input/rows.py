@@ -11,7 +11,10 @@ from typing import Any, BinaryIO, Final
 import pydantic_core
 
 from kvshelf.api import CreateCache
+from kvshelf.api.batches import Endpoint
+from kvshelf.api.openai import ChatCompletionRequest
 from kvshelf.api.strict import parse_request
+from kvshelf.corpus.input.defaults import with_defaults
 from kvshelf.corpus.row import Row
 from kvshelf.errors import BodyTooLarge, InvalidRequest, KvshelfError
 
@@ -24,33 +27,14 @@ MAX_CUSTOM_ID: Final = 512
 MAX_NAME: Final = 256
 """Characters of a cache's name."""
 
-DOCUMENTS: Final = ("document", "messages", "token_ids")
-"""A row gives exactly one of these fields."""
-
-_ENDPOINT: Final = "/v1/caches"
 _OPENAI_FIELDS: Final = {"custom_id", "method", "url", "body"}
-_ALTERNATIVES: Final = (
-    ("compression_ratio", "budget_tokens", "levels"),
-    ("ttl_s", "expires_at"),
-    ("ttl_renew", "expires_at"),
-    ("max_bytes", "bytes_per_token"),
-)
-"""A row that gives one field of a group drops the batch's defaults for the others."""
 
 
-def require_defaults(defaults: Mapping[str, Any]) -> CreateCache:
-    """The `CreateCache` of a row that gives only a document. A default of None counts as not given.
-
-    Raises `InvalidRequest` for fields that no row can have.
-    """
-    for name in DOCUMENTS:
-        if defaults.get(name) is not None:
-            raise InvalidRequest(f"{name} is a row's own, and no default for all rows", param=name)
-    return parse_request(CreateCache, _given(defaults) | {"document": "any"})
-
-
-def read_row(values: Any, defaults: Mapping[str, Any], *, source: str, line: int, nbytes: int) -> Row:
-    """A row from JSON values: the fields of a creation and `custom_id`, or a line of OpenAI's batches.
+def read_row(
+    values: Any, defaults: Mapping[str, Any], *, source: str, line: int, nbytes: int, endpoint: Endpoint = "/v1/caches"
+) -> Row:
+    """A row from JSON values: the fields of a creation and `custom_id`, or a line of OpenAI's batches. A question is
+    always such a line.
 
     A cache without a name of its own is named by the custom id.
     """
@@ -60,11 +44,13 @@ def read_row(values: Any, defaults: Mapping[str, Any], *, source: str, line: int
             raise InvalidRequest(f"a row is a JSON object, and this is {type(values).__name__}")
         fields = dict(values)
         row = replace(row, custom_id=_custom_id(fields.pop("custom_id", None)))
+        if endpoint != "/v1/caches":
+            return replace(row, question=_question(_openai_body(fields, endpoint), row.custom_id))
         if fields.keys() & (_OPENAI_FIELDS - {"custom_id"}):
-            fields = _openai_body(fields)
+            fields = _openai_body(fields, endpoint)
         if row.custom_id is not None:  # so that it is shown wherever the cache is
             fields.setdefault("name", row.custom_id[:MAX_NAME])
-        spec = parse_request(CreateCache, _merged(defaults, fields))
+        spec = parse_request(CreateCache, with_defaults(fields, defaults))
         if spec.split_options is not None:
             raise InvalidRequest("split: a row of a batch is one document; split it before", param="split")
         if spec.episodes is not None:
@@ -77,7 +63,12 @@ def read_row(values: Any, defaults: Mapping[str, Any], *, source: str, line: int
 
 
 def parse_jsonl(
-    stream: BinaryIO, source: str, defaults: Mapping[str, Any], *, max_line_bytes: int = MAX_DOCUMENT_BYTES
+    stream: BinaryIO,
+    source: str,
+    defaults: Mapping[str, Any],
+    *,
+    max_line_bytes: int = MAX_DOCUMENT_BYTES,
+    endpoint: Endpoint = "/v1/caches",
 ) -> Iterator[Row]:
     """The rows of a JSONL stream, one per line.
 
@@ -85,7 +76,7 @@ def parse_jsonl(
     empty, not UTF-8, not JSON, or repeats a custom id of this stream.
     """
     return without_duplicates(
-        _parse_line(text, nbytes, source, number, defaults, max_line_bytes)
+        _parse_line(text, nbytes, source, number, defaults, max_line_bytes, endpoint)
         for number, (text, nbytes) in enumerate(_lines(stream, max_line_bytes), 1)
     )
 
@@ -120,7 +111,13 @@ def _lines(stream: BinaryIO, limit: int) -> Iterator[tuple[bytes | None, int]]:
 
 
 def _parse_line(
-    text: bytes | None, nbytes: int, source: str, line: int, defaults: Mapping[str, Any], limit: int
+    text: bytes | None,
+    nbytes: int,
+    source: str,
+    line: int,
+    defaults: Mapping[str, Any],
+    limit: int,
+    endpoint: Endpoint,
 ) -> Row:
     try:
         if text is None:
@@ -132,7 +129,7 @@ def _parse_line(
         values = _json(text)
     except KvshelfError as error:
         return Row(source, line, nbytes=nbytes).failed(error)
-    return read_row(values, defaults, source=source, line=line, nbytes=nbytes)
+    return read_row(values, defaults, source=source, line=line, nbytes=nbytes, endpoint=endpoint)
 
 
 def _json(text: bytes) -> Any:
@@ -154,35 +151,30 @@ def _custom_id(value: Any) -> str | None:
     return value
 
 
-def _openai_body(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a creation in a line of OpenAI's batches."""
+def _openai_body(fields: Mapping[str, Any], endpoint: Endpoint) -> dict[str, Any]:
+    """The body of the request in a line of OpenAI's batches."""
     unknown = sorted(fields.keys() - _OPENAI_FIELDS)
     if unknown:
         raise InvalidRequest(f"{unknown[0]}: unknown beside method, url and body; it may belong into body")
-    if (fields.get("method"), fields.get("url")) != ("POST", _ENDPOINT):
+    if (fields.get("method"), fields.get("url")) != ("POST", endpoint):
         raise InvalidRequest(
-            f"method and url: only POST {_ENDPOINT} can be done in a batch; found "
+            f"method and url: only POST {endpoint} can be done in a batch with this endpoint; found "
             f"{json.dumps(fields.get('method')):.20} {json.dumps(fields.get('url')):.80}"
         )
     body = fields.get("body")
     if not isinstance(body, Mapping):
-        raise InvalidRequest("body: the fields of the creation as a JSON object are needed")
+        raise InvalidRequest("body: the fields of the request as a JSON object are needed")
     return dict(body)
 
 
-def _merged(defaults: Mapping[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """A row's fields, and the batch's defaults that do not conflict with them. Labels of both are joined."""
-    merged = _given(defaults)
-    if fields.get("policy") is not None:
-        merged.pop("policy_params", None)  # they belong to another policy
-    for group in _ALTERNATIVES:
-        if any(fields.get(name) is not None for name in group):
-            merged = {name: value for name, value in merged.items() if name not in group}
-    labels = fields.get("labels")
-    if isinstance(labels, Mapping) and "labels" in merged:
-        return merged | fields | {"labels": {**merged["labels"], **labels}}
-    return merged | fields
-
-
-def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
+def _question(body: dict[str, Any], custom_id: str | None) -> ChatCompletionRequest:
+    if custom_id is None:
+        raise InvalidRequest("custom_id: a question needs one; answers come in another order", param="custom_id")
+    question = parse_request(ChatCompletionRequest, body)
+    if question.stream:
+        raise InvalidRequest("stream: an answer of a batch comes as a whole; leave stream out", param="stream")
+    if question.on_miss != "error":
+        raise InvalidRequest(
+            "on_miss: a question of a batch makes no cache again; make it by POST /v1/caches before", param="on_miss"
+        )
+    return question

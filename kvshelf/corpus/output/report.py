@@ -15,7 +15,7 @@ from importlib.resources import files
 from itertools import zip_longest
 from typing import Any, Final
 
-from kvshelf.corpus.input.rows import require_defaults
+from kvshelf.corpus.input.defaults import require_defaults
 from kvshelf.corpus.output.places import Place, require_place, written
 from kvshelf.corpus.row import Row
 from kvshelf.corpus.run.progress import Summary

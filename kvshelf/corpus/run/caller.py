@@ -1,18 +1,20 @@
-"""Brings the rows of a batch to their end: a cache on the shelf, or an error."""
+"""Brings the rows of a batch to their end: a cache on the shelf, an answer, or an error."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import structlog
 
 from kvshelf.api import CreateCache
+from kvshelf.api.openai import ChatCompletionRequest
 from kvshelf.corpus.row import Row, RowError
 from kvshelf.corpus.run.progress import RunOptions
 from kvshelf.corpus.run.runner import Job, Runner, refuse, stored_caches
@@ -42,6 +44,37 @@ PREFIX: Final = "row_"
 _DROP_S: Final = 3.0
 _NO_END: Final = (Cancelled.code, QuotaExceeded.code)
 """Recorded failures that a new run retries even without `retry_failed`."""
+
+
+class Shares:
+    """Divides time among the calls that are at work together, so that their shares add up to the time."""
+
+    def __init__(self) -> None:
+        self._open = 0
+        self._each_s = 0.0  # what a call would have that is open all the time
+        self._since = 0.0
+
+    @contextmanager
+    def part(self) -> Iterator[Callable[[], float]]:
+        """A call at work. Gives what tells its seconds so far."""
+        began_s = self._advance(1)
+        try:
+            yield lambda: self._advance(0) - began_s
+        finally:
+            self._advance(-1)
+
+    def _advance(self, opened: int) -> float:
+        now = time.monotonic()
+        if self._open:
+            self._each_s += (now - self._since) / self._open
+        self._since = now
+        self._open += opened
+        return self._each_s
+
+
+def request_id(batch_id: str, line: int) -> str:
+    """The id under which a question is logged, and which its result names."""
+    return PREFIX + digest("kvshelf.question", batch_id, str(line))
 
 
 @dataclass(eq=False, kw_only=True)
@@ -86,21 +119,46 @@ class RowJob(Job):
         return bool(self.manifests)
 
 
+@dataclass(frozen=True)
+class Answer:
+    """The answer to a question. body: as the live route gives it. tokens: that went through the model."""
+
+    body: Mapping[str, Any]
+    tokens: int
+
+
+class Asks(Protocol):
+    """How a question is asked. Whoever runs batches of questions has it; it travels to the process of the callers."""
+
+    async def __call__(
+        self,
+        question: ChatCompletionRequest,
+        engines: Mapping[str, RemoteEngine],
+        store: Store,
+        *,
+        tenant: str,
+        deadline_s: float,
+    ) -> Answer: ...
+
+
 @dataclass(eq=False)
 class Caller:
-    """Sends rows to the engines, `slots` at a time, on one event loop. going: set while rows may begin."""
+    """Sends rows to the engines, `slots` at a time, on one event loop. going: set while rows may begin. asks: for a
+    batch of questions."""
 
     engines: Mapping[str, RemoteEngine]
     store: Store
     options: RunOptions
     began: float
     slots: int
+    asks: Asks | None = None
 
     def __post_init__(self) -> None:
         self._slots = asyncio.Semaphore(self.slots)
         # Rows wait for a quota too: error rows would be of no use once there is space.
         self._runner = Runner(StoreError, QuotaExceeded)
         self._begun: Counter[str] = Counter()  # by model
+        self._shares = Shares()
         self.going = self._runner.going
 
     @property
@@ -142,29 +200,56 @@ class Caller:
 
     async def settle(self, row: Row) -> Row:
         """Bring a row to its end. Raises nothing but its own cancellation."""
-        if row.spec is None:
+        work: Callable[[], Awaitable[Row]]
+        if row.question is not None:
+            asked = row.question.model or ""
+            model, work = asked if asked in self.engines else next(iter(self.engines)), partial(self._ask, row)
+        elif row.spec is not None:
+            try:
+                job = self.job(row, row.spec)
+            except KvshelfError as error:
+                return row.failed(error)
+            model, work = job.spec().model or "", partial(self._create, job)
+        else:
             return row
-        try:
-            job = self.job(row, row.spec)
-        except KvshelfError as error:
-            return row.failed(error)
-        model = job.spec().model or ""
         async with self._slots:
             await self.going.wait()
             self._begun[model] += 1
             try:
-                return self._ended(job, await self._runner.run(job))
-            except asyncio.CancelledError:
-                ended = await asyncio.shield(_dropped(job))
-                if ended is None:
-                    raise
-                return self._ended(job, ended)
+                return await work()
             except Exception as exc:
                 log.exception("a row failed unexpectedly", source=row.source, line=row.line)
                 bug = InternalError(f"this is a bug of kvshelf ({type(exc).__name__}); the log has the details")
                 return row.failed(bug)
             finally:
                 self._begun[model] -= 1
+
+    async def _create(self, job: RowJob) -> Row:
+        try:
+            return self._ended(job, await self._runner.run(job))
+        except asyncio.CancelledError:
+            ended = await asyncio.shield(_dropped(job))
+            if ended is None:
+                raise
+            return self._ended(job, ended)
+
+    async def _ask(self, row: Row) -> Row:
+        assert row.question is not None
+        assert self.asks is not None  # a run that reads questions has it
+        options = self.options
+        question = partial(self.asks, row.question, self.engines, self.store)
+
+        async def ask() -> tuple[Answer, float]:
+            with self._shares.part() as seconds:
+                answer = await question(tenant=options.tenant, deadline_s=options.document_deadline_s)
+                return answer, seconds()
+
+        with structlog.contextvars.bound_contextvars(request_id=request_id(options.batch_id, row.line)):
+            end, attempts = await self._runner.tried(ask, options.max_attempts)
+        if isinstance(end, KvshelfError):
+            return row.failed(end, attempts=attempts)
+        answer, seconds = end
+        return replace(row, question=None, answer=answer.body, tokens=answer.tokens, attempts=attempts, seconds=seconds)
 
     def _ended(self, job: RowJob, end: Created | RequestRecord) -> Row:
         if isinstance(end, Created):

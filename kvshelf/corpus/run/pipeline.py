@@ -27,7 +27,7 @@ import structlog
 
 from kvshelf.corpus.input.reading import read_pieces
 from kvshelf.corpus.row import Row, Shard
-from kvshelf.corpus.run.caller import Caller
+from kvshelf.corpus.run.caller import Asks, Caller
 from kvshelf.corpus.run.control import Order, Report
 from kvshelf.corpus.run.progress import RunOptions
 from kvshelf.errors import StoreError
@@ -69,6 +69,7 @@ class CallerSetup:
     options: RunOptions
     began: float
     control: str
+    asks: Asks | None
 
 
 def stream(shards: Sequence[Shard], setup: CallerSetup, *, in_flight: int) -> Generator[Row | None, None, None]:
@@ -159,7 +160,9 @@ class Callers:
         self._setup = setup
         self._stopped = False
         self._loop = asyncio.new_event_loop()
-        self._caller = Caller(setup.engines, _opened(setup.store), setup.options, began=setup.began, slots=slots)
+        self._caller = Caller(
+            setup.engines, _opened(setup.store), setup.options, began=setup.began, slots=slots, asks=setup.asks
+        )
         self._rows: set[asyncio.Task[Row]] = set()
         threading.Thread(target=self._run, daemon=True, name="caller").start()
 

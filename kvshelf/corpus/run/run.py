@@ -16,6 +16,7 @@ import ray.exceptions as ray_errors
 import structlog
 
 from kvshelf.corpus.row import Journal, Row, Shard
+from kvshelf.corpus.run.caller import Asks
 from kvshelf.corpus.run.control import Control, Order, Report
 from kvshelf.corpus.run.pipeline import CallerSetup, stream
 from kvshelf.corpus.run.progress import Progress, RunOptions, RunState, Summary
@@ -42,7 +43,7 @@ class Run:
     """A batch at work. `start` it once; Ray must be connected. Every method may be called from any thread.
 
     engines: by model name; the first one serves rows that name none. store: how every process opens the shelf that the
-    engines write to.
+    engines write to. asks: for questions.
 
     One thread takes ended rows from the pipeline; another one gives orders, records the rows in the journal and counts
     them. So a journal that cannot be written holds up the batch, and no row is lost.
@@ -53,6 +54,7 @@ class Run:
     store: StoreConfig
     journal: Journal
     options: RunOptions
+    asks: Asks | None = None
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -104,7 +106,7 @@ class Run:
         self._tally.expect(self.shards)
         name = f"control-{secrets.token_hex(8)}"
         control = ray.remote(num_cpus=0, max_restarts=-1)(Control).options(name=name).remote()
-        setup = CallerSetup(self.engines, self.store, self.options, time.time(), name)
+        setup = CallerSetup(self.engines, self.store, self.options, time.time(), name, self.asks)
         threading.Thread(target=self._take, args=(setup,), name="pipeline", daemon=True).start()
         try:
             self._follow(control)

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 import structlog
 
@@ -20,6 +20,7 @@ from kvshelf.backoff import backoff_s
 from kvshelf.errors import (
     CacheError,
     CacheNotFound,
+    CallerError,
     Cancelled,
     DeadlineExceeded,
     KvshelfError,
@@ -35,6 +36,8 @@ from kvshelf.workers.replica.attempts import LEASE_S, MAX_ATTEMPTS, Standing, gi
 from kvshelf.workers.replica.results import Created
 
 log = structlog.get_logger("kvshelf.corpus")
+
+ResultT = TypeVar("ResultT")
 
 POLL_S: Final = 0.5
 _PAUSE_S: Final = 2.0
@@ -134,6 +137,35 @@ class Runner:
                     self.breaker.close()
                 return step
             await asyncio.sleep(step)
+
+    async def tried(
+        self, call: Callable[[], Awaitable[ResultT]], max_attempts: int
+    ) -> tuple[ResultT | KvshelfError, int]:
+        """The result of a call that nothing records, or the error of its last attempt; and how many attempts counted.
+
+        Attempts count and wait as those of jobs do.
+        """
+        failed = 0
+        while True:
+            await self.going.wait()
+            try:
+                async with self.breaker.attempt(), self._suspects if failed else nullcontext():
+                    result = await call()
+            except self.breaker.trips as error:
+                log.warning("the store keeps a question waiting", code=error.code, message=error.message)
+            except (NoWorker, QueueFull, Cancelled) as error:
+                await asyncio.sleep(_pause_s(error))
+            except KvshelfError as error:
+                if error.details.get("begun") is not False:
+                    failed += 1
+                    log.info("an attempt failed", code=error.code)
+                    if failed >= max_attempts or isinstance(error, CallerError | CacheError):
+                        self.breaker.close()
+                        return error, failed
+                await asyncio.sleep(_pause_s(error))
+            else:
+                self.breaker.close()
+                return result, failed + 1
 
     async def _step(self, job: Job) -> Created | RequestRecord | float:
         """One step towards the end: the end, or seconds until the next step."""

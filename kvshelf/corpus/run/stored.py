@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import pydantic_core
@@ -29,6 +30,38 @@ class StoredShard(Shard):
     def read(self) -> Iterator[Row]:
         with self.store.open() as store, store.files.open(self.file_id, tenant=self.tenant) as opened:
             yield from parse_jsonl(opened.file, self.filename, self.defaults)
+
+
+@dataclass(frozen=True)
+class QuestionShard(Shard):
+    """One uploaded file of questions. Rows that an earlier run ended come as they ended, so that none is asked twice.
+
+    recorded: lines of the batch's journal that are looked at, so that each reading gives the same rows. retry_failed:
+    ask those again that failed.
+    """
+
+    store: StoreConfig
+    tenant: str
+    file_id: str
+    filename: str
+    batch_id: str
+    recorded: int
+    retry_failed: bool
+    nbytes: int
+    rows: int | None
+
+    def read(self) -> Iterator[Row]:
+        with self.store.open() as store, store.files.open(self.file_id, tenant=self.tenant) as opened:
+            ends = {row.line: replace(row, answer=None, seconds=0.0) for row in self._earlier(store.batches)}
+            for row in parse_jsonl(opened.file, self.filename, {}, endpoint="/v1/chat/completions"):
+                yield ends.get(row.line, row)
+
+    def _earlier(self, batches: Batches) -> Iterator[Row]:
+        for row in last_ends(lambda: islice(_recorded(batches, self.batch_id), self.recorded)):
+            if row.error is None:
+                yield replace(row, reused=True)
+            elif not self.retry_failed:
+                yield row
 
 
 class HomeJournal(Journal):

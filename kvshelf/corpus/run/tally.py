@@ -69,6 +69,8 @@ class Tally:
             self._input_reused += row.nbytes
             return
         self._new_tokens += row.tokens
+        if not row.worker:
+            return  # no one replica did it
         had = self._workers.get(row.worker, WorkerShare())
         seconds = had.seconds + row.seconds
         self._workers[row.worker] = WorkerShare(done=had.done + 1, tokens=had.tokens + row.tokens, seconds=seconds)

@@ -25,6 +25,7 @@ from kvshelf.api.openai import (
 from kvshelf.api.queries import Remade
 from kvshelf.api.shapes import Logprob
 from kvshelf.api.strict import FinishReason
+from kvshelf.errors import InvalidRequest
 
 OURS: Final = {"sources", "stored_cache_id", "not_stored", "recomputed"}
 """The fields of an `Ending` that are not OpenAI's."""
@@ -112,6 +113,12 @@ class Completion:
         usage = _usage(usages)
         chunk = ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=[], usage=usage)
         return chunk.model_dump(mode="json", exclude=OURS)
+
+
+def require_model(model: str | None, cache_id: str, names: tuple[str, str]) -> None:
+    """Refuse the name of a model that is not the cache's. names: under which the cache was made and is served."""
+    if model not in (None, *names):
+        raise InvalidRequest(f"cache {cache_id} is of model {names[0]!r}, not {model!r}", param="model")
 
 
 def wants_usage(body: ChatCompletionRequest) -> bool:

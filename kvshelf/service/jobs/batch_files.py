@@ -11,6 +11,7 @@ from typing import BinaryIO, Final
 from kvshelf.api.batches import BatchError, BatchStatus, RequestCounts
 from kvshelf.corpus.run.stored import last_results
 from kvshelf.errors import BlobError, FileNotFound, StoreError
+from kvshelf.service.jobs.batch_questions import result_line
 from kvshelf.service.storage import space_for
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.batches import BatchRecord
@@ -56,7 +57,7 @@ def _lines(file: BinaryIO) -> int:
 
 
 def write_results(store: Store, record: BatchRecord, term: int) -> RequestCounts:
-    """Write a batch's two result files from its journal: rows with a cache, and rows with an error.
+    """Write a batch's two result files from its journal: rows with a cache or an answer, and rows with an error.
 
     The record names each file as soon as it is stored. If the store has no space for the second one, the next try
     replaces the first, so no file is orphaned. Raises `StateConflict` if the lease of `term` is over, `StoreError`.
@@ -64,7 +65,8 @@ def write_results(store: Store, record: BatchRecord, term: int) -> RequestCounts
     found: Counter[str] = Counter()
     with space_for("the results of a batch"), TemporaryFile() as output, TemporaryFile() as errors:
         for result in last_results(store.batches, record.id):
-            line = json.dumps(result.output(file=False), ensure_ascii=False, separators=(",", ":"))
+            said = result_line(result, record.id) if record.asks else result.output(file=False)
+            line = json.dumps(said, ensure_ascii=False, separators=(",", ":"))
             (errors if result.error else output).write(line.encode() + b"\n")
             found["failed" if result.error else "reused" if result.reused else "made"] += 1
         _keep(store, record, term, output, "output", "output_file_id")

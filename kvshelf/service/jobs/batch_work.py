@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
@@ -14,17 +14,20 @@ import structlog
 
 from kvshelf.api.batches import BatchError, RequestCounts
 from kvshelf.backoff import backoff_s
+from kvshelf.corpus.row import Shard
 from kvshelf.corpus.run.progress import Progress, RunOptions, RunState, Summary, Window
 from kvshelf.corpus.run.run import Run
-from kvshelf.corpus.run.stored import HomeJournal, StoredShard
+from kvshelf.corpus.run.stored import HomeJournal, QuestionShard, StoredShard
 from kvshelf.corpus.run.tally import SUMMED
 from kvshelf.errors import FileNotFound, StateConflict, StoreError
 from kvshelf.service.jobs.batch_files import BadInput, count_rows, outcome, write_results
+from kvshelf.service.jobs.batch_questions import Asker
 from kvshelf.service.observe.metrics import Metrics
 from kvshelf.service.settings import Settings
 from kvshelf.service.storage import store_config
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.batches import BatchRecord
+from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster.remote import RemoteEngine
 
 log = structlog.get_logger("kvshelf.service")
@@ -42,6 +45,7 @@ _PAUSE_S: Final = 5.0
 _MAX_PAUSE_S: Final = 300.0
 _AT_WORK: Final = (RunState.RUNNING, RunState.WAITING)
 _ENDING: Final = ("cancelling", "finalizing")
+_OUTRANKED: Final = "a batch of higher priority goes first"
 
 
 def rest_reason(record: BatchRecord, now: float) -> str:
@@ -57,6 +61,21 @@ def rest_reason(record: BatchRecord, now: float) -> str:
     window = record.body["window"]
     if window is not None and not Window.parse(window).open_at(datetime.datetime.fromtimestamp(now).time()):
         return f"it is outside its window {window}"
+    return ""
+
+
+def outranked(record: BatchRecord, others: Iterable[BatchRecord], now: float) -> str:
+    """Why a batch leaves its place to one of `others`, of the same tenant and a higher priority; "" if it may run.
+
+    Strict: a batch waits as long as another one of higher priority works or could. One that waits for the store, its
+    quota or a replica holds up nobody.
+    """
+    if record.state in _ENDING or now >= record.expires_at:
+        return ""
+    for each in others:
+        higher = each.tenant == record.tenant and each.priority > record.priority
+        if higher and not rest_reason(each, now) and each.progress.get("waits_for", "") in ("", _OUTRANKED):
+            return _OUTRANKED
     return ""
 
 
@@ -87,7 +106,8 @@ class BatchWork:
     """The work on one batch. `run` it once; the results go to the store.
 
     record: the batch as it was found; only its id and tenant are used. term: the term of this process's lease.
-    others_wait: whether batches of other tenants wait for a place.
+    others_wait: whether batches of other tenants wait for a place. outranked: why this one leaves its place to another
+    one of its tenant, or "".
     """
 
     record: BatchRecord
@@ -96,7 +116,9 @@ class BatchWork:
     engines: Mapping[str, RemoteEngine]
     settings: Settings
     metrics: Metrics
+    asks: Asker
     others_wait: Callable[[], bool]
+    outranked: Callable[[], str]
     _let_go: bool = field(default=False, init=False)  # whether the run was cancelled to let the batch rest
     _waits_for: str = field(default="", init=False)  # the trouble it rests for; "" if it was told to rest
 
@@ -197,12 +219,23 @@ class BatchWork:
 
     def _made(self, record: BatchRecord) -> Run:
         config = store_config(self.settings)
-        file = self.store.files.get(record.body["input_file_id"], tenant=self.record.tenant)
-        shard = StoredShard(
-            config, self.record.tenant, file.id, file.filename, record.body["options"], file.nbytes, record.counts.total
-        )
+        options = _options(record, self._questions_at_once() if record.asks else None)
         journal = HomeJournal(self.store.batches, self.record.id, self.term)
-        return Run([shard], self.engines, config, journal, _options(record))
+        return Run([self._shard(record, config, options)], self.engines, config, journal, options, self.asks)
+
+    def _shard(self, record: BatchRecord, config: StoreConfig, options: RunOptions) -> Shard:
+        file = self.store.files.get(record.body["input_file_id"], tenant=record.tenant)
+        where, size = (config, record.tenant, file.id, file.filename), (file.nbytes, record.counts.total)
+        if not record.asks:
+            return StoredShard(*where, record.body["options"], *size)
+        recorded = sum(1 for _ in self.store.batches.journal(record.id))
+        return QuestionShard(*where, record.id, recorded, options.retry_failed, *size)
+
+    def _questions_at_once(self) -> int:
+        """Half of those that the replicas answer at once, so that a user's question finds a place."""
+        settings = self.settings
+        of_one = min(settings.max_open_generations, settings.max_ongoing_requests)
+        return max(1, of_one // 2) * sum(engine.target_replicas for engine in self.engines.values())
 
     async def _steer(self, run: Run, progress: Progress, before: BatchRecord) -> None:
         """Store the progress of the run, and cancel the run if a caller or a limit demands it."""
@@ -215,6 +248,9 @@ class BatchWork:
             run.cancel(f"its completion window of {record.body['completion_window']} is over")
         elif reason := rest_reason(record, time.time()):
             self._let_go = True
+            run.cancel(reason)
+        elif reason := self.outranked():
+            self._let_go, self._waits_for = True, reason
             run.cancel(reason)
         elif self.others_wait() and (reason := stuck(progress, time.time())):
             # Only for another tenant: a restart costs seconds and remakes caches that were deleted to make room.
@@ -256,7 +292,7 @@ class BatchWork:
         return self.store.batches.update(self.record.id, update, tenant=self.record.tenant, term=self.term)
 
 
-def _options(record: BatchRecord) -> RunOptions:
+def _options(record: BatchRecord, in_flight: int | None) -> RunOptions:
     """The options of the batch's run, without its window: outside the window the batch rests and gives up its place."""
     body = record.body
     limit = body["max_gpu_hours"]
@@ -265,6 +301,7 @@ def _options(record: BatchRecord) -> RunOptions:
         batch_id=record.id,
         max_attempts=body["max_attempts"],
         document_deadline_s=body["document_timeout_s"],
+        in_flight=in_flight,
         max_gpu_hours=None if limit is None else limit - record.progress.get("gpu_hours", 0.0),
         retry_failed=record.attempts > 1,
     )

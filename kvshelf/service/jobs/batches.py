@@ -14,10 +14,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Final
 
-from kvshelf.service.jobs.batch_work import LEASE_S, BatchWork, rest_reason
+from kvshelf.service.jobs.batch_questions import Asker
+from kvshelf.service.jobs.batch_work import LEASE_S, BatchWork, outranked, rest_reason
 from kvshelf.service.loops import repeat
 from kvshelf.service.observe.metrics import Metrics
 from kvshelf.service.settings import Settings
+from kvshelf.store.artifact.identity import ModelIdentity
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.batches import BatchRecord
 from kvshelf.workers.cluster.remote import RemoteEngine
@@ -30,13 +32,23 @@ _PLACES_OF_OTHERS: Final = 4
 class BatchRunner:
     """Runs the batches of the store. `start` it on the event loop of the service, `stop` it once."""
 
-    def __init__(self, store: Store, engines: Mapping[str, RemoteEngine], settings: Settings, metrics: Metrics) -> None:
-        """engines: without observers, because they are sent to the processes that call replicas."""
+    def __init__(
+        self,
+        store: Store,
+        engines: Mapping[str, RemoteEngine],
+        settings: Settings,
+        metrics: Metrics,
+        identities: Mapping[str, ModelIdentity],
+    ) -> None:
+        """engines: without observers, because they are sent to the processes that call replicas. identities: of their
+        models."""
         self._store = store
         self._engines = engines
         self._settings = settings
         self._metrics = metrics
+        self._asks = Asker(identities)
         self._running: dict[str, tuple[str, asyncio.Task[None]]] = {}  # by id: the tenant and the work
+        self._unfinished: list[BatchRecord] = []
         self._idle: list[BatchRecord] = []
         self._nudged = asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
@@ -69,9 +81,10 @@ class BatchRunner:
     async def _take_up(self) -> None:
         """Start as many idle batches as may run, those of the tenant with the fewest running ones first."""
         self._nudged.clear()
-        unfinished = await asyncio.to_thread(self._store.batches.unfinished)
+        self._unfinished = await asyncio.to_thread(self._store.batches.unfinished)
         now = time.time()
-        idle = [each for each in unfinished if each.id not in self._running and not rest_reason(each, now)]
+        awake = [each for each in self._unfinished if each.id not in self._running and not rest_reason(each, now)]
+        idle = [each for each in awake if not outranked(each, self._unfinished, now)]
         while idle:
             busy = Counter(tenant for tenant, _ in self._running.values())
             record = min(idle, key=lambda each: (busy[each.tenant], each.created_at))
@@ -89,7 +102,20 @@ class BatchRunner:
         def others_wait() -> bool:
             return any(each.tenant != record.tenant for each in self._idle)
 
-        work = BatchWork(record, term, self._store, self._engines, self._settings, self._metrics, others_wait)
+        def goes_behind() -> str:
+            return outranked(record, self._unfinished, time.time())
+
+        work = BatchWork(
+            record,
+            term,
+            self._store,
+            self._engines,
+            self._settings,
+            self._metrics,
+            self._asks,
+            others_wait,
+            goes_behind,
+        )
         task = asyncio.create_task(work.run())
         self._running[record.id] = record.tenant, task
 

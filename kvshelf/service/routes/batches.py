@@ -20,7 +20,7 @@ from kvshelf.api.batches import (
     CreateBatch,
     ListBatches,
 )
-from kvshelf.corpus.input.rows import require_defaults
+from kvshelf.corpus.input.defaults import require_defaults
 from kvshelf.corpus.run.progress import Window
 from kvshelf.errors import InvalidRequest, StateConflict
 from kvshelf.service.access.keys import Caller, Reader, Writer
@@ -70,7 +70,7 @@ def _body(body: CreateBatch) -> dict[str, Any]:
     """The parts of the request that the batch's record keeps."""
     own = {"endpoint", "input_file_id", "completion_window", "metadata", "window", "max_gpu_hours", "max_attempts"}
     keep = body.output_expires_after
-    return body.model_dump(mode="json", include=own | {"document_timeout_s"}) | {
+    return body.model_dump(mode="json", include=own | {"document_timeout_s", "priority"}) | {
         "options": body.options(),
         "output_keep_s": KEEP_S if keep is None else float(keep.seconds),
     }
@@ -211,6 +211,7 @@ def batch_object(record: BatchRecord) -> BatchObject:
         model=body["options"].get("model"),
         window=body["window"],
         max_gpu_hours=body["max_gpu_hours"],
+        priority=record.priority,
         progress=BatchProgress.model_validate(told | {"reason": waits or told.get("reason", "")}),
         **{f"{state}_at": int(entered) for state, entered in record.times.items() if state != "validating"},
     )

@@ -16,6 +16,7 @@ from kvshelf.service.http import openapi
 from kvshelf.service.http.body import BLOB_TYPE, read_query, received_blob
 from kvshelf.service.http.downloads import InDownload, download
 from kvshelf.service.http.waiting import off_loop
+from kvshelf.service.serving import serving
 from kvshelf.service.state import InService, Service, cache_response, in_turn
 from kvshelf.store.about import About, about_of, export_part, source_of
 from kvshelf.store.artifact.blob import inspect
@@ -74,7 +75,7 @@ def _arrived(service: Service, file: BinaryIO) -> _Arrived:
     exported = split(_mapped(file))
     header = inspect(exported.blob).header
     identity = header.to_identity()
-    model = service.serving(identity.model)
+    model = serving(service.identities, identity.model)
     header.shape.require_bounds(service.identities[model])
     header.shape.require_layers(service.layer_shapes[model])
     _require_transforms(service, model, identity.transforms)

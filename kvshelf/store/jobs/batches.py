@@ -46,6 +46,16 @@ class BatchRecord(Record):
     def ended(self) -> bool:
         return self.state in ENDED
 
+    @property
+    def priority(self) -> int:
+        """Among the tenant's batches. Records of earlier versions have none."""
+        return int(self.body.get("priority", 0))
+
+    @property
+    def asks(self) -> bool:
+        """Whether its rows are questions."""
+        return self.body.get("endpoint") == "/v1/chat/completions"
+
     def entered(self, state: BatchStatus, now: float, **changes: Any) -> BatchRecord:
         """The record after a change of state."""
         return self.model_copy(update={"state": state, "times": {**self.times, state: now}} | changes)

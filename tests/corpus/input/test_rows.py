@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from kvshelf.api import CreateCache
-from kvshelf.corpus.input.rows import parse_jsonl, read_row, require_defaults
+from kvshelf.corpus.input.defaults import require_defaults
+from kvshelf.corpus.input.rows import parse_jsonl, read_row
 from kvshelf.corpus.row import Row
 from kvshelf.errors import InvalidRequest
+from kvshelf.workers.replica.create.spec import require_policy
 
 
 def rows(*lines: bytes | dict[str, Any], defaults: dict[str, Any] | None = None, **limits: int) -> list[Row]:
@@ -182,6 +184,81 @@ def test_defaults_give_way_to_what_a_row_says() -> None:
     assert (other.spec.ttl_s, other.spec.ttl_renew_s) == (60.0, 60.0)
     assert labelled.spec is not None
     assert labelled.spec.labels == {"job": "n", "kind": "b"}
+
+
+SIZES: list[dict[str, Any]] = [{"compression_ratio": 0.75}, {"budget_tokens": 9}, {"levels": [0.5, 0.75]}]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("policy", ["full", "mikv", "infllm", "auto"])
+def test_a_batch_s_size_is_for_rows_whose_policy_takes_one(policy: str, size: dict[str, Any]) -> None:
+    own, other = rows(
+        {"document": "a", "policy": policy},
+        {"document": "b", "policy": "knorm"},
+        defaults={**size, "labels": {"a": "b"}},
+    )
+    assert own.spec == CreateCache(document="a", policy=policy, labels={"a": "b"})
+    assert other.spec == CreateCache(document="b", policy="knorm", labels={"a": "b"}, **size)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("policy", ["full", "auto"])
+def test_a_batch_s_policy_without_a_size_is_for_rows_that_give_none(policy: str, size: dict[str, Any]) -> None:
+    plain, sized = rows({"document": "a"}, {"document": "b", **size}, defaults={"policy": policy, "ttl_s": 60.0})
+    assert plain.spec == CreateCache(document="a", policy=policy, ttl_s=60.0)
+    assert sized.spec == CreateCache(document="b", ttl_s=60.0, **size)
+
+
+def test_a_row_that_gives_both_is_not_mended() -> None:
+    full, auto = rows(
+        {"document": "a", "policy": "full", "compression_ratio": 0.5},
+        {"document": "a", "policy": "auto", "compression_ratio": 0.5},
+        defaults={"compression_ratio": 0.75},
+    )
+    assert full.spec is not None
+    with pytest.raises(InvalidRequest, match="'full' keeps everything and takes no compression_ratio"):
+        require_policy(full.spec)
+    assert "chooses these itself" in wrong(auto)[2]
+
+
+@pytest.mark.parametrize(
+    ("row", "defaults", "made"),
+    [
+        ({"policy": "auto"}, {"policy": "snapkv", "codec": "int8", "expected_questions": ["q"]}, {"policy": "auto"}),
+        ({"policy": "knorm"}, {"policy": "snapkv", "expected_questions": ["q"]}, {"policy": "knorm"}),
+        (
+            {"policy": "ada", "policy_params": {"base": "knorm"}},
+            {"policy": "snapkv", "expected_questions": ["q"]},
+            {"policy": "ada", "policy_params": {"base": "knorm"}},
+        ),
+        (
+            {"policy": "ada"},
+            {"policy": "snapkv", "expected_questions": ["q"]},
+            {"policy": "ada", "expected_questions": ["q"]},
+        ),
+        ({"keep_source": False}, {"keep_source": True, "source_ttl_s": 60.0}, {"keep_source": False}),
+        ({"compression_ratio": None, "policy": "full"}, {"compression_ratio": 0.5}, {"policy": "full"}),
+        ({"policy": "of-another-package"}, {"budget_tokens": 9}, {"policy": "of-another-package", "budget_tokens": 9}),
+    ],
+    ids=str,
+)
+def test_a_default_that_does_not_go_with_a_row_s_choice_gives_way(
+    row: dict[str, Any], defaults: dict[str, Any], made: dict[str, Any]
+) -> None:
+    (found,) = rows({"document": "a", **row}, defaults=defaults)
+    assert found.spec == CreateCache(document="a", **made)
+
+
+def test_a_default_that_is_not_for_this_kind_of_document_gives_way() -> None:
+    turns = [{"role": "user", "content": "hi"}]
+    text, ids, talk = rows(
+        {"document": "a"}, {"token_ids": [1, 2]}, {"messages": turns}, defaults={"keep_source": True, "layout": "plain"}
+    )
+    assert text.spec == CreateCache(document="a", keep_source=True, layout="plain")
+    assert ids.spec == CreateCache(token_ids=[1, 2], keep_source="tokens", layout="plain")
+    assert talk.spec == CreateCache.model_validate({"messages": turns, "keep_source": True})
+    (ids,) = rows({"token_ids": [1, 2]}, defaults={"layout": "chat"})
+    assert ids.spec == CreateCache(token_ids=[1, 2])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from kvshelf.api.batches import BatchError, RequestCounts
 from kvshelf.corpus.run.progress import Progress, RunState
 from kvshelf.service.jobs.batch_files import outcome
-from kvshelf.service.jobs.batch_work import rest_reason, stuck, waiting, with_progress
+from kvshelf.service.jobs.batch_work import outranked, rest_reason, stuck, waiting, with_progress
 from kvshelf.store.jobs.batches import BatchRecord
 
 NOON = datetime.datetime(2030, 5, 5, 12, 0).timestamp()
@@ -42,6 +42,40 @@ def batch(state: Any = "in_progress", window: str | None = None, **fields: Any) 
 )
 def test_when_a_batch_rests(record: BatchRecord, *, rests: bool) -> None:
     assert bool(rest_reason(record, NOON)) == rests
+
+
+def ranked(priority: int, state: Any = "in_progress", **fields: Any) -> BatchRecord:
+    return batch(state, body={"window": fields.pop("window", None), "priority": priority}, **fields)
+
+
+@pytest.mark.parametrize(
+    ("record", "other", "waits"),
+    [
+        (ranked(0), ranked(1), True),
+        (ranked(0), ranked(1, "validating"), True),
+        (ranked(-10, "validating"), batch(), True),
+        (ranked(1), ranked(1), False),
+        (ranked(1), ranked(0), False),
+        (ranked(0), ranked(1, tenant="other"), False),
+        (ranked(0), ranked(1, "paused"), False),
+        (ranked(0), ranked(1, window="13:00-14:00"), False),
+        (ranked(0), ranked(1, progress={"waits_for": "the shelf is full"}), False),
+        (ranked(0, "cancelling"), ranked(1), False),
+        (ranked(0, "finalizing"), ranked(1), False),
+        (ranked(0, expires_at=NOON), ranked(1), False),
+    ],
+)
+def test_who_leaves_the_place_to_a_batch_of_higher_priority(
+    record: BatchRecord, other: BatchRecord, *, waits: bool
+) -> None:
+    assert bool(outranked(record, [record, other], NOON)) == waits
+
+
+def test_what_waited_for_a_higher_batch_goes_before_a_lower_one_at_once() -> None:
+    low, middle, high = (ranked(priority) for priority in range(3))
+    middle = waiting(middle, outranked(middle, [low, middle, high], NOON), NOON - 30)
+    assert not rest_reason(middle, NOON), "its pause is over"
+    assert outranked(low, [low, middle], NOON)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from kvshelf.corpus.row import Row, RowError
 from kvshelf.errors import StateConflict
 from kvshelf.service.jobs import batch_work
 from kvshelf.service.jobs.batch_files import write_results
+from kvshelf.service.jobs.batch_questions import Asker
 from kvshelf.service.jobs.batch_work import BatchWork, rest_reason
 from kvshelf.service.jobs.batches import BatchRunner
 from kvshelf.service.observe.metrics import Metrics
@@ -51,7 +52,7 @@ def running(store: Store) -> Iterator[None]:
     loop = asyncio.new_event_loop()
     thread = Thread(target=loop.run_forever)
     thread.start()
-    runner = BatchRunner(store, {}, Settings(max_running_batches=1), Metrics())
+    runner = BatchRunner(store, {}, Settings(max_running_batches=1), Metrics(), {})
     loop.call_soon_threadsafe(runner.start)
     try:
         yield
@@ -62,8 +63,8 @@ def running(store: Store) -> Iterator[None]:
         loop.close()
 
 
-def begun(store: Store, file_id: str, tenant: str = "me", *, lasts_s: float = 3600.0) -> BatchRecord:
-    body = {"input_file_id": file_id, "window": None, "output_keep_s": 3600.0}
+def begun(store: Store, file_id: str, tenant: str = "me", *, lasts_s: float = 3600.0, priority: int = 0) -> BatchRecord:
+    body = {"input_file_id": file_id, "window": None, "output_keep_s": 3600.0, "priority": priority}
     now = time.time()
     return store.batches.create(tenant, body, now=now, expires_at=now + lasts_s)
 
@@ -151,6 +152,19 @@ def test_an_input_that_is_damaged_ends_its_batch(damaged_home: Any, tmp_path: Pa
         assert (expired.state, expired.problems) == ("expired", ()), "nobody looked through it any more"
 
 
+def test_a_free_place_goes_to_the_batch_of_the_highest_priority_of_its_tenant(tmp_path: Path) -> None:
+    """There is one place. What is another tenant's takes its turn whatever its priority."""
+    with DiskStore.open(tmp_path / "home") as store:
+        file, theirs = (kept(store, tmp_path, b"", tenant) for tenant in ("me", "other"))
+        mine = {priority: begun(store, file.id, priority=priority) for priority in (-1, 0, 3, 10)}
+        other = begun(store, theirs.id, "other", priority=-10)
+        with running(store):
+            times = {priority: ended(store, batch).times["failed"] for priority, batch in mine.items()}
+            others = ended(store, other).times["failed"]
+        assert sorted(times, key=times.__getitem__) == [10, 3, 0, -1]
+        assert others < times[-1]
+
+
 def test_results_are_written_where_the_quota_of_their_tenant_is_used_up(tmp_path: Path) -> None:
     with DiskStore.open(tmp_path / "home", rules=Rules(quota=Quota(max_bytes=1000))) as store:
         kept(store, tmp_path, bytes(1000))
@@ -233,7 +247,9 @@ def test_a_bug_in_renewing_a_lease_is_logged_and_keeps_the_lease(
         monkeypatch.setattr(batch_work, "LEASE_S", 0.01)
         monkeypatch.setattr(store.batches.table, "renew", broken)
         with capture_logs() as said:
-            asyncio.run(Waiting(batch, term, store, {}, Settings(), Metrics(), lambda: False).run())
+            asyncio.run(
+                Waiting(batch, term, store, {}, Settings(), Metrics(), Asker({}), lambda: False, lambda: "").run()
+            )
         assert [line["event"] for line in said] == ["a batch failed unexpectedly"]
         assert store.batches.table.take(batch.id, lease_s=1.0) is None, "another process would take it up at once"
 

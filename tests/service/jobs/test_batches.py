@@ -91,6 +91,7 @@ MIXED = lines(
     b"",
     {"custom_id": "long", "token_ids": [5] * 16_385},
     b'{"custom_id": "\xff"}',
+    {"custom_id": "whole", "document": text(8), "policy": "full"},  # which takes no ratio; the batch's is not for it
 )
 
 
@@ -123,10 +124,10 @@ def test_a_batch_from_upload_to_results_by_openai_s_client(service_url: str, htt
 
     assert found.request_counts is not None
     counts = found.request_counts
-    assert (counts.total, counts.completed, counts.failed) == (13, 7, 6)
+    assert (counts.total, counts.completed, counts.failed) == (14, 8, 6)
     assert found.created_at <= found.in_progress_at <= found.finalizing_at <= found.completed_at  # type: ignore[operator]
     assert found.expires_at == found.created_at + 86400
-    assert {row["custom_id"] for row in done} == {*(f"row-{n}" for n in range(6)), "openai"}
+    assert {row["custom_id"] for row in done} == {*(f"row-{n}" for n in range(6)), "openai", "whole"}
     assert {row["line"]: row["error"]["code"] for row in errors} == {
         8: "invalid_request", 9: "invalid_request", 10: "invalid_request", 11: "invalid_request",
         12: "document_too_long", 13: "invalid_request",
@@ -147,7 +148,7 @@ def test_a_batch_from_upload_to_results_by_openai_s_client(service_url: str, htt
     completed = [each.request_counts.completed for each in snapshots]
     assert completed == sorted(completed)
     assert snapshots[-1].progress.tokens == sum(row["tokens"]["document"] for row in done)
-    assert sum(share.done for share in snapshots[-1].progress.workers.values()) == 7
+    assert sum(share.done for share in snapshots[-1].progress.workers.values()) == 8
 
 
 def ours_of(http: httpx.Client, batch_id: str) -> dict[str, Any]:
@@ -229,6 +230,23 @@ def is_still(http: httpx.Client, batch: dict[str, Any]) -> bool:
     return bool(http.get(f"/v1/batches/{batch['id']}").json()["request_counts"] == batch["request_counts"])
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_batch_at_work_leaves_its_place_to_one_of_higher_priority(http: httpx.Client) -> None:
+    low = begun(http, long_rows(MANY_ROWS, salt=11), policy="streaming_llm")
+    awaited(http, low["id"], lambda now: now["request_counts"]["completed"] >= 1)
+    high = begun(http, long_rows(2, salt=211), policy="streaming_llm", priority=5)
+    waits = awaited(http, low["id"], lambda now: now["status"] == "paused")
+    assert (high["priority"], waits["priority"]) == (5, 0)
+    assert waits["progress"]["reason"] == "a batch of higher priority goes first"
+    assert ended(http, high["id"])["request_counts"]["completed"] == 2
+    before = http.get(f"/v1/batches/{low['id']}").json()["request_counts"]
+    assert before == waits["request_counts"], "no row of the lower one was done meanwhile"
+    awaited(http, low["id"], lambda now: now["request_counts"]["completed"] > before["completed"])
+    http.post(f"/v1/batches/{low['id']}/cancel")
+    assert ended(http, low["id"])["request_counts"]["failed"] == 0
+
+
 @pytest.mark.timeout(900)
 def test_a_batch_without_a_success_has_failed_and_says_why(http: httpx.Client) -> None:
     batch = ended(http, begun(http, lines(b"nonsense", {"custom_id": "b", "token_ids": [5] * 16_385}))["id"])
@@ -271,11 +289,14 @@ def test_an_input_that_cannot_be_worked_on_ends_as_failed_before_any_work(
         ({"window": "06:00-06:00"}, "window"),
         ({"max_gpu_hours": 0}, "max_gpu_hours"),
         ({"max_attempts": 0}, "max_attempts"),
+        ({"priority": 11}, "priority"),
+        ({"priority": 1.5}, "priority"),
         ({"document": "x"}, "document"),
         ({"policy": "magic"}, "policy"),
         ({"policy": "lagkv", "policy_params": {"lags": 3}}, "policy_params.lags"),
         ({"compression_ratio": 1}, "compression_ratio"),
         ({"compression_ratio": 0.5, "budget_tokens": 9}, "budget_tokens"),
+        ({"compression_ratio": 0.5, "policy": "full"}, "compression_ratio"),
         ({"codec": "zip"}, "codec"),
         ({"model": "gpt-17"}, "model"),
         ({"ttl_s": -1}, "ttl_s"),

@@ -148,6 +148,7 @@ function BatchCard({ id, onEnded }) {
     <${Facts} facts=${{
       Batch: html`<code>${batch.id}</code>`,
       Reason: progress.reason,
+      Priority: batch.priority || null,
       Reused: counts.reused ? `${count(counts.reused)} were on the shelf` : null,
       Tokens: `${count(progress.tokens)}, ${count(Math.round(progress.tokens_per_s))} a second`,
       Size: full_16bit ? size({ stored: progress.bytes_stored, full: progress.bytes_full, full_16bit }) : null,
@@ -164,7 +165,7 @@ function FailedRows({ id }) {
   const [rows, failure] = useLoaded((signal) => getLines(id, FIRST_BYTES, { signal }), [id]);
   return html`<${FailureNote} failure=${failure} />
     <ul class="picker" aria-label="Failed rows" tabindex="0">${(rows ?? []).slice(0, FIRST_ROWS).map(
-      (row, at) => html`<li key=${at}><code>${row.custom_id ?? `line ${row.line}`}</code>: ${row.error.message}</li>`,
+      (row, at) => html`<li key=${at}><code>${row.custom_id ?? `line ${row.line}`}</code>: ${(row.error ?? row.response.body.error).message}</li>`,
     )}</ul>`;
 }
 

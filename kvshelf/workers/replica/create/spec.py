@@ -15,6 +15,7 @@ from kvshelf.workers.engine.decode.generation import Checkpoint, Progress
 from kvshelf.workers.engine.engine import Compression, Engine
 from kvshelf.workers.engine.inputs.encode import SPLIT_IT, Document
 from kvshelf.workers.engine.inputs.job import Level
+from kvshelf.workers.engine.inputs.requirements import require_budget_taken
 from kvshelf.workers.engine.quality import CUES
 from kvshelf.workers.model.text import EncodedDocument
 from kvshelf.workers.policies import build
@@ -91,10 +92,11 @@ def _target(spec: CreateCache, num_tokens: int) -> Target:
 
 
 def require_policy(spec: CreateCache) -> None:
-    """Raises `InvalidRequest` for an unknown policy or parameter, and for levels of a policy without a budget."""
+    """Raises `InvalidRequest` for an unknown policy or parameter, and for a size of a policy without a budget."""
     if spec.policy == AUTO:
         return
     policy = build(spec.policy, spec.policy_params)
+    require_budget_taken(policy, spec.compression_ratio, spec.budget_tokens)
     if spec.levels and not policy.takes_budget:
         raise InvalidRequest(f"policy {policy.name!r} keeps everything and takes no levels", param="levels")
 

@@ -1,0 +1,78 @@
+"""The rows of a batch that are questions: asked as the live route asks them, with results in OpenAI's shape."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvshelf.api import ErrorBody
+from kvshelf.api.openai import ChatCompletionRequest
+from kvshelf.corpus.row import Row
+from kvshelf.corpus.run.caller import PREFIX, Answer, request_id
+from kvshelf.errors import by_code
+from kvshelf.service.engines import each_alone
+from kvshelf.service.http.completions import Completion, Ending, require_model
+from kvshelf.service.http.errors import error_json
+from kvshelf.service.serving import serving_all
+from kvshelf.store.artifact.identity import ModelIdentity
+from kvshelf.store.base import Store
+from kvshelf.workers.cluster.remote import RemoteEngine
+from kvshelf.workers.replica.results import Reply
+
+
+@dataclass(frozen=True)
+class Asker:
+    """Asks a question of the replicas, without a turn among the questions of users. identities: of served models."""
+
+    identities: Mapping[str, ModelIdentity]
+
+    async def __call__(
+        self,
+        question: ChatCompletionRequest,
+        engines: Mapping[str, RemoteEngine],
+        store: Store,
+        *,
+        tenant: str,
+        deadline_s: float,
+    ) -> Answer:
+        """Raises as the live route does."""
+        ids = question.cache_ids or [str(question.cache_id)]
+        manifests = await asyncio.to_thread(lambda: [store.stat(cache_id, tenant=tenant) for cache_id in ids])
+        model = serving_all(self.identities, manifests)
+        assert model is not None  # else `serving_all` has raised
+        require_model(question.model, manifests[0].id, (manifests[0].model, model))
+        replies: list[Reply] = [
+            await engines[model].call("query", ids, each, tenant=tenant, deadline_s=deadline_s)
+            for each in each_alone(question.asking)
+        ]
+        answers = [(reply.text, _ending(reply, together=question.cache_ids is not None)) for reply in replies]
+        used = sum(reply.usage.prefill_tokens + reply.usage.completion_tokens for reply in replies)
+        return Answer(Completion(manifests[0].model).whole(answers), used)
+
+
+def _ending(reply: Reply, *, together: bool) -> Ending:
+    stored = (reply.stored_cache_id, reply.not_stored)
+    sources = list(reply.sources) if together else None
+    return Ending(reply.finish_reason, reply.usage, sources, *stored, tokens=reply.logprobs)
+
+
+def result_line(row: Row, batch_id: str) -> dict[str, Any]:
+    """The line of a question in the output or the error file, as OpenAI's batches have it, with the number of the
+    line where there is no custom id."""
+    asked = request_id(batch_id, row.line)
+    status, body = (200, row.answer) if row.error is None else _refusal(row.error.code, row.error.message)
+    return {
+        "id": f"batch_req_{asked.removeprefix(PREFIX)}",
+        "custom_id": row.custom_id,
+        **({"line": row.line} if row.custom_id is None else {}),
+        "response": {"status_code": status, "request_id": asked, "body": body},
+        "error": None,
+    }
+
+
+def _refusal(code: str, message: str) -> tuple[int, dict[str, Any]]:
+    """Status and body with which the live route answers such an error."""
+    kind = by_code()[code]
+    return kind.status, {"error": error_json(ErrorBody(message=message, type=kind.type, param=None, code=code))}

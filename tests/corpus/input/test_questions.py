@@ -1,0 +1,69 @@
+"""Lines of questions as rows: checked before any work, and grouped by the caches that they ask."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from itertools import groupby
+from typing import Any
+
+import pytest
+
+from kvshelf.corpus.input.reading import PIECE_ROWS, packed
+from kvshelf.corpus.input.rows import parse_jsonl
+from kvshelf.corpus.row import Row
+
+URL = "/v1/chat/completions"
+
+
+def line(custom_id: Any = "a", url: str = URL, **fields: Any) -> dict[str, Any]:
+    body = {"cache_id": "kvs_1", "messages": [{"role": "user", "content": "Why?"}], **fields}
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+def rows(*lines: Any) -> list[Row]:
+    data = b"\n".join(json.dumps(each).encode() for each in lines)
+    return list(parse_jsonl(io.BytesIO(data), "in.jsonl", {}, endpoint="/v1/chat/completions"))
+
+
+def test_a_line_is_the_body_of_the_live_route_and_crosses_processes() -> None:
+    (row,) = rows(line(max_tokens=3, temperature=0.5, n=1, model="m"))
+    assert row.question is not None
+    assert (row.spec, row.error, row.custom_id) == (None, None, "a")
+    assert (row.question.cache_id, row.question.token_limit, row.question.temperature) == ("kvs_1", 3, 0.5)
+    assert Row.from_dict(json.loads(json.dumps(row.to_dict()))) == row
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (line(stream=True), "leave stream out"),
+        (line(on_miss="recompute"), "makes no cache again"),
+        (line(custom_id=None), "custom_id: a question needs one"),
+        (line(url="/v1/caches"), f"only POST {URL}"),
+        (line(colour="red"), "colour: unknown field"),
+        (line(tools=[{"type": "function"}]), "tools is not supported"),
+        ({"custom_id": "a", "document": "x"}, "document: unknown beside method, url and body"),
+        ({"custom_id": "a", "method": "POST", "url": URL}, "body: the fields of the request"),
+        (line(cache_id=None), "cache_id or cache_ids is needed"),
+    ],
+)
+def test_a_bad_line_is_an_error_row_with_its_number(bad: dict[str, Any], message: str) -> None:
+    good, refused = rows(line("b"), bad)
+    assert good.question is not None
+    assert (refused.line, refused.question) == (2, None)
+    assert refused.error is not None
+    assert refused.error.code == "invalid_request"
+    assert message in refused.error.message
+
+
+def test_questions_of_one_cache_are_together() -> None:
+    caches = [f"kvs_{n % 7}" for n in range(40 * 7)]
+    random.Random(1).shuffle(caches)
+    given = rows(*(line(str(n), cache_id=cache) for n, cache in enumerate(caches)))
+    pieces = list(packed(iter(given)))
+    assert max(map(len, pieces)) == PIECE_ROWS
+    order = [row.question.cache_id for piece in pieces for row in piece if row.question is not None]
+    assert sorted(order) == sorted(str(cache) for cache in caches)
+    assert len(list(groupby(order))) == 7
