@@ -7,10 +7,9 @@ from contextlib import aclosing
 
 from kvshelf.api import Asking
 from kvshelf.service.access.keys import Caller
-from kvshelf.service.http.completions import Ending, require_model
+from kvshelf.service.http.completions import Ending, ending_of, require_model
 from kvshelf.service.recompute import Question
 from kvshelf.service.state import Service
-from kvshelf.workers.replica.results import Reply
 
 
 async def question_to(
@@ -27,10 +26,4 @@ async def pieces_of(question: Question, *, together: bool) -> AsyncGenerator[str
     """The pieces of the answer's text, and its ending. together: whether several caches were asked together."""
     async with aclosing(question.pieces()) as pieces:
         async for found, piece in pieces:
-            yield piece if isinstance(piece, str) else ending_of(found, piece, together=together)
-
-
-def ending_of(question: Question, reply: Reply, *, together: bool) -> Ending:
-    sources = list(reply.sources) if together else None
-    stored = (reply.stored_cache_id, reply.not_stored)
-    return Ending(reply.finish_reason, reply.usage, sources, *stored, question.remade, reply.logprobs)
+            yield piece if isinstance(piece, str) else ending_of(piece, found.remade, together=together)

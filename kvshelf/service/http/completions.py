@@ -26,6 +26,7 @@ from kvshelf.api.queries import Remade
 from kvshelf.api.shapes import Logprob
 from kvshelf.api.strict import FinishReason
 from kvshelf.errors import InvalidRequest
+from kvshelf.workers.replica.results import Reply
 
 OURS: Final = {"sources", "stored_cache_id", "not_stored", "recomputed"}
 """The fields of an `Ending` that are not OpenAI's."""
@@ -52,6 +53,13 @@ class Ending(NamedTuple):
     def ours(self) -> dict[str, Any]:
         """Fields beside OpenAI's, those that apply."""
         return {name: value for name in OURS if (value := getattr(self, name)) is not None}
+
+
+def ending_of(reply: Reply, remade: list[Remade] | None = None, *, together: bool) -> Ending:
+    """together: whether several caches were asked as several. remade: those that were made again for it."""
+    sources = list(reply.sources) if together else None
+    stored = (reply.stored_cache_id, reply.not_stored)
+    return Ending(reply.finish_reason, reply.usage, sources, *stored, remade, reply.logprobs)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from kvshelf.corpus.row import Row
 from kvshelf.corpus.run.caller import PREFIX, Answer, request_id
 from kvshelf.errors import by_code
 from kvshelf.service.engines import each_alone
-from kvshelf.service.http.completions import Completion, Ending, require_model
+from kvshelf.service.http.completions import Completion, ending_of, require_model
 from kvshelf.service.http.errors import error_json
 from kvshelf.service.serving import serving_all
 from kvshelf.store.artifact.identity import ModelIdentity
@@ -47,15 +47,10 @@ class Asker:
             await engines[model].call("query", ids, each, tenant=tenant, deadline_s=deadline_s)
             for each in each_alone(question.asking)
         ]
-        answers = [(reply.text, _ending(reply, together=question.cache_ids is not None)) for reply in replies]
+        together = question.cache_ids is not None
+        answers = [(reply.text, ending_of(reply, together=together)) for reply in replies]
         used = sum(reply.usage.prefill_tokens + reply.usage.completion_tokens for reply in replies)
         return Answer(Completion(manifests[0].model).whole(answers), used)
-
-
-def _ending(reply: Reply, *, together: bool) -> Ending:
-    stored = (reply.stored_cache_id, reply.not_stored)
-    sources = list(reply.sources) if together else None
-    return Ending(reply.finish_reason, reply.usage, sources, *stored, tokens=reply.logprobs)
 
 
 def result_line(row: Row, batch_id: str) -> dict[str, Any]:

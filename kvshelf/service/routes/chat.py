@@ -11,11 +11,11 @@ from fastapi.responses import JSONResponse
 
 from kvshelf.api.openai import ChatCompletion, ChatCompletionRequest
 from kvshelf.service.access.keys import Reader
-from kvshelf.service.asked import ending_of, pieces_of, question_to
+from kvshelf.service.asked import pieces_of, question_to
 from kvshelf.service.engines import relayed
 from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_json
-from kvshelf.service.http.completions import Completion, Ending, wants_usage
+from kvshelf.service.http.completions import Completion, Ending, ending_of, wants_usage
 from kvshelf.service.http.events import event_stream
 from kvshelf.service.http.waiting import until_hangup
 from kvshelf.service.recompute import Question
@@ -42,7 +42,7 @@ async def complete(request: Request, service: InService, caller: Reader) -> Resp
         return await event_stream(request, completion.chunks(pieces, with_usage=wants_usage(body)))
     question, replies = await until_hangup(request, question.answered())
     return JSONResponse(
-        completion.whole([(reply.text, ending_of(question, reply, together=together)) for reply in replies])
+        completion.whole([(reply.text, ending_of(reply, question.remade, together=together)) for reply in replies])
     )
 
 

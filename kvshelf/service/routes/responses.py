@@ -16,10 +16,10 @@ from kvshelf.api.responses import ResponseObject, ResponsesRequest
 from kvshelf.api.strict import MAX_LABELS
 from kvshelf.errors import CacheError, CacheNotFound, EtagMismatch, NotFound
 from kvshelf.service.access.keys import Caller, Reader
-from kvshelf.service.asked import ending_of, pieces_of, question_to
+from kvshelf.service.asked import pieces_of, question_to
 from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_json
-from kvshelf.service.http.completions import Ending
+from kvshelf.service.http.completions import Ending, ending_of
 from kvshelf.service.http.events import event_stream
 from kvshelf.service.http.responses import Responding
 from kvshelf.service.http.waiting import off_loop, until_hangup
@@ -48,7 +48,7 @@ async def respond(request: Request, service: InService, caller: Reader) -> Respo
         return await event_stream(request, responding.events(pieces))
     question, (reply,) = await until_hangup(request, question.answered())
     await off_loop(_label, service.store, caller, reply.stored_cache_id, responding.id)
-    return JSONResponse(responding.whole(reply.text, ending_of(question, reply, together=together)))
+    return JSONResponse(responding.whole(reply.text, ending_of(reply, question.remade, together=together)))
 
 
 def _cache_of(store: Store, caller: Caller, body: ResponsesRequest) -> str:
