@@ -13,7 +13,16 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from kvshelf.api.queries import Asking, Remade, Select, Source, SuffixOptions, require_storable
-from kvshelf.api.shapes import Answers, Choices, Grammar, Logprob, ResponseFormat, TopLogprobs, require_one_shape
+from kvshelf.api.shapes import (
+    Answers,
+    Choices,
+    Grammar,
+    Logprob,
+    ResponseFormat,
+    TopLogprobs,
+    require_logprobs,
+    require_one_shape,
+)
 from kvshelf.api.strict import (
     MAX_MESSAGES,
     CacheIds,
@@ -177,6 +186,7 @@ class ChatCompletionRequest(OpenAIRequest):
         if self.stream_options is not None and not self.stream:
             raise misuse("stream_options", "stream_options is only allowed with stream: true")
         require_one_shape(self)
+        require_logprobs(self)
         for name in ("store", "tool"):
             if (self.n or 1) > 1 and getattr(self, name):
                 raise misuse("n", f"{name} is of one answer; leave n out")

@@ -7,7 +7,16 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from kvshelf.api.shapes import Answers, Choices, Grammar, Logprob, ResponseFormat, TopLogprobs, require_one_shape
+from kvshelf.api.shapes import (
+    Answers,
+    Choices,
+    Grammar,
+    Logprob,
+    ResponseFormat,
+    TopLogprobs,
+    require_logprobs,
+    require_one_shape,
+)
 from kvshelf.api.strict import (
     CacheIds,
     FinishReason,
@@ -120,6 +129,7 @@ class Asking(RequestBody, Renewable):
         if self.tool is not None and isinstance(self.prompt, list):
             raise misuse("tool", "a tool is called by one answer; send the prompt whose answer calls it alone")
         require_one_shape(self)
+        require_logprobs(self)
         for name in ("stream", "store", "tool"):
             if self.n > 1 and getattr(self, name):
                 raise misuse("n", f"{name} is of one answer; leave n out")

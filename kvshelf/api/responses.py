@@ -6,12 +6,13 @@ default, and an answer ends after 256 tokens.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from kvshelf.api.openai import DEFAULT_MAX_TOKENS, OpenAIRequest
 from kvshelf.api.queries import Asking, Remade, Source
+from kvshelf.api.shapes import AnyObject, AnyText, Choices, Grammar, JsonSchema, OfSchema, kind_of, require_one_shape
 from kvshelf.api.strict import (
     MAX_MESSAGES,
     MaxTokens,
@@ -36,7 +37,6 @@ _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "prompt": (),
     "reasoning": ({},),
     "service_tier": ("auto", "default"),
-    "text": ({}, {"format": {"type": "text"}}),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "top_logprobs": (0,),
@@ -97,6 +97,23 @@ _Items = Annotated[
 ]
 
 
+class FlatSchema(JsonSchema):
+    """A schema as this API has it, without the wrapping of chat completions."""
+
+    type: Literal["json_schema"]
+
+
+_Plain = Annotated[AnyText, Tag("(text)")] | Annotated[AnyObject, Tag("(json_object)")]
+_Format = _Plain | Annotated[FlatSchema, Tag("(json_schema)")]
+
+
+class TextOptions(RequestBody):
+    """What the answer must be. `verbosity` is accepted with the value that changes nothing."""
+
+    format: Annotated[_Format, Discriminator(kind_of)] | None = None
+    verbosity: Literal["medium"] | None = None
+
+
 class ObfuscationOptions(RequestBody):
     include_obfuscation: bool = False
 
@@ -117,11 +134,28 @@ class ResponsesRequest(OpenAIRequest):
     max_output_tokens: MaxTokens = DEFAULT_MAX_TOKENS
     previous_response_id: Annotated[str, Field(min_length=1, max_length=64)] | None = None
     stream_options: ObfuscationOptions | None = None
+    text: TextOptions | None = None
+    grammar: Grammar | None = None
+    choices: Choices | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _drop_what_asks_nothing(cls, data: Any) -> Any:
         return without_unsupported(data, _ASKS_NOTHING)
+
+    @property
+    def response_format(self) -> AnyText | AnyObject | OfSchema | None:
+        """`text.format` as a chat completion has it."""
+        wanted = None if self.text is None else self.text.format
+        if not isinstance(wanted, FlatSchema):
+            return wanted
+        fields = wanted.model_dump(exclude={"type"})
+        return OfSchema(type="json_schema", json_schema=JsonSchema(**fields))
+
+    @model_validator(mode="after")
+    def _one_shape(self) -> Self:
+        require_one_shape(self)
+        return self
 
     def asking(self, *, may_write: bool) -> Asking:
         """The question that the body asks. may_write: whether its caller may keep answers."""
@@ -130,7 +164,8 @@ class ResponsesRequest(OpenAIRequest):
         given = [Message(role="user", content=self.input)] if isinstance(self.input, str) else None
         asked = given or [item.plain() for item in self.input if isinstance(item, ResponseItem)]
         system = [Message(role="system", content=self.instructions)] if self.instructions else []
-        return self._asking(system + asked, self.max_output_tokens, store=store)
+        shape = {"response_format": self.response_format, "grammar": self.grammar, "choices": self.choices}
+        return self._asking(system + asked, self.max_output_tokens, store=store, **shape)
 
 
 class OutputText(ResponseBody):
@@ -196,6 +231,7 @@ class ResponseObject(ResponseBody):
     previous_response_id: str | None
     store: bool
     temperature: float
+    text: TextOptions
     tool_choice: Literal["auto"] = "auto"
     tools: list[Any] = Field(default_factory=list)
     top_p: float

@@ -43,7 +43,8 @@ class OfSchema(RequestBody):
     json_schema: JsonSchema
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """The tag of a format; what is none gets the errors of a schema."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return f"({kind})" if kind in ("text", "json_object") else "(json_schema)"
 
@@ -52,7 +53,7 @@ ResponseFormat = Annotated[
     Annotated[AnyText, Tag("(text)")]
     | Annotated[AnyObject, Tag("(json_object)")]
     | Annotated[OfSchema, Tag("(json_schema)")],
-    Discriminator(_kind),
+    Discriminator(kind_of),
 ]
 
 
@@ -82,6 +83,10 @@ def require_one_shape(body: Any) -> None:
         size = len(json.dumps(body.response_format.json_schema.schema_).encode())
         if size > MAX_GRAMMAR_BYTES:
             raise misuse("response_format", f"the schema has {size} bytes; at most {MAX_GRAMMAR_BYTES} are accepted")
+
+
+def require_logprobs(body: Any) -> None:
+    """For a validator: `top_logprobs` needs `logprobs`."""
     if body.top_logprobs and not body.logprobs:
         raise misuse("top_logprobs", "top_logprobs is only allowed with logprobs: true")
 

@@ -19,7 +19,9 @@ from kvshelf.api.responses import (
     ResponsesRequest,
     ResponseUsage,
     Status,
+    TextOptions,
 )
+from kvshelf.api.shapes import AnyText
 from kvshelf.service.http.completions import OURS, Ending
 
 
@@ -103,6 +105,7 @@ class Responding:
             previous_response_id=self.body.previous_response_id,
             store=self.asking.store,
             temperature=self.asking.temperature,
+            text=self.body.text or TextOptions(format=AnyText(type="text")),
             top_p=self.asking.top_p,
             **fields,
         )

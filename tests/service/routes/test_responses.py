@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel
 
 QUESTION = "Where is the green book?"
 
@@ -164,3 +165,19 @@ def test_hints_are_accepted_and_have_no_effect(client: openai.OpenAI, cache: dic
     told = client.responses.create(**asked(cache, store=False, input=developer), **hints)
     chat = {"model": cache["model"], "messages": developer, "max_tokens": 8, "extra_body": {"cache_id": cache["id"]}}
     assert client.chat.completions.create(**chat, **hints).choices[0].message.content == told.output_text
+
+
+class Fact(BaseModel):
+    kind: Literal["code", "name"]
+    found: bool
+
+
+def test_openais_parse_gives_a_model(client: openai.OpenAI, cache: dict[str, Any]) -> None:
+    said = client.responses.parse(**asked(cache, store=False) | {"max_output_tokens": 40}, text_format=Fact)
+    assert isinstance(said.output_parsed, Fact)
+    assert said.text is not None
+    assert said.text.format is not None
+    assert said.text.format.type == "json_schema"
+    wrong: Any = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "strng"}}}
+    with pytest.raises(openai.BadRequestError, match="strng"):
+        client.responses.create(**asked(cache), text=wrong)
