@@ -1,19 +1,21 @@
 """The types of POST /v1/chat/completions: OpenAI's request and response, plus `cache_id` or `cache_ids`, and `sources`.
 What its request has in common with that of `responses`, too.
 
-The service accepts OpenAI's fields that it does not support only with a value that changes nothing (no tools, penalties
-of 0) and refuses any other value, rather than ignore it. Two defaults differ from OpenAI's: `temperature` is 0, as in a
-query, and an answer ends after 256 tokens.
+The service accepts OpenAI's fields that it does not support only with a value that changes nothing (penalties of 0) and
+refuses any other value, rather than ignore it. Two defaults differ from OpenAI's: `temperature` is 0, as in a query,
+and an answer ends after 256 tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from kvshelf.api.queries import Asking, Remade, Select, Source, SuffixOptions, require_storable
 from kvshelf.api.shapes import (
+    SHAPES,
     Answers,
     Choices,
     Grammar,
@@ -45,8 +47,10 @@ from kvshelf.api.strict import (
     require_each_once,
     without_unsupported,
 )
+from kvshelf.api.tools import MAX_TOOLS, ToolAsking, ToolCall, ToolChoice, Tools, ToolTurn, require_tools
 
 DEFAULT_MAX_TOKENS = 256
+ChatReason = FinishReason | Literal["tool_calls"]
 
 _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "audio": (),
@@ -55,12 +59,9 @@ _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "logit_bias": ({},),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
     "presence_penalty": (0,),
     "service_tier": ("auto", "default"),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
 }
 """OpenAI's unsupported fields, each with the values besides null that change nothing."""
 
@@ -77,12 +78,40 @@ class ChatMessage(RequestBody):
     """One turn. `content` is text or OpenAI's list of text parts, joined without separator. `developer` is OpenAI's
     newer name of the role `system`."""
 
-    role: Role | Literal["developer"]
-    content: Annotated[Annotated[str, Tag("(one)")] | _Parts, Discriminator(one_or_list)]
+    role: Role | Literal["developer", "tool"]
+    content: Annotated[Annotated[str, Tag("(one)")] | _Parts, Discriminator(one_or_list)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_call_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    refusal: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.tool_calls is not None and self.role != "assistant":
+            raise misuse("messages", f"tool_calls are of role assistant, and this message is of role {self.role}")
+        if self.content is None and self.tool_calls is None:
+            raise misuse("messages", "a message needs a content; only an assistant's with tool_calls may have none")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise misuse("messages", "a message of role tool needs the tool_call_id that it answers")
+        return self
+
+    @property
+    def _text(self) -> str:
+        given = self.content or ""
+        return given if isinstance(given, str) else "".join(part.text for part in given)
 
     def plain(self) -> Message:
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return Message(role="system" if self.role == "developer" else self.role, content=text)
+        return Message(role=self._role, content=self._text)  # type: ignore[arg-type]  # calls and results come with tools
+
+    def turn(self) -> ToolTurn:
+        """As a turn of a conversation with tools."""
+        return ToolTurn(role=self._role, content=self._text, tool_calls=self.tool_calls or [])
+
+    @property
+    def _role(self) -> Role | Literal["tool"]:
+        return "system" if self.role == "developer" else self.role
 
 
 class StreamOptions(RequestBody):
@@ -135,9 +164,11 @@ class OpenAIRequest(RequestBody):
             raise misuse("select.passages", "this answer has no passages; ask POST /v1/caches/{id}/query instead")
         return self
 
-    def _asking(self, messages: list[Message], max_tokens: int, *, store: bool, **more: Any) -> Asking:
-        return Asking(
-            messages=messages,
+    def _asking(
+        self, messages: Sequence[Any], max_tokens: int, kind: type[Asking] = Asking, *, store: bool, **more: Any
+    ) -> Asking:
+        return kind(
+            messages=list(messages),
             max_tokens=max_tokens,
             temperature=self.temperature or 0.0,
             top_p=1.0 if self.top_p is None else self.top_p,
@@ -166,6 +197,9 @@ class ChatCompletionRequest(OpenAIRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     n: Answers | None = None
     response_format: ResponseFormat | None = None
     grammar: Grammar | None = None
@@ -177,7 +211,19 @@ class ChatCompletionRequest(OpenAIRequest):
     @model_validator(mode="before")
     @classmethod
     def _drop_what_asks_nothing(cls, data: Any) -> Any:
-        return without_unsupported(data, _ASKS_NOTHING)
+        data = without_unsupported(data, _ASKS_NOTHING)
+        return data | {"tools": None} if isinstance(data, dict) and data.get("tools") == [] else data
+
+    @model_validator(mode="after")
+    def _tools_fit(self) -> Self:
+        calls = any(message.role == "tool" or message.tool_calls for message in self.messages)
+        require_tools(self.tools, self.tool_choice, calls=calls)
+        if self.tools and self.store:
+            raise misuse("store", "an answer that may call tools is not kept behind the cache; leave store out")
+        shaped = next((name for name in SHAPES if getattr(self, name) is not None), None)
+        if shaped is not None and self.tool_choice not in (None, "none", "auto"):
+            raise misuse(shaped, f"tool_choice says what the answer must be; leave {shaped} out")
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -196,9 +242,15 @@ class ChatCompletionRequest(OpenAIRequest):
     def asking(self) -> Asking:
         """The question that the body asks."""
         limit = self.max_completion_tokens or self.max_tokens or DEFAULT_MAX_TOKENS
+        own: dict[str, Any] = {}
+        if self.tools is not None:
+            parallel = self.parallel_tool_calls is not False
+            own = {"tools": self.tools, "tool_choice": self.tool_choice or "auto", "parallel_tool_calls": parallel}
         return self._asking(
-            [message.plain() for message in self.messages],
+            [message.turn() if own else message.plain() for message in self.messages],
             limit,
+            ToolAsking if own else Asking,
+            **own,
             store=bool(self.store),
             response_format=self.response_format,
             grammar=self.grammar,
@@ -229,7 +281,8 @@ class ChatUsage(ResponseBody):
 
 class AssistantMessage(ResponseBody):
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    tool_calls: list[ToolCall] | None = None
     refusal: None = None
 
 
@@ -242,7 +295,7 @@ class ChatChoice(ResponseBody):
     index: int = 0
     message: AssistantMessage
     logprobs: ChoiceLogprobs | None = None
-    finish_reason: FinishReason
+    finish_reason: ChatReason
 
 
 class ChatCompletion(ResponseBody):
@@ -261,16 +314,21 @@ class ChatCompletion(ResponseBody):
     recomputed: list[Remade] | None = None
 
 
+class DeltaCall(ToolCall):
+    index: int
+
+
 class Delta(ResponseBody):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[DeltaCall] | None = None
 
 
 class ChunkChoice(ResponseBody):
     index: int = 0
     delta: Delta
     logprobs: ChoiceLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: ChatReason | None = None
 
 
 class ChatCompletionChunk(ResponseBody):

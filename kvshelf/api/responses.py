@@ -164,7 +164,11 @@ class ResponsesRequest(OpenAIRequest):
         given = [Message(role="user", content=self.input)] if isinstance(self.input, str) else None
         asked = given or [item.plain() for item in self.input if isinstance(item, ResponseItem)]
         system = [Message(role="system", content=self.instructions)] if self.instructions else []
-        shape = {"response_format": self.response_format, "grammar": self.grammar, "choices": self.choices}
+        shape: dict[str, Any] = {
+            "response_format": self.response_format,
+            "grammar": self.grammar,
+            "choices": self.choices,
+        }
         return self._asking(system + asked, self.max_output_tokens, store=store, **shape)
 
 

@@ -73,7 +73,7 @@ _BETWEEN_NEIGHBOURS: Final = frozenset(
 _NOT_WITH_A_CACHE: Final = ("cache_salt", "echo", "prompt_embeds", "suffix", "truncate_prompt_tokens")
 
 
-_SHAPES: Final = (*SHAPES, "logprobs", "n")
+_SHAPES: Final = (*SHAPES, "logprobs", "n", "tools")
 
 
 class CacheCompletion(RequestBody):

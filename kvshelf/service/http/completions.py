@@ -16,15 +16,18 @@ from kvshelf.api.openai import (
     ChatCompletion,
     ChatCompletionChunk,
     ChatCompletionRequest,
+    ChatReason,
     ChatUsage,
     ChoiceLogprobs,
     ChunkChoice,
     Delta,
+    DeltaCall,
     PromptTokensDetails,
 )
 from kvshelf.api.queries import Remade
 from kvshelf.api.shapes import Logprob
 from kvshelf.api.strict import FinishReason
+from kvshelf.api.tools import ToolCall
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.replica.results import Reply
 
@@ -34,7 +37,8 @@ OURS: Final = {"sources", "stored_cache_id", "not_stored", "recomputed"}
 
 class Ending(NamedTuple):
     """What follows the last text of an answer. sources: None where one cache was asked as one. stored_cache_id,
-    not_stored, recomputed: as of a `ChatCompletion`. tokens: how likely each was, if that was asked for."""
+    not_stored, recomputed: as of a `ChatCompletion`. tokens: how likely each was, if that was asked for. tool_calls: of
+    an answer that has some."""
 
     finish_reason: FinishReason
     usage: Usage
@@ -43,6 +47,12 @@ class Ending(NamedTuple):
     not_stored: str | None = None
     recomputed: list[Remade] | None = None
     tokens: list[Logprob] | None = None
+    tool_calls: list[ToolCall] | None = None
+
+    @property
+    def reason(self) -> ChatReason:
+        """Why it ended, as OpenAI says it."""
+        return "tool_calls" if self.tool_calls else self.finish_reason
 
     @property
     def logprobs(self) -> ChoiceLogprobs | None:
@@ -59,7 +69,8 @@ def ending_of(reply: Reply, remade: list[Remade] | None = None, *, together: boo
     """together: whether several caches were asked as several. remade: those that were made again for it."""
     sources = list(reply.sources) if together else None
     stored = (reply.stored_cache_id, reply.not_stored)
-    return Ending(reply.finish_reason, reply.usage, sources, *stored, remade, reply.logprobs)
+    calls = reply.tool_calls or None
+    return Ending(reply.finish_reason, reply.usage, sources, *stored, remade, reply.logprobs, calls)
 
 
 @dataclass(frozen=True)
@@ -75,9 +86,9 @@ class Completion:
         choices = [
             ChatChoice(
                 index=index,
-                message=AssistantMessage(content=text),
+                message=AssistantMessage(content=text or None if end.tool_calls else text, tool_calls=end.tool_calls),
                 logprobs=end.logprobs,
-                finish_reason=end.finish_reason,
+                finish_reason=end.reason,
             )
             for index, (text, end) in enumerate(answers)
         ]
@@ -85,7 +96,11 @@ class Completion:
         completion = ChatCompletion(
             id=self.id, created=self.created, model=self.model, choices=choices, usage=usage, **ours
         )
-        return completion.model_dump(mode="json", exclude=OURS - ours.keys())
+        wire = completion.model_dump(mode="json", exclude=OURS - ours.keys())
+        for choice in wire["choices"]:
+            if choice["message"]["tool_calls"] is None:  # OpenAI's are absent then
+                del choice["message"]["tool_calls"]
+        return wire
 
     async def chunks(
         self, pieces: AsyncGenerator[tuple[int, str | Ending], None], *, with_usage: bool
@@ -104,8 +119,9 @@ class Completion:
                     yield self._chunk(ChunkChoice(index=index, delta=Delta(content=piece))) | extra
                     continue
                 ended.append(piece.usage)
-                reason = piece.finish_reason
-                last = ChunkChoice(index=index, delta=Delta(), logprobs=piece.logprobs, finish_reason=reason)
+                calls = [DeltaCall(index=at, **call.model_dump()) for at, call in enumerate(piece.tool_calls or ())]
+                delta = Delta(tool_calls=calls or None)
+                last = ChunkChoice(index=index, delta=delta, logprobs=piece.logprobs, finish_reason=piece.reason)
                 yield self._chunk(last, **piece.ours) | extra
         if with_usage:
             yield self._last(ended)

@@ -23,7 +23,7 @@ QUESTION_SEPARATOR = "\n\n"
 SENTENCE_ENDS = tuple(".?!\n。？！")  # noqa: RUF001  the full-width ones are meant
 SEGMENT_ENDS = (*SENTENCE_ENDS, *",;:，、；：")  # noqa: RUF001
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
 
 _NO_CHARACTER = "\ufffd"  # what the decoder writes for bytes that are not a whole character
 _MARK = "\ue000{}\ue001"  # private-use characters: no template contains them, and content is never rendered through one
@@ -201,16 +201,27 @@ class TextFormat:
         first = after[shared].removeprefix(before[shared])
         return self._encode_pieces([first, *after[shared + 1 :]], added)
 
+    def rendered(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None, opening: bool = False
+    ) -> str:
+        """What the template writes for these messages, with these tools in its system text, if it has room for some."""
+        if not self.has_template:
+            raise InvalidRequest("the tokenizer has no chat template; use layout 'plain'", param="layout")
+        options: dict[str, Any] = {"add_generation_prompt": opening, "tools_in_user_message": False}
+        try:
+            return cast(str, self._chat.apply_chat_template(messages, tools=tools, tokenize=False, **options))
+        except TemplateError as error:
+            raise InvalidRequest(f"the model's chat template refuses these turns: {error}", param="messages") from error
+
+    def special_tokens(self) -> dict[str, int]:
+        """The control tokens, which an answer's text lacks, and their ids."""
+        added = self._control.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items() if token.special}
+
     def _template_pieces(self, turns: Sequence[tuple[str, str]], *, opening: bool) -> list[str]:
         """The template's texts around the contents of the turns: before, between and after them."""
         messages = [{"role": role, "content": _MARK.format(i)} for i, (role, _) in enumerate(turns)]
-        if not self.has_template:
-            raise InvalidRequest("the tokenizer has no chat template; use layout 'plain'", param="layout")
-        try:
-            rendered = self._chat.apply_chat_template(messages, tokenize=False, add_generation_prompt=opening)
-        except TemplateError as error:
-            raise InvalidRequest(f"the model's chat template refuses these turns: {error}", param="messages") from error
-        parts = _MARKS.split(rendered)
+        parts = _MARKS.split(self.rendered(messages, opening=opening))
         if [int(n) for n in parts[1::2]] != list(range(len(turns))):
             raise InvalidRequest("the model's chat template does not write every turn once, in order", param="messages")
         return cast(list[str], parts[0::2])

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import structlog
 
 from kvshelf.api import Asking, JointQuery, ReadShares, Source
+from kvshelf.api.tools import ToolAsking
 from kvshelf.errors import CacheError, CacheNotFound, DeadlineExceeded, KvshelfError
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.meter import Meter
@@ -23,6 +24,7 @@ from kvshelf.workers.engine.decode.grammar import Grammar
 from kvshelf.workers.engine.decode.reduction import SuffixReducer
 from kvshelf.workers.engine.decode.selection import Selection
 from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.model.tools import ToolFormat
 from kvshelf.workers.replica.calls import Threads, called_as
 from kvshelf.workers.replica.conversations import Conversations, prompt_of, said_in
 from kvshelf.workers.replica.residents import Resident, Residents
@@ -97,13 +99,18 @@ class Questions:
                 def put(piece: str | None) -> None:
                     loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-                ticket = await self._begun(loaded, on_text=put, tenant=tenant, deadline_s=deadline_s)
+                tools = isinstance(query, ToolAsking)  # until its end, any text may be a call
+                told = (lambda _: None) if tools else put
+                ticket = await self._begun(loaded, on_text=told, tenant=tenant, deadline_s=deadline_s)
                 ticket.future.add_done_callback(lambda _: put(None))
                 try:
                     while (piece := await pieces.get()) is not None:
                         yield piece
                     answer = ticket.future.result()
-                    yield await self._kept(loaded, answer, self._counted(loaded, answer, ticket, tenant), tenant)
+                    reply = await self._kept(loaded, answer, self._counted(loaded, answer, ticket, tenant), tenant)
+                    if tools and reply.text:
+                        yield reply.text
+                    yield reply
                 finally:
                     ticket.cancel()
 
@@ -116,7 +123,7 @@ class Questions:
         asked = [caches] if isinstance(caches, str) else list(caches)
         routed = isinstance(query, JointQuery) and query.route is not None
         cache_ids = [await self._nearest(asked, query, tenant)] if routed else asked
-        if (grammar := _grammar(query)) is not None:
+        if (grammar := await self.threads.run(self._grammar, query)) is not None:
             await self.threads.run(self.engine.guide.constraint, grammar, query.max_tokens)  # refused before any work
         if query.store:
             self.engine.require_turns()
@@ -174,7 +181,8 @@ class Questions:
     ) -> tuple[list[str], Asking, list[tuple[Resident, bool]]]:
         """The caches to ask, with what is left to ask of them: of a conversation about one, what follows the turns that
         are on the shelf."""
-        if len(cache_ids) == 1 and query.messages is not None and len(query.messages) > 1:
+        kept = not isinstance(query, ToolAsking)  # a turn that may have calls never is
+        if kept and len(cache_ids) == 1 and query.messages is not None and len(query.messages) > 1:
             shelved = self.conversations.shelved
             cache_id, left = await self.threads.run(shelved, cache_ids[0], said_in(query), tenant)
             if cache_id != cache_ids[0]:
@@ -194,14 +202,28 @@ class Questions:
     async def _begun(self, loaded: _Loaded, **options: Any) -> Ticket[Answer]:
         """The queued answer. options: of `Scheduler.generate`."""
         document, query = loaded.document, loaded.query
-        ids = await self.threads.run(self.engine.encode_query, document, _prompt(query))
+        prompt = self._tools(query).turns(query.messages) if isinstance(query, ToolAsking) else _prompt(query)
+        ids = await self.threads.run(self.engine.encode_query, document, prompt)
         passages = query.select is not None and query.select.passages
         options |= {"passages": passages, "reducer": self._bound(query, ids)}
         selection = await self._selected(document, query, ids)
         if query.store:
             assert isinstance(document, Attachment)
             options["turn_of"] = partial(self.engine.turn_ids, document, _prompt(query))
-        return self.scheduler.generate(document, ids, _sampling(query), selection, **options)
+        return self.scheduler.generate(document, ids, _sampling(query, self._grammar(query)), selection, **options)
+
+    def _tools(self, query: ToolAsking) -> ToolFormat:
+        return ToolFormat.of(self.engine.require_text("tools"), query.tools)
+
+    def _grammar(self, query: Asking) -> Grammar | None:
+        """What the answer must be. Raises `InvalidRequest` for tools that the model's template has no room for."""
+        if isinstance(query, ToolAsking):
+            form = self._tools(query)
+            if query.callable:
+                lark = form.grammar(query.callable, several=query.parallel_tool_calls)
+                return Grammar.of({"grammar": lark})
+        wanted = None if query.response_format is None else query.response_format.model_dump()
+        return Grammar.of({"response_format": wanted, "grammar": query.grammar, "choices": query.choices})
 
     def _counted(self, loaded: _Loaded, answer: Answer, ticket: Ticket[Answer], tenant: str) -> Reply:
         """The reply, counted for the tenant on a thread."""
@@ -225,7 +247,11 @@ class Questions:
 
     async def _kept(self, loaded: _Loaded, answer: Answer, reply: Reply, tenant: str) -> Reply:
         """The reply, once its turn is stored if the query asks for that. What keeps a turn from being stored is no
-        error of the answer."""
+        error of the answer. Of a question with tools, the reply has the calls beside its text."""
+        if isinstance(loaded.query, ToolAsking):
+            text, calls = self._tools(loaded.query).parsed(reply.text)
+            most = None if loaded.query.parallel_tool_calls else 1
+            return reply.model_copy(update={"text": text, "tool_calls": calls[:most]})
         if not loaded.query.store:
             return reply
         document, keep = loaded.document, self.conversations.keep
@@ -325,17 +351,10 @@ def _prompt(query: Asking) -> str | list[dict[str, str]]:
     return prompt_of(query) if query.messages is None else said_in(query)
 
 
-def _sampling(query: Asking) -> Sampling:
+def _sampling(query: Asking, grammar: Grammar | None) -> Sampling:
     stop = (query.stop,) if isinstance(query.stop, str) else tuple(query.stop or ())
     logprobs = (query.top_logprobs or 0) if query.logprobs else None
-    return Sampling(query.max_tokens, query.temperature, query.top_p, query.seed, stop, _grammar(query), logprobs)
-
-
-def _grammar(query: Asking) -> Grammar | None:
-    """What the answer must be."""
-    form = query.response_format
-    wanted = None if form is None else form.model_dump()
-    return Grammar.of({"response_format": wanted, "grammar": query.grammar, "choices": query.choices})
+    return Sampling(query.max_tokens, query.temperature, query.top_p, query.seed, stop, grammar, logprobs)
 
 
 def _prefill_s(store: Store, cache_id: str, tenant: str) -> float:

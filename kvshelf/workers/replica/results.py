@@ -9,6 +9,7 @@ from typing import NamedTuple
 from pydantic import Field
 
 from kvshelf.api import Answered, AnswerObject, JointAnswer, SearchList, Source
+from kvshelf.api.tools import ToolCall
 from kvshelf.store.manifest import Manifest
 
 
@@ -84,7 +85,7 @@ class Reply(AnswerObject):
     decode. The later ones may begin before the last layer is loaded. memory: what happened in the replica's memory for
     caches since its last reply, as `Residents.take_counts`. suffix_bytes: as of a `Ticket`. sources: the caches that
     were asked; of several, the longest is `cache_id`, with its `policy` and `compression_ratio`. stop: of an
-    `Answer`.
+    `Answer`. tool_calls: of an answer to a `ToolAsking`; `text` is what stands before them.
     """
 
     token_ids: list[int] = Field(exclude=True)
@@ -93,6 +94,7 @@ class Reply(AnswerObject):
     memory: dict[str, int] = Field(default_factory=dict, exclude=True)
     suffix_bytes: int = Field(0, exclude=True)
     sources: tuple[Source, ...] = Field((), exclude=True)
+    tool_calls: list[ToolCall] = Field(default_factory=list, exclude=True)
     stop: str | None = Field(None, exclude=True)
 
     @property

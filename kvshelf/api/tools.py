@@ -1,0 +1,112 @@
+"""Tools in OpenAI's shape: what a model may call, its calls, and a question that comes with them."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Discriminator, Field, Tag
+
+from kvshelf.api.queries import Asking
+from kvshelf.api.strict import MAX_MESSAGES, RequestBody, Role, ToolName, misuse
+
+MAX_TOOLS = 128
+
+
+class Function(RequestBody):
+    """`parameters`: a JSON schema of an object; without it, the function takes none. Calls that `tool_choice` asks for
+    always fit it, so `strict` has no effect."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(RequestBody):
+    type: Literal["function"]
+    function: Function
+
+
+def _is_object(text: str) -> str:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise misuse("messages", f"the arguments of a call are {text[:80]!r}; they must be a JSON object as text")
+    return text
+
+
+class CalledFunction(RequestBody):
+    """`arguments`: a JSON object as text."""
+
+    name: ToolName
+    arguments: Annotated[str, AfterValidator(_is_object)]
+
+
+class ToolCall(RequestBody):
+    id: Annotated[str, Field(min_length=1, max_length=128)] = Field(
+        default_factory=lambda: "call_" + secrets.token_hex(12)
+    )
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class NamedFunction(RequestBody):
+    name: ToolName
+
+
+class NamedTool(RequestBody):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def _how(choice: object) -> str:
+    return "(mode)" if isinstance(choice, str) else "(one)"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("(mode)")] | Annotated[NamedTool, Tag("(one)")],
+    Discriminator(_how),
+]
+Tools = Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class ToolTurn(RequestBody):
+    """A turn of a conversation with tools. tool_calls: of an assistant's turn."""
+
+    role: Role | Literal["tool"]
+    content: str
+    tool_calls: list[ToolCall] = Field(default_factory=list)
+
+
+class ToolAsking(Asking):
+    """A question whose answer may be calls of tools."""
+
+    messages: Annotated[list[ToolTurn], Field(min_length=1, max_length=MAX_MESSAGES)]  # type: ignore[assignment]
+    tools: Tools
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+
+    @property
+    def callable(self) -> list[Tool]:
+        """The tools that the answer must call one of; none where it need not."""
+        if isinstance(self.tool_choice, NamedTool):
+            return [tool for tool in self.tools if tool.function.name == self.tool_choice.function.name]
+        return self.tools if self.tool_choice == "required" else []
+
+
+def require_tools(tools: Sequence[Tool] | None, choice: str | NamedTool | None, *, calls: bool) -> None:
+    """For a validator. calls: whether the conversation has calls or results of tools."""
+    names = [tool.function.name for tool in tools or ()]
+    if len(set(names)) < len(names):
+        raise misuse("tools", "two tools have the same name")
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        raise misuse("tool_choice", f"there is no tool {choice.function.name!r}; there is {', '.join(names) or 'none'}")
+    if choice == "required" and not names:
+        raise misuse("tool_choice", "a call is required, and there are no tools; give tools")
+    if calls and not names:
+        raise misuse("tools", "the messages have calls of tools; give the tools, too")

@@ -1,0 +1,154 @@
+"""Tools as a model's chat template writes them: their text before a question, calls in an answer, and calls sent back.
+
+The document is in the cache already, so the tools' text stands behind it, as a system message's does. A template says
+how calls are written; those that write them as JSON objects with a name and arguments are supported (Hermes, Qwen,
+Llama 3). What comes from outside (descriptions, arguments, results) stays text: it makes no control token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+from kvshelf.api.tools import CalledFunction, Tool, ToolCall, ToolTurn
+from kvshelf.errors import InvalidRequest
+from kvshelf.workers.model.text import QUESTION_SEPARATOR, TextFormat
+
+_NAME: Final = "kvshelf_name"
+_ARGUMENT: Final = "kvshelf_argument"
+_WRITTEN: Final = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+"""JSON as Python's `json.dumps` writes it, and as templates show it."""
+_ID: Final = "kvshelf01"  # nine letters and digits, which some templates insist on
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """tools: those that an answer may call. text: what the template says of them. opening, closing: around the JSON of
+    one call. name, arguments: its keys. special: the parts of `opening` and `closing` that are control tokens, which
+    the text of an answer lacks."""
+
+    tools: tuple[Tool, ...]
+    text: str
+    opening: str
+    closing: str
+    name: str
+    arguments: str
+    special: Mapping[str, int]
+
+    @classmethod
+    def of(cls, form: TextFormat, tools: Sequence[Tool]) -> Self:
+        """Raises `InvalidRequest` for a model whose template has no tools, or writes calls in another way."""
+        said = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
+        without, special = form.rendered(_ASKED), form.special_tokens()
+        text, own = (_inserted(without, form.rendered(_ASKED, tools=each)) for each in (said, _TOOLS))
+        if not own.strip():
+            raise InvalidRequest("the chat template of this model has no tools; leave tools out", param="tools")
+        if any(token in own for token in special) or _ASKED[1]["content"] in own:
+            raise _unsupported("writes tools in more places than one")
+        call = {"type": "function", "id": _ID, "function": {"name": _NAME, "arguments": {_ARGUMENT: 1}}}
+        calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+        made = form.rendered([*_ASKED, calling], tools=said)
+        before = form.rendered(_ASKED, tools=said, opening=True)
+        end = form.rendered([*_ASKED, {"role": "assistant", "content": _NAME}], tools=said).rpartition(_NAME)[2]
+        written = made.removeprefix(before).removesuffix(end)
+        at = written.find("{")
+        try:
+            found, length = json.JSONDecoder().raw_decode(written[at:])
+        except ValueError as error:
+            raise _unsupported("writes calls of tools in another way than as JSON") from error
+        keys = [key for value in (_NAME, {_ARGUMENT: 1}) for key, own in found.items() if own == value]
+        if not made.startswith(before) or len(keys) != 2:
+            raise _unsupported("writes calls of tools without a name and arguments")
+        opening, closing = written[:at], written[at + length :]
+        named = {token: number for token, number in special.items() if token in opening + closing}
+        name, arguments = keys
+        return cls(tuple(tools), text.strip(), opening, closing, name, arguments, named)
+
+    def turns(self, messages: Sequence[ToolTurn]) -> list[dict[str, str]]:
+        """A conversation as roles and texts, the tools' text before its first."""
+        said = [{"role": turn.role, "content": self._content(turn)} for turn in messages]
+        said[0]["content"] = QUESTION_SEPARATOR.join([self.text, said[0]["content"]])
+        return said
+
+    def _content(self, turn: ToolTurn) -> str:
+        calls = [self._written(call) for call in turn.tool_calls]
+        return "\n".join([turn.content, *calls] if turn.content else calls) if calls else turn.content
+
+    def _written(self, call: ToolCall) -> str:
+        values = {self.name: call.function.name, self.arguments: json.loads(call.function.arguments)}
+        return self._plain(self.opening) + json.dumps(values, ensure_ascii=False) + self._plain(self.closing)
+
+    def parsed(self, text: str) -> tuple[str, list[ToolCall]]:
+        """The text of an answer before its calls, and the calls; all of it as text where it is none."""
+        opening, closing = self._plain(self.opening).strip(), self._plain(self.closing).strip()
+        start = text.find(opening) if opening else len(text) - len(text.lstrip())
+        content, rest, calls = text[: max(start, 0)].strip(), text[max(start, 0) :], []
+        while rest.strip().startswith(opening or "{") and (call := self._call(rest.strip().removeprefix(opening))):
+            made, rest = call
+            calls.append(made)
+            rest = rest.strip().removeprefix(closing).lstrip(" \n;,")
+        return (text, []) if not calls or rest.strip() else (content, calls)
+
+    def _call(self, text: str) -> tuple[ToolCall, str] | None:
+        text = text.lstrip()
+        try:
+            found, length = json.JSONDecoder().raw_decode(text)
+        except ValueError:
+            return None
+        names = {tool.function.name for tool in self.tools}
+        if not isinstance(found, dict) or found.get(self.name) not in names:
+            return None
+        arguments = found.get(self.arguments)
+        if not isinstance(arguments, dict):
+            return None
+        called = CalledFunction(name=found[self.name], arguments=json.dumps(arguments, ensure_ascii=False))
+        return ToolCall(function=called), text[length:]
+
+    def grammar(self, tools: Sequence[Tool], *, several: bool) -> str:
+        """In llguidance's Lark dialect: one call of one of these tools, or `several`."""
+        calls = [self._schema(tool) for tool in tools]
+        schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
+        again = '("\\n" call)*' if several else ""
+        one = " ".join(filter(None, (self._literal(self.opening), "object", self._literal(self.closing))))
+        return f"start: call {again}\ncall: {one}\nobject: %json {json.dumps(schema | _WRITTEN)}\n"
+
+    def _schema(self, tool: Tool) -> dict[str, Any]:
+        nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+        arguments = tool.function.parameters or nothing
+        return {
+            "type": "object",
+            "properties": {self.name: {"const": tool.function.name}, self.arguments: arguments},
+            "required": [self.name, self.arguments],
+            "additionalProperties": False,
+        }
+
+    def _literal(self, text: str) -> str:
+        """A text with control tokens, as a grammar names them."""
+        for token, number in self.special.items():
+            before, found, after = text.partition(token)
+            if found:
+                return " ".join(filter(None, (self._literal(before), f"<[{number}]>", self._literal(after))))
+        return json.dumps(text, ensure_ascii=False) if text else ""
+
+    def _plain(self, text: str) -> str:
+        for token in self.special:
+            text = text.replace(token, "")
+        return text
+
+
+_TOOLS: Final = [{"type": "function", "function": {"name": _NAME, "description": "", "parameters": {}}}]
+_ASKED: Final = [{"role": "system", "content": "kvshelf_system"}, {"role": "user", "content": "kvshelf_question"}]
+
+
+def _inserted(before: str, after: str) -> str:
+    """What stands in one text and not in the other, between what both begin and end with."""
+    same = next((at for at, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]), len(before))
+    left = before[same:]
+    return after[same : len(after) - len(left)] if after.endswith(left) else after[same:]
+
+
+def _unsupported(what: str) -> InvalidRequest:
+    message = f"the chat template of this model {what}, which is not supported; leave tools out"
+    return InvalidRequest(message, param="tools")
