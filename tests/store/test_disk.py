@@ -66,6 +66,7 @@ def test_a_manifest_says_what_was_stored(store: DiskStore, clock: Clock) -> None
             "tried": (),
             "created_at": clock.time,
             "expires_at": clock.time + 60,
+            "ttl_renew_s": None,
             "last_used_at": None,
             "pinned": True,
             "name": "report",

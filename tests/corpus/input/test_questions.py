@@ -31,7 +31,8 @@ def test_a_line_is_the_body_of_the_live_route_and_crosses_processes() -> None:
     (row,) = rows(line(max_tokens=3, temperature=0.5, n=1, model="m"))
     assert row.question is not None
     assert (row.spec, row.error, row.custom_id) == (None, None, "a")
-    assert (row.question.cache_id, row.question.token_limit, row.question.temperature) == ("kvs_1", 3, 0.5)
+    asking = row.question.asking
+    assert (row.question.cache_id, asking.max_tokens, asking.temperature) == ("kvs_1", 3, 0.5)
     assert Row.from_dict(json.loads(json.dumps(row.to_dict()))) == row
 
 
@@ -43,7 +44,7 @@ def test_a_line_is_the_body_of_the_live_route_and_crosses_processes() -> None:
         (line(custom_id=None), "custom_id: a question needs one"),
         (line(url="/v1/caches"), f"only POST {URL}"),
         (line(colour="red"), "colour: unknown field"),
-        (line(tools=[{"type": "function"}]), "tools is not supported"),
+        (line(frequency_penalty=1), "frequency_penalty is not supported"),
         ({"custom_id": "a", "document": "x"}, "document: unknown beside method, url and body"),
         ({"custom_id": "a", "method": "POST", "url": URL}, "body: the fields of the request"),
         (line(cache_id=None), "cache_id or cache_ids is needed"),

@@ -259,9 +259,9 @@ def test_chat_needs_a_cache_and_refuses_what_it_does_not_do(http: httpx.Client, 
     body = {"cache_id": cache["id"], "messages": [{"role": "user", "content": "tide"}]}
     for change, param in (
         ({"cache_id": None}, "cache_id"),
-        ({"n": 2}, "n"),
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"logprobs": True}, "logprobs"),
+        ({"n": 17}, "n"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"frequency_penalty": 1}, "frequency_penalty"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"model": "gpt-17"}, "model"),
         ({"messages": []}, "messages"),
