@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from kvshelf.workers.model.hub import bundled_folder
+from kvshelf.workers.model.source import bundled_folder
 from tests.service.conftest import created, refused
 from tests.workers.model.test_tools import HERMES
 
