@@ -167,6 +167,7 @@ def code(response: httpx.Response) -> tuple[int, str]:
     return response.status_code, response.json()["error"]["code"]
 
 
+@pytest.mark.slow
 def test_openais_client_asks_a_cache(url: str, cache: Manifest, peers: dict[str, Peer], tiny: Engine) -> None:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
     named: Any = {"model": cache.model, "messages": QUESTION, "extra_body": {"cache_id": cache.id}}

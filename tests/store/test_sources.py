@@ -66,6 +66,7 @@ def evict(shelf: Shelf, manifest: Manifest) -> None:
 # Kept, in either form
 
 
+@pytest.mark.slow
 def test_a_source_is_kept_beside_its_cache(shelf: Shelf, place: Place) -> None:
     text = "Zwölf Boxkämpfer \0 jagen\r\n" * 1000
     manifest = shelf.put(make_cache(), source=text)

@@ -193,6 +193,7 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, kind: str, library: 
         text_of(files.pdf(LINE), kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "kind", "settings", "reason"),
     [
@@ -291,6 +292,7 @@ def test_the_client_and_the_command_line_take_files(service_url: str, http: http
     assert "ZIP archive" in done.stderr.replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_errors_of_files_are_of_our_tree() -> None:
     for data, kind, error in ((b"", "pdf", InvalidRequest), (b"", "html", InvalidRequest)):
         with pytest.raises(error):

@@ -112,6 +112,7 @@ def test_a_batch_of_questions_takes_no_options_of_documents(
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_a_cancelled_batch_that_is_tried_again_asks_no_question_twice(
     client: openai.OpenAI, http: httpx.Client, cache: dict[str, Any]
 ) -> None:

@@ -190,6 +190,7 @@ def test_a_key_file_is_found_from_any_folder(monkeypatch: pytest.MonkeyPatch, tm
     assert load_settings(api_key_file="keys").api_key_file == str(tmp_path / "keys")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -37,6 +37,7 @@ def nested(url: str) -> str:
     return quote(url, safe="")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server", ["shared_s3", "seaweed"])
 def test_a_life(request: pytest.FixtureRequest, server: str, index: Place, prefix: str, open_shelf: OpenShelf) -> None:
     """Everything a shelf does, on both servers and with both kinds of index."""

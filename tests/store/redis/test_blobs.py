@@ -121,6 +121,7 @@ def test_what_is_no_name_is_refused(blobs: RedisBlobs, name: str) -> None:
 READS = st.lists(st.tuples(st.integers(0, 10 * MB + 3), st.sampled_from([1, 16, 300, 70_000, 300_000, 5 * MB])))
 
 
+@pytest.mark.slow
 @given(READS)
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_file_is_read_in_any_order(shared_file: tuple[RedisBlobs, str, bytes], reads: list[tuple[int, int]]) -> None:

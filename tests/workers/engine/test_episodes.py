@@ -90,6 +90,7 @@ def test_the_router_finds_the_episode_that_holds_the_fact(tiny):
     assert sum(hits) > 0.8 * len(hits)
 
 
+@pytest.mark.slow
 def test_one_cache_of_the_whole_document_for_each_episode(tiny, talk):
     caches = tiny.episodes(talk.text, TOPICS, compression_ratio=0.8, chunk=256)
     found = tiny.find_episodes(talk.text, TOPICS)

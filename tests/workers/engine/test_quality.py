@@ -380,6 +380,7 @@ def test_levels_that_look_behind_the_document_in_other_ways_have_their_own_prefi
         assert made.cache.to_bytes() == tiny.run(job).cache.to_bytes()
 
 
+@pytest.mark.slow
 def test_two_documents_share_nothing(tiny, prose):
     levels = [Level(tiny.prepare(text)) for text in (prose, "A" + prose)]
     assert len(shared(levels)) == 2
