@@ -24,7 +24,7 @@ from kvshelf.workers.engine.decode.grammar import Grammar
 from kvshelf.workers.engine.decode.reduction import SuffixReducer
 from kvshelf.workers.engine.decode.selection import Selection
 from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.model.tools import ToolFormat
+from kvshelf.workers.engine.inputs.tools import ToolFormat
 from kvshelf.workers.replica.calls import Threads, called_as
 from kvshelf.workers.replica.conversations import Conversations, prompt_of, said_in
 from kvshelf.workers.replica.residents import Resident, Residents

@@ -14,7 +14,7 @@ import pytest
 
 from kvshelf.workers.model.source import bundled_folder
 from tests.service.conftest import created, refused
-from tests.workers.model.test_tools import HERMES
+from tests.workers.engine.test_tools import HERMES
 
 if TYPE_CHECKING:
     from tests.conftest import LiveService

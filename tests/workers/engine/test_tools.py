@@ -9,8 +9,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from kvshelf.api.tools import Tool, ToolCall, ToolTurn
 from kvshelf.errors import InvalidRequest
+from kvshelf.workers.engine.inputs.tools import ToolFormat
 from kvshelf.workers.model.text import TextFormat
-from kvshelf.workers.model.tools import ToolFormat
 
 WEATHER = Tool.model_validate(
     {"type": "function", "function": {
