@@ -221,7 +221,7 @@ class Questions:
             form = self._tools(query)
             if query.callable:
                 lark = form.grammar(query.callable, several=query.parallel_tool_calls)
-                return Grammar.of({"grammar": lark})
+                return Grammar.of_lark(lark, "tools")
         wanted = None if query.response_format is None else query.response_format.model_dump()
         return Grammar.of({"response_format": wanted, "grammar": query.grammar, "choices": query.choices})
 

@@ -86,6 +86,11 @@ def test_a_conversation_with_calls(tool_service: LiveService) -> None:
     assert said.usage.prompt_tokens_details is not None
     assert said.usage.prompt_tokens_details.cached_tokens == cache["tokens"]["document"]
 
+    wrong: Any = {"type": "function", "function": {"name": "find", "parameters": {"type": "strng"}}}
+    with pytest.raises(openai.BadRequestError, match="strng") as refusal:
+        client.chat.completions.create(messages=QUESTION, tool_choice="required", **asked | {"tools": [wrong]})
+    assert refusal.value.param == "tools"
+
 
 def post(http: httpx.Client, cache: dict[str, Any], **body: Any) -> httpx.Response:
     return http.post("/v1/chat/completions", json={"cache_id": cache["id"], "messages": QUESTION} | body)

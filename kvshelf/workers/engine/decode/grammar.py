@@ -42,14 +42,19 @@ class Grammar:
                 kinds = "text, json_object, or json_schema with a json_schema.schema"
                 raise InvalidRequest(f"response_format is {other!r}; its type is {kinds}", param="response_format")
             case {"grammar": lark}:
-                return cls(_lark(lark), "grammar")
+                return cls.of_lark(lark, "grammar")
             case {"choices": choices}:
                 if isinstance(choices, str) or not choices or not all(choices):
                     raise InvalidRequest("choices must be a list of texts that are not empty", param="choices")
                 lark = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
                 shortest = min(len(choice.encode()) for choice in choices)
-                return cls(_lark(lark), "choices", shortest)
+                return cls.of_lark(lark, "choices", shortest)
         return None
+
+    @classmethod
+    def of_lark(cls, lark: str, param: str, least_bytes: int = 0) -> Grammar:
+        """A grammar in llguidance's Lark dialect."""
+        return cls(json.dumps({"grammars": [{"lark_grammar": lark}]}), param, least_bytes)
 
     @classmethod
     def _of_schema(cls, schema: Any) -> Grammar:
@@ -57,10 +62,6 @@ class Grammar:
             raise InvalidRequest(f"the schema is {schema!r}; it must be an object", param="response_format")
         text = json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": _WRITTEN}}]})
         return cls(text, "response_format", least_json_bytes(schema, schema))
-
-
-def _lark(text: str) -> str:
-    return json.dumps({"grammars": [{"lark_grammar": text}]})
 
 
 def least_json_bytes(schema: Any, root: Any, depth: int = 0) -> int:
