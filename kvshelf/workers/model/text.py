@@ -23,7 +23,7 @@ QUESTION_SEPARATOR = "\n\n"
 SENTENCE_ENDS = tuple(".?!\n。？！")  # noqa: RUF001  the full-width ones are meant
 SEGMENT_ENDS = (*SENTENCE_ENDS, *",;:，、；：")  # noqa: RUF001
 
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "user", "assistant")
 
 _NO_CHARACTER = "\ufffd"  # what the decoder writes for bytes that are not a whole character
 _MARK = "\ue000{}\ue001"  # private-use characters: no template contains them, and content is never rendered through one
@@ -110,15 +110,17 @@ class TextFormat:
             return self.encode(prompt)
         return self.turns(boundary, [{"role": "user", "content": prompt}])
 
-    def turns(self, boundary: Boundary, messages: Sequence[Message], *, opening: bool = True) -> list[int]:
-        """The ids that add `messages` and, for a question, open the assistant's turn.
+    def turns(
+        self, boundary: Boundary, messages: Sequence[Message], *, opening: bool = True, roles: Sequence[str] = ROLES
+    ) -> list[int]:
+        """The ids that add `messages`, of these `roles`, and, for a question, open the assistant's turn.
 
         After a document the first message must be the user's: it ends the turn that the document is in. A system
         message may stand before it: the document is already in the cache, so its text comes behind the document, as
         the first text of the same turn. Another system message is refused then. After a conversation the template
         decides where a system message may stand.
         """
-        added = check_messages(messages)
+        added = check_messages(messages, roles)
         if boundary == "text":
             raise InvalidRequest(
                 "this cache has the layout 'plain' and no turns; ask it with prompt instead of messages",
@@ -240,7 +242,7 @@ class TextFormat:
         return [i for i in added if i == self._chat.bos_token_id]
 
 
-def check_messages(messages: Sequence[Message]) -> list[tuple[str, str]]:
+def check_messages(messages: Sequence[Message], roles: Sequence[str] = ROLES) -> list[tuple[str, str]]:
     """Roles and contents of a conversation. Raises `InvalidRequest` naming the message that is wrong."""
     if not messages:
         raise InvalidRequest("messages is empty; give at least one message", param="messages")
@@ -249,9 +251,9 @@ def check_messages(messages: Sequence[Message]) -> list[tuple[str, str]]:
         if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
             raise InvalidRequest(f"messages[{i}] must have exactly the fields role and content", param=f"messages[{i}]")
         role, content = message["role"], message["content"]
-        if role not in ROLES:
+        if role not in roles:
             raise InvalidRequest(
-                f"messages[{i}].role is {role!r}; it must be one of {', '.join(ROLES)}", param=f"messages[{i}].role"
+                f"messages[{i}].role is {role!r}; it must be one of {', '.join(roles)}", param=f"messages[{i}].role"
             )
         if not isinstance(content, str) or not content:
             raise InvalidRequest(

@@ -24,6 +24,7 @@ from kvshelf.workers.engine.decode.grammar import Grammar
 from kvshelf.workers.engine.decode.reduction import SuffixReducer
 from kvshelf.workers.engine.decode.selection import Selection
 from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.engine.inputs.encode import Prompt
 from kvshelf.workers.engine.inputs.tools import ToolFormat
 from kvshelf.workers.replica.calls import Threads, called_as
 from kvshelf.workers.replica.conversations import Conversations, prompt_of, said_in
@@ -202,7 +203,10 @@ class Questions:
     async def _begun(self, loaded: _Loaded, **options: Any) -> Ticket[Answer]:
         """The queued answer. options: of `Scheduler.generate`."""
         document, query = loaded.document, loaded.query
-        prompt = self._tools(query).turns(query.messages) if isinstance(query, ToolAsking) else _prompt(query)
+        prompt: Prompt = _prompt(query)
+        if isinstance(query, ToolAsking):
+            boundary, turns = document.identity.boundary, query.messages
+            prompt = await self.threads.run(lambda: self._tools(query).encoded(boundary, turns))
         ids = await self.threads.run(self.engine.encode_query, document, prompt)
         passages = query.select is not None and query.select.passages
         options |= {"passages": passages, "reducer": self._bound(query, ids)}

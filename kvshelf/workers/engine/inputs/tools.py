@@ -14,7 +14,8 @@ from typing import Any, Final, Self
 
 from kvshelf.api.tools import CalledFunction, Tool, ToolCall, ToolTurn
 from kvshelf.errors import InvalidRequest
-from kvshelf.workers.model.text import QUESTION_SEPARATOR, TextFormat
+from kvshelf.store.artifact.identity import Boundary
+from kvshelf.workers.model.text import QUESTION_SEPARATOR, ROLES, TextFormat
 
 _NAME: Final = "kvshelf_name"
 _ARGUMENT: Final = "kvshelf_argument"
@@ -25,10 +26,11 @@ _ID: Final = "kvshelf01"  # nine letters and digits, which some templates insist
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """tools: those that an answer may call. text: what the template says of them. opening, closing: around the JSON of
-    one call. name, arguments: its keys. special: the parts of `opening` and `closing` that are control tokens, which
-    the text of an answer lacks."""
+    """form: of the model. tools: those that an answer may call. text: what the template says of them. opening, closing:
+    around the JSON of one call. name, arguments: its keys. special: the parts of `opening` and `closing` that are
+    control tokens, which the text of an answer lacks."""
 
+    form: TextFormat
     tools: tuple[Tool, ...]
     text: str
     opening: str
@@ -64,7 +66,11 @@ class ToolFormat:
         opening, closing = written[:at], written[at + length :]
         named = {token: number for token, number in special.items() if token in opening + closing}
         name, arguments = keys
-        return cls(tuple(tools), text.strip(), opening, closing, name, arguments, named)
+        return cls(form, tuple(tools), text.strip(), opening, closing, name, arguments, named)
+
+    def encoded(self, boundary: Boundary, messages: Sequence[ToolTurn]) -> list[int]:
+        """The token ids that ask a conversation with tools behind a cache, as `TextFormat.turns`."""
+        return self.form.turns(boundary, self.turns(messages), roles=(*ROLES, "tool"))
 
     def turns(self, messages: Sequence[ToolTurn]) -> list[dict[str, str]]:
         """A conversation as roles and texts, the tools' text before its first."""
