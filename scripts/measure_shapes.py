@@ -50,7 +50,7 @@ def extractions(engine: Engine) -> None:
     cases: list[Case] = [
         make_case("multikey", "prose", TOKENS, seed, count, questions=QUESTIONS) for seed in range(DOCUMENTS)
     ]
-    valid = same = asked = in_choices = free = 0
+    valid = same = asked = in_json = in_choices = free = 0
     for case in cases:
         cache = engine.compress(case.text, policy="full")
         values = {"choices": [ask.references[0] for ask in case.asks]}
@@ -60,6 +60,7 @@ def extractions(engine: Engine) -> None:
         for ask, single, *three in zip(case.asks, alone, answers[::3], answers[1::3], answers[2::3], strict=True):
             shaped, plain, chosen = three
             jsonschema.validate(json.loads(shaped.text), SCHEMA)
+            in_json += score(ask, json.loads(shaped.text)["value"]).exact
             valid += shaped.finish_reason == "stop"
             same += plain.text == single.text
             free += score(ask, plain.text).exact
@@ -68,7 +69,9 @@ def extractions(engine: Engine) -> None:
     print(
         f"{asked} extractions in batches of {3 * QUESTIONS}: {valid} valid JSON, {same} rows without a shape unchanged"
     )
-    print(f"right values: {free / asked:.1%} without a shape, {in_choices / asked:.1%} with choices")
+    print(
+        f"right values: {free / asked:.1%} without a shape, {in_json / asked:.1%} in JSON, {in_choices / asked:.1%} with choices"
+    )
 
 
 def costs(subject: Subject, rows: int) -> None:

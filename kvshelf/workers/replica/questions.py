@@ -253,9 +253,8 @@ class Questions:
         """The reply, once its turn is stored if the query asks for that. What keeps a turn from being stored is no
         error of the answer. Of a question with tools, the reply has the calls beside its text."""
         if isinstance(loaded.query, ToolAsking):
-            text, calls = self._tools(loaded.query).parsed(reply.text)
-            most = None if loaded.query.parallel_tool_calls else 1
-            return reply.model_copy(update={"text": text, "tool_calls": calls[:most]})
+            text, calls = self._tools(loaded.query).answered(reply.text, loaded.query)
+            return reply.model_copy(update={"text": text, "tool_calls": calls})
         if not loaded.query.store:
             return reply
         document, keep = loaded.document, self.conversations.keep

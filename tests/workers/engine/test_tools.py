@@ -7,7 +7,7 @@ import json
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from kvshelf.api.tools import Tool, ToolCall, ToolTurn
+from kvshelf.api.tools import Tool, ToolAsking, ToolCall, ToolTurn
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.engine.inputs.tools import ToolFormat
 from kvshelf.workers.model.text import TextFormat
@@ -92,6 +92,19 @@ def test_several_calls_and_text_before_them(templated):
     content, calls = form.parsed(f"I look.\n{one}\n{other}")
     assert content == "I look."
     assert [found.function.name for found in calls] == ["weather", "clock"]
+
+
+def test_there_are_no_more_calls_than_the_question_allows(templated):
+    form = ToolFormat.of(templated(HERMES), [WEATHER, CLOCK])
+    one = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    text, turns = f"{one}\n{one}", [ToolTurn(role="user", content="?")]
+
+    def calls(**options):
+        return form.answered(text, ToolAsking(messages=turns, tools=[CLOCK], **options))
+
+    assert len(calls()[1]) == 2
+    assert len(calls(parallel_tool_calls=False)[1]) == 1
+    assert calls(tool_choice="none") == (text, [])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-from kvshelf.api.tools import CalledFunction, Tool, ToolCall, ToolTurn
+from kvshelf.api.tools import CalledFunction, Tool, ToolAsking, ToolCall, ToolTurn
 from kvshelf.errors import InvalidRequest
 from kvshelf.store.artifact.identity import Boundary
 from kvshelf.workers.model.text import QUESTION_SEPARATOR, ROLES, TextFormat
@@ -85,6 +85,13 @@ class ToolFormat:
     def _written(self, call: ToolCall) -> str:
         values = {self.name: call.function.name, self.arguments: json.loads(call.function.arguments)}
         return self._plain(self.opening) + json.dumps(values, ensure_ascii=False) + self._plain(self.closing)
+
+    def answered(self, text: str, query: ToolAsking) -> tuple[str, list[ToolCall]]:
+        """As `parsed`, with no more calls than the question allows."""
+        if query.tool_choice == "none":
+            return text, []
+        content, calls = self.parsed(text)
+        return content, calls if query.parallel_tool_calls else calls[:1]
 
     def parsed(self, text: str) -> tuple[str, list[ToolCall]]:
         """The text of an answer before its calls, and the calls; all of it as text where it is none."""
