@@ -69,9 +69,8 @@ def extractions(engine: Engine) -> None:
     print(
         f"{asked} extractions in batches of {3 * QUESTIONS}: {valid} valid JSON, {same} rows without a shape unchanged"
     )
-    print(
-        f"right values: {free / asked:.1%} without a shape, {in_json / asked:.1%} in JSON, {in_choices / asked:.1%} with choices"
-    )
+    rates = ((free, "free"), (in_json, "in JSON"), (in_choices, "chosen"))
+    print("right values:", ", ".join(f"{right / asked:.1%} {how}" for right, how in rates))
 
 
 def costs(subject: Subject, rows: int) -> None:

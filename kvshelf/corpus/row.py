@@ -84,7 +84,7 @@ class Row:
     def length(self) -> int:
         """The approximate characters of its document or question."""
         if self.question is not None:
-            return sum(len(message.plain().content) for message in self.question.messages)
+            return sum(len(message.turn().content) for message in self.question.messages)
         if self.spec is None:
             return 0
         if self.spec.messages is not None:

@@ -24,7 +24,6 @@ from kvshelf.workers.engine.decode.grammar import Grammar
 from kvshelf.workers.engine.decode.reduction import SuffixReducer
 from kvshelf.workers.engine.decode.selection import Selection
 from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.engine.inputs.encode import Prompt
 from kvshelf.workers.engine.inputs.tools import ToolFormat
 from kvshelf.workers.replica.calls import Threads, called_as
 from kvshelf.workers.replica.conversations import Conversations, prompt_of, said_in
@@ -124,8 +123,7 @@ class Questions:
         asked = [caches] if isinstance(caches, str) else list(caches)
         routed = isinstance(query, JointQuery) and query.route is not None
         cache_ids = [await self._nearest(asked, query, tenant)] if routed else asked
-        if (grammar := await self.threads.run(self._grammar, query)) is not None:
-            await self.threads.run(self.engine.guide.constraint, grammar, query.max_tokens)  # refused before any work
+        tools, grammar = await self.threads.run(self._shape, query)  # refused before any work
         if query.store:
             self.engine.require_turns()
             await self.threads.run(self.store.admit, tenant)
@@ -148,7 +146,7 @@ class Questions:
             found = dict(zip(cache_ids, held, strict=True))
             found_s, counts = time.monotonic() - started, self.residents.take_counts()
             named = asked if routed else cache_ids
-            loaded = _Loaded(named, found, document, query, started, found_s, counts)
+            loaded = _Loaded(named, found, document, query, tools, grammar, started, found_s, counts)
             try:
                 yield loaded
             except KvshelfError as error:
@@ -203,31 +201,35 @@ class Questions:
     async def _begun(self, loaded: _Loaded, **options: Any) -> Ticket[Answer]:
         """The queued answer. options: of `Scheduler.generate`."""
         document, query = loaded.document, loaded.query
-        prompt: Prompt = _prompt(query)
-        if isinstance(query, ToolAsking):
-            boundary, turns = document.identity.boundary, query.messages
-            prompt = await self.threads.run(lambda: self._tools(query).encoded(boundary, turns))
-        ids = await self.threads.run(self.engine.encode_query, document, prompt)
+        ids = await self.threads.run(self._encoded, loaded)
         passages = query.select is not None and query.select.passages
         options |= {"passages": passages, "reducer": self._bound(query, ids)}
         selection = await self._selected(document, query, ids)
         if query.store:
             assert isinstance(document, Attachment)
             options["turn_of"] = partial(self.engine.turn_ids, document, _prompt(query))
-        return self.scheduler.generate(document, ids, _sampling(query, self._grammar(query)), selection, **options)
+        return self.scheduler.generate(document, ids, _sampling(query, loaded.grammar), selection, **options)
 
-    def _tools(self, query: ToolAsking) -> ToolFormat:
-        return ToolFormat.of(self.engine.require_text("tools"), query.tools)
+    def _encoded(self, loaded: _Loaded) -> list[int]:
+        query, boundary = loaded.query, loaded.document.identity.boundary
+        if isinstance(query, ToolAsking) and loaded.tools is not None:
+            return loaded.tools.encoded(boundary, query.messages)
+        return self.engine.encode_query(loaded.document, _prompt(query))
 
-    def _grammar(self, query: Asking) -> Grammar | None:
-        """What the answer must be. Raises `InvalidRequest` for tools that the model's template has no room for."""
-        if isinstance(query, ToolAsking):
-            form = self._tools(query)
-            if query.callable:
-                lark = form.grammar(query.callable, several=query.parallel_tool_calls)
-                return Grammar.of_lark(lark, "tools")
+    def _shape(self, query: Asking) -> tuple[ToolFormat | None, Grammar | None]:
+        """How the model writes a question's tools, and what the answer must be. Raises `InvalidRequest` for tools that
+        the model's template has no room for, and as `Guide.constraint`."""
         wanted = None if query.response_format is None else query.response_format.model_dump()
-        return Grammar.of({"response_format": wanted, "grammar": query.grammar, "choices": query.choices})
+        grammar = Grammar.of({"response_format": wanted, "grammar": query.grammar, "choices": query.choices})
+        tools = None
+        if isinstance(query, ToolAsking):
+            tools = ToolFormat.of(self.engine.require_text("tools"), query.tools)
+            if query.callable:
+                lark = tools.grammar(query.callable, several=query.parallel_tool_calls)
+                grammar = Grammar.of_lark(lark, "tools")
+        if grammar is not None:
+            self.engine.guide.constraint(grammar, query.max_tokens)
+        return tools, grammar
 
     def _counted(self, loaded: _Loaded, answer: Answer, ticket: Ticket[Answer], tenant: str) -> Reply:
         """The reply, counted for the tenant on a thread."""
@@ -252,8 +254,8 @@ class Questions:
     async def _kept(self, loaded: _Loaded, answer: Answer, reply: Reply, tenant: str) -> Reply:
         """The reply, once its turn is stored if the query asks for that. What keeps a turn from being stored is no
         error of the answer. Of a question with tools, the reply has the calls beside its text."""
-        if isinstance(loaded.query, ToolAsking):
-            text, calls = self._tools(loaded.query).answered(reply.text, loaded.query)
+        if isinstance(loaded.query, ToolAsking) and loaded.tools is not None:
+            text, calls = loaded.tools.answered(reply.text, loaded.query)
             return reply.model_copy(update={"text": text, "tool_calls": calls})
         if not loaded.query.store:
             return reply
@@ -291,14 +293,17 @@ class _Loaded:
     for all of them.
 
     asked: the ids in the answer, of which a route may have chosen one to hold. document: they, as the question sees
-    them. query: what is asked of them. started: the time of the request, of `time.monotonic`. found_s: seconds until
-    the caches were found in memory or began to arrive. counts: of `Residents.take_counts`.
+    them. query: what is asked of them. tools, grammar: as of `Questions._shape`. started: the time of the request, of
+    `time.monotonic`. found_s: seconds until the caches were found in memory or began to arrive. counts: of
+    `Residents.take_counts`.
     """
 
     asked: Sequence[str]
     held: dict[str, tuple[Resident, bool]]
     document: Attached
     query: Asking
+    tools: ToolFormat | None
+    grammar: Grammar | None
     started: float
     found_s: float
     counts: dict[str, int]

@@ -36,6 +36,18 @@ def test_a_line_is_the_body_of_the_live_route_and_crosses_processes() -> None:
     assert Row.from_dict(json.loads(json.dumps(row.to_dict()))) == row
 
 
+def test_a_question_may_have_tools_and_their_results() -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "find", "arguments": "{}"}}
+    said: list[dict[str, Any]] = [
+        {"role": "user", "content": "Where?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "shelf 4"},
+    ]
+    (row,) = rows(line(messages=said, tools=[{"type": "function", "function": {"name": "find"}}]))
+    assert (row.error, row.length) == (None, len("Where?shelf 4"))
+    assert Row.from_dict(json.loads(json.dumps(row.to_dict()))) == row
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
