@@ -128,7 +128,7 @@ class Answer:
 
 
 class Asks(Protocol):
-    """How a question is asked. The service gives it to a run of questions, and it travels to the process of the callers."""
+    """How a question is asked. The service gives it to a run of questions; it travels to the callers' process."""
 
     async def __call__(
         self,
