@@ -17,7 +17,7 @@ from kvshelf.api.strict import FinishReason
 from kvshelf.errors import InvalidRequest, KvshelfError
 from kvshelf.workers.engine.attention.attachment import Attached, Wait
 from kvshelf.workers.engine.attention.function import Attended
-from kvshelf.workers.engine.decode.detokenizer import Detokenizer
+from kvshelf.workers.engine.decode.detokenizer import Detokenizer, may_begin
 from kvshelf.workers.engine.decode.equivalents import Equivalents
 from kvshelf.workers.engine.decode.grammar import Grammar
 from kvshelf.workers.engine.decode.logprobs import Logprobs
@@ -371,20 +371,12 @@ class _TextStream:
             self.stopped = min(found, key=found.__getitem__)
             self._held = self._held[: found[self.stopped]]
             return self._release(len(self._held))
-        return self._release(len(self._held) - self._longest_stop_prefix())
+        return self._release(len(self._held) - may_begin(self._held, self._stop))
 
     def _release(self, length: int) -> str:
         final, self._held = self._held[:length], self._held[length:]
         self.text += final
         return final
-
-    def _longest_stop_prefix(self) -> int:
-        """Length of the longest end of the held text that some stop text begins with."""
-        longest = max((len(stop) for stop in self._stop), default=0)
-        for length in range(min(longest, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
-                return length
-        return 0
 
 
 def _require(holds: bool, name: str, value: object, legal: str) -> None:

@@ -8,13 +8,15 @@ Llama 3). What comes from outside (descriptions, arguments, results) stays text:
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from kvshelf.api.tools import CalledFunction, Tool, ToolAsking, ToolCall, ToolTurn
 from kvshelf.errors import InvalidRequest
 from kvshelf.store.artifact.identity import Boundary
+from kvshelf.workers.engine.decode.detokenizer import may_begin
 from kvshelf.workers.model.text import QUESTION_SEPARATOR, ROLES, TextFormat
 
 _NAME: Final = "kvshelf_name"
@@ -95,14 +97,31 @@ class ToolFormat:
 
     def parsed(self, text: str) -> tuple[str, list[ToolCall]]:
         """The text of an answer before its calls, and the calls; all of it as text where it is none."""
-        opening, closing = self._plain(self.opening).strip(), self._plain(self.closing).strip()
-        start = text.find(opening) if opening else len(text) - len(text.lstrip())
-        content, rest, calls = text[: max(start, 0)].strip(), text[max(start, 0) :], []
+        opening, closing, start = self._begins, self._plain(self.closing).strip(), max(self._start(text), 0)
+        content, rest, calls = text[:start].rstrip(), text[start:], []
         while rest.strip().startswith(opening or "{") and (call := self._call(rest.strip().removeprefix(opening))):
             made, rest = call
             calls.append(made)
             rest = rest.strip().removeprefix(closing).lstrip(" \n;,")
         return (text, []) if not calls or rest.strip() else (content, calls)
+
+    def settled(self, text: str) -> int:
+        """How much of the beginning of an answer is text before any call, whatever follows it."""
+        start, opening = self._start(text), self._begins
+        if start < 0:
+            start = len(text) - may_begin(text, [opening])
+        elif text[start + len(opening) :].lstrip()[:1] not in ("", "{"):
+            return len(text)
+        return len(text[:start].rstrip())
+
+    @property
+    def _begins(self) -> str:
+        """What the text of a call begins with, before its JSON."""
+        return self._plain(self.opening).strip()
+
+    def _start(self, text: str) -> int:
+        """Where the first call of an answer begins if there is one; -1 where none does."""
+        return text.find(self._begins) if self._begins else len(text) - len(text.lstrip())
 
     def _call(self, text: str) -> tuple[ToolCall, str] | None:
         text = text.lstrip()
@@ -149,6 +168,33 @@ class ToolFormat:
         for token in self.special:
             text = text.replace(token, "")
         return text
+
+
+class HeldPieces:
+    """The pieces of an answer, held back while they may belong to a call. settled: as `ToolFormat.settled`."""
+
+    def __init__(self, settled: Callable[[str], int]) -> None:
+        self._settled = settled
+        self._text = ""
+        self._held: deque[str] = deque()
+        self._told = 0
+
+    def push(self, piece: str) -> Iterator[str]:
+        """Add a piece. Gives those that are text whatever follows."""
+        self._text += piece
+        self._held.append(piece)
+        return self._until(self._settled(self._text))
+
+    def rest(self, text: str) -> Iterator[str]:
+        """What is left of the answer's text, once that is known."""
+        yield from self._until(len(text))
+        if self._told < len(text):
+            yield text[self._told :]
+
+    def _until(self, end: int) -> Iterator[str]:
+        while self._held and self._told + len(self._held[0]) <= end:
+            self._told += len(self._held[0])
+            yield self._held.popleft()
 
 
 _TOOLS: Final = [{"type": "function", "function": {"name": _NAME, "description": "", "parameters": {}}}]
