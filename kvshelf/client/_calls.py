@@ -536,6 +536,11 @@ def usage(**fields: Unpack[UsageFields]) -> Call[UsageReport]:
     return Call("GET", "/v1/usage", parse_as(UsageReport), params=query_string(UsageQuery, given))
 
 
+def limits() -> Call[api.Limits]:
+    """The limits of one request, those of your tenant, and the scopes of your key."""
+    return Call("GET", "/v1/limits", parse_as(api.Limits))
+
+
 def list_models() -> Call[list[api.ModelObject]]:
     """The models this service answers for; the first one is the default."""
     return Call("GET", "/v1/models", lambda response: parse_as(api.ModelList)(response).data)
