@@ -113,16 +113,12 @@ class Completion:
                     told[index] = 0
                 if isinstance(piece, str):
                     tokens = piece.logprobs if isinstance(piece, Piece) else ()
-                    delta = Delta(content=piece)
-                    yield self._chunk(ChunkChoice(index=index, delta=delta, logprobs=_logprobs(tokens))) | extra
+                    said = ChunkChoice(index=index, delta=Delta(content=piece), logprobs=_logprobs(tokens))
+                    yield self._chunk(said) | extra
                     told[index] += len(tokens)
-                    continue
-                ended.append(piece.usage)
-                calls = [DeltaCall(index=at, **call.model_dump()) for at, call in enumerate(piece.tool_calls or ())]
-                delta = Delta(tool_calls=calls or None)
-                left = _logprobs((piece.tokens or ())[told[index] :])
-                last = ChunkChoice(index=index, delta=delta, logprobs=left, finish_reason=piece.reason)
-                yield self._chunk(last, **piece.ours) | extra
+                else:
+                    ended.append(piece.usage)
+                    yield self._chunk(_closing(index, piece, told[index]), **piece.ours) | extra
         if with_usage:
             yield self._last(ended)
 
@@ -148,6 +144,13 @@ def require_model(model: str | None, cache_id: str, names: tuple[str, str]) -> N
 def wants_usage(body: ChatCompletionRequest) -> bool:
     """Whether a stream is to end with its usage."""
     return body.stream_options is not None and body.stream_options.include_usage
+
+
+def _closing(index: int, end: Ending, told: int) -> ChunkChoice:
+    """The end of a choice. told: the tokens whose logprobs went out before."""
+    calls = [DeltaCall(index=at, **call.model_dump()) for at, call in enumerate(end.tool_calls or ())]
+    left = _logprobs((end.tokens or ())[told:])
+    return ChunkChoice(index=index, delta=Delta(tool_calls=calls or None), logprobs=left, finish_reason=end.reason)
 
 
 def _logprobs(tokens: Sequence[Logprob]) -> ChoiceLogprobs | None:

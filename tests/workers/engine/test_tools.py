@@ -119,7 +119,11 @@ def test_there_are_no_more_calls_than_the_question_allows(templated):
         '<tool_call>\n{"name": "clock", "arguments": "now"}\n</tool_call>',
         '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call> and more',
         '{"name": "clock", "arguments": {}}',
+        '<tool_call>\n{"name": [], "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "clock", "arguments": {"at": NaN}}\n</tool_call>',
+        '<tool_call>\n{"name": ' + "[" * 5000,
     ],
+    ids=lambda text: text[:60],
 )
 def test_what_is_no_call_stays_text(templated, text):
     assert ToolFormat.of(templated(HERMES), [WEATHER, CLOCK]).parsed(text) == (text, [])
@@ -188,6 +192,14 @@ def test_a_required_call_fits_its_grammar_and_nothing_else_does(tiny, templated,
     assert not fits(form.opening + said.replace("Kiel", "Oslo") + form.closing)
     assert not fits(form.opening + said.replace("weather", "clock") + form.closing)
     assert not fits("It rains.")
+
+
+def test_half_a_surrogate_pair_stays_an_escape(templated):
+    form = ToolFormat.of(templated(HERMES), [CLOCK])
+    _, (found,) = form.parsed('<tool_call>\n{"name": "clock", "arguments": {"at": "\\ud800 ü"}}\n</tool_call>')
+    assert found.function.arguments == '{"at": "\\ud800 ü"}'
+    turns = [ToolTurn(role="user", content="?"), ToolTurn(role="assistant", content="", tool_calls=[found])]
+    assert '{"at": "\\ud800 ü"}' in form.form.decode(form.encoded("document", turns))
 
 
 def test_what_comes_from_outside_makes_no_control_token(templated):
