@@ -212,8 +212,28 @@ def test_a_schema_that_leads_back_to_itself_has_a_least_size(node, least):
 
 
 _WORDS = st.sampled_from(
-    "type object array string properties required items minItems minLength enum const anyOf oneOf $ref #/$defs/a $defs "
-    "a pattern additionalProperties prefixItems".split()
+    [
+        "type",
+        "object",
+        "array",
+        "string",
+        "properties",
+        "required",
+        "items",
+        "minItems",
+        "minLength",
+        "enum",
+        "const",
+        "anyOf",
+        "oneOf",
+        "$ref",
+        "#/$defs/a",
+        "$defs",
+        "a",
+        "pattern",
+        "additionalProperties",
+        "prefixItems",
+    ]
 )
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | _WORDS,
