@@ -211,30 +211,10 @@ def test_a_schema_that_leads_back_to_itself_has_a_least_size(node, least):
     assert least_json_bytes({"$ref": "#/$defs/node", "$defs": {"node": node}}) == least
 
 
-_WORDS = st.sampled_from(
-    [
-        "type",
-        "object",
-        "array",
-        "string",
-        "properties",
-        "required",
-        "items",
-        "minItems",
-        "minLength",
-        "enum",
-        "const",
-        "anyOf",
-        "oneOf",
-        "$ref",
-        "#/$defs/a",
-        "$defs",
-        "a",
-        "pattern",
-        "additionalProperties",
-        "prefixItems",
-    ]
-)
+_TYPES = ["object", "array", "string"]
+_COUNTS = ["minItems", "minLength", "required"]
+_NESTING = ["properties", "items", "enum", "const", "anyOf", "oneOf", "$ref", "$defs", "pattern", "prefixItems"]
+_WORDS = st.sampled_from(["type", "a", "#/$defs/a", "additionalProperties", *_TYPES, *_COUNTS, *_NESTING])
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | _WORDS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_WORDS, inner, max_size=4),
