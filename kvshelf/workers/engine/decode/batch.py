@@ -549,7 +549,7 @@ class _Choices(NamedTuple):
     def of(cls, logits: Tensor, generations: Sequence[Generation]) -> _Choices:
         """One reduction and one copy to the host for all rows. The maximum of a row with a NaN is NaN."""
         telling = [row for row, generation in enumerate(generations) if generation.logprobs is not None]
-        logprobs = {row: logits[row].float().log_softmax(dim=-1).cpu() for row in telling}
+        logprobs = {row: logits[row].float().log_softmax(dim=-1) for row in telling}
         held = {row: each.constraint for row, each in enumerate(generations) if each.constraint and not each.finished}
         if held:
             _mask(logits, held)
