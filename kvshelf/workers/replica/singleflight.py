@@ -33,11 +33,12 @@ class SingleFlight(Generic[ResultT]):
         A cancelled caller leaves alone; the work is cancelled when its last caller has left.
         """
         call = self._calls.get(key)
+        if call is not None and call.task.done():
+            call = None  # removed in a moment: nobody joins finished work, and its result is on the shelf by then
         began = call is None
         if call is None:
             call = _Call(asyncio.ensure_future(work()))
             self._calls[key] = call
-            # Removed the moment it ends: nobody joins finished work, and its result is on the shelf by then.
             call.task.add_done_callback(partial(self._forget, key, call))
         call.callers += 1
         try:

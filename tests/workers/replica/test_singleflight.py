@@ -46,3 +46,28 @@ async def test_a_call_is_shared_and_ends_with_its_last_caller() -> None:
     assert await singleflight.join("key", work) == (7, True)
     assert runs == ["began", "ended", "began", "began", "ended"]
     assert not singleflight._calls
+
+
+async def test_nobody_joins_work_that_has_ended() -> None:
+    """A caller that comes in the moment between the end of the work and the removal of its call begins anew. If it
+    joined, it would get the result without giving way to the event loop, and could ask for ever."""
+    singleflight: SingleFlight[str] = SingleFlight()
+    ended = asyncio.Event()
+
+    async def early() -> str:
+        ended.set()  # wakes the other caller before the end of this work is told
+        return "early"
+
+    async def late() -> str:
+        return "late"
+
+    async def other_caller() -> tuple[str, bool]:
+        await ended.wait()
+        assert len(singleflight) == 1
+        return await singleflight.join("key", late)
+
+    second = asyncio.ensure_future(other_caller())
+    await asyncio.sleep(0)
+    assert await singleflight.join("key", early) == ("early", True)
+    assert await second == ("late", True)
+    assert len(singleflight) == 0
