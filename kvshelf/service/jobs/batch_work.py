@@ -225,11 +225,12 @@ class BatchWork:
 
     def _shard(self, record: BatchRecord, config: StoreConfig, options: RunOptions) -> Shard:
         file = self.store.files.get(record.body["input_file_id"], tenant=record.tenant)
-        where, size = (config, record.tenant, file.id, file.filename), (file.nbytes, record.counts.total)
+        defaults, rows = record.body["options"], record.counts.total
+        fields = (config, record.tenant, file.id, file.filename, defaults, file.nbytes, rows)
         if not record.asks:
-            return StoredShard(*where, record.body["options"], *size)
+            return StoredShard(*fields)
         recorded = sum(1 for _ in self.store.batches.journal(record.id))
-        return QuestionShard(*where, record.id, recorded, options.retry_failed, *size)
+        return QuestionShard(*fields, batch_id=record.id, recorded=recorded, retry_failed=options.retry_failed)
 
     def _questions_at_once(self) -> int:
         """Half of those that the replicas answer at once, so that a user's question finds a place."""

@@ -229,9 +229,7 @@ def test_a_reason_to_fail_is_known_to_whoever_writes_the_results_later(tmp_path:
 
 @pytest.mark.parametrize(("state", "ends"), [("finalizing", "expired"), ("cancelling", "cancelled")])
 @pytest.mark.parametrize("endpoint", ["/v1/caches", "/v1/chat/completions"])
-def test_rows_that_were_left_undone_are_in_the_error_file(
-    state: str, ends: str, endpoint: str, tmp_path: Path
-) -> None:
+def test_rows_that_were_left_undone_are_in_the_error_file(state: str, ends: str, endpoint: str, tmp_path: Path) -> None:
     """Of five lines two have ended. Without the input, which its tenant may delete, nobody knows the others."""
     data = "\n".join([*(json.dumps({"custom_id": name, "document": "x"}) for name in "abcd"), "no JSON"]).encode()
     with DiskStore.open(tmp_path / "home") as store:

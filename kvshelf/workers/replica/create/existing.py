@@ -25,9 +25,7 @@ def as_requested(
 
     Changes that others make at the same time stay. Raises `InvalidRequest` if the cache would have too many labels.
     """
-    while changes := changes_of(manifest, labels or {}, name) | (
-        _longer(store, manifest, lifetime) if lifetime else {}
-    ):
+    while changes := changes_of(manifest, labels or {}, name) | _longer(store, manifest, lifetime):
         if len(changes.get("labels", ())) > LABEL_LIMIT:
             raise InvalidRequest(
                 f"cache {manifest.id} has {len(manifest.labels)} labels and would have {len(changes['labels'])} with "
