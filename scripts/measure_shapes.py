@@ -28,8 +28,12 @@ SCHEMA = {
     "required": ["found", "value"],
     "additionalProperties": False,
 }
-IN_SCHEMA: Mapping[str, Any] = {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}
+NUMBER = {"type": "integer"}
 REPEATS, STEPS = 15, 48
+
+
+def of_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
 
 
 def together(engine: Engine, asked: list[tuple[CompressedCache, str, Mapping[str, Any]]], tokens: int) -> list[Answer]:
@@ -50,27 +54,29 @@ def extractions(engine: Engine) -> None:
     cases: list[Case] = [
         make_case("multikey", "prose", TOKENS, seed, count, questions=QUESTIONS) for seed in range(DOCUMENTS)
     ]
-    valid = same = asked = in_json = in_choices = free = 0
+    valid = same = 0
+    right = {"free": 0, "within an object": 0, "as a number": 0, "chosen": 0}
     for case in cases:
         cache = engine.compress(case.text, policy="full")
         values = {"choices": [ask.references[0] for ask in case.asks]}
         alone = [engine.answer(cache, ask.text, max_new_tokens=24) for ask in case.asks]
-        mixed = [(cache, ask.text, shape) for ask in case.asks for shape in (IN_SCHEMA, {}, values)]
-        answers = together(engine, mixed, 64)
-        for ask, single, *three in zip(case.asks, alone, answers[::3], answers[1::3], answers[2::3], strict=True):
-            shaped, plain, chosen = three
-            jsonschema.validate(json.loads(shaped.text), SCHEMA)
-            in_json += score(ask, json.loads(shaped.text)["value"]).exact
-            valid += shaped.finish_reason == "stop"
+        shapes = [{}, of_schema(SCHEMA), of_schema(NUMBER), values]
+        answers = together(engine, [(cache, ask.text, shape) for ask in case.asks for shape in shapes], 64)
+        for at, (ask, single) in enumerate(zip(case.asks, alone, strict=True)):
+            plain, inside, number, chosen = answers[len(shapes) * at :][: len(shapes)]
+            jsonschema.validate(json.loads(inside.text), SCHEMA)
+            jsonschema.validate(json.loads(number.text), NUMBER)
+            valid += inside.finish_reason == number.finish_reason == "stop"
             same += plain.text == single.text
-            free += score(ask, plain.text).exact
-            in_choices += score(ask, chosen.text).exact
-            asked += 1
+            given = plain.text, json.loads(inside.text)["value"], number.text, chosen.text
+            for how, text in zip(right, given, strict=True):
+                right[how] += score(ask, text).exact
+    asked = sum(len(case.asks) for case in cases)
     print(
-        f"{asked} extractions in batches of {3 * QUESTIONS}: {valid} valid JSON, {same} rows without a shape unchanged"
+        f"{asked} extractions in batches of {len(shapes) * QUESTIONS}: {valid} valid JSON in both shapes, "
+        f"{same} rows without a shape unchanged"
     )
-    rates = ((free, "free"), (in_json, "in JSON"), (in_choices, "chosen"))
-    print("right values:", ", ".join(f"{right / asked:.1%} {how}" for right, how in rates))
+    print("right values:", ", ".join(f"{count / asked:.1%} {how}" for how, count in right.items()))
 
 
 def costs(subject: Subject, rows: int) -> None:
@@ -78,7 +84,7 @@ def costs(subject: Subject, rows: int) -> None:
     cache = engine.compress(subject.tokens(2048, seed=1), policy="full")
     item = {**SCHEMA, "properties": {"name": {"type": "string"}, "n": {"type": "integer"}}, "required": ["name", "n"]}
     endless = {"type": "array", "items": item, "minItems": 200}
-    grammar = Grammar.of({"response_format": {"type": "json_schema", "json_schema": {"schema": endless}}})
+    grammar = Grammar.of(of_schema(endless))
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for shaped in (True, False) * REPEATS:
         batch, sampling = engine.batch(), Sampling(8 * STEPS * 100, grammar=grammar if shaped else None)

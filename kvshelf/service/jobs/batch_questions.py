@@ -25,7 +25,7 @@ from kvshelf.workers.replica.results import Reply
 
 @dataclass(frozen=True)
 class Asker:
-    """Asks a question of the replicas, without a turn among the questions of users. identities: of served models."""
+    """Asks a question of the replicas, behind the questions of users. identities: of served models."""
 
     identities: Mapping[str, ModelIdentity]
 
@@ -45,7 +45,7 @@ class Asker:
         assert model is not None  # else `serving_all` has raised
         require_model(question.model, manifests[0].id, (manifests[0].model, model))
         replies: list[Reply] = [
-            await engines[model].call("query", ids, each, tenant=tenant, deadline_s=deadline_s)
+            await engines[model].call("query", ids, each, of_batch=True, tenant=tenant, deadline_s=deadline_s)
             for each in each_alone(question.asking)
         ]
         together = question.cache_ids is not None

@@ -66,15 +66,16 @@ class Questions:
         caches: str | Sequence[str],
         query: Asking,
         *,
+        of_batch: bool = False,
         tenant: str,
         deadline_s: float | None = None,
         origin: str = "",
     ) -> Reply:
         """Answer the one prompt of a query about a cache, or about several together: callers ask several prompts one by
-        one, so that tenants take turns."""
+        one, so that tenants take turns. of_batch: whether users' questions go before it."""
         with called_as(origin):
             async with self._loaded(caches, query, tenant, deadline_s) as loaded:
-                ticket = await self._begun(loaded, tenant=tenant, deadline_s=deadline_s)
+                ticket = await self._begun(loaded, of_batch=of_batch, tenant=tenant, deadline_s=deadline_s)
                 try:
                     answer = await asyncio.wrap_future(ticket.future)
                     return await self._kept(loaded, answer, self._counted(loaded, answer, ticket, tenant), tenant)

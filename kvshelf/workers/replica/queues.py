@@ -31,7 +31,8 @@ class SchedulerLimits:
 
     The suffixes of all open answers (question and generated tokens, without the document) take at most
     `max_suffix_bytes`: a question waits until its suffix fits at full length, and is refused if it never can. While
-    both kinds of work want the model, compression gets at least `batch_share` of the time.
+    users' questions want the model, compression gets at least `batch_share` of the time, and the questions of batches
+    that share of the steps; they also leave an eighth of the answers and bytes to users.
     """
 
     max_open: int = 64
@@ -66,7 +67,8 @@ TurnOf = Callable[[str, Sequence[int]], Sequence[int]]
 @dataclass(eq=False)
 class Answering:
     """A question's place in the queue and among the open answers. `suffix_bytes`: of question and longest answer.
-    turn_of: gives the tokens of the whole turn from the text and the tokens of the answer, where the turn is kept."""
+    turn_of: gives the tokens of the whole turn from the text and the tokens of the answer, where the turn is kept.
+    of_batch: whether users' questions go before it."""
 
     ticket: Ticket[Answer]
     generation: Generation
@@ -74,6 +76,7 @@ class Answering:
     suffix_bytes: int
     tenant: str
     turn_of: TurnOf | None = None
+    of_batch: bool = False
 
 
 @dataclass(eq=False)
@@ -161,6 +164,7 @@ class Queues:
         self._name = name
         self._limits = limits
         self._questions: Rounds[Answering] = Rounds()
+        self._batch_questions: Rounds[Answering] = Rounds()
         self._documents: Rounds[Compressing] = Rounds()
         self._passes: Rounds[Passing] = Rounds()
         self._stop_at = math.inf
@@ -194,11 +198,11 @@ class Queues:
         """Raises `QueueFull`, `NoWorker`."""
         with self.changed:
             self._require_accepting()
-            queued = len(self._questions)
-            if queued >= self._limits.max_waiting:
+            queue = self._batch_questions if work.of_batch else self._questions
+            if (queued := len(queue)) >= self._limits.max_waiting:
                 rounds = queued / self._limits.max_open
                 raise _queue_full("questions", queued, self.answer_pace.estimate(rounds))
-            self._questions.add(work.tenant, work)
+            queue.add(work.tenant, work)
             self.changed.notify()
 
     def add_pass(self, work: Passing) -> None:
@@ -231,7 +235,7 @@ class Queues:
 
     @property
     def _waiting(self) -> bool:
-        return bool(self._questions or self._documents or self._passes)
+        return bool(self._questions or self._batch_questions or self._documents or self._passes)
 
     def take_pass(self) -> Passing | None:
         with self.changed:
@@ -242,17 +246,15 @@ class Queues:
         with self.changed:
             return self._documents.take() if self._documents else None
 
-    def take_questions(self, rows: int, held_bytes: int) -> list[Answering]:
-        """As many questions as fit beside `rows` open answers, whose suffixes take `held_bytes`; tenants in turn."""
+    def take_questions(self, open_ones: Sequence[Answering]) -> list[Answering]:
+        """As many questions as fit beside the open answers: those of users, then those of batches; tenants in turn."""
+        most, most_bytes = self._limits.max_open, self._limits.max_suffix_bytes
         with self.changed:
-            self._drop_ended(self._questions)
-            self._drop_ended(self._documents)
-            taken: list[Answering] = []
-            while (following := self._questions.next) is not None and rows + len(taken) < self._limits.max_open:
-                held_bytes += following.suffix_bytes
-                if held_bytes > self._limits.max_suffix_bytes:
-                    break
-                taken.append(self._questions.take())
+            for queue in (self._questions, self._batch_questions, self._documents):
+                self._drop_ended(queue)
+            taken = _taken(self._questions, open_ones, most, most_bytes)
+            beside = [*open_ones, *taken]
+            taken += _taken(self._batch_questions, beside, most - most // 8, most_bytes - most_bytes // 8)
         return taken
 
     def _drop_ended(self, queue: Rounds[Any]) -> None:
@@ -268,8 +270,10 @@ class Queues:
         """All queued work; the queues accept no more."""
         with self.changed:
             self.accepting = False
-            rest: list[Answering | Compressing | Passing] = [*self._questions, *self._documents, *self._passes]
-            self._questions, self._documents, self._passes = Rounds(), Rounds(), Rounds()
+            questions = [*self._questions, *self._batch_questions]
+            rest: list[Answering | Compressing | Passing] = [*questions, *self._documents, *self._passes]
+            self._questions, self._batch_questions = Rounds(), Rounds()
+            self._documents, self._passes = Rounds(), Rounds()
         return rest
 
     def check(self, ticket: Ticket[Any]) -> None:
@@ -280,6 +284,18 @@ class Queues:
 
     def stopped(self) -> NoWorker:
         return NoWorker(f"the worker of {self._name!r} stopped before this was done; ask again", retry_after_s=1.0)
+
+
+def _taken(queue: Rounds[Answering], beside: Sequence[Answering], most: int, most_bytes: int) -> list[Answering]:
+    """The next questions, up to so many open answers and bytes of their suffixes. The first of all always fits."""
+    taken: list[Answering] = []
+    held_bytes = sum(work.suffix_bytes for work in beside)
+    while (following := queue.next) is not None and (rows := len(beside) + len(taken)) < most:
+        held_bytes += following.suffix_bytes
+        if held_bytes > most_bytes and rows:
+            break
+        taken.append(queue.take())
+    return taken
 
 
 def _queue_full(what: str, queued: int, retry_after_s: float) -> QueueFull:

@@ -5,7 +5,8 @@ being read, its questions run through each layer as it arrives, and the other an
 
 Questions before documents: between two layers of a compression, queued questions are prefilled and open answers take
 their steps. A question is answered while a long document is still being prefilled, and a compression never starves: it
-keeps `batch_share` of the time.
+keeps `batch_share` of the time. Users before batches: while a user's question is open, the questions of batches take
+part in a `batch_share` of the steps.
 
 Callers stay on their own threads and get a `Ticket` with a `concurrent.futures.Future`. Every ticket ends: with a
 result, with the work's own error, with `Cancelled` or `DeadlineExceeded` at the next unit of work, or with `NoWorker`
@@ -53,6 +54,7 @@ class Scheduler:
         self._thread = threading.Thread(target=self._run, name=f"scheduler-{engine.name}", daemon=True)
         self._batch = engine.batch()
         self._open: list[Answering] = []
+        self._steps_of_users = 0  # since a step of all
         self._compressing: Compressing | None = None
         self._charged_s = 0.0
         self.spent: Callable[[str, float], None] = lambda *_: None
@@ -102,11 +104,12 @@ class Scheduler:
         reducer: SuffixReducer | None = None,
         on_text: Callable[[str], None] = lambda _: None,
         turn_of: TurnOf | None = None,
+        of_batch: bool = False,
         tenant: str = "default",
         deadline_s: float | None = None,
     ) -> Ticket[Answer]:
         """Queue a question. `on_text` gets each piece of final text on the scheduler's thread, so it must not block.
-        turn_of: as of `Answering`; the answer then has its turn, or none where the turn cannot be kept.
+        turn_of, of_batch: as of `Answering`. With `turn_of`, the answer has its turn, or none where it cannot be kept.
 
         Raises `QueueFull`, `NoWorker`, `InvalidRequest` for a question beyond the limits, and what `Engine.start`
         raises.
@@ -114,7 +117,7 @@ class Scheduler:
         most = None if reducer is None else reducer.most
         suffix_bytes = self._suffix_bytes(len(query) + sampling.max_tokens, most)
         generation = self._engine.start(cache, query, sampling, selection, passages=passages, reducer=reducer)
-        work = Answering(Ticket(deadline_s), generation, on_text, suffix_bytes, tenant, turn_of)
+        work = Answering(Ticket(deadline_s), generation, on_text, suffix_bytes, tenant, turn_of, of_batch)
         self._queues.add_question(work)
         return work.ticket
 
@@ -214,8 +217,7 @@ class Scheduler:
                     passing.ticket.resolve(passing.run())
             except Exception as exc:  # one pass's error is that pass's answer, whatever it is
                 passing.ticket.resolve(None, exc)
-        held_bytes = sum(work.suffix_bytes for work in self._open)
-        for work in self._queues.take_questions(len(self._open), held_bytes):
+        for work in self._queues.take_questions(self._open):
             work.ticket.begin()
             self._open.append(work)
         return bool(self._open)
@@ -225,18 +227,27 @@ class Scheduler:
         ready = [work for work in self._open if work.generation.document.arrived]
         arriving = [work for work in self._open if not work.generation.document.arrived]
         if ready:
-            self._advance(ready)
+            self._advance(self._next_of(ready))
         if arriving:
             document = arriving[0].generation.document
             joining = [work for work in arriving if work.generation.document is document]
             self._advance(joining, waiting=lambda record: self._wait(record, joining))
+
+    def _next_of(self, works: Sequence[Answering]) -> Sequence[Answering]:
+        """Those of users alone, or all of them in `batch_share` of the steps."""
+        users = [work for work in works if not work.of_batch]
+        if users and self._steps_of_users + 1 < 1 / self._limits.batch_share:
+            self._steps_of_users += 1
+            return users
+        self._steps_of_users = 0
+        return works
 
     def _wait(self, record: Future[Any], joining: Sequence[Answering]) -> None:
         """Step the other answers until the next layer of a document has arrived."""
         self._admit()
         others = [work for work in self._open if work not in joining and work.generation.document.arrived]
         if others:
-            self._advance(others)
+            self._advance(self._next_of(others))
         else:
             began = time.monotonic()
             wait([record], timeout=_PATIENCE_S)

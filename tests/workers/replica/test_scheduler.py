@@ -412,6 +412,37 @@ def test_new_questions_join_while_others_are_answered(
     assert 5 < joined[1] < 30  # type: ignore[operator]
 
 
+def test_a_user_s_question_goes_before_those_of_a_batch(engine: Engine, cache: CompressedCache) -> None:
+    """The batch takes part in one of ten steps while the user's question is open, and goes on behind it. It has fewer
+    places than there are, and its full queue refuses no user."""
+    scheduler = Scheduler(engine, SchedulerLimits(max_open=8, max_waiting=8))
+    query, most = engine.encode_query(cache, "Go on"), Sampling(max_tokens=100)
+    open_at_once, seen, asked = [], [], []  # type: ignore[var-annotated]
+
+    def on_text(_: str) -> None:
+        open_at_once.append(len(scheduler._open))
+        if len(open_at_once) == 5:
+            batch.extend(scheduler.generate(cache, query, most, of_batch=True) for _ in range(8))
+            with pytest.raises(QueueFull):
+                scheduler.generate(cache, query, most, of_batch=True)
+            when = engine.encode_query(cache, "When?")
+            asked.append(scheduler.generate(cache, when, Sampling(max_tokens=60)))
+            asked[0].future.add_done_callback(lambda _: seen.append(len(open_at_once)))
+
+    scheduler.start()
+    try:
+        batch = [scheduler.generate(cache, query, most, on_text=on_text, of_batch=True)]
+        answers = [ticket.future.result(WAIT_S) for ticket in batch]
+        assert asked[0].future.result(WAIT_S).usage.completion_tokens == 60
+    finally:
+        scheduler.stop()
+    assert len(answers) == 9
+    assert {answer.text for answer in answers} == {engine.answer(cache, "Go on", max_new_tokens=100).text}
+    assert max(open_at_once) == 7
+    assert 5 < seen[0] <= 5 + 60 / 10 + 1
+    assert len(open_at_once) > seen[0]
+
+
 def test_a_document_that_arrives_slowly_holds_nobody_up(
     scheduler: Scheduler, engine: Engine, cache: CompressedCache, tmp_path: Path
 ) -> None:

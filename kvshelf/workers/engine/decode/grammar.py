@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,6 +13,7 @@ from kvshelf.errors import InvalidRequest
 # One way to write JSON, so that a model cannot fill an answer with white space: as Python's `json.dumps` does.
 _WRITTEN: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _SEPARATOR_BYTES: Final = 2
+_DEEPEST: Final = 64
 
 
 @dataclass(frozen=True)
@@ -61,25 +62,31 @@ class Grammar:
         if not isinstance(schema, Mapping):
             raise InvalidRequest(f"the schema is {schema!r}; it must be an object", param="response_format")
         text = json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": _WRITTEN}}]})
-        return cls(text, "response_format", least_json_bytes(schema, schema))
+        return cls(text, "response_format", least_json_bytes(schema))
 
 
-def least_json_bytes(schema: Any, root: Any, depth: int = 0) -> int:
-    """A lower bound of the bytes of any JSON that fits a schema. root: where its references lead."""
-    if not isinstance(schema, Mapping) or depth > 64:
-        return 1
+def least_json_bytes(schema: Any) -> int:
+    """A lower bound of the bytes of any JSON that fits a schema. What is no schema, and where one leads back to itself,
+    counts as one byte."""
+    known: dict[int, int] = {}  # each part is looked at once: two references back to itself would double forever
 
-    def least(inner: Any) -> int:
-        return least_json_bytes(inner, root, depth + 1)
+    def least(part: Any, depth: int) -> int:
+        if not isinstance(part, Mapping) or depth > _DEEPEST:
+            return 1
+        if id(part) not in known:
+            known[id(part)] = 1
+            known[id(part)] = _least_of(part, schema, lambda inner: least(inner, depth + 1))
+        return known[id(part)]
 
-    def listed(parts: Sequence[int]) -> int:
-        return 2 + sum(parts) + _SEPARATOR_BYTES * max(0, len(parts) - 1)
+    return least(schema, 0)
 
+
+def _least_of(schema: Mapping[str, Any], root: Any, least: Callable[[Any], int]) -> int:
     match schema:
         case {"const": value}:
-            return len(json.dumps(value, ensure_ascii=False).encode())
+            return _size(value)
         case {"enum": [_, *_] as values}:
-            return min(len(json.dumps(value, ensure_ascii=False).encode()) for value in values)
+            return min(map(_size, values))
         case {"$ref": str(path)} if path.startswith("#/"):
             found = root
             for name in path[2:].split("/"):
@@ -88,18 +95,27 @@ def least_json_bytes(schema: Any, root: Any, depth: int = 0) -> int:
         case {"anyOf": [_, *_] as ways} | {"oneOf": [_, *_] as ways}:
             return min(map(least, ways))
         case {"type": [_, *_] as kinds}:
-            return min(least({**schema, "type": kind}) for kind in kinds)
-        case {"type": "object"}:
-            fields = schema.get("properties") or {}
-            required = schema.get("required") or []
-            keys = (len(json.dumps(name, ensure_ascii=False).encode()) + _SEPARATOR_BYTES for name in required)
-            return listed([key + least(fields.get(name)) for key, name in zip(keys, required, strict=True)])
-        case {"type": "array"}:
-            fewest = schema.get("minItems", 0)
-            return listed([least(schema.get("items"))] * min(fewest, 1_000_000) if isinstance(fewest, int) else [])
-        case {"type": "string"}:
-            fewest = schema.get("minLength", 0)
-            return 2 + (fewest if isinstance(fewest, int) else 0)
+            return min(_least_of({**schema, "type": kind}, root, least) for kind in kinds)
+        case {"type": "object", "required": [*names]}:
+            given = schema.get("properties")
+            fields = given if isinstance(given, Mapping) else {}
+            once = set(map(str, names))
+            return _listed(sum(_size(name) + _SEPARATOR_BYTES + least(fields.get(name)) for name in once), len(once))
+        case {"type": "array", "minItems": int(fewest)}:
+            return _listed(fewest * least(schema.get("items")), fewest)
+        case {"type": "string", "minLength": int(fewest)}:
+            return 2 + max(0, fewest)
+        case {"type": "object" | "array" | "string"}:
+            return 2
         case {"type": "boolean" | "null"}:
             return len("true")
     return 1
+
+
+def _size(value: Any) -> int:
+    return len(json.dumps(value, ensure_ascii=False).encode())
+
+
+def _listed(parts: int, count: int) -> int:
+    """Bytes of an array or an object. parts: of what is in it."""
+    return 2 + max(0, parts) + _SEPARATOR_BYTES * max(0, count - 1)

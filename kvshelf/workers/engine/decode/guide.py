@@ -1,7 +1,7 @@
 """Answers held to a grammar: which tokens may come next, by llguidance, as a mask over the model's logits.
 
 A grammar is compiled once for a tokenizer. Each answer has a matcher of its own, which moves on with its tokens; its
-mask takes some ten microseconds, and rows of a batch without a grammar have none.
+mask takes some microseconds.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from collections.abc import Iterable
 from functools import cached_property, lru_cache
 from typing import Final
 
-import numpy as np
 from llguidance import LLMatcher, LLTokenizer
-from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from kvshelf.errors import InvalidRequest
@@ -31,9 +29,10 @@ class Constraint:
         self.vocabulary = vocabulary
         """Ids of the tokenizer."""
 
-    def fill(self, words: NDArray[np.uint32]) -> None:
-        """Set the bits of the tokens that may come next, `[vocabulary / 32]`; a few microseconds."""
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+    def fill(self, address: int, nbytes: int) -> None:
+        """Write a bit for each token, set if it may come next, into memory of the vocabulary's size, a multiple of four
+        bytes. An address, because that of an array's row takes longer than the mask: a microsecond."""
+        self._matcher.unsafe_compute_mask_ptr(address, nbytes)
         self._require_sound()
 
     def take(self, token: int) -> bool:
