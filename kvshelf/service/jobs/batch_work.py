@@ -80,10 +80,12 @@ def outranked(record: BatchRecord, others: Iterable[BatchRecord], now: float) ->
 
 
 def waiting(record: BatchRecord, reason: str, now: float) -> BatchRecord:
-    """The record of a batch that gives up its place for a pause. Each pause is longer than the last until the batch
-    makes progress; a change of state ends the pause."""
+    """The record of a batch that gives up its place: to one of higher priority as long as that lasts, else for a pause.
+    Each pause is longer than the last until the batch makes progress; a change of state ends the pause."""
     pauses = record.progress.get("pauses", 0)
     pause = {"pauses": pauses + 1, "pause_s": backoff_s(pauses, _PAUSE_S, _MAX_PAUSE_S)}
+    if reason == _OUTRANKED:
+        pause = {"pauses": pauses, "pause_s": 0.0}
     told = {**record.progress, "waits_for": reason, "waits_from": now, **pause}
     return record.model_copy(update={"progress": told})
 
