@@ -332,9 +332,9 @@ class ChunkChoice(ResponseBody):
 
 
 class ChatCompletionChunk(ResponseBody):
-    """One event of a streamed completion. Of each choice, the one with the `finish_reason` has the `logprobs` of all
-    its tokens, and what else a `ChatCompletion` has beside OpenAI's fields. With `include_usage` the last event has the
-    usage and no choice."""
+    """One event of a streamed completion. `logprobs` of a choice are of the tokens whose text ends in the event. The
+    event with the `finish_reason` has those of tokens that have no text, and what a `ChatCompletion` has beside
+    OpenAI's fields. With `include_usage` the last event has the usage and no choice."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"

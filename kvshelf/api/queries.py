@@ -323,7 +323,9 @@ class JointAnswerList(ListBody):
 
 
 class AnswerDelta(ResponseBody):
-    """One piece of a streamed answer. The joined pieces are the text of the answer that follows."""
+    """One piece of a streamed answer. The joined pieces are the text of the answer that follows. `logprobs`: of the
+    tokens whose text ends in it, if asked for."""
 
     object: Literal["answer.delta"] = "answer.delta"
     text: str
+    logprobs: list[Logprob] | None = None

@@ -100,7 +100,7 @@ class TenantAllowances(ResponseBody):
 
 
 class Limits(ResponseBody):
-    """The limits of one request, and those of the caller's tenant."""
+    """The limits of one request, those of the caller's tenant, and the scopes of its key."""
 
     object: Literal["limits"] = "limits"
     max_body_bytes: int
@@ -114,6 +114,7 @@ class Limits(ResponseBody):
     request_deadline_s: float
     models: dict[str, int] = Field(description="by model: maximum tokens of document, question and answer together")
     tenant: TenantAllowances | None = None
+    scopes: list[str] | None = Field(None, description="what the caller's key allows; without keys, everything")
 
 
 class ReadyPart(ResponseBody):

@@ -44,7 +44,7 @@ class OfSchema(RequestBody):
 
 
 def kind_of(value: Any) -> str:
-    """The tag of a format; what is none gets the errors of a schema."""
+    """The tag of a format. Anything else is checked as a schema, whose errors say what is missing."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return f"({kind})" if kind in ("text", "json_object") else "(json_schema)"
 

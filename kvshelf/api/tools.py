@@ -32,7 +32,7 @@ class Tool(RequestBody):
 
 def _is_object(text: str) -> str:
     try:
-        found = json.loads(text)
+        found = json.loads(text, parse_constant=int)  # which refuses NaN and Infinity: they are no JSON
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):

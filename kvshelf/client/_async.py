@@ -238,6 +238,7 @@ class AsyncClient(_Group):
     ready = _awaited(_calls.readiness)
     estimate = _awaited(_calls.estimate)
     usage = _awaited(_calls.usage)
+    limits = _awaited(_calls.limits)
 
     def __init__(
         self,

@@ -373,10 +373,10 @@ def import_blob(blob: bytes, **fields: Unpack[ImportFields]) -> Call[api.CacheOb
     """Put the blob of a cache, as `download` gives it, on the shelf of this service. It keeps its codec; from an export
     also its name, labels, quality and source, where `name` and `labels` say nothing else.
 
-    `ttl_s` or `expires_at`, `name`, `labels` as in `create`; a cache that is there already comes back with `existing`
-    true. Raises `CacheCorrupt` for bytes that are not a sound blob, `ModelMismatch` for a cache of a model that the
-    service does not run, `StateConflict` for an export with the source of another document, `BodyTooLarge`,
-    `QuotaExceeded`, `StorageFull`.
+    `ttl_s` or `expires_at`, `name`, `labels` as in `create`, also of a cache that is there already, which comes back
+    with `existing` true. Raises `CacheCorrupt` for bytes that are not a sound blob, `ModelMismatch` for a cache of a
+    model that the service does not run, `StateConflict` for an export with the source of another document,
+    `BodyTooLarge`, `QuotaExceeded`, `StorageFull`.
     """
     if not isinstance(blob, bytes):
         raise InvalidRequest(f"a blob is bytes, not {type(blob).__name__}", param="blob")
@@ -534,6 +534,11 @@ def usage(**fields: Unpack[UsageFields]) -> Call[UsageReport]:
     if (group_by := given.get("group_by")) is not None and not isinstance(group_by, str):
         given["group_by"] = ",".join(group_by)
     return Call("GET", "/v1/usage", parse_as(UsageReport), params=query_string(UsageQuery, given))
+
+
+def limits() -> Call[api.Limits]:
+    """The limits of one request, those of your tenant, and the scopes of your key."""
+    return Call("GET", "/v1/limits", parse_as(api.Limits))
 
 
 def list_models() -> Call[list[api.ModelObject]]:

@@ -243,6 +243,7 @@ class Client(_Group):
     ready = _sent(_calls.readiness)
     estimate = _sent(_calls.estimate)
     usage = _sent(_calls.usage)
+    limits = _sent(_calls.limits)
 
     def __init__(
         self,

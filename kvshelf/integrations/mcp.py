@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
+from mcp.server.context import CallNext, HandlerResult, ServerRequestContext
 from mcp.server.mcpserver import Context, MCPServer
 from mcp_types import CallToolResult, TextContent, ToolAnnotations
 from pydantic import Field
@@ -22,7 +23,7 @@ import kvshelf
 from kvshelf.api import CacheObject, CreationProgress, Deleted, SearchList
 from kvshelf.api.queries import Source
 from kvshelf.api.strict import ResponseBody
-from kvshelf.client import AsyncClient, Client
+from kvshelf.client import AsyncClient, Client, Retries
 from kvshelf.errors import InvalidRequest, KvshelfError, Unauthorized
 
 P = ParamSpec("P")
@@ -30,6 +31,9 @@ T = TypeVar("T")
 
 _LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 """Hosts for which the package refuses requests of other hosts and origins (DNS rebinding)."""
+
+_MOST_BYTES: Final = (64 << 20) + (64 << 10)
+"""Of one request over HTTP: what a service takes by default, and room for what MCP adds."""
 
 _INSTRUCTIONS: Final = """\
 kvshelf keeps long documents as compressed KV caches, so that a question about one does not read it again. `put` stores
@@ -108,7 +112,8 @@ def serve(url: str | None, address: str | None, files: Path | None) -> None:
     host, port = _host_and_port(address)
     if host not in _LOOPBACK:
         _require_keys(url, host)
-    build(url, over_http=True).run("streamable-http", host=host, port=port, stateless_http=True)
+    options: dict[str, Any] = {"host": host, "port": port, "max_request_body_size": _MOST_BYTES}
+    build(url, over_http=True).run("streamable-http", stateless_http=True, **options)
 
 
 def build(url: str | None, *, over_http: bool = False, files: Path | None = None) -> MCPServer[Any]:
@@ -126,6 +131,7 @@ def build(url: str | None, *, over_http: bool = False, files: Path | None = None
     for read in (tools.ask, tools.search, tools.list):
         server.add_tool(read, annotations=reads)
     server.add_tool(tools.delete, annotations=ToolAnnotations(destructive_hint=True))
+    server.middleware.append(tools.only_allowed)
     return server
 
 
@@ -273,8 +279,25 @@ class _Tools:
         assert isinstance(made, CacheObject)  # one document at one level
         return Stored.of(made)
 
-    def _client(self, ctx: Context[Any, Any]) -> AsyncClient:
-        return AsyncClient(self.url, api_key=_bearer(ctx.headers or {}) if self.over_http else None)
+    async def only_allowed(self, ctx: ServerRequestContext[Any, Any], call_next: CallNext) -> HandlerResult:
+        """Middleware of the server: a caller is told only of the tools that its key may use, or of all where the
+        service does not say; calls of the others are refused by the service."""
+        result = await call_next(ctx)
+        if ctx.method != "tools/list" or not isinstance(result, dict):
+            return result
+        try:
+            async with self._client(ctx.request, retries=Retries(max_retries=0)) as client:
+                scopes = (await client.limits()).scopes
+        except KvshelfError:  # each call says what is wrong
+            return result
+        if scopes is None or "write" in scopes:
+            return result
+        return result | {"tools": [tool for tool in result["tools"] if tool["annotations"].get("readOnlyHint")]}
+
+    def _client(self, request: Any, retries: Retries | None = None) -> AsyncClient:
+        """request: has the `headers` of a caller over HTTP."""
+        key = _bearer(getattr(request, "headers", None) or {}) if self.over_http else None
+        return AsyncClient(self.url, api_key=key, retries=retries)
 
 
 def _refusal(error: KvshelfError) -> CallToolResult:

@@ -131,6 +131,7 @@ def test_hanging_up_in_the_middle_does_no_harm(client: Client, cache: CacheObjec
         with client.caches.stream(cache.id, QUESTION, max_tokens=4000) as stream:
             next(stream)
     assert client.ready().status == "ready"
+    assert client.limits().scopes == ["read", "write", "admin"], "without keys, everything"
     assert client.caches.query(cache.id, QUESTION, max_tokens=2).usage.completion_tokens == 2
 
 

@@ -10,8 +10,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import anyio
 import httpx
 import httpx2
 import pytest
@@ -91,6 +92,10 @@ async def refused(client: Client, tool: str, **arguments: Any) -> dict[str, Any]
     error: dict[str, Any] = (result.structured_content or {})["error"]
     assert text_of(result) == f"{error['code']}: {error['message']}"
     return error
+
+
+async def names(client: Client) -> set[str]:
+    return {tool.name for tool in (await client.list_tools()).tools}
 
 
 def text_of(result: CallToolResult) -> str:
@@ -208,12 +213,24 @@ async def test_over_http_only_this_machine_s_pages_and_programs_are_served(bundl
             made = await call(client, "put", text=DOCUMENT, policy="full")
             said = await call(client, "ask", cache_ids=[made["cache_id"]], question=QUESTION, max_tokens=16)
             assert "482913" in said["text"]
+            assert await names(client) == {"put", "ask", "search", "list", "delete"}
+            error = await refused(client, "put", text="A long text. " * (1 << 19))
+            assert error["code"] == "document_too_long", "the limit is the service's"
         hello = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
         accept = {"accept": "application/json, text/event-stream"}
+        assert httpx.post(address, content=bytes(65 << 20), headers=accept, timeout=60).status_code == 413
         for wrong in ({"host": "rebound.example"}, {"origin": "https://rebound.example"}):
             assert httpx.post(address, json=hello, headers=accept | wrong).status_code in (403, 421)
     with pytest.raises(InvalidRequest, match="asks for no API key"):
         serve(bundled_service, "0.0.0.0:1", None)
+
+
+class Keyed(NamedTuple):
+    """A service with keys, the keys by their role, and their file."""
+
+    url: str
+    keys: dict[str, str]
+    file: KeyFile
 
 
 @pytest.fixture(scope="module")
@@ -221,8 +238,7 @@ def keyed(
     start_service: Callable[..., AbstractContextManager[LiveService]],
     tiny_folder: Path,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[str, dict[str, str]]]:
-    """A service with keys, and the keys by tenant and scope."""
+) -> Iterator[Keyed]:
     home = tmp_path_factory.mktemp("keyed")
     file = KeyFile(home / "api-keys.json")
     scopes = {
@@ -232,18 +248,20 @@ def keyed(
     }
     keys = {name: file.create(tenant, allowed)[1] for name, (tenant, allowed) in scopes.items()}
     with start_service(home, tiny_folder, api_key_file=file.path) as running:
-        yield running.url, keys
+        yield Keyed(running.url, keys, file)
 
 
 @pytest.mark.slow
 async def test_over_http_each_caller_has_the_tenant_and_the_scopes_of_its_key(
-    keyed: tuple[str, dict[str, str]],
+    keyed: Keyed,
 ) -> None:
-    url, keys = keyed
+    url, keys, _ = keyed
     with http_server(url, "0.0.0.0", key=keys["writer"]) as address:
         async with over_http(address, keys["writer"]) as client:
+            assert {"put", "delete"} < await names(client)
             made = await call(client, "put", text=DOCUMENT, name="acme's")
         async with over_http(address, keys["reader"]) as client:
+            assert await names(client) == {"ask", "search", "list"}
             await call(client, "ask", cache_ids=[made["cache_id"]], question=QUESTION, max_tokens=2)
             for tool, arguments in (("put", {"text": DOCUMENT}), ("delete", {"cache_id": made["cache_id"]})):
                 error = await refused(client, tool, **arguments)
@@ -255,13 +273,21 @@ async def test_over_http_each_caller_has_the_tenant_and_the_scopes_of_its_key(
             assert error["code"] == "cache_not_found"
         for key in (None, "kvsk_nobody"):  # the key in the server's own environment is not for its callers
             async with over_http(address, key) as client:
+                assert {"put", "delete"} < await names(client), "it is not known what nobody may do"
                 assert (await refused(client, "list"))["code"] == "unauthorized"
 
 
 @pytest.mark.slow
-async def test_over_stdio_the_key_is_that_of_the_environment(keyed: tuple[str, dict[str, str]]) -> None:
-    url, keys = keyed
+async def test_over_stdio_the_key_is_that_of_the_environment(keyed: Keyed) -> None:
+    url, keys, file = keyed
     command = {"command": sys.executable, "args": ["-m", "kvshelf", "mcp"]}
     async with Client(StdioServerParameters(**command, env=environment(url, keys["reader"]))) as client:
         await call(client, "list")
+        assert await names(client) == {"ask", "search", "list"}
         assert "the scope 'write'" in (await refused(client, "put", text=DOCUMENT))["message"]
+        file.revoke(keys["reader"].split("_")[1])
+        end = time.monotonic() + 10
+        while not (result := await client.call_tool("list", {})).is_error:
+            assert time.monotonic() < end
+            await anyio.sleep(0.1)
+        assert text_of(result).startswith("unauthorized: this API key is not valid here; it may have been revoked")

@@ -29,6 +29,7 @@ from kvshelf.api.shapes import Logprob
 from kvshelf.api.strict import FinishReason
 from kvshelf.api.tools import ToolCall
 from kvshelf.errors import InvalidRequest
+from kvshelf.workers.engine.decode.logprobs import Piece
 from kvshelf.workers.replica.results import Reply
 
 OURS: Final = {"sources", "stored_cache_id", "not_stored", "recomputed"}
@@ -53,11 +54,6 @@ class Ending(NamedTuple):
     def reason(self) -> ChatReason:
         """Why it ended, as OpenAI says it."""
         return "tool_calls" if self.tool_calls else self.finish_reason
-
-    @property
-    def logprobs(self) -> ChoiceLogprobs | None:
-        """In OpenAI's shape."""
-        return None if self.tokens is None else ChoiceLogprobs(content=self.tokens)
 
     @property
     def ours(self) -> dict[str, Any]:
@@ -87,7 +83,7 @@ class Completion:
             ChatChoice(
                 index=index,
                 message=AssistantMessage(content=text or None if end.tool_calls else text, tool_calls=end.tool_calls),
-                logprobs=end.logprobs,
+                logprobs=None if end.tokens is None else ChoiceLogprobs(content=end.tokens),
                 finish_reason=end.reason,
             )
             for index, (text, end) in enumerate(answers)
@@ -108,21 +104,21 @@ class Completion:
         """Each `ChatCompletionChunk` as JSON. pieces: of the text of each choice, by its index, and its ending."""
         # If usage is requested, every chunk but the last has a null `usage`, as in OpenAI's streams.
         extra: dict[str, Any] = {"usage": None} if with_usage else {}
-        started: set[int] = set()
+        told: dict[int, int] = {}  # of each choice that has begun, the tokens whose logprobs went out
         ended: list[Usage] = []
         async with aclosing(pieces):
             async for index, piece in pieces:
-                if index not in started:
+                if index not in told:
                     yield self._chunk(ChunkChoice(index=index, delta=Delta(role="assistant", content=""))) | extra
-                    started.add(index)
+                    told[index] = 0
                 if isinstance(piece, str):
-                    yield self._chunk(ChunkChoice(index=index, delta=Delta(content=piece))) | extra
-                    continue
-                ended.append(piece.usage)
-                calls = [DeltaCall(index=at, **call.model_dump()) for at, call in enumerate(piece.tool_calls or ())]
-                delta = Delta(tool_calls=calls or None)
-                last = ChunkChoice(index=index, delta=delta, logprobs=piece.logprobs, finish_reason=piece.reason)
-                yield self._chunk(last, **piece.ours) | extra
+                    tokens = piece.logprobs if isinstance(piece, Piece) else ()
+                    said = ChunkChoice(index=index, delta=Delta(content=piece), logprobs=_logprobs(tokens))
+                    yield self._chunk(said) | extra
+                    told[index] += len(tokens)
+                else:
+                    ended.append(piece.usage)
+                    yield self._chunk(_closing(index, piece, told[index]), **piece.ours) | extra
         if with_usage:
             yield self._last(ended)
 
@@ -148,6 +144,18 @@ def require_model(model: str | None, cache_id: str, names: tuple[str, str]) -> N
 def wants_usage(body: ChatCompletionRequest) -> bool:
     """Whether a stream is to end with its usage."""
     return body.stream_options is not None and body.stream_options.include_usage
+
+
+def _closing(index: int, end: Ending, told: int) -> ChunkChoice:
+    """The end of a choice. told: the tokens whose logprobs went out before."""
+    calls = [DeltaCall(index=at, **call.model_dump()) for at, call in enumerate(end.tool_calls or ())]
+    left = _logprobs((end.tokens or ())[told:])
+    return ChunkChoice(index=index, delta=Delta(tool_calls=calls or None), logprobs=left, finish_reason=end.reason)
+
+
+def _logprobs(tokens: Sequence[Logprob]) -> ChoiceLogprobs | None:
+    """What a chunk says of its tokens, in OpenAI's shape."""
+    return ChoiceLogprobs(content=list(tokens)) if tokens else None
 
 
 def _usage(usages: Sequence[Usage]) -> ChatUsage:

@@ -44,7 +44,10 @@ _BLOB = {"content": {BLOB_TYPE: {"schema": {"type": "string", "format": "binary"
 )
 async def import_cache(request: Request, service: InService, caller: Writer) -> Response:
     """Store a blob that was downloaded or exported. The cache keeps its codec and gets the id that this shelf gives it,
-    and from an export its name, labels, quality and source. `label.<key>=<value>` sets a label and may be repeated."""
+    and from an export its name, labels, quality and source. `label.<key>=<value>` sets a label and may be repeated.
+
+    A cache that is on the shelf already gets the `name` and labels of the request, as in a creation, and none of an
+    export's."""
     wanted = read_query(request, ImportCache)
     await off_loop(service.store.expiry, wanted.ttl_s, wanted.expires_at)
     async with (
@@ -105,7 +108,7 @@ def _import(store: Store, arrived: _Arrived, wanted: ImportCache, tenant: str) -
             judged=Judgement(quality=about.quality),
         )
         return manifest, False
-    manifest = as_requested(store, there, lifetime=wanted)
+    manifest = as_requested(store, there, labels=wanted.labels, name=wanted.name or "", lifetime=wanted)
     if arrived.source is not None and not manifest.has_source:
         manifest = store.keep_source(manifest.id, arrived.source, tenant=tenant)
     return manifest, True

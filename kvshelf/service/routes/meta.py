@@ -23,6 +23,7 @@ from kvshelf.api import (
 )
 from kvshelf.api.strict import MAX_PROMPTS
 from kvshelf.errors import DeadlineExceeded, KvshelfError, QueueFull, StoreUnavailable
+from kvshelf.service.access.keyfile import SCOPES
 from kvshelf.service.access.keys import Admin, Reader
 from kvshelf.service.access.limits import allowance
 from kvshelf.service.http import openapi
@@ -64,7 +65,7 @@ async def suffix_policies(_: Reader) -> SuffixPolicyList:
 
 @router.get("/v1/limits")
 async def limits(service: InService, caller: Reader) -> Limits:
-    """The limits of one request, and how much of its limits the caller's tenant has used."""
+    """The limits of one request, how much of its limits the caller's tenant has used, and what the key allows."""
     settings = service.settings
     return Limits(
         max_body_bytes=settings.max_body_bytes,
@@ -78,6 +79,7 @@ async def limits(service: InService, caller: Reader) -> Limits:
         request_deadline_s=settings.request_deadline_s,
         models={model.id: model.max_tokens for model in service.models},
         tenant=await _allowances(service, caller.tenant),
+        scopes=[scope for scope in SCOPES if scope in caller.scopes],
     )
 
 

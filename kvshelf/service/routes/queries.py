@@ -31,6 +31,7 @@ from kvshelf.service.http.events import event_stream
 from kvshelf.service.http.waiting import until_hangup
 from kvshelf.service.recompute import Question
 from kvshelf.service.state import TAKES_TOKENS, InService
+from kvshelf.workers.engine.decode.logprobs import Piece
 from kvshelf.workers.replica.results import Reply
 
 router = APIRouter(prefix="/v1", tags=["queries"], responses=openapi.ERRORS)
@@ -113,7 +114,11 @@ async def _events(question: Question, shape: Shape) -> AsyncGenerator[dict[str, 
     """The answer as events: its pieces, then the whole answer."""
     async with aclosing(question.pieces()) as pieces:
         async for found, piece in pieces:
-            yield _wire(AnswerDelta(text=piece) if isinstance(piece, str) else shape(found, piece))
+            yield _wire(_delta(piece) if isinstance(piece, str) else shape(found, piece))
+
+
+def _delta(piece: str) -> AnswerDelta:
+    return AnswerDelta(text=piece, logprobs=list(piece.logprobs) if isinstance(piece, Piece) else None)
 
 
 def _alone(question: Question, reply: Reply) -> AnswerObject:

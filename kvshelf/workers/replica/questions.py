@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +24,7 @@ from kvshelf.workers.engine.decode.grammar import Grammar
 from kvshelf.workers.engine.decode.reduction import SuffixReducer
 from kvshelf.workers.engine.decode.selection import Selection
 from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.engine.inputs.tools import ToolFormat
+from kvshelf.workers.engine.inputs.tools import HeldPieces, ToolFormat
 from kvshelf.workers.replica.calls import Threads, called_as
 from kvshelf.workers.replica.conversations import Conversations, prompt_of, said_in
 from kvshelf.workers.replica.residents import Resident, Residents
@@ -100,17 +100,17 @@ class Questions:
                 def put(piece: str | None) -> None:
                     loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-                tools = isinstance(query, ToolAsking)  # until its end, any text may be a call
-                told = (lambda _: None) if tools else put
-                ticket = await self._begun(loaded, on_text=told, tenant=tenant, deadline_s=deadline_s)
+                held = HeldPieces(loaded.settled)
+                ticket = await self._begun(loaded, on_text=put, tenant=tenant, deadline_s=deadline_s)
                 ticket.future.add_done_callback(lambda _: put(None))
                 try:
                     while (piece := await pieces.get()) is not None:
-                        yield piece
+                        for text in held.push(piece):
+                            yield text
                     answer = ticket.future.result()
                     reply = await self._kept(loaded, answer, self._counted(loaded, answer, ticket, tenant), tenant)
-                    if tools and reply.text:
-                        yield reply.text
+                    for text in held.rest(reply.text):
+                        yield text
                     yield reply
                 finally:
                     ticket.cancel()
@@ -308,6 +308,12 @@ class _Loaded:
     started: float
     found_s: float
     counts: dict[str, int]
+
+    @property
+    def settled(self) -> Callable[[str], int]:
+        """How much of a beginning of the answer is text and no call, whatever follows it."""
+        calls = isinstance(self.query, ToolAsking) and self.query.tool_choice != "none"
+        return self.tools.settled if calls and self.tools is not None else len
 
     @property
     def failed(self) -> str | None:

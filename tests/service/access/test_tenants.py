@@ -307,6 +307,7 @@ def test_a_question_that_may_store_caches_needs_a_key_that_writes(
     cache_id = created(acme, document=DOCUMENT)["id"]
     body = {"prompt": "What rises?", "max_tokens": 2, "on_miss": "recompute"}
     with guarded.client(guarded.key("acme", "read")) as reader:
+        assert reader.get("/v1/limits").json()["scopes"] == ["read"]
         for path, about in ((f"/v1/caches/{cache_id}/query", {}), ("/v1/query", {"cache_ids": [cache_id]})):
             refused(reader.post(path, json=body | about), 403, "forbidden")
             assert reader.post(path, json=body | about | {"on_miss": "error"}).status_code == 200

@@ -49,8 +49,10 @@ def test_an_exported_cache_comes_back_as_it_was(http: httpx.Client, blob: bytes)
     answer = http.post(f"/v1/caches/{cache['id']}/query", json={"prompt": "Which seal?", "max_tokens": 4})
     assert answer.json()["usage"]["cache_read_tokens"] == cache["tokens"]["document"]
 
-    again = post(http, blob, name="another name", ttl_s=5000)
-    assert (again.status_code, again.json()["existing"], again.json()["name"]) == (200, True, "hold")
+    again = post(http, blob, **{"label.deck": "2", "name": "another name", "ttl_s": 5000})
+    assert (again.status_code, again.json()["existing"], again.json()["name"]) == (200, True, "another name")
+    assert again.json()["labels"] == {"kind": "cargo", "deck": "2"}
+    assert post(http, blob).json()["name"] == "another name"
     assert again.json()["expires_at"] > cache["expires_at"] + 4000
     made = created(http, document=DOCUMENT, policy="lagkv", compression_ratio=0.5, codec="int8")
     assert (made["id"], made["existing"]) == (cache["id"], True)

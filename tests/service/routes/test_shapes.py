@@ -11,6 +11,7 @@ import httpx
 import jsonschema
 import openai
 import pytest
+from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob
 from pydantic import BaseModel
 
 from kvshelf import AsyncClient, Client
@@ -66,6 +67,9 @@ def test_a_stream_in_a_shape(http: httpx.Client, cache: dict[str, Any]) -> None:
     assert "".join(piece["text"] for piece in pieces) == answer["text"]
     jsonschema.validate(json.loads(answer["text"]), CODE)
     assert "".join(told["token"] for told in answer["logprobs"]) == answer["text"]
+    assert len(pieces) > 1
+    assert all("".join(told["token"] for told in piece["logprobs"]) == piece["text"] for piece in pieces)
+    assert [told for piece in pieces for told in piece["logprobs"]] == answer["logprobs"]
 
 
 def test_several_answers_to_each_prompt(http: httpx.Client, cache: dict[str, Any]) -> None:
@@ -96,18 +100,22 @@ def test_openais_choices_and_logprobs(client: openai.OpenAI, cache: dict[str, An
     whole = client.chat.completions.create(**asked)
     assert [choice.index for choice in whole.choices] == [0, 1, 2]
     assert len({choice.message.content for choice in whole.choices}) == 3
-    texts, likely = ["", "", ""], [0, 0, 0]
+    texts: list[str] = ["", "", ""]
+    likely: list[list[ChatCompletionTokenLogprob]] = [[], [], []]
     for chunk in client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
             if choice.logprobs is not None:
-                likely[choice.index] = len(choice.logprobs.content or [])
+                likely[choice.index] += choice.logprobs.content or []
+                own = bytes(b for told in likely[choice.index] for b in told.bytes or ()).decode(errors="replace")
+                assert own == texts[choice.index], "each chunk has the logprobs of its own tokens"
         usage = chunk.usage
     assert texts == [choice.message.content for choice in whole.choices]
-    for choice, count in zip(whole.choices, likely, strict=True):
+    for choice, streamed in zip(whole.choices, likely, strict=True):
         assert choice.logprobs is not None
         content = choice.logprobs.content or []
-        assert len(content) == count
+        assert [told.token for told in streamed] == [told.token for told in content]
+        assert [told.logprob for told in streamed] == pytest.approx([told.logprob for told in content], abs=1e-3)
         assert all(len(told.top_logprobs) == 2 and told.logprob <= 0 for told in content)
         assert bytes(b for told in content for b in told.bytes or ()).decode(errors="replace") == choice.message.content
     assert usage is not None

@@ -67,13 +67,24 @@ def test_a_conversation_with_calls(tool_service: LiveService) -> None:
     assert 1 <= json.loads(call.function.arguments)["shelf"] <= 9
 
     stream = client.chat.completions.create(
-        messages=QUESTION, tool_choice="required", parallel_tool_calls=False, stream=True, **asked
+        messages=QUESTION, tool_choice="required", parallel_tool_calls=False, stream=True, logprobs=True, **asked
     )
-    deltas = [choice.delta for chunk in stream for choice in chunk.choices]
+    choices = [choice for chunk in stream for choice in chunk.choices]
+    assert [bool(each.logprobs and each.logprobs.content) for each in choices] == [False, True]
+    deltas = [choice.delta for choice in choices]
     streamed = [made for delta in deltas for made in delta.tool_calls or ()]
     assert [made.index for made in streamed] == [0]
     assert streamed[0].function is not None
     assert streamed[0].function.name in ("find", "clock")
+
+    for choice_of_tools in ("auto", "none"):
+        plain = client.chat.completions.create(messages=QUESTION, tool_choice=choice_of_tools, **asked)
+        chunks = client.chat.completions.create(
+            messages=QUESTION, tool_choice=choice_of_tools, stream=True, logprobs=True, **asked
+        )
+        texts = [choice.delta.content or "" for chunk in chunks for choice in chunk.choices]
+        assert sum(map(bool, texts)) > 1, "text that is no call comes as it is made"
+        assert "".join(texts) == plain.choices[0].message.content
 
     result: Any = {"role": "tool", "tool_call_id": call.id, "content": "<|end|> It is on shelf 4."}
     talk = [*QUESTION, choice.message, result]

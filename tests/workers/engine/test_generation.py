@@ -133,6 +133,42 @@ def test_what_may_become_a_stop_text_is_held_back_and_released(tiny):
         assert not seen.endswith("two t")
 
 
+@pytest.mark.parametrize("stop", [(), ("two tree",), ("日本",), ("wo",)])
+def test_a_token_is_told_with_the_last_of_its_text(tiny, stop):
+    scripted = Scripted(tiny, "one two three 日本語 🙂 four")
+    stream, told = _TextStream(scripted.decoder, stop), 0
+    for count in range(1, len(scripted.ids) + 1):
+        stream.push(scripted.ids[count - 1])
+        assert told <= stream.tokens <= count
+        told = stream.tokens
+        assert stream.text.startswith(whole := scripted.decoder.decode(scripted.ids[:told]))
+        assert stream.stopped or "\ufffd" not in whole, "no token in the middle of a character"
+        next_text = scripted.decoder.decode(scripted.ids[: told + 1])
+        assert told == count or "\ufffd" in next_text or not stream.text.startswith(next_text)
+        if stream.stopped:
+            return
+    stream.flush()
+    assert stream.tokens == len(scripted.ids)
+
+
+def test_pieces_have_the_logprobs_of_their_tokens(tiny, cache):
+    question = tiny.encode_query(cache, "What is the gate code?")
+    whole = tiny.answer(cache, question, max_new_tokens=12)
+    stop = whole.text[-3:]
+    row = tiny.start(cache, question, Sampling(max_tokens=12, stop=(stop, whole.text[2:5] + "\x00"), logprobs=0))
+    batch, pieces = tiny.batch(), []
+    while not row.finished:
+        pieces += filter(None, batch.step([row]))
+    answer = row.answer()
+    assert answer.stop == stop
+    told = [each for piece in pieces for each in piece.logprobs]
+    assert len(pieces) > 2
+    assert "".join(pieces) == answer.text
+    assert list(answer.logprobs[: len(told)]) == told
+    assert answer.text.startswith("".join(each.token for each in told))
+    assert len("".join(each.token for each in answer.logprobs[: len(told) + 1])) > len(answer.text)
+
+
 def test_an_answer_that_ends_within_a_character_shows_that_it_does(tiny):
     """So its text is what the tokenizer makes of its tokens; and that may be a stop text, too."""
     scripted = Scripted(tiny, "one two 日")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from kvshelf.api.tools import Tool, ToolAsking, ToolCall, ToolTurn
 from kvshelf.errors import InvalidRequest
-from kvshelf.workers.engine.inputs.tools import ToolFormat
+from kvshelf.workers.engine.inputs.tools import HeldPieces, ToolFormat
 from kvshelf.workers.model.text import TextFormat
 
 WEATHER = Tool.model_validate(
@@ -116,10 +119,61 @@ def test_there_are_no_more_calls_than_the_question_allows(templated):
         '<tool_call>\n{"name": "clock", "arguments": "now"}\n</tool_call>',
         '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call> and more',
         '{"name": "clock", "arguments": {}}',
+        '<tool_call>\n{"name": [], "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "clock", "arguments": {"at": NaN}}\n</tool_call>',
+        '<tool_call>\n{"name": ' + "[" * 5000,
     ],
+    ids=lambda text: text[:60],
 )
 def test_what_is_no_call_stays_text(templated, text):
     assert ToolFormat.of(templated(HERMES), [WEATHER, CLOCK]).parsed(text) == (text, [])
+
+
+@pytest.fixture(scope="module")
+def forms(tiny):
+    tokenizer = type(tiny.text._chat)(tokenizer_object=tiny.text._chat.backend_tokenizer)
+    made = {}
+    for style, (template, _) in STYLES.items():
+        tokenizer.chat_template = template
+        made[style] = ToolFormat.of(TextFormat(tokenizer), [WEATHER, CLOCK])
+    return made
+
+
+PARTS = st.sampled_from([
+    "It rains. ", " ", "\n", "<tool", "<tool_call>", "</tool_call>", "[", "]", "{", "日", "[1]", "; ",
+    '{"name": "clock", "arguments": {}}', '{"name": "clock", "parameters": {}}', '{"name": "none", "arguments": {}}',
+])  # fmt: skip
+
+
+@settings(max_examples=1000)
+@given(data=st.data(), style=st.sampled_from(list(STYLES)), text=st.lists(PARTS, max_size=7).map("".join))
+def test_a_stream_is_the_text_of_the_answer_however_it_is_split(forms, data, style, text):
+    cuts = data.draw(st.sets(st.integers(0, len(text)), max_size=9))
+    places = [0, *sorted(cuts), len(text)]
+    pieces = [text[first:end] for first, end in itertools.pairwise(places) if first < end]
+    content, calls = forms[style].parsed(text)
+    held, told = HeldPieces(forms[style].settled), ""
+    for piece in pieces:
+        told += "".join(held.push(piece))
+        assert content.startswith(told)
+    assert told + "".join(held.rest(content)) == content
+    assert calls or content == text
+
+
+@pytest.mark.parametrize(
+    ("style", "text", "told"),
+    [
+        ("hermes", "Wait. <tool_call>\n{", "Wait."),
+        ("hermes", "Is 3 <to", "Is 3"),
+        ("hermes", "Is 3 <to 4", "Is 3 <to 4"),
+        ("hermes", "The <tool_call> is", "The <tool_call> is"),
+        ("llama", ' {"name', ""),
+        ("llama", "No {", "No {"),
+        ("mistral", "See [1", "See [1"),
+    ],
+)
+def test_what_can_be_no_call_comes_at_once(forms, style, text, told):
+    assert text[: forms[style].settled(text)] == told
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -138,6 +192,14 @@ def test_a_required_call_fits_its_grammar_and_nothing_else_does(tiny, templated,
     assert not fits(form.opening + said.replace("Kiel", "Oslo") + form.closing)
     assert not fits(form.opening + said.replace("weather", "clock") + form.closing)
     assert not fits("It rains.")
+
+
+def test_half_a_surrogate_pair_stays_an_escape(templated):
+    form = ToolFormat.of(templated(HERMES), [CLOCK])
+    _, (found,) = form.parsed('<tool_call>\n{"name": "clock", "arguments": {"at": "\\ud800 ü"}}\n</tool_call>')
+    assert found.function.arguments == '{"at": "\\ud800 ü"}'
+    turns = [ToolTurn(role="user", content="?"), ToolTurn(role="assistant", content="", tool_calls=[found])]
+    assert '{"at": "\\ud800 ü"}' in form.form.decode(form.encoded("document", turns))
 
 
 def test_what_comes_from_outside_makes_no_control_token(templated):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from tokenizers import Tokenizer
@@ -59,3 +60,12 @@ class Detokenizer:
 
     def _decode(self, tokens: list[int]) -> str:
         return self._decoder.decode(tokens, skip_special_tokens=self._skip)
+
+
+def may_begin(text: str, wanted: Sequence[str]) -> int:
+    """Length of the longest end of a text with which a wanted text may begin."""
+    longest = max(map(len, wanted), default=0)
+    for length in range(min(longest, len(text)), 0, -1):
+        if any(each.startswith(text[-length:]) for each in wanted):
+            return length
+    return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -16,7 +17,7 @@ from kvshelf.api.strict import FinishReason
 from kvshelf.errors import InvalidRequest, KvshelfError
 from kvshelf.workers.engine.attention.attachment import Attached, Wait
 from kvshelf.workers.engine.attention.function import Attended
-from kvshelf.workers.engine.decode.detokenizer import Detokenizer
+from kvshelf.workers.engine.decode.detokenizer import Detokenizer, may_begin
 from kvshelf.workers.engine.decode.equivalents import Equivalents
 from kvshelf.workers.engine.decode.grammar import Grammar
 from kvshelf.workers.engine.decode.logprobs import Logprobs
@@ -229,7 +230,8 @@ class Generation:
             self._passages.count(self.seen)
 
     def take(self, token: int) -> str:
-        """Add a token to the answer. Returns the text that became final with it, possibly "".
+        """Add a token to the answer. Returns the text that became final with it, possibly "", as a `Piece` where
+        logprobs are told.
 
         If this raises, the answer is over, and never `finished`.
         """
@@ -249,7 +251,7 @@ class Generation:
             self.finish_reason = "length"
         elif self._selection is not None:
             self._selection.advance(self.token_ids)
-        return text
+        return text if self.logprobs is None else self.logprobs.beside(text, self._text.tokens)
 
     def tell(self, token: int, logprobs: Tensor) -> None:
         """Note what the model gave a token that is about to be taken. logprobs: of all tokens, `[vocabulary]` fp32."""
@@ -338,11 +340,20 @@ class _TextStream:
         self._tokens = None if decoder is None else Detokenizer(decoder, skip_special_tokens=True)
         self._stop = stop
         self._held = ""
+        self._pushed = 0
+        self._ends: list[int] = []
+        """Of each token whose text is known, the place in the answer's text where it ends."""
         self.text = ""
         self.stopped: str | None = None
 
+    @property
+    def tokens(self) -> int:
+        """How many tokens have all of their text in the final text."""
+        return bisect_right(self._ends, len(self.text))
+
     def push(self, token: int) -> str:
         """Add a token; returns the text that is final."""
+        self._pushed += 1
         return "" if self._tokens is None else self._add(self._tokens.push(token))
 
     def flush(self) -> str:
@@ -353,25 +364,19 @@ class _TextStream:
 
     def _add(self, piece: str) -> str:
         self._held += piece
+        if piece:  # of all tokens since the last piece
+            self._ends += [len(self.text) + len(self._held)] * (self._pushed - len(self._ends))
         found = {stop: self._held.index(stop) for stop in self._stop if stop in self._held}
         if found:
             self.stopped = min(found, key=found.__getitem__)
             self._held = self._held[: found[self.stopped]]
             return self._release(len(self._held))
-        return self._release(len(self._held) - self._longest_stop_prefix())
+        return self._release(len(self._held) - may_begin(self._held, self._stop))
 
     def _release(self, length: int) -> str:
         final, self._held = self._held[:length], self._held[length:]
         self.text += final
         return final
-
-    def _longest_stop_prefix(self) -> int:
-        """Length of the longest end of the held text that some stop text begins with."""
-        longest = max((len(stop) for stop in self._stop), default=0)
-        for length in range(min(longest, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
-                return length
-        return 0
 
 
 def _require(holds: bool, name: str, value: object, legal: str) -> None:

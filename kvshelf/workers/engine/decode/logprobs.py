@@ -3,15 +3,27 @@ default, so that the figures of an answer in a shape say how the model liked it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
-
-from torch import Tensor
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final, Self
 
 from kvshelf.api.shapes import Logprob, TokenLogprob
 
+if TYPE_CHECKING:
+    from torch import Tensor  # who reads pieces needs no torch
+
 _LEAST: Final = -9999.0
 """Stands for less: JSON has no infinity."""
+
+
+class Piece(str):
+    """A piece of the text of an answer, with the logprobs of its tokens."""
+
+    logprobs: tuple[Logprob, ...]
+
+    def __new__(cls, text: str, logprobs: Sequence[Logprob] = ()) -> Self:
+        piece = super().__new__(cls, text)
+        piece.logprobs = tuple(logprobs)
+        return piece
 
 
 class Logprobs:
@@ -21,6 +33,7 @@ class Logprobs:
         self._top = top
         self._bytes_of = bytes_of
         self._told: list[Logprob] = []
+        self._given = 0
 
     def take(self, token: int, logprobs: Tensor) -> None:
         """Add a token of the answer. logprobs: of the whole vocabulary, `[vocabulary]` fp32."""
@@ -32,6 +45,11 @@ class Logprobs:
     def told(self) -> tuple[Logprob, ...]:
         """Of each token so far."""
         return tuple(self._told)
+
+    def beside(self, text: str, tokens: int) -> Piece:
+        """The next text of the answer, with which the text of so many tokens is final."""
+        first, self._given = self._given, tokens
+        return Piece(text, self._told[first:tokens])
 
     def _named(self, token: int, logprob: float) -> TokenLogprob:
         found = self._bytes_of(token)

@@ -8,17 +8,19 @@ Llama 3). What comes from outside (descriptions, arguments, results) stays text:
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from kvshelf.api.tools import CalledFunction, Tool, ToolAsking, ToolCall, ToolTurn
 from kvshelf.errors import InvalidRequest
 from kvshelf.store.artifact.identity import Boundary
+from kvshelf.workers.engine.decode.detokenizer import may_begin
 from kvshelf.workers.model.text import QUESTION_SEPARATOR, ROLES, TextFormat
 
 _NAME: Final = "kvshelf_name"
-_ARGUMENT: Final = "kvshelf_argument"
+_ARGUMENTS: Final = {"kvshelf_argument": 1}
 _WRITTEN: Final = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 """JSON as Python's `json.dumps` writes it, and as templates show it."""
 _ID: Final = "kvshelf01"  # nine letters and digits, which some templates insist on
@@ -43,30 +45,19 @@ class ToolFormat:
     def of(cls, form: TextFormat, tools: Sequence[Tool]) -> Self:
         """Raises `InvalidRequest` for a model whose template has no tools, or writes calls in another way."""
         said = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
-        without, special = form.rendered(_ASKED), form.special_tokens()
-        text, own = (_inserted(without, form.rendered(_ASKED, tools=each)) for each in (said, _TOOLS))
-        if not own.strip():
-            raise InvalidRequest("the chat template of this model has no tools; leave tools out", param="tools")
-        if any(token in own for token in special) or _ASKED[1]["content"] in own:
-            raise _unsupported("writes tools in more places than one")
-        call = {"type": "function", "id": _ID, "function": {"name": _NAME, "arguments": {_ARGUMENT: 1}}}
-        calling = {"role": "assistant", "content": "", "tool_calls": [call]}
-        made = form.rendered([*_ASKED, calling], tools=said)
-        before = form.rendered(_ASKED, tools=said, opening=True)
-        end = form.rendered([*_ASKED, {"role": "assistant", "content": _NAME}], tools=said).rpartition(_NAME)[2]
-        written = made.removeprefix(before).removesuffix(end)
-        at = written.find("{")
+        text, call = _text_of(form, said), _call_of(form, said)
+        at = call.find("{")
         try:
-            found, length = json.JSONDecoder().raw_decode(written[at:])
+            found, length = json.JSONDecoder().raw_decode(call[at:])
         except ValueError as error:
             raise _unsupported("writes calls of tools in another way than as JSON") from error
-        keys = [key for value in (_NAME, {_ARGUMENT: 1}) for key, own in found.items() if own == value]
-        if not made.startswith(before) or len(keys) != 2:
+        keys = [key for wanted in (_NAME, _ARGUMENTS) for key, value in found.items() if value == wanted]
+        if len(keys) != 2:
             raise _unsupported("writes calls of tools without a name and arguments")
-        opening, closing = written[:at], written[at + length :]
-        named = {token: number for token, number in special.items() if token in opening + closing}
+        opening, closing = call[:at], call[at + length :]
+        special = {token: number for token, number in form.special_tokens().items() if token in opening + closing}
         name, arguments = keys
-        return cls(form, tuple(tools), text.strip(), opening, closing, name, arguments, named)
+        return cls(form, tuple(tools), text, opening, closing, name, arguments, special)
 
     def encoded(self, boundary: Boundary, messages: Sequence[ToolTurn]) -> list[int]:
         """The token ids that ask a conversation with tools behind a cache, as `TextFormat.turns`."""
@@ -84,7 +75,7 @@ class ToolFormat:
 
     def _written(self, call: ToolCall) -> str:
         values = {self.name: call.function.name, self.arguments: json.loads(call.function.arguments)}
-        return self._plain(self.opening) + json.dumps(values, ensure_ascii=False) + self._plain(self.closing)
+        return self._plain(self.opening) + _as_json(values) + self._plain(self.closing)
 
     def answered(self, text: str, query: ToolAsking) -> tuple[str, list[ToolCall]]:
         """As `parsed`, with no more calls than the question allows."""
@@ -95,28 +86,42 @@ class ToolFormat:
 
     def parsed(self, text: str) -> tuple[str, list[ToolCall]]:
         """The text of an answer before its calls, and the calls; all of it as text where it is none."""
-        opening, closing = self._plain(self.opening).strip(), self._plain(self.closing).strip()
-        start = text.find(opening) if opening else len(text) - len(text.lstrip())
-        content, rest, calls = text[: max(start, 0)].strip(), text[max(start, 0) :], []
+        opening, closing, start = self._begins, self._plain(self.closing).strip(), max(self._start(text), 0)
+        content, rest, calls = text[:start].rstrip(), text[start:], []
         while rest.strip().startswith(opening or "{") and (call := self._call(rest.strip().removeprefix(opening))):
             made, rest = call
             calls.append(made)
             rest = rest.strip().removeprefix(closing).lstrip(" \n;,")
         return (text, []) if not calls or rest.strip() else (content, calls)
 
+    def settled(self, text: str) -> int:
+        """How much of the beginning of an answer is text before any call, whatever follows it."""
+        start, opening = self._start(text), self._begins
+        if start < 0:
+            start = len(text) - may_begin(text, [opening])
+        elif text[start + len(opening) :].lstrip()[:1] not in ("", "{"):
+            return len(text)
+        return len(text[:start].rstrip())
+
+    @property
+    def _begins(self) -> str:
+        """What the text of a call begins with, before its JSON."""
+        return self._plain(self.opening).strip()
+
+    def _start(self, text: str) -> int:
+        """Where the first call of an answer begins if there is one; -1 where none does."""
+        return text.find(self._begins) if self._begins else len(text) - len(text.lstrip())
+
     def _call(self, text: str) -> tuple[ToolCall, str] | None:
-        text = text.lstrip()
+        """The call that a text begins with, and what follows it; None where it begins with none."""
+        text, names = text.lstrip(), [tool.function.name for tool in self.tools]
         try:
             found, length = json.JSONDecoder().raw_decode(text)
-        except ValueError:
+            if found.get(self.name) not in names or not isinstance(found.get(self.arguments), dict):
+                return None
+            called = CalledFunction(name=found[self.name], arguments=_as_json(found[self.arguments]))
+        except (AttributeError, ValueError, RecursionError):  # no object; no JSON, or not that of a call; too deep
             return None
-        names = {tool.function.name for tool in self.tools}
-        if not isinstance(found, dict) or found.get(self.name) not in names:
-            return None
-        arguments = found.get(self.arguments)
-        if not isinstance(arguments, dict):
-            return None
-        called = CalledFunction(name=found[self.name], arguments=json.dumps(arguments, ensure_ascii=False))
         return ToolCall(function=called), text[length:]
 
     def grammar(self, tools: Sequence[Tool], *, several: bool) -> str:
@@ -151,8 +156,63 @@ class ToolFormat:
         return text
 
 
+class HeldPieces:
+    """The pieces of an answer, held back while they may belong to a call. settled: as `ToolFormat.settled`."""
+
+    def __init__(self, settled: Callable[[str], int]) -> None:
+        self._settled = settled
+        self._text = ""
+        self._held: deque[str] = deque()
+        self._told = 0
+
+    def push(self, piece: str) -> Iterator[str]:
+        """Add a piece. Gives those that are text whatever follows."""
+        self._text += piece
+        self._held.append(piece)
+        return self._until(self._settled(self._text))
+
+    def rest(self, text: str) -> Iterator[str]:
+        """What is left of the answer's text, once that is known."""
+        yield from self._until(len(text))
+        if self._told < len(text):
+            yield text[self._told :]
+
+    def _until(self, end: int) -> Iterator[str]:
+        while self._held and self._told + len(self._held[0]) <= end:
+            self._told += len(self._held[0])
+            yield self._held.popleft()
+
+
 _TOOLS: Final = [{"type": "function", "function": {"name": _NAME, "description": "", "parameters": {}}}]
 _ASKED: Final = [{"role": "system", "content": "kvshelf_system"}, {"role": "user", "content": "kvshelf_question"}]
+
+
+def _text_of(form: TextFormat, tools: Sequence[object]) -> str:
+    """What the template says of these tools. Raises `InvalidRequest` where it is not one text before the question."""
+    without = form.rendered(_ASKED)
+    text, least = (_inserted(without, form.rendered(_ASKED, tools=each)) for each in (tools, _TOOLS))
+    if not least.strip():
+        raise InvalidRequest("the chat template of this model has no tools; leave tools out", param="tools")
+    if any(token in least for token in form.special_tokens()) or _ASKED[1]["content"] in least:
+        raise _unsupported("writes tools in more places than one")
+    return text.strip()
+
+
+def _call_of(form: TextFormat, tools: Sequence[object]) -> str:
+    """How the template writes a call of `_NAME` with `_ARGUMENTS`."""
+    call = {"type": "function", "id": _ID, "function": {"name": _NAME, "arguments": _ARGUMENTS}}
+    calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+    made = form.rendered([*_ASKED, calling], tools=tools)
+    before = form.rendered(_ASKED, tools=tools, opening=True)
+    after = form.rendered([*_ASKED, {"role": "assistant", "content": _NAME}], tools=tools).rpartition(_NAME)[2]
+    if not made.startswith(before):
+        raise _unsupported("writes calls of tools in another place than an answer")
+    return made.removeprefix(before).removesuffix(after)
+
+
+def _as_json(value: object) -> str:
+    """With all characters as they are, but half a surrogate pair, which no text may have, as its escape."""
+    return json.dumps(value, ensure_ascii=False).encode(errors="backslashreplace").decode()
 
 
 def _inserted(before: str, after: str) -> str:
