@@ -124,8 +124,11 @@ def test_a_cancelled_batch_that_is_tried_again_asks_no_question_twice(
     awaited(http, batch.id, lambda now: now["request_counts"]["completed"] >= 8)
     client.batches.cancel(batch.id)
     assert ended(http, batch.id)["status"] == "cancelled"
-    first = content(client, client.batches.retrieve(batch.id).output_file_id)
+    cancelled = client.batches.retrieve(batch.id)
+    first, undone = content(client, cancelled.output_file_id), content(client, cancelled.error_file_id)
     assert 8 <= len(first) < MANY
+    assert len(first.keys() | undone.keys()) == len(first) + len(undone) == MANY
+    assert {(each["response"], each["error"]["code"]) for each in undone.values()} == {(None, "batch_cancelled")}
     http.post(f"/v1/batches/{batch.id}/retry")
     after = ended(http, batch.id)
     assert (after["status"], after["request_counts"]["completed"], after["request_counts"]["reused"]) == (
