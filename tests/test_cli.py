@@ -434,6 +434,13 @@ def test_transforms_are_made_from_one_s_own_texts(tmp_path: Path) -> None:
     assert "cannot be read as UTF-8 text" in " ".join(refused.stderr.split())
 
 
+def test_the_file_that_cannot_be_read_is_the_one_named(tmp_path: Path) -> None:
+    (schema := tmp_path / "schema.json").write_text("{}")
+    refused = run("ask", "kvs_1", "Why?", "--schema", str(schema), "--grammar", str(tmp_path / "none.lark"))
+    assert refused.exit_code == 2
+    assert "Invalid value for --grammar" in refused.stderr
+
+
 def test_calibrate_refuses_a_model_that_finds_nothing(tiny_folder: Path, tmp_path: Path) -> None:
     failed = run(
         "calibrate", "--model", str(tiny_folder), "--documents", "1", "--tokens", "128", "--device", "cpu",

@@ -6,7 +6,8 @@ batch fields that say how to compress its rows.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -27,6 +28,9 @@ BatchStatus = Literal[
 FilePurpose = Literal["batch", "batch_output"]
 Endpoint = Literal["/v1/caches", "/v1/chat/completions"]
 """What a batch does with each of its rows: compress a document, or answer a question."""
+
+UNDONE: Final[Mapping[str, str]] = {"expired": "batch_expired", "cancelled": "batch_cancelled"}
+"""By the status in which a batch ends: the code of the rows that it left undone, in its error file."""
 
 MAX_METADATA = 16
 

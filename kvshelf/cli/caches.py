@@ -353,16 +353,19 @@ def _ask_together(client: Client, named: Sequence[Named], question: str, fields:
 
 def _shape(schema: Path | None, grammar: Path | None, choices: list[str] | None) -> dict[str, Any]:
     fields: dict[str, Any] = {"choices": choices or None}
-    try:
-        if schema is not None:
-            wrapped = {"name": "answer", "schema": json.loads(schema.read_text("utf-8"))}
-            fields["response_format"] = {"type": "json_schema", "json_schema": wrapped}
-        if grammar is not None:
-            fields["grammar"] = grammar.read_text("utf-8")
-    except (OSError, ValueError) as error:
-        hint = "--grammar" if grammar is not None and schema is None else "--schema"
-        raise typer.BadParameter(f"cannot be read: {error}", param_hint=hint) from error
+    if schema is not None:
+        wrapped = {"name": "answer", "schema": _read(schema, json.loads, "--schema")}
+        fields["response_format"] = {"type": "json_schema", "json_schema": wrapped}
+    if grammar is not None:
+        fields["grammar"] = _read(grammar, str, "--grammar")
     return fields
+
+
+def _read(file: Path, parse: Callable[[str], Any], option: str) -> Any:
+    try:
+        return parse(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"cannot be read: {error}", param_hint=option) from error
 
 
 def _select(method: str | None, tokens: int | None, params: list[str] | None, passages: bool) -> dict[str, Any] | None:

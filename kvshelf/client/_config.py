@@ -16,6 +16,10 @@ DEFAULT_URL = "http://127.0.0.1:8765"
 
 _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
+# httpx's own number of connections, but all of them may idle: where only 20 may, httpcore can close one that another
+# thread has just begun to use (https://github.com/encode/httpcore/issues/1110).
+_LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
@@ -88,6 +92,7 @@ class Connection:
             "base_url": self.base_url,
             "headers": self.headers,
             "timeout": self.timeouts.to_httpx(),
+            "limits": _LIMITS,
             # A proxy of the environment cannot reach this machine's own loopback address.
             "trust_env": self.base_url.host not in _LOOPBACK,
         }

@@ -23,7 +23,9 @@ DOCUMENT = "The harbour master keeps the tide tables in a green book. " * 20
 
 @pytest.fixture(scope="session")
 def http(service_url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=service_url, timeout=120) as client:
+    """Threads may share it. Every connection may idle: httpcore can close a surplus one that another thread has just
+    begun to use (https://github.com/encode/httpcore/issues/1110)."""
+    with httpx.Client(base_url=service_url, timeout=120, limits=httpx.Limits()) as client:
         yield client
 
 

@@ -47,9 +47,12 @@ _NO_END: Final = (Cancelled.code, QuotaExceeded.code)
 
 
 class Shares:
-    """Divides time among the calls that are at work together, so that their shares add up to the time."""
+    """Divides the time of replicas among the calls that they work on together. The shares add up to the time, times the
+    replicas that have a call."""
 
-    def __init__(self) -> None:
+    def __init__(self, replicas: float) -> None:
+        """replicas: that work on these calls; a part of them, if others call them too."""
+        self._replicas = replicas
         self._open = 0
         self._each_s = 0.0  # what a call would have that is open all the time
         self._since = 0.0
@@ -66,7 +69,7 @@ class Shares:
     def _advance(self, opened: int) -> float:
         now = time.monotonic()
         if self._open:
-            self._each_s += (now - self._since) / self._open
+            self._each_s += (now - self._since) * min(1.0, self._replicas / self._open)
         self._since = now
         self._open += opened
         return self._each_s
@@ -144,7 +147,7 @@ class Asks(Protocol):
 @dataclass(eq=False)
 class Caller:
     """Sends rows to the engines, `slots` at a time, on one event loop. going: set while rows may begin. asks: for a
-    batch of questions."""
+    batch of questions. replicas: this caller's part of them, if there are several callers."""
 
     engines: Mapping[str, RemoteEngine]
     store: Store
@@ -152,13 +155,14 @@ class Caller:
     began: float
     slots: int
     asks: Asks | None = None
+    replicas: float = 1.0
 
     def __post_init__(self) -> None:
         self._slots = asyncio.Semaphore(self.slots)
         # Rows wait for a quota too: error rows would be of no use once there is space.
         self._runner = Runner(StoreError, QuotaExceeded)
         self._begun: Counter[str] = Counter()  # by model
-        self._shares = Shares()
+        self._shares = Shares(self.replicas)
         self.going = self._runner.going
 
     @property
@@ -238,18 +242,21 @@ class Caller:
         assert self.asks is not None  # a run that reads questions has it
         options = self.options
         question = partial(self.asks, row.question, self.engines, self.store)
+        seconds: list[float] = []  # of each attempt
 
-        async def ask() -> tuple[Answer, float]:
-            with self._shares.part() as seconds:
-                answer = await question(tenant=options.tenant, deadline_s=options.document_deadline_s)
-                return answer, seconds()
+        async def ask() -> Answer:
+            with self._shares.part() as spent:
+                try:
+                    return await question(tenant=options.tenant, deadline_s=options.document_deadline_s)
+                finally:
+                    seconds.append(spent())
 
         with structlog.contextvars.bound_contextvars(request_id=request_id(options.batch_id, row.line)):
             end, attempts = await self._runner.tried(ask, options.max_attempts)
         if isinstance(end, KvshelfError):
-            return row.failed(end, attempts=attempts)
-        answer, seconds = end
-        return replace(row, question=None, answer=answer.body, tokens=answer.tokens, attempts=attempts, seconds=seconds)
+            return row.failed(end, attempts=attempts, seconds=sum(seconds))
+        done = replace(row, question=None, answer=end.body, tokens=end.tokens)
+        return replace(done, attempts=attempts, seconds=seconds[-1])
 
     def _ended(self, job: RowJob, end: Created | RequestRecord) -> Row:
         if isinstance(end, Created):

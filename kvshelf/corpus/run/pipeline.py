@@ -100,7 +100,8 @@ class _Pipeline:
             **_PROCESS, max_retries=-1, label_selector=here, _generator_backpressure_num_objects=_UNSEEN
         )
         actor = ray.remote(Callers).options(**_PROCESS, max_restarts=-1, max_task_retries=-1, max_concurrency=slots)
-        self._callers = [actor.remote(setup, slots) for _ in range(callers)]
+        replicas = sum(engine.target_replicas for engine in setup.engines.values()) / callers
+        self._callers = [actor.remote(setup, slots, replicas) for _ in range(callers)]
         self._most = callers * (slots + _QUEUED_PIECES)
         self._unread = deque(shards)
         self._readers: list[Any] = []
@@ -155,14 +156,13 @@ def _opened(config: StoreConfig) -> Store:
 class Callers:
     """One process of the pipeline: pieces arrive on threads, rows run on one event loop."""
 
-    def __init__(self, setup: CallerSetup, slots: int) -> None:
+    def __init__(self, setup: CallerSetup, slots: int, replicas: float) -> None:
         self._name = secrets.token_hex(8)
         self._setup = setup
         self._stopped = False
         self._loop = asyncio.new_event_loop()
-        self._caller = Caller(
-            setup.engines, _opened(setup.store), setup.options, began=setup.began, slots=slots, asks=setup.asks
-        )
+        store, options = _opened(setup.store), setup.options
+        self._caller = Caller(setup.engines, store, options, setup.began, slots, setup.asks, replicas)
         self._rows: set[asyncio.Task[Row]] = set()
         threading.Thread(target=self._run, daemon=True, name="caller").start()
 

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, Final
 
 import structlog
 
-from kvshelf.api.batches import BatchObject
+from kvshelf.api.batches import UNDONE, BatchObject
 from kvshelf.client import Client
 from kvshelf.corpus.input.rows import MAX_DOCUMENT_BYTES
 from kvshelf.corpus.row import Row, RowError, Shard
@@ -110,7 +110,7 @@ def _followed(
 
 
 def _ended(client: Client, file_id: str | None, rows: Sequence[Row]) -> Iterator[Row]:
-    """The rows of a results file, as they ended; no rows if `file_id` is None."""
+    """The rows of a results file, as they ended, without those that were left undone; no rows if `file_id` is None."""
     if file_id is None:
         return
     by_id = {str(number): row for number, row in enumerate(rows)}
@@ -123,6 +123,8 @@ def _ended(client: Client, file_id: str | None, rows: Sequence[Row]) -> Iterator
             log.warning("the service has a result of a row that it was not sent", result=line)
             continue
         if "error" in line:
+            if line["error"]["code"] in UNDONE.values():
+                continue
             yield row.failed(RowError(**line["error"]), attempts=line["attempts"])
             continue
         yield replace(

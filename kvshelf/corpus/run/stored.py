@@ -32,28 +32,22 @@ class StoredShard(Shard):
             yield from parse_jsonl(opened.file, self.filename, self.defaults)
 
 
-@dataclass(frozen=True)
-class QuestionShard(Shard):
+@dataclass(frozen=True, kw_only=True)
+class QuestionShard(StoredShard):
     """One uploaded file of questions. Rows that an earlier run ended come as they ended, so that none is asked twice.
 
     recorded: lines of the batch's journal that are looked at, so that each reading gives the same rows. retry_failed:
     ask those again that failed.
     """
 
-    store: StoreConfig
-    tenant: str
-    file_id: str
-    filename: str
     batch_id: str
     recorded: int
     retry_failed: bool
-    nbytes: int
-    rows: int | None
 
     def read(self) -> Iterator[Row]:
         with self.store.open() as store, store.files.open(self.file_id, tenant=self.tenant) as opened:
             ends = {row.line: replace(row, answer=None, seconds=0.0) for row in self._earlier(store.batches)}
-            for row in parse_jsonl(opened.file, self.filename, {}, endpoint="/v1/chat/completions"):
+            for row in parse_jsonl(opened.file, self.filename, self.defaults, endpoint="/v1/chat/completions"):
                 yield ends.get(row.line, row)
 
     def _earlier(self, batches: Batches) -> Iterator[Row]:

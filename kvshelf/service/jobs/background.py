@@ -21,6 +21,8 @@ from kvshelf.api import CreateCache
 from kvshelf.api.strict import parse_request
 from kvshelf.corpus.run.runner import Job, Runner, refuse, stored_caches
 from kvshelf.errors import (
+    CacheError,
+    CacheNotFound,
     InternalError,
     InvalidRequest,
     QueueFull,
@@ -35,7 +37,7 @@ from kvshelf.store.artifact.identity import canonical_msgpack
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.requests import REQUEST_ID, RequestRecord, Requests
 from kvshelf.workers.replica.attempts import Standing
-from kvshelf.workers.replica.create.existing import changes_of
+from kvshelf.workers.replica.create.existing import as_requested
 from kvshelf.workers.replica.queues import Rounds
 from kvshelf.workers.replica.results import Created
 
@@ -102,30 +104,30 @@ class Background:
         record = await asyncio.to_thread(self._there, key, spec)
         if record is None:
             with self._place(key):
-                record = await asyncio.to_thread(self._open, key, spec, body)
+                record = await asyncio.to_thread(self._open, key, body)
         if record.state in ("queued", "running"):
             self._enqueue(key)
         return record
 
     def _there(self, key: _Key, spec: CreateCache) -> RequestRecord | None:
-        """The request's record; None if the request is new or must be done again."""
+        """The request's record; None if the request is new or must be done again. Caches that it made have what it says
+        about them, as those of any creation that finds its cache on the shelf."""
         try:
             record = self.store.requests.get(key.id, tenant=key.tenant)
-        except RequestNotFound:
+            caches = stored_caches(self.store, record)
+            if record.state == "failed" or caches is None:
+                return None
+            for cache in caches:
+                as_requested(self.store, cache, labels=spec.labels, name=spec.name, lifetime=spec)
+        except (RequestNotFound, CacheNotFound, CacheError):  # a cache may go while this looks
             return None
-        return None if record.state == "failed" or not self._holds(record, spec) else record
+        return record
 
-    def _holds(self, record: RequestRecord, spec: CreateCache) -> bool:
-        """Whether the caches that a request made are on the shelf, with its labels and its name: they may have been
-        changed since."""
-        caches = stored_caches(self.store, record)
-        return caches is not None and not any(changes_of(cache, spec.labels, spec.name) for cache in caches)
-
-    def _open(self, key: _Key, spec: CreateCache, body: bytes) -> RequestRecord:
+    def _open(self, key: _Key, body: bytes) -> RequestRecord:
         self.store.admit(key.tenant)
         requests = self.store.requests
         record = requests.open(key.id, tenant=key.tenant, body=body)
-        if not self._holds(record, spec):
+        if stored_caches(self.store, record) is None:
             record = requests.open(key.id, tenant=key.tenant, body=body, again=True)
         return record
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Container, Iterator
 from contextlib import suppress
 from tempfile import TemporaryFile
 from typing import BinaryIO, Final
 
-from kvshelf.api.batches import BatchError, BatchStatus, RequestCounts
+from kvshelf.api.batches import UNDONE, BatchError, BatchStatus, RequestCounts
+from kvshelf.corpus.input.rows import parse_jsonl
+from kvshelf.corpus.row import Row, RowError
 from kvshelf.corpus.run.stored import last_results
 from kvshelf.errors import BlobError, FileNotFound, StoreError
 from kvshelf.service.jobs.batch_questions import result_line
@@ -57,22 +60,45 @@ def _lines(file: BinaryIO) -> int:
 
 
 def write_results(store: Store, record: BatchRecord, term: int) -> RequestCounts:
-    """Write a batch's two result files from its journal: rows with a cache or an answer, and rows with an error.
+    """Write a batch's two result files from its journal: rows with a cache or an answer, and rows with an error. To the
+    latter belong those that a cancelled or expired batch left undone; the counts are without them.
 
     The record names each file as soon as it is stored. If the store has no space for the second one, the next try
     replaces the first, so no file is orphaned. Raises `StateConflict` if the lease of `term` is over, `StoreError`.
     """
     found: Counter[str] = Counter()
+    ended: set[int] = set()
     with space_for("the results of a batch"), TemporaryFile() as output, TemporaryFile() as errors:
-        for result in last_results(store.batches, record.id):
+
+        def write(result: Row) -> None:
             said = result_line(result, record.id) if record.asks else result.output(file=False)
             line = json.dumps(said, ensure_ascii=False, separators=(",", ":"))
             (errors if result.error else output).write(line.encode() + b"\n")
+
+        for result in last_results(store.batches, record.id):
+            write(result)
+            ended.add(result.line)
             found["failed" if result.error else "reused" if result.reused else "made"] += 1
+        of_ended = {"completed": found["made"] + found["reused"], "failed": found["failed"], "reused": found["reused"]}
+        counts = RequestCounts(total=record.counts.total, **of_ended)
+        for row in _undone(store, record, outcome(record, counts)[0], ended):
+            write(row)
         _keep(store, record, term, output, "output", "output_file_id")
         _keep(store, record, term, errors, "errors", "error_file_id")
-    made, reused = found["made"], found["reused"]
-    return RequestCounts(total=record.counts.total, completed=made + reused, failed=found["failed"], reused=reused)
+    return counts
+
+
+def _undone(store: Store, record: BatchRecord, state: BatchStatus, ended: Container[int]) -> Iterator[Row]:
+    """The rows that a batch leaves undone as it ends in this state, as error rows: those of lines that have not ended.
+    None of an input that is gone or was never checked."""
+    if state not in UNDONE or not record.counts.total:
+        return
+    why = RowError(UNDONE[state], f"the batch was {state} before this row was done; a retry of the batch does it")
+    input_id, tenant, endpoint = record.body["input_file_id"], record.tenant, record.body["endpoint"]
+    with suppress(FileNotFound), store.files.open(input_id, tenant=tenant) as opened:
+        for row in parse_jsonl(opened.file, "", {}, endpoint=endpoint):
+            if row.line not in ended:
+                yield row.failed(why)
 
 
 def _keep(store: Store, record: BatchRecord, term: int, file: BinaryIO, name: str, field: str) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvshelf.api import ErrorBody
+from kvshelf.api.batches import UNDONE
 from kvshelf.api.openai import ChatCompletionRequest
 from kvshelf.corpus.row import Row
 from kvshelf.corpus.run.caller import PREFIX, Answer, request_id
@@ -54,20 +55,23 @@ class Asker:
 
 
 def result_line(row: Row, batch_id: str) -> dict[str, Any]:
-    """The line of a question in the output or the error file, as OpenAI's batches have it, with the number of the
-    line where there is no custom id."""
+    """The line of a question in the output or the error file, as OpenAI's batches have it: with a response, unless the
+    batch left the question undone. Where there is no custom id, it has the number of the line."""
     asked = request_id(batch_id, row.line)
-    status, body = (200, row.answer) if row.error is None else _refusal(row.error.code, row.error.message)
+    undone = row.error if row.error is not None and row.error.code in UNDONE.values() else None
     return {
         "id": f"batch_req_{asked.removeprefix(PREFIX)}",
         "custom_id": row.custom_id,
         **({"line": row.line} if row.custom_id is None else {}),
-        "response": {"status_code": status, "request_id": asked, "body": body},
-        "error": None,
+        "response": None if undone else _response(row, asked),
+        "error": asdict(undone) if undone else None,
     }
 
 
-def _refusal(code: str, message: str) -> tuple[int, dict[str, Any]]:
-    """Status and body with which the live route answers such an error."""
-    kind = by_code()[code]
-    return kind.status, {"error": error_json(ErrorBody(message=message, type=kind.type, param=None, code=code))}
+def _response(row: Row, asked: str) -> dict[str, Any]:
+    """What the live route answers to the request `asked`."""
+    if row.error is None:
+        return {"status_code": 200, "request_id": asked, "body": row.answer}
+    kind = by_code()[row.error.code]
+    error = ErrorBody(message=row.error.message, type=kind.type, param=None, code=row.error.code)
+    return {"status_code": kind.status, "request_id": asked, "body": {"error": error_json(error)}}

@@ -80,10 +80,12 @@ def outranked(record: BatchRecord, others: Iterable[BatchRecord], now: float) ->
 
 
 def waiting(record: BatchRecord, reason: str, now: float) -> BatchRecord:
-    """The record of a batch that gives up its place for a pause. Each pause is longer than the last until the batch
-    makes progress; a change of state ends the pause."""
+    """The record of a batch that gives up its place: to one of higher priority as long as that lasts, else for a pause.
+    Each pause is longer than the last until the batch makes progress; a change of state ends the pause."""
     pauses = record.progress.get("pauses", 0)
     pause = {"pauses": pauses + 1, "pause_s": backoff_s(pauses, _PAUSE_S, _MAX_PAUSE_S)}
+    if reason == _OUTRANKED:
+        pause = {"pauses": pauses, "pause_s": 0.0}
     told = {**record.progress, "waits_for": reason, "waits_from": now, **pause}
     return record.model_copy(update={"progress": told})
 
@@ -225,11 +227,12 @@ class BatchWork:
 
     def _shard(self, record: BatchRecord, config: StoreConfig, options: RunOptions) -> Shard:
         file = self.store.files.get(record.body["input_file_id"], tenant=record.tenant)
-        where, size = (config, record.tenant, file.id, file.filename), (file.nbytes, record.counts.total)
+        defaults, rows = record.body["options"], record.counts.total
+        fields = (config, record.tenant, file.id, file.filename, defaults, file.nbytes, rows)
         if not record.asks:
-            return StoredShard(*where, record.body["options"], *size)
+            return StoredShard(*fields)
         recorded = sum(1 for _ in self.store.batches.journal(record.id))
-        return QuestionShard(*where, record.id, recorded, options.retry_failed, *size)
+        return QuestionShard(*fields, batch_id=record.id, recorded=recorded, retry_failed=options.retry_failed)
 
     def _questions_at_once(self) -> int:
         """Half of those that the replicas answer at once, so that a user's question finds a place."""

@@ -6,13 +6,18 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvshelf.api.openai import ChatCompletionRequest
+from kvshelf.api.strict import parse_request
 from kvshelf.corpus.row import Row, RowError
-from kvshelf.corpus.run.caller import Shares
+from kvshelf.corpus.run.caller import Answer, Caller, Shares
+from kvshelf.corpus.run.progress import RunOptions
 from kvshelf.corpus.run.runner import Runner
 from kvshelf.corpus.run.stored import HomeJournal, QuestionShard
 from kvshelf.errors import (
@@ -24,7 +29,10 @@ from kvshelf.errors import (
     StoreError,
     WorkerCrashed,
 )
+from kvshelf.store.disk import DiskStore
 from kvshelf.store.url import StoreConfig
+
+MESSAGES = [{"role": "user", "content": "Why?"}]
 
 
 def ends(*outcomes: KvshelfError | str) -> Callable[[], Awaitable[str]]:
@@ -57,12 +65,31 @@ def test_attempts_that_count_and_those_that_do_not(outcomes: list[KvshelfError |
     assert (found.code if isinstance(found, KvshelfError) else found, counted) == (end, attempts)
 
 
+def test_the_time_of_failed_attempts_counts(tmp_path: Path) -> None:
+    """So that a batch of questions that all kill their worker uses up its GPU hours, too."""
+
+    async def asks(*_: Any, **__: Any) -> Answer:
+        await asyncio.sleep(0.02)
+        raise WorkerCrashed("died", retry_after_s=0.0)
+
+    async def settled() -> Row:
+        with DiskStore.open(tmp_path / "home") as store:
+            caller = Caller({"m": None}, store, RunOptions("me", "b"), 0.0, 1, asks)  # type: ignore[dict-item]
+            caller.going.set()
+            question = parse_request(ChatCompletionRequest, {"cache_id": "kvs_1", "messages": MESSAGES})
+            return await caller.settle(Row("q.jsonl", 1, "q-1", question=question))
+
+    row = asyncio.run(settled())
+    assert (row.error and row.error.code, row.attempts) == ("worker_crashed", 3)
+    assert row.seconds >= 3 * 0.02
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_what_an_earlier_run_ended_comes_as_it_ended(tmp_path: Path, *, again: bool) -> None:
     """The shard gives the same rows whatever is recorded after it was made."""
     config = StoreConfig(f"disk://{tmp_path}/shelf")
     with config.open() as store:
-        body = {"cache_id": "kvs_1", "messages": [{"role": "user", "content": "Why?"}]}
+        body = {"cache_id": "kvs_1", "messages": MESSAGES}
         request = {"method": "POST", "url": "/v1/chat/completions", "body": body}
         data = "\n".join(json.dumps({"custom_id": f"q-{n}", **request}) for n in range(1, 5)).encode()
         path = tmp_path / "q.jsonl"
@@ -76,7 +103,8 @@ def test_what_an_earlier_run_ended_comes_as_it_ended(tmp_path: Path, *, again: b
         done = Row("q.jsonl", 1, "q-1", answer={"id": "chatcmpl-1"}, tokens=7, attempts=1, seconds=1.0)
         lost = Row("q.jsonl", 2, "q-2", error=RowError("worker_crashed", "why"), attempts=3)
         journal.append([done, lost])
-        shard = QuestionShard(config, "me", file.id, "q.jsonl", batch_id, 2, again, len(data), 4)
+        of_file = (config, "me", file.id, "q.jsonl", {}, len(data), 4)
+        shard = QuestionShard(*of_file, batch_id=batch_id, recorded=2, retry_failed=again)
         first = list(shard.read())
         journal.append([replace(done, line=3, custom_id="q-3")])
         assert list(shard.read()) == first
@@ -90,7 +118,7 @@ def test_what_an_earlier_run_ended_comes_as_it_ended(tmp_path: Path, *, again: b
 
 
 def test_calls_at_work_together_share_the_time() -> None:
-    shares = Shares()
+    shares = Shares(replicas=1)
     began = time.monotonic()
     with shares.part() as first:
         time.sleep(0.02)
@@ -102,3 +130,15 @@ def test_calls_at_work_together_share_the_time() -> None:
     passed = time.monotonic() - began
     assert whole == pytest.approx(passed, rel=0.02)
     assert 0.01 <= later <= passed / 2 - 0.01
+
+
+@pytest.mark.parametrize(("replicas", "busy"), [(0.5, 0.5), (2, 2), (3, 3), (9, 4)])
+def test_the_time_of_each_busy_replica_counts(replicas: float, busy: float) -> None:
+    """Half a replica is one that two callers share."""
+    shares = Shares(replicas)
+    with ExitStack() as stack:
+        began = time.monotonic()
+        calls = [stack.enter_context(shares.part()) for _ in range(4)]
+        time.sleep(0.05)
+        passed = time.monotonic() - began
+        assert sum(seconds() for seconds in calls) == pytest.approx(busy * passed, rel=0.05)

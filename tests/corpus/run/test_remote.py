@@ -13,7 +13,7 @@ import pytest
 from kvshelf.client import Client
 from kvshelf.corpus.input.files import FileCorpus
 from kvshelf.corpus.input.rows import parse_jsonl
-from kvshelf.corpus.row import Row
+from kvshelf.corpus.row import Row, RowError
 from kvshelf.corpus.run import remote
 from kvshelf.corpus.run.progress import INTERRUPTED, RunState
 from kvshelf.corpus.run.remote import _written, run_at
@@ -93,11 +93,13 @@ def test_ctrl_c_cancels_the_batch_and_is_the_reason_of_its_end() -> None:
 
 
 def test_every_result_that_the_service_has_is_brought_whatever_one_of_them_is() -> None:
-    """The service could not read the second line, so its result has no custom id; one result matches no row."""
+    """The service could not read the second line, so its result has no custom id; one result matches no row; the last
+    row was left undone, which is no result."""
     lines = [{"custom_id": "a", "document": "x"}, b"no json", {"custom_id": "c", "document": "y"}]
-    lines += [{"custom_id": "d", "document": "z"}]
+    lines += [{"custom_id": "d", "document": "z"}, {"custom_id": "e", "document": "u"}]
     output = [success(1, custom_id="0"), success(9, custom_id="77"), success(3, custom_id="3")]
-    files = {"file_output": output, "file_error": [failure(2, custom_id=None)], "file_input": []}
+    undone = failure(5, custom_id="4", error=RowError("batch_cancelled", "too soon"))
+    files = {"file_output": output, "file_error": [failure(2, custom_id=None), undone], "file_input": []}
 
     def service(request: httpx.Request) -> httpx.Response:
         _, _, kind, *rest = request.url.path.split("/")

@@ -65,6 +65,7 @@ def test_a_batch_of_questions_answers_as_the_live_route(
 ) -> None:
     other = created(http, document="The lamp of the lighthouse is lit at dusk. " * 9, policy="full")["id"]
     good = {f"q-{n}": body(other if n % 2 else cache["id"], n) for n in range(6)}
+    good["kept"] = body(other, 1, store=True)
     good["both"] = body("", 9, cache_ids=[cache["id"], other])
     del good["both"]["cache_id"]
     bad = {
@@ -81,7 +82,7 @@ def test_a_batch_of_questions_answers_as_the_live_route(
     assert batch.request_counts is not None
     counts = batch.request_counts
     assert (batch.status, batch.endpoint) == ("completed", ENDPOINT)
-    assert (counts.total, counts.completed, counts.failed) == (15, 7, 8)
+    assert (counts.total, counts.completed, counts.failed) == (16, 8, 8)
 
     done, failed = content(client, batch.output_file_id), content(client, batch.error_file_id)
     assert done.keys() == good.keys()
@@ -94,12 +95,15 @@ def test_a_batch_of_questions_answers_as_the_live_route(
             assert own.pop("id").startswith("chatcmpl-")
             assert own.pop("created")
         assert response["body"] == live
+    # A question that is asked again, here by the live route, keeps its turn once: equal turns are one cache.
+    turns = [each for each in http.get("/v1/caches").json()["data"] if each["parent_id"] == other]
+    assert [each["id"] for each in turns] == [done["kept"]["response"]["body"]["stored_cache_id"]]
     codes = {each["custom_id"]: each["response"]["status_code"] for each in failed.values()}
     assert codes == dict.fromkeys([*bad, None], 400) | {"unknown": 404}
     live = http.post(ENDPOINT, json=bad["unknown"]["body"]).json()
     assert failed["unknown"]["response"]["body"]["error"]["code"] == live["error"]["code"]
     assert "leave stream out" in failed["stream"]["response"]["body"]["error"]["message"]
-    assert failed[None]["line"] == 15  # type: ignore[index]  # there is no custom id in what is no JSON
+    assert failed[None]["line"] == 16  # type: ignore[index]  # there is no custom id in what is no JSON
 
 
 def test_a_batch_of_questions_takes_no_options_of_documents(
@@ -120,8 +124,11 @@ def test_a_cancelled_batch_that_is_tried_again_asks_no_question_twice(
     awaited(http, batch.id, lambda now: now["request_counts"]["completed"] >= 8)
     client.batches.cancel(batch.id)
     assert ended(http, batch.id)["status"] == "cancelled"
-    first = content(client, client.batches.retrieve(batch.id).output_file_id)
+    cancelled = client.batches.retrieve(batch.id)
+    first, undone = content(client, cancelled.output_file_id), content(client, cancelled.error_file_id)
     assert 8 <= len(first) < MANY
+    assert len(first.keys() | undone.keys()) == len(first) + len(undone) == MANY
+    assert {(each["response"], each["error"]["code"]) for each in undone.values()} == {(None, "batch_cancelled")}
     http.post(f"/v1/batches/{batch.id}/retry")
     after = ended(http, batch.id)
     assert (after["status"], after["request_counts"]["completed"], after["request_counts"]["reused"]) == (

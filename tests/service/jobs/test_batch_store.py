@@ -63,15 +63,26 @@ def running(store: Store) -> Iterator[None]:
         loop.close()
 
 
-def begun(store: Store, file_id: str, tenant: str = "me", *, lasts_s: float = 3600.0, priority: int = 0) -> BatchRecord:
-    body = {"input_file_id": file_id, "window": None, "output_keep_s": 3600.0, "priority": priority}
+def begun(
+    store: Store,
+    file_id: str,
+    tenant: str = "me",
+    *,
+    lasts_s: float = 3600.0,
+    priority: int = 0,
+    endpoint: str = "/v1/caches",
+) -> BatchRecord:
+    body = {"input_file_id": file_id, "endpoint": endpoint, "window": None, "output_keep_s": 3600.0}
+    body["priority"] = priority
     now = time.time()
     return store.batches.create(tenant, body, now=now, expires_at=now + lasts_s)
 
 
-def finalizing(store: Store, results: Sequence[Row] = (DONE, FAILED)) -> BatchRecord:
+def finalizing(
+    store: Store, results: Sequence[Row] = (DONE, FAILED), file_id: str = "file_1", endpoint: str = "/v1/caches"
+) -> BatchRecord:
     """A batch of which all rows have ended, and whose files nobody has written."""
-    batch = begun(store, "file_1")
+    batch = begun(store, file_id, endpoint=endpoint)
     term = store.batches.table.take(batch.id, lease_s=0.0)
     assert term is not None
     store.batches.table.append(batch.id, term, [pydantic_core.to_json(result.to_dict()) for result in results])
@@ -214,6 +225,28 @@ def test_a_reason_to_fail_is_known_to_whoever_writes_the_results_later(tmp_path:
         with running(store):
             record = ended(store, batch)
         assert (record.state, record.problems[0].code) == ("failed", "empty_file")
+
+
+@pytest.mark.parametrize(("state", "ends"), [("finalizing", "expired"), ("cancelling", "cancelled")])
+@pytest.mark.parametrize("endpoint", ["/v1/caches", "/v1/chat/completions"])
+def test_rows_that_were_left_undone_are_in_the_error_file(state: str, ends: str, endpoint: str, tmp_path: Path) -> None:
+    """Of five lines two have ended. Without the input, which its tenant may delete, nobody knows the others."""
+    data = "\n".join([*(json.dumps({"custom_id": name, "document": "x"}) for name in "abcd"), "no JSON"]).encode()
+    with DiskStore.open(tmp_path / "home") as store:
+        file, gone = kept(store, tmp_path, data), kept(store, tmp_path, data)
+        store.files.delete(gone.id, tenant="me")
+        for input_id, undone in ((file.id, ["c", "d", None]), (gone.id, [])):
+            batch = finalizing(store, [DONE, FAILED], input_id, endpoint)
+            changed(store, batch, state, counts=RequestCounts(total=5))
+            with running(store):
+                record = ended(store, batch)
+            assert (record.state, record.counts) == (ends, RequestCounts(total=5, completed=1, failed=1))
+            failed, *others = lines(store, record.error_file_id)
+            assert (failed["custom_id"], [line["custom_id"] for line in others]) == ("b", undone)
+            assert all(line["error"].keys() == {"code", "message"} for line in others)
+            assert {line["error"]["code"] for line in others} <= {f"batch_{ends}"}
+            if endpoint == "/v1/chat/completions":
+                assert all(line["response"] is None for line in others)
 
 
 def test_who_has_lost_the_batch_leaves_no_file_behind(tmp_path: Path) -> None:

@@ -73,10 +73,12 @@ def rows_of(http: httpx.Client, file_id: str) -> list[dict[str, Any]]:
 
 
 def results(http: httpx.Client, batch: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The rows of both files, which must be all that there were."""
-    done, failed = rows_of(http, batch["output_file_id"]), rows_of(http, batch["error_file_id"])
+    """The rows with a cache, and those that failed. Both files together must have all that there were."""
+    done, errors = rows_of(http, batch["output_file_id"]), rows_of(http, batch["error_file_id"])
     counts = batch["request_counts"]
+    failed = [row for row in errors if row["error"]["code"] != f"batch_{batch['status']}"]
     assert (len(done), len(failed)) == (counts["completed"], counts["failed"])
+    assert len(done) + len(errors) == counts["total"]
     assert all("error" not in row for row in done)
     assert all("cache_id" not in row for row in failed)
     return done, failed

@@ -84,6 +84,14 @@ def test_what_was_done_is_done_again_when_its_labels_or_its_name_were_changed(ht
     assert (cache["labels"], cache["name"]) == ({"drawer": "top", "key": "brass"}, "first")
 
 
+def test_what_was_done_lives_on_when_it_is_asked_for_again(http: httpx.Client) -> None:
+    body = {"document": "Until the next tide, and the next. " * 9, "ttl_s": 500}
+    cache_id = ended(http, submit(http, **body))["cache_id"]
+    before = http.get(f"/v1/caches/{cache_id}").json()["expires_at"]
+    assert submit(http, **body)["state"] == "done"
+    assert http.get(f"/v1/caches/{cache_id}").json()["expires_at"] > before
+
+
 def test_a_document_that_cannot_be_done_fails_with_its_error(http: httpx.Client) -> None:
     request = ended(http, submit(http, token_ids=[5] * 16_385))
     assert (request["state"], request["cache_id"], request["attempts"]) == ("failed", None, 1)

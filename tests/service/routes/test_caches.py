@@ -131,7 +131,8 @@ def test_expected_questions_make_another_cache(http: httpx.Client) -> None:
 def test_fifty_equal_creations_at_once_are_one_prefill(bundled_service: str) -> None:
     """At a service with its own limits: the shared one queues fewer than fifty."""
     body = {"document": "Fifty people ask for this at once. " * 40}
-    with httpx.Client(base_url=bundled_service, timeout=120) as http, ThreadPoolExecutor(50) as threads:
+    every = httpx.Limits()  # of the connections may idle, as those of the fixture `http` may
+    with httpx.Client(base_url=bundled_service, timeout=120, limits=every) as http, ThreadPoolExecutor(50) as threads:
         before = scrape(http)
         responses = list(threads.map(lambda _: http.post("/v1/caches", json=body), range(50)))
         prefilled = {key: value - before.get(key, 0) for key, value in scrape(http).items()}

@@ -141,7 +141,7 @@ function BatchCard({ id, onEnded }) {
         ([action, label]) => html`<button key=${action} onClick=${() => act(action)}>${label}</button>`,
       )}
       ${batch.output_file_id && html`<button onClick=${saving(batch.output_file_id)}>Save the results</button>`}
-      ${counts.failed > 0 && batch.error_file_id && html`<button onClick=${saving(batch.error_file_id)}>Save the errors</button>`}
+      ${counts.completed < counts.total && batch.error_file_id && html`<button onClick=${saving(batch.error_file_id)}>Save the errors</button>`}
     </p>
     <${FailureNote} failure=${failure} />
     ${(batch.errors?.data ?? []).map((error, at) => html`<${FailureNote} key=${at} failure=${error} />`)}

@@ -25,9 +25,7 @@ def as_requested(
 
     Changes that others make at the same time stay. Raises `InvalidRequest` if the cache would have too many labels.
     """
-    while changes := changes_of(manifest, labels or {}, name) | (
-        _longer(store, manifest, lifetime) if lifetime else {}
-    ):
+    while changes := _changes(manifest, labels or {}, name) | _longer(store, manifest, lifetime):
         if len(changes.get("labels", ())) > LABEL_LIMIT:
             raise InvalidRequest(
                 f"cache {manifest.id} has {len(manifest.labels)} labels and would have {len(changes['labels'])} with "
@@ -41,8 +39,8 @@ def as_requested(
     return manifest
 
 
-def changes_of(manifest: Manifest, labels: Mapping[str, str], name: str) -> dict[str, Any]:
-    """What a request changes of an existing cache, as arguments of `Store.update`; nothing where it is as requested."""
+def _changes(manifest: Manifest, labels: Mapping[str, str], name: str) -> dict[str, Any]:
+    """What labels and a name change, as arguments of `Store.update`; nothing where the cache has them."""
     changes: dict[str, Any] = {}
     if (joined := _joined(manifest.labels, labels)) != manifest.labels:
         changes["labels"] = joined
