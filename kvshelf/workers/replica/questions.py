@@ -233,24 +233,23 @@ class Questions:
         return tools, grammar
 
     def _counted(self, loaded: _Loaded, answer: Answer, ticket: Ticket[Answer], tenant: str) -> Reply:
-        """The reply, counted for the tenant on a thread."""
-        self.threads.submit(self._count, loaded.held, answer, tenant)
-        return loaded.reply(answer, ticket)
-
-    def _count(self, held: Mapping[str, tuple[Resident, bool]], answer: Answer, tenant: str) -> None:
-        usage, saved_s = answer.usage, 0.0
-        for cache_id, (resident, _) in held.items():
-            if resident.prefill_s is None:
-                resident.prefill_s = _prefill_s(self.store, cache_id, tenant)
-            saved_s += resident.prefill_s
+        """The reply, counted for the tenant."""
+        usage = answer.usage
         self.meter.add(
             tenant,
             answers=1,
             cache_read_tokens=usage.cache_read_tokens,
             prefill_tokens=usage.prefill_tokens,
             completion_tokens=usage.completion_tokens,
-            saved_s=saved_s,
         )
+        self.threads.submit(self._count_saved, loaded.held, tenant)
+        return loaded.reply(answer, ticket)
+
+    def _count_saved(self, held: Mapping[str, tuple[Resident, bool]], tenant: str) -> None:
+        for cache_id, (resident, _) in held.items():
+            if resident.prefill_s is None:
+                resident.prefill_s = _prefill_s(self.store, cache_id, tenant)
+        self.meter.add(tenant, saved_s=sum(resident.prefill_s or 0.0 for resident, _ in held.values()))
 
     async def _kept(self, loaded: _Loaded, answer: Answer, reply: Reply, tenant: str) -> Reply:
         """The reply, once its turn is stored if the query asks for that. What keeps a turn from being stored is no
