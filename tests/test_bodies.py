@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvshelf.api import CreateCache, JointQuery, Query
+from kvshelf.api.anthropic import MessagesRequest
 from kvshelf.api.inspect import KeptOf
 from kvshelf.api.openai import ChatCompletionRequest
 from kvshelf.api.strict import RequestBody, parse_request
@@ -28,6 +29,9 @@ LISTS: list[tuple[type[RequestBody], str, Any]] = [
     (ChatCompletionRequest, "cache_ids", 1),
     (ChatCompletionRequest, "messages", 1),
     (ChatCompletionRequest, "stop", 1),
+    (MessagesRequest, "messages", 1),
+    (MessagesRequest, "tools", 1),
+    (MessagesRequest, "stop_sequences", 1),
 ]
 
 

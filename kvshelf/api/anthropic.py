@@ -1,5 +1,5 @@
-"""The types of POST /v1/messages: Anthropic's request and response, plus `cache_id` and `cache`: a stored cache to ask,
-or how the one that `cache_control` asks for is compressed.
+"""The types of POST /v1/messages and its count_tokens: Anthropic's requests and responses, plus `cache_id` and `cache`:
+a stored cache to ask, or how the one that `cache_control` asks for is compressed.
 
 The service accepts Anthropic's fields that it does not support only with a value that changes nothing, and refuses any
 other. `temperature` is 0 by default, as in a query.
@@ -7,18 +7,31 @@ other. `temperature` is 0 by default, as in a query.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal, Self
+from itertools import groupby
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import Field, model_validator
 
+from kvshelf.api.anthropic_blocks import (
+    AnyBlock,
+    CacheControl,
+    CustomToolChoice,
+    CustomTools,
+    InputMessage,
+    Texts,
+    Turn,
+    blocks_of,
+    joined,
+    spoken,
+)
 from kvshelf.api.creation import CreateCache
 from kvshelf.api.queries import Asking
+from kvshelf.api.shapes import JsonSchema, OfSchema
 from kvshelf.api.strict import (
     MAX_MESSAGES,
+    MAX_TOKENS,
     CodecText,
     ErrorBody,
-    MaxTokens,
     Message,
     ModelName,
     Ratio,
@@ -26,16 +39,11 @@ from kvshelf.api.strict import (
     ResponseBody,
     StopText,
     Temperature,
-    Text,
     TopP,
     misuse,
-    one_or_list,
     without_unsupported,
 )
-
-BETWEEN_BLOCKS: Final = "\n\n"
-"""Between the texts of two blocks, and between a document and a question behind it: a text reads the same, wherever it
-has cache_control."""
+from kvshelf.api.tools import Tool, ToolAsking, ToolChoice, ToolTurn, require_tools
 
 MAX_MARKS: Final = 4
 MIN_CACHED_CHARACTERS: Final = 256
@@ -48,110 +56,12 @@ _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "context_management": (),
     "inference_geo": (),
     "mcp_servers": ([],),
-    "output_config": ({},),
     "service_tier": ("auto", "standard_only"),
     "speed": ("standard",),
     "thinking": ({"type": "disabled"},),
-    "tool_choice": ({"type": "auto"}, {"type": "none"}),
-    "tools": ([],),
     "top_k": (),
 }
 """Anthropic's unsupported fields, each with the values besides null that change nothing."""
-
-
-class CacheControl(RequestBody):
-    """The conversation up to this block is kept, for `ttl` from each use."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] = "5m"
-
-
-class NoCitations(RequestBody):
-    enabled: Literal[False] = False
-
-
-class TextBlock(RequestBody):
-    type: Literal["text"]
-    text: Text
-    cache_control: CacheControl | None = None
-    citations: None = None
-
-    @property
-    def plain(self) -> str:
-        return self.text
-
-
-def _is_text(source: Any) -> Any:
-    if isinstance(source, dict) and source.get("type") != "text":
-        raise misuse("", f"a document of source type {str(source.get('type'))!r:.40} is not supported; send its text")
-    return source
-
-
-class TextSource(RequestBody):
-    type: Literal["text"]
-    media_type: Literal["text/plain"]
-    data: Text
-
-
-class DocumentBlock(RequestBody):
-    """A text with what is known about it; the model reads `title`, `context` and the text, each on lines of its own."""
-
-    type: Literal["document"]
-    source: Annotated[TextSource, BeforeValidator(_is_text)]
-    title: str | None = None
-    context: str | None = None
-    cache_control: CacheControl | None = None
-    citations: NoCitations | None = None
-
-    @property
-    def plain(self) -> str:
-        return "\n".join(text for text in (self.title, self.context, self.source.data) if text)
-
-
-def _is_known(block: Any) -> Any:
-    if isinstance(block, dict) and block.get("type") not in ("text", "document"):
-        raise misuse("", f"a block of type {str(block.get('type'))!r:.40} is not supported; send text or document")
-    return block
-
-
-def _kind(block: Any) -> str:
-    return f"({block.get('type') if isinstance(block, dict) else getattr(block, 'type', None)})"
-
-
-_Known = Annotated[TextBlock, Tag("(text)")] | Annotated[DocumentBlock, Tag("(document)")]
-Block = Annotated[Annotated[_Known, Discriminator(_kind)], BeforeValidator(_is_known)]
-_Blocks = Annotated[list[Block], Field(min_length=1, max_length=256, fail_fast=True), Tag("(list)")]
-_Texts = Annotated[
-    list[Annotated[TextBlock, BeforeValidator(_is_known)]],
-    Field(min_length=1, max_length=256, fail_fast=True),
-    Tag("(list)"),
-]
-_Plain = Annotated[Text, Tag("(one)")]
-
-
-def _blocks(content: str | Sequence[TextBlock | DocumentBlock] | None) -> list[TextBlock | DocumentBlock]:
-    if content is None:
-        return []
-    return [TextBlock(type="text", text=content)] if isinstance(content, str) else list(content)
-
-
-def _joined(blocks: Sequence[TextBlock | DocumentBlock]) -> str:
-    return BETWEEN_BLOCKS.join(block.plain for block in blocks)
-
-
-class InputMessage(RequestBody):
-    """One turn: a text, or blocks, which the model reads as one text."""
-
-    role: Literal["user", "assistant"]
-    content: Annotated[_Plain | _Blocks, Discriminator(one_or_list)]
-
-    @property
-    def blocks(self) -> list[TextBlock | DocumentBlock]:
-        return _blocks(self.content)
-
-    @property
-    def plain(self) -> Message:
-        return Message(role=self.role, content=_joined(self.blocks))
 
 
 class Metadata(RequestBody):
@@ -167,44 +77,155 @@ class CompressionChoice(RequestBody):
     codec: CodecText = "none"
 
 
-class MessagesRequest(RequestBody):
-    """Anthropic's body. What is asked is the stored cache `cache_id`, or the beginning of the conversation: the blocks
-    of `system` and of the first message up to the last with `cache_control`, before the question. That is its last
-    block. If they have none and a later block does, all blocks before the question count.
+class OutputFormat(RequestBody):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
 
-    The beginning is one document. A later `cache_control`, or that of the body, keeps the turn behind it. All that is
-    kept lives for the longest `ttl` of the request, from its last use on.
-    """
+
+class OfOutputSchema(OfSchema):
+    PARAM: ClassVar[str] = "output_config.format"
+
+
+class OutputConfig(RequestBody):
+    """`format`: the text of the answer is JSON that fits its schema."""
+
+    format: OutputFormat | None = None
+    effort: None = None
+
+
+class CountTokensRequest(RequestBody):
+    """Anthropic's body of `count_tokens`, plus `cache_id`: a stored cache that the conversation begins with."""
 
     model: ModelName
-    max_tokens: MaxTokens
     messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    system: Annotated[_Plain | _Texts, Discriminator(one_or_list)] | None = None
-    stop_sequences: Annotated[list[StopText], Field(max_length=16, fail_fast=True)] | None = None
-    stream: bool = False
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    metadata: Metadata | None = None
+    system: Texts | None = None
+    tools: CustomTools | None = None
+    tool_choice: CustomToolChoice | None = None
+    output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
     cache_id: str | None = None
-    cache: CompressionChoice | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _drop_what_asks_nothing(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("thread") is not None:
+            # By these details Anthropic's client knows that it must send whole conversations.
+            details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+            raise misuse("thread", "thread is not supported; send the whole conversation", **details)
         return without_unsupported(data, _ASKS_NOTHING)
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _conversation_fits(self) -> Self:
         roles = [message.role for message in self.messages]
         if roles[0] != "user" or roles[-1] != "user":
             raise misuse("messages", "the first message and the last must be the user's: kvshelf continues no answer")
         if len(self._marks) > MAX_MARKS:
             raise misuse("cache_control", f"{len(self._marks)} blocks have cache_control; at most {MAX_MARKS} may")
+        calls = any(turn.role == "tool" or turn.tool_calls for turn in self._asked)
+        require_tools(self._tools, self._tool_choice, calls=calls)
+        if self._response_format is not None and self._tool_choice not in ("auto", "none"):
+            param = OfOutputSchema.PARAM
+            raise misuse(param, f"tool_choice says what the answer must be; leave {param} out")
+        return self
+
+    @property
+    def document(self) -> str | None:
+        """What a cache holds that this request makes or finds; None if it makes none."""
+        return joined(self._beginning) or None
+
+    @property
+    def asking(self) -> Asking:
+        """What is asked, behind the cache if there is one."""
+        return self._asking(max_tokens=MAX_TOKENS)
+
+    def _asking(self, **how: Any) -> Asking:
+        """how: the answer is made, as of an `Asking`."""
+        how["response_format"] = self._response_format
+        if not self.tools:
+            messages = [Message(**turn.model_dump(exclude={"tool_calls"})) for turn in self._asked]
+            return Asking(messages=messages, **how)
+        parallel = self.tool_choice is None or not self.tool_choice.disable_parallel_tool_use
+        tools: dict[str, Any] = {"tools": self._tools, "tool_choice": self._tool_choice}
+        return ToolAsking(messages=self._asked, **tools, parallel_tool_calls=parallel, **how)
+
+    @property
+    def _asked(self) -> list[ToolTurn]:
+        turns = self._turns
+        system = blocks_of(self.system)
+        if self.cache_id is None:
+            turns[0] = ("user", [*system, *turns[0][1]][len(self._beginning) :])
+        elif system:
+            turns.insert(0, ("system", system))
+        return spoken(turns)
+
+    @property
+    def _turns(self) -> list[Turn]:
+        """The conversation. Messages of one role in a row are one turn."""
+        runs = groupby(self.messages, key=lambda message: message.role)
+        return [(role, [block for message in run for block in message.blocks]) for role, run in runs]
+
+    @property
+    def _beginning(self) -> list[AnyBlock]:
+        """The blocks that the cache holds which `cache_control` asks for."""
+        if self.cache_id is not None or not self._marks:
+            return []
+        blocks = self._before_question
+        marked = [at for at, block in enumerate(blocks, 1) if block.cache_control is not None]
+        return blocks[: marked[-1]] if marked else blocks
+
+    @property
+    def _before_question(self) -> list[AnyBlock]:
+        return [*blocks_of(self.system), *self._turns[0][1][:-1]]
+
+    @property
+    def _marks(self) -> list[CacheControl]:
+        blocks = [*blocks_of(self.system), *(block for message in self.messages for block in message.blocks)]
+        found = [block.cache_control for block in blocks] + [self.cache_control]
+        return [mark for mark in found if mark is not None]
+
+    @property
+    def _tools(self) -> list[Tool]:
+        return [tool.plain for tool in self.tools or ()]
+
+    @property
+    def _tool_choice(self) -> ToolChoice:
+        return "auto" if self.tool_choice is None else self.tool_choice.plain
+
+    @property
+    def _response_format(self) -> OfSchema | None:
+        if self.output_config is None or self.output_config.format is None:
+            return None
+        schema = JsonSchema(name="output_config", schema=self.output_config.format.schema_)
+        return OfOutputSchema(type="json_schema", json_schema=schema)
+
+
+class MessagesRequest(CountTokensRequest):
+    """Anthropic's body. What is asked is the stored cache `cache_id`, or the beginning of the conversation: the blocks
+    of `system` and of the user's first turn up to the last with `cache_control`, before the question. That is the last
+    block of this turn. If they have none and a later block does, all blocks before the question count.
+
+    The beginning is one document. A later `cache_control`, or that of the body, keeps the turn behind it, unless the
+    answer may call tools. All that is kept lives for the longest `ttl` of the request, from its last use on.
+    """
+
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = Field(
+        description="0: the cache is made, and nothing is said"
+    )
+    stop_sequences: Annotated[list[StopText], Field(max_length=16, fail_fast=True)] | None = None
+    stream: bool = False
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    metadata: Metadata | None = None
+    cache: CompressionChoice | None = None
+
+    @model_validator(mode="after")
+    def _asks_a_cache(self) -> Self:
         if self.cache_id is None:
             self._require_beginning()
         elif self.cache is not None:
             raise misuse("cache", "the cache of cache_id is there already; leave cache out")
+        if self.stream and not self.max_tokens:
+            raise misuse("stream", "with max_tokens 0 there is no answer to stream; leave stream out")
         return self
 
     def _require_beginning(self) -> None:
@@ -214,29 +235,17 @@ class MessagesRequest(RequestBody):
                 "this service answers from stored caches only: give a long block cache_control, or give cache_id",
             )
         if not self._before_question:
-            raise misuse("cache_control", "nothing stands before the question; put the document in a block before it")
-        if (length := len(_joined(self._beginning))) < MIN_CACHED_CHARACTERS:
+            raise misuse(
+                "cache_control",
+                "nothing stands before the question, which is the last block of the user's first turn; put the "
+                "document in a block before it",
+            )
+        if (length := len(joined(self._beginning))) < MIN_CACHED_CHARACTERS:
             raise misuse(
                 "cache_control",
                 f"what is to be cached has {length} characters, and at least {MIN_CACHED_CHARACTERS} are needed; put "
-                "cache_control on a longer block before the question",
+                "cache_control on a longer block before the question, which is the last block of the user's first turn",
             )
-
-    @property
-    def _before_question(self) -> list[TextBlock | DocumentBlock]:
-        return [*_blocks(self.system), *self.messages[0].blocks[:-1]]
-
-    @property
-    def _beginning(self) -> list[TextBlock | DocumentBlock]:
-        blocks = self._before_question
-        marked = [at for at, block in enumerate(blocks, 1) if block.cache_control is not None]
-        return blocks[: marked[-1]] if marked else blocks
-
-    @property
-    def _marks(self) -> list[CacheControl]:
-        blocks = [*_blocks(self.system), *(block for message in self.messages for block in message.blocks)]
-        found = [block.cache_control for block in blocks] + [self.cache_control]
-        return [mark for mark in found if mark is not None]
 
     @property
     def _ttl_s(self) -> float | None:
@@ -244,41 +253,44 @@ class MessagesRequest(RequestBody):
         return max((_TTL_S[mark.ttl] for mark in self._marks), default=None)
 
     @property
-    def _keeps_turn(self) -> bool:
-        """Whether question and answer are kept."""
-        if self.cache_id is not None:
-            return bool(self._marks)
+    def _marks_turn(self) -> bool:
+        """Whether question and answer are to be kept."""
         return len(self._marks) > sum(block.cache_control is not None for block in self._beginning)
+
+    @property
+    def not_kept(self) -> str | None:
+        """Why the turn is not kept although it has `cache_control`; None if it is kept, or has none."""
+        if not self._marks_turn:
+            return None
+        if self.tools:
+            return "an answer that may call tools is not kept behind the cache"
+        return None if self.max_tokens else "with max_tokens 0 there is no answer to keep"
 
     @property
     def creation(self) -> CreateCache:
         """The cache of the beginning."""
         choice = self.cache or CompressionChoice()
-        document = _joined(self._beginning)
         lives: dict[str, Any] = {"ttl_s": self._ttl_s, "ttl_renew": True}
-        return CreateCache(model=self.model, document=document, layout="chat", **lives, **choice.model_dump())
+        return CreateCache(model=self.model, document=self.document, layout="chat", **lives, **choice.model_dump())
 
     @property
     def asking(self) -> Asking:
-        """What is asked behind the cache."""
-        return Asking(
-            messages=self._asked,
-            max_tokens=self.max_tokens,
+        keeps = self._marks_turn and self.not_kept is None
+        return self._asking(
+            max_tokens=self.max_tokens or 1,
             temperature=self.temperature or 0.0,
             top_p=1.0 if self.top_p is None else self.top_p,
             stop=self.stop_sequences,
-            store=self._keeps_turn,
-            ttl_s=self._ttl_s if self._keeps_turn else None,
-            ttl_renew=self._keeps_turn,
+            store=keeps,
+            ttl_s=self._ttl_s if keeps else None,
+            ttl_renew=keeps,
         )
 
-    @property
-    def _asked(self) -> list[Message]:
-        if self.cache_id is not None:
-            system = [Message(role="system", content=_joined(_blocks(self.system)))] if self.system else []
-            return system + [message.plain for message in self.messages]
-        first = [*_blocks(self.system), *self.messages[0].blocks][len(self._beginning) :]
-        return [Message(role="user", content=_joined(first)), *(message.plain for message in self.messages[1:])]
+
+class TokenCount(ResponseBody):
+    """`input_tokens`: of the whole conversation, those of a cache that it begins with included."""
+
+    input_tokens: int
 
 
 class MessageUsage(ResponseBody):
@@ -291,13 +303,23 @@ class MessageUsage(ResponseBody):
     output_tokens: int
 
 
-class AnswerBlock(ResponseBody):
+class AnswerText(ResponseBody):
     type: Literal["text"] = "text"
     text: str
     citations: None = None
 
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence"]
+class AnswerCall(ResponseBody):
+    """A tool that the caller is to run; its result comes in a block `tool_result` with this id."""
+
+    type: Literal["tool_use"] = "tool_use"
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+AnswerBlock = AnswerText | AnswerCall
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class MessageObject(ResponseBody):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, computed_field
 
 from kvshelf.api.strict import LayoutName, ListBody, ResponseBody
 
 
 class ModelObject(ResponseBody):
+    """A model, with the fields of OpenAI's and Anthropic's models."""
+
     id: str
     object: Literal["model"] = "model"
     created: int
@@ -20,10 +23,25 @@ class ModelObject(ResponseBody):
     tokenizer: str | None = Field(None, description="digest of the tokenizer; empty if the model has none")
     dtype: str | None = None
     device: str | None = None
+    type: Literal["model"] = "model"
+    lifecycle: Literal["active"] = "active"
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def display_name(self) -> str:
+        return self.id
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def created_at(self) -> datetime:
+        return datetime.fromtimestamp(self.created, UTC)
 
 
 class ModelList(ListBody):
     data: list[ModelObject]
+    has_more: bool = False
+    first_id: str | None = None
+    last_id: str | None = None
 
 
 class PolicyObject(ResponseBody):

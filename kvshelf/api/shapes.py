@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
 
@@ -30,15 +30,21 @@ class JsonSchema(RequestBody):
     strict: bool | None = None
 
 
-class AnyText(RequestBody):
+class Format(RequestBody):
+    """Base of the formats. PARAM: the field that has it; of `text.format` there are subclasses."""
+
+    PARAM: ClassVar[str] = "response_format"
+
+
+class AnyText(Format):
     type: Literal["text"]
 
 
-class AnyObject(RequestBody):
+class AnyObject(Format):
     type: Literal["json_object"]
 
 
-class OfSchema(RequestBody):
+class OfSchema(Format):
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
@@ -74,15 +80,22 @@ Answers = Annotated[int, Field(ge=1, le=MAX_ANSWERS)]
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
+def param_of(body: Any, name: str) -> str:
+    """The field of the request that says one of `SHAPES`."""
+    found: str = getattr(getattr(body, name), "PARAM", name)
+    return found
+
+
 def require_one_shape(body: Any) -> None:
     """For a validator: `SHAPES` exclude each other, and a schema is not too large."""
-    given = [name for name in SHAPES if getattr(body, name) is not None]
+    given = [param_of(body, name) for name in SHAPES if getattr(body, name) is not None]
     if len(given) > 1:
         raise misuse(given[1], f"{' and '.join(given)} were given; an answer has one shape")
     if isinstance(body.response_format, OfSchema):
         size = len(json.dumps(body.response_format.json_schema.schema_).encode())
         if size > MAX_GRAMMAR_BYTES:
-            raise misuse("response_format", f"the schema has {size} bytes; at most {MAX_GRAMMAR_BYTES} are accepted")
+            param = body.response_format.PARAM
+            raise misuse(param, f"the schema has {size} bytes; at most {MAX_GRAMMAR_BYTES} are accepted")
 
 
 def require_logprobs(body: Any) -> None:

@@ -73,7 +73,8 @@ CodecText = Annotated[
 """The pattern covers the syntax only; the store checks parameters and their ranges."""
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 Ratio = Annotated[float, Field(ge=0, lt=1)]
-MaxTokens = Annotated[int, Field(ge=1, le=1_000_000)]
+MAX_TOKENS = 1_000_000
+MaxTokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 Temperature = Annotated[float, Field(ge=0, le=100)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -97,9 +98,9 @@ def one_of(**types: str | list[str]) -> dict[str, Any]:
     return {"oneOf": [{"properties": {name: {"type": kind}}, "required": [name]} for name, kind in types.items()]}
 
 
-def misuse(param: str, message: str) -> PydanticCustomError:
-    """An error of the request as a whole that still names one field."""
-    return PydanticCustomError("misuse", "{message}", {"param": param, "message": message})
+def misuse(param: str, message: str, **details: Any) -> PydanticCustomError:
+    """An error of the request as a whole that still names one field. details: of the refusal."""
+    return PydanticCustomError("misuse", "{message}", {"param": param, "message": message, "details": details})
 
 
 def without_unsupported(data: Any, neutral: Mapping[str, tuple[Any, ...]]) -> Any:
@@ -251,7 +252,8 @@ def refusal(exc: ValidationError) -> InvalidRequest:
     errors = exc.errors(include_url=False)
     param, message = _describe(errors[0])
     more = f" ({len(errors) - 1} more problem(s) in this request)" if len(errors) > 1 else ""
-    return InvalidRequest((f"{param}: " if param else "") + message + more, param=param)
+    details = errors[0].get("ctx", {}).get("details", {})
+    return InvalidRequest((f"{param}: " if param else "") + message + more, param=param, **details)
 
 
 def _describe(error: ErrorDetails) -> tuple[str | None, str]:

@@ -20,6 +20,7 @@ from kvshelf.service.observe.metrics import Metrics
 from kvshelf.service.observe.questions import result_of
 from kvshelf.service.observe.tracing import add_phases
 from kvshelf.service.settings import Settings
+from kvshelf.store.artifact.identity import Boundary
 from kvshelf.workers.cluster.remote import RemoteEngine
 from kvshelf.workers.replica.results import Created, Found, Phase, Reply
 
@@ -73,6 +74,14 @@ class EngineClient:
         async with self._queues["estimate"].turn(tenant, deadline_s) as left_s:
             estimated: EstimateObject = await self.remote.call("estimate", spec, limit_s=left_s)
         return estimated
+
+    async def count(
+        self, query: Asking, document: str | None, boundary: Boundary | None, *, tenant: str, deadline_s: float
+    ) -> int:
+        """As `kvshelf.workers.engine.inputs.counting.count`; takes the turn of a question."""
+        async with self._queues["question"].turn(tenant, deadline_s) as left_s:
+            counted: int = await self.remote.call("count", query, document, boundary, limit_s=left_s)
+        return counted
 
     async def create(self, spec: CreateCache, *, tenant: str, deadline_s: float, **recorded: Any) -> Created:
         """A recorded request (`request_id`, `max_attempts`) skips the queue: it has waited in the background."""

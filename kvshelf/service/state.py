@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 
 from kvshelf.api import CacheObject, ModelObject
 from kvshelf.api.service import Readiness
-from kvshelf.errors import InvalidRequest
+from kvshelf.errors import InvalidRequest, KvshelfError
 from kvshelf.service.access.keys import Caller
 from kvshelf.service.access.limits import TenantLimits
 from kvshelf.service.engines import EngineClient
@@ -64,14 +64,12 @@ class Service:
     readiness: SingleFlight[Readiness]
     limits: TenantLimits
 
-    def engine(self, model: str | None) -> EngineClient:
-        """The engine of a model by name; for None, that of the first model served."""
+    def engine(self, model: str | None, unknown: type[KvshelfError] = InvalidRequest) -> EngineClient:
+        """The engine of a model by name; for None, that of the first model served. unknown: raised for another name."""
         if model is None:
             return next(iter(self.engines.values()))
         if model not in self.engines:
-            raise InvalidRequest(
-                f"model {model!r} is not served here; there is {', '.join(self.engines)}", param="model"
-            )
+            raise unknown(f"model {model!r:.100} is not served here; there is {', '.join(self.engines)}", param="model")
         return self.engines[model]
 
     def engine_for_all(self, manifests: Sequence[Manifest], *, others_too: bool = False) -> EngineClient:

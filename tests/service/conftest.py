@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,8 @@ import httpx
 import pytest
 
 from kvshelf import Engine
+from kvshelf.workers.model.source import bundled_folder
+from tests.workers.engine.test_tools import HERMES
 
 if TYPE_CHECKING:
     from tests.conftest import LiveService
@@ -84,6 +88,20 @@ def other_model(folder: Path) -> Engine:
     with torch.no_grad():
         model.get_input_embeddings().weight[0, 0] += 1
     return Engine(model, AutoTokenizer.from_pretrained(folder), name="other")
+
+
+@pytest.fixture(scope="module")
+def tool_service(
+    start_service: Callable[..., AbstractContextManager[LiveService]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveService]:
+    """The bundled model with a template that has tools."""
+    home = tmp_path_factory.mktemp("tools")
+    folder = home / "with-tools"
+    shutil.copytree(bundled_folder("kvshelf-tiny"), folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": HERMES}))
+    with start_service(home, folder) as service:
+        yield service
 
 
 @pytest.fixture(autouse=True)

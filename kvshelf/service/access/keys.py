@@ -176,4 +176,4 @@ class Access:
                 scope["state"]["hold"] = hold
                 await self._app(scope, receive, send_with_rate)
         except RateLimited as error:  # raised by these limits; errors of routes are already answered
-            await error_response(error, scope["path"])(scope, receive, send_with_rate)
+            await error_response(error, scope)(scope, receive, send_with_rate)

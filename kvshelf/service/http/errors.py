@@ -52,7 +52,7 @@ _STOPPED_RETRY_S = 1.0  # during a restart the next service is already ready
 _BEFORE_THE_BODY = (BodyTooLarge, Forbidden, RateLimited, ServiceBusy, Unauthorized)
 
 MESSAGES: Final = "/v1/messages"
-"""The path of Anthropic's API, whose errors have another envelope."""
+"""The path of Anthropic's API."""
 
 _ANTHROPIC_TYPES: Final = {
     401: "authentication_error",
@@ -71,8 +71,14 @@ SAFE_HEADERS = {
 """Defaults for every answer: nothing is cached by proxies, and no text runs as a script."""
 
 
-def wire(error: KvshelfError, path: str) -> dict[str, Any]:
-    """The error envelope as JSON: Anthropic's for a request to its API, otherwise that of OpenAI."""
+def is_anthropic(scope: Scope) -> bool:
+    """Whether a request is to Anthropic's API or by its client, so that errors have another envelope."""
+    path: str = scope["path"]
+    return path == MESSAGES or path.startswith(f"{MESSAGES}/") or "anthropic-version" in Headers(scope=scope)
+
+
+def wire(error: KvshelfError, *, anthropic: bool) -> dict[str, Any]:
+    """The error envelope as JSON: Anthropic's, or OpenAI's."""
     body = ErrorBody(
         message=error.message,
         type=error.type,
@@ -81,7 +87,7 @@ def wire(error: KvshelfError, path: str) -> dict[str, Any]:
         miss_reason=miss_reason(error),
         details=error.details or None,
     )
-    if path != MESSAGES:
+    if not anthropic:
         return {"error": error_json(body)}
     kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": error_json(body) | {"type": kind}, "request_id": _request_id()}
@@ -107,8 +113,8 @@ def miss_reason(error: KvshelfError) -> MissReason | None:
     return "model_changed" if isinstance(error, ModelMismatch) else None
 
 
-def error_response(error: KvshelfError, path: str = "") -> Response:
-    """path: of the request."""
+def error_response(error: KvshelfError, scope: Scope | None = None) -> Response:
+    """scope: of a request that may be Anthropic's."""
     note(code=error.code)
     headers = {}
     # An unavailable store is tried again about every second.
@@ -120,7 +126,8 @@ def error_response(error: KvshelfError, path: str = "") -> Response:
     if isinstance(error, RequestTimeout):
         headers["connection"] = "close"  # nobody reads the rest of the body
     cls = _LingeringResponse if isinstance(error, _BEFORE_THE_BODY) else JSONResponse
-    return cls(wire(error, path), status_code=error.status, headers=headers)
+    anthropic = scope is not None and is_anthropic(scope)
+    return cls(wire(error, anthropic=anthropic), status_code=error.status, headers=headers)
 
 
 class _LingeringResponse(JSONResponse):
@@ -179,20 +186,20 @@ def install(app: FastAPI, routes: Sequence[BaseRoute], *, listed: str = "/openap
     them."""
 
     async def ours(request: Request, exc: Exception) -> Response:
-        return error_response(translate(exc), request.url.path)
+        return error_response(translate(exc), request.scope)
 
     async def framework(request: Request, exc: Exception) -> Response:
         assert isinstance(exc, HTTPException)
         where = f"{request.method} {request.url.path[:200]}"
         if exc.status_code == 404:
-            return error_response(NotFound(f"there is no {where}; {listed}"), request.url.path)
+            return error_response(NotFound(f"there is no {where}; {listed}"), request.scope)
         if exc.status_code == 405:
             allowed = _methods(request, routes)
             refused = MethodNotAllowed(f"{where} is not possible; allowed: {allowed}")
-            response = error_response(refused, request.url.path)
+            response = error_response(refused, request.scope)
             response.headers["allow"] = allowed
             return response
-        return error_response(InvalidRequest(str(exc.detail)), request.url.path)
+        return error_response(InvalidRequest(str(exc.detail)), request.scope)
 
     app.add_exception_handler(KvshelfError, ours)
     app.add_exception_handler(RequestValidationError, ours)
@@ -238,7 +245,7 @@ class RequestIds:
                 begun = True
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
-                if scope["path"] == MESSAGES:
+                if is_anthropic(scope):
                     headers["request-id"] = request_id  # the name that Anthropic's clients read
                 for name, value in SAFE_HEADERS.items():
                     headers.setdefault(name, value)
@@ -249,4 +256,4 @@ class RequestIds:
         except (Exception, asyncio.CancelledError) as exc:
             error = translate(exc)
             if not begun:
-                await error_response(error, scope["path"])(scope, receive, send_named)
+                await error_response(error, scope)(scope, receive, send_named)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 
-from kvshelf.service.http.errors import translate, wire
+from kvshelf.service.http.errors import is_anthropic, translate, wire
 from kvshelf.service.http.waiting import until_hangup
 from kvshelf.service.observe.logs import note
 
@@ -38,10 +38,12 @@ async def event_stream(request: Request, events: AsyncGenerator[EventT, None]) -
     """
     first = await until_hangup(request, anext(events))
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-    return StreamingResponse(_lines(request.url.path, first, events), headers=headers, media_type=EVENT_STREAM)
+    return StreamingResponse(
+        _lines(first, events, anthropic=is_anthropic(request.scope)), headers=headers, media_type=EVENT_STREAM
+    )
 
 
-async def _lines(path: str, first: EventT, events: AsyncGenerator[EventT, None]) -> AsyncIterator[str]:
+async def _lines(first: EventT, events: AsyncGenerator[EventT, None], *, anthropic: bool) -> AsyncIterator[str]:
     named = isinstance(first, dict) and "type" in first
     yield _line(first)
     try:
@@ -52,7 +54,7 @@ async def _lines(path: str, first: EventT, events: AsyncGenerator[EventT, None])
         # The status line is already sent, so the error can only be an event.
         error = translate(exc)
         note(code=error.code)
-        yield _line(({"type": "error"} if named else {}) | wire(error, path))
+        yield _line(({"type": "error"} if named else {}) | wire(error, anthropic=anthropic))
     if not named:
         yield "data: [DONE]\n\n"
 

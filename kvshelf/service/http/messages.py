@@ -2,77 +2,98 @@
 
 from __future__ import annotations
 
+import json
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvshelf.api.anthropic import AnswerBlock, MessageObject, MessageUsage, StopReason
+from kvshelf.api.anthropic import AnswerBlock, AnswerCall, AnswerText, MessageObject, MessageUsage, StopReason
+from kvshelf.api.tools import ToolCall
 from kvshelf.workers.replica.results import Reply
 
 
 @dataclass(frozen=True)
 class Answering:
     """A message that is being made. asked: the cache behind which the question is. read, created: the tokens of that
-    cache; it was on the shelf, or this request made it."""
+    cache; it was on the shelf, or this request made it. not_kept: why the turn is not kept, known before the answer."""
 
     model: str
     asked: str
     read: int
     created: int
+    not_kept: str | None = None
     id: str = field(default_factory=lambda: "msg_" + secrets.token_hex(12))
 
     def whole(self, reply: Reply) -> dict[str, Any]:
         """A `MessageObject` as JSON."""
-        return self._wire(
-            content=[AnswerBlock(text=reply.text)] if reply.text else [],
+        text: list[AnswerBlock] = [AnswerText(text=reply.text)] if reply.text else []
+        message = self._wire(
+            content=[*text, *map(_called, reply.tool_calls)],
             stop_reason=_reason(reply),
             stop_sequence=reply.stop,
             usage=self._usage(reply),
-            stored_cache_id=reply.stored_cache_id,
-            not_stored=reply.not_stored,
         )
+        return message | self._kept(reply.stored_cache_id, reply.not_stored)
+
+    def begun(self) -> dict[str, Any]:
+        """A `MessageObject` without an answer as JSON: the cache is there, and nothing was asked."""
+        message = self._wire(content=[], stop_reason="max_tokens", stop_sequence=None, usage=self._known)
+        return message | self._kept()
 
     async def events(self, pieces: AsyncGenerator[str | Reply, None]) -> AsyncGenerator[dict[str, Any], None]:
         """Each event as JSON. The first has the counts that are known before the answer, `message_delta` has all."""
-        known = MessageUsage(
+        begun, written = False, False
+        async with aclosing(pieces):
+            async for piece in pieces:
+                if not begun:
+                    message = self._wire(content=[], stop_reason=None, stop_sequence=None, usage=self._known)
+                    yield {"type": "message_start", "message": message}
+                    begun = True
+                if isinstance(piece, Reply):
+                    for event in self._ending(piece, written=written):
+                        yield event
+                elif piece:
+                    if not written:
+                        yield _start(0, AnswerText(text=""))
+                        written = True
+                    yield {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": piece}}
+
+    def _ending(self, reply: Reply, *, written: bool) -> Iterator[dict[str, Any]]:
+        """The events behind the text. written: whether there was any."""
+        if written:
+            yield {"type": "content_block_stop", "index": 0}
+        for index, call in enumerate(map(_called, reply.tool_calls), int(written)):
+            yield _start(index, call.model_copy(update={"input": {}}))
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(call.input, ensure_ascii=False)}
+            yield {"type": "content_block_delta", "index": index, "delta": delta}
+            yield {"type": "content_block_stop", "index": index}
+        ended = {"stop_reason": _reason(reply), "stop_sequence": reply.stop}
+        usage = self._usage(reply).model_dump()
+        yield {"type": "message_delta", "delta": ended, "usage": usage} | self._kept(
+            reply.stored_cache_id, reply.not_stored
+        )
+        yield {"type": "message_stop"}
+
+    def _kept(self, stored_cache_id: str | None = None, not_stored: str | None = None) -> dict[str, str]:
+        """The fields that say whether the turn was kept, where it was to be."""
+        kept = {"stored_cache_id": stored_cache_id, "not_stored": not_stored or self.not_kept}
+        return {name: value for name, value in kept.items() if value is not None}
+
+    @property
+    def _known(self) -> MessageUsage:
+        """What is known before the answer."""
+        return MessageUsage(
             input_tokens=0,
             cache_creation_input_tokens=self.created,
             cache_read_input_tokens=self.read,
             output_tokens=0,
         )
-        begun, written = False, False
-        async with aclosing(pieces):
-            async for piece in pieces:
-                if not begun:
-                    message = self._wire(content=[], stop_reason=None, stop_sequence=None, usage=known)
-                    yield {"type": "message_start", "message": message}
-                    begun = True
-                if isinstance(piece, Reply):
-                    if written:
-                        yield {"type": "content_block_stop", "index": 0}
-                    yield self._delta(piece)
-                    yield {"type": "message_stop"}
-                elif piece:
-                    if not written:
-                        block = AnswerBlock(text="").model_dump()
-                        yield {"type": "content_block_start", "index": 0, "content_block": block}
-                        written = True
-                    yield {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": piece}}
-
-    def _delta(self, reply: Reply) -> dict[str, Any]:
-        kept = {"stored_cache_id": reply.stored_cache_id, "not_stored": reply.not_stored}
-        return {
-            "type": "message_delta",
-            "delta": {"stop_reason": _reason(reply), "stop_sequence": reply.stop},
-            "usage": self._usage(reply).model_dump(),
-        } | {name: value for name, value in kept.items() if value is not None}
 
     def _wire(self, **fields: Any) -> dict[str, Any]:
         message = MessageObject(id=self.id, model=self.model, cache_id=self.asked, **fields)
-        silent = {name for name in ("stored_cache_id", "not_stored") if getattr(message, name) is None}
-        return message.model_dump(mode="json", exclude=silent)
+        return message.model_dump(mode="json", exclude={"stored_cache_id", "not_stored"})
 
     def _usage(self, reply: Reply) -> MessageUsage:
         prefilled = reply.usage.prefill_tokens
@@ -85,7 +106,18 @@ class Answering:
         )
 
 
+def _start(index: int, block: AnswerBlock) -> dict[str, Any]:
+    return {"type": "content_block_start", "index": index, "content_block": block.model_dump()}
+
+
+def _called(call: ToolCall) -> AnswerCall:
+    made = "toolu_" + call.id.removeprefix("call_")
+    return AnswerCall(id=made, name=call.function.name, input=json.loads(call.function.arguments))
+
+
 def _reason(reply: Reply) -> StopReason:
+    if reply.tool_calls:
+        return "tool_use"
     if reply.finish_reason == "length":
         return "max_tokens"
     return "end_turn" if reply.stop is None else "stop_sequence"

@@ -1,4 +1,5 @@
-"""/v1/messages: Anthropic's shapes. A conversation begins with a cache, which `cache_control` makes or finds."""
+"""/v1/messages: Anthropic's shapes. A conversation begins with a cache, which `cache_control` makes or finds. And how
+many tokens a conversation has."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from kvshelf.api.anthropic import MessageError, MessageObject, MessagesRequest
+from kvshelf.api.anthropic import CountTokensRequest, MessageError, MessageObject, MessagesRequest, TokenCount
 from kvshelf.errors import NotFound
 from kvshelf.service.access.keys import Caller, Reader
 from kvshelf.service.asked import question_to
@@ -36,11 +37,28 @@ router = APIRouter(prefix=MESSAGES, tags=["messages"], responses=openapi.errors_
 async def create(request: Request, service: InService, caller: Reader) -> Response:
     """Answer the last message of a conversation whose beginning is on the shelf, or goes there with this request."""
     body = await read_json(request, MessagesRequest, service)
-    if body.model not in service.engines:
-        raise NotFound(f"there is no model {body.model!r:.100}; there is {', '.join(service.engines)}", param="model")
+    service.engine(body.model, NotFound)
     if body.stream:
         return await event_stream(request, _events(service, caller, body))
     return JSONResponse(await until_hangup(request, _whole(service, caller, body)))
+
+
+@router.post("/count_tokens", openapi_extra=openapi.body_of(CountTokensRequest))
+async def count_tokens(request: Request, service: InService, caller: Reader) -> TokenCount:
+    """The tokens of a conversation, those of its cache included. Nothing is cached or asked."""
+    body = await read_json(request, CountTokensRequest, service)
+    return TokenCount(input_tokens=await until_hangup(request, _counted(service, caller, body)))
+
+
+async def _counted(service: Service, caller: Caller, body: CountTokensRequest) -> int:
+    engine, cached, boundary = service.engine(body.model, NotFound), 0, None
+    if body.cache_id is not None:
+        question = await question_to(service, caller, [body.cache_id], body.asking, body.model)
+        manifest = question.caches[0].manifest
+        cached, boundary = manifest.num_tokens, manifest.identity["boundary"]
+    deadline_s = service.settings.request_deadline_s
+    added = await engine.count(body.asking, body.document, boundary, tenant=caller.tenant, deadline_s=deadline_s)
+    return cached + added
 
 
 class _Begun(NamedTuple):
@@ -52,6 +70,8 @@ class _Begun(NamedTuple):
 
 async def _whole(service: Service, caller: Caller, body: MessagesRequest) -> dict[str, Any]:
     question, answering = await _begun(service, caller, body)
+    if not body.max_tokens:
+        return answering.begun()
     (reply,) = await question.answers()
     return answering.whole(reply)
 
@@ -70,7 +90,7 @@ async def _begun(service: Service, caller: Caller, body: MessagesRequest) -> _Be
     question = await question_to(service, caller, [cache_id], body.asking, body.model)
     tokens = question.caches[0].manifest.num_tokens
     read, made = (0, tokens) if created else (tokens, 0)
-    return _Begun(question, Answering(body.model, cache_id, read, made))
+    return _Begun(question, Answering(body.model, cache_id, read, made, body.not_kept))
 
 
 async def _beginning(service: Service, caller: Caller, body: MessagesRequest) -> tuple[str, bool]:
@@ -78,6 +98,9 @@ async def _beginning(service: Service, caller: Caller, body: MessagesRequest) ->
     caller.require("write")
     spec = body.creation
     require_policy(spec)
-    deadline_s = service.settings.request_deadline_s
-    created = await service.engines[body.model].create(spec, tenant=caller.tenant, deadline_s=deadline_s)
+    engine = service.engine(body.model, NotFound)
+    limits: dict[str, Any] = {"tenant": caller.tenant, "deadline_s": service.settings.request_deadline_s}
+    if body.tools or body.output_config:  # what the model cannot do is refused before its cache is made
+        await engine.count(body.asking, None, "document", **limits)
+    created = await engine.create(spec, **limits)
     return created.manifest.id, not created.existing

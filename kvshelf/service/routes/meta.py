@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 from kvshelf.api import (
     Limits,
     ModelList,
+    ModelObject,
     PolicyList,
     PolicyObject,
     Readiness,
@@ -22,7 +23,7 @@ from kvshelf.api import (
     TenantAllowances,
 )
 from kvshelf.api.strict import MAX_PROMPTS
-from kvshelf.errors import DeadlineExceeded, KvshelfError, QueueFull, StoreUnavailable
+from kvshelf.errors import DeadlineExceeded, KvshelfError, NotFound, QueueFull, StoreUnavailable
 from kvshelf.service.access.keyfile import SCOPES
 from kvshelf.service.access.keys import Admin, Reader
 from kvshelf.service.access.limits import allowance
@@ -42,7 +43,15 @@ _PROBE_S = 2.0
 @router.get("/v1/models")
 async def models(service: InService, _: Reader) -> ModelList:
     """The models served; the first is the default."""
-    return ModelList(data=list(service.models))
+    models = list(service.models)
+    return ModelList(data=models, first_id=models[0].id, last_id=models[-1].id)
+
+
+@router.get("/v1/models/{model_id:path}")  # ids of a hub have a slash
+async def model(model_id: str, service: InService, _: Reader) -> ModelObject:
+    """One of the models served."""
+    service.engine(model_id, NotFound)
+    return next(model for model in service.models if model.id == model_id)
 
 
 @router.get("/v1/policies")

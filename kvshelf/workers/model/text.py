@@ -111,9 +111,15 @@ class TextFormat:
         return self.turns(boundary, [{"role": "user", "content": prompt}])
 
     def turns(
-        self, boundary: Boundary, messages: Sequence[Message], *, opening: bool = True, roles: Sequence[str] = ROLES
+        self,
+        boundary: Boundary | None,
+        messages: Sequence[Message],
+        *,
+        opening: bool = True,
+        roles: Sequence[str] = ROLES,
     ) -> list[int]:
-        """The ids that add `messages`, of these `roles`, and, for a question, open the assistant's turn.
+        """The ids that add `messages`, of these `roles`, and, for a question, open the assistant's turn. boundary: None
+        for the beginning of a conversation.
 
         After a document the first message must be the user's: it ends the turn that the document is in. A system
         message may stand before it: the document is already in the cache, so its text comes behind the document, as
@@ -121,6 +127,8 @@ class TextFormat:
         decides where a system message may stand.
         """
         added = check_messages(messages, roles)
+        if boundary is None:
+            return self._encode_pieces(self._template_pieces(added, opening=opening), added)
         if boundary == "text":
             raise InvalidRequest(
                 "this cache has the layout 'plain' and no turns; ask it with prompt instead of messages",
@@ -255,7 +263,7 @@ def check_messages(messages: Sequence[Message], roles: Sequence[str] = ROLES) ->
             raise InvalidRequest(
                 f"messages[{i}].role is {role!r}; it must be one of {', '.join(roles)}", param=f"messages[{i}].role"
             )
-        if not isinstance(content, str) or not content:
+        if not isinstance(content, str) or (not content and role != "tool"):  # a tool may return nothing
             raise InvalidRequest(
                 f"messages[{i}].content must be a text that is not empty", param=f"messages[{i}].content"
             )

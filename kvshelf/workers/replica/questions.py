@@ -14,8 +14,10 @@ from typing import Any, NoReturn
 import structlog
 
 from kvshelf.api import Asking, JointQuery, ReadShares, Source
+from kvshelf.api.shapes import param_of
 from kvshelf.api.tools import ToolAsking
 from kvshelf.errors import CacheError, CacheNotFound, DeadlineExceeded, KvshelfError
+from kvshelf.store.artifact.identity import Boundary
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.meter import Meter
 from kvshelf.workers.engine.attention.attachment import Attached, Attachment
@@ -24,6 +26,7 @@ from kvshelf.workers.engine.decode.grammar import Grammar
 from kvshelf.workers.engine.decode.reduction import SuffixReducer
 from kvshelf.workers.engine.decode.selection import Selection
 from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.engine.inputs.counting import count
 from kvshelf.workers.engine.inputs.tools import HeldPieces, ToolFormat
 from kvshelf.workers.replica.calls import Threads, called_as
 from kvshelf.workers.replica.conversations import Conversations, prompt_of, said_in
@@ -60,6 +63,14 @@ class Questions:
             self._keep_house()
             self.residents.hint(cache_id, tenant, next_use_s)
             return self.residents.take_counts()
+
+    async def count(self, query: Asking, document: str | None, boundary: Boundary | None, *, origin: str = "") -> int:
+        """As `kvshelf.workers.engine.inputs.counting.count`. Refuses what a question with these tools and this shape
+        refuses."""
+        with called_as(origin):
+            tools, _ = await self.threads.run(self._shape, query)
+            form = self.engine.require_text("messages")
+            return await self.threads.run(count, form, tools, query, document, boundary)
 
     async def query(
         self,
@@ -221,7 +232,8 @@ class Questions:
         """How the model writes a question's tools, and what the answer must be. Raises `InvalidRequest` for tools that
         the model's template has no room for, and as `Guide.constraint`."""
         wanted = None if query.response_format is None else query.response_format.model_dump()
-        grammar = Grammar.of({"response_format": wanted, "grammar": query.grammar, "choices": query.choices})
+        shape = {"response_format": wanted, "grammar": query.grammar, "choices": query.choices}
+        grammar = Grammar.of(shape, param_of(query, "response_format"))
         tools = None
         if isinstance(query, ToolAsking):
             tools = ToolFormat.of(self.engine.require_text("tools"), query.tools)

@@ -39,8 +39,9 @@ layers, so one layer has taken this long: it hangs, or it blocks the replica for
 class Replica:
     """See the module. `start` it on the event loop that will call it, `stop` it once.
 
-    create, watch, append, estimate, cues, max_document_tokens: see `Creations`. query, stream, hint: see `Questions`.
-    search: see `Searches`. origin: the id under which the caller logs the request; log lines here carry it, too.
+    create, watch, append, estimate, cues, max_document_tokens: see `Creations`. query, stream, hint, count: see
+    `Questions`. search: see `Searches`. origin: the id under which the caller logs the request; log lines here carry
+    it, too.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Replica:
         conversations = Conversations(engine, store)
         self._questions = Questions(engine, store, scheduler, threads, held, conversations, meter)
         self.query, self.stream = self._questions.query, self._questions.stream
-        self.hint = self._questions.hint
+        self.hint, self.count = self._questions.hint, self._questions.count
         self.search = Searches(engine, store, scheduler, threads).search
 
     def start(self) -> None:

@@ -56,6 +56,7 @@ NEEDS = {
     ("POST", "/v1/chat/completions"): "read",
     ("POST", "/v1/responses"): "read",
     ("POST", "/v1/messages"): "read",
+    ("POST", "/v1/messages/count_tokens"): "read",
     ("POST", "/v1/estimate"): "read",
     ("POST", "/v1/files"): "write",
     ("GET", "/v1/files"): "read",
@@ -71,6 +72,7 @@ NEEDS = {
     ("POST", "/v1/batches/{batch_id}/retry"): "write",
     ("GET", "/v1/batches/{batch_id}/events"): "read",
     ("GET", "/v1/models"): "read",
+    ("GET", "/v1/models/{model_id}"): "read",
     ("GET", "/v1/policies"): "read",
     ("GET", "/v1/selectors"): "read",
     ("GET", "/v1/suffix_policies"): "read",
@@ -144,7 +146,7 @@ def routes(guarded: Guarded) -> list[tuple[str, str]]:
 
 def path_of(template: str) -> str:
     ids = {"request_id": "req_" + "0" * 40, "file_id": "file_" + "0" * 40, "batch_id": "batch_" + "0" * 40}
-    return template.format(cache_id=UNKNOWN, **ids)
+    return template.format(cache_id=UNKNOWN, model_id="none", **ids)
 
 
 def test_nothing_but_health_is_open_without_a_key(guarded: Guarded) -> None:
@@ -521,6 +523,12 @@ def test_a_tenant_has_so_many_requests_open_and_no_more(guarded: Guarded, acme: 
             assert time.monotonic() < end
             time.sleep(0.1)  # else the rate would be used up, which is refused alike
         assert f"this tenant has {CONCURRENT} open requests" in refused(response, 429, "rate_limited")["message"]
+        with (
+            anthropic.Anthropic(base_url=guarded.service.url, api_key=key, max_retries=0) as crowd,
+            pytest.raises(anthropic.RateLimitError) as limited,
+        ):
+            crowd.models.list()
+        assert limited.value.type == "rate_limit_error"
         assert response.headers["retry-after"] == "1"
         assert acme.get("/v1/limits").status_code == 200
         uploads.close()

@@ -72,9 +72,9 @@ async def test_events_with_a_type_are_named_by_it_and_so_is_an_error(path: str, 
 
 @pytest.mark.parametrize("cls", sorted(errors.by_code().values(), key=lambda cls: cls.code))
 def test_every_error_has_a_type_that_anthropic_s_client_knows(cls: type[errors.KvshelfError]) -> None:
-    found = wire(cls("away"), "/v1/messages")
+    found = wire(cls("away"), anthropic=True)
     assert found["error"]["type"] in get_args(ErrorType)
-    assert found["error"] | {"type": cls.type} == wire(cls("away"), "/v1/caches")["error"]
+    assert found["error"] | {"type": cls.type} == wire(cls("away"), anthropic=False)["error"]
 
 
 @pytest.mark.anyio

@@ -9,6 +9,7 @@ from typing import Any
 
 import anthropic
 import httpx
+import openai
 import pytest
 
 from tests.service.conftest import created
@@ -158,6 +159,18 @@ def test_a_stored_cache_is_asked_by_its_id(
     assert http.get(f"/v1/caches/{cache['id']}").json()["expires_at"] == cache["expires_at"]
 
 
+def test_without_an_answer_the_cache_is_made_all_the_same(client: anthropic.Anthropic, model: str) -> None:
+    body = asked(model, system=[marked(unique())], cache_control=EPHEMERAL)
+    made = client.messages.create(**body | {"max_tokens": 0})
+    assert (made.content, made.stop_reason, made.usage.output_tokens) == ([], "max_tokens", 0)
+    assert "no answer to keep" in made.not_stored  # type: ignore[attr-defined]
+    found = client.messages.create(**body)
+    assert found.cache_id == made.cache_id  # type: ignore[attr-defined]
+    assert 0 < (made.usage.cache_creation_input_tokens or 0) == found.usage.cache_read_input_tokens
+    with pytest.raises(anthropic.BadRequestError, match="no answer to stream"):
+        client.messages.create(**body | {"max_tokens": 0}, stream=True)
+
+
 def test_a_policy_is_kvshelf_s_own_field(client: anthropic.Anthropic, http: httpx.Client, model: str) -> None:
     choice = {"policy": "keydiff", "compression_ratio": 0.5, "codec": "int8"}
     said = client.messages.create(**asked(model, system=[marked(unique())], extra_body={"cache": choice}))
@@ -212,6 +225,60 @@ async def test_the_asynchronous_client(service_url: str, cache: dict[str, Any]) 
             await client.messages.create(**missing, stream=True)
 
 
+def test_tokens_are_counted_without_a_cache(
+    client: anthropic.Anthropic, http: httpx.Client, cache: dict[str, Any], model: str
+) -> None:
+    def counted(**fields: Any) -> int:
+        return client.messages.count_tokens(model=model, **fields).input_tokens
+
+    def read(**fields: Any) -> int:
+        usage = client.messages.create(model=model, max_tokens=1, **fields).usage
+        parts = usage.input_tokens, usage.cache_creation_input_tokens, usage.cache_read_input_tokens
+        return sum(part or 0 for part in parts)
+
+    messages: Any = [user("Where?"), {"role": "assistant", "content": "There."}, user(QUESTION)]
+    system = [marked(unique())]
+    own = {"extra_body": {"cache_id": cache["id"]}}
+    before = len(http.get("/v1/caches", params={"limit": 1000}).json()["data"])
+    counts = counted(system=system, messages=messages), counted(messages=messages, **own)
+    assert len(http.get("/v1/caches", params={"limit": 1000}).json()["data"]) == before
+    assert counts == (read(system=system, messages=messages), read(messages=messages, **own))
+    alone = counted(messages=messages)
+    assert 0 < alone < counted(system="Be exact.", messages=messages) < min(counts)
+    with pytest.raises(anthropic.NotFoundError, match="'claude'"):
+        client.messages.count_tokens(model="claude", messages=messages)
+    with pytest.raises(anthropic.NotFoundError):
+        client.messages.count_tokens(model=model, messages=messages, extra_body={"cache_id": "kvs_" + "0" * 40})
+
+
+def test_what_the_model_cannot_do_is_refused_before_its_cache_is_made(
+    client: anthropic.Anthropic, http: httpx.Client, model: str
+) -> None:
+    before = http.get("/v1/caches", params={"limit": 1000}).json()["data"]
+    schema = {"format": {"type": "json_schema", "schema": {"type": "x"}}}
+    tool = {"name": "find", "input_schema": {"type": "object"}}
+    for change, param in (({"output_config": schema}, "output_config.format"), ({"tools": [tool]}, "tools")):
+        with pytest.raises(anthropic.BadRequestError) as refused:
+            client.messages.create(**asked(model, system=[marked(unique())], **change))
+        assert refused.value.body["error"]["param"] == param  # type: ignore[index]
+    assert http.get("/v1/caches", params={"limit": 1000}).json()["data"] == before
+
+
+def test_the_models(client: anthropic.Anthropic, service_url: str, model: str) -> None:
+    (found,) = client.models.list()
+    assert (found.id, found.type, found.display_name, found.lifecycle) == (model, "model", model, "active")
+    assert found.created_at.timestamp() == pytest.approx(time.time(), abs=3600)
+    assert client.models.retrieve(model) == found
+    with pytest.raises(anthropic.NotFoundError, match="'no/such'") as missing:
+        client.models.retrieve("no/such")
+    assert missing.value.type == "not_found_error"
+    assert missing.value.request_id
+    with openai.OpenAI(base_url=f"{service_url}/v1", api_key="anything", max_retries=0) as other:
+        assert other.models.retrieve(model).id == model
+        with pytest.raises(openai.NotFoundError):
+            other.models.retrieve("no/such")
+
+
 LONG = marked("long " * 100)
 
 
@@ -223,10 +290,15 @@ LONG = marked("long " * 100)
         ({"system": [marked("short")]}, "has 5 characters, and at least 256"),
         ({"system": [LONG] * 5}, "5 blocks have cache_control; at most 4"),
         ({"system": [LONG], "messages": [user({"type": "image", "source": {}}, "?")]}, "block of type 'image'"),
-        ({"system": [LONG], "messages": [user({"type": "tool_result", "content": ""}, "?")]}, "'tool_result'"),
+        ({"system": [LONG], "messages": [user({"type": "tool_result", "tool_use_id": "a"}, "?")]}, "no tool_use"),
         ({"messages": [user({"type": "document", "source": {"type": "base64", "data": ""}})]}, "type 'base64'"),
         ({"messages": [user({"type": "document", "source": {"type": "url", "url": ""}})]}, "source type 'url'"),
-        ({"system": [LONG], "tools": [{"name": "search", "input_schema": {}}]}, "tools is not supported"),
+        ({"system": [LONG], "tools": [{"name": "find", "input_schema": {"type": "object"}}]}, "model has no tools"),
+        ({"system": [LONG], "tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305'"),
+        (
+            {"system": [LONG], "output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
+            "output_config.format cannot",
+        ),
         ({"system": [LONG], "thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is not supported"),
         ({"system": [LONG], "extra_body": {"cache": {"policy": "nosuch"}}}, "nosuch"),
         ({"system": [LONG], "extra_body": {"colour": "red"}}, "unknown field"),
@@ -247,7 +319,7 @@ def test_what_is_not_supported_is_refused_by_name(
 
 
 def test_what_is_not_there_is_not_found(client: anthropic.Anthropic, http: httpx.Client, model: str) -> None:
-    with pytest.raises(anthropic.NotFoundError, match="no model 'claude'") as raised:
+    with pytest.raises(anthropic.NotFoundError, match="model 'claude' is not served") as raised:
         client.messages.create(**asked("claude", system=[LONG]))
     assert raised.value.type == "not_found_error"
     with pytest.raises(anthropic.NotFoundError):

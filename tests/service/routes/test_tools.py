@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import openai
 import pytest
 
-from kvshelf.workers.model.source import bundled_folder
 from tests.service.conftest import created, refused
-from tests.workers.engine.test_tools import HERMES
 
 if TYPE_CHECKING:
     from tests.conftest import LiveService
@@ -34,20 +29,6 @@ FIND: Any = {
     },
 }
 CLOCK: Any = {"type": "function", "function": {"name": "clock"}}
-
-
-@pytest.fixture(scope="module")
-def tool_service(
-    start_service: Callable[..., AbstractContextManager[LiveService]], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[LiveService]:
-    """The bundled model with a template that has tools."""
-    home = tmp_path_factory.mktemp("tools")
-    folder = home / "with-tools"
-    shutil.copytree(bundled_folder("kvshelf-tiny"), folder)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": HERMES}))
-    with start_service(home, folder) as service:
-        yield service
 
 
 @pytest.mark.slow

@@ -63,6 +63,11 @@ def test_later_turns_follow(text):
     assert decoded(text, encoded.token_ids + text.turns(encoded.boundary, messages)) == whole
 
 
+def test_a_conversation_begins(text):
+    messages = [{"role": "user", "content": HOSTILE}]
+    assert decoded(text, text.turns(None, messages)) == rendered(text, messages)
+
+
 @pytest.mark.parametrize("cached", [["user"], ["user", "assistant"], ["user", "assistant", "user", "assistant"]])
 def test_a_conversation_is_continued(text, cached):
     turns = [{"role": role, "content": f"turn {i}"} for i, role in enumerate(cached)]

@@ -26,17 +26,18 @@ class Grammar:
     least_bytes: int = 0
 
     @classmethod
-    def of(cls, shape: Mapping[str, Any]) -> Grammar | None:
+    def of(cls, shape: Mapping[str, Any], format_param: str = "response_format") -> Grammar | None:
         """The grammar of one of the fields `response_format` (as OpenAI's), `grammar` (llguidance's Lark dialect) and
-        `choices` (texts, of which the answer is one); None for response_format "text"."""
+        `choices` (texts, of which the answer is one); None for response_format "text". format_param: what the request
+        calls its response_format."""
         given = {name: value for name, value in shape.items() if value is not None}
         if len(given) > 1 or not given.keys() <= set(SHAPES):
             raise InvalidRequest(f"a shape has one of {', '.join(SHAPES)}; found {', '.join(given)}", param="shape")
         match given:
             case {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}:
-                return cls._of_schema(schema)
+                return cls._of_schema(schema, format_param)
             case {"response_format": {"type": "json_object"}}:
-                return cls._of_schema({"type": "object"})
+                return cls._of_schema({"type": "object"}, format_param)
             case {"response_format": {"type": "text"}}:
                 return None
             case {"response_format": other}:
@@ -58,11 +59,11 @@ class Grammar:
         return cls(json.dumps({"grammars": [{"lark_grammar": lark}]}), param, least_bytes)
 
     @classmethod
-    def _of_schema(cls, schema: Any) -> Grammar:
+    def _of_schema(cls, schema: Any, param: str) -> Grammar:
         if not isinstance(schema, Mapping):
-            raise InvalidRequest(f"the schema is {schema!r}; it must be an object", param="response_format")
+            raise InvalidRequest(f"the schema is {schema!r}; it must be an object", param=param)
         text = json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": _WRITTEN}}]})
-        return cls(text, "response_format", least_json_bytes(schema))
+        return cls(text, param, least_json_bytes(schema))
 
 
 def least_json_bytes(schema: Any) -> int:

@@ -59,7 +59,7 @@ class ToolFormat:
         name, arguments = keys
         return cls(form, tuple(tools), text, opening, closing, name, arguments, special)
 
-    def encoded(self, boundary: Boundary, messages: Sequence[ToolTurn]) -> list[int]:
+    def encoded(self, boundary: Boundary | None, messages: Sequence[ToolTurn]) -> list[int]:
         """The token ids that ask a conversation with tools behind a cache, as `TextFormat.turns`."""
         return self.form.turns(boundary, self.turns(messages), roles=(*ROLES, "tool"))
 
