@@ -78,6 +78,10 @@ class RequestNotFound(NotFound):
     code = "request_not_found"
 
 
+class ResponseNotFound(NotFound):
+    code = "response_not_found"
+
+
 class BatchNotFound(NotFound):
     code = "batch_not_found"
 

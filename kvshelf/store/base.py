@@ -13,6 +13,7 @@ from kvshelf.store.jobs.batches import Batches
 from kvshelf.store.jobs.files import Files
 from kvshelf.store.jobs.metering import Metering
 from kvshelf.store.jobs.requests import Requests
+from kvshelf.store.jobs.responses import Responses
 from kvshelf.store.jobs.transforms import KeptTransforms
 from kvshelf.store.manifest import Judgement, Manifest, Usage
 from kvshelf.store.types import UNSET, BlobFile, Page, Receipt, Scrubbed, Source, Swept, Unset
@@ -34,6 +35,7 @@ class Store(abc.ABC):
     """
 
     requests: Requests
+    responses: Responses
     files: Files
     transforms: KeptTransforms
     batches: Batches

@@ -35,6 +35,7 @@ from kvshelf.store.jobs.bodies import Bodies
 from kvshelf.store.jobs.files import Files
 from kvshelf.store.jobs.metering import Metering
 from kvshelf.store.jobs.requests import Requests
+from kvshelf.store.jobs.responses import Responses, is_response
 from kvshelf.store.jobs.sources import Sources
 from kvshelf.store.jobs.transforms import KeptTransforms
 from kvshelf.store.manifest import Judgement, Manifest, SourceRecord, Usage, describe
@@ -74,6 +75,7 @@ class Shelf(Store):
         self._sources = Sources(index.jobs, bodies, now)
         self._reader = Reader(index, blobs, self._rules, self._sources, now)
         self.files = Files(index.jobs, bodies, now)
+        self.responses = Responses(index.jobs, bodies, now)
         self.requests = Requests(index.jobs, bodies, now, index.key)
         self.batches = Batches(index.jobs)
         self.metering = Metering(index.jobs)
@@ -459,9 +461,12 @@ class Shelf(Store):
                 return Receipt(id=cache_id, deleted_at=now, bytes_freed=freed + nbytes, homes=homes, descendants=ids)
 
     def _bury(self, entry: Entry, now: float) -> int | None:
-        """Delete a cache and its source; returns the bytes freed, None if the cache was changed since."""
+        """Delete a cache, its source, and the responses that it names; returns the bytes freed by the first two, None
+        if the cache was changed since."""
         kept = self._sources.release(entry.id, entry.tenant)
         if housekeeping.bury(self._index, self._blobs, entry, "deleted", now):
+            if entry.text is not None:
+                self.responses.remove(filter(is_response, entry.manifest().labels), tenant=entry.tenant)
             return entry.nbytes + (0 if kept is None else self._sources.remove(entry.id, entry.tenant))
         if kept is not None:
             now_there = self._index.find(entry.id, entry.tenant)
@@ -507,6 +512,7 @@ class Shelf(Store):
             orphans=orphans,
             tombstones=self._index.forget(now - KEEP_ENDED_S),
             requests=jobs.forget("request", now),
+            responses=jobs.forget("response", now),
             files=jobs.forget("file", now),
             batches=jobs.forget("batch", now),
             sources=jobs.forget("source", now),

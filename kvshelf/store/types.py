@@ -52,6 +52,7 @@ class Swept(Record):
     orphans: int = 0
     tombstones: int = 0
     requests: int = 0
+    responses: int = 0
     files: int = 0
     batches: int = 0
     sources: int = 0

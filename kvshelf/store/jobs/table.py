@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 from kvshelf.errors import InvalidRequest, QuotaExceeded, StateConflict, StoreUnavailable
 from kvshelf.store.manifest import Record
 
-Kind = Literal["file", "batch", "request", "source", "transforms", "usage"]
+Kind = Literal["file", "batch", "request", "response", "source", "transforms", "usage"]
 
 RecordT = TypeVar("RecordT", bound=Record)
 

@@ -62,6 +62,7 @@ class TieredStore(Store):
         """tiers: fastest first. This store closes the home and the tiers."""
         self.requests = home.requests
         self.files = home.files
+        self.responses = home.responses
         self.transforms = home.transforms
         self.batches = home.batches
         self.metering = home.metering
