@@ -13,13 +13,13 @@ from kvshelf.api.strict import (
     Labels,
     LayoutName,
     ListBody,
-    Message,
     ModelName,
     NextUse,
     QueryString,
     Renewable,
     RequestBody,
     ResponseBody,
+    Role,
     Ttl,
     misuse,
     require_one_expiry,
@@ -155,6 +155,13 @@ class CacheObject(ResponseBody):
     existing: bool = False
 
 
+class SaidMessage(ResponseBody):
+    """A message of a stored turn, as the model read it: calls of tools are in its text."""
+
+    role: Role | Literal["tool"]
+    content: str
+
+
 class StoredTurn(ResponseBody):
     """One cache of a conversation or a document that grew: what was appended to its parent, `tokens` of `total_tokens`.
     `messages`: of a turn that a query stored; null where their text is not kept. `children`: the newest caches that
@@ -162,7 +169,7 @@ class StoredTurn(ResponseBody):
 
     cache_id: str
     parent_id: str | None
-    messages: list[Message] | None
+    messages: list[SaidMessage] | None
     tokens: int
     total_tokens: int
     policy: str

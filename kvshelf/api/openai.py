@@ -15,7 +15,6 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from kvshelf.api.queries import Asking, Remade, Select, Source, SuffixOptions, require_storable
 from kvshelf.api.shapes import (
-    SHAPES,
     Answers,
     Choices,
     Grammar,
@@ -47,7 +46,16 @@ from kvshelf.api.strict import (
     require_each_once,
     without_unsupported,
 )
-from kvshelf.api.tools import MAX_TOOLS, ToolAsking, ToolCall, ToolChoice, Tools, ToolTurn, require_tools
+from kvshelf.api.tools import (
+    MAX_TOOLS,
+    ToolAsking,
+    ToolCall,
+    ToolChoice,
+    Tools,
+    ToolTurn,
+    require_tools,
+    require_unshaped,
+)
 
 DEFAULT_MAX_TOKENS = 256
 ChatReason = FinishReason | Literal["tool_calls"]
@@ -220,9 +228,7 @@ class ChatCompletionRequest(OpenAIRequest):
         require_tools(self.tools, self.tool_choice, calls=calls)
         if self.tools and self.store:
             raise misuse("store", "an answer that may call tools is not kept behind the cache; leave store out")
-        shaped = next((name for name in SHAPES if getattr(self, name) is not None), None)
-        if shaped is not None and self.tool_choice not in (None, "none", "auto"):
-            raise misuse(shaped, f"tool_choice says what the answer must be; leave {shaped} out")
+        require_unshaped(self, self.tool_choice)
         return self
 
     @model_validator(mode="after")

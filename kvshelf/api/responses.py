@@ -1,4 +1,4 @@
-"""The types of POST /v1/responses: OpenAI's request and response, plus what `kvshelf.api.openai` adds to completions.
+"""The types of /v1/responses: OpenAI's request and response, plus what `kvshelf.api.openai` adds to completions.
 
 Fields that the service does not support are accepted only with a value that changes nothing. `temperature` is 0 by
 default, and an answer ends after 256 tokens.
@@ -6,13 +6,25 @@ default, and an answer ends after 256 tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from kvshelf.api.openai import DEFAULT_MAX_TOKENS, OpenAIRequest
 from kvshelf.api.queries import Asking, Remade, Source
-from kvshelf.api.shapes import AnyObject, AnyText, Choices, Grammar, JsonSchema, OfSchema, kind_of, require_one_shape
+from kvshelf.api.shapes import (
+    AnyObject,
+    AnyText,
+    Choices,
+    Grammar,
+    JsonSchema,
+    Logprob,
+    OfSchema,
+    TopLogprobs,
+    kind_of,
+    require_one_shape,
+)
 from kvshelf.api.strict import (
     MAX_MESSAGES,
     MaxTokens,
@@ -26,37 +38,58 @@ from kvshelf.api.strict import (
     one_or_list,
     without_unsupported,
 )
+from kvshelf.api.tools import (
+    MAX_TOOLS,
+    CalledFunction,
+    Function,
+    NamedFunction,
+    NamedTool,
+    Tool,
+    ToolAsking,
+    ToolCall,
+    ToolTurn,
+    mode_or_one,
+    require_tools,
+    require_unshaped,
+)
 
 _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "context_management": (),
     "conversation": (),
-    "include": ([],),
     "max_tool_calls": (),
-    "parallel_tool_calls": (True, False),
     "prompt": (),
     "reasoning": ({},),
     "service_tier": ("auto", "default"),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
 """OpenAI's unsupported fields, each with the values besides null that change nothing."""
 
-_TEXTS: Final = ("input_text", "output_text")
+LOGPROBS: Final = "message.output_text.logprobs"
+
+Include = Literal[
+    "message.output_text.logprobs",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+"""All but the first are of items that no answer has, and have no effect."""
 
 
-def _is_text(part: Any) -> Any:
-    if isinstance(part, dict) and part.get("type") not in _TEXTS:
-        raise misuse("", f"a part of type {str(part.get('type'))!r:.40} is not supported; send {' or '.join(_TEXTS)}")
-    return part
+def _typed(*kinds: str, what: str, default: str | None = None) -> BeforeValidator:
+    """Refuses objects of other types by name. default: the type of one that names none."""
 
+    def checked(value: Any) -> Any:
+        if isinstance(value, dict) and value.get("type", default) not in kinds:
+            kind = str(value.get("type"))
+            raise misuse("", f"{what} of type {kind!r:.40} is not supported; send {' or '.join(kinds)}")
+        return value
 
-def _is_message(item: Any) -> Any:
-    if isinstance(item, dict) and item.get("type", "message") != "message":
-        raise misuse("", f"an item of type {str(item['type'])!r:.40} is not supported; send messages")
-    return item
+    return BeforeValidator(checked)
 
 
 class ResponsePart(RequestBody):
@@ -65,36 +98,132 @@ class ResponsePart(RequestBody):
     type: Literal["input_text", "output_text"]
     text: str
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    logprobs: Annotated[list[Any], Field(max_length=0)] | None = None
+    logprobs: list[Any] | None = None
 
 
 _Parts = Annotated[
-    list[Annotated[ResponsePart, BeforeValidator(_is_text)]],
+    list[Annotated[ResponsePart, _typed("input_text", "output_text", what="a part")]],
     Field(min_length=1, max_length=256, fail_fast=True),
     Tag("(list)"),
 ]
+_Content = Annotated[Annotated[str, Tag("(one)")] | _Parts, Discriminator(one_or_list)]
 
 
-class ResponseItem(RequestBody):
-    """One turn. `id`, `status` and `phase` are those of an answer that is sent back, and have no effect."""
+def _plain(content: str | list[ResponsePart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class _Item(RequestBody):
+    """`id` and `status` are those of an item that is sent back, and have no effect."""
+
+    id: str | None = None
+    status: str | None = None
+
+
+class ResponseItem(_Item):
+    """A message. `phase` is that of an answer that is sent back, and has no effect."""
 
     type: Literal["message"] = "message"
     role: Role | Literal["developer"]
-    content: Annotated[Annotated[str, Tag("(one)")] | _Parts, Discriminator(one_or_list)]
-    id: str | None = None
-    status: str | None = None
+    content: _Content
     phase: str | None = None
 
-    def plain(self) -> Message:
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return Message(role="system" if self.role == "developer" else self.role, content=text)
+    def turn(self) -> ToolTurn:
+        return ToolTurn(role="system" if self.role == "developer" else self.role, content=_plain(self.content))
 
 
-_Items = Annotated[
-    list[Annotated[ResponseItem, BeforeValidator(_is_message)]],
-    Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
-    Tag("(list)"),
+_CallId = Annotated[str, Field(min_length=1, max_length=128)]
+
+
+class CallItem(_Item, CalledFunction):
+    """A call of an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: _CallId
+
+    def call(self) -> ToolCall:
+        function = CalledFunction(name=self.name, arguments=self.arguments)
+        return ToolCall(id=self.call_id, function=function)
+
+
+class ResultItem(_Item):
+    """What the caller's function gave for a call."""
+
+    type: Literal["function_call_output"]
+    call_id: _CallId
+    output: _Content
+
+    def turn(self) -> ToolTurn:
+        return ToolTurn(role="tool", content=_plain(self.output))
+
+
+def _item_kind(item: Any) -> str:
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "message")
+    return f"({kind})"
+
+
+_AnyItem = Annotated[
+    Annotated[ResponseItem, Tag("(message)")]
+    | Annotated[CallItem, Tag("(function_call)")]
+    | Annotated[ResultItem, Tag("(function_call_output)")],
+    Discriminator(_item_kind),
+    _typed("message", "function_call", "function_call_output", what="an item", default="message"),
 ]
+_Items = Annotated[list[_AnyItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("(list)")]
+
+
+def _turns(items: Sequence[ResponseItem | CallItem | ResultItem]) -> list[ToolTurn]:
+    """The turns of a conversation: of one answer, the calls are in one turn with the text before them."""
+    turns: list[ToolTurn] = []
+    for item in items:
+        if not isinstance(item, CallItem):
+            turns.append(item.turn())
+            continue
+        answered = bool(turns) and turns[-1].role == "assistant"
+        answer = turns.pop() if answered else ToolTurn(role="assistant", content="")
+        turns.append(answer.model_copy(update={"tool_calls": [*answer.tool_calls, item.call()]}))
+    return turns
+
+
+class FunctionTool(Function):
+    """A function without the wrapping of chat completions."""
+
+    type: Literal["function"]
+
+    def wrapped(self) -> Tool:
+        return Tool(type="function", function=Function(**self.model_dump(exclude={"type"})))
+
+
+class FunctionChoice(NamedFunction):
+    """One function by name, without the wrapping of chat completions."""
+
+    type: Literal["function"]
+
+    def wrapped(self) -> NamedTool:
+        return NamedTool(type="function", function=NamedFunction(name=self.name))
+
+
+_Tools = Annotated[
+    list[Annotated[FunctionTool, _typed("function", what="a tool")]], Field(max_length=MAX_TOOLS, fail_fast=True)
+]
+_Mode = Literal["none", "auto", "required"]
+_Choice = Annotated[
+    Annotated[_Mode, Tag("(mode)")] | Annotated[FunctionChoice, Tag("(one)")],
+    Discriminator(mode_or_one),
+    _typed("function", what="a choice"),
+]
+
+
+class FlatText(AnyText):
+    PARAM = "text.format"
+
+
+class FlatObject(AnyObject):
+    PARAM = "text.format"
+
+
+class _Wrapped(OfSchema):
+    PARAM = "text.format"
 
 
 class FlatSchema(JsonSchema):
@@ -102,9 +231,15 @@ class FlatSchema(JsonSchema):
 
     type: Literal["json_schema"]
 
+    def wrapped(self) -> OfSchema:
+        return _Wrapped(type="json_schema", json_schema=JsonSchema(**self.model_dump(exclude={"type"})))
 
-_Plain = Annotated[AnyText, Tag("(text)")] | Annotated[AnyObject, Tag("(json_object)")]
-_Format = _Plain | Annotated[FlatSchema, Tag("(json_schema)")]
+
+_Format = (
+    Annotated[FlatText, Tag("(text)")]
+    | Annotated[FlatObject, Tag("(json_object)")]
+    | Annotated[FlatSchema, Tag("(json_schema)")]
+)
 
 
 class TextOptions(RequestBody):
@@ -137,6 +272,11 @@ class ResponsesRequest(OpenAIRequest):
     text: TextOptions | None = None
     grammar: Grammar | None = None
     choices: Choices | None = None
+    tools: _Tools | None = None
+    tool_choice: _Choice | None = None
+    parallel_tool_calls: bool | None = None
+    include: Annotated[list[Include], Field(max_length=16, fail_fast=True)] | None = None
+    top_logprobs: TopLogprobs | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -147,36 +287,74 @@ class ResponsesRequest(OpenAIRequest):
     def response_format(self) -> AnyText | AnyObject | OfSchema | None:
         """`text.format` as a chat completion has it."""
         wanted = None if self.text is None else self.text.format
-        if not isinstance(wanted, FlatSchema):
-            return wanted
-        fields = wanted.model_dump(exclude={"type"})
-        return OfSchema(type="json_schema", json_schema=JsonSchema(**fields))
+        return wanted.wrapped() if isinstance(wanted, FlatSchema) else wanted
+
+    @property
+    def logprobs(self) -> bool:
+        """Whether the answer is to tell how likely its tokens were."""
+        return LOGPROBS in (self.include or ())
+
+    @property
+    def _items(self) -> list[ResponseItem | CallItem | ResultItem]:
+        return [ResponseItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+
+    @property
+    def _wrapped_choice(self) -> _Mode | NamedTool:
+        choice = self.tool_choice or "auto"
+        return choice.wrapped() if isinstance(choice, FunctionChoice) else choice
 
     @model_validator(mode="after")
-    def _one_shape(self) -> Self:
+    def _consistent(self) -> Self:
         require_one_shape(self)
+        if self.top_logprobs and not self.logprobs:
+            raise misuse("top_logprobs", f"top_logprobs is only allowed with include: [{LOGPROBS!r}]")
+        calls = any(not isinstance(item, ResponseItem) for item in self._items)
+        require_tools([tool.wrapped() for tool in self.tools or ()], self._wrapped_choice, calls=calls)
+        require_unshaped(self, self._wrapped_choice)
+        self._require_calls()
         return self
 
-    def asking(self, *, may_write: bool) -> Asking:
-        """The question that the body asks. may_write: whether its caller may keep answers."""
+    def _require_calls(self) -> None:
+        """Each result is of a call before it. Those of an earlier response are not in this body."""
+        called = set()
+        for place, item in enumerate(self._items):
+            if isinstance(item, CallItem):
+                called.add(item.call_id)
+            elif isinstance(item, ResultItem) and item.call_id not in called and self.previous_response_id is None:
+                raise misuse(
+                    f"input[{place}].call_id",
+                    f"there is no call {item.call_id[:80]!r} before its output; send the function_call, too, or give "
+                    "the previous_response_id of the response that made it",
+                )
+
+    def asking(self, *, may_write: bool, told: Sequence[FunctionTool] | None = None) -> Asking:
+        """The question that the body asks. may_write: whether its caller may keep answers. told: the tools of the
+        response that it goes on from."""
         keeps = may_write and self.cache_ids is None and self.select is None and self.suffix is None
-        store = keeps if self.store is None else self.store
-        given = [Message(role="user", content=self.input)] if isinstance(self.input, str) else None
-        asked = given or [item.plain() for item in self.input if isinstance(item, ResponseItem)]
-        system = [Message(role="system", content=self.instructions)] if self.instructions else []
-        shape: dict[str, Any] = {
+        system = [ToolTurn(role="system", content=self.instructions)] if self.instructions else []
+        turns = system + _turns(self._items)
+        fields: dict[str, Any] = {
+            "store": keeps if self.store is None else self.store,
             "response_format": self.response_format,
             "grammar": self.grammar,
             "choices": self.choices,
+            "logprobs": self.logprobs,
+            "top_logprobs": self.top_logprobs,
         }
-        return self._asking(system + asked, self.max_output_tokens, store=store, **shape)
+        if not self.tools:
+            messages = [Message(role=turn.role, content=turn.content) for turn in turns]  # type: ignore[arg-type]
+            return self._asking(messages, self.max_output_tokens, **fields)
+        tools = [tool.wrapped() for tool in self.tools]
+        fields |= {"tools": tools, "tool_choice": self._wrapped_choice, "told": self.tools == told}
+        fields["parallel_tool_calls"] = self.parallel_tool_calls is not False
+        return self._asking(turns, self.max_output_tokens, ToolAsking, **fields)
 
 
 class OutputText(ResponseBody):
     type: Literal["output_text"] = "output_text"
     text: str
     annotations: list[Any] = Field(default_factory=list)
-    logprobs: list[Any] = Field(default_factory=list)
+    logprobs: list[Logprob] = Field(default_factory=list)
 
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -188,6 +366,15 @@ class OutputMessage(ResponseBody):
     role: Literal["assistant"] = "assistant"
     status: Status
     content: list[OutputText]
+
+
+class OutputCall(ResponseBody):
+    id: str
+    type: Literal["function_call"] = "function_call"
+    call_id: str
+    name: str
+    arguments: str
+    status: Status
 
 
 class InputTokensDetails(ResponseBody):
@@ -230,14 +417,15 @@ class ResponseObject(ResponseBody):
     max_output_tokens: int
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage]
-    parallel_tool_calls: bool = True
+    output: list[OutputMessage | OutputCall]
+    parallel_tool_calls: bool
     previous_response_id: str | None
     store: bool
     temperature: float
     text: TextOptions
-    tool_choice: Literal["auto"] = "auto"
-    tools: list[Any] = Field(default_factory=list)
+    tool_choice: _Choice
+    tools: list[FunctionTool]
+    top_logprobs: int
     top_p: float
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None = None
@@ -245,3 +433,9 @@ class ResponseObject(ResponseBody):
     stored_cache_id: str | None = None
     not_stored: str | None = None
     recomputed: list[Remade] | None = None
+
+
+class ResponseDeleted(ResponseBody):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from kvshelf.api.queries import Asking
+from kvshelf.api.shapes import SHAPES, param_of
 from kvshelf.api.strict import MAX_MESSAGES, RequestBody, Role, ToolName, misuse
 
 MAX_TOOLS = 128
@@ -36,7 +37,7 @@ def _is_object(text: str) -> str:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise misuse("messages", f"the arguments of a call are {text[:80]!r}; they must be a JSON object as text")
+        raise misuse("", f"the arguments of a call are {text[:80]!r}; they must be a JSON object as text")
     return text
 
 
@@ -64,13 +65,13 @@ class NamedTool(RequestBody):
     function: NamedFunction
 
 
-def _how(choice: object) -> str:
+def mode_or_one(choice: object) -> str:
     return "(mode)" if isinstance(choice, str) else "(one)"
 
 
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("(mode)")] | Annotated[NamedTool, Tag("(one)")],
-    Discriminator(_how),
+    Discriminator(mode_or_one),
 ]
 Tools = Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
@@ -84,12 +85,14 @@ class ToolTurn(RequestBody):
 
 
 class ToolAsking(Asking):
-    """A question whose answer may be calls of tools."""
+    """A question whose answer may be calls of tools. told: whether the cache ends with a conversation in which the
+    model has read what its template says of these tools."""
 
     messages: Annotated[list[ToolTurn], Field(min_length=1, max_length=MAX_MESSAGES)]  # type: ignore[assignment]
     tools: Tools
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
+    told: bool = False
 
     @property
     def callable(self) -> list[Tool]:
@@ -110,3 +113,10 @@ def require_tools(tools: Sequence[Tool] | None, choice: str | NamedTool | None, 
         raise misuse("tool_choice", "a call is required, and there are no tools; give tools")
     if calls and not names:
         raise misuse("tools", "the messages have calls of tools; give the tools, too")
+
+
+def require_unshaped(body: Any, choice: str | NamedTool | None) -> None:
+    """For a validator: an answer that must be a call has no other shape."""
+    shaped = next((param_of(body, name) for name in SHAPES if getattr(body, name) is not None), None)
+    if shaped is not None and choice not in (None, "none", "auto"):
+        raise misuse(shaped, f"tool_choice says what the answer must be; leave {shaped} out")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 
+from kvshelf.errors import KvshelfError
 from kvshelf.service.http.errors import is_anthropic, translate, wire
 from kvshelf.service.http.waiting import until_hangup
 from kvshelf.service.observe.logs import note
@@ -46,17 +47,31 @@ async def event_stream(request: Request, events: AsyncGenerator[EventT, None]) -
 async def _lines(first: EventT, events: AsyncGenerator[EventT, None], *, anthropic: bool) -> AsyncIterator[str]:
     named = isinstance(first, dict) and "type" in first
     yield _line(first)
+    last = first
     try:
         async with aclosing(events):
-            async for event in events:
-                yield _line(event)
+            async for last in events:
+                yield _line(last)
     except Exception as exc:
         # The status line is already sent, so the error can only be an event.
         error = translate(exc)
         note(code=error.code)
-        yield _line(({"type": "error"} if named else {}) | wire(error, anthropic=anthropic))
+        yield _line(({"type": "error"} if named else {}) | _numbered(last, error) | wire(error, anthropic=anthropic))
     if not named:
         yield "data: [DONE]\n\n"
+
+
+def _numbered(last: dict[str, Any] | Event, error: KvshelfError) -> dict[str, Any]:
+    """Where events have numbers, as those of OpenAI's responses, what an error has beside its envelope, for which
+    OpenAI's client looks."""
+    if not isinstance(last, dict) or "sequence_number" not in last:
+        return {}
+    return {
+        "sequence_number": last["sequence_number"] + 1,
+        "code": error.code,
+        "message": error.message,
+        "param": error.param,
+    }
 
 
 def _line(event: dict[str, Any] | Event) -> str:

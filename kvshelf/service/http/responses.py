@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvshelf.api import Asking, Usage
 from kvshelf.api.responses import (
+    FlatText,
     IncompleteDetails,
     InputTokensDetails,
+    OutputCall,
     OutputMessage,
     OutputText,
     ResponseObject,
@@ -21,8 +23,10 @@ from kvshelf.api.responses import (
     Status,
     TextOptions,
 )
-from kvshelf.api.shapes import AnyText
+from kvshelf.api.shapes import Logprob
+from kvshelf.api.tools import ToolCall
 from kvshelf.service.http.completions import OURS, Ending
+from kvshelf.workers.engine.decode.logprobs import Piece
 
 
 @dataclass(frozen=True)
@@ -38,11 +42,14 @@ class Responding:
 
     def whole(self, text: str, end: Ending) -> dict[str, Any]:
         """A finished `ResponseObject` as JSON."""
-        status: Status = "completed" if end.finish_reason == "stop" else "incomplete"
+        status: Status = "incomplete" if end.reason == "length" else "completed"
+        calls = [_call(call) for call in end.tool_calls or ()]
+        # The tokens of calls are those of no text.
+        message = [] if calls and not text else [self._message(status, text, [] if calls else end.tokens)]
         return self._wire(
             status=status,
             incomplete_details=None if status == "completed" else IncompleteDetails(),
-            output=[self._message(status, text)],
+            output=[*message, *calls],
             usage=_usage(end),
             **end.ours,
         )
@@ -61,37 +68,51 @@ class Responding:
         async with aclosing(pieces):
             async for piece in pieces:
                 if not begun:
-                    for event in self._opening(place):
-                        yield event
+                    response = self._wire(status="in_progress", output=[])
+                    for kind in ("response.created", "response.in_progress"):
+                        yield {"type": kind, "response": response}
                     begun = True
                 if isinstance(piece, str):
+                    if not text:
+                        for event in self._opening(place):
+                            yield event
                     text += piece
-                    yield {"type": "response.output_text.delta", **place, "delta": piece, "logprobs": []}
+                    tokens = piece.logprobs if isinstance(piece, Piece) else ()
+                    logprobs = [token.model_dump(mode="json") for token in tokens]
+                    yield {"type": "response.output_text.delta", **place, "delta": piece, "logprobs": logprobs}
                 else:
-                    for event in self._closing(place, self.whole(text, piece), text):
+                    for event in self._closing(place, self.whole(text, piece), opened=bool(text)):
                         yield event
 
     def _opening(self, place: dict[str, Any]) -> list[dict[str, Any]]:
-        begun = self._wire(status="in_progress", output=[])
         message = self._message("in_progress", None).model_dump(mode="json")
         return [
-            {"type": "response.created", "response": begun},
-            {"type": "response.in_progress", "response": begun},
             {"type": "response.output_item.added", "output_index": 0, "item": message},
             {"type": "response.content_part.added", **place, "part": OutputText(text="").model_dump(mode="json")},
         ]
 
-    def _closing(self, place: dict[str, Any], response: dict[str, Any], text: str) -> list[dict[str, Any]]:
-        message = response["output"][0]
-        return [
-            {"type": "response.output_text.done", **place, "text": text, "logprobs": []},
-            {"type": "response.content_part.done", **place, "part": message["content"][0]},
-            {"type": "response.output_item.done", "output_index": 0, "item": message},
-            {"type": f"response.{response['status']}", "response": response},
-        ]
+    def _closing(self, place: dict[str, Any], response: dict[str, Any], *, opened: bool) -> Iterator[dict[str, Any]]:
+        """opened: whether the message has begun."""
+        for index, item in enumerate(response["output"]):
+            at = {"output_index": index, "item_id": item["id"]}
+            if item["type"] == "message":
+                if not opened:
+                    yield from self._opening(place)
+                (part,) = item["content"]
+                told = {"text": part["text"], "logprobs": part["logprobs"]}
+                yield {"type": "response.output_text.done", **place, **told}
+                yield {"type": "response.content_part.done", **place, "part": part}
+            else:
+                begun = item | {"arguments": "", "status": "in_progress"}
+                yield {"type": "response.output_item.added", "output_index": index, "item": begun}
+                yield {"type": "response.function_call_arguments.delta", **at, "delta": item["arguments"]}
+                told = {"name": item["name"], "arguments": item["arguments"]}
+                yield {"type": "response.function_call_arguments.done", **at, **told}
+            yield {"type": "response.output_item.done", "output_index": index, "item": item}
+        yield {"type": f"response.{response['status']}", "response": response}
 
-    def _message(self, status: Status, text: str | None) -> OutputMessage:
-        content = [] if text is None else [OutputText(text=text)]
+    def _message(self, status: Status, text: str | None, logprobs: Sequence[Logprob] | None = None) -> OutputMessage:
+        content = [] if text is None else [OutputText(text=text, logprobs=list(logprobs or ()))]
         return OutputMessage(id=self.message_id, status=status, content=content)
 
     def _wire(self, **fields: Any) -> dict[str, Any]:
@@ -102,14 +123,24 @@ class Responding:
             max_output_tokens=self.body.max_output_tokens,
             metadata=self.body.metadata or {},
             model=self.model,
+            parallel_tool_calls=self.body.parallel_tool_calls is not False,
             previous_response_id=self.body.previous_response_id,
             store=self.asking.store,
             temperature=self.asking.temperature,
-            text=self.body.text or TextOptions(format=AnyText(type="text")),
+            text=self.body.text or TextOptions(format=FlatText(type="text")),
+            tool_choice=self.body.tool_choice or "auto",
+            tools=self.body.tools or [],
+            top_logprobs=self.body.top_logprobs or 0,
             top_p=self.asking.top_p,
             **fields,
         )
         return response.model_dump(mode="json", exclude=OURS - fields.keys())
+
+
+def _call(call: ToolCall) -> OutputCall:
+    name, arguments = call.function.name, call.function.arguments
+    item_id = "fc_" + call.id.removeprefix("call_")
+    return OutputCall(id=item_id, call_id=call.id, name=name, arguments=arguments, status="completed")
 
 
 def _usage(end: Ending) -> ResponseUsage:

@@ -9,7 +9,8 @@ from typing import Final
 from fastapi import APIRouter, Request, Response
 from pydantic import TypeAdapter
 
-from kvshelf.api import AppendCache, CacheObject, MessageList, RemakeCache, StoredTurn, TurnList
+from kvshelf.api import AppendCache, CacheObject, RemakeCache, StoredTurn, TurnList
+from kvshelf.api.caches import SaidMessage
 from kvshelf.errors import CacheError, CacheNotFound
 from kvshelf.service.access.keys import Reader, Writer
 from kvshelf.service.http import openapi
@@ -111,4 +112,4 @@ def _turn(store: Store, manifest: Manifest, shorter: int) -> StoredTurn:
     )
 
 
-_MESSAGES: Final = TypeAdapter(MessageList)
+_MESSAGES: Final = TypeAdapter(list[SaidMessage])

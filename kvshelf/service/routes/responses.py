@@ -1,30 +1,33 @@
 """/v1/responses: OpenAI's shapes. What a response keeps is a stored turn, and `previous_response_id` asks that.
 
-Its id is a label of the turn's cache, because clients want one id from the first event on, and the id of the cache
-follows from the whole answer.
+Clients want one id from the first event on, and the id of the turn's cache follows from the whole answer. So the store
+keeps what the response said under its own id, with that of the cache, and the cache names its responses in labels.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
+from contextlib import aclosing
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from kvshelf.api.responses import ResponseObject, ResponsesRequest
+from kvshelf.api.responses import FunctionTool, ResponseDeleted, ResponseObject, ResponsesRequest
 from kvshelf.api.strict import MAX_LABELS
-from kvshelf.errors import CacheError, CacheNotFound, EtagMismatch, NotFound
-from kvshelf.service.access.keys import Caller, Reader
+from kvshelf.errors import CacheError, CacheNotFound, EtagMismatch, InvalidRequest, KvshelfError
+from kvshelf.service.access.keys import Reader, Writer
 from kvshelf.service.asked import pieces_of, question_to
 from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_json
-from kvshelf.service.http.completions import Ending, ending_of
+from kvshelf.service.http.completions import ending_of
 from kvshelf.service.http.events import event_stream
 from kvshelf.service.http.responses import Responding
 from kvshelf.service.http.waiting import off_loop, until_hangup
 from kvshelf.service.state import TAKES_TOKENS, InService
 from kvshelf.store.base import Store
+from kvshelf.store.jobs.responses import ResponseRecord, is_response, not_found
 
 router = APIRouter(prefix="/v1/responses", tags=["responses"], responses=openapi.ERRORS)
 
@@ -39,50 +42,110 @@ router = APIRouter(prefix="/v1/responses", tags=["responses"], responses=openapi
 async def respond(request: Request, service: InService, caller: Reader) -> Response:
     """Answer behind a stored cache, behind several together, or behind an earlier response."""
     body = await read_json(request, ResponsesRequest, service)
-    cache_ids = body.cache_ids or [await off_loop(_cache_of, service.store, caller, body)]
-    asking, together = body.asking(may_write="write" in caller.scopes), body.cache_ids is not None
-    question = await question_to(service, caller, cache_ids, asking, body.model)
+    cache_id, told = await off_loop(_before, service.store, caller.tenant, body)
+    asking, together = body.asking(may_write="write" in caller.scopes, told=told), body.cache_ids is not None
+    question = await question_to(service, caller, body.cache_ids or [cache_id], asking, body.model)
     responding = Responding(body, asking, question.caches[0].manifest.model)
     if body.stream:
-        pieces = _labelled(service.store, caller, pieces_of(question, together=together), responding.id)
-        return await event_stream(request, responding.events(pieces))
+        events = responding.events(pieces_of(question, together=together))
+        return await event_stream(request, _keeping(service.store, caller.tenant, events))
     question, (reply,) = await until_hangup(request, question.answered())
-    await off_loop(_label, service.store, caller, reply.stored_cache_id, responding.id)
-    return JSONResponse(responding.whole(reply.text, ending_of(reply, question.remade, together=together)))
+    response = responding.whole(reply.text, ending_of(reply, question.remade, together=together))
+    return JSONResponse(await off_loop(_kept, service.store, caller.tenant, response))
 
 
-def _cache_of(store: Store, caller: Caller, body: ResponsesRequest) -> str:
-    """The one cache to ask. Raises `NotFound` for that of a response that kept nothing."""
+@router.get("/{response_id}", response_class=JSONResponse, responses={200: {"model": ResponseObject}})
+async def get_response(response_id: str, service: InService, caller: Reader, stream: bool = False) -> Response:
+    """A stored response as it was given, for 30 days and as long as its turn is on the shelf."""
+    if stream:
+        raise InvalidRequest("a response is not streamed again; leave stream out", param="stream")
+    said = await off_loop(_found, service.store, caller.tenant, response_id)
+    return Response(said, media_type="application/json")
+
+
+@router.delete("/{response_id}")
+async def delete_response(response_id: str, service: InService, caller: Writer) -> ResponseDeleted:
+    """Delete a response and, unless another one said the same, the cache of its turn. One that later responses go on
+    from cannot be deleted before these (409)."""
+    await off_loop(_delete, service.store, caller.tenant, response_id)
+    return ResponseDeleted(id=response_id)
+
+
+def _before(store: Store, tenant: str, body: ResponsesRequest) -> tuple[str, list[FunctionTool] | None]:
+    """The one cache to ask, and the tools of the response that it is of."""
     if body.previous_response_id is None:
-        return str(body.cache_id)
-    for manifest in store.list(tenant=caller.tenant, labels={body.previous_response_id: ""}, limit=1).data:
-        return manifest.id
-    raise NotFound(
-        f"there is no response {body.previous_response_id!r}: it was not stored, or it has expired; send the whole "
-        "conversation with cache_id",
-        param="previous_response_id",
-    )
+        return str(body.cache_id), None
+    record = store.responses.get(body.previous_response_id, tenant=tenant, param="previous_response_id")
+    said = _said(store, record) if body.tools else None
+    return record.cache_id, None if said is None else said.tools
 
 
-async def _labelled(
-    store: Store, caller: Caller, pieces: AsyncGenerator[str | Ending, None], response_id: str
-) -> AsyncGenerator[str | Ending, None]:
-    async with aclosing(pieces):
-        async for piece in pieces:
-            if isinstance(piece, Ending):
-                await off_loop(_label, store, caller, piece.stored_cache_id, response_id)
-            yield piece
+def _said(store: Store, record: ResponseRecord) -> ResponseObject:
+    return ResponseObject.model_validate_json(store.responses.read(record))
 
 
-def _label(store: Store, caller: Caller, cache_id: str | None, response_id: str) -> None:
-    """Let a stored turn be found by its response. Equal answers share a turn, which has the newest of their ids."""
-    while cache_id is not None:
-        with suppress(CacheError, CacheNotFound):  # it is gone already; so says the next request
-            manifest = store.stat(cache_id, tenant=caller.tenant)
-            kept = list(manifest.labels.items())[-(MAX_LABELS - 1) :]
-            try:
-                labels = dict([*kept, (response_id, "")])
-                store.update(cache_id, tenant=caller.tenant, labels=labels, if_revision=[manifest.revision])
-            except EtagMismatch:
-                continue  # an equal answer came at the same time
+async def _keeping(
+    store: Store, tenant: str, events: AsyncGenerator[dict[str, Any], None]
+) -> AsyncGenerator[dict[str, Any], None]:
+    async with aclosing(events):
+        async for event in events:
+            if event["type"] in ("response.completed", "response.incomplete"):
+                event["response"] = await off_loop(_kept, store, tenant, event["response"])
+            yield event
+
+
+def _kept(store: Store, tenant: str, response: dict[str, Any]) -> dict[str, Any]:
+    """A response, once it can be found if its turn is stored. It says why it cannot be found."""
+    cache_id = response.get("stored_cache_id")
+    if cache_id is None:
+        return response
+    try:
+        _label(store, tenant, cache_id, response["id"])
+        said = json.dumps(response).encode()
+        store.responses.keep(response["id"], said, tenant=tenant, cache_id=cache_id)
+    except KvshelfError as error:
+        return response | {"not_stored": error.message}
+    return response
+
+
+def _label(store: Store, tenant: str, cache_id: str, response_id: str) -> None:
+    """Name a response in the labels of its turn, with which it is deleted. Equal answers share a turn: where labels are
+    full, the oldest of them goes; labels of the caller stay."""
+    while True:
+        manifest = store.stat(cache_id, tenant=tenant)
+        surplus = max(0, len(manifest.labels) + 1 - MAX_LABELS)
+        oldest = list(filter(is_response, manifest.labels))[:surplus]
+        labels = {name: value for name, value in manifest.labels.items() if name not in oldest} | {response_id: ""}
+        try:
+            store.update(cache_id, tenant=tenant, labels=labels, if_revision=[manifest.revision])
+        except EtagMismatch:
+            continue  # an equal answer came at the same time
+        store.responses.remove(oldest, tenant=tenant)
+        return
+
+
+def _found(store: Store, tenant: str, response_id: str) -> bytes:
+    record = store.responses.get(response_id, tenant=tenant)
+    try:
+        store.stat(record.cache_id, tenant=tenant)
+    except (CacheError, CacheNotFound) as gone:
+        raise not_found(response_id) from gone
+    return store.responses.read(record)
+
+
+def _delete(store: Store, tenant: str, response_id: str) -> None:
+    record = store.responses.get(response_id, tenant=tenant)
+    while True:
+        try:
+            manifest = store.stat(record.cache_id, tenant=tenant)
+            others = {name: value for name, value in manifest.labels.items() if name != response_id}
+            if any(map(is_response, others)):
+                store.update(manifest.id, tenant=tenant, labels=others, if_revision=[manifest.revision])
+            else:
+                store.delete(manifest.id, tenant=tenant, if_revision=[manifest.revision])
+        except EtagMismatch:
+            continue  # an equal answer came at the same time
+        except (CacheError, CacheNotFound):
+            pass  # it is gone already
+        store.responses.remove([response_id], tenant=tenant)
         return

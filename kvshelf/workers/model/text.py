@@ -24,6 +24,7 @@ SENTENCE_ENDS = tuple(".?!\n。？！")  # noqa: RUF001  the full-width ones are
 SEGMENT_ENDS = (*SENTENCE_ENDS, *",;:，、；：")  # noqa: RUF001
 
 ROLES = ("system", "user", "assistant")
+TOOL_ROLES = (*ROLES, "tool")
 
 _NO_CHARACTER = "\ufffd"  # what the decoder writes for bytes that are not a whole character
 _MARK = "\ue000{}\ue001"  # private-use characters: no template contains them, and content is never rendered through one

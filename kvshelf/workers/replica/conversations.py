@@ -70,10 +70,12 @@ class Conversations:
                 return None  # the turns are no continuation; the query itself gets the error
         return None
 
-    def keep(self, cache_id: str, document: Attachment, query: Asking, answer: Answer, tenant: str) -> Kept:
-        """Store the turn of an answer behind the cache that it was asked of, and before it the turns that the query
-        has. The texts of a turn are its cache's source. document: that cache, attached. What was stored before an error
-        stays.
+    def keep(
+        self, cache_id: str, document: Attachment, query: Asking, prompt: str | list[Said], answer: Answer, tenant: str
+    ) -> Kept:
+        """Store the turn of an answer behind the cache that it was asked of, and before it the turns that the prompt
+        has. The texts of a turn are its cache's source. document: that cache, attached. prompt: of the query, as the
+        model reads it. What was stored before an error stays.
 
         Raises as `Store.put` and `Engine.with_turns`, and the error that kept the turn from being whole.
         """
@@ -83,7 +85,7 @@ class Conversations:
         manifest = self._store.stat(cache_id, tenant=tenant)
         parent = document.stored(manifest.codec) or whole(self._engine, self._store, cache_id, tenant)
         lives = self._lifetime(query, manifest)
-        for messages, cache in self._caches(parent, query, answer, answer.turn):
+        for messages, cache in self._caches(parent, prompt, answer, answer.turn):
             manifest = self._store.put(
                 cache,
                 codec=cache.codec,
@@ -106,10 +108,11 @@ class Conversations:
         return {"expires_at": manifest.expires_at, "ttl_renew_s": manifest.ttl_renew_s}
 
     def _caches(
-        self, parent: CompressedCache, query: Asking, answer: Answer, turn: Turn
+        self, parent: CompressedCache, prompt: str | list[Said], answer: Answer, turn: Turn
     ) -> Iterator[tuple[Sequence[Said], CompressedCache]]:
         """Each turn, and the cache after it; all as one where states of the model are known behind the last alone."""
-        said = [*said_in(query), {"role": "assistant", "content": answer.text}]
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        said = [*asked, {"role": "assistant", "content": answer.text}]
         plain = parent.identity.boundary == "text"
         if plain or any(kind.states for kind in self._engine.kinds):
             turns = [said]

@@ -29,7 +29,7 @@ from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.inputs.counting import count
 from kvshelf.workers.engine.inputs.tools import HeldPieces, ToolFormat
 from kvshelf.workers.replica.calls import Threads, called_as
-from kvshelf.workers.replica.conversations import Conversations, prompt_of, said_in
+from kvshelf.workers.replica.conversations import Conversations, Said, prompt_of, said_in
 from kvshelf.workers.replica.residents import Resident, Residents
 from kvshelf.workers.replica.results import Phase, Reply, rounded
 from kvshelf.workers.replica.scheduler import Scheduler
@@ -192,8 +192,8 @@ class Questions:
     ) -> tuple[list[str], Asking, list[tuple[Resident, bool]]]:
         """The caches to ask, with what is left to ask of them: of a conversation about one, what follows the turns that
         are on the shelf."""
-        kept = not isinstance(query, ToolAsking)  # a turn that may have calls never is
-        if kept and len(cache_ids) == 1 and query.messages is not None and len(query.messages) > 1:
+        plain = not isinstance(query, ToolAsking)  # turns with calls are asked by the ids of their caches alone
+        if plain and len(cache_ids) == 1 and query.messages is not None and len(query.messages) > 1:
             shelved = self.conversations.shelved
             cache_id, left = await self.threads.run(shelved, cache_ids[0], said_in(query), tenant)
             if cache_id != cache_ids[0]:
@@ -219,13 +219,13 @@ class Questions:
         selection = await self._selected(document, query, ids)
         if query.store:
             assert isinstance(document, Attachment)
-            options["turn_of"] = partial(self.engine.turn_ids, document, _prompt(query))
+            options["turn_of"] = partial(self.engine.turn_ids, document, loaded.prompt)
         return self.scheduler.generate(document, ids, _sampling(query, loaded.grammar), selection, **options)
 
     def _encoded(self, loaded: _Loaded) -> list[int]:
         query, boundary = loaded.query, loaded.document.identity.boundary
         if isinstance(query, ToolAsking) and loaded.tools is not None:
-            return loaded.tools.encoded(boundary, query.messages)
+            return loaded.tools.encoded(boundary, query.messages, told=query.told)
         return self.engine.encode_query(loaded.document, _prompt(query))
 
     def _shape(self, query: Asking) -> tuple[ToolFormat | None, Grammar | None]:
@@ -268,13 +268,13 @@ class Questions:
         error of the answer. Of a question with tools, the reply has the calls beside its text."""
         if isinstance(loaded.query, ToolAsking) and loaded.tools is not None:
             text, calls = loaded.tools.answered(reply.text, loaded.query)
-            return reply.model_copy(update={"text": text, "tool_calls": calls})
+            reply = reply.model_copy(update={"text": text, "tool_calls": calls})
         if not loaded.query.store:
             return reply
         document, keep = loaded.document, self.conversations.keep
         assert isinstance(document, Attachment)
         try:
-            kept = await self.threads.run(keep, reply.cache_id, document, loaded.query, answer, tenant)
+            kept = await self.threads.run(keep, reply.cache_id, document, loaded.query, loaded.prompt, answer, tenant)
         except KvshelfError as error:
             log.warning("a turn was not stored", cache_id=reply.cache_id, reason=error.message)
             return reply.model_copy(update={"not_stored": error.message})
@@ -319,6 +319,13 @@ class _Loaded:
     started: float
     found_s: float
     counts: dict[str, int]
+
+    @property
+    def prompt(self) -> str | list[Said]:
+        """What is asked, with the text of tools: a text, or a conversation."""
+        if isinstance(self.query, ToolAsking) and self.tools is not None:
+            return self.tools.turns(self.query.messages, told=self.query.told)
+        return _prompt(self.query)
 
     @property
     def settled(self) -> Callable[[str], int]:
@@ -372,7 +379,7 @@ class _Loaded:
         )
 
 
-def _prompt(query: Asking) -> str | list[dict[str, str]]:
+def _prompt(query: Asking) -> str | list[Said]:
     """The prompt to answer: a text, or a conversation."""
     return prompt_of(query) if query.messages is None else said_in(query)
 

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import anthropic
 import httpx
+import openai
 import pytest
 
 from kvshelf.service.access.keyfile import KeyFile
@@ -325,7 +326,40 @@ def test_a_question_that_may_store_caches_needs_a_key_that_writes(
         assert kept["stored_cache_id"]
         further = {"previous_response_id": kept["id"], "input": "And then?", "max_output_tokens": 2}
         assert reader.post("/v1/responses", json=further).status_code == 200
-    refused(other.post("/v1/responses", json=further), 404, "not_found")
+    refused(other.post("/v1/responses", json=further), 404, "response_not_found")
+
+
+def test_openai_s_client_hears_who_may_do_what(guarded: Guarded, acme: httpx.Client) -> None:
+    made = created(acme, document=DOCUMENT)
+    asked: dict[str, Any] = {"model": made["model"], "extra_body": {"cache_id": made["id"]}}
+    chat: dict[str, Any] = asked | {"messages": [{"role": "user", "content": "What rises?"}], "max_tokens": 2}
+    response: dict[str, Any] = asked | {"input": "What rises?", "max_output_tokens": 2}
+
+    def client(key: str) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{guarded.service.url}/v1", api_key=key, max_retries=0)
+
+    with client("kvsk_wrong") as stranger:
+        for call, body in ((stranger.chat.completions.create, chat), (stranger.responses.create, response)):
+            with pytest.raises(openai.AuthenticationError) as unknown:
+                call(**body)  # type: ignore[operator]
+            assert unknown.value.code == "unauthorized"
+    with client(guarded.key("acme", "read")) as reader, client(guarded.key("acme")) as writer:
+        assert reader.chat.completions.create(**chat).choices
+        assert reader.responses.create(**response).store is False  # type: ignore[attr-defined]
+        kept = writer.responses.create(**response)
+        assert reader.responses.retrieve(kept.id).output_text == kept.output_text
+        for refusal in (
+            lambda: reader.chat.completions.create(**chat, store=True),
+            lambda: reader.responses.create(**response, store=True),
+            lambda: reader.responses.delete(kept.id),
+        ):
+            with pytest.raises(openai.PermissionDeniedError, match="the scope 'write'"):
+                refusal()
+        with client(guarded.key("other")) as other:
+            for unseen in (other.responses.retrieve, other.responses.delete):
+                with pytest.raises(openai.NotFoundError, match="there is no response"):
+                    unseen(kept.id)
+        writer.responses.delete(kept.id)
 
 
 def test_anthropic_s_client_hears_who_may_do_what(guarded: Guarded, acme: httpx.Client) -> None:

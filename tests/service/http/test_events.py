@@ -7,14 +7,20 @@ from collections.abc import AsyncGenerator
 from typing import Any, get_args
 
 import httpx
+import httpx2
+import openai
 import pytest
 from anthropic.types.shared.error_type import ErrorType
 from fastapi import FastAPI, Request, Response
+from openai.types.responses import ResponseErrorEvent
 
 from kvshelf import errors
+from kvshelf.api.responses import ResponsesRequest
 from kvshelf.client import AsyncClient
+from kvshelf.service.http.completions import Ending
 from kvshelf.service.http.errors import wire
 from kvshelf.service.http.events import event_stream
+from kvshelf.service.http.responses import Responding
 
 LINE_ENDS = "one\u2028two\u2029three\x85four\vfive\fsix\x1cseven\r\neight"
 """What Python, and so httpx, takes for the ends of lines."""
@@ -68,6 +74,36 @@ async def test_events_with_a_type_are_named_by_it_and_so_is_an_error(path: str, 
     assert name == "event: error"
     error = json.loads(data)
     assert (error["type"], error["error"]["type"], error["error"]["message"]) == ("error", kind, "away")
+
+
+@pytest.mark.anyio
+async def test_an_error_within_a_response_is_an_event_that_openai_s_client_raises() -> None:
+    app = FastAPI()
+    body = ResponsesRequest(input="?", cache_id="kvs_1")
+
+    async def pieces() -> AsyncGenerator[str | Ending, None]:
+        yield "one"
+        raise errors.StoreUnavailable("away", param="cache_id")
+
+    @app.post("/v1/responses")
+    async def answer(request: Request) -> Response:
+        return await event_stream(request, Responding(body, body.asking(may_write=False), "tiny").events(pieces()))
+
+    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app))
+    async with openai.AsyncOpenAI(base_url="http://service.test/v1", api_key="any", http_client=http) as client:
+        seen = []
+
+        async def read() -> None:
+            async for event in await client.responses.create(model="tiny", input="?", stream=True):
+                seen.append(event.type)
+
+        with pytest.raises(openai.APIError, match="away") as raised:
+            await read()
+        assert seen[-1] == "response.output_text.delta"
+        assert (raised.value.code, raised.value.param) == ("store_unavailable", "cache_id")
+        text = (await http.post("http://service.test/v1/responses")).text
+    data = json.loads(text.removesuffix("\n\n").rpartition("\ndata: ")[2])
+    assert ResponseErrorEvent.model_validate(data).sequence_number == len(seen)
 
 
 @pytest.mark.parametrize("cls", sorted(errors.by_code().values(), key=lambda cls: cls.code))

@@ -225,6 +225,8 @@ def test_what_is_busy_or_broken_is_tried_again(
         use_up_tokens(http)
         with pytest.raises(openai.RateLimitError, match="6000 tokens a minute") as spent:
             hasty.chat.completions.create(**asked, max_tokens=2)
+        with pytest.raises(openai.RateLimitError, match="6000 tokens a minute"):
+            hasty.responses.create(model=cache["model"], input="?", extra_body=extra(cache))
         assert 1 <= int(spent.value.response.headers["retry-after"]) <= 6
         assert spent.value.response.headers["x-ratelimit-limit-tokens"] == "6000"
         assert spent.value.response.headers["x-ratelimit-remaining-tokens"] == "0"

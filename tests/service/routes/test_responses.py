@@ -10,6 +10,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from kvshelf.api.strict import MAX_LABELS
+
 QUESTION = "Where is the green book?"
 
 
@@ -128,6 +130,10 @@ async def test_the_asynchronous_client(service_url: str, cache: dict[str, Any]) 
             assert unknown.value.code == "cache_not_found"
 
 
+TOOL: Any = {"type": "function", "name": "find", "parameters": None, "strict": None}
+CALL: Any = {"type": "function_call", "call_id": "call_1", "name": "find", "arguments": "{}"}
+RESULT: Any = {"type": "function_call_output", "call_id": "call_1", "output": "4"}
+JSON: Any = {"format": {"type": "json_object"}}
 IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]
 
 
@@ -136,7 +142,23 @@ IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]
     [
         ({"extra_body": {}}, "cache_id or cache_ids or previous_response_id is needed"),
         ({"previous_response_id": "resp_1"}, "give cache_id or previous_response_id, not both"),
-        ({"tools": [{"type": "web_search"}]}, "tools is not supported"),
+        ({"tools": [{"type": "web_search"}]}, r"tools\[0\]: a tool of type 'web_search' is not supported"),
+        ({"tools": [{"type": "mcp", "server_label": "x"}]}, r"tools\[0\]: a tool of type 'mcp' is not supported"),
+        ({"tools": [TOOL]}, "the chat template of this model has no tools"),
+        ({"tools": [TOOL, TOOL]}, "two tools have the same name"),
+        ({"tool_choice": "required"}, "there are no tools"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "there is no tool 'x'"),
+        ({"tools": [TOOL], "tool_choice": {"type": "file_search"}}, "a choice of type 'file_search' is not supported"),
+        ({"tools": [TOOL], "tool_choice": "required", "text": JSON}, "leave text.format out"),
+        (
+            {"text": JSON, "extra_body": {"cache_id": "kvs_1", "grammar": "start: /a/"}},
+            "text.format and grammar were given",
+        ),
+        ({"input": [RESULT], "tools": [TOOL]}, r"input\[0\].call_id: there is no call 'call_1'"),
+        ({"input": [CALL, RESULT]}, "give the tools, too"),
+        ({"input": [CALL | {"arguments": "4"}], "tools": [TOOL]}, r"input\[0\].arguments: .* must be a JSON object"),
+        ({"top_logprobs": 2}, "only allowed with include"),
+        ({"include": ["x"]}, "include"),
         ({"reasoning": {"effort": "high"}}, "reasoning is not supported"),
         ({"background": True}, "background is not supported"),
         ({"input": IMAGE}, "part of type 'input_image'"),
@@ -179,5 +201,73 @@ def test_openais_parse_gives_a_model(client: openai.OpenAI, cache: dict[str, Any
     assert said.text.format is not None
     assert said.text.format.type == "json_schema"
     wrong: Any = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "strng"}}}
-    with pytest.raises(openai.BadRequestError, match="strng"):
+    with pytest.raises(openai.BadRequestError, match=r"text.format cannot be used: .*strng") as refused:
         client.responses.create(**asked(cache), text=wrong)
+    assert refused.value.param == "text.format"
+
+
+def test_logprobs(client: openai.OpenAI, cache: dict[str, Any]) -> None:
+    more: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    said = client.responses.create(**asked(cache), **more)
+    (message,) = said.output
+    assert message.type == "message"
+    (part,) = message.content
+    assert part.type == "output_text"
+    told = part.logprobs
+    assert told is not None
+    assert len(told) == said.usage.output_tokens == 8  # type: ignore[union-attr]
+    assert all(len(each.top_logprobs) == 2 and each.logprob <= 0 for each in told)
+    assert b"".join(bytes(each.bytes) for each in told).decode() == said.output_text
+    events: list[Any] = list(client.responses.create(**asked(cache), **more, stream=True))
+    (done,) = (event for event in events if event.type == "response.output_text.done")
+    assert [each.token for each in done.logprobs] == [each.token for each in told]
+    deltas = [each.token for event in events if event.type == "response.output_text.delta" for each in event.logprobs]
+    assert deltas == [each.token for each in told]
+    whole: Any = [{"role": "user", "content": QUESTION}, *said.output, {"role": "user", "content": "More?"}]
+    assert client.responses.create(**asked(cache, input=whole, store=False)).output_text
+
+
+def test_a_kept_response_is_fetched_and_deleted(
+    client: openai.OpenAI, http: httpx.Client, cache: dict[str, Any]
+) -> None:
+    body = asked(cache, input="Where is the brown book?", instructions="Be exact.", metadata={"a": "b"})
+    first, equal = client.responses.create(**body), client.responses.create(**body)
+    assert client.responses.retrieve(first.id) == first
+    streamed = list(client.responses.create(**body, stream=True))[-1].response  # type: ignore[union-attr]
+    assert client.responses.retrieve(streamed.id) == streamed
+    with pytest.raises(openai.BadRequestError, match="leave stream out"):
+        client.responses.retrieve(first.id, stream=True)
+    second = client.responses.create(**behind(first, "And the red one?"))
+    client.responses.delete(first.id)
+    client.responses.delete(streamed.id)
+    for gone in (client.responses.retrieve, client.responses.delete):
+        with pytest.raises(openai.NotFoundError, match="there is no response"):
+            gone(first.id)
+    assert client.responses.retrieve(equal.id) == equal, "it has the same turn"
+    with pytest.raises(openai.ConflictError) as extended:
+        client.responses.delete(equal.id)
+    assert extended.value.code == "cache_has_children"
+    client.responses.delete(second.id)
+    client.responses.delete(equal.id)
+    turn: str = equal.stored_cache_id  # type: ignore[attr-defined]
+    assert http.get(f"/v1/caches/{turn}").status_code == 404
+    kept = client.responses.create(**body)
+    assert http.delete(f"/v1/caches/{turn}").status_code == 200
+    with pytest.raises(openai.NotFoundError, match="there is no response"):
+        client.responses.retrieve(kept.id)
+
+
+def test_labels_of_a_turn_stay(client: openai.OpenAI, http: httpx.Client, cache: dict[str, Any]) -> None:
+    body = asked(cache, input="Where is the grey book?")
+    first = client.responses.create(**body)
+    own = {f"own-{n}": "" for n in range(MAX_LABELS - 1)}
+    path = f"/v1/caches/{first.stored_cache_id}"  # type: ignore[attr-defined]
+    assert http.patch(path, json={"labels": own | {first.id: ""}}).status_code == 200
+    second = client.responses.create(**body)
+    assert http.get(path).json()["labels"] == own | {second.id: ""}
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+    assert http.patch(path, json={"labels": own | {"last": ""}}).status_code == 200
+    third = client.responses.create(**body)
+    assert http.get(path).json()["labels"] == own | {"last": ""}
+    assert "labels" in third.not_stored  # type: ignore[attr-defined]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel
 
 from tests.service.conftest import created, refused
 
@@ -29,6 +30,11 @@ FIND: Any = {
     },
 }
 CLOCK: Any = {"type": "function", "function": {"name": "clock"}}
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
 
 
 @pytest.mark.slow
@@ -82,6 +88,109 @@ def test_a_conversation_with_calls(tool_service: LiveService) -> None:
     with pytest.raises(openai.BadRequestError, match="strng") as refusal:
         client.chat.completions.create(messages=QUESTION, tool_choice="required", **asked | {"tools": [wrong]})
     assert refusal.value.param == "tools"
+
+
+def flat(tool: Any, **fields: Any) -> Any:
+    """A tool as the API of responses has it."""
+    return {"type": "function", "strict": None, "parameters": None} | tool["function"] | fields
+
+
+class Shelf(BaseModel):
+    number: Literal[4, 5]
+
+
+RESULT = "<|end|> It is on shelf 4."
+
+
+@pytest.mark.slow
+def test_responses_with_calls(tool_service: LiveService) -> None:
+    with httpx.Client(base_url=tool_service.url, timeout=120) as http:
+        cache = created(http, document="The red book lies on shelf 4. " * 40, policy="full", layout="chat")
+        client = openai.OpenAI(base_url=f"{tool_service.url}/v1", api_key="anything", max_retries=0)
+        tools: Any = [flat(FIND), flat(CLOCK)]
+        asked: Any = {"model": cache["model"], "tools": tools, "max_output_tokens": 60}
+        own: Any = {"extra_body": {"cache_id": cache["id"]}}
+        forced: Any = {"tool_choice": {"type": "function", "name": "find"}, "parallel_tool_calls": False}
+        first = client.responses.create(input="Where is it?", **asked, **own, **forced)
+        (call,) = first.output
+        assert call.type == "function_call"
+        assert (call.name, call.status, first.status) == ("find", "completed", "completed")
+        assert 1 <= json.loads(call.arguments)["shelf"] <= 9
+        assert [tool.to_dict() for tool in first.tools] == [
+            tool | {"description": tool.get("description")} for tool in tools
+        ]
+        assert first.tool_choice.to_dict() == forced["tool_choice"]  # type: ignore[union-attr]
+        assert first.parallel_tool_calls is False
+        assert client.responses.retrieve(first.id).to_dict() == first.to_dict()
+
+        result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": RESULT}
+        behind: Any = {"previous_response_id": first.id, "tool_choice": "none"}
+        told = client.responses.create(input=[result], **asked, **behind)
+        (message,) = told.output
+        assert message.type == "message"
+        (turn,) = http.get(f"/v1/caches/{first.stored_cache_id}/turns").json()["data"][1:]  # type: ignore[attr-defined]
+        assert turn["messages"][0]["content"].startswith("# Tools")
+        assert call.arguments in turn["messages"][1]["content"]
+        last = http.get(f"/v1/caches/{told.stored_cache_id}/turns").json()["data"][-1]  # type: ignore[attr-defined]
+        assert last["messages"][0] == {"role": "tool", "content": RESULT}, "the tools are not told again"
+        assert told.usage is not None
+        assert told.usage.input_tokens_details.cached_tokens == turn["total_tokens"]
+
+        more: Any = asked | forced | {"previous_response_id": told.id, "instructions": "Be exact."}
+        third = client.responses.create(input="And the other?", **more)
+        (another,) = third.output
+        assert another.type == "function_call"
+        nothing: Any = {"type": "function_call_output", "call_id": another.call_id, "output": ""}
+        assert client.responses.create(input=[nothing], **asked | behind | {"previous_response_id": third.id}).output
+        chain = http.get(f"/v1/caches/{third.stored_cache_id}/turns").json()["data"]  # type: ignore[attr-defined]
+        assert "# Tools" not in json.dumps(chain[2:])
+
+        question: Any = {"role": "user", "content": "Where is it?"}
+        listed: Any = result | {"output": [{"type": "input_text", "text": RESULT}]}
+        whole = client.responses.create(
+            input=[question, *first.output, listed], store=False, **asked, **own, tool_choice="none"
+        )
+        assert whole.output_text == told.output_text, "the kept turn is what a client's whole conversation is"
+
+        typed: Any = [openai.pydantic_function_tool(Shelf)]
+        parsed = client.responses.parse(
+            input="Where?", store=False, **asked | own | forced | {"tools": typed, "tool_choice": "required"}
+        )
+        (first_call,) = parsed.output
+        assert first_call.type == "function_call"
+        assert isinstance(first_call.parsed_arguments, Shelf)
+
+        other: Any = asked | {"tools": [flat(CLOCK)]}
+        http_body = {"previous_response_id": first.id, "tool_choice": "none", "input": [result], "store": False}
+        again = client.responses.create(**other, **http_body)
+        assert again.usage is not None
+        assert again.usage.input_tokens > told.usage.input_tokens, "other tools are told"
+
+
+@pytest.mark.slow
+@pytest.mark.anyio
+async def test_streams_of_responses_with_calls(tool_service: LiveService) -> None:
+    with httpx.Client(base_url=tool_service.url, timeout=120) as http:
+        cache = created(http, document="The blue book lies on shelf 4. " * 40, policy="full", layout="chat")
+    asked: Any = {"model": cache["model"], "tools": [flat(FIND), flat(CLOCK)], "max_output_tokens": 60}
+    asked |= {"input": "Where is it?", "parallel_tool_calls": False, "extra_body": {"cache_id": cache["id"]}}
+    names = [
+        "created", "in_progress", "output_item.added", "function_call_arguments.delta",
+        "function_call_arguments.done", "output_item.done", "completed",
+    ]  # fmt: skip
+    async with openai.AsyncOpenAI(base_url=f"{tool_service.url}/v1", api_key="anything", max_retries=0) as client:
+        async with client.responses.stream(**asked, tool_choice="required") as stream:
+            seen = [event.type.removeprefix("response.") async for event in stream]
+            final = await stream.get_final_response()
+        assert seen == names
+        (call,) = final.output
+        assert call.type == "function_call"
+        result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "4"}
+        behind = asked | {"input": [result], "extra_body": {"previous_response_id": final.id}}
+        events = [event async for event in await client.responses.create(**behind, tool_choice="none", stream=True)]
+        told: Any = events[-1]
+        assert told.response.output_text
+        assert told.response.usage.input_tokens_details.cached_tokens > cache["tokens"]["document"]
 
 
 def post(http: httpx.Client, cache: dict[str, Any], **body: Any) -> httpx.Response:

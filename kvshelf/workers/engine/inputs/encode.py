@@ -11,7 +11,14 @@ from torch import Tensor
 from kvshelf.errors import DocumentTooLong, DocumentTooShort, InvalidRequest
 from kvshelf.store.artifact.identity import Boundary, Layout
 from kvshelf.workers.model import split
-from kvshelf.workers.model.text import QUESTION_SEPARATOR, EncodedDocument, Message, TextFormat, check_messages
+from kvshelf.workers.model.text import (
+    QUESTION_SEPARATOR,
+    TOOL_ROLES,
+    EncodedDocument,
+    Message,
+    TextFormat,
+    check_messages,
+)
 from kvshelf.workers.policies.view import DocumentView
 
 Document = str | Sequence[int] | Sequence[Message] | Tensor
@@ -136,8 +143,8 @@ class Encoder:
                 raise InvalidRequest(
                     "this cache has the layout 'plain' and no turns; append a text to it", param="messages"
                 )
-            turns = check_messages(more)  # type: ignore[arg-type]
-            ids = self.require_text("messages").turns(boundary, more, opening=False)  # type: ignore[arg-type]
+            turns = check_messages(more, TOOL_ROLES)  # type: ignore[arg-type]
+            ids = self.require_text("messages").turns(boundary, more, opening=False, roles=TOOL_ROLES)  # type: ignore[arg-type]
             boundary = cast(Boundary, f"after_{turns[-1][0]}")
         else:
             ids = self._checked_ids(more, "token_ids")

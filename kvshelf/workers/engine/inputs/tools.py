@@ -17,7 +17,7 @@ from kvshelf.api.tools import CalledFunction, Tool, ToolAsking, ToolCall, ToolTu
 from kvshelf.errors import InvalidRequest
 from kvshelf.store.artifact.identity import Boundary
 from kvshelf.workers.engine.decode.detokenizer import may_begin
-from kvshelf.workers.model.text import QUESTION_SEPARATOR, ROLES, TextFormat
+from kvshelf.workers.model.text import QUESTION_SEPARATOR, TOOL_ROLES, TextFormat
 
 _NAME: Final = "kvshelf_name"
 _ARGUMENTS: Final = {"kvshelf_argument": 1}
@@ -59,14 +59,15 @@ class ToolFormat:
         name, arguments = keys
         return cls(form, tuple(tools), text, opening, closing, name, arguments, special)
 
-    def encoded(self, boundary: Boundary | None, messages: Sequence[ToolTurn]) -> list[int]:
+    def encoded(self, boundary: Boundary | None, messages: Sequence[ToolTurn], *, told: bool = False) -> list[int]:
         """The token ids that ask a conversation with tools behind a cache, as `TextFormat.turns`."""
-        return self.form.turns(boundary, self.turns(messages), roles=(*ROLES, "tool"))
+        return self.form.turns(boundary, self.turns(messages, told=told), roles=TOOL_ROLES)
 
-    def turns(self, messages: Sequence[ToolTurn]) -> list[dict[str, str]]:
-        """A conversation as roles and texts, the tools' text before its first."""
+    def turns(self, messages: Sequence[ToolTurn], *, told: bool = False) -> list[dict[str, str]]:
+        """A conversation as roles and texts, the tools' text before its first unless the model was told it."""
         said = [{"role": turn.role, "content": self._content(turn)} for turn in messages]
-        said[0]["content"] = QUESTION_SEPARATOR.join([self.text, said[0]["content"]])
+        if not told:
+            said[0]["content"] = QUESTION_SEPARATOR.join([self.text, said[0]["content"]])
         return said
 
     def _content(self, turn: ToolTurn) -> str:
