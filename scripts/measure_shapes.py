@@ -66,6 +66,7 @@ def extractions(engine: Engine) -> None:
             plain, inside, number, chosen = answers[len(shapes) * at :][: len(shapes)]
             jsonschema.validate(json.loads(inside.text), SCHEMA)
             jsonschema.validate(json.loads(number.text), NUMBER)
+            assert chosen.text in values["choices"]
             valid += inside.finish_reason == number.finish_reason == "stop"
             same += plain.text == single.text
             given = plain.text, json.loads(inside.text)["value"], number.text, chosen.text
