@@ -111,13 +111,11 @@ def test_the_last_block_of_the_first_turn_is_the_question_even_where_it_is_marke
     assert (document_alone.document, document_alone.asking.store) == (LONG, False)
 
 
-def test_a_turn_with_tools_is_not_kept_and_the_answer_says_so() -> None:
-    kept = parsed(cache_control=MARK["cache_control"])
-    assert (kept.asking.store, kept.not_kept) == (True, None)
-    with_tools = parsed(cache_control=MARK["cache_control"], tools=[FIND])
-    assert not with_tools.asking.store
-    assert "may call tools" in str(with_tools.not_kept)
-    assert parsed(tools=[FIND | MARK]).not_kept is None, "that of a tool keeps no turn"
+def test_a_marked_turn_is_kept_with_tools_and_without() -> None:
+    for tools in ([], [FIND]):
+        kept = parsed(cache_control=MARK["cache_control"], tools=tools)
+        assert (kept.asking.store, kept.not_kept) == (True, None)
+    assert not parsed(tools=[FIND | MARK]).asking.store, "that of a tool keeps no turn"
 
 
 def test_a_schema_is_the_shape_of_the_answer() -> None:

@@ -204,8 +204,8 @@ class MessagesRequest(CountTokensRequest):
     of `system` and of the user's first turn up to the last with `cache_control`, before the question. That is the last
     block of this turn. If they have none and a later block does, all blocks before the question count.
 
-    The beginning is one document. A later `cache_control`, or that of the body, keeps the turn behind it, unless the
-    answer may call tools. All that is kept lives for the longest `ttl` of the request, from its last use on.
+    The beginning is one document. A later `cache_control`, or that of the body, keeps the turn behind it. All that is
+    kept lives for the longest `ttl` of the request, from its last use on.
     """
 
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = Field(
@@ -260,11 +260,8 @@ class MessagesRequest(CountTokensRequest):
     @property
     def not_kept(self) -> str | None:
         """Why the turn is not kept although it has `cache_control`; None if it is kept, or has none."""
-        if not self._marks_turn:
-            return None
-        if self.tools:
-            return "an answer that may call tools is not kept behind the cache"
-        return None if self.max_tokens else "with max_tokens 0 there is no answer to keep"
+        unanswered = self._marks_turn and not self.max_tokens
+        return "with max_tokens 0 there is no answer to keep" if unanswered else None
 
     @property
     def creation(self) -> CreateCache:

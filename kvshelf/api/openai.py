@@ -226,8 +226,6 @@ class ChatCompletionRequest(OpenAIRequest):
     def _tools_fit(self) -> Self:
         calls = any(message.role == "tool" or message.tool_calls for message in self.messages)
         require_tools(self.tools, self.tool_choice, calls=calls)
-        if self.tools and self.store:
-            raise misuse("store", "an answer that may call tools is not kept behind the cache; leave store out")
         require_unshaped(self, self.tool_choice)
         return self
 

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 from kvshelf.api import Asking
+from kvshelf.api.tools import ToolAsking
 from kvshelf.errors import CacheError, CacheNotFound, InvalidRequest, KvshelfError
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import Identity, canonical_json
@@ -20,6 +21,7 @@ from kvshelf.workers.engine.attention.attachment import Attachment
 from kvshelf.workers.engine.decode.generation import Answer
 from kvshelf.workers.engine.decode.turns import Turn
 from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.engine.inputs.tools import ToolFormat
 from kvshelf.workers.replica.reading import whole
 
 Said = dict[str, str]
@@ -122,16 +124,17 @@ class Conversations:
         yield from zip(turns, self._engine.with_turns(parent, documents, turn), strict=True)
 
 
-def said_in(query: Asking) -> list[Said]:
-    """The messages of a query, or its one prompt as one."""
-    if query.messages is not None:
-        return [message.model_dump() for message in query.messages]
-    return [{"role": "user", "content": prompt_of(query)}]
+def said_in(query: Asking, tools: ToolFormat | None) -> list[Said]:
+    """The messages of a query as the model reads them: with calls, and the text of the tools."""
+    if isinstance(query, ToolAsking) and tools is not None:
+        return tools.turns(query.messages, told=query.told)
+    return [message.model_dump() for message in query.messages or ()]
 
 
-def prompt_of(query: Asking) -> str:
-    """The one prompt of a query without messages."""
-    assert query.prompt is not None  # the type asks for exactly one of the two
+def prompt_of(query: Asking, tools: ToolFormat | None) -> str | list[Said]:
+    """What a query asks: its one prompt, or its messages as `said_in`."""
+    if query.prompt is None:  # the type asks for exactly one of the two
+        return said_in(query, tools)
     (prompt,) = query.prompt if isinstance(query.prompt, list) else [query.prompt]
     return prompt
 

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -142,7 +142,7 @@ class Questions:
         async with AsyncExitStack() as stack:
             try:
                 async with asyncio.timeout(deadline_s):
-                    cache_ids, query, held = await self._held(stack, cache_ids, query, tenant)
+                    cache_ids, query, held = await self._held(stack, cache_ids, query, tools, tenant)
             except TimeoutError as exc:
                 raise DeadlineExceeded(
                     f"the cache could not be had within {deadline_s} s: the store is slow, or the memory for caches is "
@@ -177,7 +177,7 @@ class Questions:
                 raise
 
         def nearest() -> str:
-            return cache_ids[self.engine.nearest(list(map(params, cache_ids)), _prompt(query))]
+            return cache_ids[self.engine.nearest(list(map(params, cache_ids)), prompt_of(query, None))]
 
         return await self.threads.run(nearest)
 
@@ -188,16 +188,16 @@ class Questions:
             self._housekeeping += map(asyncio.ensure_future, forever)
 
     async def _held(
-        self, stack: AsyncExitStack, cache_ids: list[str], query: Asking, tenant: str
+        self, stack: AsyncExitStack, cache_ids: list[str], query: Asking, tools: ToolFormat | None, tenant: str
     ) -> tuple[list[str], Asking, list[tuple[Resident, bool]]]:
         """The caches to ask, with what is left to ask of them: of a conversation about one, what follows the turns that
-        are on the shelf."""
-        plain = not isinstance(query, ToolAsking)  # turns with calls are asked by the ids of their caches alone
-        if plain and len(cache_ids) == 1 and query.messages is not None and len(query.messages) > 1:
+        are on the shelf. The first of these turns has the tools' text."""
+        if len(cache_ids) == 1 and query.messages is not None and len(query.messages) > 1:
             shelved = self.conversations.shelved
-            cache_id, left = await self.threads.run(shelved, cache_ids[0], said_in(query), tenant)
+            cache_id, left = await self.threads.run(shelved, cache_ids[0], said_in(query, tools), tenant)
             if cache_id != cache_ids[0]:
-                rest = query.model_copy(update={"messages": query.messages[-len(left) :]})
+                told = {"told": True} if tools is not None else {}
+                rest = query.model_copy(update={"messages": query.messages[-len(left) :]} | told)
                 # A turn that cannot be read is a longer prefill, and no error.
                 with suppress(CacheError, CacheNotFound):
                     return [cache_id], rest, await self._entered(stack, [cache_id], query, tenant)
@@ -219,14 +219,17 @@ class Questions:
         selection = await self._selected(document, query, ids)
         if query.store:
             assert isinstance(document, Attachment)
-            options["turn_of"] = partial(self.engine.turn_ids, document, loaded.prompt)
+            options["turn_of"] = partial(self._turn_ids, document, loaded)
         return self.scheduler.generate(document, ids, _sampling(query, loaded.grammar), selection, **options)
+
+    def _turn_ids(self, document: Attachment, loaded: _Loaded, text: str, token_ids: Sequence[int]) -> list[int]:
+        return self.engine.turn_ids(document, loaded.prompt, loaded.sent_back(text), token_ids)
 
     def _encoded(self, loaded: _Loaded) -> list[int]:
         query, boundary = loaded.query, loaded.document.identity.boundary
         if isinstance(query, ToolAsking) and loaded.tools is not None:
             return loaded.tools.encoded(boundary, query.messages, told=query.told)
-        return self.engine.encode_query(loaded.document, _prompt(query))
+        return self.engine.encode_query(loaded.document, loaded.prompt)
 
     def _shape(self, query: Asking) -> tuple[ToolFormat | None, Grammar | None]:
         """How the model writes a question's tools, and what the answer must be. Raises `InvalidRequest` for tools that
@@ -272,6 +275,7 @@ class Questions:
         if not loaded.query.store:
             return reply
         document, keep = loaded.document, self.conversations.keep
+        answer = replace(answer, text=loaded.sent_back(answer.text))
         assert isinstance(document, Attachment)
         try:
             kept = await self.threads.run(keep, reply.cache_id, document, loaded.query, loaded.prompt, answer, tenant)
@@ -323,9 +327,13 @@ class _Loaded:
     @property
     def prompt(self) -> str | list[Said]:
         """What is asked, with the text of tools: a text, or a conversation."""
+        return prompt_of(self.query, self.tools)
+
+    def sent_back(self, text: str) -> str:
+        """An answer as a client's next request has it: the calls in it may be written otherwise."""
         if isinstance(self.query, ToolAsking) and self.tools is not None:
-            return self.tools.turns(self.query.messages, told=self.query.told)
-        return _prompt(self.query)
+            return self.tools.written(*self.tools.answered(text, self.query))
+        return text
 
     @property
     def settled(self) -> Callable[[str], int]:
@@ -377,11 +385,6 @@ class _Loaded:
             passages=None if answer.passages is None else list(map(ReadShares.of, self.held, answer.passages)),
             logprobs=None if answer.logprobs is None else list(answer.logprobs),
         )
-
-
-def _prompt(query: Asking) -> str | list[Said]:
-    """The prompt to answer: a text, or a conversation."""
-    return prompt_of(query) if query.messages is None else said_in(query)
 
 
 def _sampling(query: Asking, grammar: Grammar | None) -> Sampling:

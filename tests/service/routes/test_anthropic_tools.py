@@ -77,17 +77,10 @@ def test_a_conversation_with_calls(client: anthropic.Anthropic, asked: Any) -> N
         counted = client.messages.count_tokens(
             model=asked["model"], system=asked["system"], messages=talk, tools=[FIND, CLOCK]
         )
-        found = client.messages.create(
-            messages=talk,
-            tools=[FIND, CLOCK],
-            tool_choice={"type": "none"},
-            cache_control={"type": "ephemeral"},
-            **asked,
-        )
+        found = client.messages.create(messages=talk, tools=[FIND, CLOCK], tool_choice={"type": "none"}, **asked)
         usage = found.usage
         assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
         assert found.stop_reason in ("end_turn", "max_tokens")
-        assert "may call tools" in found.not_stored  # type: ignore[attr-defined]  # kvshelf's own field
         return found
 
     plain = told(content="<|end|> It is on shelf 4.")
@@ -96,6 +89,53 @@ def test_a_conversation_with_calls(client: anthropic.Anthropic, asked: Any) -> N
     nothing, error = told(), told(content="It is on shelf 4.", is_error=True)
     assert nothing.usage.input_tokens < error.usage.input_tokens
     assert nothing.usage.cache_read_input_tokens == said.usage.cache_creation_input_tokens
+
+
+def test_an_agent_s_conversation_goes_on_from_the_shelf(client: anthropic.Anthropic, asked: Any) -> None:
+    mark: Any = {"cache_control": {"type": "ephemeral"}}
+
+    def ask(talk: Any, choice: Any, tools: Any = (FIND, CLOCK), **more: Any) -> anthropic.types.Message:
+        return client.messages.create(messages=talk, tools=list(tools), tool_choice=choice, **asked, **more)
+
+    def conversation(**more: Any) -> tuple[list[Any], list[anthropic.types.Usage]]:
+        """The question, two calls with their results, and two answers."""
+        talk, usages = [QUESTION], []
+        for choice in (ONE_CALL, ONE_CALL, {"type": "none"}, {"type": "none"}):
+            said = ask(talk, choice, **more)
+            usages.append(said.usage)
+            results: Any = [
+                {"type": "tool_result", "tool_use_id": block.id, "content": "It is on shelf 4."}
+                for block in said.content
+                if block.type == "tool_use"
+            ]
+            back = {"role": "user", "content": results or "Sure?"}
+            talk += [{"role": "assistant", "content": [block.to_dict() for block in said.content]}, back]
+        return talk, usages
+
+    def contents(talk: list[Any]) -> list[Any]:
+        said = [message["content"] for message in talk if message["role"] == "assistant"]
+        return [(block.get("text"), block.get("input")) for blocks in said for block in blocks]
+
+    talk, alone = conversation()
+    changed = [*talk[:2], {"role": "user", "content": [talk[2]["content"][0] | {"content": "Nowhere."}]}, *talk[3:]]
+    none: Any = {"type": "none"}
+    others: list[Any] = [(changed, none), (talk, none, (CLOCK, FIND))]
+    answers = [ask(*other).content for other in others]
+
+    again, kept = conversation(**mark)
+    assert contents(again) == contents(talk)
+    document = alone[-1].cache_read_input_tokens
+    read = [usage.cache_read_input_tokens for usage in kept]
+    assert read[0] == document
+    assert read == sorted(set(read)), "each turn goes on from the one before"
+    made = [usage.cache_creation_input_tokens or 0 for usage in kept]
+    assert 2 * max(made[1:]) < min(usage.input_tokens for usage in alone)
+    assert [usage.input_tokens for usage in kept] == [0] * 4
+    with client.messages.stream(messages=again[:-2], tools=[FIND, CLOCK], tool_choice=none, **asked, **mark) as stream:
+        assert stream.get_final_message().usage.cache_read_input_tokens == read[-1]
+    found = [ask(*other) for other in others]
+    assert [each.content for each in found] == answers
+    assert [each.usage.cache_read_input_tokens for each in found] == [read[1], document], "up to what is other"
 
 
 def test_a_stream_of_a_call(client: anthropic.Anthropic, asked: Any) -> None:

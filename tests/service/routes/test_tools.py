@@ -90,6 +90,67 @@ def test_a_conversation_with_calls(tool_service: LiveService) -> None:
     assert refusal.value.param == "tools"
 
 
+@pytest.mark.slow
+def test_a_conversation_with_calls_goes_on_from_the_shelf(tool_service: LiveService) -> None:
+    with httpx.Client(base_url=tool_service.url, timeout=120) as http:
+        cache = created(http, document="The grey book lies on shelf 4. " * 40, policy="full", layout="chat")
+    client = openai.OpenAI(base_url=f"{tool_service.url}/v1", api_key="anything", max_retries=0)
+    asked: Any = {"model": cache["model"], "max_tokens": 60, "parallel_tool_calls": False}
+    loose = 'I look. \n\n<tool_call>{"arguments":{}, "name":"clock"}</tool_call>'
+
+    def ask(talk: Any, choice: Any = "none", tools: Any = (FIND, CLOCK), store: bool = False) -> tuple[Any, int, int]:
+        """The answer, and its tokens from the shelf and others."""
+        own: Any = {"cache_id": cache["id"]} | ({"choices": [loose]} if choice == "auto" else {})
+        said = client.chat.completions.create(
+            messages=talk, tools=list(tools), tool_choice=choice, store=store, extra_body=own, **asked
+        )
+        assert ("stored_cache_id" in said.to_dict()) == store
+        assert said.usage is not None
+        assert said.usage.prompt_tokens_details is not None
+        cached = said.usage.prompt_tokens_details.cached_tokens or 0
+        return said.choices[0].message, cached, said.usage.prompt_tokens - cached
+
+    def conversation(*, store: bool) -> tuple[list[Any], list[tuple[int, int]]]:
+        talk, counts = [*QUESTION], []
+        for choice in ("required", "auto", "none", "none"):
+            answer, cached, others = ask(talk, choice, store=store)
+            (call,) = answer.tool_calls or (None,)
+            back = {"role": "user", "content": "Sure?"}
+            if call is not None:
+                back = {"role": "tool", "tool_call_id": call.id, "content": RESULT}
+            talk += [answer.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True), back]
+            counts.append((cached, others))
+        return talk, counts
+
+    def contents(talk: list[Any]) -> list[Any]:
+        called = [[call["function"] for call in message.get("tool_calls", ())] for message in talk]
+        return [(message.get("content"), calls) for message, calls in zip(talk, called, strict=True)]
+
+    talk, alone = conversation(store=False)
+    assert (talk[3]["content"], talk[3]["tool_calls"][0]["function"]["name"]) == ("I look.", "clock")
+    calling = talk[1]["tool_calls"][0]
+    number = {"name": calling["function"]["name"], "arguments": '{"shelf": 10}'}
+    others: list[tuple[Any, Any]] = [
+        ([*talk[:2], talk[2] | {"content": "Nowhere."}, *talk[3:]], (FIND, CLOCK)),
+        ([talk[0], talk[1] | {"tool_calls": [calling | {"function": number}]}, *talk[2:]], (FIND, CLOCK)),
+        (talk, (CLOCK, FIND)),
+    ]
+    answers = [ask(each, tools=tools)[0].content for each, tools in others]
+    document = cache["tokens"]["document"]
+    assert [cached for cached, _ in alone] == [document] * 4
+
+    again, shelved = conversation(store=True)
+    assert contents(again) == contents(talk)
+    assert list(map(sum, shelved)) == list(map(sum, alone)), "the model reads the same"
+    read = [cached for cached, _ in shelved]
+    assert read[0] == document
+    assert read == sorted(set(read)), "each turn goes on from the one before"
+    assert 2 * max(prefilled for _, prefilled in shelved[1:]) < min(prefilled for _, prefilled in alone)
+    found = [ask(each, tools=tools) for each, tools in others]
+    assert [answer.content for answer, _, _ in found] == answers
+    assert [cached for _, cached, _ in found] == [read[1], document, document], "up to what is other"
+
+
 def flat(tool: Any, **fields: Any) -> Any:
     """A tool as the API of responses has it."""
     return {"type": "function", "strict": None, "parameters": None} | tool["function"] | fields
@@ -206,7 +267,6 @@ CALL: Any = {"id": "call_1", "type": "function", "function": {"name": "find", "a
         ({"tools": [FIND]}, "tools", "has no tools"),
         ({"tools": [FIND, FIND]}, "tools", "same name"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "function"),
-        ({"tools": [FIND], "store": True}, "store", "leave store out"),
         ({"tools": [FIND], "tool_choice": "required", "choices": ["a"]}, "choices", "leave choices out"),
         ({"tools": [FIND], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "no tool"),
         ({"tool_choice": "required"}, "tool_choice", "give tools"),

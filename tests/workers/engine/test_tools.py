@@ -84,6 +84,7 @@ def test_calls_are_read_as_they_are_written(templated, style):
     (_, written) = form.turns([ToolTurn(role="user", content="?"), turn])
     content, (found,) = form.parsed(written["content"])
     assert content == ""
+    assert form.written(content, [found]) == written["content"], "the turn is kept as it is sent back"
     assert (found.function.name, json.loads(found.function.arguments)) == ("weather", {"town": "Kiel"})
     assert len({found.id, form.parsed(written["content"])[1][0].id}) == 2
 
@@ -94,6 +95,9 @@ def test_several_calls_and_text_before_them(templated):
     other = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
     content, calls = form.parsed(f"I look.\n{one}\n{other}")
     assert content == "I look."
+    assert form.written(content, calls) == f"I look.\n{one}\n{other}"
+    loose = form.parsed(f"I look.\n\n {one.replace(': ', ':')};{other} ")
+    assert form.written(*loose) == form.written(content, calls), "however the model spaced it"
     assert [found.function.name for found in calls] == ["weather", "clock"]
 
 

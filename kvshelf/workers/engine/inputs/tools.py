@@ -65,14 +65,15 @@ class ToolFormat:
 
     def turns(self, messages: Sequence[ToolTurn], *, told: bool = False) -> list[dict[str, str]]:
         """A conversation as roles and texts, the tools' text before its first unless the model was told it."""
-        said = [{"role": turn.role, "content": self._content(turn)} for turn in messages]
+        said = [{"role": turn.role, "content": self.written(turn.content, turn.tool_calls)} for turn in messages]
         if not told:
             said[0]["content"] = QUESTION_SEPARATOR.join([self.text, said[0]["content"]])
         return said
 
-    def _content(self, turn: ToolTurn) -> str:
-        calls = [self._written(call) for call in turn.tool_calls]
-        return "\n".join([turn.content, *calls] if turn.content else calls) if calls else turn.content
+    def written(self, content: str, calls: Sequence[ToolCall]) -> str:
+        """The text of a turn with these calls, which it is sent back as."""
+        made = [self._written(call) for call in calls]
+        return "\n".join([content, *made] if content or not made else made)
 
     def _written(self, call: ToolCall) -> str:
         values = {self.name: call.function.name, self.arguments: json.loads(call.function.arguments)}
