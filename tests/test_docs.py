@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)[^)]*\)")
-FIRST = ("README.md", "put.md", "ask.md")
+FIRST = ("README.md", "put.md")
 FACT = Fact("access code", "the amber falcon", "482913")
 
 

@@ -307,8 +307,8 @@ class Scheduler:
             return
         try:
             generation.close(work.turn_of(generation.text, generation.token_ids))
-        except KvshelfError as exc:
-            generation.turn = exc
+        except Exception as exc:  # an error of a turn is no error of its answer
+            generation.turn = exc if isinstance(exc, KvshelfError) else InternalError("the turn could not be made")
             self._end(work, None)
         else:
             if not generation.pending:

@@ -56,6 +56,8 @@ NEEDS = {
     ("GET", "/v1/requests/{request_id}"): "read",
     ("POST", "/v1/chat/completions"): "read",
     ("POST", "/v1/responses"): "read",
+    ("GET", "/v1/responses/{response_id}"): "read",
+    ("DELETE", "/v1/responses/{response_id}"): "write",
     ("POST", "/v1/messages"): "read",
     ("POST", "/v1/messages/count_tokens"): "read",
     ("POST", "/v1/estimate"): "read",
@@ -147,7 +149,7 @@ def routes(guarded: Guarded) -> list[tuple[str, str]]:
 
 def path_of(template: str) -> str:
     ids = {"request_id": "req_" + "0" * 40, "file_id": "file_" + "0" * 40, "batch_id": "batch_" + "0" * 40}
-    return template.format(cache_id=UNKNOWN, model_id="none", **ids)
+    return template.format(cache_id=UNKNOWN, model_id="none", response_id="resp_none", **ids)
 
 
 def test_nothing_but_health_is_open_without_a_key(guarded: Guarded) -> None:
