@@ -114,7 +114,9 @@ class Settings(BaseSettings):
     max_suffix_bytes: int = Field(1 << 30, ge=1 << 20, description="KV of all open questions and answers, per replica")
     resident_bytes: int = Field(2 << 30, ge=0, description="caches that a replica holds in memory between questions")
     resident_idle_s: Seconds = Field(600.0, description="how long an unused cache stays in a replica's memory")
-    batch_share: float = Field(0.1, gt=0, lt=1, description="least share of a busy model's time for compression")
+    batch_share: float = Field(
+        0.1, gt=0, lt=1, description="least share of a busy model for compression, and for questions of batches"
+    )
 
     operational_intensity: float | None = Field(
         None,

@@ -17,13 +17,12 @@ from kvshelf.workers.replica.results import Reply
 @dataclass(frozen=True)
 class Answering:
     """A message that is being made. asked: the cache behind which the question is. read, created: the tokens of that
-    cache; it was on the shelf, or this request made it. not_kept: why the turn is not kept, known before the answer."""
+    cache; it was on the shelf, or this request made it."""
 
     model: str
     asked: str
     read: int
     created: int
-    not_kept: str | None = None
     id: str = field(default_factory=lambda: "msg_" + secrets.token_hex(12))
 
     def whole(self, reply: Reply) -> dict[str, Any]:
@@ -35,12 +34,12 @@ class Answering:
             stop_sequence=reply.stop,
             usage=self._usage(reply),
         )
-        return message | self._kept(reply.stored_cache_id, reply.not_stored)
+        return message | _kept(reply.stored_cache_id, reply.not_stored)
 
-    def begun(self) -> dict[str, Any]:
+    def unasked(self, not_stored: str | None) -> dict[str, Any]:
         """A `MessageObject` without an answer as JSON: the cache is there, and nothing was asked."""
         message = self._wire(content=[], stop_reason="max_tokens", stop_sequence=None, usage=self._known)
-        return message | self._kept()
+        return message | _kept(None, not_stored)
 
     async def events(self, pieces: AsyncGenerator[str | Reply, None]) -> AsyncGenerator[dict[str, Any], None]:
         """Each event as JSON. The first has the counts that are known before the answer, `message_delta` has all."""
@@ -71,15 +70,9 @@ class Answering:
             yield {"type": "content_block_stop", "index": index}
         ended = {"stop_reason": _reason(reply), "stop_sequence": reply.stop}
         usage = self._usage(reply).model_dump()
-        yield {"type": "message_delta", "delta": ended, "usage": usage} | self._kept(
-            reply.stored_cache_id, reply.not_stored
-        )
+        kept = _kept(reply.stored_cache_id, reply.not_stored)
+        yield {"type": "message_delta", "delta": ended, "usage": usage} | kept
         yield {"type": "message_stop"}
-
-    def _kept(self, stored_cache_id: str | None = None, not_stored: str | None = None) -> dict[str, str]:
-        """The fields that say whether the turn was kept, where it was to be."""
-        kept = {"stored_cache_id": stored_cache_id, "not_stored": not_stored or self.not_kept}
-        return {name: value for name, value in kept.items() if value is not None}
 
     @property
     def _known(self) -> MessageUsage:
@@ -104,6 +97,12 @@ class Answering:
             cache_read_input_tokens=reply.usage.cache_read_tokens - self.created,
             output_tokens=reply.usage.completion_tokens,
         )
+
+
+def _kept(stored_cache_id: str | None, not_stored: str | None) -> dict[str, str]:
+    """The fields that say whether the turn was kept, where it was to be."""
+    fields = {"stored_cache_id": stored_cache_id, "not_stored": not_stored}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _start(index: int, block: AnswerBlock) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class _Begun(NamedTuple):
 async def _whole(service: Service, caller: Caller, body: MessagesRequest) -> dict[str, Any]:
     question, answering = await _begun(service, caller, body)
     if not body.max_tokens:
-        return answering.begun()
+        return answering.unasked(body.not_kept)
     (reply,) = await question.answers()
     return answering.whole(reply)
 
@@ -90,7 +90,7 @@ async def _begun(service: Service, caller: Caller, body: MessagesRequest) -> _Be
     question = await question_to(service, caller, [cache_id], body.asking, body.model)
     tokens = question.caches[0].manifest.num_tokens
     read, made = (0, tokens) if created else (tokens, 0)
-    return _Begun(question, Answering(body.model, cache_id, read, made, body.not_kept))
+    return _Begun(question, Answering(body.model, cache_id, read, made))
 
 
 async def _beginning(service: Service, caller: Caller, body: MessagesRequest) -> tuple[str, bool]:

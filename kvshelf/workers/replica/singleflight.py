@@ -34,7 +34,9 @@ class SingleFlight(Generic[ResultT]):
         """
         call = self._calls.get(key)
         if call is not None and call.task.done():
-            call = None  # removed in a moment: nobody joins finished work, and its result is on the shelf by then
+            # It is removed in a moment, and its result is on the shelf. A caller that joined would get it without
+            # giving way to the event loop, and one that then asks again would do so for ever.
+            call = None
         began = call is None
         if call is None:
             call = _Call(asyncio.ensure_future(work()))

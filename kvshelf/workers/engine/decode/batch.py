@@ -519,8 +519,8 @@ def _mask(logits: Tensor, held: Mapping[int, Constraint]) -> None:
     words = torch.full((len(logits), -(-vocabulary // 32)), -1, dtype=torch.int32)  # a bit for each token
     for row, constraint in held.items():
         constraint.fill(words.data_ptr() + row * words.shape[1] * 4, words.shape[1] * 4)
-    # The bits travel to the device, and a sum with 0 or -inf is made there: on a CPU, `masked_fill_` takes twice as
-    # long, and a mask of floats is 32 times as large.
+    # The bits travel to the device, and a sum with 0 or -inf is made there: on a CPU, `masked_fill_` takes longer, and
+    # a mask of floats is 32 times as large.
     octets = words.view(torch.uint8).to(logits.device).view(-1).int()
     terms = _terms(logits.device, logits.dtype).index_select(0, octets).view(len(logits), -1)
     size = min(terms.shape[1], logits.shape[1])

@@ -10,8 +10,9 @@ from typing import Any, Final
 from kvshelf.api.shapes import SHAPES
 from kvshelf.errors import InvalidRequest
 
-# One way to write JSON, so that a model cannot fill an answer with white space: as Python's `json.dumps` does.
-_WRITTEN: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+WRITTEN: Final = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+"""Of a schema: one way to write JSON, as Python's `json.dumps` does and as templates show calls of tools, so that a
+model cannot fill an answer with white space."""
 _SEPARATOR_BYTES: Final = 2
 _DEEPEST: Final = 64
 
@@ -62,7 +63,7 @@ class Grammar:
     def _of_schema(cls, schema: Any, param: str) -> Grammar:
         if not isinstance(schema, Mapping):
             raise InvalidRequest(f"the schema is {schema!r}; it must be an object", param=param)
-        text = json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": _WRITTEN}}]})
+        text = json.dumps({"grammars": [{"json_schema": {**schema, **WRITTEN}}]})
         return cls(text, param, least_json_bytes(schema))
 
 

@@ -31,7 +31,7 @@ class Constraint:
 
     def fill(self, address: int, nbytes: int) -> None:
         """Write a bit for each token, set if it may come next, into memory of the vocabulary's size, a multiple of four
-        bytes. An address, because that of an array's row takes longer than the mask: a microsecond."""
+        bytes. It takes an address: to ask NumPy for the address of a row takes as long as the mask, a microsecond."""
         self._matcher.unsafe_compute_mask_ptr(address, nbytes)
         self._require_sound()
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Self
 from kvshelf.api.shapes import Logprob, TokenLogprob
 
 if TYPE_CHECKING:
-    from torch import Tensor  # who reads pieces needs no torch
+    from torch import Tensor  # the front end imports this module, and has no torch
 
 _LEAST: Final = -9999.0
 """Stands for less: JSON has no infinity."""

@@ -17,12 +17,11 @@ from kvshelf.api.tools import CalledFunction, Tool, ToolAsking, ToolCall, ToolTu
 from kvshelf.errors import InvalidRequest
 from kvshelf.store.artifact.identity import Boundary
 from kvshelf.workers.engine.decode.detokenizer import may_begin
+from kvshelf.workers.engine.decode.grammar import WRITTEN
 from kvshelf.workers.model.text import QUESTION_SEPARATOR, TOOL_ROLES, TextFormat
 
 _NAME: Final = "kvshelf_name"
 _ARGUMENTS: Final = {"kvshelf_argument": 1}
-_WRITTEN: Final = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
-"""JSON as Python's `json.dumps` writes it, and as templates show it."""
 _ID: Final = "kvshelf01"  # nine letters and digits, which some templates insist on
 
 
@@ -132,7 +131,7 @@ class ToolFormat:
         schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
         again = '("\\n" call)*' if several else ""
         one = " ".join(filter(None, (self._literal(self.opening), "object", self._literal(self.closing))))
-        return f"start: call {again}\ncall: {one}\nobject: %json {json.dumps(schema | _WRITTEN)}\n"
+        return f"start: call {again}\ncall: {one}\nobject: %json {json.dumps(schema | WRITTEN)}\n"
 
     def _schema(self, tool: Tool) -> dict[str, Any]:
         nothing = {"type": "object", "properties": {}, "additionalProperties": False}
