@@ -1,6 +1,6 @@
 """Responses that can be asked for again: what each said, sealed, and the cache of its turn.
 
-One goes with the cache of its turn, which names it in a label, or after `KEEP_ENDED_S`.
+A response is deleted with the cache of its turn, which names it in a label, or after `KEEP_ENDED_S`.
 """
 
 from __future__ import annotations
