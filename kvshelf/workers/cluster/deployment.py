@@ -123,8 +123,9 @@ def _end_replica(error: WorkerCrashed) -> None:
 
 
 def served_name(model: str) -> str:
-    """A model's name in the API. For a folder, its own name without the path, which stays private."""
-    return Path(model).expanduser().name if Path(model).expanduser().is_dir() else model
+    """A model's name in the API. For a folder or a GGUF file, its own name without the path, which stays private."""
+    path = Path(model).expanduser()
+    return path.name.removesuffix(".gguf") if path.exists() else model
 
 
 def deploy(

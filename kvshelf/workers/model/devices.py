@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,9 @@ from kvshelf.errors import PolicyUnsupported
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+_CPUINFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,22 @@ class Devices:
     def numbers(self) -> tuple[int, ...]:
         """Of each layer, which of `each` is its device."""
         return tuple(map(self.each.index, self.layers))
+
+
+@cache
+def multiplies_bfloat16() -> bool:
+    """Whether this machine's CPU has instructions for products in bfloat16: AMX or AVX512-BF16, or ARM's. torch emulates
+    them elsewhere, and a prefill takes seven times as long as in float32.
+
+    Read off the flags and not measured: the dtype is part of every cache's identity, so that it must not depend on what
+    else the machine does. False where the system does not tell its flags.
+    """
+    try:
+        lines = _CPUINFO.read_text(errors="replace").splitlines()
+    except OSError:
+        return False
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return not {"amx_bf16", "avx512_bf16", "bf16"}.isdisjoint(flags.split())
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

@@ -24,12 +24,12 @@ _CACHED: Final = "copy the hub's cache of a machine that has the model (HF_HOME)
 def require_available(source: str, *, weights: bool = True) -> None:
     """Raise `InvalidRequest` for a hub id whose model can neither be downloaded nor found in the hub's cache.
 
-    source: what `source_of` returns; a folder is not looked into. weights: whether they are needed, or the
+    source: what `source_of` returns; a folder or file is not looked into. weights: whether they are needed, or the
     configuration alone. For a model in the cache the hub is not asked. The answer takes at most HF_HUB_ETAG_TIMEOUT
     seconds, 10 by default. Nothing is raised where the hub answers with another error, after which transformers may try
     again.
     """
-    if Path(source).is_dir():
+    if Path(source).exists():
         return
     from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError

