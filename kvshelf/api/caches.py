@@ -135,6 +135,7 @@ class CacheObject(ResponseBody):
     policy_params: dict[str, Any]
     compression_ratio: float
     codec: str
+    dtype: str = Field("", description="of the model and of stored entries under codec none; empty: not told")
     tokens: TokenCounts
     bytes: ByteCounts
     quality: Quality | None = None

@@ -172,10 +172,13 @@ def _put_one(client: Client, file: Path, fields: Mapping[str, Any], as_json: boo
 def _summary(cache: CacheObject) -> str:
     done = "already on the shelf" if cache.existing else _seconds(cache)
     agreement = "" if cache.quality is None else f", agreement {cache.quality.told}"
+    # Both shares: half of the entries in float32 take as many bytes as all of them in 16 bits.
+    entries = f"{cache.tokens.kept / max(cache.tokens.document, 1):.0%} of the entries"
+    form = cache.dtype if cache.codec == "none" else cache.codec
     return (
-        f"{cache.tokens.document} tokens, {cache.tokens.kept} kept by {cache.policy}, codec {cache.codec}, "
-        f"{_common.megabytes(cache.bytes.stored)} ({cache.bytes.share:.1%} of 16 bits)"
-        f"{agreement}, {done}"
+        f"{cache.tokens.document} tokens, {cache.tokens.kept} kept by {cache.policy}, "
+        f"{_common.megabytes(cache.bytes.stored)} ({entries} in {form}, {cache.bytes.share:.1%} of the full cache in 16 "
+        f"bits){agreement}, {done}"
     )
 
 

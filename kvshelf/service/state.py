@@ -120,11 +120,12 @@ def etag_of(manifest: Manifest) -> str:
 
 def cache_object(manifest: Manifest, *, existing: bool = False) -> CacheObject:
     """A manifest as the API shows it."""
-    same = CacheObject.model_fields.keys() - {"object", "tokens", "bytes", "existing", "source"}
+    same = CacheObject.model_fields.keys() - {"object", "dtype", "tokens", "bytes", "existing", "source"}
     kept = manifest.source
     return CacheObject.model_validate(
         manifest.model_dump(include=same)
         | {
+            "dtype": manifest.identity["model"]["dtype"],
             "tokens": {"document": manifest.num_tokens, "kept": manifest.kept_tokens},
             "bytes": manifest.bytes,
             "has_source": kept is not None,
