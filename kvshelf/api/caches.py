@@ -71,8 +71,8 @@ class Quality(ResponseBody):
 
     `agreement`, 0 to 1: the share of the cues that it answers as the full cache does. `low` and `high`: the bounds of
     that share, each at 95 %; `low` is null if the document is too short for enough cues, and then no `min_quality` is
-    met. `worst`: the part of the document with the lowest share. `kl`: divergence of the probabilities, in nats.
-    `probe_s`: duration. Compare only numbers of one `version`.
+    met. Of the full cache itself all three are 1, without cues. `worst`: the part of the document with the lowest
+    share. `kl`: divergence of the probabilities, in nats. `probe_s`: duration. Compare only numbers of one `version`.
     """
 
     agreement: float
@@ -87,7 +87,7 @@ class Quality(ResponseBody):
     @property
     def told(self) -> str:
         """The agreement with its interval, for people; with the number of cues where there is no interval."""
-        return f"{self.agreement:.3f} ({self.interval})"
+        return f"{self.agreement:.3f} ({self.interval})" if self.cues else "1, nothing is lost"
 
     @property
     def interval(self) -> str:

@@ -59,6 +59,11 @@ KeepSource = Annotated[
 ]
 """Whether the source of a cache is kept: true for the text, or the token ids alone."""
 
+Measured = Annotated[
+    Annotated[Literal[False], Tag("(flag)")] | Annotated[Literal["full"], Tag("(form)")], Discriminator(_how_kept)
+]
+"""How the quality of a cache is measured: "full", or false for not at all."""
+
 
 class CacheOptions(RequestBody, Renewable):
     """How to compress and store a document, without the document.
@@ -92,6 +97,9 @@ class CacheOptions(RequestBody, Renewable):
     bytes_per_token: Annotated[float, Field(gt=0, lt=2**40)] | None = Field(
         None, description="max_bytes as bytes for each token of the document"
     )
+    quality: Measured | None = Field(
+        None, description="full measures the quality of the cache, false does not; default: as the service is set"
+    )
     expected_questions: Annotated[list[Text], Field(fail_fast=True)] = Field(
         default_factory=list, max_length=256, description="questions for the policies that score by the prompt's end"
     )
@@ -122,6 +130,8 @@ class CacheOptions(RequestBody, Renewable):
         chosen = [name for name in CHOSEN_BY_AUTO & self.model_fields_set if getattr(self, name) not in (None, {}, [])]
         if self.policy == "auto" and chosen:
             raise misuse(min(chosen), f'the policy "auto" chooses these itself; leave {", ".join(sorted(chosen))} out')
+        if self.quality is False and self.chooses:
+            raise misuse("quality", "a cache is chosen by its quality, which has to be measured; leave quality out")
         if self.compression_ratio is not None and self.budget_tokens is not None:
             raise misuse("budget_tokens", "give compression_ratio or budget_tokens, not both")
         for other in ("compression_ratio", "budget_tokens"):

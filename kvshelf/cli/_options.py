@@ -66,6 +66,10 @@ MaxBytes = Annotated[
     int | None, typer.Option(help="Most bytes of the cache. Keeps the level of the best quality that fits, or none.")
 ]
 BytesPerToken = Annotated[float | None, typer.Option(help="The same, as bytes for each token of the document.")]
+NoQuality = Annotated[
+    bool,
+    typer.Option("--no-quality", help="Do not measure the quality of the cache, which takes longer than making it."),
+]
 MinQuality = Annotated[
     float | None,
     typer.Option(

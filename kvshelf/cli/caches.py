@@ -40,6 +40,7 @@ def put(
     budget_tokens: _options.BudgetTokens = None,
     level: _options.Levels = None,
     min_quality: _options.MinQuality = None,
+    no_quality: _options.NoQuality = False,
     max_bytes: _options.MaxBytes = None,
     bytes_per_token: _options.BytesPerToken = None,
     param: _options.Parameters = None,
@@ -74,6 +75,7 @@ def put(
             "budget_tokens": budget_tokens,
             "levels": _common.levels(level),
             "min_quality": min_quality,
+            "quality": False if no_quality else None,
             "max_bytes": max_bytes,
             "bytes_per_token": bytes_per_token,
             "model": model,
@@ -177,8 +179,8 @@ def _summary(cache: CacheObject) -> str:
     form = cache.dtype if cache.codec == "none" else cache.codec
     return (
         f"{cache.tokens.document} tokens, {cache.tokens.kept} kept by {cache.policy}, "
-        f"{_common.megabytes(cache.bytes.stored)} ({entries} in {form}, {cache.bytes.share:.1%} of the full cache in 16 "
-        f"bits){agreement}, {done}"
+        f"{_common.megabytes(cache.bytes.stored)} ({entries} in {form}, {cache.bytes.share:.1%} of the full "
+        f"cache in 16 bits){agreement}, {done}"
     )
 
 
@@ -634,6 +636,8 @@ def _quality(cache: CacheObject) -> str:
     if found is None:
         return "not measured"
     chosen = f"; chosen among {len(cache.tried)}" if cache.tried else ""
+    if not found.cues:
+        return f"the full cache{chosen}"
     worst = found.worst
     return (
         f"agreement {found.told} with the full cache on {found.cues} cues, lowest {worst['agreement']:.3f} at tokens "

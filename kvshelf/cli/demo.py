@@ -1,13 +1,14 @@
 """demo: one document on the shelf in three ways, the same questions to each, and what it saves. sample: its document.
 
+Twice: with SmolLM2 on a handbook, where its wheel is installed, and with kvshelf-tiny on a document with planted facts.
 The demo starts a service of its own on a free port, with its shelf in a temporary folder, and removes both at the end.
-Answers are marked by comparing them with the facts that were written into the document. The time of a query that
-prefills the document again is measured in the same run, with plain transformers in this process: the same model,
-weights and threads, and no HTTP in between.
+Answers are marked by the facts of the document. The time of a query that prefills the document again is measured in the
+same run, with plain transformers in this process: the same model, weights and threads, and no HTTP in between.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import statistics
@@ -15,14 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -30,7 +31,8 @@ from kvshelf._extras import needs_extra
 from kvshelf.bench.quality.tasks import Question
 from kvshelf.bench.quality.tasks import sample as sample_document
 from kvshelf.cli import _common
-from kvshelf.errors import ConnectionFailed, KvshelfError
+from kvshelf.errors import ConnectionFailed, InvalidRequest, KvshelfError
+from kvshelf.workers.model.source import source_of
 
 if TYPE_CHECKING:
     from kvshelf.api.caches import CacheObject
@@ -38,17 +40,60 @@ if TYPE_CHECKING:
     from kvshelf.store.artifact.cache import CompressedCache
     from kvshelf.workers.engine.engine import Engine
 
-MODEL = "kvshelf-tiny"
-STARTUP_S = 120.0
+STARTUP_S = 240.0
+"""With the conversion of a model from a wheel, which happens once."""
 SHUTDOWN_S = 30.0
 WIDTH = 100
+AGAIN = 3
+"""Questions for which the document is prefilled again, for comparison."""
 
-# Title -> policy, the fraction of the cache that is removed, and codec.
-SHELVES: dict[str, tuple[str, float | None, str]] = {
-    "full": ("full", None, "none"),
-    "full, codec klt": ("full", None, "klt"),
-    "keydiff, 75 % removed": ("keydiff", 0.75, "none"),
-}
+Way = tuple[str, float | None, str]
+"""Policy, the fraction of the cache that is removed, and codec."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A model, a document, questions on it and the ways in which it goes on the shelf, by title.
+
+    exact: whether an answer is right when it is the value and no more, or when the value is in it.
+    """
+
+    model: str
+    title: str
+    document: str
+    questions: Sequence[Question]
+    ways: Mapping[str, Way]
+    max_tokens: int
+    exact: bool
+
+    def right(self, text: str, question: Question) -> bool:
+        return text == question.answer if self.exact else question.answer.lower() in text.lower()
+
+
+def handbook() -> Scene:
+    """A handbook in plain English, with the questions that SmolLM2 answers from the whole of it."""
+    folder = files("kvshelf") / "models" / "handbook"
+    questions = [
+        Question(row["question"], row["answer"]) for row in json.loads((folder / "questions.json").read_text())
+    ]
+    ways = {
+        "full": ("full", None, "none"),
+        "full, codec int8": ("full", None, "int8"),
+        "kvzip, 50 % removed": ("kvzip", 0.5, "int8"),
+    }
+    text = (folder / "handbook.md").read_text(encoding="utf-8")
+    return Scene("smollm2", "a handbook in plain English", text, questions, ways, max_tokens=24, exact=False)
+
+
+def planted() -> Scene:
+    """Prose with facts that kvshelf-tiny finds."""
+    document = sample_document()
+    ways = {
+        "full": ("full", None, "none"),
+        "full, codec klt": ("full", None, "klt"),
+        "keydiff, 75 % removed": ("keydiff", 0.75, "none"),
+    }
+    return Scene("kvshelf-tiny", "prose with planted facts", document.text, document.questions, ways, 16, exact=True)
 
 
 @dataclass(frozen=True)
@@ -75,9 +120,10 @@ def sample() -> None:
 
 
 def demo() -> None:
-    """Put the sample document on a shelf in three ways, ask each the same questions, and show answers, sizes and times.
+    """Put a document on a shelf in three ways, ask each the same questions, and show answers, sizes and times.
 
-    Starts a service of its own, with its shelf in a temporary folder, and removes both: half a minute.
+    Starts a service of its own, with its shelf in a temporary folder, and removes both: half a minute, and a minute or
+    two more for SmolLM2, where its wheel is installed.
     """
     # Set before torch and transformers are imported. It keeps log lines off the screen, and makes threads sleep while
     # they wait, as the service's do: on a busy machine, spinning would slow down the side that it is compared with.
@@ -87,40 +133,47 @@ def demo() -> None:
         import transformers
 
         transformers.utils.logging.disable_progress_bar()
-        waiting = Console(stderr=True).status("loading the model")
-        with tempfile.TemporaryDirectory(prefix="kvshelf-demo-") as folder, waiting as status:
-            show(Path(folder), out, status)
-    out.print("The service is stopped and its folder removed.", style="dim")
+        scenes = [planted()]
+        try:
+            source_of("smollm2")
+            scenes.insert(0, handbook())
+        except InvalidRequest as missing:
+            out.print(f"Without a model that people talk to: {missing.message}.\n")
+        with tempfile.TemporaryDirectory(prefix="kvshelf-demo-") as folder:
+            for scene in scenes:
+                show(scene, Path(folder) / scene.model, out)
+    out.print("The services are stopped and their folders removed.", style="dim")
 
 
-def show(folder: Path, out: Console, status: Status) -> None:
+def show(scene: Scene, folder: Path, out: Console) -> None:
     from kvshelf.store.artifact.cache import CompressedCache
     from kvshelf.workers.engine.engine import Engine
 
-    engine = Engine.load(MODEL)
-    document = sample_document()
+    folder.mkdir()
     path = folder / "sample.txt"
-    path.write_text(document.text, encoding="utf-8")
-    status.update("starting the service")
-    with service(folder) as (client, started_s):
-        shelves = {}
-        for title, way in SHELVES.items():
-            status.update(f"on the shelf: {title}")
-            shelves[title] = fill(client, path, way, document.questions)
-        status.update("prefilling the document again for each question, for comparison")
-        mine = CompressedCache.from_bytes(client.caches.download(shelves["full"].cache.id))
-        again_s = [prefill_again(engine, mine, document.text, question) for question in document.questions]
-        own = in_own_process(engine, mine, document.questions[0])
-    status.stop()
+    path.write_text(scene.document, encoding="utf-8")
+    with Console(stderr=True).status(f"loading {scene.model}") as status:
+        engine = Engine.load(scene.model)
+        status.update("starting the service")
+        with service(scene.model, folder) as (client, started_s):
+            shelves = {}
+            for title, way in scene.ways.items():
+                status.update(f"on the shelf: {title}")
+                shelves[title] = fill(client, path, way, scene)
+            status.update("prefilling the document again, for comparison")
+            mine = CompressedCache.from_bytes(client.caches.download(shelves["full"].cache.id))
+            again_s = [prefill_again(engine, mine, scene.document, asked) for asked in scene.questions[:AGAIN]]
+            own = in_own_process(engine, mine, scene)
     tokens = shelves["full"].cache.tokens.document
     out.print(
-        f"[bold]The sample[/]: {tokens:,} tokens of prose, {len(document.questions)} facts in it. "
-        f"{MODEL} in {str(engine.model.dtype).removeprefix('torch.')}, {hardware()}."
+        f"[bold]{scene.model}[/] in {str(engine.model.dtype).removeprefix('torch.')}, {hardware()}: {tokens:,} tokens "
+        f"of {scene.title}."
     )
     out.print(f"A service was started (in {started_s:.0f} s) and put it on its shelf three times.")
-    for part in (sizes(shelves), answers(shelves, document.questions), times(shelves, again_s), own):
+    for part in (sizes(shelves), answers(shelves, scene), times(shelves, again_s), own):
         out.print()
         out.print(part)
+    out.print()
 
 
 def hardware() -> str:
@@ -132,11 +185,12 @@ def hardware() -> str:
 
 
 @contextmanager
-def service(folder: Path) -> Iterator[tuple[Client, float]]:
+def service(model: str, folder: Path) -> Iterator[tuple[Client, float]]:
     """A running service and the seconds it took to start; it is stopped whenever the block ends."""
     from kvshelf.client import Client
 
-    command = [sys.executable, "-m", "kvshelf", "serve", "--store", f"disk://{folder}/home", "--port", "0"]
+    serve = [sys.executable, "-m", "kvshelf", "serve", "--model", model]
+    command = [*serve, "--store", f"disk://{folder}/home", "--port", "0"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVSHELF_")}
     log = folder / "service.log"
     began = time.perf_counter()
@@ -180,17 +234,17 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def fill(client: Client, path: Path, way: tuple[str, float | None, str], questions: Sequence[Question]) -> Shelf:
+def fill(client: Client, path: Path, way: Way, scene: Scene) -> Shelf:
     policy, ratio, codec = way
     began = time.perf_counter()
-    cache = client.caches.create(file=path, policy=policy, compression_ratio=ratio, codec=codec)
+    cache = client.caches.create(file=path, policy=policy, compression_ratio=ratio, codec=codec, quality=False)
     put_s = time.perf_counter() - began
-    return Shelf(cache, put_s, [ask(client, cache, question) for question in questions])
+    return Shelf(cache, put_s, [ask(client, cache, question, scene.max_tokens) for question in scene.questions])
 
 
-def ask(client: Client, cache: CacheObject, question: Question) -> Asked:
+def ask(client: Client, cache: CacheObject, question: Question, max_tokens: int) -> Asked:
     began = time.perf_counter()
-    with client.caches.stream(cache.id, question.text, max_tokens=16) as stream:
+    with client.caches.stream(cache.id, question.text, max_tokens=max_tokens) as stream:
         first = next(iter(stream), "")
         first_s = time.perf_counter() - began
         text = first + "".join(stream)
@@ -232,19 +286,22 @@ def sizes(shelves: dict[str, Shelf]) -> Table:
     return made
 
 
-def answers(shelves: dict[str, Shelf], questions: Sequence[Question]) -> Table:
+def answers(shelves: dict[str, Shelf], scene: Scene) -> Table:
     made = table("question", "value", *(title.partition(" removed")[0] for title in shelves))
-    for index, question in enumerate(questions):
-        given = [mark(shelf.asked[index].text, question) for shelf in shelves.values()]
-        made.add_row(shortened(question.text, 40), question.answer, *given)
-    right = [sum(asked.text == q.answer for asked, q in zip(s.asked, questions, strict=True)) for s in shelves.values()]
-    made.add_row("[bold]right answers", "", *(f"[bold]{count} of {len(questions)}" for count in right))
+    right = dict.fromkeys(shelves, 0)
+    for index, question in enumerate(scene.questions):
+        marks = []
+        for title, shelf in shelves.items():
+            text = shelf.asked[index].text
+            right[title] += scene.right(text, question)
+            marks.append(mark(text, right=scene.right(text, question)))
+        made.add_row(shortened(question.text, 40), question.answer, *marks)
+    made.add_row("[bold]right answers", "", *(f"[bold]{count} of {len(scene.questions)}" for count in right.values()))
     return made
 
 
-def mark(text: str, question: Question) -> Text:
-    """An answer is right when it is exactly the value."""
-    if text == question.answer:
+def mark(text: str, *, right: bool) -> Text:
+    if right:
         return Text("right", style="green")
     return Text("wrong: " + shortened(text.replace("\n", " "), 8), style="red")
 
@@ -266,7 +323,8 @@ def times(shelves: dict[str, Shelf], again_s: Sequence[float]) -> Table:
     return made
 
 
-def in_own_process(engine: Engine, cache: CompressedCache, question: Question) -> str:
-    answer = engine.answer(cache, question.text, max_new_tokens=16).text.strip()
-    verdict = "right" if answer == question.answer else "wrong"
+def in_own_process(engine: Engine, cache: CompressedCache, scene: Scene) -> str:
+    question = scene.questions[0]
+    answer = engine.answer(cache, question.text, max_new_tokens=scene.max_tokens).text.strip()
+    verdict = "right" if scene.right(answer, question) else "wrong"
     return f"The full cache, downloaded and attached in this process, answers {answer!r}: {verdict}."

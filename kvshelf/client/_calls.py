@@ -60,6 +60,7 @@ class OptionFields(ReducedFields, total=False):
     model: str | None
     layout: str | None
     codec: str | None
+    quality: Literal["full", False] | None
     keep_source: bool | Literal["tokens"] | None
     source_ttl_s: float | None
 
@@ -259,11 +260,11 @@ def create_cache(
     and gets the `labels` and the `name` that are given.
 
     One of `document` (text), `messages`, `token_ids` and `file` (a path), and as keywords `model`, `layout`,
-    `policy`, `policy_params`, `compression_ratio` (the fraction removed) or `budget_tokens`, `codec`, `ttl_s` or
-    `expires_at`, `ttl_renew` (each question moves the end to `ttl_s` from then), `name`, `labels`, and `keep_source` to
-    keep the text (or "tokens", the token ids alone) for `source_ttl_s`, so that a query with `on_miss="recompute"`
-    makes the cache again if it is lost. With `respond_async` the request comes back at once, for
-    `client.requests.retrieve`.
+    `policy`, `policy_params`, `compression_ratio` (the fraction removed) or `budget_tokens`, `codec`, `quality` (False:
+    not measured), `ttl_s` or `expires_at`, `ttl_renew` (each question moves the end to `ttl_s` from then), `name`,
+    `labels`, and `keep_source` to keep the text (or "tokens", the token ids alone) for `source_ttl_s`, so that a query
+    with `on_miss="recompute"` makes the cache again if it is lost. With `respond_async` the request comes back at once,
+    for `client.requests.retrieve`.
 
     `levels` are several compression ratios at once, or mappings of `compression_ratio` and `codec`, whose caches come
     back in a list, from one prefill. With `min_quality` only the smallest cache that agrees enough with the full one is

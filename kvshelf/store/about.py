@@ -38,7 +38,8 @@ def _possible(quality: Quality) -> bool:
     low = 0.0 if quality.low is None else quality.low
     in_order = 0 <= low <= quality.agreement <= quality.high <= 1  # false for NaN
     rest: Iterable[float] = (quality.kl, quality.probe_s, *quality.worst.values())
-    return in_order and quality.cues > 0 and quality.version > 0 and all(0 <= n < math.inf for n in rest)
+    known = quality.cues > 0 or (quality.cues == 0 and low == 1)  # without cues: the full cache itself
+    return in_order and known and quality.version > 0 and all(0 <= n < math.inf for n in rest)
 
 
 def export_part(store: Store, manifest: Manifest) -> bytes:

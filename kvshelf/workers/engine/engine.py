@@ -70,7 +70,7 @@ from kvshelf.workers.engine.inputs.requirements import (
 from kvshelf.workers.engine.parallel.ranks import SharedModel
 from kvshelf.workers.engine.prefill.appending import continued
 from kvshelf.workers.engine.prefill.prefill import Compression, Prefill, run_prefill, run_scores
-from kvshelf.workers.engine.quality import CUES, Probe, Reference, ask
+from kvshelf.workers.engine.quality import CUES, Probe, Reference, ask, exact
 from kvshelf.workers.engine.summary import LAYERS, Codes, KeyCoder, require_summarised
 from kvshelf.workers.model import calibration
 from kvshelf.workers.model import loading as models
@@ -505,18 +505,21 @@ class Engine:
         """Compress one document at several levels and measure the quality of each. In the order of `levels`.
 
         Levels whose policies need the same probe passes share a prefill (`job.shared` says which do not). Quality is
-        measured on up to `cues` cues of the document; 0 measures nothing. A level gets the same bytes as from `run`
-        and its codec, except for last bits where a device sums longer calls in another order. All levels of a prefill
-        are in memory at once. Encoding counts as compression time. `progress` is told of each layer and each measured
-        level.
+        measured on up to `cues` cues of the document; 0 measures nothing. A level that keeps the full cache has quality
+        1 by definition, and one cue shows that it can answer. A level gets the same bytes as from `run` and its codec,
+        except for last bits where a device sums longer calls in another order. All levels of a prefill are in memory at
+        once. Encoding counts as compression time. `progress` is told of each layer and each measured level.
         """
         done: dict[int, Compression] = {}
         for group in shared(levels):
-            made = self.prefill(group, cues=cues, checkpoint=checkpoint, progress=progress)
+            asked = min(cues, 1) if all(level.loses_nothing for level in group) else cues
+            made = self.prefill(group, cues=asked, checkpoint=checkpoint, progress=progress)
             for number, (level, compression) in enumerate(zip(group, made.compressions, strict=True)):
                 if made.reference is not None:
                     (progress or nothing)("quality", number, len(group))
                     quality = self.measure(compression.cache, made.reference)
+                    if level.loses_nothing:
+                        quality = exact(level.job.num_tokens, quality.probe_s)
                     compression = replace(compression, quality=quality)
                     (progress or nothing)("quality", number + 1, len(group))
                     (checkpoint or nothing)()

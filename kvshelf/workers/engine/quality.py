@@ -73,6 +73,12 @@ _LEAST_OF_PART: Final = 10
 _CONFIDENCE: Final = 0.95
 
 
+def exact(num_tokens: int, probe_s: float) -> Quality:
+    """The quality of the full cache itself, which is known without cues."""
+    worst: WorstPart = {"from": 0, "to": num_tokens, "agreement": 1.0}
+    return Quality(agreement=1, low=1, high=1, worst=worst, cues=0, kl=0, probe_s=probe_s, version=VERSION)
+
+
 @dataclass(frozen=True)
 class Probe:
     """Cues made from a document, all of one length.

@@ -1,8 +1,8 @@
 """Models of GGUF files, as llama.cpp and Ollama keep them, converted once into folders that transformers loads.
 
-transformers dequantizes a GGUF file each time it is loaded, which takes seconds for each 100 MB, and cannot save what it
-has made. The folder here has the weights in float32, in which every type of GGUF has a value without rounding, and the
-tokenizer and the chat template of the file. Its configuration names the file's digest, so the identity of a cache does.
+transformers dequantizes a GGUF file each time it is loaded, which takes seconds for each 100 MB, and cannot save the
+model. The folder here has the weights in float32, in which they are dequantized, and the tokenizer and the chat
+template of the file. Its configuration names the file's digest, and so does the identity of each cache.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ def load(name: str, *, device: str, dtype: str, progress: bool = False, ranks: i
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
             _take_plain(config, name)
             whole, info = _class_for(config).from_pretrained(
-                source, config=config, dtype=_dtype_of(config, dtype, device), use_safetensors=True, trust_remote_code=False,
-                output_loading_info=True, **placed,
+                source, config=config, dtype=_dtype_of(config, dtype, device), use_safetensors=True,
+                trust_remote_code=False, output_loading_info=True, **placed,
             )  # fmt: skip
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:

@@ -67,8 +67,20 @@ def test_progress_counts_the_layers_of_each_prefill_and_the_levels_that_are_meas
     assert phases == [("prefill", done, layers * rounds) for done in range(layers * rounds + 1)]
 
 
+def test_the_full_cache_has_quality_1_without_cues(tiny, prose):
+    """What is appended to a cache that has lost something is measured."""
+    for fields in ({"policy": "full"}, {"policy": "keydiff", "compression_ratio": 0.0}):
+        quality = measured(tiny, prose, **fields)
+        assert (quality.agreement, quality.low, quality.high, quality.cues, quality.kl) == (1, 1, 1, 0, 0)
+    half = tiny.compress(prose, policy="keydiff", compression_ratio=0.5)
+    (appended,) = tiny.run_levels([Level(tiny.prepare_append(half, prose, policy="full"))])
+    assert appended.quality.cues > 0
+
+
 def test_nothing_removed_costs_nothing(tiny, prose):
-    quality = measured(tiny, prose, policy="full")
+    job = tiny.prepare(prose, policy="full")
+    made = tiny.prefill([Level(job)], cues=CUES)
+    quality = tiny.measure(made.compressions[0].cache, made.reference)
     assert (quality.agreement, quality.high, quality.cues) == (1.0, 1.0, CUES)
     assert quality.low == pytest.approx(0.05 ** (1 / CUES), abs=1e-6)
     assert quality.worst["agreement"] == 1.0
@@ -313,7 +325,9 @@ def test_a_cue_is_in_the_models_own_form(tiny):
 
 
 def test_a_document_that_is_too_short_for_a_bound_has_none(tiny):
-    quality = measured(tiny, "The access code of the amber falcon is 482913. " * 8, policy="full")
+    job = tiny.prepare("The access code of the amber falcon is 482913. " * 8, policy="full")
+    (compression,) = tiny.run_levels([Level(job, "int8")])
+    quality = compression.quality
     assert quality.cues < CUES
     assert (quality.agreement, quality.low, quality.high) == (1.0, None, 1.0)
 

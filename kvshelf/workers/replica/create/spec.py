@@ -81,7 +81,9 @@ def requested_levels(
         for ratio, _ in ways
     }
     levels = tuple(engine.level(jobs[ratio], codec) for ratio, codec in ways)
-    return Selection(levels, _target(spec, len(document.token_ids))) if spec.chooses else Levels(levels, cues)
+    if spec.chooses:
+        return Selection(levels, _target(spec, len(document.token_ids)))
+    return Levels(levels, cues if spec.quality is None else CUES if spec.quality else 0)
 
 
 def _target(spec: CreateCache, num_tokens: int) -> Target:
