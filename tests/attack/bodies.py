@@ -108,6 +108,27 @@ def _calls() -> dict[str, Body]:
     return made
 
 
+_PUT: Final = (
+    b'{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"put","arguments":{',
+    b"}}}",
+)
+MCP: Final[dict[str, Body]] = {
+    "a text": _in(*_PUT)(b'"text":"', b"word ", b'"'),
+    "a wide text": _in(*_PUT)('"text":"😀'.encode(), b"word ", b'"'),
+    "escapes": _in(*_PUT)(b'"text":"', b"\\u00e9", b'"'),
+    "labels as a text of zeros": _in(*_PUT)(b'"text":"x","labels":"[', b"0,", b'0]"'),
+    "a policy as a text of zeros": _in(*_PUT)(b'"text":"x","policy":"[', b"0,", b'0]"'),
+    "labels": _in(*_PUT)(b'"text":"x","labels":{"a":[', b"0,", b"0]}"),
+    "a key": _in(*_PUT)(b'"', b"k", b'":1'),
+    "zeros": lambda size: filled(b'{"jsonrpc":"2.0","id":1,"method":"x","params":{"a":[', b"0,", b"0]}}", size),
+    "lists": lambda size: filled(b'{"jsonrpc":"2.0","id":1,"method":"x","params":{"a":[', b"[],", b"[]]}}", size),
+    "an id": lambda size: filled(b'{"jsonrpc":"2.0","method":"tools/list","id":"', b"1", b'"}', size),
+    "messages": lambda size: filled(b"[", b'{"jsonrpc":"2.0","id":1,"method":"ping"},', b"1]", size),
+    "a cut text of escaped quotes": _in(*_PUT)(b'"text":"', b'\\"', b""),
+    "no JSON": lambda size: filled(b"", b"\0", b"", size),
+}
+"""Messages for `kvshelf mcp --http`."""
+
 ROUTES: Final = {
     "chat": "/v1/chat/completions",
     "responses": "/v1/responses",
