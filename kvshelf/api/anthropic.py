@@ -30,6 +30,7 @@ from kvshelf.api.shapes import JsonSchema, OfSchema
 from kvshelf.api.strict import (
     MAX_MESSAGES,
     MAX_TOKENS,
+    AnyFields,
     CodecText,
     ErrorBody,
     Message,
@@ -72,14 +73,14 @@ class CompressionChoice(RequestBody):
     """How a cache that `cache_control` asks for is compressed, as in a creation; by default nothing is lost."""
 
     policy: Annotated[str, Field(min_length=1, max_length=64)] = "full"
-    policy_params: dict[str, Any] = Field(default_factory=dict, max_length=64)
+    policy_params: AnyFields = Field(default_factory=dict, max_length=64)
     compression_ratio: Ratio | None = None
     codec: CodecText = "none"
 
 
 class OutputFormat(RequestBody):
     type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: AnyFields = Field(alias="schema")
 
 
 class OfOutputSchema(OfSchema):
@@ -195,8 +196,10 @@ class CountTokensRequest(RequestBody):
     def _response_format(self) -> OfSchema | None:
         if self.output_config is None or self.output_config.format is None:
             return None
-        schema = JsonSchema(name="output_config", schema=self.output_config.format.schema_)
-        return OfOutputSchema(type="json_schema", json_schema=schema)
+        schema = self.output_config.format.schema_
+        return OfOutputSchema(
+            type="json_schema", json_schema=JsonSchema.model_construct(name="output_config", schema_=schema)
+        )
 
 
 class MessagesRequest(CountTokensRequest):

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from kvshelf.api.strict import RequestBody, Role, Text, ToolName, misuse, one_or_list, without_unsupported
+from kvshelf.api.strict import (
+    AnyFields,
+    RequestBody,
+    Role,
+    Text,
+    ToolName,
+    WrittenObject,
+    misuse,
+    one_or_list,
+    without_unsupported,
+)
 from kvshelf.api.tools import (
     MAX_TOOLS,
     CalledFunction,
@@ -95,7 +104,7 @@ class ToolUseBlock(RequestBody):
     type: Literal["tool_use"]
     id: CallId
     name: ToolName
-    input: dict[str, Any]
+    input: WrittenObject
     caller: DirectCaller | None = None
     toolset_name: None = None
     cache_control: CacheControl | None = None
@@ -103,8 +112,7 @@ class ToolUseBlock(RequestBody):
     @property
     def call(self) -> ToolCall:
         """In OpenAI's shape."""
-        arguments = json.dumps(self.input, ensure_ascii=False)
-        return ToolCall(id=self.id, function=CalledFunction(name=self.name, arguments=arguments))
+        return ToolCall(id=self.id, function=CalledFunction.model_construct(name=self.name, arguments=self.input))
 
 
 def _only_text(block: Any) -> Any:
@@ -233,7 +241,7 @@ class CustomTool(RequestBody):
     `strict` has no effect. `cache_control` has none either: the tools' text stands behind the cache."""
 
     name: ToolName
-    input_schema: Annotated[dict[str, Any], AfterValidator(_is_of_object)]
+    input_schema: Annotated[AnyFields, AfterValidator(_is_of_object)]
     description: str | None = None
     type: Literal["custom"] | None = None
     strict: bool | None = None
@@ -252,7 +260,7 @@ class CustomTool(RequestBody):
     @property
     def plain(self) -> Tool:
         """In OpenAI's shape."""
-        function = Function(name=self.name, description=self.description, parameters=self.input_schema)
+        function = Function.model_construct(name=self.name, description=self.description, parameters=self.input_schema)
         return Tool(type="function", function=function)
 
 

@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, mod
 from kvshelf.api.strict import (
     MAX_EPISODES,
     MAX_LEVELS,
+    AnyFields,
     CacheName,
     CodecText,
     ErrorBody,
@@ -77,7 +78,7 @@ class CacheOptions(RequestBody, Renewable):
     policy: Annotated[str, Field(min_length=1, max_length=64)] = Field(
         "keydiff", description="one of /v1/policies; auto chooses policy, ratio and codec for the document"
     )
-    policy_params: dict[str, Any] = Field(default_factory=dict, max_length=64)
+    policy_params: AnyFields = Field(default_factory=dict, max_length=64)
     compression_ratio: Ratio | None = None
     budget_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     codec: CodecText = "none"
@@ -309,7 +310,7 @@ class AppendCache(RequestBody, Renewable):
     policy: Annotated[str, Field(min_length=1, max_length=64)] | None = Field(
         None, description="one of /v1/policies; default: that of the cache"
     )
-    policy_params: dict[str, Any] = Field(default_factory=dict, max_length=64)
+    policy_params: AnyFields = Field(default_factory=dict, max_length=64)
     compression_ratio: Ratio | None = None
     budget_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     expected_questions: Annotated[list[Text], Field(fail_fast=True)] = Field(default_factory=list, max_length=256)

@@ -18,6 +18,7 @@ from kvshelf.api.shapes import (
     require_one_shape,
 )
 from kvshelf.api.strict import (
+    AnyFields,
     CacheIds,
     FinishReason,
     ListBody,
@@ -48,7 +49,7 @@ class Select(RequestBody):
 
     method: Annotated[str, Field(min_length=1, max_length=64)]
     tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
-    params: dict[str, Any] = Field(default_factory=dict, max_length=64)
+    params: AnyFields = Field(default_factory=dict, max_length=64)
     passages: bool = Field(False, description="also say which tokens of the documents the answer read")
 
 
@@ -59,7 +60,7 @@ class SuffixOptions(RequestBody):
 
     policy: Annotated[str, Field(min_length=1, max_length=64)]
     budget: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
-    params: dict[str, Any] = Field(default_factory=dict, max_length=64)
+    params: AnyFields = Field(default_factory=dict, max_length=64)
 
 
 def require_storable(

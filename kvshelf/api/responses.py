@@ -142,7 +142,7 @@ class CallItem(_Item, CalledFunction):
     call_id: _CallId
 
     def call(self) -> ToolCall:
-        function = CalledFunction(name=self.name, arguments=self.arguments)
+        function = CalledFunction.model_construct(name=self.name, arguments=self.arguments)
         return ToolCall(id=self.call_id, function=function)
 
 
@@ -191,7 +191,8 @@ class FunctionTool(Function):
     type: Literal["function"]
 
     def wrapped(self) -> Tool:
-        return Tool(type="function", function=Function(**self.model_dump(exclude={"type"})))
+        fields = {name: getattr(self, name) for name in Function.model_fields}
+        return Tool(type="function", function=Function.model_construct(**fields))
 
 
 class FunctionChoice(NamedFunction):
@@ -232,7 +233,8 @@ class FlatSchema(JsonSchema):
     type: Literal["json_schema"]
 
     def wrapped(self) -> OfSchema:
-        return _Wrapped(type="json_schema", json_schema=JsonSchema(**self.model_dump(exclude={"type"})))
+        fields = {name: getattr(self, name) for name in JsonSchema.model_fields}
+        return _Wrapped(type="json_schema", json_schema=JsonSchema.model_construct(**fields))
 
 
 _Format = (

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
 
-from kvshelf.api.strict import RequestBody, ResponseBody, misuse
+from kvshelf.api.strict import AnyFields, RequestBody, ResponseBody, misuse
 
 MAX_GRAMMAR_BYTES = 65_536
 MAX_CHOICES = 1024
@@ -26,7 +26,7 @@ class JsonSchema(RequestBody):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     description: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: AnyFields = Field(alias="schema")
     strict: bool | None = None
 
 

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
-from pydantic_core import ErrorDetails, PydanticCustomError
+import pydantic_core
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError, PydanticKnownError
 
 from kvshelf.errors import InvalidRequest, as_share, nearest
 
@@ -26,6 +39,8 @@ MAX_FIELDS = 16_384
 MAX_ELEMENTS = 1 << 20
 """Elements of all lists of a body: more tokens than any model reads."""
 MAX_DEPTH = 32
+MAX_DIGITS = 1024
+"""Of one number: Python takes the square of the digits' time to read an integer."""
 
 LayoutName = Literal["chat", "plain"]
 Role = Literal["system", "user", "assistant"]
@@ -63,10 +78,10 @@ def _codec_text(text: str) -> str:
 
 CodecText = Annotated[
     str,
+    Field(max_length=128),  # before the pattern reads it
     AfterValidator(_codec_text),
     Field(
         json_schema_extra={"pattern": _CODEC},  # a refusal that shows it would be hard to read
-        max_length=128,
         description="none, int8, int4, int2, mixed or klt, with parameters if any: int4:group=64, klt:step=2,steps=kl",
     ),
 ]
@@ -213,38 +228,130 @@ RequestT = TypeVar("RequestT", bound=RequestBody)
 
 def parse_request(model: type[RequestT], body: bytes | bytearray | dict[str, Any]) -> RequestT:
     """Validates a request body, as JSON text or as Python values. Raises `InvalidRequest` that names the field."""
+    bounds = JsonBounds()
     try:
         if isinstance(body, bytes | bytearray):
-            require_bounded(body)
-            return model.model_validate_json(body)
-        return model.model_validate(body)
+            bounds.take(body)
+            return model.model_validate_json(body, context=bounds)
+        return model.model_validate(body, context=bounds)
     except ValidationError as exc:
         raise refusal(exc) from exc
 
 
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+# The closing quote is optional: else the search in a text that has none would begin again at each escaped quote.
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+_LONG_NUMBER = re.compile(rb"(?<![0-9])[0-9]{%d}" % (MAX_DIGITS + 1))
 _NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
 
 
-def require_bounded(body: bytes | bytearray) -> None:
-    """Raises `InvalidRequest` for JSON with too many fields or elements, or nested too deeply, before it is parsed.
+class JsonBounds:
+    """What all JSON of one request has, that of its body and that in texts of the body. It is the context in which the
+    body is validated.
 
-    A scan without objects: each field or element costs a hundred times its bytes once it is an object or an error.
+    It counts in one scan, without objects: each field or element costs a hundred times its bytes once it is an object
+    or an error.
     """
-    structure = _STRING.sub(b"", body)
-    for what, found, most in (
-        ("fields", structure.count(b":"), MAX_FIELDS),
-        ("elements and fields", structure.count(b","), MAX_ELEMENTS),
-    ):
-        if found > most:
-            raise InvalidRequest(f"the body has {found} {what}; at most {most} are accepted")
-    brackets = structure.translate(None, _NO_BRACKET)
-    if len(brackets) > 2 * MAX_FIELDS:
-        raise InvalidRequest(f"the body has {len(brackets) // 2} lists and objects; at most {MAX_FIELDS} are accepted")
-    for _ in range(MAX_DEPTH):
-        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
-    if b"[]" in brackets or b"{}" in brackets:
-        raise InvalidRequest(f"the body is nested deeper than {MAX_DEPTH} levels")
+
+    def __init__(self) -> None:
+        self._fields = self._elements = self._brackets = 0
+
+    def take(self, text: bytes | bytearray) -> None:
+        """Counts JSON that is to be parsed. Raises `InvalidRequest` for too many fields, elements or digits, and for
+        what is nested too deeply."""
+        structure = _STRING.sub(b"", text)
+        brackets = structure.translate(None, _NO_BRACKET)
+        self._fields += structure.count(b":")
+        self._elements += structure.count(b",")
+        self._brackets += len(brackets)
+        for what, found, most in (
+            ("fields", self._fields, MAX_FIELDS),
+            ("elements and fields", self._elements, MAX_ELEMENTS),
+            ("lists and objects", self._brackets // 2, MAX_FIELDS),
+        ):
+            if found > most:
+                raise InvalidRequest(f"this JSON has {found} {what}; at most {most} are accepted")
+        if _LONG_NUMBER.search(structure):
+            raise InvalidRequest(f"a number in this JSON has more than {MAX_DIGITS} digits")
+        for _ in range(MAX_DEPTH):
+            brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
+        if b"[]" in brackets or b"{}" in brackets:
+            raise InvalidRequest(f"this JSON is nested deeper than {MAX_DEPTH} levels")
+
+
+_SHOWN: Final = 60
+"""Characters of a name or value that a refusal shows."""
+
+CHECKED: Final = "checked"
+"""The context in which values are validated again that another process has validated: JSON in texts is not parsed a
+second time."""
+
+
+def parse_json(text: str | bytes | bytearray, bounds: JsonBounds | None = None) -> Any:
+    """The values of JSON that comes from outside; the one way to read it where no type says what it has.
+
+    bounds: of the request that it belongs to, None for one of its own. Raises `InvalidRequest` beyond a bound,
+    `ValueError` for what is no JSON; infinite numbers and NaN are none.
+    """
+    data = text.encode() if isinstance(text, str) else text
+    (bounds or JsonBounds()).take(data)
+    values = pydantic_core.from_json(data, allow_inf_nan=False)
+    json.dumps(values, allow_nan=False)  # 1e999 was read as infinite
+    return values
+
+
+def _finite(values: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+    if info.context is not CHECKED:
+        try:
+            json.dumps(values, allow_nan=False)
+        except ValueError as error:
+            raise _not_finite() from error
+    return values
+
+
+def _not_finite() -> PydanticCustomError:
+    return PydanticCustomError("finite", "a number in it is not finite")
+
+
+AnyFields = Annotated[dict[str, Any], AfterValidator(_finite)]
+"""An object whose fields no type names."""
+
+
+def _is_object(text: str, info: ValidationInfo) -> str:
+    if info.context is CHECKED:
+        return text
+    bounds = info.context if isinstance(info.context, JsonBounds) else JsonBounds()
+    try:
+        bounds.take(text.encode(errors="surrogatepass"))
+        values = json.loads(text, parse_constant=int)  # which refuses NaN and Infinity; half characters may stand there
+        json.dumps(values, allow_nan=False)
+    except InvalidRequest as error:
+        raise misuse("", error.message) from error
+    except (ValueError, RecursionError):  # the latter of brackets without an end
+        values = None
+    if not isinstance(values, dict):
+        raise misuse("", f"the arguments of a call are {text[:80]!r}; they must be a JSON object as text")
+    return text
+
+
+ObjectText = Annotated[str, AfterValidator(_is_object)]
+"""A JSON object as text: the arguments of a call."""
+
+
+def _written(values: Any, info: ValidationInfo) -> Any:
+    if info.context is CHECKED:
+        return values
+    if not isinstance(values, dict):
+        raise PydanticKnownError("dict_type")
+    try:
+        return json.dumps(values, ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        raise _not_finite() from error
+
+
+WrittenObject = Annotated[
+    str, BeforeValidator(_written), WithJsonSchema({"type": "object", "additionalProperties": True})
+]
+"""An object of a body, as an `ObjectText`: it is written once."""
 
 
 def refusal(exc: ValidationError) -> InvalidRequest:
@@ -265,8 +372,17 @@ def _describe(error: ErrorDetails) -> tuple[str | None, str]:
 
 def _path(loc: tuple[int | str, ...]) -> str:
     """The path of a field as people write it: messages[0].role."""
-    parts = [part for part in loc if not str(part).startswith(("(", "[key]"))]
+    parts = [part if isinstance(part, int) else _named(part) for part in loc if not _is_tag(part)]
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
+
+
+def _is_tag(part: int | str) -> bool:
+    return isinstance(part, str) and part.startswith(("(", "[key]"))
+
+
+def _named(part: str) -> str:
+    """A name of a field as it is shown: a caller may choose one of megabytes."""
+    return part if len(part) <= _SHOWN else part[:_SHOWN] + "..."
 
 
 def _found(error: ErrorDetails) -> str:
@@ -274,6 +390,14 @@ def _found(error: ErrorDetails) -> str:
     scalar = value is None or isinstance(value, bool | int | float | str)
     if error["type"] in ("missing", "misuse", "json_invalid") or not scalar:
         return ""
-    shown, limits = repr(value), error.get("ctx", {})
+    shown, limits = _shown(value), error.get("ctx", {})
     is_share = 1 in (limits.get("lt"), limits.get("le"))
-    return f"; found {shown if len(shown) <= 60 else shown[:60] + '...'}{as_share(value) if is_share else ''}"
+    return f"; found {shown}{as_share(value) if is_share else ''}"
+
+
+def _shown(value: Any) -> str:
+    """The beginning of a value. Only that is written: the rest may be megabytes."""
+    if isinstance(value, int) and abs(value) >= 10**_SHOWN:
+        return f"an integer of more than {_SHOWN} digits"
+    shown = repr(value[: _SHOWN + 1] if isinstance(value, str) else value)
+    return shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "..."

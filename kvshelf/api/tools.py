@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from kvshelf.api.queries import Asking
 from kvshelf.api.shapes import SHAPES, param_of
-from kvshelf.api.strict import MAX_MESSAGES, RequestBody, Role, ToolName, misuse
+from kvshelf.api.strict import MAX_MESSAGES, AnyFields, ObjectText, RequestBody, Role, ToolName, misuse
 
 MAX_TOOLS = 128
 
@@ -22,7 +21,7 @@ class Function(RequestBody):
 
     name: ToolName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: AnyFields | None = None
     strict: bool | None = None
 
 
@@ -31,21 +30,11 @@ class Tool(RequestBody):
     function: Function
 
 
-def _is_object(text: str) -> str:
-    try:
-        found = json.loads(text, parse_constant=int)  # which refuses NaN and Infinity: they are no JSON
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise misuse("", f"the arguments of a call are {text[:80]!r}; they must be a JSON object as text")
-    return text
-
-
 class CalledFunction(RequestBody):
     """`arguments`: a JSON object as text."""
 
     name: ToolName
-    arguments: Annotated[str, AfterValidator(_is_object)]
+    arguments: ObjectText
 
 
 class ToolCall(RequestBody):

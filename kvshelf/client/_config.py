@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
+import ssl
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,9 @@ DEFAULT_URL = "http://127.0.0.1:8765"
 """Where `kvshelf serve` listens unless told otherwise."""
 
 _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+
+_AUTHORITIES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
+"""Variables that say whose certificates are trusted."""
 
 # httpx's own number of connections, but all of them may idle: where only 20 may, httpcore can close one that another
 # thread has just begun to use (https://github.com/encode/httpcore/issues/1110).
@@ -88,14 +93,22 @@ class Connection:
         )
 
     def httpx_options(self) -> dict[str, Any]:
+        trusts = self.base_url.host not in _LOOPBACK
         return {
             "base_url": self.base_url,
             "headers": self.headers,
             "timeout": self.timeouts.to_httpx(),
             "limits": _LIMITS,
+            "verify": _tls(trusts, *map(os.environ.get, _AUTHORITIES)),
             # A proxy of the environment cannot reach this machine's own loopback address.
-            "trust_env": self.base_url.host not in _LOOPBACK,
+            "trust_env": trusts,
         }
+
+
+@functools.cache
+def _tls(trusts_environment: bool, *_authorities: str | None) -> ssl.SSLContext:
+    """One for all clients of a process: to read the authorities of the world takes 0.1 s of processor time."""
+    return httpx.create_ssl_context(trust_env=trusts_environment)
 
 
 def _parse_url(text: str) -> httpx.URL:

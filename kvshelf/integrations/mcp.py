@@ -6,11 +6,14 @@ each request brings that of its caller, so that tenants and scopes are those of 
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Annotated, Any, Final, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
@@ -20,20 +23,19 @@ from mcp_types import CallToolResult, TextContent, ToolAnnotations
 from pydantic import Field
 
 import kvshelf
+from kvshelf._extras import needs_extra
 from kvshelf.api import CacheObject, CreationProgress, Deleted, SearchList
 from kvshelf.api.queries import Source
 from kvshelf.api.strict import ResponseBody
 from kvshelf.client import AsyncClient, Client, Retries
 from kvshelf.errors import InvalidRequest, KvshelfError, Unauthorized
+from kvshelf.integrations.mcp_request import bearer
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 """Hosts for which the package refuses requests of other hosts and origins (DNS rebinding)."""
-
-_MOST_BYTES: Final = (64 << 20) + (64 << 10)
-"""Of one request over HTTP: what a service takes by default, and room for what MCP adds."""
 
 _INSTRUCTIONS: Final = """\
 kvshelf keeps long documents as compressed KV caches, so that a question about one does not read it again. `put` stores
@@ -112,8 +114,9 @@ def serve(url: str | None, address: str | None, files: Path | None) -> None:
     host, port = _host_and_port(address)
     if host not in _LOOPBACK:
         _require_keys(url, host)
-    options: dict[str, Any] = {"host": host, "port": port, "max_request_body_size": _MOST_BYTES}
-    build(url, over_http=True).run("streamable-http", stateless_http=True, **options)
+    with needs_extra("mcp", purpose="kvshelf mcp --http"):
+        from kvshelf.integrations.mcp_http import run  # here: over stdio it is not needed
+    run(build(url, over_http=True), url, host, port)
 
 
 def build(url: str | None, *, over_http: bool = False, files: Path | None = None) -> MCPServer[Any]:
@@ -175,7 +178,8 @@ class _Tools:
         gets the name and labels that you give. A long text takes minutes.
         """
         fields = {"policy": policy, "compression_ratio": compression_ratio, "ttl_s": ttl_s}
-        return await self._put(ctx, document=text, name=name, labels=labels, **fields)
+        async with _sent(ctx, text) as document:
+            return await self._put(ctx, **document, name=name, labels=labels, **fields)
 
     @_named_errors
     async def put_file(
@@ -296,8 +300,26 @@ class _Tools:
 
     def _client(self, request: Any, retries: Retries | None = None) -> AsyncClient:
         """request: has the `headers` of a caller over HTTP."""
-        key = _bearer(getattr(request, "headers", None) or {}) if self.over_http else None
+        key = bearer(getattr(request, "headers", None) or {}) if self.over_http else None
         return AsyncClient(self.url, api_key=key, retries=retries)
+
+
+@asynccontextmanager
+async def _sent(ctx: Context[Any, Any], text: str) -> AsyncIterator[dict[str, Any]]:
+    """The text of a call as a field of a creation. One that is too large for this message came beside it, as bytes, and
+    goes on as a file: as JSON it would hold the event loop."""
+    apart = getattr(getattr(ctx.request_context.request, "state", None), "text", None)
+    if apart is None:
+        yield {"document": text}
+        return
+    with NamedTemporaryFile(suffix=".txt") as file:
+        await asyncio.to_thread(_written, file, apart)
+        yield {"file": Path(file.name)}
+
+
+def _written(file: Any, data: bytes) -> None:
+    file.write(data)
+    file.flush()
 
 
 def _refusal(error: KvshelfError) -> CallToolResult:
@@ -305,12 +327,6 @@ def _refusal(error: KvshelfError) -> CallToolResult:
     text = TextContent(type="text", text=f"{error.code}: {error.message}")
     content = {"error": fields | ({"details": error.details} if error.details else {})}
     return CallToolResult(content=[text], structured_content=content, is_error=True)
-
-
-def _bearer(headers: Mapping[str, str]) -> str:
-    """The API key of a request; "" without one."""
-    scheme, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def _inside(folder: Path, path: str) -> Path:

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from kvshelf.api import Quality
-from kvshelf.api.strict import CacheName, Labels, RequestBody, misuse, refusal, require_bounded
+from kvshelf.api.strict import CacheName, Labels, RequestBody, misuse, parse_request
 from kvshelf.errors import InvalidRequest, SourceNotKept
 from kvshelf.store.artifact.exported import Exported, about_part
 from kvshelf.store.base import Store
@@ -56,11 +56,7 @@ def about_of(exported: Exported) -> About:
     """What an export says; nothing for a blob alone. Raises `InvalidRequest`, which names the field."""
     if not exported.about:
         return About()
-    try:
-        require_bounded(exported.about)
-        return About.model_validate_json(exported.about)
-    except ValidationError as error:
-        raise refusal(error) from error
+    return parse_request(About, exported.about)
 
 
 def source_of(exported: Exported, limit: int) -> str | None:

@@ -12,7 +12,7 @@ from kvshelf.atomic import written
 from kvshelf.errors import InvalidRequest
 
 _LIMIT: Final = 1 << 20
-_URL_SECRET: Final = re.compile(r"(?:(?<=://)|(?<=^//))(?!/).*@", re.DOTALL)
+_AUTHORITY: Final = re.compile(r"(?:(?<=://)|(?<=^//))(?!/)")
 
 
 def read_private(path: Path, *, param: str) -> bytes:
@@ -66,4 +66,5 @@ def without_secret(url: str) -> str:
     Everything before the last @ goes, so that a password that should have been quoted does not show either. The path
     of a folder (three slashes) stays.
     """
-    return _URL_SECRET.sub("***@", url)
+    begins, end = _AUTHORITY.search(url), url.rfind("@")
+    return url if begins is None or begins.end() > end else f"{url[: begins.end()]}***{url[end:]}"

@@ -8,12 +8,10 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, BinaryIO, Final
 
-import pydantic_core
-
 from kvshelf.api import CreateCache
 from kvshelf.api.batches import Endpoint
 from kvshelf.api.openai import ChatCompletionRequest
-from kvshelf.api.strict import parse_request
+from kvshelf.api.strict import parse_json, parse_request
 from kvshelf.corpus.input.defaults import with_defaults
 from kvshelf.corpus.row import Row
 from kvshelf.errors import BodyTooLarge, InvalidRequest, KvshelfError
@@ -138,7 +136,7 @@ def _json(text: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"byte {error.start} of this line is not valid UTF-8") from error
     try:
-        return pydantic_core.from_json(text, allow_inf_nan=False)
+        return parse_json(text)
     except ValueError as error:
         raise InvalidRequest(f"this line is not JSON: {error}") from error
 

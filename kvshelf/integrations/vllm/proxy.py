@@ -8,30 +8,19 @@ import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
-import pydantic_core
 import structlog
 from fastapi import APIRouter, Depends, FastAPI, Header, Request, Response
 from fastapi.responses import JSONResponse
 from opentelemetry.trace import Tracer
-from pydantic import ConfigDict, Discriminator, Tag, model_validator
 from starlette.types import Receive, Scope, Send
 
 from kvshelf.api.openai import ChatCompletionRequest
 from kvshelf.api.shapes import SHAPES
-from kvshelf.api.strict import (
-    ModelName,
-    RequestBody,
-    Text,
-    TokenIds,
-    misuse,
-    one_or_list,
-    parse_request,
-    require_bounded,
-)
 from kvshelf.errors import InvalidRequest, KvshelfError
 from kvshelf.integrations.vllm.asking import Asking
+from kvshelf.integrations.vllm.bodies import CacheCompletion, Directions
 from kvshelf.integrations.vllm.numbers import ProxyMetrics
 from kvshelf.integrations.vllm.request import Questions
 from kvshelf.integrations.vllm.upstreams import Upstreams
@@ -41,8 +30,9 @@ from kvshelf.service.access.limits import TenantLimits
 from kvshelf.service.http import errors, server
 from kvshelf.service.http.completions import Completion, wants_usage
 from kvshelf.service.http.events import event_stream
+from kvshelf.service.http.parsing import Parser
 from kvshelf.service.http.receiving import JSON_TYPE, read_body, require_type
-from kvshelf.service.http.waiting import off_loop, until_hangup
+from kvshelf.service.http.waiting import until_hangup
 from kvshelf.service.loops import repeat
 from kvshelf.service.observe import logs
 from kvshelf.service.observe.telemetry import ObservedRequests
@@ -70,29 +60,7 @@ _BETWEEN_NEIGHBOURS: Final = frozenset(
 )
 """Headers that are not passed on: those of one connection (RFC 9110, section 7.6.1), and the key for the proxy."""
 
-_NOT_WITH_A_CACHE: Final = ("cache_salt", "echo", "prompt_embeds", "suffix", "truncate_prompt_tokens")
-
-
 _SHAPES: Final = (*SHAPES, "logprobs", "n", "tools")
-
-
-class CacheCompletion(RequestBody):
-    """vLLM's body of `/v1/completions` with `cache_id`. Fields that are not declared here are vLLM's."""
-
-    model_config = ConfigDict(extra="allow")
-
-    cache_id: str
-    prompt: Annotated[Annotated[Text, Tag("(one)")] | Annotated[TokenIds, Tag("(list)")], Discriminator(one_or_list)]
-    model: ModelName | None = None
-    stream: bool | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _asks_a_question(cls, data: Any) -> Any:
-        for name in _NOT_WITH_A_CACHE:
-            if isinstance(data, dict) and data.get(name) not in (None, False):
-                raise misuse(name, f"{name} cannot be given with cache_id: the prompt is a question behind a document")
-        return data
 
 
 router = APIRouter()
@@ -110,9 +78,10 @@ InAsking = Annotated[Asking, Depends(_asking)]
 async def chat(request: Request, asking: InAsking, caller: Reader) -> Response:
     """A chat completion; with `cache_id` its messages are the question, as in kvshelf's service."""
     data = await _read(request)
-    if not await off_loop(_names_a_cache, data):
+    parser: Parser = request.app.state.parser
+    if not (await parser.parsed(Directions, data, caller.tenant)).names_cache:
         return _Passed(request, data)
-    body = await off_loop(parse_request, ChatCompletionRequest, data)
+    body = await parser.parsed(ChatCompletionRequest, data, caller.tenant)
     assert body.cache_id is not None
     for name in _SHAPES:
         if getattr(body, name) not in (None, False, 1):
@@ -133,9 +102,10 @@ async def chat(request: Request, asking: InAsking, caller: Reader) -> Response:
 async def complete(request: Request, asking: InAsking, caller: Reader) -> Response:
     """A completion; with `cache_id` its prompt is the question. The answer is vLLM's."""
     data = await _read(request)
-    if not await off_loop(_names_a_cache, data):
+    parser: Parser = request.app.state.parser
+    if not (await parser.parsed(Directions, data, caller.tenant)).names_cache:
         return _Passed(request, data)
-    body = await off_loop(parse_request, CacheCompletion, data)
+    body = await parser.parsed(CacheCompletion, data, caller.tenant)
     fields = (body.model_extra or {}) | {"stream": bool(body.stream)}
     asked = await asking.prepare(body.cache_id, caller.tenant, body.prompt, body.model, fields)
     if body.stream:
@@ -166,32 +136,6 @@ async def metrics(request: Request, _caller: Admin, accept: Annotated[str, Heade
 async def _read(request: Request) -> bytes:
     require_type(request, JSON_TYPE)
     return bytes(await read_body(request, request.app.state.settings))
-
-
-def _names_a_cache(data: bytes) -> bool:
-    """Raises `InvalidRequest` for what is no JSON object, for one that asks the connector past the proxy, which would
-    not look whose cache it is, and for one about several caches, which vLLM would answer without any."""
-    require_bounded(data)
-    try:
-        body = pydantic_core.from_json(data)
-    except ValueError as error:
-        raise InvalidRequest(f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise InvalidRequest("the body must be a JSON object")
-    if "kv_transfer_params" in body:
-        raise InvalidRequest("kv_transfer_params is written by the proxy; give cache_id", param="kv_transfer_params")
-    if body.get("cache_ids") is not None:
-        raise InvalidRequest("vLLM answers from one cache at a time; give cache_id", param="cache_ids")
-    if body.get("select") is not None:
-        raise InvalidRequest("vLLM reads whole caches; leave select out", param="select")
-    if isinstance(body.get("suffix"), dict):  # a text is what vLLM puts behind a completion
-        raise InvalidRequest("vLLM keeps whole answers; leave suffix out", param="suffix")
-    if body.get("tool") is not None:
-        raise InvalidRequest("vLLM keeps its own cache of prefixes; leave tool out", param="tool")
-    names = body.get("cache_id") is not None
-    if names and body.get("store"):
-        raise InvalidRequest("vLLM keeps no turns behind a cache; leave store out", param="store")
-    return names
 
 
 def _end_to_end(headers: Mapping[str, str]) -> dict[str, str]:
@@ -252,6 +196,7 @@ def create_app(
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
     app.state.settings, app.state.asking, app.state.upstreams, app.state.metrics = settings, asking, upstreams, metrics
+    app.state.parser = Parser(settings)
     app.include_router(router)
     limits = TenantLimits(settings.tenant_max_concurrent, None, max_held_bytes=settings.max_held_bytes)
     app.add_middleware(Access, keys=keys, allowed_hosts=settings.allowed_hosts, limits=limits)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated, Final, Protocol
 
 import structlog
 from fastapi import Depends, Request
@@ -78,6 +78,13 @@ Admin = Annotated[Caller, Depends(_with_scope("admin"))]
 """The caller of a route that needs the scope `admin`."""
 
 
+class KeyHolders(Protocol):
+    """Who knows whose a key is."""
+
+    async def identified(self, headers: Headers) -> Caller:
+        """The caller who sent these headers. Raises `Unauthorized`."""
+
+
 class LiveKeys:
     """The keys of a file, reloaded when it changes. While the file is broken, the last valid keys apply."""
 
@@ -97,6 +104,10 @@ class LiveKeys:
         if len(given) > 1 or scheme.lower() != "bearer":
             raise Unauthorized("send one key, as Authorization: Bearer kvsk_... or as X-Api-Key: kvsk_...")
         return self.holder(key.strip())
+
+    async def identified(self, headers: Headers) -> Caller:
+        """As `caller`."""
+        return self.caller(headers)
 
     def holder(self, key: str) -> Caller:
         """Whose key this is. Raises `Unauthorized`."""
@@ -147,7 +158,7 @@ class Access:
     """Admits requests: identifies the caller and applies the tenant's limits. Plain ASGI, like `RequestIds`."""
 
     def __init__(
-        self, app: ASGIApp, *, keys: LiveKeys | None, allowed_hosts: Collection[str], limits: TenantLimits
+        self, app: ASGIApp, *, keys: KeyHolders | None, allowed_hosts: Collection[str], limits: TenantLimits
     ) -> None:
         self._app = app
         self._keys = keys
@@ -162,7 +173,7 @@ class Access:
         if self._keys is None:
             require_local(Headers(scope=scope), self._allowed_hosts)
         else:
-            caller = self._keys.caller(Headers(scope=scope))
+            caller = await self._keys.identified(Headers(scope=scope))
             structlog.contextvars.bind_contextvars(tenant=caller.tenant, key=caller.key_id)
         scope.setdefault("state", {})["caller"] = caller
 

@@ -13,17 +13,17 @@ from contextlib import ExitStack, aclosing, asynccontextmanager
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO, TypeVar
 
-import pydantic_core
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
 from kvshelf.api import AppendCache, CreateCache, QueryString
-from kvshelf.api.strict import RequestT, parse_request, require_bounded
+from kvshelf.api.strict import JsonBounds, RequestT, parse_json, parse_request
 from kvshelf.corpus.input.extract import Upload
 from kvshelf.errors import InvalidRequest
 from kvshelf.service.access.keys import Caller
+from kvshelf.service.http.parsing import LARGE_BYTES
 from kvshelf.service.http.receiving import JSON_TYPE, Cap, arriving, read_body, require_type
 from kvshelf.service.http.waiting import off_loop, until_hangup
 from kvshelf.service.settings import Settings
@@ -38,7 +38,7 @@ BLOB_TYPE = "application/octet-stream"
 _FORM = "multipart/form-data"
 _PIECE_BYTES = 4 << 20
 _SLICE_BYTES = 64 << 10
-_MAX_FIELD_BYTES = 1 << 20
+_MAX_FIELD_BYTES = LARGE_BYTES
 _MAX_NAME = 255
 _CHARSET = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:+-]{0,39}")
 _INSTEAD_OF_FILE = ("document", "messages", "token_ids")
@@ -177,6 +177,13 @@ async def _form_values(request: Request, body: bytearray, schema: Mapping[str, A
     form = await parser.parsed()
     values: dict[str, Any] = {}
     file: Upload | None = None
+    bounds = JsonBounds()
+    size = sum(len(value) for _, value in form.multi_items() if isinstance(value, str))
+    if size > _MAX_FIELD_BYTES:  # they are parsed here, so all together are a body that is not large
+        raise InvalidRequest(
+            f"the fields beside the file have {size} characters, and at most {_MAX_FIELD_BYTES} are taken; send the "
+            "whole request as JSON"
+        )
     for name, value in form.multi_items():
         if name in values or (name == "file" and file is not None):
             raise InvalidRequest(f"the form has {name} twice", param=name)
@@ -185,7 +192,7 @@ async def _form_values(request: Request, body: bytearray, schema: Mapping[str, A
         if isinstance(value, UploadFile):
             file = await _upload(value)
         else:
-            values[name] = value if _is_text(schema, name, value) else _json(value, name)
+            values[name] = value if _is_text(schema, name, value) else _json(value, name, bounds)
     if file is None:
         raise InvalidRequest("a form has the document as one file part named file; there is none", param="file")
     return values, file
@@ -205,10 +212,9 @@ def _is_text(schema: Mapping[str, Any], name: str, value: str) -> bool:
     return any(option.get("type") == "string" and option.get("const", value) == value for option in options)
 
 
-def _json(text: str, name: str) -> Any:
+def _json(text: str, name: str, bounds: JsonBounds) -> Any:
     try:
-        require_bounded(text.encode())
-        return pydantic_core.from_json(text, allow_inf_nan=False)
+        return parse_json(text, bounds)
     except ValueError as exc:
         raise InvalidRequest(f"{name}: not JSON: {exc}", param=name) from exc
 

@@ -54,6 +54,13 @@ _BEFORE_THE_BODY = (BodyTooLarge, Forbidden, RateLimited, ServiceBusy, Unauthori
 MESSAGES: Final = "/v1/messages"
 """The path of Anthropic's API."""
 
+MCP: Final = "/mcp"
+"""The path of the server of MCP (`kvshelf mcp --http`)."""
+
+_REFUSED: Final = -32600
+_FAILED: Final = -32603
+"""JSON-RPC's codes for a wrong request and for an error of the server."""
+
 _ANTHROPIC_TYPES: Final = {
     401: "authentication_error",
     403: "permission_error",
@@ -93,6 +100,14 @@ def wire(error: KvshelfError, *, anthropic: bool) -> dict[str, Any]:
     return {"type": "error", "error": error_json(body) | {"type": kind}, "request_id": _request_id()}
 
 
+def _json_rpc(error: KvshelfError) -> dict[str, Any]:
+    """An error of JSON-RPC, with the error object of the HTTP API as its data. Its request was not read, so it has no
+    id."""
+    code = _REFUSED if error.status < 500 else _FAILED
+    about = {"code": code, "message": error.message, "data": wire(error, anthropic=False)["error"]}
+    return {"jsonrpc": "2.0", "id": None, "error": about}
+
+
 def _request_id() -> str:
     return str(structlog.contextvars.get_contextvars().get("request_id", "unknown"))
 
@@ -114,7 +129,7 @@ def miss_reason(error: KvshelfError) -> MissReason | None:
 
 
 def error_response(error: KvshelfError, scope: Scope | None = None) -> Response:
-    """scope: of a request that may be Anthropic's."""
+    """scope: of a request that may be Anthropic's, or one of MCP."""
     note(code=error.code)
     headers = {}
     # An unavailable store is tried again about every second.
@@ -126,8 +141,11 @@ def error_response(error: KvshelfError, scope: Scope | None = None) -> Response:
     if isinstance(error, RequestTimeout):
         headers["connection"] = "close"  # nobody reads the rest of the body
     cls = _LingeringResponse if isinstance(error, _BEFORE_THE_BODY) else JSONResponse
-    anthropic = scope is not None and is_anthropic(scope)
-    return cls(wire(error, anthropic=anthropic), status_code=error.status, headers=headers)
+    if scope is not None and scope["path"] == MCP:
+        content = _json_rpc(error)
+    else:
+        content = wire(error, anthropic=scope is not None and is_anthropic(scope))
+    return cls(content, status_code=error.status, headers=headers)
 
 
 class _LingeringResponse(JSONResponse):

@@ -202,10 +202,10 @@ def _missing(reason: str) -> str:
 
 def _startup_error(model: str, message: str) -> KvshelfError:
     """Why a replica could not be constructed. Serve has only a traceback's text, whose last error is the cause."""
-    found = re.search(r".*^kvshelf\.errors\.(\w+): (.+?)\s*\Z", message, re.MULTILINE | re.DOTALL)
-    if found:
-        cls: type[KvshelfError] = getattr(errors, found[1])
-        return cls(found[2])
+    named = list(re.finditer(r"^kvshelf\.errors\.(\w+): ", message, re.MULTILINE))
+    if named and (said := message[named[-1].end() :].rstrip()):
+        cls: type[KvshelfError] = getattr(errors, named[-1][1])
+        return cls(said)
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     return NoWorker(f"no worker of {model!r} came up: {lines[-1] if lines else 'Ray does not say why'}")
 

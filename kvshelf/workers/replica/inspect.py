@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from tokenizers import Tokenizer
 
 from kvshelf.api.inspect import KeptLayer, KeptTokens
-from kvshelf.api.strict import MessageList, require_bounded
+from kvshelf.api.strict import JsonBounds, MessageList
 from kvshelf.errors import InvalidRequest, SourceNotKept, StateConflict
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import Identity
@@ -174,7 +174,7 @@ def require_source(engine: Engine, identity: Identity, source: str) -> None:
     engine.identity.require_match(identity.model)
     document: Document = source
     if identity.boundary not in ("text", "document"):
-        require_bounded(source.encode())
+        JsonBounds().take(source.encode())
         try:
             document = [message.model_dump() for message in TypeAdapter(MessageList).validate_json(source)]
         except ValidationError as error:

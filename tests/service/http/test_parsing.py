@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvshelf.api import CreateCache, Query
-from kvshelf.api.strict import MAX_DEPTH, MAX_ELEMENTS, MAX_FIELDS, parse_request, require_bounded
+from kvshelf.api.strict import MAX_DEPTH, MAX_ELEMENTS, MAX_FIELDS, JsonBounds, parse_request
 from kvshelf.errors import DeadlineExceeded, InvalidRequest, KvshelfError
 from kvshelf.service.http import parsing
 from kvshelf.service.http.parsing import LARGE_BYTES, Parser
@@ -35,7 +35,7 @@ def nested(depth: int) -> bytes:
 )
 def test_a_body_beyond_a_bound_is_refused_before_it_is_parsed(body: bytes, problem: str) -> None:
     with pytest.raises(InvalidRequest, match=problem):
-        require_bounded(body)
+        JsonBounds().take(body)
 
 
 @pytest.mark.parametrize(
@@ -49,12 +49,12 @@ def test_a_body_beyond_a_bound_is_refused_before_it_is_parsed(body: bytes, probl
     ids=["depth", "text that looks like JSON", "messages", "tokens"],
 )
 def test_what_a_request_may_have_is_within_the_bounds(body: bytes) -> None:
-    require_bounded(body)
+    JsonBounds().take(body)
 
 
 def test_unbalanced_brackets_and_quotes_are_left_to_the_parser() -> None:
     for body in (b"[" * 100, b'{"a": "' + b"[" * 100, b"]]]]", b'"', b""):
-        require_bounded(body)
+        JsonBounds().take(body)
         with pytest.raises(InvalidRequest):
             parse_request(CreateCache, body)
 

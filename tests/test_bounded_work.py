@@ -1,0 +1,133 @@
+"""What reads a text from outside takes time in proportion to its length, and reads JSON in one way."""
+
+from __future__ import annotations
+
+import ast
+import re
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from tests.patterns import ROOT, Used, hard_texts, used_patterns
+
+LENGTHS: Final = (512, 16_384)
+"""Of the texts. In proportion, the longer takes 32 times as long; if every place of it is a beginning, 1,024 times."""
+
+MUCH_S: Final = 0.01
+"""The slowest pattern that is linear takes a tenth of it for the longer text."""
+
+
+KNOWN_BY_A_RUN: Final = {
+    ("kvshelf/workers/model/split.py", "pattern"): "the operator's plan of a model",
+    ("kvshelf/service/settings.py", "pattern"): "the operator's settings; two short patterns",
+    ("kvshelf/bench/quality/suite.py", "pattern"): "the words of a benchmark's own questions",
+    ("kvshelf/corpus/input/files.py", "glob_translate(pattern or '**')"): "the file pattern of who runs the command",
+}
+"""Patterns that no test can read in the source, each with whose they are."""
+
+
+def time_of(call: Callable[[], Any]) -> float:
+    started = time.thread_time()
+    call()
+    return time.thread_time() - started
+
+
+def found_by(used: Used, method: str) -> Callable[[Any], Any]:
+    assert used.pattern is not None
+    search = getattr(used.pattern, method)
+    if method in ("sub", "subn"):
+        nothing = b"" if isinstance(used.pattern.pattern, bytes) else ""
+        return lambda text: search(nothing, text)
+    return (lambda text: list(search(text))) if method == "finditer" else search
+
+
+def slow_text(used: Used) -> str:
+    """A text that takes the pattern long, "" if none is found."""
+    assert used.pattern is not None
+    for method in sorted(used.methods):
+        search = found_by(used, method)
+        for before, piece, after in hard_texts(used.pattern):
+            for length in LENGTHS:
+                text = before + piece * (length // len(piece)) + after
+                times = [time_of(lambda: search(text))]  # noqa: B023  it is called at once
+                while min(times) > MUCH_S and len(times) < 3 and sum(times) < 1:
+                    times.append(time_of(lambda: search(text)))  # noqa: B023
+                if min(times) > MUCH_S:
+                    return (
+                        f"{method} of {before!r} + {piece!r} * {length // len(piece)} + {after!r}: {min(times):.3f} s"
+                    )
+    return ""
+
+
+def test_no_pattern_takes_longer_than_in_proportion_to_its_text() -> None:
+    slow = []
+    unknown = set()
+    count = 0
+    for used in used_patterns():
+        if used.pattern is None:
+            unknown.add((used.module, used.source))
+            continue
+        count += 1
+        if text := slow_text(used):
+            slow.append(f"{used.module}:{used.line} {used.source}: {text}")
+    assert not slow, "\n".join(slow)
+    assert unknown == KNOWN_BY_A_RUN.keys()
+    assert count > 60
+
+
+def test_the_search_for_slow_texts_finds_those_that_were_there() -> None:
+    """The first silenced a front end for half a minute, with 120 kB."""
+    for source, method in (
+        (rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', "sub"),
+        (r"(?:(?<=://)|(?<=^//))(?!/).*@", "sub"),
+        (r"(?s).*^kvshelf\.errors\.(\w+): (.+?)\s*\Z", "search"),
+        (r"(a+)+$", "search"),
+    ):
+        assert slow_text(Used("", 0, "", re.compile(source), frozenset({method}))), source
+
+
+READERS: Final = {
+    "kvshelf/api/strict.py": "`parse_request`, `parse_json` and arguments of calls: the bounds of `JsonBounds`, taken before",
+    "kvshelf/_extras.py": "a file of this installation",
+    "kvshelf/bench": "our own workers, journals and files",
+    "kvshelf/cli/caches.py": "a file that the caller names",
+    "kvshelf/client": "the answers of the service that the caller chose",
+    "kvshelf/corpus/plan.py": "the package's own measurements",
+    "kvshelf/corpus/run": "journals and values of our own processes",
+    "kvshelf/integrations/vllm/asking.py": "the answers of vLLM",
+    "kvshelf/service/access/keyfile.py": "the operator's file, at most 1 MiB",
+    "kvshelf/service/http/messages.py": "a call that the model wrote: `CalledFunction` has checked it",
+    "kvshelf/service/recompute.py": "a source that the store kept, checked when it came",
+    "kvshelf/service/routes/growth.py": "a source that the store kept, checked when it came",
+    "kvshelf/service/routes/responses.py": "a response that the store kept, written by us",
+    "kvshelf/store": "records, manifests and headers of the store; sizes are checked before",
+    "kvshelf/workers/engine/gates": "headers of files of the operator",
+    "kvshelf/workers/engine/inputs/tools.py": "what the model wrote, and arguments that `CalledFunction` has checked",
+    "kvshelf/workers/model": "configurations of models, and calibrations",
+    "kvshelf/workers/policies": "the package's own tables, and headers of gates",
+    "kvshelf/workers/replica/inspect.py": "a kept source, or that of an export after `JsonBounds`",
+    "kvshelf/workers/suffixes": "the package's own tables",
+}
+"""Every place that reads JSON, or a folder of them, with what it reads and what bounds it. What a caller sends is read by
+the first one alone."""
+
+JSON_CALLS: Final = {"loads", "load", "from_json", "model_validate_json", "validate_json", "raw_decode", "JSONDecoder"}
+
+
+def json_readers() -> set[str]:
+    return {
+        str(file.relative_to(ROOT))
+        for file in (ROOT / "kvshelf").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute)
+        and node.attr in JSON_CALLS
+        and not ast.unparse(node.value).startswith(("torch", "np", "numpy", "yaml", "tomllib"))
+    }
+
+
+def test_json_of_callers_is_read_in_one_place() -> None:
+    found = json_readers()
+    unlisted = {file for file in found if not any(file == known or file.startswith(known + "/") for known in READERS)}
+    assert not unlisted, "JSON from outside is read by parse_request or parse_json of api/strict.py; list what is not"
+    unused = {known for known in READERS if not any(file == known or file.startswith(known + "/") for file in found)}
+    assert not unused
