@@ -90,7 +90,7 @@ class Searches:
         Raises `InvalidRequest` for a question that is empty or too long and for a filter of too many caches,
         `PolicyUnsupported` for a model whose documents have no summaries; all before the model runs.
         """
-        with called_as(origin):
+        with called_as(origin, tenant):
             token_ids = await self.threads.run(self.engine.encode_search, spec.query)
             skipped: Counter[str] = Counter()
             list_s, manifests = await _timed(self.threads.run(self._comparable, spec, tenant, skipped))
