@@ -112,6 +112,19 @@ class SqliteIndex(Index):
         with self._database.read() as connection:
             return _entries(connection, f"{' AND '.join(where)} ORDER BY seq DESC LIMIT ?", (*values, limit))
 
+    def changes(self, tenant: str, after: int | None, limit: int) -> tuple[list[Entry], int]:
+        with self._database.read() as connection:
+            if after is None:  # numbers are of the whole home, so that none is given twice
+                found = connection.execute("SELECT seq AS number FROM sqlite_sequence WHERE name = 'changes'").fetchone()
+                return [], 0 if found is None else int(found["number"])
+            rows = connection.execute(
+                f"SELECT number, {_FIELDS} FROM (SELECT number, seq FROM changes WHERE tenant = ? AND number > ? "
+                "ORDER BY number LIMIT ?) JOIN caches USING (seq) ORDER BY number",
+                (tenant, after, limit),
+            ).fetchall()
+        last = rows[-1]["number"] if rows else after
+        return [_entry({name: row[name] for name in row.keys() if name != "number"}) for row in rows], last
+
     def children(self, cache_id: str, tenant: str) -> list[Entry]:
         with self._database.read() as connection:
             return _entries(connection, "parent_id = ? AND tenant = ? ORDER BY seq", (cache_id, tenant))
@@ -252,7 +265,11 @@ def _entries(
 ) -> list[Entry]:
     by = "" if index is None else f"INDEXED BY {index}"
     rows = connection.execute(f"SELECT {_FIELDS} FROM caches {by} WHERE {where}", values)
-    return [Entry(**{**row, "pinned": bool(row["pinned"]), "bases": _bases(row["bases"])}) for row in rows]
+    return [_entry(row) for row in rows]
+
+
+def _entry(row: Mapping[str, Any] | sqlite3.Row) -> Entry:
+    return Entry(**{**row, "pinned": bool(row["pinned"]), "bases": _bases(row["bases"])})
 
 
 def _bases(text: str) -> tuple[Name, ...]:
