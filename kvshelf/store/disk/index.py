@@ -115,15 +115,16 @@ class SqliteIndex(Index):
     def changes(self, tenant: str, after: int | None, limit: int) -> tuple[list[Entry], int]:
         with self._database.read() as connection:
             if after is None:  # numbers are of the whole home, so that none is given twice
-                found = connection.execute("SELECT seq AS number FROM sqlite_sequence WHERE name = 'changes'").fetchone()
-                return [], 0 if found is None else int(found["number"])
+                given = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'changes'").fetchone()
+                return [], 0 if given is None else int(given["seq"])
             rows = connection.execute(
-                f"SELECT number, {_FIELDS} FROM (SELECT number, seq FROM changes WHERE tenant = ? AND number > ? "
+                f"SELECT {_FIELDS}, number FROM (SELECT number, seq FROM changes WHERE tenant = ? AND number > ? "
                 "ORDER BY number LIMIT ?) JOIN caches USING (seq) ORDER BY number",
                 (tenant, after, limit),
-            ).fetchall()
-        last = rows[-1]["number"] if rows else after
-        return [_entry({name: row[name] for name in row.keys() if name != "number"}) for row in rows], last
+            )
+            changed = [dict(row) for row in rows]
+        numbers = [after, *(row.pop("number") for row in changed)]
+        return list(map(_entry, changed)), numbers[-1]
 
     def children(self, cache_id: str, tenant: str) -> list[Entry]:
         with self._database.read() as connection:

@@ -164,7 +164,7 @@ class RedisIndex(Index):
         return found
 
     def changes(self, tenant: str, after: int | None, limit: int) -> tuple[list[Entry], int]:
-        about = {"tenant": tenant, "limit": min(limit, _BATCH)}
+        about: dict[str, Value] = {"tenant": tenant, "limit": min(limit, _BATCH)}
         number, shown = self._run("changes", after=after, **about)[1:]
         return [read_entry(each) for each in shown], int(number)
 

@@ -46,6 +46,15 @@ class Threads(ThreadPoolExecutor):
         run = copy_context().run
         return await asyncio.get_running_loop().run_in_executor(self, partial(run, call, *args, **kwargs))
 
+    async def finished(self, call: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
+        """As `run`, but a caller that leaves waits for the end: what the call changes is under the caller's lock."""
+        running = asyncio.ensure_future(self.run(call, *args, **kwargs))
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await asyncio.wait([running])
+            raise
+
     def submit(self, call: Callable[..., ResultT], /, *args: Any, **kwargs: Any) -> Future[ResultT]:
         tenant, future = tenant_at_work.get(), Future[ResultT]()
         item = (tenant, future, partial(call, *args, **kwargs))

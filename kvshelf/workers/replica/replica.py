@@ -72,7 +72,8 @@ class Replica:
         self._questions = Questions(engine, store, scheduler, threads, held, conversations, meter)
         self.query, self.stream = self._questions.query, self._questions.stream
         self.hint, self.count = self._questions.hint, self._questions.count
-        self.search = Searches(engine, store, scheduler, threads).search
+        self._searches = Searches(engine, store, scheduler, threads)
+        self.search = self._searches.search
 
     def start(self) -> None:
         self._meter.start()
