@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Final
@@ -20,7 +19,6 @@ from kvshelf.errors import KvshelfError
 from kvshelf.service.access.keys import REREAD_S, Access, LiveKeys
 from kvshelf.service.access.limits import TenantLimits
 from kvshelf.service.engines import EngineClient
-from kvshelf.service.fair_queue import FairQueue
 from kvshelf.service.http import errors, openapi
 from kvshelf.service.http.extract import Extractor
 from kvshelf.service.http.parsing import Parser
@@ -52,6 +50,8 @@ from kvshelf.store.artifact.identity import ModelIdentity
 from kvshelf.store.artifact.shape import LayerShape
 from kvshelf.store.base import Store
 from kvshelf.workers.cluster.remote import RemoteEngine, watch
+from kvshelf.workers.replica.calls import Threads
+from kvshelf.workers.replica.fair_queue import FairQueue
 from kvshelf.workers.replica.singleflight import SingleFlight
 
 log = structlog.get_logger("kvshelf.service")
@@ -77,7 +77,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        threads = ThreadPoolExecutor(THREADS, thread_name_prefix="service")
+        threads = Threads(THREADS, "service")
         asyncio.get_running_loop().set_default_executor(threads)
         service = app.state.service = await _service(settings, workers, engines, store, numbers, limits)
         engines_watched, nap = partial(watch, list(workers.values())), partial(asyncio.sleep, 1.0)
@@ -127,6 +127,8 @@ async def _service(
 ) -> Service:
     """The state that the routes share. Asks each worker to describe its model."""
     described = await asyncio.gather(*(engine.call("describe", limit_s=60.0) for engine in workers.values()))
+    for about in described:
+        engines[about["id"]].most_characters = about["most_characters"]
     identities = {about["id"]: ModelIdentity(**about["identity"]) for about in described}
     waiting = settings.max_queued_requests
     return Service(

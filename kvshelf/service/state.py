@@ -15,7 +15,6 @@ from kvshelf.errors import InvalidRequest, KvshelfError
 from kvshelf.service.access.keys import Caller
 from kvshelf.service.access.limits import TenantLimits
 from kvshelf.service.engines import EngineClient
-from kvshelf.service.fair_queue import FairQueue
 from kvshelf.service.http.extract import Extractor
 from kvshelf.service.http.parsing import Parser
 from kvshelf.service.http.waiting import off_loop
@@ -28,6 +27,7 @@ from kvshelf.store.artifact.identity import ModelIdentity
 from kvshelf.store.artifact.shape import LayerShape
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
+from kvshelf.workers.replica.fair_queue import FairQueue
 from kvshelf.workers.replica.singleflight import SingleFlight
 
 ResultT = TypeVar("ResultT")

@@ -16,7 +16,7 @@ from kvshelf.store.jobs.requests import Requests
 from kvshelf.store.jobs.responses import Responses
 from kvshelf.store.jobs.transforms import KeptTransforms
 from kvshelf.store.manifest import Judgement, Manifest, Usage
-from kvshelf.store.types import UNSET, BlobFile, Page, Receipt, Scrubbed, Source, Swept, Unset
+from kvshelf.store.types import UNSET, BlobFile, Changes, Page, Receipt, Scrubbed, Source, Swept, Unset
 
 RENEW_SHARE: Final = 0.01
 """A cache that uses renew lives on for at least 1 - `RENEW_SHARE` of its `ttl_renew_s` after each use."""
@@ -176,6 +176,15 @@ class Store(abc.ABC):
         `after` is the last id of the page before. The order never changes, and deleting that cache does not lose the
         place. Raises `InvalidRequest` for a limit outside 1 to 1,000, another `id_prefix`, or an `after` this tenant
         never had.
+        """
+
+    @abc.abstractmethod
+    def changes(self, after: str | None, *, tenant: str = "default") -> Changes | None:
+        """Caches of a tenant that were put, changed or ended after a place; uses are no changes. None as `after` gives
+        no changes, but the place that is now: who then lists all caches, and asks for what changed since, knows them.
+
+        None if the shelf has lost everything since, or the place is no longer known: list all again. A cache that ends
+        by its expiry may be in none. Places are good for `KEEP_CHANGES_S`.
         """
 
     @abc.abstractmethod

@@ -28,6 +28,9 @@ EntryState = Literal["ready", "corrupt", "expired", "evicted", "deleted"]
 ID_PREFIX: Final = len("kvs_") + 4
 """Characters of an id after which an index finds it: among a million caches, 15 have the same four digits."""
 
+KEEP_CHANGES_S: Final = 86400.0
+"""How long `Index.changes` has a change at least, or the entry's last one after it."""
+
 KEEP_ENDED_S: Final = 30 * 86400.0
 """How long tombstones and ended requests can still be looked up."""
 
@@ -248,6 +251,15 @@ class Index(abc.ABC):
     @abc.abstractmethod
     def listing(self, query: Query, now: float, before: int | None, limit: int) -> list[Entry]:
         """Live entries, newest first, with a seq below `before`."""
+
+    @abc.abstractmethod
+    def changes(self, tenant: str, after: int | None, limit: int) -> tuple[list[Entry], int]:
+        """The entries of a tenant, in any state, that changed after a place, uses aside, in the order of their last
+        changes; and the place to ask from next. after None: no entries, and the place that is now.
+
+        An entry whose cache was put again has given way to the new one. Entries that ended may be missing where they
+        had an expiry, from that on, and entries that changed longer ago than `KEEP_CHANGES_S`.
+        """
 
     @abc.abstractmethod
     def children(self, cache_id: str, tenant: str) -> list[Entry]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from io import BufferedReader
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvshelf.api import Timings
 from kvshelf.errors import (
@@ -41,7 +41,7 @@ from kvshelf.store.jobs.transforms import KeptTransforms
 from kvshelf.store.manifest import Judgement, Manifest, SourceRecord, Usage, describe
 from kvshelf.store.reader import Reader
 from kvshelf.store.rules import Rules
-from kvshelf.store.types import UNSET, BlobFile, Page, Receipt, Scrubbed, Source, Swept, Unset
+from kvshelf.store.types import UNSET, BlobFile, Changes, Page, Receipt, Scrubbed, Source, Swept, Unset
 from kvshelf.store.writer import Content, Writer, blob_content, is_whole, spliced_content
 
 if TYPE_CHECKING:
@@ -50,6 +50,9 @@ if TYPE_CHECKING:
     from kvshelf.store.artifact.cache import CompressedCache
 
 log = logging.getLogger("kvshelf.store")
+
+_CHANGES: Final = 1000
+"""Changes that are read at once."""
 
 
 class Shelf(Store):
@@ -362,6 +365,21 @@ class Shelf(Store):
             before = cursor.seq
         found = self._index.listing(query, self._now(), before, limit + 1)
         return Page(data=tuple(entry.manifest() for entry in found[:limit]), has_more=len(found) > limit)
+
+    def changes(self, after: str | None, *, tenant: str = "default") -> Changes | None:
+        incarnation, _, number = (after or "").rpartition(":")
+        if after is not None and (incarnation != self._index.incarnation or not number.isdecimal()):
+            return None
+        entries, now = self._index.changes(tenant, int(number) if after is not None else None, _CHANGES)
+        if after is not None and incarnation != self._index.incarnation:  # found by this very call
+            return None
+        present = self._now()
+        return Changes(
+            data=tuple(entry.manifest() for entry in entries if entry.live(present)),
+            ended=tuple(entry.id for entry in entries if not entry.live(present)),
+            place=f"{self._index.incarnation}:{now}",
+            has_more=after is not None and str(now) != number,
+        )
 
     # Changing
 

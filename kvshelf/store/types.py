@@ -34,6 +34,17 @@ class Page(Record):
     has_more: bool
 
 
+class Changes(Record):
+    """What changed on a shelf after a place. data: live caches that were put or changed, the last change last. ended:
+    ids of those that were deleted, evicted, found corrupt, or have expired. place: to ask from next. has_more: ask
+    again."""
+
+    data: tuple[Manifest, ...]
+    ended: tuple[str, ...]
+    place: str
+    has_more: bool
+
+
 class Receipt(Record):
     """Proof of a deletion. Unix seconds and bytes; `homes` names the home and tiers that had the cache. descendants:
     the caches that a cascade deleted before it, in this order; `bytes_freed` counts theirs."""

@@ -436,6 +436,31 @@ def test_only_what_is_ready_is_rewritten(index: Index) -> None:
         assert found(index, number) == before
 
 
+def test_changes_since_a_place_are_told_in_their_order(index: Index) -> None:
+    put(index, 1)
+    nothing, place = index.changes("me", None, 10)
+    assert nothing == []
+    assert index.changes("me", place, 10) == ([], place)
+    for number in (2, 3, 4):
+        put(index, number)
+    put(index, 5, tenant="you")
+    index.touch(cache_id(2), "me", NOW)  # a use is none
+    relabelled = found(index, 1)
+    assert index.swap(relabelled, relabelled.manifest().model_copy(update={"labels": {"a": "b"}}))
+    assert index.bury(found(index, 3), "deleted", NOW)
+    assert index.mark_corrupt(found(index, 4), "torn")
+    told, after = index.changes("me", place, 10)
+    assert [(int(entry.id[4:], 16), entry.state) for entry in told] == [
+        (2, "ready"), (1, "ready"), (3, "deleted"), (4, "corrupt")
+    ]  # fmt: skip
+    assert told[1].manifest().labels == {"a": "b"}
+    first, between = index.changes("me", place, 1)
+    rest, end = index.changes("me", between, 10)
+    assert ([*first, *rest], end) == (told, after)
+    put(index, 3)
+    assert [entry.state for entry in index.changes("me", after, 10)[0]] == ["ready"]
+
+
 def test_uses_are_counted_and_lift_the_priority(index: Index) -> None:
     entry = put(index, nbytes=3_000_000, cost_s=0.7)
     assert entry.priority == eviction.priority(0.0, 1, 0.7, 3_000_000)

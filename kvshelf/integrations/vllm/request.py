@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Self
 
+from kvshelf.api.strict import MAX_TOKENS
 from kvshelf.errors import InvalidRequest, ModelMismatch
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.engine.inputs.encode import Encoder, Prompt
@@ -127,7 +128,7 @@ class Questions:
                     "tokenizer from that model's folder",
                     field=part,
                 )
-        encoder = Encoder(cache.model, self._text, cache.num_tokens, self._vocabulary)
+        encoder = Encoder(cache.model, self._text, cache.num_tokens + MAX_TOKENS, self._vocabulary)
         question = tuple(encoder.query(cache.identity["boundary"], prompt))
         return ShelfRequest(cache.id, cache.kept_tokens, question, cache.tenant)
 

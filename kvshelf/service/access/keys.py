@@ -18,6 +18,7 @@ from kvshelf.service.access.keyfile import SCOPES, KeyFile, Keys, Scope
 from kvshelf.service.access.limits import TenantLimits
 from kvshelf.service.http.errors import error_response
 from kvshelf.service.settings import is_loopback
+from kvshelf.workers.replica.calls import tenant_at_work
 
 log = structlog.get_logger("kvshelf.service")
 
@@ -176,6 +177,7 @@ class Access:
             caller = await self._keys.identified(Headers(scope=scope))
             structlog.contextvars.bind_contextvars(tenant=caller.tenant, key=caller.key_id)
         scope.setdefault("state", {})["caller"] = caller
+        tenant_at_work.set(caller.tenant)
 
         async def send_with_rate(message: Message) -> None:
             if message["type"] == "http.response.start":

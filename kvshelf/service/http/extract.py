@@ -7,8 +7,8 @@ from typing import Final, Literal
 
 from kvshelf.corpus.input.extract import ExtractLimits, Upload, extract, missing_library
 from kvshelf.errors import DeadlineExceeded, UnsupportedMediaType
-from kvshelf.service.fair_queue import FairQueue
 from kvshelf.service.settings import Settings
+from kvshelf.workers.replica.fair_queue import FairQueue
 
 AT_ONCE: Final = 2
 """Files that are parsed at once; others wait for their tenant's turn."""

@@ -11,8 +11,8 @@ import msgpack
 from kvshelf.api.strict import CHECKED, RequestT, parse_request
 from kvshelf.corpus.input.expendable import run
 from kvshelf.errors import DeadlineExceeded, InternalError, InvalidRequest, NoWorker
-from kvshelf.service.fair_queue import FairQueue
 from kvshelf.service.settings import Settings
+from kvshelf.workers.replica.fair_queue import FairQueue
 
 LARGE_BYTES: Final = 256 << 10
 """Longer bodies are parsed in their own process, which takes 0.2 s to start. The worst of this length takes 0.04 s."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import dataclass
-from typing import Annotated, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
@@ -57,7 +57,8 @@ async def import_cache(request: Request, service: InService, caller: Writer) -> 
         arrived = await off_loop(_arrived, service, file)
         if arrived.source is not None:
             remote = service.engine(arrived.model).remote
-            await remote.call("require_source", arrived.identity, arrived.source, limit_s=left_s)
+            about: dict[str, Any] = {"tenant": caller.tenant, "limit_s": left_s}
+            await remote.call("require_source", arrived.identity, arrived.source, **about)
         manifest, existing = await off_loop(_import, service.store, arrived, wanted, caller.tenant)
     return cache_response(manifest, existing=existing)
 

@@ -11,7 +11,7 @@ from kvshelf.service.access.keys import Caller, Reader
 from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_json
 from kvshelf.service.http.waiting import off_loop, until_hangup
-from kvshelf.service.state import InService, Service
+from kvshelf.service.state import TAKES_TOKENS, InService, Service
 from kvshelf.workers.engine.inputs.encode import Document
 from kvshelf.workers.replica.create.spec import document_of
 
@@ -28,13 +28,16 @@ async def kept(
     return await _kept(request, service, caller, cache_id, None, first_layer)
 
 
-@router.post("", openapi_extra=openapi.body_of(KeptOf))
+@router.post("", openapi_extra=openapi.body_of(KeptOf), dependencies=[TAKES_TOKENS])
 async def kept_of(
     cache_id: str, request: Request, service: InService, caller: Reader, first_layer: FirstLayer = 0
 ) -> KeptTokens:
-    """As GET, with the caller's own copy of the document. `state_conflict` if that is a different document."""
+    """As GET, with the caller's own copy of the document. `state_conflict` if that is a different document. Its
+    tokens count as used."""
     body = await read_json(request, KeptOf, service)
-    return await _kept(request, service, caller, cache_id, document_of(body), first_layer)
+    found = await _kept(request, service, caller, cache_id, document_of(body), first_layer)
+    service.limits.spend_tokens(caller.tenant, found.num_tokens)
+    return found
 
 
 async def _kept(

@@ -43,9 +43,10 @@ async def create(request: Request, service: InService, caller: Reader) -> Respon
     return JSONResponse(await until_hangup(request, _whole(service, caller, body)))
 
 
-@router.post("/count_tokens", openapi_extra=openapi.body_of(CountTokensRequest))
+@router.post("/count_tokens", openapi_extra=openapi.body_of(CountTokensRequest), dependencies=[TAKES_TOKENS])
 async def count_tokens(request: Request, service: InService, caller: Reader) -> TokenCount:
-    """The tokens of a conversation, those of its cache included. Nothing is cached or asked."""
+    """The tokens of a conversation, those of its cache included. Nothing is cached or asked; those that are made to be
+    counted count as used."""
     body = await read_json(request, CountTokensRequest, service)
     return TokenCount(input_tokens=await until_hangup(request, _counted(service, caller, body)))
 

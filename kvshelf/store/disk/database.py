@@ -23,6 +23,7 @@ HOME_FORMAT: Final = 6
 """Incremented when the tables change in a way that older versions cannot work with."""
 
 _TABLES: Final = files(__package__).joinpath("schema.sql").read_text("utf-8")
+_CHANGES: Final = files(__package__).joinpath("changes.sql").read_text("utf-8")
 
 
 def known_key(home: Path) -> bytes | None:
@@ -154,4 +155,5 @@ class Database:
                     f"the shelf at {self._home} has home format {found}, this version of kvshelf works with "
                     f"{HOME_FORMAT}: use the version that made it, or another folder"
                 )
+            connection.executescript(f"BEGIN IMMEDIATE;{_CHANGES}COMMIT;")
             return meta["key"], meta["blobs"].decode()

@@ -112,6 +112,20 @@ class SqliteIndex(Index):
         with self._database.read() as connection:
             return _entries(connection, f"{' AND '.join(where)} ORDER BY seq DESC LIMIT ?", (*values, limit))
 
+    def changes(self, tenant: str, after: int | None, limit: int) -> tuple[list[Entry], int]:
+        with self._database.read() as connection:
+            if after is None:  # numbers are of the whole home, so that none is given twice
+                given = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'changes'").fetchone()
+                return [], 0 if given is None else int(given["seq"])
+            rows = connection.execute(
+                f"SELECT {_FIELDS}, number FROM (SELECT number, seq FROM changes WHERE tenant = ? AND number > ? "
+                "ORDER BY number LIMIT ?) JOIN caches USING (seq) ORDER BY number",
+                (tenant, after, limit),
+            )
+            changed = [dict(row) for row in rows]
+        numbers = [after, *(row.pop("number") for row in changed)]
+        return list(map(_entry, changed)), numbers[-1]
+
     def children(self, cache_id: str, tenant: str) -> list[Entry]:
         with self._database.read() as connection:
             return _entries(connection, "parent_id = ? AND tenant = ? ORDER BY seq", (cache_id, tenant))
@@ -252,7 +266,11 @@ def _entries(
 ) -> list[Entry]:
     by = "" if index is None else f"INDEXED BY {index}"
     rows = connection.execute(f"SELECT {_FIELDS} FROM caches {by} WHERE {where}", values)
-    return [Entry(**{**row, "pinned": bool(row["pinned"]), "bases": _bases(row["bases"])}) for row in rows]
+    return [_entry(row) for row in rows]
+
+
+def _entry(row: Mapping[str, Any] | sqlite3.Row) -> Entry:
+    return Entry(**{**row, "pinned": bool(row["pinned"]), "bases": _bases(row["bases"])})
 
 
 def _bases(text: str) -> tuple[Name, ...]:

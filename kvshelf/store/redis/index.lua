@@ -24,6 +24,8 @@
 --   spliced          ready ids that have bases, by their number
 --   u, u:<tenant>    hash, of the home and of a tenant: caches and bytes of its ready entries; held_caches and
 --                    held_bytes of its writes that are not revoked
+--   changes:<tenant> ids of a tenant by the number of their last change, uses aside; it expires KEEP_CHANGES_MS after the
+--                    last one. home has `changed`, the last number given out
 --   writes           names of writes by the end of their lease, in ms of the server's clock; 0 if revoked or replaced,
 --                    KEPT if replaced and still a base
 --   w:<id>           hash: name of a write of this cache -> "<nbytes> <1 or 0: whether it becomes a cache> <tenant>"
@@ -39,6 +41,7 @@ local STORED, EXPIRY, EVICTION, ENDED = BASE .. 'stored', BASE .. 'expiry', BASE
 local PLACES, WRITES, USAGE = BASE .. 'places', BASE .. 'writes', BASE .. 'u'
 local SPLICED = BASE .. 'spliced'
 local KEPT = '9100000000000000'
+local KEEP_CHANGES_MS = 86400000
 
 local a = {}
 for i = 3, #ARGV, 2 do a[ARGV[i]] = ARGV[i + 1] end
@@ -208,11 +211,19 @@ local function is_live(entry, now)
     and call('EXISTS', manifest_key(entry.id)) == 1
 end
 
--- The new seq is greater than every earlier one, even if the server lost its last writes in a restart.
-local function next_seq()
-  local seq = whole(math.max(tonumber(call('HGET', HOME, 'seq') or 0) + 1, server_us()))
-  call('HSET', HOME, 'seq', seq)
-  return seq
+-- The new number is greater than every earlier one, even if the server lost its last writes in a restart.
+local function next_of(field)
+  local number = whole(math.max(tonumber(call('HGET', HOME, field) or 0) + 1, server_us()))
+  call('HSET', HOME, field, number)
+  return number
+end
+
+-- Numbers are of the clock, so the oldest changes go by them.
+local function note_change(id, tenant)
+  local key, number = BASE .. 'changes:' .. tenant, next_of('changed')
+  call('ZADD', key, number, id)
+  call('ZREMRANGEBYSCORE', key, '-inf', whole(number - KEEP_CHANGES_MS * 1000))
+  call('PEXPIRE', key, KEEP_CHANGES_MS)
 end
 
 -- Writes
@@ -417,7 +428,7 @@ function operations.publish()
   call('ZREM', ENDED, a.id)
   call('DEL', entry_key(a.id))
   if old then leave(a.id, old.parent_id) end
-  call('HSET', entry_key(a.id), 'seq', next_seq(), 'id', a.id, 'tenant', a.tenant, 'state', 'ready', 'version', '0',
+  call('HSET', entry_key(a.id), 'seq', next_of('seq'), 'id', a.id, 'tenant', a.tenant, 'state', 'ready', 'version', '0',
     'name', a.name, 'nbytes', a.nbytes, 'uses', '0', 'cost_s', a.cost_s, 'priority', priority(1, a.cost_s, a.nbytes),
     'pinned', a.pinned)
   if a.expires_at then call('HSET', entry_key(a.id), 'expires_at', a.expires_at) end
@@ -430,6 +441,7 @@ function operations.publish()
   enlist(a.id, a.listings)
   if old and is_stored(old) then retire(old.name, old.nbytes, old.tenant, old.bases) end
   end_write(a.name)
+  note_change(a.id, a.tenant)
   return {'published', shown}
 end
 
@@ -484,6 +496,15 @@ end
 
 function operations.is_base() return {'known', is_base(a.name) and '1' or '0'} end
 
+function operations.changes()
+  if not a.after then return {'changes', call('HGET', HOME, 'changed') or '0', {}} end
+  local key = BASE .. 'changes:' .. a.tenant
+  local walked = call('ZRANGEBYSCORE', key, '(' .. a.after, '+inf', 'WITHSCORES', 'LIMIT', 0, a.limit)
+  local ids = {}
+  for i = 1, #walked, 2 do ids[#ids + 1] = walked[i] end
+  return {'changes', walked[#walked] or a.after, show_all(ids)}
+end
+
 function operations.children() return {'entries', show_all(children_of(a.id))} end
 
 -- Changing
@@ -511,6 +532,7 @@ function operations.swap()
   enlist(a.id, a.listings)
   if a.gone_name then retire(a.gone_name, a.gone_nbytes, entry.tenant, a.gone_bases) end
   if a.write then end_write(a.write) end
+  note_change(a.id, entry.tenant)
   return {'done'}
 end
 
@@ -534,6 +556,7 @@ function operations.mark_corrupt()
   drop(a.id)
   call('HSET', entry_key(a.id), 'state', 'corrupt', 'problem', a.problem)
   enlist(a.id, '')
+  note_change(a.id, entry.tenant)
   return {'done'}
 end
 
@@ -557,6 +580,7 @@ function operations.bury()
   call('ZADD', ENDED, a.now, a.id)
   local clock = tonumber(call('HGET', HOME, 'clock') or 0)
   if a.state == 'evicted' and tonumber(entry.priority) > clock then call('HSET', HOME, 'clock', entry.priority) end
+  note_change(a.id, entry.tenant)
   return {'done'}
 end
 

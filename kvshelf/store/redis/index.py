@@ -61,7 +61,7 @@ _REPLIES: Final = {
     **dict.fromkeys(("disowned", "baseless"), 0),
     **dict.fromkeys(("max_caches", "max_bytes", "budget_bytes", "published", "kept", "found", "writes", "entries"), 1),
     **dict.fromkeys(("known", "counts", "home", "touched"), 1),
-    **dict.fromkeys(("listing", "walked", "forgotten"), 2),
+    **dict.fromkeys(("listing", "walked", "forgotten", "changes"), 2),
 }
 """The first word of each kind of reply, and how many parts follow it."""
 
@@ -162,6 +162,11 @@ class RedisIndex(Index):
             place = None if reply[1] is None else b"(" + reply[1]
             steps = _STEPS
         return found
+
+    def changes(self, tenant: str, after: int | None, limit: int) -> tuple[list[Entry], int]:
+        about: dict[str, Value] = {"tenant": tenant, "limit": min(limit, _BATCH)}
+        number, shown = self._run("changes", after=after, **about)[1:]
+        return [read_entry(each) for each in shown], int(number)
 
     def children(self, cache_id: str, tenant: str) -> list[Entry]:
         found = map(read_entry, self._run("children", id=cache_id)[1])

@@ -36,7 +36,7 @@ from kvshelf.store.manifest import Judgement, Manifest, Usage
 from kvshelf.store.shelf import Shelf
 from kvshelf.store.tiers.tier import Tier
 from kvshelf.store.tiers.tiers import Tiers
-from kvshelf.store.types import BlobFile, Page, Receipt, Scrubbed, Source, Swept
+from kvshelf.store.types import BlobFile, Changes, Page, Receipt, Scrubbed, Source, Swept
 
 if TYPE_CHECKING:
     from kvshelf.store.artifact.arriving import ArrivingCache
@@ -327,6 +327,9 @@ class TieredStore(Store):
 
     def list(self, **query: Any) -> Page:
         return self._home.list(**query)
+
+    def changes(self, after: str | None, *, tenant: str = "default") -> Changes | None:
+        return self._home.changes(after, tenant=tenant)
 
     def cache_id(self, identity: Identity, *, tenant: str = "default", codec: str = "none") -> str:
         return self._home.cache_id(identity, tenant=tenant, codec=codec)

@@ -200,6 +200,16 @@ class Engine:
         """The tokenizer and template; raises `InvalidRequest` about `param` where the engine has none."""
         return self._encoder.require_text(param)
 
+    def require_askable(self, texts: Sequence[str], param: str) -> None:
+        """Raises `InvalidRequest` about `param` where the texts of one question are more than the model takes, before
+        they become tokens. Thread-safe."""
+        self._encoder.require_askable(texts, param)
+
+    @property
+    def token_bytes(self) -> int:
+        """UTF-8 bytes of text that one token stands for at most."""
+        return 1 if self.text is None else self.text.bound.token_bytes
+
     # Compressing
 
     def compress(
@@ -237,20 +247,23 @@ class Engine:
         layout: Layout | None = None,
         max_tokens: int | None = None,
         overlap_tokens: int | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> list[str]:
         """The parts of a text that is longer than this model takes, in order. A text that fits is one. Thread-safe.
 
         A part has at most `max_tokens` (default: `part_tokens`), with those of the chat template, and ends with a
         paragraph where one ends in its second half, otherwise with a line, a sentence or a word. The next part begins
         at least `overlap_tokens` earlier (default: 128, or a quarter of a smaller part), so that a fact of that length
-        is whole in one part. Raises `InvalidRequest`.
+        is whole in one part. `checkpoint` is called before each part; it may raise to end the work. Raises
+        `InvalidRequest`.
         """
         size = self.part_tokens if max_tokens is None else max_tokens
         if size > self.max_tokens:
             raise InvalidRequest(
                 f"split: max_tokens is {size}, and {self.name!r} takes {self.max_tokens}", param="split"
             )
-        return self._encoder.split(document, layout, size=size, overlap=overlap_tokens)
+        pause = checkpoint or nothing
+        return self._encoder.split(document, layout, size=size, overlap=overlap_tokens, checkpoint=pause)
 
     @property
     def part_tokens(self) -> int:

@@ -8,6 +8,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+from kvshelf.errors import InvalidRequest
+
+MOST_PARTS: Final = 10_000
+"""Of one text. Each part is a prefill and a cache of its own."""
+
 _ENDS: Final = tuple(
     re.compile(pattern)
     for pattern in (
@@ -33,23 +38,43 @@ class Span(NamedTuple):
     end: int
 
 
-def spans(text: str, token_starts: TokenStarts, *, size: int, overlap: int) -> list[Span]:
+def spans(
+    text: str, token_starts: TokenStarts, *, size: int, overlap: int, checkpoint: Callable[[], None] = lambda: None
+) -> list[Span]:
     """The parts of a text, in order: each of at most `size` tokens, and together all of it.
 
     A part ends with the last paragraph that ends in its second half; without one, with the last line, sentence or word.
     The next part begins at least `overlap` tokens before that end, at most twice as many where a paragraph, a line, a
-    sentence or a word begins there. `overlap` is at most a quarter of `size`, so that parts go forward.
+    sentence or a word begins there. `overlap` is at most a quarter of `size`. Each part begins and ends behind the one
+    before it, whatever the tokens are: many may share a character.
+
+    `checkpoint` is called before each part and may raise. Raises `InvalidRequest` for more than `MOST_PARTS` parts, and
+    for a character of more than `size` tokens.
     """
     assert 0 <= overlap <= size // 4, "each part must go beyond the overlap"
     found: list[Span] = []
     start, length = 0, size * _CHARACTERS_PER_TOKEN
     while True:
+        checkpoint()
         starts = _ahead(text, start, token_starts, size, length)
         if len(starts) <= size:
             return [*found, Span(start, len(text))]
+        if len(found) + 1 >= MOST_PARTS:
+            raise too_many_parts(size)
         end = _end(text, start, starts, token_starts, size)
+        if found and end <= found[-1].end:  # what it repeats of the part before fills it
+            start = found[-1].end
+            continue
         found.append(Span(start, end))
         start, length = _overlapping(text, found[-1], starts, overlap), (end - start) * 5 // 4
+
+
+def too_many_parts(size: int) -> InvalidRequest:
+    """The error for a text that has more than `MOST_PARTS` parts of `size` tokens."""
+    return InvalidRequest(
+        f"split: the text has more than {MOST_PARTS} parts of {size} tokens; give a larger max_tokens, or send less",
+        param="split",
+    )
 
 
 def _ahead(text: str, start: int, token_starts: TokenStarts, size: int, length: int) -> list[int]:
@@ -62,22 +87,31 @@ def _ahead(text: str, start: int, token_starts: TokenStarts, size: int, length: 
 
 
 def _end(text: str, start: int, starts: list[int], token_starts: TokenStarts, size: int) -> int:
-    """Where a part that begins at `start` ends. Its tokens are counted, because a cut changes those beside it."""
+    """Where a part that begins at `start` ends, behind that. Its tokens are counted, because a cut changes those beside
+    it."""
     room = size
-    while True:
+    while room:
         end = _break(text, starts[room // 2], max(start + 1, starts[room]))
         excess = len(token_starts(text[start:end])) - size
         if excess <= 0:
             return end
-        room -= excess
+        room = max(room - excess, room // 2)
+    if len(token_starts(text[start : start + 1])) > size:
+        raise InvalidRequest(
+            f"split: the character {text[start]!r} takes more than the {size} tokens of a part; give a larger "
+            "max_tokens",
+            param="split",
+        )
+    return start + 1
 
 
 def _overlapping(text: str, part: Span, starts: list[int], overlap: int) -> int:
-    """Where the part after `part` begins."""
+    """Where the part after `part` begins: behind its beginning, and not behind its end."""
     if not overlap:
         return part.end
     tokens = bisect_left(starts, part.end)
-    return _break(text, starts[max(1, tokens - 2 * overlap)], starts[max(1, tokens - overlap)])
+    following = _break(text, starts[max(1, tokens - 2 * overlap)], starts[max(1, tokens - overlap)])
+    return min(part.end, max(part.start + 1, following))
 
 
 def _break(text: str, low: int, high: int) -> int:

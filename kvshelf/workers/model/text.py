@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from kvshelf.errors import InvalidRequest
 from kvshelf.store.artifact.identity import Boundary, Layout, canonical_json, digest
+from kvshelf.workers.model.bounds import TokenBound
 
 QUESTION_SEPARATOR = "\n\n"
 """Stands between a document and the question that follows it in the same user turn."""
@@ -64,6 +65,7 @@ class TextFormat:
         self._text = _plain_copy(backend)
         self._text.encode_special_tokens = True
         self.longest_token = max(len(token.encode()) for token in backend.get_vocab())
+        self.bound = TokenBound.of(self._text, self.encode)
         self.has_template = bool(tokenizer.chat_template)
         self._token_texts: dict[int, str] = {}  # filled by use; two threads may write the same, which does no harm
 
@@ -75,10 +77,6 @@ class TextFormat:
     def decoder(self) -> Tokenizer:
         """The tokenizer that turns generated ids into text."""
         return self._control
-
-    def least_tokens(self, text: str) -> int:
-        """A cheap lower bound of `count_tokens`: bytes of the text by bytes of the longest token."""
-        return len(text.encode()) // self.longest_token
 
     def count_tokens(self, text: str) -> int:
         """Tokens of a text by itself, without template or BOS."""

@@ -3,35 +3,112 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from contextvars import copy_context
+from contextvars import ContextVar, copy_context
 from functools import partial
 from typing import Any, TypeVar
 
 import structlog
 
 from kvshelf.errors import DocumentTooLong, InternalError, KvshelfError
+from kvshelf.workers.replica.queues import Rounds
 
 log = structlog.get_logger("kvshelf.workers")
 
 ResultT = TypeVar("ResultT")
 
+tenant_at_work: ContextVar[str] = ContextVar("kvshelf.tenant", default="")
+"""The tenant of the request that the current task or thread works for; "" for the service's own work."""
+
 
 class Threads(ThreadPoolExecutor):
-    """Threads for blocking work: tokenization and the store."""
+    """Threads for blocking work: tokenization, the store, searches. Tenants take turns, whatever the work is, and one
+    alone takes three quarters of the threads at most, so that the next one's work finds a thread.
+
+    The tenant is `tenant_at_work` of the caller, so that `asyncio.to_thread` takes turns too where these are the
+    default threads of a loop.
+    """
+
+    def __init__(self, max_workers: int = 8, thread_name_prefix: str = "replica") -> None:
+        super().__init__(max_workers, thread_name_prefix)
+        self._most = max(1, max_workers * 3 // 4)
+        self._lock = threading.Lock()
+        self._waiting: Rounds[tuple[str, Future[Any], Callable[[], Any]]] = Rounds()
+        self._working: Counter[str] = Counter()
 
     async def run(self, call: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
-        """Run `call` on a thread, with the log context of this request."""
+        """Run `call` on a thread, with the log context of this request. A caller that leaves takes it out of the queue;
+        a call that can take long is given the `check` of a `Ticket` to end by."""
         run = copy_context().run
         return await asyncio.get_running_loop().run_in_executor(self, partial(run, call, *args, **kwargs))
 
+    async def finished(self, call: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
+        """As `run`, but a caller that leaves waits for the end: what the call changes is under the caller's lock."""
+        running = asyncio.ensure_future(self.run(call, *args, **kwargs))
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await asyncio.wait([running])
+            raise
+
+    def submit(self, call: Callable[..., ResultT], /, *args: Any, **kwargs: Any) -> Future[ResultT]:
+        tenant, future = tenant_at_work.get(), Future[ResultT]()
+        item = (tenant, future, partial(call, *args, **kwargs))
+        with self._lock:
+            self._waiting.add(tenant, item)
+        try:
+            super().submit(self._work)  # a thread for one item more, whose ever it is
+        except BaseException:
+            with self._lock:
+                self._waiting.remove(tenant, item)
+            raise
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        if cancel_futures:
+            with self._lock:
+                for item in self._waiting:
+                    self._waiting.remove(item[0], item)
+                    item[1].cancel()
+        super().shutdown(wait, cancel_futures=cancel_futures)
+
+    def _work(self) -> None:
+        """Do what waits, until nothing does that may have a thread more: another thread may have left it for this."""
+        while (item := self._take()) is not None:
+            tenant, future, call = item
+            try:
+                if future.set_running_or_notify_cancel():
+                    self._finish(future, call)
+            finally:
+                del item, future, call  # results must not live as long as the thread waits
+                with self._lock:
+                    self._working[tenant] -= 1
+
+    def _take(self) -> tuple[str, Future[Any], Callable[[], Any]] | None:
+        with self._lock:
+            item = self._waiting.take_if(lambda tenant: self._working[tenant] < self._most)
+            if item is not None:
+                self._working[item[0]] += 1
+            return item
+
+    @staticmethod
+    def _finish(future: Future[Any], call: Callable[[], Any]) -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # as of any executor: it is the caller's
+            future.set_exception(error)
+
 
 @contextmanager
-def called_as(origin: str) -> Iterator[None]:
-    """One call of a replica, in its own task: log lines carry the caller's id, and errors are kvshelf's."""
+def called_as(origin: str, tenant: str = "") -> Iterator[None]:
+    """One call of a replica, in its own task: log lines carry the caller's id, work takes the turn of its tenant, and
+    errors are kvshelf's."""
     structlog.contextvars.bind_contextvars(request_id=origin)
+    tenant_at_work.set(tenant)
     with named_errors():
         yield
 

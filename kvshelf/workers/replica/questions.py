@@ -15,6 +15,7 @@ import structlog
 
 from kvshelf.api import Asking, JointQuery, ReadShares, Source
 from kvshelf.api.shapes import param_of
+from kvshelf.api.texts import texts_of
 from kvshelf.api.tools import ToolAsking
 from kvshelf.errors import CacheError, CacheNotFound, DeadlineExceeded, KvshelfError
 from kvshelf.store.artifact.identity import Boundary
@@ -59,15 +60,19 @@ class Questions:
 
     async def hint(self, cache_id: str, next_use_s: float | None, *, tenant: str, origin: str = "") -> dict[str, int]:
         """The next question on a cache comes in so many seconds, see `Residents.hint`; returns its `take_counts`."""
-        with called_as(origin):
+        with called_as(origin, tenant):
             self._keep_house()
             self.residents.hint(cache_id, tenant, next_use_s)
             return self.residents.take_counts()
 
-    async def count(self, query: Asking, document: str | None, boundary: Boundary | None, *, origin: str = "") -> int:
+    async def count(
+        self, query: Asking, document: str | None, boundary: Boundary | None, *, tenant: str, origin: str = ""
+    ) -> int:
         """As `kvshelf.workers.engine.inputs.counting.count`. Refuses what a question with these tools and this shape
-        refuses."""
-        with called_as(origin):
+        refuses, and more than the model takes."""
+        with called_as(origin, tenant):
+            said = [*texts_of(query), *([] if document is None else [document])]
+            await self.threads.run(self.engine.require_askable, said, "messages")
             tools, _ = await self.threads.run(self._shape, query)
             form = self.engine.require_text("messages")
             return await self.threads.run(count, form, tools, query, document, boundary)
@@ -84,7 +89,7 @@ class Questions:
     ) -> Reply:
         """Answer the one prompt of a query about a cache, or about several together: callers ask several prompts one by
         one, so that tenants take turns. of_batch: whether users' questions go before it."""
-        with called_as(origin):
+        with called_as(origin, tenant):
             async with self._loaded(caches, query, tenant, deadline_s) as loaded:
                 ticket = await self._begun(loaded, of_batch=of_batch, tenant=tenant, deadline_s=deadline_s)
                 try:
@@ -103,7 +108,7 @@ class Questions:
         origin: str = "",
     ) -> AsyncIterator[str | Reply]:
         """Pieces of the answer to the prompt as they become final, then the answer. Closing the iterator cancels it."""
-        with called_as(origin):
+        with called_as(origin, tenant):
             async with self._loaded(caches, query, tenant, deadline_s) as loaded:
                 pieces: asyncio.Queue[str | None] = asyncio.Queue()
                 loop = asyncio.get_running_loop()
@@ -234,6 +239,7 @@ class Questions:
     def _shape(self, query: Asking) -> tuple[ToolFormat | None, Grammar | None]:
         """How the model writes a question's tools, and what the answer must be. Raises `InvalidRequest` for tools that
         the model's template has no room for, and as `Guide.constraint`."""
+        self.engine.require_askable(texts_of(query), "prompt" if query.messages is None else "messages")
         wanted = None if query.response_format is None else query.response_format.model_dump()
         shape = {"response_format": wanted, "grammar": query.grammar, "choices": query.choices}
         grammar = Grammar.of(shape, param_of(query, "response_format"))

@@ -127,7 +127,18 @@ class Rounds(Generic[ItemT]):
         """The next item. Raises `IndexError` when nothing waits."""
         if not self._queues:
             raise IndexError("nothing waits")
-        tenant = next(iter(self._queues))
+        return self._take(next(iter(self._queues)))
+
+    def take_if(self, may: Callable[[str], bool]) -> ItemT | None:
+        """The next item of a tenant that may have one now; None where there is none."""
+        tenant = next(filter(may, self._queues), None)
+        return None if tenant is None else self._take(tenant)
+
+    def take_round(self) -> list[ItemT]:
+        """The next item of each tenant."""
+        return [self._take(tenant) for tenant in list(self._queues)]
+
+    def _take(self, tenant: str) -> ItemT:
         queue = self._queues.pop(tenant)
         item = queue.popleft()
         if queue:
@@ -224,6 +235,10 @@ class Queues:
     def has_documents(self) -> bool:
         return bool(self._documents)
 
+    @property
+    def has_passes(self) -> bool:
+        return bool(self._passes)
+
     def wait_for_work(self, *, busy: bool) -> bool:
         """Block until there is work; a busy thread does not wait. False once the queues are closed and either empty or
         out of time."""
@@ -237,10 +252,11 @@ class Queues:
     def _waiting(self) -> bool:
         return bool(self._questions or self._batch_questions or self._documents or self._passes)
 
-    def take_pass(self) -> Passing | None:
+    def take_passes(self) -> list[Passing]:
+        """The next pass of each tenant: more would let the questions of others wait for those of one."""
         with self.changed:
             self._drop_ended(self._passes)
-            return self._passes.take() if self._passes else None
+            return self._passes.take_round()
 
     def take_document(self) -> Compressing | None:
         with self.changed:

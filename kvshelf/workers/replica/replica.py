@@ -59,7 +59,7 @@ class Replica:
         engine.layer_shapes  # noqa: B018 - measured here, before the scheduler's thread owns the model
         self._store = store
         self._scheduler = scheduler
-        self._threads = threads = Threads(max_workers=8, thread_name_prefix="replica")
+        self._threads = threads = Threads()
         self._meter = meter = Meter(store.metering, engine.name)
         scheduler.spent = meter.spent
         attempts = Attempts(store.requests, self.name, threads)
@@ -72,7 +72,8 @@ class Replica:
         self._questions = Questions(engine, store, scheduler, threads, held, conversations, meter)
         self.query, self.stream = self._questions.query, self._questions.stream
         self.hint, self.count = self._questions.hint, self._questions.count
-        self.search = Searches(engine, store, scheduler, threads).search
+        self._searches = Searches(engine, store, scheduler, threads)
+        self.search = self._searches.search
 
     def start(self) -> None:
         self._meter.start()
@@ -98,8 +99,8 @@ class Replica:
             await self._threads.run(self._meter.flush)
 
     async def describe(self, *, origin: str = "") -> dict[str, Any]:
-        """The model, for /v1/models, its `ModelIdentity`, the shape of its layers and the digest of its transforms.
-        JSON types only."""
+        """The model, for /v1/models, its `ModelIdentity`, the shape of its layers, the digest of its transforms, and
+        the characters above which no text fits it (`most_characters`). JSON types only."""
         with called_as(origin):
             engine = self._engine
             return {
@@ -112,6 +113,7 @@ class Replica:
                 "device": ", ".join(map(str, engine.passes.devices.each)),
                 "identity": asdict(engine.identity),
                 "layer_shapes": engine.layer_shapes,
+                "most_characters": engine.max_tokens * engine.token_bytes,
                 "transforms": engine.coder.transforms.digest if engine.has_transforms else "",
             }
 
@@ -119,12 +121,12 @@ class Replica:
         self, cache_id: str, document: Document | None, *, tenant: str, first_layer: int = 0, origin: str = ""
     ) -> KeptTokens:
         """Which tokens of its document a cache kept, see `kvshelf.workers.replica.inspect`."""
-        with called_as(origin):
+        with called_as(origin, tenant):
             return await self._threads.run(
                 kept_tokens, self._engine, self._store, cache_id, document, tenant=tenant, first_layer=first_layer
             )
 
-    async def require_source(self, identity: Identity, source: str, *, origin: str = "") -> None:
+    async def require_source(self, identity: Identity, source: str, *, tenant: str, origin: str = "") -> None:
         """Whether a text is a cache's document, see `kvshelf.workers.replica.inspect`."""
-        with called_as(origin):
+        with called_as(origin, tenant):
             await self._threads.run(require_source, self._engine, identity, source)

@@ -208,9 +208,9 @@ class Scheduler:
                 return
 
     def _admit(self) -> bool:
-        """Run queued passes, and open queued questions in turn, as far as rows and bytes allow. Returns whether any
-        answer is open."""
-        while (passing := self._queues.take_pass()) is not None:
+        """Run a queued pass of each tenant, and open queued questions in turn, as far as rows and bytes allow. Returns
+        whether there is more to do: an answer is open, or passes wait."""
+        for passing in self._queues.take_passes():
             passing.ticket.begin()
             try:
                 with self._charged([passing]):
@@ -220,7 +220,7 @@ class Scheduler:
         for work in self._queues.take_questions(self._open):
             work.ticket.begin()
             self._open.append(work)
-        return bool(self._open)
+        return bool(self._open or self._queues.has_passes)
 
     def _step(self) -> None:
         """One step for all answers whose caches have arrived, and one for those on one cache that is arriving."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
-import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Any, Final, TypeVar
 
+import numpy as np
 import structlog
 
 from kvshelf.api import SearchCaches, SearchHit, Skipped
@@ -21,110 +21,153 @@ from kvshelf.store.artifact.identity import ModelIdentity
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.engine.summary import Codes, score, unpacked
+from kvshelf.workers.engine.summary import Block, Codes, scores, unpacked
 from kvshelf.workers.replica.calls import Threads, called_as
 from kvshelf.workers.replica.results import Found, in_sequence, rounded
 from kvshelf.workers.replica.scheduler import Scheduler
+from kvshelf.workers.replica.summaries import UNREAD, Record, Shelved, Summary
+from kvshelf.workers.replica.ticket import Ticket
 
 log = structlog.get_logger("kvshelf.workers")
 
-MOST_CACHES: Final = 10_000
-"""Caches of one filter. More would take seconds of listing, and gigabytes of summaries."""
+MOST_CACHES: Final = 100_000
+"""Caches that a search compares."""
+
+MOST_TOKENS: Final = 1024
+"""Of a question. The work of a search is this, times the codes of all documents."""
+
+HELD_BYTES: Final = 512 << 20
+"""What a replica remembers of the caches of all tenants: 0.7 KB of each, and 8 bytes for each code of those that were
+compared. The tenants that searched last stay. Of one alone, as many summaries stay as there is room for, those of its
+newest caches, and each search reads the others that it compares."""
 
 _PAGE: Final = 1000
 _READS: Final = 4
-"""Summaries read at once, so that other calls find a thread."""
+"""Portions of summaries read at once, so that other calls find a thread."""
 
-_HELD_BYTES: Final = 256 << 20
+_PORTION: Final = 16
+"""Summaries read by one call of a thread, which then gives way to other tenants."""
 
-Summary = list[Codes]
 ResultT = TypeVar("ResultT")
-
-
-class HeldSummaries:
-    """The summaries used last, in memory, up to a number of bytes; by the root digest of the blob, which fixes them.
-    A cache without one has an empty one. Any number of threads at once."""
-
-    def __init__(self, max_bytes: int = _HELD_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self._nbytes = 0
-        self._held: OrderedDict[str, Summary] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def find(self, digest: str) -> Summary | None:
-        with self._lock:
-            if digest in self._held:
-                self._held.move_to_end(digest)
-            return self._held.get(digest)
-
-    def keep(self, digest: str, summary: Summary) -> None:
-        with self._lock:
-            if digest in self._held:
-                return
-            self._held[digest] = summary
-            self._nbytes += _nbytes(summary)
-            while self._nbytes > self._max_bytes:
-                _, oldest = self._held.popitem(last=False)
-                self._nbytes -= _nbytes(oldest)
-
-
-def _nbytes(summary: Summary) -> int:
-    return 1000 + sum(codes.nbytes for codes in summary)  # with what Python takes
 
 
 @dataclass(eq=False)
 class Searches:
-    """The searches of one replica."""
+    """The searches of one replica. shelved: what they know of tenants, those that searched last at the end."""
 
     engine: Engine
     store: Store
     scheduler: Scheduler
     threads: Threads
-    held: HeldSummaries = field(default_factory=HeldSummaries)
+    held_bytes: int = HELD_BYTES
+    shelved: OrderedDict[str, Shelved] = field(default_factory=OrderedDict, init=False)
+
+    def __post_init__(self) -> None:
+        self._own = lru_cache(maxsize=1024)(self._is_own)
 
     async def search(
         self, spec: SearchCaches, *, tenant: str, deadline_s: float | None = None, origin: str = ""
     ) -> Found:
         """Rank the documents whose caches have the labels. A filter without caches gives an empty list.
 
+        Of one tenant's searches one at a time lists, reads and compares; the model reads their questions beside that.
         Raises `InvalidRequest` for a question that is empty or too long and for a filter of too many caches,
         `PolicyUnsupported` for a model whose documents have no summaries; all before the model runs.
         """
-        with called_as(origin):
-            token_ids = await self.threads.run(self.engine.encode_search, spec.query)
-            skipped: Counter[str] = Counter()
-            list_s, manifests = await _timed(self.threads.run(self._comparable, spec, tenant, skipped))
-            read_s, documents = await _timed(self._documents(manifests, tenant, skipped))
-            code_s, question = await _timed(self._codes(token_ids, tenant, deadline_s) if documents else _nothing())
-            summaries = [summary for _, summary in documents]
-            rank_s, scores = await _timed(self.threads.run(score, question, summaries) if documents else _nothing())
-            phases = in_sequence(list=list_s, read=read_s, code=code_s, rank=rank_s)
-            log.info("searched", searched=len(documents), skipped=sum(skipped.values()), **rounded(phases))
-            hits = [
-                SearchHit(cache_id=manifest.id, score=round(points, 4), name=manifest.name)
-                for (manifest, _), points in zip(documents, scores, strict=True)
-            ]
-            best = heapq.nlargest(spec.limit, hits, key=lambda hit: hit.score)  # of equal ones, the newest
-            return Found(
-                data=best,
-                searched=len(documents),
-                skipped=Skipped(**skipped),
-                phases=phases,
-                prefill_tokens=len(token_ids) if documents else 0,
-            )
+        with called_as(origin, tenant):
+            token_ids = await self.threads.run(self._encoded, spec.query)
+            ticket: Ticket[Any] = Ticket(deadline_s)
+            try:
+                return await self._found(spec, token_ids, tenant, ticket, deadline_s)
+            finally:
+                ticket.cancel()
 
-    def _comparable(self, spec: SearchCaches, tenant: str, skipped: Counter[str]) -> list[Manifest]:
-        """The newest cache of each document of this model; counts the others."""
-        own = lru_cache(maxsize=None)(self._is_own)
-        found: dict[str, Manifest] = {}
-        for manifest in self._listed(spec, tenant):
-            if not own(tuple(manifest.identity["model"].items())):
-                skipped["other_model"] += 1
-            elif manifest.document_id in found:
-                skipped["same_document"] += 1
-            else:
-                found[manifest.document_id] = manifest
-        return list(found.values())
+    def _encoded(self, query: str) -> list[int]:
+        token_ids = self.engine.encode_search(query)
+        if len(token_ids) > MOST_TOKENS:
+            raise InvalidRequest(
+                f"query has {len(token_ids)} tokens, and a search takes {MOST_TOKENS}; ask a shorter question",
+                param="query",
+            )
+        return token_ids
+
+    async def _found(
+        self, spec: SearchCaches, token_ids: Sequence[int], tenant: str, ticket: Ticket[Any], deadline_s: float | None
+    ) -> Found:
+        shelved = self.shelved.setdefault(tenant, Shelved())
+        self.shelved.move_to_end(tenant)
+        async with shelved.lock:
+            list_s, _ = await _timed(self._follow(shelved, tenant))
+            seen, (chosen, skipped) = shelved.version, await self._chosen(shelved, spec)
+        code_s, question = await _timed(self._codes(token_ids, tenant, deadline_s) if chosen else _nothing())
+        async with shelved.lock:
+            if shelved.version != seen:  # by another search, while the model read the question
+                chosen, skipped = await self._chosen(shelved, spec)
+            read_s, aside = await _timed(self._read_missing(shelved, chosen, tenant, skipped))
+            compared = [record for record in chosen if record.place >= 0 or record.id in aside]
+            rank = partial(self._ranked, shelved, compared, aside, question, spec, tenant, ticket.check)
+            rank_s, best = await _timed(self.threads.run(rank) if compared and question else _nothing())
+            self._make_room(shelved)
+        phases = in_sequence(list=list_s, read=read_s, code=code_s, rank=rank_s)
+        log.info("searched", searched=len(compared), skipped=sum(skipped.values()), **rounded(phases))
+        return Found(
+            data=best,
+            searched=len(compared),
+            skipped=Skipped(**skipped),
+            phases=phases,
+            prefill_tokens=len(token_ids) if question else 0,
+        )
+
+    async def _chosen(self, shelved: Shelved, spec: SearchCaches) -> tuple[list[Record], Counter[str]]:
+        """The caches to compare, and the others, counted. Raises `InvalidRequest` for too many."""
+        skipped: Counter[str] = Counter()
+        chosen = await self.threads.finished(shelved.chosen, spec.labels, time.time(), skipped)
+        if len(chosen) > MOST_CACHES:
+            raise InvalidRequest(
+                f"over {MOST_CACHES} caches have these labels, more than a search compares; add a label that fewer "
+                "have",
+                param="labels",
+            )
+        return chosen, skipped
+
+    async def _follow(self, shelved: Shelved, tenant: str) -> None:
+        """Bring up to date what is known of a tenant's caches. A search that ends early leaves what it has learned."""
+        while True:
+            known = shelved.known
+            changes = await self.threads.run(self.store.changes, known, tenant=tenant)
+            if changes is None:  # of a shelf that lost everything, say
+                shelved.place = None
+            elif known is None:
+                shelved.begin(changes.place)
+            elif shelved.listed:
+                await self.threads.finished(shelved.follow, changes, self._is_ours)
+                if not changes.has_more:
+                    return
+            if shelved.place is not None and not shelved.listed:
+                await self._list(shelved, tenant)
+
+    async def _list(self, shelved: Shelved, tenant: str) -> None:
+        """Learn which caches there are, page by page, from where the last search may have ended."""
+        while not shelved.listed:
+            try:
+                page = await self.threads.run(self.store.list, tenant=tenant, limit=_PAGE, after=shelved.after)
+            except InvalidRequest:  # the last cache of the page before is no longer known, not even as one that ended
+                shelved.place = None
+                return
+            await self.threads.finished(shelved.take, page.data, self._is_ours)
+            shelved.after = page.data[-1].id if page.data else None
+            shelved.listed = not page.has_more
+            if shelved.nbytes > self.held_bytes:
+                known = len(shelved)
+                shelved.begin(None)
+                raise InvalidRequest(
+                    f"this tenant has over {known} caches, more than a search can know; delete some, or keep some "
+                    "under another tenant",
+                    param="labels",
+                )
+
+    def _is_ours(self, manifest: Manifest) -> bool:
+        return self._own(tuple(manifest.identity["model"].items()))
 
     def _is_own(self, fields: tuple[tuple[str, str], ...]) -> bool:
         """Whether a model identity, as its fields, is this engine's."""
@@ -133,48 +176,98 @@ class Searches:
             return True
         return False
 
-    def _listed(self, spec: SearchCaches, tenant: str) -> Iterator[Manifest]:
-        """All caches of the filter, newest first. Raises `InvalidRequest` for more than `MOST_CACHES`."""
-        after = None
-        for _ in range(MOST_CACHES // _PAGE):
-            page = self.store.list(tenant=tenant, labels=spec.labels, limit=_PAGE, after=after)
-            yield from page.data
-            if not page.has_more:
-                return
-            after = page.data[-1].id
-        raise InvalidRequest(
-            f"over {MOST_CACHES} caches have these labels, more than a search compares; add a label that fewer have",
-            param="labels",
-        )
+    async def _read_missing(
+        self, shelved: Shelved, chosen: Sequence[Record], tenant: str, skipped: Counter[str]
+    ) -> dict[str, Summary]:
+        """Read the summaries that are not in memory, the newest first; counts caches that have none, or cannot be read.
+        They stay in memory as far as there is room. Returns the others, by cache."""
+        missing = [record for record in chosen if record.place == UNREAD]
+        aside: dict[str, Summary] = {}
+        for at in range(0, len(missing), _PAGE):
+            some = missing[at : at + _PAGE]
+            found = list(zip(some, await self._summaries(some, tenant), strict=True))
+            readable = [(record, summary) for record, summary in found if summary is not None]
+            skipped["unreadable"] += len(found) - len(readable)
+            skipped["without_summary"] += sum(not summary for _, summary in readable)
+            if shelved.nbytes < self.held_bytes:
+                shelved.keep(readable)
+            else:
+                aside.update({record.id: summary for record, summary in readable if summary})
+        return aside
 
-    async def _documents(
-        self, manifests: Sequence[Manifest], tenant: str, skipped: Counter[str]
-    ) -> list[tuple[Manifest, Summary]]:
-        """The caches that have a summary, each with it; counts the others."""
-        places = asyncio.Semaphore(_READS)
+    async def _summaries(self, records: Sequence[Record], tenant: str) -> list[Summary | None]:
+        """The summaries of these caches, a few read at once."""
+        gate = asyncio.Semaphore(_READS)
 
-        async def summary_of(manifest: Manifest) -> Summary | None:
-            if (held := self.held.find(manifest.blob_digest)) is not None:
-                return held
-            async with places:
-                return await self.threads.run(self._read, manifest, tenant)
+        async def read(some: Sequence[Record]) -> list[Summary | None]:
+            async with gate:
+                return await self.threads.run(self._read, [record.id for record in some], tenant)
 
-        summaries = await asyncio.gather(*map(summary_of, manifests))
-        skipped["unreadable"] += sum(summary is None for summary in summaries)
-        skipped["without_summary"] += sum(summary == [] for summary in summaries)
-        return [(manifest, summary) for manifest, summary in zip(manifests, summaries, strict=True) if summary]
+        portions = (records[at : at + _PORTION] for at in range(0, len(records), _PORTION))
+        return list(chain.from_iterable(await asyncio.gather(*map(read, portions))))
 
-    def _read(self, manifest: Manifest, tenant: str) -> Summary | None:
-        """A cache's summary from the store, empty if it has none; None if the cache cannot be read."""
+    def _read(self, cache_ids: Sequence[str], tenant: str) -> list[Summary | None]:
+        """The summaries of caches from the store, empty where there is none; None for one that cannot be read."""
+        return [self._summary(cache_id, tenant) for cache_id in cache_ids]
+
+    def _summary(self, cache_id: str, tenant: str) -> Summary | None:
         try:
-            with self.store.open_cache(manifest.id, tenant=tenant) as arriving:
+            with self.store.open_cache(cache_id, tenant=tenant) as arriving:
                 summary = unpacked(arriving.summary)
         except (CacheError, CacheNotFound):
             return None
-        if len(summary) != self.engine.summary_layers:  # of an imported cache that another program made
-            summary = []
-        self.held.keep(manifest.blob_digest, summary)
-        return summary
+        # An imported cache that another program made may have other layers.
+        return summary if len(summary) == self.engine.summary_layers else []
+
+    def _ranked(
+        self,
+        shelved: Shelved,
+        compared: Sequence[Record],
+        aside: Mapping[str, Summary],
+        question: Sequence[Codes],
+        spec: SearchCaches,
+        tenant: str,
+        checkpoint: Callable[[], None],
+    ) -> list[SearchHit]:
+        """The best of these caches, of equal ones the newest. Each is looked up once more: none is named that ended, or
+        lost a label, since it was compared."""
+        held = np.array([record.place for record in compared if record.place >= 0], np.int64)
+        order = [record for record in compared if record.place >= 0]
+        blocks, places = shelved.summaries.of(held)
+        if aside:
+            others = [record for record in compared if record.id in aside]
+            order += others
+            blocks.append(Block.of([aside[record.id] for record in others]))
+            first = sum(len(block.starts[0]) for block in blocks[:-1])
+            places = np.concatenate([places, first + np.arange(len(others))])
+        points = scores(question, blocks, places, checkpoint)
+        best: list[SearchHit] = []
+        for at in np.argsort(-points, kind="stable"):
+            checkpoint()
+            if (hit := self._hit(order[at], float(points[at]), spec, tenant)) is not None:
+                best.append(hit)
+            if len(best) == spec.limit:
+                break
+        return best
+
+    def _hit(self, record: Record, points: float, spec: SearchCaches, tenant: str) -> SearchHit | None:
+        try:
+            manifest = self.store.stat(record.id, tenant=tenant)
+        except (CacheError, CacheNotFound):
+            return None
+        if manifest.blob_digest != record.digest or not spec.labels.items() <= manifest.labels.items():
+            return None
+        return SearchHit(cache_id=manifest.id, score=round(points, 4), name=manifest.name)
+
+    def _make_room(self, shelved: Shelved) -> None:
+        """Forget what is known of the tenants that searched longest ago, while all take too much."""
+        nbytes = sum(each.nbytes for each in self.shelved.values())
+        for tenant, each in list(self.shelved.items()):
+            if nbytes <= self.held_bytes:
+                return
+            if each is not shelved and not each.lock.locked():
+                nbytes -= each.nbytes
+                del self.shelved[tenant]
 
     async def _codes(self, token_ids: Sequence[int], tenant: str, deadline_s: float | None) -> list[Codes]:
         """The codes of the question, by the thread that owns the model."""

@@ -17,7 +17,6 @@ from kvshelf.api import CreateCache, Query, Usage
 from kvshelf.errors import DeadlineExceeded, InternalError, InvalidRequest, QueueFull, RateLimited, RequestTimeout
 from kvshelf.service.access.limits import RateLimiter, TenantLimits
 from kvshelf.service.engines import MAX_UNREAD_PIECES, EngineClient
-from kvshelf.service.fair_queue import FairQueue, Rounds
 from kvshelf.service.jobs.background import Background
 from kvshelf.service.observe.metrics import Metrics
 from kvshelf.service.settings import Settings
@@ -25,6 +24,8 @@ from kvshelf.store.base import Store
 from kvshelf.store.jobs.requests import Requests
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.cluster.remote import RemoteEngine
+from kvshelf.workers.replica.fair_queue import FairQueue
+from kvshelf.workers.replica.queues import Rounds
 from kvshelf.workers.replica.results import Created, Phase, Reply, Stored
 
 

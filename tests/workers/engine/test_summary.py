@@ -99,7 +99,7 @@ def test_a_score_is_weighed_by_how_few_documents_have_a_code() -> None:
 
 
 @pytest.mark.parametrize(
-    ("query", "about"), [("", "empty"), (" \n ", "empty"), ("tide " * 20_000, "tokens, and a search")]
+    ("query", "about"), [("", "empty"), (" \n ", "empty"), ("tide " * 20_000, "tokens, and .* takes")]
 )
 def test_a_question_that_cannot_be_searched_is_refused(tiny: Engine, query: str, about: str) -> None:
     with pytest.raises(InvalidRequest, match=about) as refusal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from itertools import pairwise
 
@@ -10,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from kvshelf.errors import InvalidRequest
+from kvshelf.workers.model import split
 from kvshelf.workers.model.source import bundled_folder
-from kvshelf.workers.model.split import spans
+from kvshelf.workers.model.split import Span, spans
 from kvshelf.workers.model.text import TextFormat
 
 FORMAT = TextFormat(AutoTokenizer.from_pretrained(bundled_folder("kvshelf-tiny")))
@@ -92,3 +95,45 @@ def test_a_fact_at_any_seam_is_whole_in_one_part(between: str) -> None:
     if between != "\n\n":
         lost = [each for each in planted if not any(fact in part for part in parts(each, 200, 0))]
         assert lost, "without the overlap a fact is cut"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(["a ", "\n\n", "字", "。", "😀", "👩‍👩‍👧", "x" * 30, "  ", "\u0301"]), min_size=1, max_size=60
+    ),
+    st.integers(1, 12),
+    st.integers(0, 3),
+)
+def test_parts_of_few_tokens_go_forward_or_are_refused(pieces: list[str], size: int, overlap: int) -> None:
+    """Many tokens of one character begin in one place: a part that began there again would have no end."""
+    text, steps = "".join(pieces), 0
+
+    def step() -> None:
+        nonlocal steps
+        steps += 1
+        assert steps <= 3 * len(text) + 3, "a step moves by a character at least"
+
+    def split_all() -> list[Span]:
+        return spans(text, FORMAT.token_starts, size=size, overlap=min(overlap, size // 4), checkpoint=step)
+
+    if any(FORMAT.count_tokens(character) > size for character in text):
+        with contextlib.suppress(InvalidRequest):  # unless it stands with others that it makes tokens with
+            split_all()
+        return
+    found = split_all()
+    assert (found[0].start, found[-1].end) == (0, len(text))
+    for one, following in pairwise(found):
+        assert one.start < following.start <= one.end < following.end
+    assert all(FORMAT.count_tokens(text[span.start : span.end]) <= size for span in found)
+
+
+def test_more_parts_than_anybody_compresses_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "one two three four five " * 9
+    made = spans(text, FORMAT.token_starts, size=8, overlap=0)
+    monkeypatch.setattr(split, "MOST_PARTS", len(made))
+    assert spans(text, FORMAT.token_starts, size=8, overlap=0) == made
+    monkeypatch.setattr(split, "MOST_PARTS", len(made) - 1)
+    with pytest.raises(InvalidRequest, match=f"more than {len(made) - 1} parts") as refusal:
+        spans(text, FORMAT.token_starts, size=8, overlap=0)
+    assert refusal.value.param == "split"

@@ -295,9 +295,9 @@ async def test_a_document_that_is_longer_than_the_service_takes_is_refused_befor
     before = engine.prefills
     fits, long = ({"token_ids": [5] * tokens} for tokens in (60, 61))
     try:
-        assert (await narrow.estimate(Estimate(**fits))).tokens == 60
+        assert (await narrow.estimate(Estimate(**fits), tenant="t")).tokens == 60
         assert (await create(narrow, **fits)).manifest.num_tokens == 60
-        for work in (create(narrow, **long), narrow.estimate(Estimate(**long))):
+        for work in (create(narrow, **long), narrow.estimate(Estimate(**long), tenant="t")):
             with pytest.raises(DocumentTooLong, match=r"has 61 tokens.*takes 60 \(max_document_tokens\)") as refused:
                 await work
             assert refused.value.param == "document"

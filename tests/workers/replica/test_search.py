@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +15,11 @@ from kvshelf.api import CreateCache, SearchCaches
 from kvshelf.errors import InvalidRequest
 from kvshelf.store.disk import DiskStore
 from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.engine.summary import score, scores
 from kvshelf.workers.replica import search as module
+from kvshelf.workers.replica import summaries
 from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.scheduler import Scheduler
-from kvshelf.workers.replica.search import HeldSummaries
 
 pytestmark = pytest.mark.anyio
 
@@ -24,9 +27,13 @@ TEXTS = ["The lamp burns whale oil. " * 20, "A ferry crosses the sound. " * 20, 
 
 
 class Counting(DiskStore):
-    """A store that counts the caches it opens."""
+    """A store that counts the caches it opens, and the pages of its listings."""
 
-    opened = 0
+    opened = listed = 0
+
+    def list(self, **query):
+        self.listed += 1
+        return super().list(**query)
 
     def open_cache(self, cache_id, *, tenant="default"):
         self.opened += 1
@@ -131,9 +138,105 @@ async def test_too_many_caches_are_refused(replica: Replica, monkeypatch: pytest
     assert refusal.value.param == "labels"
 
 
-def test_held_summaries_give_way_to_newer_ones() -> None:
-    held = HeldSummaries(max_bytes=20_000)
-    for number in range(3):
-        held.keep(str(number), [np.zeros(1000, np.uint64)])
-        held.find("0")
-    assert [held.find(str(number)) is None for number in range(3)] == [False, True, False]
+async def test_a_search_reads_no_manifest_twice(replica: Replica, store: Counting) -> None:
+    """What is new or has changed is read, and nothing else."""
+    ids = [await put(replica, text, labels={"n": str(n)}) for n, text in enumerate(TEXTS[:2])]
+    assert await ranked(replica, "ferry crosses") == [ids[1], ids[0]]
+    store.listed = store.opened = 0
+    assert await ranked(replica, "ferry crosses") == [ids[1], ids[0]]
+    assert (store.listed, store.opened) == (0, 0)
+    ids.append(await put(replica, TEXTS[2]))
+    assert (await ranked(replica, "fog horn"))[0] == ids[2]
+    store.update(ids[0], tenant="t", labels={"n": "1"})
+    assert set(await ranked(replica, "ferry crosses", labels={"n": "1"})) == {ids[0], ids[1]}
+    assert await ranked(replica, "ferry crosses", labels={"n": "0"}) == []
+    assert (store.listed, store.opened) == (0, 1), "the one that is new"
+
+
+async def test_what_ended_is_not_found(replica: Replica, store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone, expiring, stays = [await put(replica, text) for text in TEXTS]
+    assert len(await ranked(replica, "lamp")) == 3
+    store.delete(gone, tenant="t")
+    assert set(await ranked(replica, "lamp")) == {expiring, stays}
+    now = time.time()
+    store.update(expiring, tenant="t", expires_at=now + 60)
+    assert set(await ranked(replica, "lamp")) == {expiring, stays}
+    monkeypatch.setattr(store, "_now", lambda: now + 61)
+    monkeypatch.setattr(store._reader, "_now", lambda: now + 61)
+    assert await ranked(replica, "lamp") == [stays], "no sweep has ended it yet"
+    again = await put(replica, TEXTS[0])
+    assert (again, set(await ranked(replica, "lamp"))) == (gone, {gone, stays})
+
+
+async def test_what_ends_while_it_is_compared_is_not_found(
+    replica: Replica, store: Counting, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = [await put(replica, text, labels={"a": "b"}) for text in TEXTS]
+    search_codes = engine.search_codes
+
+    def meanwhile(token_ids: list[int]) -> object:
+        store.delete(ids[1], tenant="t")
+        store.update(ids[0], tenant="t", labels={})
+        return search_codes(token_ids)
+
+    monkeypatch.setattr(engine, "search_codes", meanwhile)
+    assert await ranked(replica, "ferry crosses", labels={"a": "b"}) == [ids[2]]
+
+
+async def test_summaries_without_room_are_read_by_each_search(
+    replica: Replica, store: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PAGE", 2)
+    ids = [await put(replica, text) for text in TEXTS]
+    found = await ranked(replica, "ferry crosses")
+    assert found[0] == ids[1]
+    searches = replica._searches
+    searches.shelved.clear()
+    searches.held_bytes = 2500  # of three records, and the first page of summaries
+    assert await ranked(replica, "ferry crosses") == found
+    store.opened = 0
+    assert await ranked(replica, "ferry crosses") == found
+    assert store.opened == 1
+
+
+async def test_tenants_that_searched_longest_ago_are_forgotten(replica: Replica) -> None:
+    for tenant in ("one", "two", "three"):
+        await put(replica, TEXTS[0], tenant=tenant)
+    searches = replica._searches
+    for tenant in ("one", "two", "one", "three"):
+        await replica.search(SearchCaches(query="lamp"), tenant=tenant)
+        searches.held_bytes = 2 * searches.shelved["one"].nbytes + 10
+    assert list(searches.shelved) == ["one", "three"]
+
+
+async def test_a_question_longer_than_any_is_refused(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_TOKENS", 8)
+    await put(replica, TEXTS[0])
+    assert len(await ranked(replica, "lamp")) == 1
+    with pytest.raises(InvalidRequest, match="a search takes 8") as refusal:
+        await ranked(replica, "lamp " * 9)
+    assert refusal.value.param == "query"
+
+
+async def ranked(replica: Replica, query: str, **filters: object) -> list[str]:
+    spec = SearchCaches.model_validate({"query": query} | filters)
+    return [hit.cache_id for hit in (await replica.search(spec, tenant="t")).data]
+
+
+def test_summaries_keep_their_places_as_blocks_fill_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(summaries, "BLOCK_CODES", 20)
+    draw = np.random.default_rng(1)
+    made = [[draw.integers(0, 2**63, int(n), dtype=np.uint64) for n in draw.integers(1, 9, 2)] for _ in range(60)]
+    held = summaries.Summaries()
+    for start, end in pairwise([0, 1, 5, 6, 30, 60]):
+        assert held.add(made[start:end]) == start
+    assert len(held) == 60
+    assert len(held.blocks) > 5
+    assert held.nbytes == sum(block.nbytes for block in held.blocks)
+    for place, summary in enumerate(made):
+        assert all(map(np.array_equal, held.at(place), summary))
+    chosen = draw.permutation(60)[:7]
+    blocks, places = held.of(chosen)
+    question = [codes[:3] for codes in made[4]]
+    alone = score(question, [made[place] for place in chosen])
+    assert scores(question, blocks, places).tolist() == pytest.approx(alone, abs=1e-6)

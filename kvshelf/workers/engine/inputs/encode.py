@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -70,14 +70,14 @@ class Encoder:
         if isinstance(document, EncodedDocument):
             encoded = replace(document, token_ids=self._checked_ids(document.token_ids, "token_ids"))
         elif isinstance(document, str):
-            self._require_length(self.require_text("document").least_tokens(document), "at least ")
+            self._require_fits([document], "document")
             encoded = self.require_text("document").document(document, self._checked_layout(layout))
         elif not isinstance(document, Tensor) and document and isinstance(document[0], Mapping):
             if layout == "plain":
                 raise InvalidRequest("messages need the layout 'chat'", param="layout")
             text = self.require_text("messages")
             turns = check_messages(document)  # type: ignore[arg-type]
-            self._require_length(sum(text.least_tokens(content) for _, content in turns), "at least ")
+            self._require_fits([content for _, content in turns], "document")
             encoded = text.conversation(document)  # type: ignore[arg-type]
         else:
             if layout == "chat":
@@ -88,13 +88,25 @@ class Encoder:
         self._require_length(len(encoded.token_ids))
         return encoded
 
-    def split(self, text: str, layout: Layout | None, *, size: int, overlap: int | None) -> list[str]:
+    def split(
+        self, text: str, layout: Layout | None, *, size: int, overlap: int | None, checkpoint: Callable[[], None]
+    ) -> list[str]:
         """The parts of a text that is too long, each a document of at most `size` tokens; see `split.spans`.
 
-        Raises `InvalidRequest` about `split` where a quarter of a part is less than the overlap.
+        Raises `InvalidRequest` about `split` where a part has no room beside the template, where a quarter of a part is
+        less than the overlap, and as `split.spans`.
         """
         written = self.require_text("document")
-        own = size - written.document("", self._checked_layout(layout)).protected_prefix
+        prefix = written.document("", self._checked_layout(layout)).protected_prefix
+        own = size - prefix
+        if own < 1:
+            raise InvalidRequest(
+                f"split: max_tokens is {size}, and the chat template of {self.name!r} takes {prefix} of them in each "
+                "part; give more",
+                param="split",
+            )
+        if written.bound.least_by_bytes([text]) > own * split.MOST_PARTS:
+            raise split.too_many_parts(own)
         overlap = min(OVERLAP, own // 4) if overlap is None else overlap
         if overlap > own // 4:
             raise InvalidRequest(
@@ -102,7 +114,7 @@ class Encoder:
                 "quarter of them, so that parts go forward",
                 param="split",
             )
-        found = split.spans(text, written.token_starts, size=own, overlap=overlap)
+        found = split.spans(text, written.token_starts, size=own, overlap=overlap, checkpoint=checkpoint)
         return [text[span.start : span.end] for span in found]
 
     def query(self, boundary: Boundary, prompt: Prompt) -> list[int]:
@@ -110,19 +122,24 @@ class Encoder:
         if isinstance(prompt, str):
             if not prompt:
                 raise InvalidRequest("the prompt is empty; ask something", param="prompt")
+            self.require_askable([prompt], "prompt")
             return self.require_text("prompt").question(boundary, prompt)
         if not isinstance(prompt, Tensor) and prompt and isinstance(prompt[0], Mapping):
-            return self.require_text("messages").turns(boundary, prompt)  # type: ignore[arg-type]
+            text = self.require_text("messages")
+            self.require_askable([content for _, content in check_messages(prompt)], "messages")  # type: ignore[arg-type]
+            return text.turns(boundary, prompt)  # type: ignore[arg-type]
         return self._checked_ids(prompt, "prompt")
 
     def words(self, prompt: Prompt) -> list[int]:
         """The token ids of what a question says, without the template: of a text, of the contents of messages, or the
         ids that were given."""
         if isinstance(prompt, str):
+            self.require_askable([prompt], "prompt")
             return self.require_text("prompt").encode(prompt)
         if not isinstance(prompt, Tensor) and prompt and isinstance(prompt[0], Mapping):
-            turns = check_messages(prompt)  # type: ignore[arg-type]
-            return self.require_text("messages").encode("\n\n".join(content for _, content in turns))
+            said = "\n\n".join(content for _, content in check_messages(prompt))  # type: ignore[arg-type]
+            self.require_askable([said], "messages")
+            return self.require_text("messages").encode(said)
         return self._checked_ids(prompt, "prompt")
 
     def appended(self, layout: Layout, boundary: Boundary, more: Document) -> tuple[list[int], Boundary]:
@@ -137,6 +154,7 @@ class Encoder:
                     "this cache ends with a whole turn, to which no text can be appended; append messages",
                     param="document",
                 )
+            self._require_fits([more], "document")
             ids = self.require_text("document").encode(more)
         elif not isinstance(more, Tensor) and more and isinstance(more[0], Mapping):
             if layout == "plain":
@@ -144,6 +162,7 @@ class Encoder:
                     "this cache has the layout 'plain' and no turns; append a text to it", param="messages"
                 )
             turns = check_messages(more, TOOL_ROLES)  # type: ignore[arg-type]
+            self._require_fits([content for _, content in turns], "messages")
             ids = self.require_text("messages").turns(boundary, more, opening=False, roles=TOOL_ROLES)  # type: ignore[arg-type]
             boundary = cast(Boundary, f"after_{turns[-1][0]}")
         else:
@@ -160,14 +179,10 @@ class Encoder:
         """
         if not query.strip():
             raise InvalidRequest("query is empty; say what the documents are to be searched for", param="query")
-        room = self.max_tokens - REFERENCE_TOKENS
+        self.require_askable([query], "query", room := self.max_tokens - REFERENCE_TOKENS)
         token_ids = self.require_text("query").encode(QUESTION_SEPARATOR + query)
         if len(token_ids) > room:
-            raise InvalidRequest(
-                f"query has {len(token_ids)} tokens, and a search by {self.name!r} takes {room}; ask a shorter "
-                "question",
-                param="query",
-            )
+            raise self._too_long_a_question(f"{len(token_ids)} tokens", "query", room)
         return token_ids
 
     def view(self, encoded: EncodedDocument, expected_questions: Sequence[str]) -> DocumentView:
@@ -199,6 +214,23 @@ class Encoder:
         chat = self.text is not None and layout == "chat"
         prefix = self.text.document("", layout).protected_prefix if self.text is not None and chat else 0
         return DocumentView(token_ids=range(entries), protected_prefix=prefix, max_tokens=self.max_tokens)
+
+    def require_askable(self, texts: Sequence[str], param: str, room: int | None = None) -> None:
+        """Raises `InvalidRequest` about `param` where the texts of a question are more than the model takes, or than
+        `room` tokens, before they become tokens."""
+        room = self.max_tokens if room is None else room
+        least = self.text.bound.least(texts, room) if self.text is not None else 0
+        if least > room:
+            raise self._too_long_a_question(f"at least {least} tokens", param, room)
+
+    def _too_long_a_question(self, length: str, param: str, room: int) -> InvalidRequest:
+        return InvalidRequest(
+            f"{param} has {length}, and {self.name!r} takes {room} here; ask a shorter question", param=param
+        )
+
+    def _require_fits(self, texts: Sequence[str], param: str) -> None:
+        """Raises `DocumentTooLong` before texts become tokens, as far as it is known."""
+        self._require_length(self.require_text(param).bound.least(texts, self.max_tokens), "at least ")
 
     def _require_length(self, num_tokens: int, bound: str = "") -> None:
         if num_tokens > self.max_tokens:

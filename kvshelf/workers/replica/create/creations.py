@@ -86,9 +86,9 @@ class Creations:
     _negative_cache: NegativeCache = field(default_factory=NegativeCache, init=False)
     _rates: Rates = field(default_factory=Rates, init=False)
 
-    async def estimate(self, spec: Estimate, *, origin: str = "") -> EstimateObject:
+    async def estimate(self, spec: Estimate, *, tenant: str, origin: str = "") -> EstimateObject:
         """The bytes and seconds of this creation, at the speed that this replica has measured."""
-        with called_as(origin):
+        with called_as(origin, tenant):
             document = await self.threads.run(encode, self.engine, spec, self.max_document_tokens)
             return await self.threads.run(estimate, self.engine, self._rates, document, spec)
 
@@ -128,7 +128,7 @@ class Creations:
         With `request_id`, a request of the job table, the attempt is counted there before any work, and its end is
         recorded: the failure of the `max_attempts`th is final.
         """
-        with called_as(origin):
+        with called_as(origin, tenant):
             if request_id is None:
                 return await self._created(spec, tenant, deadline_s, watcher)
             self.scheduler.require_room()  # a full queue is no attempt
@@ -149,7 +149,7 @@ class Creations:
         origin: str = "",
     ) -> Created:
         """Read more of a document behind its cache and store the cache of all, unless the shelf has it."""
-        with called_as(origin):
+        with called_as(origin, tenant):
             manifest = await self.threads.run(self.store.stat, cache_id, tenant=tenant)
             if spec.ttl_s is None and spec.expires_at is None:
                 spec = spec.model_copy(update=lifetime_of(manifest))
@@ -163,7 +163,7 @@ class Creations:
         if not spec.in_parts:
             return await self._whole(spec, tenant, deadline_s, Teller(watcher))
         end = None if deadline_s is None else time.monotonic() + deadline_s
-        parts = await self.threads.run(parts_of, self.engine, self.store, spec, self.max_document_tokens, tenant=tenant)
+        parts = await self._parts(spec, tenant, deadline_s)
         made = []
         kind = "part" if spec.episodes is None else "episode"  # also the label that has the number
         for part in parts:
@@ -171,6 +171,15 @@ class Creations:
                 left_s = None if end is None else end - time.monotonic()
                 made.append(await self._whole(part, tenant, left_s, Teller(watcher, part.labels[kind])))
         return joined(made)
+
+    async def _parts(self, spec: CreateCache, tenant: str, deadline_s: float | None) -> list[CreateCache]:
+        """The creation of each part. The thread that looks for them ends with its caller, and at its deadline."""
+        ticket: Ticket[Any] = Ticket(deadline_s)
+        limits = {"tenant": tenant, "checkpoint": ticket.check}
+        try:
+            return await self.threads.run(parts_of, self.engine, self.store, spec, self.max_document_tokens, **limits)
+        finally:
+            ticket.cancel()
 
     async def _whole(self, spec: CreateCache, tenant: str, deadline_s: float | None, teller: Teller) -> Created:
         """The caches of one document, or of one part."""

@@ -13,6 +13,7 @@ from kvshelf.errors import KvshelfError
 from kvshelf.store.artifact.identity import canonical_msgpack
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.requests import REQUEST_ID
+from kvshelf.workers.engine.decode.generation import Checkpoint
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.replica.create.spec import document_of, encode
 from kvshelf.workers.replica.results import Created, in_sequence
@@ -23,9 +24,16 @@ _OF_ALL_PARTS: Final = {"name", "labels", "ttl_s", "expires_at", "ttl_renew", "k
 
 
 def parts_of(
-    engine: Engine, store: Store, spec: CreateCache, max_document_tokens: int | None, *, tenant: str
+    engine: Engine,
+    store: Store,
+    spec: CreateCache,
+    max_document_tokens: int | None,
+    *,
+    tenant: str,
+    checkpoint: Checkpoint | None = None,
 ) -> list[CreateCache]:
     """The creation of each part or episode of a document, with the labels that join them. The model does not run.
+    checkpoint: as of `Engine.split`.
 
     Raises as `Engine.split` and `Engine.find_episodes`.
     """
@@ -35,7 +43,13 @@ def parts_of(
     assert options is not None
     assert spec.document is not None
     size = options.max_tokens or min(engine.part_tokens, max_document_tokens or engine.part_tokens)
-    texts = engine.split(spec.document, layout=spec.layout, max_tokens=size, overlap_tokens=options.overlap_tokens)
+    texts = engine.split(
+        spec.document,
+        layout=spec.layout,
+        max_tokens=size,
+        overlap_tokens=options.overlap_tokens,
+        checkpoint=checkpoint,
+    )
     split_id = _split_id(engine, store, spec, tenant)
     own = {"document": spec.name or split_id} | spec.labels
     return [
