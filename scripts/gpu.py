@@ -56,7 +56,9 @@ TASKS = (
 )
 """Cheapest and most telling first: a budget that ends early loses the last ones."""
 
-_TOY_SECONDS = 60
+_TOY_SECONDS = 150
+"""Of each part of a toy run, which takes two minutes in all on a quiet machine and may take long on a busy one."""
+_BUDGET_S = 480
 _GRACE_S = 3.0
 """Seconds between the end that a part knows and its kill, and kept from the budget for the report."""
 
@@ -92,7 +94,7 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure and check everything on a GPU; see docs/gpu.md")
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder of the report")
-    parser.add_argument("--budget", type=float, default=480, help="seconds of everything together")
+    parser.add_argument("--budget", type=float, help=f"seconds of everything together, {_BUDGET_S} unless given")
     parser.add_argument("--toy", action="store_true", help="every part on the CPU, small: whether the script runs")
     parser.add_argument("--parts", type=lambda text: text.split(","), help="only these, comma-separated")
     parser.add_argument("--wheels", type=Path, default=ROOT / ".gpu-wheels", help="folder of scripts/gpu_wheels.sh")
@@ -104,6 +106,7 @@ def _arguments() -> argparse.Namespace:
     unknown = set(given.parts or ()) - {task.name for task in TASKS}
     if unknown:
         parser.error(f"unknown parts {', '.join(sorted(unknown))}; there are {', '.join(t.name for t in TASKS)}")
+    given.budget = given.budget or (_TOY_SECONDS * len(TASKS) if given.toy else _BUDGET_S)
     given.device = given.device or ("cpu" if given.toy else "cuda")
     return given
 
@@ -176,8 +179,8 @@ def _machine(site: Path | None, given: argparse.Namespace) -> dict[str, Any]:
         "told['cuda'] = torch.version.cuda\n"
         "if torch.cuda.is_available():\n"
         "    card = torch.cuda.get_device_properties(0)\n"
-        "    told |= {'card': card.name, 'card_bytes': card.total_memory, 'multiprocessors': card.multi_processor_count,\n"
-        "             'capability': list(torch.cuda.get_device_capability(0)), 'l2_bytes': card.L2_cache_size}\n"
+        "    told |= {'card': card.name, 'card_bytes': card.total_memory, 'l2_bytes': card.L2_cache_size,\n"
+        "             'multiprocessors': card.multi_processor_count, 'capability': [card.major, card.minor]}\n"
         "print(json.dumps(told))\n"
     )
     told = _output([sys.executable, "-c", about], _environment(site, ()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ from kvshelf.kernels.rotate import rotate
 from kvshelf.kernels.row_norms import row_norms
 from kvshelf.kernels.select import keep_best, pack, select
 from kvshelf.kernels.window_scores import pass_scores, window_scores
-from scripts.gpu_parts.part import Part
+from scripts.gpu_parts.part import Part, mapped
 from tests.kernels.references import choose as choose_reference
 from tests.kernels.references import column_sums as column_sums_reference
 from tests.kernels.references import lag_scores as lag_reference
@@ -324,7 +324,7 @@ def _merged(check: Check, classes: Sequence[int], slots: Sequence[int], bits: in
     return MergedPrefix(whole.keys, whole.values, whole.lengths, scales, torch.cat(of).int(), tuple(slots))
 
 
-def _selected(check: Check, base: PackedPrefix) -> SelectedPrefix:
+def _selected(base: PackedPrefix) -> SelectedPrefix:
     counts = [min(length, 40) - head % 3 for head, length in enumerate(base.lengths)]
     generator = torch.Generator().manual_seed(8)
     rows = torch.zeros(len(counts), 50, dtype=torch.int32)
@@ -354,8 +354,8 @@ def _kinds(check: Check) -> Iterator[tuple[str, Prefix]]:
     yield "stacked", StackedPrefix(*(rows.view(check.kv_heads, 150, -1)[:, :140] for rows in _plain(stacked)))
     yield "merged", _merged(check, ragged, [300] * check.kv_heads)
     yield "merged int4", _merged(check, ragged, [300] * check.kv_heads, 4)
-    yield "selected", _selected(check, _packed(check, ragged))
-    yield "selected int4", _selected(check, _packed(check, ragged, 4))
+    yield "selected", _selected(_packed(check, ragged))
+    yield "selected int4", _selected(_packed(check, ragged, 4))
     kept = check.dim * 6 // 10
     yield "pruned", _pruned(check, ragged, kept)
     yield "pruned int4", _pruned(check, ragged, kept, 4)
@@ -480,15 +480,12 @@ def _layout(layout: BatchLayout, device: torch.device) -> BatchLayout:
 
 
 def _moved(given: Any, device: torch.device) -> Any:
-    """The same on a device: tensors, quantized rows, and what is made of them."""
-    if isinstance(given, Tensor):
-        there = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=device)
-        return there.copy_(given)
-    if isinstance(given, list | tuple):
-        return type(given)(_moved(each, device) for each in given)
-    if is_dataclass(given) and not isinstance(given, type):
-        return replace(given, **{each.name: _moved(getattr(given, each.name), device) for each in fields(given)})
-    return given
+    """The same on a device, with the same strides."""
+
+    def there(tensor: Tensor) -> Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
+
+    return mapped(given, there)
 
 
 def _tensors(found: Any) -> list[Tensor]:

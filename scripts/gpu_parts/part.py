@@ -8,15 +8,26 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from kvshelf.bench.measure import Spread, cost
 
 ResultT = TypeVar("ResultT")
+
+
+class Profile(NamedTuple):
+    """Of one call of many: kernels, and the seconds in which the device computed, None on a CPU. table: of all
+    operations, those that take longest first."""
+
+    kernels: float
+    device_s: float | None
+    table: str
 
 
 class OutOfTime(Exception):
@@ -25,8 +36,8 @@ class OutOfTime(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One part under way. rows: the file that its rows are appended to, as JSON lines. ends: `time.monotonic()` when its
-    process is killed. toy: small sizes, on a CPU. folder: for the texts that a row names."""
+    """One part under way. rows: the file that its rows are appended to, as JSON lines. ends: `time.monotonic()` when
+    its process is killed. toy: small sizes, on a CPU. folder: for the texts that a row names."""
 
     name: str
     device: torch.device
@@ -60,8 +71,10 @@ class Part:
         at_most: float | None = None,
         note: str = "",
     ) -> None:
-        """One line of the report. measured: None where it could not be; then a goal is missed."""
+        """One line of the report. measured: None where it could not be; then a goal is missed. Goals are a card's: of
+        them a toy run has `at_most` 0 alone, that nothing is wrong."""
         goal = at_least if at_most is None else at_most
+        goal = None if self.toy and goal else goal
         share = None if measured is None or not goal else measured / goal
         met = None
         if goal is not None:
@@ -103,6 +116,31 @@ class Part:
         torch.cuda.synchronize(self.device)
         return result, torch.cuda.max_memory_allocated(self.device)
 
+    def profiled(self, run: Callable[[], object], steps: int) -> Profile:
+        """What so many calls of `run` do, by torch's profiler."""
+        on_card = self.device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_card else [])]
+        with profile(activities=activities) as found:
+            for _ in range(steps):
+                run()
+            if on_card:
+                torch.cuda.synchronize(self.device)
+        averages = found.key_averages()
+        order = "self_device_time_total" if on_card else "self_cpu_time_total"
+        table = averages.table(sort_by=order, row_limit=25, max_name_column_width=70)
+        if not on_card:
+            return Profile(0, None, table)
+        kernels = [each for each in averages if each.device_type == torch.autograd.DeviceType.CUDA]
+        count = sum(each.count for each in kernels) / steps
+        return Profile(count, sum(each.self_device_time_total for each in kernels) / steps / 1e6, table)
+
+    def device_ms(self, run: Callable[[], object]) -> float | None:
+        """Milliseconds in which the device computes during a call, launches and waits left out; None on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        found = self.profiled(run, steps=3).device_s
+        return None if found is None else found * 1e3
+
     def text(self, name: str, written: str) -> None:
         """Append a text to the file of this name in the report's folder."""
         with (self.folder / name).open("a") as file:
@@ -111,3 +149,15 @@ class Part:
     def _write(self, row: dict[str, Any]) -> None:
         with self.rows.open("a") as file:
             file.write(json.dumps({"part": self.name} | row) + "\n")
+
+
+def mapped(given: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The same with other tensors: in lists, tuples, and dataclasses, quantized rows among them."""
+    if isinstance(given, Tensor):
+        return change(given)
+    if isinstance(given, list | tuple) and not hasattr(given, "_fields"):
+        return type(given)(mapped(each, change) for each in given)
+    if is_dataclass(given) and not isinstance(given, type):
+        own = {each.name: mapped(getattr(given, each.name), change) for each in fields(given) if each.init}
+        return replace(given, **own)
+    return given
