@@ -64,7 +64,7 @@ def kernel_times(
     """Every case at one length, one after the other; the shape is `LLAMA_8B` unless given."""
     medians: dict[str, float] = {}
     for case in cases(Layer(shape or LLAMA_8B, tokens, dtype, device)):
-        spread, extra = _time(case, device, rounds)
+        spread, extra = case_time(case, device, rounds)
         medians[case.name] = seconds = spread.median
         slower = seconds / medians[case.beside] if case.beside else None
         limit, least_s = limits.limit(case)
@@ -72,7 +72,8 @@ def kernel_times(
         yield KernelTime(case.name, tokens, spread, case.nbytes, case.flops, limit, *shares, case.beside, slower, extra)
 
 
-def _time(case: Case, device: torch.device, rounds: int) -> tuple[Spread, int | None]:
+def case_time(case: Case, device: torch.device, rounds: int) -> tuple[Spread, int | None]:
+    """Seconds of one call, and the bytes beyond its arguments at their peak; None on a CPU."""
     torch.manual_seed(0)
     if device.type != "cuda":
         arguments = case.make()

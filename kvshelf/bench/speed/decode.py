@@ -107,7 +107,7 @@ def _measure(
     walls = ([run.tokens / run.cost.wall_s for run in runs[way]] for way in ("together", "alone"))
     both = zip(runs["together"], runs["first"], strict=True)
     steps = [(run.cost.seconds - first.cost.seconds) / (NEW_TOKENS - 1) for run, first in both]
-    needed = _step_bytes(subject, caches[:documents], len(caches))
+    needed = step_bytes(subject, caches[:documents], len(caches))
     return Decoding(
         questions=len(caches),
         documents=documents,
@@ -151,7 +151,7 @@ def _question(subject: Subject, i: int) -> list[int]:
     return subject.tokens(QUESTION_TOKENS, seed=1000 + i)
 
 
-def _step_bytes(subject: Subject, documents: Sequence[CompressedCache], rows: int) -> int:
+def step_bytes(subject: Subject, documents: Sequence[CompressedCache], rows: int) -> int:
     """Bytes that a decode step of `rows` answers must read: weights, one cache per document, one suffix per row."""
     model = subject.engine.model
     # The embedding is read one row per token; a tied one is the head as well, and read in full.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 
@@ -11,7 +12,7 @@ from kvshelf.bench.speed.decode import endless_answers
 from kvshelf.bench.speed.subject import QUESTION_TOKENS, Subject
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.workers.engine.attention.function import kvshelf_attention
-from kvshelf.workers.engine.decode.generation import Generation, Sampling
+from kvshelf.workers.engine.decode.generation import Sampling
 from kvshelf.workers.engine.decode.selection import LastChoice, Selection
 
 SELECTORS = ("quest", "mpcache")
@@ -20,6 +21,7 @@ SELECTORS = ("quest", "mpcache")
 _CODEC = "int4"
 _STEPS = 16
 _WARM_UP = 2
+_MOST_STEPS = 512
 _SHARE = 16
 
 
@@ -57,14 +59,14 @@ def selectings(
         blob = cache.to_bytes()
         # Equal documents in memory of their own: nothing is in the processor's caches for another row.
         caches = [cache, *(CompressedCache.from_bytes(blob) for _ in range(max(rows) - 1))]
-        with endless_answers(subject):
-            for selector, count in product(SELECTORS, rows):
-                found.append(_measure(subject, caches[:count], selector, rounds))
-                progress()
+        for selector, count in product(SELECTORS, rows):
+            found.append(selecting(subject, caches[:count], selector, rounds))
+            progress()
     return found
 
 
-def _measure(subject: Subject, caches: Sequence[CompressedCache], selector: str, rounds: int) -> Selecting:
+def selecting(subject: Subject, caches: Sequence[CompressedCache], selector: str, rounds: int) -> Selecting:
+    """One selector, and an answer for each of these caches of equally long documents."""
     tokens = caches[0].num_tokens
     selections: list[Selection] = []
 
@@ -102,18 +104,34 @@ def _selection(subject: Subject, cache: CompressedCache, selector: str, budget: 
 
 
 def _step_s(subject: Subject, caches: Sequence[CompressedCache], selections: Sequence[Selection | None]) -> float:
-    engine, batch = subject.engine, subject.engine.batch()
-    question, sampling = subject.tokens(QUESTION_TOKENS, seed=1000), Sampling(_STEPS + _WARM_UP)
-    answers: list[Generation] = [
-        engine.start(engine.attach(cache), question, sampling, selection)
-        for cache, selection in zip(caches, selections, strict=True)
-    ]
-    with kvshelf_attention(engine.model):
-        for _ in range(_WARM_UP):
-            batch.step(answers)
+    with stepping(subject, caches, selections) as step:
 
         def steps() -> None:
             for _ in range(_STEPS):
-                batch.step(answers)
+                step()
 
         return cost(steps, subject.device).seconds / _STEPS
+
+
+@contextmanager
+def stepping(
+    subject: Subject, caches: Sequence[CompressedCache], selections: Sequence[Selection | None] | None = None
+) -> Iterator[Callable[[], None]]:
+    """Inside the block, a call is one decode step of an answer for each cache, behind its question and first tokens.
+    selections: what each reads of its document; None: all."""
+    engine, batch = subject.engine, subject.engine.batch()
+    question, sampling = subject.tokens(QUESTION_TOKENS, seed=1000), Sampling(_MOST_STEPS)
+    with endless_answers(subject), kvshelf_attention(engine.model):
+        answers = [
+            engine.start(engine.attach(cache), question, sampling, selection)
+            for cache, selection in zip(caches, selections or [None] * len(caches), strict=True)
+        ]
+
+        def step() -> None:
+            for told in batch.step(answers):
+                if isinstance(told, Exception):
+                    raise told
+
+        while any(len(answer.token_ids) < _WARM_UP for answer in answers):
+            step()
+        yield step

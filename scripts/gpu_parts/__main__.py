@@ -1,0 +1,35 @@
+"""One part in this process: `python -m scripts.gpu_parts NAME --out FOLDER --seconds S [--toy] [--device D]`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from scripts.gpu_parts.part import Part
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--toy", action="store_true")
+    parser.add_argument("--device", default="cuda")
+    given = parser.parse_args()
+    ends = time.monotonic() + given.seconds
+    logging.basicConfig(level=logging.WARNING)
+    device = torch.device(given.device)
+    part = Part(given.name, device, given.toy, given.out / "rows.jsonl", given.out, ends)
+    started = time.monotonic()
+    with part.trying(f"the part {given.name}"):
+        import_module(f"scripts.gpu_parts.{given.name}").measure(part)
+    part.row("the whole part", time.monotonic() - started, "s")
+
+
+if __name__ == "__main__":
+    main()

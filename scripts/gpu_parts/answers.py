@@ -1,0 +1,281 @@
+"""What kvshelf-tiny and small random models keep and answer on this device, beside recorded results of a CPU.
+
+`python scripts/gpu.py --record` records them. Kept positions may differ where two entries are as good as equal: such
+ties are told. Where answers differ, the CPU of this machine is asked, too: other versions of torch or transformers can
+make another random model, and that is no fault of the card.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvshelf.bench.models.small import NotBuilt, small_model
+from kvshelf.bench.quality.retrieval import EVALUATION_SEED, counter
+from kvshelf.bench.quality.suite import make_case
+from kvshelf.bench.speed.decode import endless_answers
+from kvshelf.bench.speed.subject import Subject
+from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.artifact.records import entries_of, parts_of
+from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.policies.registry import POLICIES
+from kvshelf.workers.selectors.registry import UNIT_SELECTORS
+from kvshelf.workers.suffixes.registry import SUFFIX_POLICIES
+from scripts.gpu_parts.part import Part
+
+RECORDED = Path(__file__).with_name("answers.json")
+
+_TOKENS, _NEW = 600, 12
+_SUFFIX_BUDGET = 200
+_CODECS = ("none", "int8", "int4", "int2", "mixed:share=0.5", "klt", "klt:heads=each")
+_FAMILIES = ("gemma3_text", "llama4_text", "qwen3_next", "falcon_h1", "deepseek_v3", "gpt2")
+"""Windows; chunks; recurrent states, alone and beside attention; latents; positions that are learned."""
+_TOY_POLICIES = ("full", "keydiff", "snapkv", "h2o", "ems", "kvzip", "pyramidkv")
+
+_TIE = 1e-4
+"""Scores this near, of the layer's widest score, are a tie: sums in another order differ by a hundredth of it."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Answers as token ids. kept: of each layer and head, the positions of its entries; None where not compared."""
+
+    answers: list[list[int]]
+    kept: list[list[list[int]]] | None = None
+
+    def packed(self) -> dict[str, Any]:
+        """As JSON: positions as one bit each."""
+        if self.kept is None:
+            return {"answers": self.answers}
+        bits = [[_bits(head) for head in layer] for layer in self.kept]
+        data = zlib.compress(json.dumps(bits).encode(), 9)
+        return {"answers": self.answers, "kept": base64.b85encode(data).decode()}
+
+    @classmethod
+    def unpacked(cls, found: dict[str, Any]) -> Result:
+        if "kept" not in found:
+            return cls(found["answers"])
+        bits = json.loads(zlib.decompress(base64.b85decode(found["kept"])))
+        return cls(found["answers"], [[_positions(head) for head in layer] for layer in bits])
+
+
+Case = Callable[[], Result]
+
+
+def measure(part: Part) -> None:
+    """A row for each group of cases: how many differ from the recorded ones."""
+    recorded = {name: Result.unpacked(each) for name, each in json.loads(RECORDED.read_text()).items()}
+    engine = Engine.load("kvshelf-tiny", device=str(part.device), dtype="float32")
+    here, here_too = cases(engine, part.device, toy=part.toy), dict(cases(_on_cpu(), torch.device("cpu"), toy=part.toy))
+    told: dict[str, list[str]] = {}
+    ties: dict[str, list[str]] = {}
+    done: dict[str, int] = {}
+    for name, case in here:
+        group = name.partition(" ")[0]
+        with part.trying(name):
+            part.require_s(1)
+            found, expected = case(), recorded[name]
+            done[group] = done.get(group, 0) + 1
+            tied, wrong = _compared(engine, name, found, expected)
+            if wrong and _compared(engine, name, found, here_too[name]())[1] == []:
+                tied, wrong = [f"{name}: as this machine's CPU, which answers otherwise than the recorded one"], []
+            told.setdefault(group, []).extend(wrong)
+            ties.setdefault(group, []).extend(tied)
+    for group, wrong in told.items():
+        note = "; ".join([f"{done[group]} cases", *wrong[:8], *(f"tie: {each}" for each in ties[group][:8])])
+        part.row(f"{group}: other than on a CPU", len(wrong), at_most=0, note=note)
+
+
+def _on_cpu() -> Engine:
+    return Engine.load("kvshelf-tiny", device="cpu", dtype="float32")
+
+
+def cases(engine: Engine, device: torch.device, *, toy: bool = False) -> Iterator[tuple[str, Case]]:
+    """The name of each case, whose first word is its group, and what runs it."""
+    text, asked = document(engine, _TOKENS, 0)
+    for policy in _TOY_POLICIES if toy else POLICIES:
+        yield f"policy {policy}", partial(_policy, engine, text, asked, policy)
+    for codec in _CODECS:
+        yield f"codec {codec}", partial(_codec, engine, text, asked, codec)
+    for selector in ("quest", "mpcache") if toy else UNIT_SELECTORS:
+        yield f"selector {selector}", partial(_selector, engine, text, asked, selector)
+    for suffix in ("window", "h2o") if toy else SUFFIX_POLICIES:
+        yield f"suffix {suffix}", partial(_suffix, engine, text, asked, suffix)
+    yield "joint documents", partial(_joint, engine)
+    yield "joint batch", partial(_batch, engine)
+    yield "append", partial(_append, engine, text, asked)
+    yield "chunked lagkv", partial(_policy, engine, text, asked, "lagkv", prefill="chunked")
+    for family in _FAMILIES[:3] if toy else _FAMILIES:
+        for policy in ("full", "keydiff"):
+            yield f"random {family}, {policy}", partial(_random, family, policy, device)
+
+
+def document(engine: Engine, tokens: int, number: int) -> tuple[str, str]:
+    """A text with facts, and a question about one of them."""
+    made = make_case("multikey", "prose", tokens, EVALUATION_SEED + number, counter(engine))
+    return made.text, made.asks[0].text
+
+
+def _policy(engine: Engine, text: str, asked: str, policy: str, **params: Any) -> Result:
+    ratio = 0.5 if POLICIES[policy].takes_budget else None
+    cache = engine.compress(text, policy=policy, compression_ratio=ratio, **params)
+    return Result([_answer(engine, cache, asked)], _kept(cache))
+
+
+def _codec(engine: Engine, text: str, asked: str, codec: str) -> Result:
+    cache = engine.encoded(engine.compress(text, policy="keydiff", compression_ratio=0.5), codec)
+    read = CompressedCache.from_bytes(cache.to_bytes())
+    return Result([_answer(engine, each, asked) for each in (cache, read)])
+
+
+def _selector(engine: Engine, text: str, asked: str, selector: str) -> Result:
+    policy = selector if selector in ("infllm", "mpcache") else "full"
+    cache = engine.compress(text, policy=policy)
+    given = {"select": selector, "select_tokens": 400 if selector == "infllm" else 160, "max_new_tokens": _NEW}
+    found = [engine.answer(each, asked, **given) for each in (cache, engine.encoded(cache, "int4"))]
+    return Result([list(each.token_ids) for each in found])
+
+
+def _suffix(engine: Engine, text: str, asked: str, suffix: str) -> Result:
+    cache = engine.compress(text, policy="full")
+    given = {"policy": suffix, "budget": _SUFFIX_BUDGET}
+    with endless_answers(Subject(engine, "")):
+        answer = engine.answer(cache, asked, max_new_tokens=_SUFFIX_BUDGET + 48, suffix=given)
+    return Result([list(answer.token_ids)])
+
+
+def _joint(engine: Engine) -> Result:
+    texts = [document(engine, 300, number) for number in (1, 2)]
+    caches = [engine.compress(text, policy="full") for text, _ in texts]
+    return Result([list(engine.answer(caches, asked, max_new_tokens=_NEW).token_ids) for _, asked in texts])
+
+
+def _batch(engine: Engine) -> Result:
+    """Questions of several lengths on shared and own documents, one of them merged, in one batch."""
+    texts = [document(engine, 300, number) for number in (1, 2, 3)]
+    caches = [
+        engine.compress(text, policy=policy)
+        for (text, _), policy in zip(texts, ("full", "keydiff", "ems"), strict=True)
+    ]
+    asked = [
+        (cache, each) for cache, (_, own) in zip(caches, texts, strict=True) for each in (own, f"Please tell: {own}")
+    ]
+    return Result([list(each.token_ids) for each in engine.answer_all(asked, max_new_tokens=_NEW)])
+
+
+def _append(engine: Engine, text: str, asked: str) -> Result:
+    more, other = document(engine, 300, 4)
+    cache = engine.extend(engine.compress(text, policy="keydiff", compression_ratio=0.5), more)
+    return Result([_answer(engine, cache, question) for question in (asked, other)])
+
+
+def _random(family: str, policy: str, device: torch.device) -> Result:
+    """A small random model, its weights by their names, so that no version of transformers makes others."""
+    model = small_model(family)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            spread = 0.05 if parameter.dim() > 1 else 0.02
+            parameter.copy_(float(parameter.dim() == 1) + spread * torch.randn(parameter.shape, generator=generator))
+    engine = Engine(model.to(device), name=family)
+    ids = torch.randint(3, model.config.vocab_size, (180,), generator=torch.Generator().manual_seed(1)).tolist()
+    cache = engine.compress(ids, policy=policy, **({} if policy == "full" else {"compression_ratio": 0.5}))
+    return Result([_answer(engine, cache, ids[:9]), _answer(engine, cache, ids[40:41])], _kept(cache))
+
+
+def _answer(engine: Engine, cache: CompressedCache, asked: Any) -> list[int]:
+    return list(engine.answer(cache, asked, max_new_tokens=_NEW).token_ids)
+
+
+def _kept(cache: CompressedCache) -> list[list[list[int]]]:
+    """Of each layer with entries, the positions of each head; those of all its parts together."""
+    kept = []
+    for layer in cache.layers:
+        entries = entries_of(layer)
+        if entries is None:
+            continue
+        heads: list[list[int]] = [[] for _ in range(entries.kv_heads)]
+        for each in parts_of(entries):
+            for head, positions in zip(heads, each.positions, strict=True):
+                head += positions.tolist()
+        kept.append([sorted(head) for head in heads])
+    return kept
+
+
+def _compared(engine: Engine, name: str, found: Result, expected: Result) -> tuple[list[str], list[str]]:
+    """The ties, and what is wrong."""
+    ties, wrong = [], []
+    if found.answers != expected.answers:
+        both = enumerate(zip(found.answers, expected.answers, strict=True))
+        differing = [number for number, (mine, theirs) in both if mine != theirs]
+        wrong.append(f"{name}: answers {differing} of {len(expected.answers)}")
+    if found.kept is not None and found.kept != expected.kept:
+        assert expected.kept is not None
+        others = [
+            (layer, head, set(mine) ^ set(theirs))
+            for layer, both in enumerate(zip(found.kept, expected.kept, strict=True))
+            for head, (mine, theirs) in enumerate(zip(*both, strict=True))
+            if mine != theirs
+        ]
+        gap = _gap(engine, name, others)
+        said = f"{name}: {sum(len(each) for *_, each in others)} positions in {len(others)} heads"
+        if gap is not None and gap <= _TIE:
+            ties.append(f"{said}, whose scores differ by {gap:.0e}")
+        else:
+            wrong.append(f"{said}, whose scores differ by {'an unknown amount' if gap is None else f'{gap:.0e}'}")
+    return ties, wrong
+
+
+def _gap(engine: Engine, name: str, others: list[tuple[int, int, set[int]]]) -> float | None:
+    """The widest difference between the scores of entries that one device keeps and another does not, of the range of
+    the layer's scores; None for a policy that gives none of the whole document."""
+    group, _, policy = name.partition(" ")
+    if group != "policy":
+        return None
+    text, _ = document(engine, _TOKENS, 0)
+    try:
+        scores: list[Tensor] = engine.scores(engine.prepare(text, policy=policy, compression_ratio=0.5))
+    except (InvalidRequest, PolicyUnsupported):
+        return None
+    gaps = []
+    for layer, head, positions in others:
+        own = scores[layer][head].float().cpu()
+        of = own[sorted(positions)]
+        spread = own[own.isfinite()]
+        gaps.append(float((of.max() - of.min()) / (spread.max() - spread.min()).clamp_min(1e-30)))
+    return max(gaps, default=0.0)
+
+
+def _bits(positions: list[int]) -> str:
+    """Positions as a number in hexadecimal; twice the same is told as such, which no policy keeps."""
+    assert all(one < other for one, other in pairwise(positions))
+    return f"{sum(1 << position for position in positions):x}"
+
+
+def _positions(bits: str) -> list[int]:
+    number = int(bits, 16)
+    return [position for position in range(number.bit_length()) if number >> position & 1]
+
+
+def record() -> None:
+    """Run every case on this CPU and write what it kept and answered."""
+    engine, found = _on_cpu(), {}
+    for name, case in cases(engine, torch.device("cpu")):
+        try:
+            found[name] = case().packed()
+        except NotBuilt as reason:
+            print(f"{name}: {reason}")
+    lines = (f"{json.dumps(name)}: {json.dumps(each)}" for name, each in found.items())
+    RECORDED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    print(f"{len(found)} cases, {RECORDED.stat().st_size / 1024:.0f} KiB in {RECORDED}")

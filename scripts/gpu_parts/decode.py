@@ -1,0 +1,128 @@
+"""Decode steps of many answers on one document, and on documents of their own; where their time goes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from kvshelf.bench.kernels.baselines import attention_of_full_cache
+from kvshelf.bench.measure import copy_bandwidth
+from kvshelf.bench.speed.decode import step_bytes
+from kvshelf.bench.speed.selecting import stepping
+from kvshelf.bench.speed.subject import Subject
+from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, PackedPrefix, SuffixRows, prefix_attention
+from kvshelf.store.artifact.cache import CompressedCache
+from scripts.gpu_parts.models import llama_8b
+from scripts.gpu_parts.part import Part, mapped
+
+_TOKENS, _SHORT = 32768, 2048
+_ANSWERS = (1, 8, 32)
+_COPIES = 8
+_STEPS = 16
+
+
+def measure(part: Part) -> None:
+    subject = llama_8b(part)
+    rate = copy_bandwidth(part.device)
+    tokens, short = (256, 64) if part.toy else (_TOKENS, _SHORT)
+    answers = (1, 2) if part.toy else _ANSWERS
+    copies, most = (2, 2) if part.toy else (_COPIES, _ANSWERS[-1])
+    whole = subject.engine.compress(subject.tokens(tokens, seed=10), policy="full")
+    shared: dict[int, float] = {}
+    for count in answers:
+        with part.trying(f"{count} answers on one document"):
+            shared[count] = _told(
+                part, subject, [whole] * count, 1, rate, f"{count} answers on one document of {tokens}"
+            )
+    with part.trying("profile"):
+        _profiled(part, subject, [whole] * answers[-1])
+    attention: dict[int, tuple[float, float]] = {}
+    for count in answers:
+        with part.trying(f"attention of {count} answers"):
+            part.require_s(4)
+            attention[count] = _attention(part, subject, tokens, count)
+    count = answers[-1]
+    if count in shared and count in attention:
+        ours, naive = (each * len(whole.layers) for each in attention[count])
+        apart = shared[count] - ours + naive
+        note = f"a step of {apart * 1e3:.1f} ms: ours, with the attention over a copy for each answer in place of ours"
+        part.row(f"{count} answers on one document: the naive way over ours", apart / shared[count], "times",
+                 at_least=5, note=note)  # fmt: skip
+    with part.trying("a copy of the document for each answer"):
+        part.require_s(8)
+        own = [_copied(whole) for _ in range(copies)]
+        seconds = _told(part, subject, own, copies, rate, f"{copies} answers, a copy of the document each")
+        if copies in shared:
+            part.row(f"{copies} answers: a copy each over one document", seconds / shared[copies], "times")
+        del own
+    with part.trying("short documents"):
+        part.require_s(8)
+        caches = [subject.engine.compress(subject.tokens(short, seed=20 + i), policy="full") for i in range(most)]
+        _told(part, subject, caches, most, rate, f"{most} answers on {most} documents of {short}")
+        _profiled(part, subject, caches)
+
+
+def _told(part: Part, subject: Subject, caches: list[CompressedCache], documents: int, rate: float, name: str) -> float:
+    """The seconds of a step, and a row for its share of the limit: every byte that it must read, once."""
+    part.require_s(4)
+    with stepping(subject, caches) as step:
+        spread = part.seconds(lambda: [step() for _ in range(4)], rounds=_STEPS // 4)
+    seconds = spread.median / 4
+    needed = step_bytes(subject, caches[:documents], len(caches))
+    note = f"{seconds * 1e3:.2f} ms a step, {len(caches) / seconds:,.0f} tokens/s, reads {needed / 1e9:.2f} GB at least"
+    part.row(f"{name}: share of the byte limit", needed / seconds / rate, "of the limit", at_least=0.6, note=note)
+    return seconds
+
+
+def _attention(part: Part, subject: Subject, tokens: int, rows: int) -> tuple[float, float]:
+    """Seconds of a layer's attention of so many answers on one document: ours, which reads it once, and torch's over a
+    static cache that has a copy of it for each answer."""
+    config = subject.engine.model.config
+    heads, q_heads, dim = config.num_key_value_heads, config.num_attention_heads, config.head_dim
+    random = lambda *size: torch.randn(*size, device=part.device, dtype=part.dtype)  # noqa: E731
+    # Two layers' documents in turn: one alone would partly stay in the card's cache.
+    documents = [
+        PackedPrefix(random(heads * tokens, dim), random(heads * tokens, dim), (tokens,) * heads) for _ in range(2)
+    ]
+    layout = BatchLayout((rows,), (SuffixRows((64,) * rows, tuple(range(rows))),), part.device)
+    suffixes = [(random(rows, heads, 64, dim), random(rows, heads, 64, dim))]
+    queries, rules = random(rows, q_heads, dim), LogitRules(dim**-0.5)
+
+    def ours() -> None:
+        for document in documents:
+            prefix_attention(queries, [[document]], suffixes, layout, rules)
+
+    own_s = part.seconds(ours, rounds=5, warm_up=3).median / 2
+    keys, values = (random(rows, heads, tokens + 64, dim) for _ in range(2))
+    asked = queries.unsqueeze(2)
+    naive_s = part.seconds(lambda: _static(asked, keys, values), rounds=5, warm_up=2).median
+    note = f"ours {own_s * 1e3:.3f} ms, torch's {naive_s * 1e3:.3f} ms a layer"
+    part.row(f"attention of {rows} answers on one document: torch's static caches over ours", naive_s / own_s, "times",
+             note=note)  # fmt: skip
+    return own_s, naive_s
+
+
+def _static(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    if len(queries) == 1:
+        return attention_of_full_cache(queries[0], keys[0], values[0])
+    return torch.nn.functional.scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
+
+
+def _copied(cache: CompressedCache) -> CompressedCache:
+    return replace(cache, layers=mapped(cache.layers, torch.clone))
+
+
+def _profiled(part: Part, subject: Subject, caches: list[CompressedCache]) -> None:
+    """Where the time of a step goes: kernels, launches, and how long the card waits."""
+    part.require_s(6)
+    documents = len({id(cache) for cache in caches})
+    name = f"{len(caches)} answers on {documents} documents"
+    with stepping(subject, caches) as step:
+        seconds = part.seconds(step, rounds=5).median
+        found = part.profiled(step, steps=4)
+    part.text("profile.txt", f"==== a decode step of {name}, {seconds * 1e3:.2f} ms\n{found.table}")
+    if found.device_s is None:
+        return
+    note = f"{found.kernels:.0f} kernels, {found.device_s * 1e3:.2f} of {seconds * 1e3:.2f} ms; profile.txt"
+    part.row(f"{name}: the card works", found.device_s / seconds, "of a step", note=note)
