@@ -85,7 +85,16 @@ INLINE int any(Ints mask) {
 #endif
 }
 
-INLINE Floats spread(float x) { return (Floats){0} + x; }
+/* By an instruction that reads a number in memory into all lanes: for `{0} + x` GCC reads, spreads and adds. */
+INLINE Floats spread(float x) {
+#if defined(__AVX512F__)
+    return _mm512_set1_ps(x);
+#elif defined(__AVX2__)
+    return _mm256_set1_ps(x);
+#else
+    return (Floats){0} + x;
+#endif
+}
 
 /* Query rows that stay in registers; the distance of prefetches in bytes. */
 enum { FEW_ROWS = 8, AHEAD = 4096 };
