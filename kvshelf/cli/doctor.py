@@ -129,12 +129,14 @@ def _intensity(device: str, dtype: str) -> str:
 def _kernels() -> str:
     with needs_extra("serve", purpose="the kernels"):
         from kvshelf.kernels.dispatch import cpu_form
-        from kvshelf.kernels.native import architecture
-    form = cpu_form()
+        from kvshelf.kernels.native import LEVEL, architecture, capability
+    form, level = cpu_form(), os.environ.get(LEVEL)
     if "KVSHELF_KERNELS" in os.environ:
         return f"on a CPU: {form}, set by KVSHELF_KERNELS"
     if form != "eager":
-        return f"on a CPU: {form}, compiled from C"
+        return f"on a CPU: {form}, compiled from C" + (f", the level set by {LEVEL}" if level else "")
+    if level and architecture() is None:
+        return f"on a CPU: eager, torch operations; {LEVEL} is {level}, which cannot run where torch finds {capability()}"
     if architecture() is None:
         return "on a CPU: eager, torch operations; compiled kernels do not support this processor"
     return (

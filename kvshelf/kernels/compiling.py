@@ -23,8 +23,8 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 
-_LEVELS = {"x86_64": {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}}
-"""Not ARM: its vectors of 16 bytes are untested, and GCC keeps wider ones in memory (see `native.h`)."""
+_LEVELS = {"x86_64": {"avx512": "x86-64-v4", "avx2": "x86-64-v3"}}
+"""The highest first. Not ARM: its vectors of 16 bytes are untested, and GCC keeps wider ones in memory (see `native.h`)."""
 
 _FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno",
           "-fno-trapping-math", "-Wno-psabi")  # fmt: skip
@@ -37,7 +37,7 @@ class CannotCompile(Exception):
 
 
 def levels() -> dict[str, str]:
-    """Map torch's name of a CPU capability to the architecture of its library; empty on machines without C forms.
+    """Map the name of a level to the architecture of its library, the highest first; empty on machines without C forms.
 
     A wheel has a library for each architecture, because it may run on another machine than it was built on.
     """

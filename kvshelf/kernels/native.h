@@ -55,12 +55,18 @@ INLINE float number_at(const void *data, int64_t at, int64_t type) {
     return number;
 }
 
-/* Eight numbers of a vector, from `at` on. By a copy, which no compiler makes: GCC before 12 has no
+/* Eight numbers of a vector, from `at` on. By a copy where there is no instruction known: GCC before 12 has no
    __builtin_shufflevector. */
 INLINE Eight eight_of(const Floats x, const int at) {
+#if defined(__AVX512F__)
+    return (Eight)(at ? _mm512_extractf32x8_ps(x, 1) : _mm512_castps512_ps256(x));
+#elif LANES == 8
+    return (Eight)x;
+#else
     Eight part;
     memcpy(&part, (const float *)&x + at, sizeof part);
     return part;
+#endif
 }
 
 INLINE float sum(Floats x) {
@@ -85,7 +91,16 @@ INLINE int any(Ints mask) {
 #endif
 }
 
-INLINE Floats spread(float x) { return (Floats){0} + x; }
+/* By an instruction that reads a number in memory into all lanes: for `{0} + x` GCC reads, spreads and adds. */
+INLINE Floats spread(float x) {
+#if defined(__AVX512F__)
+    return _mm512_set1_ps(x);
+#elif defined(__AVX2__)
+    return _mm256_set1_ps(x);
+#else
+    return (Floats){0} + x;
+#endif
+}
 
 /* Query rows that stay in registers; the distance of prefetches in bytes. */
 enum { FEW_ROWS = 8, AHEAD = 4096 };
@@ -119,8 +134,12 @@ INLINE Floats larger(Floats new, Floats old) {
    y = n + rest, |rest| <= 1/2; the polynomial is the one of its degree whose largest relative error is least, 8e-8. */
 INLINE Floats power_of_2(Floats y) {
     y = larger(spread(-126), y);
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
     const Floats n = _mm512_roundscale_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__AVX2__)
+    y = _mm256_min_ps(spread(128), y); /* the second where either is NaN */
+    const Ints whole = (Ints)_mm256_cvtps_epi32(y);
+    const Floats n = _mm256_cvtepi32_ps((__m256i)whole);
 #else
     y = choose(y > 128, spread(128), y);
     const Ints whole = __builtin_convertvector(y + choose(y < 0, spread(-0.5f), spread(0.5f)), Ints);

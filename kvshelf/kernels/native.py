@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import logging
+import os
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvshelf.errors import InternalError
 from kvshelf.kernels.compiling import levels, library_path
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -26,10 +29,29 @@ WIDTHS = range(LANES, 257, LANES)
 """Head sizes that C forms hold in whole vectors."""
 
 
+LEVEL: Final = "KVSHELF_CPU_LEVEL"
+"""Forces the library of one level, avx2 or avx512, for every operation of a process."""
+
+_LOG = logging.getLogger(__name__)
+
+
 def architecture() -> str | None:
-    """The architecture that libraries for this CPU are compiled for; None if there are none for it."""
-    # The capability that torch found, which ATEN_CPU_CAPABILITY can lower.
-    return levels().get(torch.backends.cpu.get_cpu_capability())
+    """The architecture that the library for this CPU is compiled for; None if there is none for it, or if the level that
+    `KVSHELF_CPU_LEVEL` forces cannot run here. Raises `InternalError` for a level of another name."""
+    known, forced = levels(), os.environ.get(LEVEL, "")
+    if forced and known and forced not in known:
+        raise InternalError(f"{LEVEL} is {forced!r}; it must be one of {', '.join(known)}, or unset")
+    return known.get(forced or capability()) if not forced or _runs(forced) else None
+
+
+def capability() -> str:
+    """The level that torch found, which ATEN_CPU_CAPABILITY can lower; a level without C forms may have any name."""
+    return torch.backends.cpu.get_cpu_capability().lower()
+
+
+def _runs(level: str) -> bool:
+    names = list(levels())
+    return capability() in names and names.index(level) >= names.index(capability())
 
 
 @cache
@@ -37,6 +59,9 @@ def library() -> ctypes.CDLL | None:
     """The library, loaded once; None if there is none for this CPU and the present sources."""
     level = architecture()
     if level is None:
+        if os.environ.get(LEVEL):
+            _LOG.warning("%s is %s, which cannot run where torch finds %s: torch's own operations compute",
+                         LEVEL, os.environ[LEVEL], capability())  # fmt: skip
         return None
     try:
         loaded = ctypes.CDLL(str(library_path(level)))

@@ -30,12 +30,6 @@ void phase(Member *member, int64_t count, void (*work)(const void *, int64_t), c
     }
 }
 
-/* One of both; the other is 0. */
-typedef struct {
-    const RowProgram *program;
-    const Attention *attention;
-} Part;
-
 typedef struct {
     const Part *parts;
     int64_t count;
@@ -50,8 +44,6 @@ static void run_as_member(void *given) {
         part->program ? run_rows(&member, part->program) : run_attention(&member, part->attention);
 }
 
-/* Parts in order, each on all threads. They start together once: starting them for each part, or each product, would
-   wait each time for threads that have fallen asleep. */
 EXPORT void kvshelf_run(const Part *parts, int64_t count, int threads) {
     int64_t phases = 0;
     for (const Part *part = parts; part < parts + count; part++)

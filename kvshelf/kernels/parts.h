@@ -30,4 +30,14 @@ void run_attention(Member *member, const Attention *attention);
 int64_t phases_of_rows(const RowProgram *program);
 enum { PHASES_OF_ATTENTION = 4 };
 
+/* One of both; the other is 0. */
+typedef struct {
+    const RowProgram *program;
+    const Attention *attention;
+} Part;
+
+/* Parts in order, each on all threads. They start together once: starting them for each part, or each product, would
+   wait each time for threads that have fallen asleep. */
+EXPORT void kvshelf_run(const Part *parts, int64_t count, int threads);
+
 #endif

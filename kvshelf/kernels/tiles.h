@@ -25,7 +25,7 @@ INLINE void add_products(OfRows sums[ABREAST], const float *numbers, const int64
     for (int64_t n = 0; n < count; n++)
 #pragma GCC unroll 8
         for (int i = 0; i < ABREAST; i++) {
-            const float number = numbers[i * across + n * along];
+            const Floats number = spread(numbers[i * across + n * along]);
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS; v++) total[i][v] += rows[n][v] * number;
         }

@@ -19,7 +19,15 @@ from kvshelf.store.private import without_secret
 PREFIX = "KVSHELF_"
 
 OTHER_VARIABLES = frozenset(
-    {"KVSHELF_URL", "KVSHELF_API_KEY", "KVSHELF_ENV_FILE", "KVSHELF_GATES", "KVSHELF_KERNELS", "KVSHELF_VLLM_UNTESTED"}
+    {
+        "KVSHELF_URL",
+        "KVSHELF_API_KEY",
+        "KVSHELF_ENV_FILE",
+        "KVSHELF_CPU_LEVEL",
+        "KVSHELF_GATES",
+        "KVSHELF_KERNELS",
+        "KVSHELF_VLLM_UNTESTED",
+    }
 )
 """Variables of the clients, the command line, engines, kernels and vLLM's connector, allowed for a service, too."""
 

@@ -76,8 +76,19 @@ INLINE float sunk(const Call *a, const Run *run, int64_t r, float *top, float ma
     return mass * *fade + exp2f(sink - highest);
 }
 
-INLINE Floats capped(const Floats x, const float cap) {
-    return cap * (2 / (1 + power_of_2(x * (-2 * LOG2_E / cap))) - 1);
+/* Logits under a cap. Apart, because its constants take the registers of those of the softmax. */
+static __attribute__((noinline)) void cap_logits(Floats *logits, int64_t count, float cap) {
+    const Floats slope = spread(-2 * LOG2_E / cap), twice = spread(2 * cap), once = spread(cap);
+    for (int64_t i = 0; i < count; i++) logits[i] = twice / (1 + power_of_2(logits[i] * slope)) - once;
+}
+
+/* The logits of a tile become 2^(logit - shift of its row); their sums. Apart, as `cap_logits`. */
+static __attribute__((noinline)) void raise_logits(Floats *logits, const float *shift, float *sums, int rows) {
+    for (int r = 0; r < rows; r++) {
+        Floats total = {0};
+        for (int t = 0; t < TILE / LANES; t++, logits++) total += *logits = power_of_2(*logits - shift[r]);
+        sums[r] = sum(total);
+    }
 }
 
 /* Rows of a tile, as they lie in memory or made out of codes. `stride`: elements from row to row. */
@@ -189,21 +200,24 @@ INLINE void attend_few(const Call *a, const Run *run, const int rows, const int 
             for (int p = 0; p < key_parts; p++) part[p] = load(keys.data, j * keys.stride + p * LANES, type);
             for (int r = 0; r < rows; r++) ((float *)weights[r])[j] = dot(query[r], part, key_parts);
         }
+        for (int r = 0; r < rows; r++)
+            for (int t = 0; t < TILE / LANES; t++) weights[r][t] *= a->scale * LOG2_E;
+        if (a->softcap > 0) cap_logits(weights[0], rows * (TILE / LANES), a->softcap);
+        float shift[FEW_ROWS], fade[FEW_ROWS], tile_mass[FEW_ROWS];
         for (int r = 0; r < rows; r++) {
             float *logits = (float *)weights[r], highest = top[r];
-            for (int t = 0; t < TILE / LANES; t++) weights[r][t] *= a->scale * LOG2_E;
-            for (int t = 0; t < TILE / LANES && a->softcap > 0; t++) weights[r][t] = capped(weights[r][t], a->softcap);
             const int64_t seen = limit_of(a, run, r) - first, begin = begin_of(a, run, r) - first;
             for (int j = 0; j < begin && j < count; j++) logits[j] = -INFINITY;
             for (int j = seen < 0 ? 0 : seen < count ? (int)seen : count; j < TILE; j++) logits[j] = -INFINITY;
             for (int j = 0; j < count; j++) highest = logits[j] > highest ? logits[j] : highest;
-            const float shift = highest == -INFINITY ? 0 : highest; /* such a row has seen nothing yet */
-            const float fade = exp2f(top[r] - shift);
+            shift[r] = highest == -INFINITY ? 0 : highest; /* such a row has seen nothing yet */
+            fade[r] = exp2f(top[r] - shift[r]);
             top[r] = highest;
-            Floats tile_mass = (Floats){0};
-            for (int t = 0; t < TILE / LANES; t++) tile_mass += weights[r][t] = power_of_2(weights[r][t] - shift);
-            mass[r] = mass[r] * fade + sum(tile_mass);
-            for (int p = 0; p < parts; p++) total[r][p] *= fade;
+        }
+        raise_logits(weights[0], shift, tile_mass, rows);
+        for (int r = 0; r < rows; r++) {
+            mass[r] = mass[r] * fade[r] + tile_mass[r];
+            for (int p = 0; p < parts; p++) total[r][p] *= fade[r];
         }
         for (int j = 0; j < count; j++) {
             for (int line = 0; line < key_parts * LANES * width && !quantized; line += 64)
@@ -282,9 +296,7 @@ static void attend_many(const Call *a, const Run *run) {
         const float *keys = (const float *)key_tile.data, *values = (const float *)value_tile.data;
         ask_for(values, value_tile.stride, dim);
         multiply(keys, key_tile.stride, key_dim, count, query, a->scale * LOG2_E, weights);
-        if (a->softcap > 0)
-            for (int j = 0; j < TILE; j++)
-                for (int v = 0; v < VECTORS; v++) weights[j][v] = capped(weights[j][v], a->softcap);
+        if (a->softcap > 0) cap_logits(weights[0], TILE * VECTORS, a->softcap);
         if (a->since || a->softcap > 0 || limit_of(a, run, 0) < first + count) hide(a, run, first, weights);
         for (int v = 0; v < VECTORS; v++) {
             Floats highest = top[v];
@@ -328,14 +340,14 @@ static void weigh(const Call *a, const Run *run, float *into, int64_t step) {
     }
     for (int64_t r = 0; r < run->rows; r++) {
         const float lse = a->lses[result_of(a, run, r)] * LOG2_E;
-        for (int64_t j = 0; j < run->end; j += LANES) {
-            const int64_t left = run->end - j, bytes = (left < LANES ? left : LANES) * (int64_t)sizeof(float);
-            Floats logits = {0};
-            memcpy(&logits, into + r * step + j, bytes);
-            logits *= a->scale * LOG2_E;
-            if (a->softcap > 0) logits = capped(logits, a->softcap);
-            logits = power_of_2(logits - lse);
-            memcpy(into + r * step + j, &logits, bytes);
+        for (int64_t j = 0; j < run->end; j += TILE) {
+            Floats logits[TILE / LANES] = {{0}};
+            const int64_t bytes = (run->end - j < TILE ? run->end - j : TILE) * (int64_t)sizeof(float);
+            memcpy(logits, into + r * step + j, bytes);
+            for (int t = 0; t < TILE / LANES; t++) logits[t] *= a->scale * LOG2_E;
+            if (a->softcap > 0) cap_logits(logits, TILE / LANES, a->softcap);
+            for (int t = 0; t < TILE / LANES; t++) logits[t] = power_of_2(logits[t] - lse);
+            memcpy(into + r * step + j, logits, bytes);
         }
     }
 }

@@ -6,46 +6,82 @@
 
 #include "parts.h"
 
-/* Weights are [panels, inner, PANEL]: the outputs of a panel stand in the lanes of vectors. MOST: rows whose sums the
-   registers hold. */
-enum { PANEL = 32, VECTORS = PANEL / LANES };
+/* Weights are [panels, inner, PANEL]: the outputs of a panel stand in the lanes of vectors. MOST: rows that are worked on
+   together with WIDE vectors, as many as registers hold sums of beside a row's number and the vectors of weights. DEPTH:
+   inputs whose weights stay in a first-level cache while all rows pass. ASKED: inputs by which memory is asked in
+   advance. */
+enum { PANEL = 32, WIDE = 2, DEPTH = 256, ASKED = 16 };
 #ifdef __AVX512F__
 enum { MOST = 12 };
 #else
-enum { MOST = 3 };
+enum { MOST = 6 };
 #endif
 
-/* Sums of `rows` rows with one panel. One sum for each output, from the first input to the last, whatever the number of
-   rows: the answer of a row must not depend on its neighbours. */
-INLINE void multiply_panel(const float *x, const int64_t x_step, const float *panel, const float *bias, float *y,
-                           const int64_t y_step, const int64_t inner, const int rows) {
-    Floats sums[MOST][VECTORS];
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < VECTORS; v++) sums[r][v] = bias ? load(bias, v * LANES, FP32) : (Floats){0};
-    for (int64_t k = 0; k < inner; k++) {
-        Floats weights[VECTORS];
-        for (int v = 0; v < VECTORS; v++) weights[v] = load(panel, k * PANEL + v * LANES, FP32);
-        if (rows <= 2) __builtin_prefetch(panel + (k + 32) * PANEL), __builtin_prefetch(panel + (k + 32) * PANEL + 16);
+/* Add to y the products of `rows` rows with as many vectors of a panel, over `depth` inputs. One sum for each output,
+   from the first input to the last, whatever the number of rows and wherever a depth ends: the answer of a row must not
+   depend on its neighbours. ask: whether these weights come from memory. */
+INLINE void add_panel(const float *x, const int64_t x_step, const float *panel, float *y, const int64_t y_step,
+                      const int64_t depth, const int rows, const int vectors, const int ask) {
+    Floats sums[MOST][PANEL / LANES];
 #pragma GCC unroll 12
-        for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) sums[r][v] += weights[v] * x[r * x_step + k];
-    }
     for (int r = 0; r < rows; r++)
-        for (int v = 0; v < VECTORS; v++) *(FloatsAnywhere *)(y + r * y_step + v * LANES) = sums[r][v];
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) sums[r][v] = load(y, r * y_step + v * LANES, FP32);
+    for (int64_t k = 0; k < depth; k++) {
+        if (ask) __builtin_prefetch(panel + (k + ASKED) * PANEL), __builtin_prefetch(panel + (k + ASKED) * PANEL + 16);
+        Floats weights[PANEL / LANES];
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) weights[v] = load(panel, k * PANEL + v * LANES, FP32);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            const Floats number = spread(x[r * x_step + k]);
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; v++) sums[r][v] += weights[v] * number;
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) *(FloatsAnywhere *)(y + r * y_step + v * LANES) = sums[r][v];
 }
 
+/* As `add_panel`, with all of a panel's outputs, for up to MOST rows. The weights of one row or two are only read, and
+   more vectors of them keep the units busy. */
+static void add_some(const float *x, int64_t x_step, const float *panel, float *y, int64_t y_step, int64_t depth,
+                     int64_t rows, int ask) {
+    if (rows == 1) return add_panel(x, x_step, panel, y, y_step, depth, 1, PANEL / LANES, 1);
+    if (rows == 2) return add_panel(x, x_step, panel, y, y_step, depth, 2, PANEL / LANES, 1);
+    for (int at = 0; at < PANEL; at += WIDE * LANES, ask = 0)
+        switch (rows) {
+#define SOME(R)                                                                                   \
+    case R:                                                                                       \
+        if (ask)                                                                                  \
+            add_panel(x, x_step, panel + at, y + at, y_step, depth, R, WIDE, 1);                  \
+        else                                                                                      \
+            add_panel(x, x_step, panel + at, y + at, y_step, depth, R, WIDE, 0);                  \
+        break;
+            SOME(3) SOME(4) SOME(5) SOME(6)
+#ifdef __AVX512F__
+            SOME(7) SOME(8) SOME(9) SOME(10) SOME(11) SOME(12)
+#endif
+        }
+}
+
+/* Rows of similar numbers go together: a single one left behind would read all weights for itself. */
 static void multiply_rows(const float *x, int64_t x_step, const float *panel, const float *bias, float *y,
                           int64_t y_step, int64_t inner, int64_t rows) {
-    for (; rows >= MOST; rows -= MOST, x += MOST * x_step, y += MOST * y_step)
-        multiply_panel(x, x_step, panel, bias, y, y_step, inner, MOST);
-#define LEFT(R) case R: return multiply_panel(x, x_step, panel, bias, y, y_step, inner, R);
-    switch (rows) {
-        LEFT(1) LEFT(2)
-#ifdef __AVX512F__
-        LEFT(3) LEFT(4) LEFT(5) LEFT(6) LEFT(7) LEFT(8) LEFT(9) LEFT(10) LEFT(11)
-#endif
-    }
+    const int64_t groups = (rows + MOST - 1) / MOST;
+    for (int64_t r = 0; r < rows; r++)
+        if (bias)
+            memcpy(y + r * y_step, bias, PANEL * sizeof *y);
+        else
+            memset(y + r * y_step, 0, PANEL * sizeof *y);
+    for (int64_t k = 0; k < inner; k += DEPTH)
+        for (int64_t g = 0; g < groups; g++) {
+            const int64_t from = g * rows / groups, to = (g + 1) * rows / groups;
+            add_some(x + from * x_step + k, x_step, panel + k * PANEL, y + from * y_step, y_step,
+                     inner - k < DEPTH ? inner - k : DEPTH, to - from, g == 0);
+        }
 }
 
 enum { LINEAR, MUL, ADD, SUB, COPY, SILU, GELU, GELU_TANH, TANH, RELU, RSQRT, MEAN };
@@ -251,4 +287,14 @@ void run_rows(Member *member, const RowProgram *a) {
         phase(member, stretch.pieces, stretch.panels ? multiply_piece : map_piece, &stretch);
         now += stretch.count;
     }
+}
+
+/* x [rows, inputs] times a packed weight, and the bias, into y. sizes: rows, panels, inputs, and the rows of a block. */
+EXPORT void kvshelf_multiply(float *x, const float *packed, const float *bias, float *y, const int64_t *sizes,
+                             int threads) {
+    const Value from = {.buffer = 0}, to = {.buffer = 1};
+    const Instruction product = {LINEAR, {sizes[1], sizes[2], 1}, to, from, from, (int64_t)packed, (int64_t)bias};
+    const Buffer buffers[] = {{x, sizes[2], 0}, {y, sizes[1] * PANEL, 0}};
+    const RowProgram rows = {&product, buffers, 1, sizes[0], sizes[3], 0, 0};
+    kvshelf_run(&(Part){&rows, 0}, 1, threads);
 }

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kvshelf.kernels.native import Part, run_parts
+from kvshelf.kernels.native import Part, compiled, pointer, run_parts
 
 PANEL: Final = 32
 """Outputs of a panel of a packed weight."""
@@ -21,7 +21,7 @@ OPERATIONS: Final = (
 """In the order of their numbers in C."""
 
 BLOCK_ROWS: Final = 96
-"""Rows that a thread takes through all instructions at a time: eight times as many as registers hold sums of, and few
+"""Rows that a thread takes through all instructions at a time: a multiple of how many registers hold sums of, and few
 enough for what lies between to stay in a second-level cache of a megabyte."""
 
 _WORDS: Final = 21  # int64 numbers of an instruction
@@ -108,7 +108,7 @@ class RowProgram:
         """As `run`, to be run with other parts. There is one at a time: the next one replaces it."""
         threads = torch.get_num_threads()
         self._call.rows = rows
-        self._call.block_rows = block = rows if rows <= BLOCK_ROWS * (1 if threads == 1 else 2) else BLOCK_ROWS
+        self._call.block_rows = block = _block_rows(rows, threads)
         for buffer, place in self._outside:
             self._table[place] = values[buffer].data_ptr()
         needed = self._call.scratch_row * block * (threads if rows > block else 1)
@@ -123,13 +123,18 @@ class RowProgram:
         return [OPERATIONS.index(each.operation), *each.sizes, *places, weight, bias]
 
 
-def multiply(rows: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """`rows` `[N, inputs]` times a packed weight into `out`, both contiguous."""
-    panels, inputs, _ = packed.shape
-    line = (0, 0, 1)
-    x, y = Place(0, 0, line), Place(1, 0, line)
-    once = Instruction("linear", (panels, inputs, 1), y, x, x, packed, bias)
-    RowProgram([once], [Buffer(inputs), Buffer(panels * PANEL)], [0, 1]).run({0: rows, 1: out}, len(rows))
+def multiply(x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """x `[..., inputs]` times a packed weight into `out` `[..., outputs]`, both contiguous."""
+    (panels, inputs, _), threads = packed.shape, torch.get_num_threads()
+    rows = out.numel() // (panels * PANEL)
+    sizes = (ctypes.c_int64 * 4)(rows, panels, inputs, _block_rows(rows, threads))
+    given = None if bias is None else pointer(bias)
+    compiled().kvshelf_multiply(pointer(x), pointer(packed), given, pointer(out), sizes, threads)
+
+
+def _block_rows(rows: int, threads: int) -> int:
+    """Rows of a block: all of them where there are few, so that threads divide the outputs of products."""
+    return rows if rows <= BLOCK_ROWS * (1 if threads == 1 else 2) else BLOCK_ROWS
 
 
 def _together(instructions: Sequence[Instruction]) -> list[Instruction]:

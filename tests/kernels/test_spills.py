@@ -1,0 +1,56 @@
+"""No vector goes to the stack in a loop that takes time: as in products for AVX2, which took four times as long."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from kvshelf.kernels.compiling import FOLDER, compiler, levels, library_path
+from tests.compilers import needs_compiler
+from tests.kernels.disassembly import loops, needs_objdump
+
+PRODUCTS = {"add_some"}
+ATTENTION = {"attend", "attend_many", "raise_logits", "cap_logits", "weigh"}
+COLUMN_SUMS = {"multiply", "multiply_pairs", "sum_rows", "sum_columns", "add_to_row"}
+QUANTIZATION = {"copy_rows", "dequantize"}
+ANS = {"channel", "channels", "decode_group"}
+
+
+@needs_objdump
+@pytest.mark.parametrize("level", levels())
+def test_loops_keep_their_vectors_in_registers(level):
+    path = library_path(levels()[level])
+    if not path.exists():
+        pytest.skip("no library was compiled: python -m kvshelf.kernels.compiling")
+    own = [loop for loop in loops(path) if loop.fused or (loop.decodes and loop.function in ANS)]
+    for names in (PRODUCTS, ATTENTION, COLUMN_SUMS, QUANTIZATION, ANS):
+        kind = [loop for loop in own if loop.function in names]
+        assert kind, f"no loops of {names}: has a function another name?"
+        assert not [(loop.function, loop.spills) for loop in kind if loop.spills]
+
+
+SPILLING = """
+#include "native.h"
+EXPORT void many(const float *x, float *y, int64_t count) {
+    Floats sums[40] = {{0}};
+    for (int64_t k = 0; k < count; k++)
+#pragma GCC unroll 40
+        for (int i = 0; i < 40; i++) sums[i] += load(x, 40 * k + i, FP32) * spread(x[k + i]);
+    memcpy(y, sums, sizeof sums);
+}
+"""
+
+
+@needs_compiler
+@needs_objdump
+@pytest.mark.parametrize("level", levels())
+def test_what_spills_is_seen(level, tmp_path):
+    """More sums than either level has registers."""
+    source, made = tmp_path / "many.c", tmp_path / "many.so"
+    source.write_text(SPILLING)
+    flags = ["-O2", "-fPIC", "-shared", "-Wno-psabi", f"-march={levels()[level]}", f"-I{FOLDER}"]
+    subprocess.run([*compiler(), *flags, str(source), "-o", str(made)], check=True)
+    (loop,) = [loop for loop in loops(made) if loop.fused]
+    assert loop.function == "many"
+    assert len(loop.spills) > 40
