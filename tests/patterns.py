@@ -67,7 +67,7 @@ def _constants(tree: ast.Module) -> dict[str, Any]:
 class _Filled(ast.NodeTransformer):
     """Puts a letter where only a run knows what stands there."""
 
-    def visit_FormattedValue(self, node: ast.FormattedValue) -> ast.AST:
+    def visit_FormattedValue(self, _node: ast.FormattedValue) -> ast.AST:
         return ast.Constant("k")
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -49,6 +52,20 @@ def attacked(
     waiting_s = 15 if soak else 4  # the former is the default, and a test waits so long
     with start_service(home, tiny_folder, api_key_file=file.path, headers_deadline_s=waiting_s) as running:
         yield Attacked(running, keys, memory_of(running.front_end_pid()))
+
+
+@pytest.fixture(scope="package")
+def mcp_server(attacked: Attacked) -> Iterator[tuple[str, int]]:
+    """The address and the process of `kvshelf mcp --http` before the service."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "kvshelf", "mcp", "--http", f"127.0.0.1:{port}", "--url", attacked.url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("kvshelf is ready at")
+        yield f"http://127.0.0.1:{port}", process.pid
+        process.terminate()
 
 
 @pytest.fixture

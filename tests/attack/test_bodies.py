@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from tests.attack.bodies import CALLS, CREATIONS, MCP, filled, route_of
 from tests.attack.conftest import Attacked
 from tests.attack.watch import Watched, watched
 from tests.service.conftest import refused
@@ -26,10 +27,6 @@ keeps two cores busy."""
 
 HELD_BYTES = 256 * MB
 """The default of max_held_bytes."""
-
-
-def filled(before: bytes, piece: bytes, after: bytes, size: int) -> bytes:
-    return before + piece * ((size - len(before) - len(after)) // len(piece)) + after
 
 
 BODIES: dict[str, Callable[[int], bytes]] = {
@@ -104,6 +101,55 @@ def test_no_json_body_silences_the_service(
     response, seen = attack(attacked, "/v1/estimate", body, "application/json")
     assert response.status_code < 500 or name in ("text", "wide text")
     assert seen.silent_s < silence_s
+
+
+QUICK = {
+    "a cut text of escaped quotes",
+    "a key",
+    "chat: arguments of zeros",
+    "responses: arguments of zeros",
+    "messages: an input of a text",
+}
+"""One of each kind that silenced the service: 120 kB of the first did for 24 s, 60 MB of the others for 1 to 3 s."""
+
+
+@pytest.mark.parametrize("name", [*CREATIONS, *CALLS])
+def test_no_json_in_json_silences_the_service(
+    attacked: Attacked, name: str, size: int, silence_s: float, soak: bool
+) -> None:
+    if not soak and name not in QUICK:
+        pytest.skip("`make soak` has all")
+    if name.endswith("texts") or "beginning" in name:
+        pytest.skip("texts that are longer than the model's are refused elsewhere")
+    response, seen = attack(attacked, route_of(name), {**CREATIONS, **CALLS}[name](size), "application/json")
+    assert 400 <= response.status_code < 500
+    assert len(response.content) < 2000
+    assert seen.silent_s < silence_s
+
+
+@pytest.mark.parametrize("key", [None, "mallory"])
+@pytest.mark.parametrize("name", MCP)
+def test_no_message_silences_the_server_of_mcp(
+    attacked: Attacked, mcp_server: tuple[str, int], name: str, key: str | None, size: int, silence_s: float, soak: bool
+) -> None:
+    """60 MB of a caller without a key silenced it for 2 to 52 s."""
+    if not soak and name not in ("a wide text", "labels as a text of zeros", "lists"):
+        pytest.skip("`make soak` has all")
+    address, pid = mcp_server
+    headers = {"content-type": "application/json", "accept": "application/json, text/event-stream"}
+    headers |= {} if key is None else attacked.headers(key)
+    with watched(address, pid) as seen:
+        response = httpx.post(f"{address}/mcp", content=MCP[name](size), headers=headers, timeout=300)
+    print(f"{response.status_code} {response.text[:90]!r}; silent {seen.silent_s:.3f} s")
+    assert seen.silent_s < silence_s
+    if key is None:
+        assert response.json()["error"]["data"]["code"] == "unauthorized"
+        assert seen.peak_bytes - seen.base_bytes < 8 * MB
+    elif response.status_code == 200:
+        assert "text" in name or name == "escapes"
+        assert "document_too_long" in response.text
+    else:
+        assert response.json()["jsonrpc"] == "2.0"
 
 
 @pytest.mark.parametrize("name", ["text", "wide text", "escapes"])

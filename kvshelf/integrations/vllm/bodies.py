@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Final
 
-from pydantic import ConfigDict, Discriminator, Tag, model_validator
+from pydantic import ConfigDict, Discriminator, Tag, ValidationInfo, model_validator
 
-from kvshelf.api.strict import ModelName, RequestBody, Text, TokenIds, misuse, one_or_list
+from kvshelf.api.strict import CHECKED, ModelName, RequestBody, Text, TokenIds, misuse, one_or_list
 
 _NOT_WITH_A_CACHE: Final = ("cache_salt", "echo", "prompt_embeds", "suffix", "truncate_prompt_tokens")
 
@@ -30,9 +30,11 @@ class Directions(RequestBody):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_body(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or data.keys() == {"names_cache"}:
+    def _of_body(cls, data: Any, info: ValidationInfo) -> Any:
+        if info.context is CHECKED:
             return data
+        if not isinstance(data, dict):
+            raise misuse("", "the body must be a JSON object")
         if "kv_transfer_params" in data:
             raise misuse("kv_transfer_params", "kv_transfer_params is written by the proxy; give cache_id")
         for name, why in cls.NEVER.items():

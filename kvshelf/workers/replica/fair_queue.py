@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any
 
 from kvshelf.errors import DeadlineExceeded, QueueFull
 from kvshelf.workers.replica.queues import Pace, Rounds
@@ -32,12 +34,13 @@ class FairQueue:
         return len(self._waiting)
 
     @asynccontextmanager
-    async def turn(self, tenant: str, deadline_s: float) -> AsyncIterator[float]:
-        """Holds a slot for the block; gives the seconds that are left of the deadline.
+    async def turn(self, tenant: str, deadline_s: float | None) -> AsyncIterator[float]:
+        """Holds a slot for the block; gives the seconds that are left of the deadline. deadline_s None: the caller has
+        its own.
 
         Raises `QueueFull`, and `DeadlineExceeded` if the turn does not come in time.
         """
-        asked = time.monotonic()
+        asked, deadline_s = time.monotonic(), math.inf if deadline_s is None else deadline_s
         await self._enter(tenant, deadline_s)
         began = time.monotonic()
         try:
@@ -55,7 +58,7 @@ class FairQueue:
         place = asyncio.get_running_loop().create_future()
         self._waiting.add(tenant, place)
         try:
-            async with asyncio.timeout(deadline_s):
+            async with asyncio.timeout(None if deadline_s == math.inf else deadline_s):
                 await place
         except BaseException as exc:
             self._waiting.remove(tenant, place)
@@ -83,3 +86,49 @@ class FairQueue:
             raise refusal
         if not newest.done():
             newest.set_exception(refusal)
+
+
+class FairCondition:
+    """A lock, and waiting for what others change under it, as of `asyncio.Condition`: those who wait are woken in turns
+    of their tenants, so that what one tenant's many wait for is not theirs before it is the next tenant's."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._waiting: Rounds[asyncio.Future[None]] = Rounds()
+
+    async def __aenter__(self) -> None:
+        await self._lock.acquire()
+
+    async def __aexit__(self, *_: object) -> None:
+        self._lock.release()
+
+    async def wait(self, tenant: str) -> None:
+        """Let go of the lock until `notify_all`, and take it again."""
+        place = asyncio.get_running_loop().create_future()
+        self._waiting.add(tenant, place)
+        self._lock.release()
+        try:
+            await place
+        finally:
+            self._waiting.remove(tenant, place)
+            await _surely(self._lock.acquire())
+
+    def notify_all(self) -> None:
+        """Wake all who wait, who take the lock in the order of their turns."""
+        while self._waiting:
+            place = self._waiting.take()
+            if not place.done():  # else it was cancelled just now
+                place.set_result(None)
+
+
+async def _surely(work: Coroutine[Any, Any, Any]) -> None:
+    """Wait for work, cancelled or not: who holds a lock in a block leaves it as a holder."""
+    cancelled: asyncio.CancelledError | None = None
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -24,7 +25,8 @@ from kvshelf.store.artifact.blob.reading import PartialCache
 from kvshelf.store.artifact.records import LayerRecord
 from kvshelf.store.base import Store
 from kvshelf.workers.engine.attention.attachment import Attachment, PartialAttachment
-from kvshelf.workers.replica.calls import Threads
+from kvshelf.workers.replica.calls import Threads, tenant_at_work
+from kvshelf.workers.replica.fair_queue import FairCondition, FairQueue
 from kvshelf.workers.replica.queues import Pace
 from kvshelf.workers.replica.retention import Key, Retention
 from kvshelf.workers.replica.singleflight import SingleFlight
@@ -94,7 +96,7 @@ class Residents:
         self._limits = limits
         self._threads = threads
         # Readers have threads of their own, so that calls waiting for memory never block the calls that free it.
-        self._readers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="reader")
+        self._readers = Threads(4, "reader")
         self._held: dict[Key, Resident] = {}
         self._retention = retention or Retention()
         self._tools = Tools()
@@ -105,8 +107,8 @@ class Residents:
         self._changed = asyncio.Event()  # a hint came, or room may have become free
         self._counts: Counter[str] = Counter()
         self._opening: SingleFlight[Resident] = SingleFlight()
-        self._freed = asyncio.Condition()
-        self._taking = asyncio.Lock()
+        self._freed = FairCondition()
+        self._taking = FairQueue("documents that are asked together", 1, sys.maxsize)
         # By the cache that the question with several waits for: bytes of those that it holds meanwhile.
         self._beside: dict[Key, int] = {}
 
@@ -130,7 +132,7 @@ class Residents:
         """
         held: list[tuple[Resident, bool]] = []
         async with AsyncExitStack() as stack:
-            async with self._taking if len(cache_ids) > 1 else nullcontext():
+            async with self._taking.turn(tenant, None) if len(cache_ids) > 1 else nullcontext():
                 for cache_id in cache_ids:
                     beside = sum(resident.document.nbytes for resident, _ in held)
                     try:
@@ -228,6 +230,7 @@ class Residents:
     async def _read_ahead(self, key: Key) -> None:
         """Begin to read a cache before its question, if there is room."""
         tenant, cache_id = key
+        tenant_at_work.set(tenant)
         nbytes = self._bytes_ahead.get(key)
         if nbytes is not None and self._later(nbytes, key) is None:
             return
@@ -396,13 +399,13 @@ class Residents:
                 if unused:
                     self._evict(unused[0])
                 else:
-                    await self._wait_for_room()
+                    await self._wait_for_room(key[0])
         self._room_pace.record(time.monotonic() - began)
 
-    async def _wait_for_room(self) -> None:
+    async def _wait_for_room(self, tenant: str) -> None:
         self._short += 1
         try:
-            await self._freed.wait()
+            await self._freed.wait(tenant)
         finally:
             self._short -= 1
 

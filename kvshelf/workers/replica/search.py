@@ -25,7 +25,7 @@ from kvshelf.workers.engine.summary import Block, Codes, scores, unpacked
 from kvshelf.workers.replica.calls import Threads, called_as
 from kvshelf.workers.replica.results import Found, in_sequence, rounded
 from kvshelf.workers.replica.scheduler import Scheduler
-from kvshelf.workers.replica.summaries import UNREAD, Record, Shelved, Summary
+from kvshelf.workers.replica.summaries import Choice, Places, Record, Shelved, Summary
 from kvshelf.workers.replica.ticket import Ticket
 
 log = structlog.get_logger("kvshelf.workers")
@@ -98,14 +98,16 @@ class Searches:
         self.shelved.move_to_end(tenant)
         async with shelved.lock:
             list_s, _ = await _timed(self._follow(shelved, tenant))
-            seen, (chosen, skipped) = shelved.version, await self._chosen(shelved, spec)
-        code_s, question = await _timed(self._codes(token_ids, tenant, deadline_s) if chosen else _nothing())
+            choice = await self._chosen(shelved, spec)
+        code_s, question = await _timed(self._codes(token_ids, tenant, deadline_s) if choice.records else _nothing())
         async with shelved.lock:
-            if shelved.version != seen:  # by another search, while the model read the question
-                chosen, skipped = await self._chosen(shelved, spec)
-            read_s, aside = await _timed(self._read_missing(shelved, chosen, tenant, skipped))
-            compared = [record for record in chosen if record.place >= 0 or record.id in aside]
-            rank = partial(self._ranked, shelved, compared, aside, question, spec, tenant, ticket.check)
+            if shelved.version != choice.version:  # by another search, while the model read the question
+                choice = await self._chosen(shelved, spec)
+            skipped = Counter(choice.skipped)
+            read_s, aside = await _timed(self._read_missing(shelved, choice.missing, tenant, skipped))
+            compared, blocks, places = await self.threads.finished(_placed, shelved, choice, aside)
+            skipped["without_summary"] = len(choice.records) - len(compared) - skipped["unreadable"]
+            rank = partial(self._ranked, compared, question, blocks, places, spec, tenant, ticket.check)
             rank_s, best = await _timed(self.threads.run(rank) if compared and question else _nothing())
             self._make_room(shelved)
         phases = in_sequence(list=list_s, read=read_s, code=code_s, rank=rank_s)
@@ -118,17 +120,16 @@ class Searches:
             prefill_tokens=len(token_ids) if question else 0,
         )
 
-    async def _chosen(self, shelved: Shelved, spec: SearchCaches) -> tuple[list[Record], Counter[str]]:
-        """The caches to compare, and the others, counted. Raises `InvalidRequest` for too many."""
-        skipped: Counter[str] = Counter()
-        chosen = await self.threads.finished(shelved.chosen, spec.labels, time.time(), skipped)
-        if len(chosen) > MOST_CACHES:
+    async def _chosen(self, shelved: Shelved, spec: SearchCaches) -> Choice:
+        """The caches to compare. Raises `InvalidRequest` for too many."""
+        choice = await self.threads.finished(shelved.chosen, spec.labels, time.time())
+        if len(choice.records) > MOST_CACHES:
             raise InvalidRequest(
                 f"over {MOST_CACHES} caches have these labels, more than a search compares; add a label that fewer "
                 "have",
                 param="labels",
             )
-        return chosen, skipped
+        return choice
 
     async def _follow(self, shelved: Shelved, tenant: str) -> None:
         """Bring up to date what is known of a tenant's caches. A search that ends early leaves what it has learned."""
@@ -177,22 +178,20 @@ class Searches:
         return False
 
     async def _read_missing(
-        self, shelved: Shelved, chosen: Sequence[Record], tenant: str, skipped: Counter[str]
+        self, shelved: Shelved, missing: Sequence[Record], tenant: str, skipped: Counter[str]
     ) -> dict[str, Summary]:
-        """Read the summaries that are not in memory, the newest first; counts caches that have none, or cannot be read.
-        They stay in memory as far as there is room. Returns the others, by cache."""
-        missing = [record for record in chosen if record.place == UNREAD]
+        """Read summaries that are not in memory; counts caches that cannot be read. They stay in memory as far as there
+        is room. Returns the others, by cache; empty ones of caches that have none."""
         aside: dict[str, Summary] = {}
         for at in range(0, len(missing), _PAGE):
             some = missing[at : at + _PAGE]
             found = list(zip(some, await self._summaries(some, tenant), strict=True))
             readable = [(record, summary) for record, summary in found if summary is not None]
             skipped["unreadable"] += len(found) - len(readable)
-            skipped["without_summary"] += sum(not summary for _, summary in readable)
             if shelved.nbytes < self.held_bytes:
                 shelved.keep(readable)
             else:
-                aside.update({record.id: summary for record, summary in readable if summary})
+                aside.update({record.id: summary for record, summary in readable})
         return aside
 
     async def _summaries(self, records: Sequence[Record], tenant: str) -> list[Summary | None]:
@@ -221,30 +220,21 @@ class Searches:
 
     def _ranked(
         self,
-        shelved: Shelved,
         compared: Sequence[Record],
-        aside: Mapping[str, Summary],
         question: Sequence[Codes],
+        blocks: Sequence[Block],
+        places: Places,
         spec: SearchCaches,
         tenant: str,
         checkpoint: Callable[[], None],
     ) -> list[SearchHit]:
         """The best of these caches, of equal ones the newest. Each is looked up once more: none is named that ended, or
         lost a label, since it was compared."""
-        held = np.array([record.place for record in compared if record.place >= 0], np.int64)
-        order = [record for record in compared if record.place >= 0]
-        blocks, places = shelved.summaries.of(held)
-        if aside:
-            others = [record for record in compared if record.id in aside]
-            order += others
-            blocks.append(Block.of([aside[record.id] for record in others]))
-            first = sum(len(block.starts[0]) for block in blocks[:-1])
-            places = np.concatenate([places, first + np.arange(len(others))])
         points = scores(question, blocks, places, checkpoint)
         best: list[SearchHit] = []
         for at in np.argsort(-points, kind="stable"):
             checkpoint()
-            if (hit := self._hit(order[at], float(points[at]), spec, tenant)) is not None:
+            if (hit := self._hit(compared[at], float(points[at]), spec, tenant)) is not None:
                 best.append(hit)
             if len(best) == spec.limit:
                 break
@@ -277,6 +267,28 @@ class Searches:
             return await asyncio.wrap_future(ticket.future)
         finally:
             ticket.cancel()
+
+
+def _placed(shelved: Shelved, choice: Choice, aside: Mapping[str, Summary]) -> tuple[list[Record], list[Block], Places]:
+    """The caches of a choice that have summaries, in its order, the blocks that have these, and their places in the
+    blocks. aside: the summaries that memory has no room for."""
+    if choice.placed is not None:
+        return choice.placed
+    others = [record for record in choice.records if aside.get(record.id)]
+    held = [record for record in choice.records if record.place >= 0]
+    blocks, places = shelved.summaries.of(np.array([record.place for record in held], np.int64))
+    if others:
+        first = sum(len(block.starts[0]) for block in blocks)
+        blocks.append(Block.of([aside[record.id] for record in others]))
+        order = sorted(zip([*held, *others], [*places, *range(first, first + len(others))], strict=True), key=_age)
+        return [record for record, _ in order], blocks, np.array([place for _, place in order], np.int64)
+    if not choice.missing:
+        choice.placed = held, blocks, places
+    return held, blocks, places
+
+
+def _age(placed: tuple[Record, int]) -> float:
+    return -placed[0].created_at
 
 
 async def _timed(work: Awaitable[ResultT]) -> tuple[float, ResultT]:

@@ -59,6 +59,25 @@ NONE: Final = -2
 
 
 @dataclass(eq=False)
+class Choice:
+    """The caches that a search compares, the newest of each document, the newest first. until: when the first of them
+    or of those left out expires. skipped: the others, counted. placed: once all have been read, those with a summary,
+    the blocks that have these, and their places in the blocks."""
+
+    labels: Mapping[str, str]
+    version: int
+    until: float
+    records: list[Record]
+    skipped: Counter[str]
+    placed: tuple[list[Record], list[Block], Places] | None = None
+
+    @property
+    def missing(self) -> list[Record]:
+        """Those whose summaries are not in memory."""
+        return [] if self.placed else [record for record in self.records if record.place == UNREAD]
+
+
+@dataclass(eq=False)
 class Summaries:
     """The summaries that stay in memory, by place: blocks of them, of which the last one grows. ends: places behind
     each block."""
@@ -136,6 +155,7 @@ class Shelved:
     _records: dict[str, Record] = field(default_factory=dict)
     _documents: dict[str, int] = field(default_factory=dict)
     _newest_first: list[Record] | None = None
+    _last: Choice | None = None
     _asked_at: float = 0.0
     _record_bytes: int = 0
     _next_number: int = 0
@@ -147,7 +167,7 @@ class Shelved:
         self._changed()
 
     def _changed(self) -> None:
-        self._newest_first = None
+        self._newest_first = self._last = None
         self.version += 1
 
     @property
@@ -194,27 +214,28 @@ class Shelved:
         self._changed()
         return known
 
-    def chosen(self, labels: Mapping[str, str], now: float, skipped: Counter[str]) -> list[Record]:
-        """The newest cache of each document with these labels and of this model, the newest first; counts the others.
-        Of these, caches that have a summary or may have one."""
+    def chosen(self, labels: Mapping[str, str], now: float) -> Choice:
+        """The caches to compare under these labels; the last choice again while nothing changes it."""
+        last = self._last
+        if last is not None and last.version == self.version and last.labels == labels and now < last.until:
+            return last
         if self._newest_first is None:
             self._newest_first = sorted(self._records.values(), key=lambda each: each.created_at, reverse=True)
         newest: dict[int, Record] = {}
         own = others = 0
-        wanted = labels.items()
+        until, wanted = math.inf, labels.items()
         for record in self._newest_first:
             if record.expires_at <= now or (wanted and not wanted <= record.labels.items()):
                 continue
+            until = min(until, record.expires_at)
             if record.own:
                 own += 1
                 newest.setdefault(record.document, record)
             else:
                 others += 1
-        found = [record for record in newest.values() if record.place != NONE]
-        skipped["other_model"] += others
-        skipped["same_document"] += own - len(newest)
-        skipped["without_summary"] += len(newest) - len(found)
-        return found
+        left_out = Counter(other_model=others, same_document=own - len(newest))
+        self._last = Choice(dict(labels), self.version, until, list(newest.values()), left_out)
+        return self._last
 
     def keep(self, summaries: Sequence[tuple[Record, Summary]]) -> None:
         """Keep the summaries of some caches; an empty one says that its cache has none."""

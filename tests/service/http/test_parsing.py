@@ -6,18 +6,30 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from kvshelf.api import CreateCache, Query
+from kvshelf.api.anthropic import MessagesRequest
+from kvshelf.api.openai import ChatCompletionRequest
+from kvshelf.api.responses import ResponsesRequest
 from kvshelf.api.strict import MAX_DEPTH, MAX_ELEMENTS, MAX_FIELDS, JsonBounds, parse_request
 from kvshelf.errors import DeadlineExceeded, InvalidRequest, KvshelfError
 from kvshelf.service.http import parsing
 from kvshelf.service.http.parsing import LARGE_BYTES, Parser
 from kvshelf.service.settings import Settings
+from tests.attack.bodies import CALLS, CREATIONS, route_of
 
 MEGABYTE = 1 << 20
+
+MODELS = {
+    "/v1/caches": CreateCache,
+    "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+}
 
 
 def nested(depth: int) -> bytes:
@@ -148,3 +160,86 @@ def test_a_body_that_is_parsed_too_late_is_refused() -> None:
     body = json.dumps({"document": "x" * 2 * MEGABYTE}).encode()
     found, _ = longest_silence(lambda: Parser(Settings(request_deadline_s=0.01)).parsed(CreateCache, body, "acme"))
     assert isinstance(found, DeadlineExceeded)
+
+
+CALLING = {
+    "chat": (
+        ChatCompletionRequest,
+        '{"cache_id":"a","messages":[{"role":"assistant","tool_calls":[{"id":"a","type":"function","function":'
+        '{"name":"f","arguments":%s}}]},{"role":"tool","tool_call_id":"a","content":"x"}],'
+        '"tools":[{"type":"function","function":{"name":"f"}}]}',
+    ),
+    "responses": (
+        ResponsesRequest,
+        '{"cache_id":"a","input":[{"type":"function_call","call_id":"a","name":"f","arguments":%s},'
+        '{"type":"function_call_output","call_id":"a","output":"x"}],"tools":[{"type":"function","name":"f"}]}',
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ('{"a":[' + "0," * MAX_ELEMENTS + "0]}", "elements"),
+        ('{"a":[' + "[]," * MAX_FIELDS + "[]]}", "lists and objects"),
+        ("{" + ",".join(f'"f{number}":1' for number in range(MAX_FIELDS)) + "}", "fields"),
+        ('{"a":' * MAX_DEPTH + "{}" + "}" * MAX_DEPTH, "nested"),
+        ('{"a":' + "9" * 2000 + "}", "digits"),
+        ('{"a":1e999}', "must be a JSON object"),
+        ('{"a":NaN}', "must be a JSON object"),
+        ('{"a":' + "[" * 3000, "must be a JSON object"),
+        ("[]", "must be a JSON object"),
+    ],
+)
+@pytest.mark.parametrize("dialect", CALLING)
+def test_json_in_a_text_has_the_bounds_of_a_body(dialect: str, arguments: str, problem: str) -> None:
+    model, body = CALLING[dialect]
+    with pytest.raises(InvalidRequest, match=problem) as refused:
+        parse_request(model, (body % json.dumps(arguments)).encode())
+    assert "arguments" in str(refused.value.param)
+    assert len(refused.value.message) < 400
+
+
+def test_json_texts_of_a_body_have_its_bounds_together() -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a":[' + "0," * 300_000 + "0]}"}}
+    message = {"role": "assistant", "tool_calls": [call] * 4}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = {"cache_id": "a", "messages": [message], "tools": tools}
+    with pytest.raises(InvalidRequest, match="elements"):
+        parse_request(ChatCompletionRequest, json.dumps(body).encode())
+
+
+@pytest.mark.parametrize("name", [*CREATIONS, *CALLS])
+def test_a_body_takes_time_in_proportion_to_its_length(name: str) -> None:
+    """On the event loop: 120 kB of the first took 24 s."""
+    model = MODELS[route_of(name)]
+
+    def time_of(size: int) -> float:
+        body, times = {**CREATIONS, **CALLS}[name](size), []
+        for _ in range(3):
+            started = time.thread_time()
+            with suppress(InvalidRequest):
+                request = parse_request(model, body)
+                asking = getattr(request, "asking", None)
+                if isinstance(request, ResponsesRequest):
+                    asking(may_write=False)
+            times.append(time.thread_time() - started)
+        return min(times)
+
+    assert time_of(LARGE_BYTES) < max(0.03, 12 * time_of(LARGE_BYTES // 4))
+    assert time_of(LARGE_BYTES) < 0.15
+
+
+def test_what_a_child_has_read_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = CALLS["chat: arguments of zeros"](2 * MEGABYTE).replace(b"kvs_0", b"a")
+    monkeypatch.setattr(json, "loads", None)
+    found, silence = longest_silence(lambda: Parser(Settings()).parsed(ChatCompletionRequest, body, "acme"))
+    assert isinstance(found, ChatCompletionRequest)
+    assert found.asking.messages is not None
+    assert silence < 0.1
+
+
+def test_a_refusal_shows_the_beginning_of_a_name() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        parse_request(CreateCache, json.dumps({"k" * 100_000: 1}).encode())
+    assert refused.value.param == "k" * 60 + "..."
