@@ -318,6 +318,9 @@ class Index(abc.ABC):
         """Drop tombstones that ended before a time; returns how many. One with children stays as long as they do: it
         says whose descendants they are."""
 
+    def purge(self, *, at_once: bool) -> None:  # noqa: B027 - most homes have nothing to do
+        """Let nothing that was removed stay in the home's own files. at_once: or perhaps with a later call."""
+
     @abc.abstractmethod
     def problems(self) -> list[str]:
         """Inconsistencies within the index, one sentence each."""

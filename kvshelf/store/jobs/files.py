@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from io import BufferedReader, BytesIO
 from typing import BinaryIO, Final
 
@@ -57,9 +58,11 @@ class Files:
         purpose: str,
         ttl_s: float | None = None,
         beyond_quota: bool = False,
+        batch_id: str | None = None,
     ) -> FileRecord:
         """Keep the content of a file of the operating system. Raises `QuotaExceeded`, `StorageFull`.
 
+        batch_id: of the batch whose result it is. When it goes, so does the journal of that batch, if it has ended.
         beyond_quota: accept it even if the tenant's quota has no room for it; it counts all the same.
         """
         now = self._now()
@@ -74,7 +77,7 @@ class Files:
         )
 
         def keep(body: Body | None) -> Item | None:
-            return self._table.add(_item(record.model_copy(update={"body": body})))
+            return self._table.add(replace(_item(record.model_copy(update={"body": body})), owner=batch_id))
 
         content = mmap.mmap(file.fileno(), record.nbytes, access=mmap.ACCESS_READ) if record.nbytes else b""
         subject = FILE_PREFIX + record.id
