@@ -12,6 +12,7 @@ from io import BufferedReader
 from typing import TYPE_CHECKING, Any
 
 from kvshelf.api import Timings
+from kvshelf.api.erasures import Erasure
 from kvshelf.errors import (
     BlobError,
     CacheError,
@@ -29,6 +30,7 @@ from kvshelf.store.artifact.blob.frame import FORMAT_MAJOR, BlobSummary
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.base import RENEW_SHARE, Store
 from kvshelf.store.blobs import Blobs, Health, RangesFile, Step
+from kvshelf.store.erasure import Eraser, Subject
 from kvshelf.store.index import KEEP_ENDED_S, BasesGone, Entry, Index, Query
 from kvshelf.store.jobs.batches import Batches
 from kvshelf.store.jobs.bodies import Bodies
@@ -462,6 +464,14 @@ class Shelf(Store):
                 ids, homes = tuple(descendants), (self._blobs.home,)
                 return Receipt(id=cache_id, deleted_at=now, bytes_freed=freed + nbytes, homes=homes, descendants=ids)
 
+    def erase(self, subject: Subject, *, dry_run: bool = False, limit_s: float | None = None) -> Erasure:
+        return self.eraser(self).erase(subject, dry_run=dry_run, limit_s=limit_s)
+
+    def eraser(self, store: Store) -> Eraser:
+        """Of what is in this home. store: this one, or the one that has tiers in front of it."""
+        parts = (self._index, self._bodies, self.files, self.batches, self._blobs.home, self._now)
+        return Eraser(*parts, delete=store.delete, sweep=store.sweep)
+
     def _bury(self, entry: Entry, now: float) -> int | None:
         """Delete a cache and what is derived from it; returns the bytes freed, None if the cache was changed since."""
         if not housekeeping.bury(self._index, self._blobs, entry, "deleted", now):
@@ -520,6 +530,7 @@ class Shelf(Store):
             sources=jobs.forget("source", now),
             usage=jobs.forget("usage", now),
         )
+        jobs.forget("erasure", now)
         housekeeping.reclaim(self._index, self._blobs)  # the bytes that the forgotten jobs held
         self._index.purge(at_once=True)
         return swept

@@ -56,9 +56,10 @@ class Things:
         return {of for of, word in self.words.items() if any(word in data for data in contents)}
 
 
-def upload(shelf: Shelf, word: str, ttl_s: float = TTL_S) -> str:
+def upload(shelf: Shelf, word: str, cache_id: str = "", ttl_s: float = TTL_S) -> str:
     with tempfile.TemporaryFile() as file:
-        file.write(json.dumps({"custom_id": "1", "body": {"document": word}}).encode())
+        about = {"cache_id": cache_id, "messages": [{"role": "user", "content": word}]}
+        file.write(json.dumps({"custom_id": "row-1", "body": about}).encode())
         return shelf.files.create(file, tenant="default", filename="in.jsonl", purpose="batch", ttl_s=ttl_s).id
 
 
@@ -69,7 +70,7 @@ def run_batch(shelf: Shelf, things: Things, now: float) -> None:
     term = shelf.batches.table.take(things.batch, lease_s=1e6)
     assert term is not None
     answer = {"choices": [{"message": {"content": things.word("journal and results")}}]}
-    HomeJournal(shelf.batches, things.batch, term).append([Row("in.jsonl", 1, cache_id=things.root, answer=answer)])
+    HomeJournal(shelf.batches, things.batch, term).append([Row("in.jsonl", 1, custom_id="row-1", answer=answer)])
     record = shelf.batches.get(things.batch, tenant="default")
     write_results(shelf, record.model_copy(update={"counts": record.counts.model_copy(update={"total": 1})}), term)
     shelf.batches.update(things.batch, lambda record: record.entered("completed", now), tenant="default", term=term)
@@ -84,7 +85,7 @@ def fill(shelf: Shelf, *, ttl_s: float | None = TTL_S) -> Things:
     things.turn = shelf.put(TURN, ttl_s=ttl_s, source=turn, parent_id=things.root, labels={"resp_1": ""}).id
     said = json.dumps({"text": things.word("response")}).encode()
     shelf.responses.keep("resp_1", said, tenant="default", cache_id=things.turn)
-    things.file = upload(shelf, things.word("file"))
+    things.file = upload(shelf, things.word("file"), things.root)
     run_batch(shelf, things, now)
     return things
 

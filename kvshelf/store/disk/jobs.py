@@ -139,6 +139,11 @@ class SqliteJobs(JobTable):
             )
             return [bytes(row["line"]) for row in rows]
 
+    def erase_lines(self, item_id: str, numbers: Sequence[int]) -> None:
+        with self._database.write() as tx:
+            values = [(item_id, number) for number in numbers]
+            tx.executemany("UPDATE journals SET line = x'' WHERE item = ? AND number = ?", values)
+
     def _hold(self, tx: sqlite3.Connection, name: str | None) -> None:
         if name is not None:
             values = (FOREVER, name, self._now())

@@ -88,14 +88,16 @@ class Bodies:
     def end_owned(self, owner: str, tenant: str) -> int:
         """Remove the items of an owner that was deleted, with their bytes; returns how many bytes. After a crash, a
         sweep does it: they are due."""
-        freed = 0
-        for item in self._index.jobs.owned(owner, tenant):
-            # The item first: from then on nobody finds the bytes, and a sweep removes them if this process dies here.
-            body = Body.model_validate(json.loads(item.text)["body"])
-            if self._index.jobs.remove(item.id):
-                self.remove(body)
-                freed += body.stored_bytes
-        return freed
+        return sum(self.end(item) for item in self._index.jobs.owned(owner, tenant))
+
+    def end(self, item: Item) -> int:
+        """Remove an item with its bytes; returns how many bytes."""
+        # The item first: from then on nobody finds the bytes, and a sweep removes them if this process dies here.
+        if not self._index.jobs.remove(item.id) or item.held is None:
+            return 0
+        body = Body.model_validate(json.loads(item.text)["body"])
+        self.remove(body)
+        return body.stored_bytes
 
     def remove(self, body: Body) -> None:
         """Remove a body that no item holds any more. If the home does not work, a sweep removes it."""

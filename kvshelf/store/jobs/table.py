@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 from kvshelf.errors import InvalidRequest, QuotaExceeded, StateConflict, StoreUnavailable
 from kvshelf.store.manifest import Record
 
-Kind = Literal["file", "batch", "request", "response", "source", "transforms", "usage"]
+Kind = Literal["file", "batch", "request", "response", "source", "transforms", "usage", "erasure"]
 
 RecordT = TypeVar("RecordT", bound=Record)
 
@@ -141,6 +141,10 @@ class JobTable(abc.ABC):
     @abc.abstractmethod
     def lines(self, item_id: str, start: int, limit: int) -> list[bytes]:
         """Lines of a journal, from number `start` (counted from 0)."""
+
+    @abc.abstractmethod
+    def erase_lines(self, item_id: str, numbers: Sequence[int]) -> None:
+        """Empty these lines of a journal, whoever holds the item; ignores numbers that it does not have."""
 
 
 def read(item: Item, record: type[RecordT], **fields: Any) -> RecordT:

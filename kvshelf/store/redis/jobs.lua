@@ -240,4 +240,12 @@ end
 
 function operations.lines() return {'lines', call('LRANGE', lines_key(a.id), a.start, a.start + a.limit - 1)} end
 
+function operations.erase_lines()
+  local size = call('LLEN', lines_key(a.id))
+  for number in a.numbers:gmatch('%d+') do
+    if tonumber(number) < size then call('LSET', lines_key(a.id), number, '') end
+  end
+  return {'erased'}
+end
+
 return operations[ARGV[1]]()

@@ -19,7 +19,7 @@ _FIELDS: Final = (
 """In the order in which `jobs.lua` shows an item."""
 
 _REPLIES: Final = {
-    **dict.fromkeys(("none", "too_many", "too_slow", "leased", "appended"), 0),
+    **dict.fromkeys(("none", "too_many", "too_slow", "leased", "appended", "erased"), 0),
     **dict.fromkeys(("item", "items", "ids", "removed", "taken", "lines"), 1),
     **dict.fromkeys(("forgotten", "unowned"), 2),
 }
@@ -105,6 +105,10 @@ class RedisJobs(JobTable):
 
     def lines(self, item_id: str, start: int, limit: int) -> list[bytes]:
         return list(self._run("lines", id=item_id, start=start, limit=limit)[1])
+
+    def erase_lines(self, item_id: str, numbers: Sequence[int]) -> None:
+        for start in range(0, len(numbers), _BATCH):
+            self._run("erase_lines", id=item_id, numbers=",".join(map(str, numbers[start : start + _BATCH])))
 
 
 def _parts(lines: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
