@@ -12,8 +12,8 @@ ErasedKind = Literal["cache", "source", "response", "request", "batch", "file", 
 
 
 class CreateErasure(RequestBody):
-    """POST /v1/erasures: everything that has all of `labels`, and the `name`, and what is derived from it. `tenant`, the
-    caller's own, without labels and name: everything of it."""
+    """POST /v1/erasures: everything that has all of `labels`, and the `name`, and what is derived from it. `tenant`,
+    the caller's own, without labels and name: everything of it."""
 
     labels: Labels = Field(default_factory=dict, description="what has all of these")
     name: CacheName | None = Field(None, description="what has this name")
@@ -49,8 +49,7 @@ class StayingThing(ResponseBody):
 
 class Erasure(ResponseBody):
     """A receipt. `in_progress`: there was not enough time for all; the same request goes on. `digest`: BLAKE3 of the
-    canonical JSON of the other fields but `public_key` and `signature`, which is Ed25519 over the digest's 64 characters.
-    """
+    canonical JSON of the other fields but `public_key` and `signature`, which is Ed25519 over the 64 digits of it."""
 
     id: str
     object: Literal["erasure"] = "erasure"

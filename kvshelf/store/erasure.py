@@ -1,8 +1,8 @@
 """Erases everything of a subject: what has its labels or name, what is derived from that, and lines that name it.
 
-What is to go is recorded, by ids and digests alone, before anything goes. So a process that is killed loses nothing: the
-same erasure goes on, and its receipt is whole. The order is that of what leads to what: lines before the caches whose ids
-they name, and of these the last ones of a conversation first.
+What is to go is recorded, by ids and digests alone, before anything goes. So a process that is killed loses nothing:
+the same erasure goes on, and its receipt is whole. The order is that of what leads to what: lines before the caches
+whose ids they name, and of these the last ones of a conversation first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvshelf.api.erasures import ErasedThing, Erasure, StayingThing
 from kvshelf.errors import BlobError, CacheNotFound, FileNotFound, StateConflict
 from kvshelf.store.artifact.identity import canonical_json, digest
 from kvshelf.store.index import Entry, Index
-from kvshelf.store.jobs.batches import BatchRecord, Batches
+from kvshelf.store.jobs.batches import Batches, BatchRecord
 from kvshelf.store.jobs.bodies import Bodies
 from kvshelf.store.jobs.files import FileRecord, Files
 from kvshelf.store.jobs.requests import REQUEST_PREFIX
@@ -71,7 +71,7 @@ class _Recorded(Record):
 
 @dataclass(eq=False)
 class Eraser:
-    """Erases in one home. delete: of a store, with tiers if it has some. sweep: finishes what a deletion leaves to it."""
+    """Erases in one home. delete, sweep: of a store, with tiers if it has some."""
 
     index: Index
     bodies: Bodies
@@ -223,10 +223,8 @@ class _Look:
     def end(self, thing: ErasedThing) -> None:
         jobs, tenant = self._of.index.jobs, self._subject.tenant
         if thing.kind == "cache":
-            try:
+            with suppress(CacheNotFound):  # it went with one that it extends
                 self._of.delete(thing.id, tenant=tenant, cascade=True)
-            except CacheNotFound:
-                pass  # with one that it extends
         elif thing.kind == "lines":
             numbers = self._lines.get(thing.id, set())
             if thing.id.startswith("file_"):

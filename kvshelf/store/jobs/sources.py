@@ -1,8 +1,8 @@
 """Sources: what caches were made from, kept to make a cache again that was evicted, has expired, or is corrupt.
 
-A source has a place and a time of its own. It is written before its cache becomes visible and `claimed` after that, so
-that a crash leaves no visible cache without its source; one that nobody claims goes with a later sweep. A claimed one is
-owned by its cache (`Item.owner`): it goes when the cache is deleted, and outlives a cache that ends otherwise
+A source has a place and a time of its own. It is written before its cache becomes visible and `claimed` after that,
+so that a crash leaves no visible cache without its source; one that nobody claims goes with a later sweep. A claimed
+one is owned by its cache (`Item.owner`): it goes when the cache is deleted, and outlives a cache that ends otherwise
 
     until its own time is over, where it has one
     for `LEFT_S`, where it has none

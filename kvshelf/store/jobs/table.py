@@ -94,7 +94,8 @@ class JobTable(abc.ABC):
 
     @abc.abstractmethod
     def change(self, item: Item, *, term: int | None = None, release: bool = False) -> Item | None:
-        """Replace text, `open`, `due`, `held` and what says whose it is, if the stored version is `item.version`; returns the next version.
+        """Replace text, `open`, `due`, `held`, `owner` and `after_s`, if the stored version is `item.version`; returns
+        the next version.
 
         release: end the lease too. None, and nothing is changed, if the item was changed or removed since, or if `term`
         is given and not the newest.

@@ -69,7 +69,7 @@ def test_a_folder_that_is_not_ours_alone_is_refused_by_name(
     elif problem == "Not a directory":
         folder = folder / "of others" / "below"
     before = tmp_path.joinpath("shared").stat().st_mode
-    with pytest.raises(NoWorker, match="RAY_TMPDIR=.*shared") as refusal:
+    with pytest.raises(NoWorker, match=r"RAY_TMPDIR=.*shared") as refusal:
         make_private(folder)
     assert problem in refusal.value.message
     assert tmp_path.joinpath("shared").stat().st_mode == before
