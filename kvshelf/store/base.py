@@ -167,10 +167,14 @@ class Store(abc.ABC):
         id_prefix: str | None = None,
         labels: Mapping[str, str] | None = None,
         parent_id: str | None = None,
+        ended: bool = False,
         limit: int = 20,
         after: str | None = None,
     ) -> Page:
         """Live caches of a tenant, newest first. A cache must match every filter, and have every label in `labels`.
+
+        ended: instead of these, the caches that have expired or were evicted, and whose source is kept; each as it was,
+        with the time until which the source stays.
 
         `id_prefix` is the beginning of ids, `kvs_` and at least four of the digits after it. `parent_id` is the cache
         that the listed ones extend.

@@ -172,6 +172,14 @@ class Query:
     labels: Mapping[str, str] = field(default_factory=dict)
     parent_id: str | None = None
 
+    def takes(self, manifest: Manifest) -> bool:
+        """Whether a cache of the tenant matches all filters."""
+        equal = all(
+            getattr(self, name) in (None, getattr(manifest, name))
+            for name in ("document_id", "model", "policy", "name", "parent_id")
+        )
+        return equal and manifest.id.startswith(self.id_prefix or "") and self.labels.items() <= manifest.labels.items()
+
 
 class BasesGone(Exception):
     """A base of a write has ended since, and nothing was done: the caller writes the cache whole."""

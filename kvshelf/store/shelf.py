@@ -345,6 +345,7 @@ class Shelf(Store):
         id_prefix: str | None = None,
         labels: Mapping[str, str] | None = None,
         parent_id: str | None = None,
+        ended: bool = False,
         limit: int = 20,
         after: str | None = None,
     ) -> Page:
@@ -356,6 +357,8 @@ class Shelf(Store):
             checks.require_id_prefix(id_prefix)
         wanted = checks.require_labels(labels or {})
         query = Query(tenant, document_id, model, policy, name, id_prefix, wanted, parent_id)
+        if ended:
+            return self._ended(query, limit, after)
         before = None
         if after is not None:
             cursor = self._index.find(checks.require_text(after, "after"), tenant)
@@ -364,6 +367,16 @@ class Shelf(Store):
             before = cursor.seq
         found = self._index.listing(query, self._now(), before, limit + 1)
         return Page(data=tuple(entry.manifest() for entry in found[:limit]), has_more=len(found) > limit)
+
+    def _ended(self, query: Query, limit: int, after: str | None) -> Page:
+        found: list[Manifest] = []
+        for manifest in self._sources.left(query.tenant, after):
+            entry = self._index.find(manifest.id, query.tenant)
+            if query.takes(manifest) and (entry is None or not entry.live(self._now())):
+                found.append(manifest)
+            if len(found) > limit:
+                break
+        return Page(data=tuple(found[:limit]), has_more=len(found) > limit)
 
     # Changing
 

@@ -280,6 +280,7 @@ async def test_a_document_is_split_by_both_clients(client: Client, aclient: Asyn
     assert len(client.requests.retrieve(request.id, wait_s=60).cache_ids) == len(parts)
 
 
+@pytest.mark.anyio
 async def test_a_subject_is_erased_with_what_was_said_about_it(client: Client, aclient: AsyncClient) -> None:
     labels = {"subject": "heliotrope"}
     made = client.caches.create(document=TEXT + " It is heliotrope.", keep_source=True, labels=labels, policy="full")

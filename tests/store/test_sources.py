@@ -177,6 +177,30 @@ def test_a_cache_that_is_put_again_without_a_source_has_the_old_one(shelf: Shelf
     assert (again.source, shelf.source(again.id)) == (manifest.source, IDS)
 
 
+def test_what_is_left_is_listed(shelf: Shelf, clock: Clock) -> None:
+    """Without a time of its own a source stays for 30 days, and the list says so."""
+    made = [shelf.put(make_cache(seed), ttl_s=100, source=TEXT, name=f"number {seed}") for seed in range(3)]
+    shelf.put(make_cache(3), source=TEXT, tenant="you")
+    assert shelf.list(ended=True).data == ()
+    clock.time += 101
+    shelf.sweep()
+    evicted = shelf.put(make_cache(4), source=TEXT, source_ttl_s=50)
+    evict(shelf, evicted)
+    assert [each.id for each in shelf.list(ended=True, limit=2).data] == [evicted.id, made[2].id]
+    page = shelf.list(ended=True, limit=2, after=made[2].id)
+    assert ([each.id for each in page.data], page.has_more) == ([made[1].id, made[0].id], False)
+    assert page.data[0].source is not None
+    assert page.data[0].source.expires_at == clock.time + sources.LEFT_S
+    assert [each.id for each in shelf.list(ended=True, name="number 1").data] == [made[1].id]
+    assert shelf.list(ended=True, tenant="you").data == ()
+    with pytest.raises(InvalidRequest, match="after"):
+        shelf.list(ended=True, after=f"kvs_{'0' * 40}")
+    shelf.delete(made[0].id)
+    clock.time += sources.LEFT_S
+    shelf.sweep()
+    assert shelf.list(ended=True).data == ()
+
+
 def test_a_cache_without_a_source_leaves_none(shelf: Shelf) -> None:
     bare = shelf.put(make_cache())
     evict(shelf, bare)

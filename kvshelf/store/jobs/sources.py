@@ -24,7 +24,7 @@ from blake3 import blake3
 from kvshelf.errors import BlobError, InvalidRequest, SourceNotKept
 from kvshelf.store.index import KEEP_ENDED_S
 from kvshelf.store.jobs.bodies import Bodies
-from kvshelf.store.jobs.table import Item, JobTable, read
+from kvshelf.store.jobs.table import Item, JobTable, read, require_after
 from kvshelf.store.manifest import Body, Manifest, SourceInfo, SourceRecord
 from kvshelf.store.types import Source, TokenIds
 
@@ -37,6 +37,7 @@ UNCLAIMED_S: Final = 3600.0
 LEFT_S: Final = KEEP_ENDED_S
 """How long a source without a time of its own outlives its cache: as long as others are told what became of that."""
 
+_BATCH: Final = 200
 _WIDTHS: Final = (2, 3, 4)
 _LEVEL: Final = 9  # of zstandard: 0.1 s for a million token ids; 19 takes 2 s for 7 % fewer bytes
 
@@ -115,6 +116,18 @@ class Sources:
             return 0
         self._bodies.remove(kept.body)
         return kept.body.stored_bytes
+
+    def left(self, tenant: str, after: str | None) -> Iterator[Manifest]:
+        """The manifests of the claimed sources of a tenant, those that were kept last first, with the time until which
+        they stay. after: the cache id that was the last one before. Raises `InvalidRequest` for an unknown one."""
+        place = None if after is None else _id(after)
+        require_after(self._table, tenant, place)
+        while items := self._table.listing("source", tenant, place, _BATCH):
+            for item in items:
+                kept = read(item, SourceRecord)
+                if kept.claimed and not self._over(item):
+                    yield _with(kept.manifest, _info(kept).model_copy(update={"expires_at": item.due}))
+            place = items[-1].id
 
     def owned(self, item: Item) -> Item:
         """The item of an earlier version, with its owner if it is claimed."""
