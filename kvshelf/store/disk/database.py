@@ -33,7 +33,7 @@ _PURGE_S: Final = 10.0
 _WAIT_MS: Final = 500
 """How long a purge may hold up writers. One that finds the database busy leaves the rest to the next."""
 
-_VACUUM_BYTES: Final = 1 << 30
+_VACUUM_BYTES: Final = 256 << 20
 """Most bytes of a database that is written anew while others wait for it: some seconds."""
 
 _TABLES, _OWNERS = (files(__package__).joinpath(f"{name}.sql").read_text("utf-8") for name in ("schema", "owners"))
