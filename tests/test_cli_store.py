@@ -168,3 +168,25 @@ def test_an_outage_is_told_without_the_password(tmp_path: Path) -> None:
     assert "Start its Redis server, or correct the URL of the store" in done.stderr
     assert "the password in --store shows in the process list" in done.stderr
     assert "hunter2" not in done.output
+
+
+def test_everything_of_a_subject_is_erased_in_a_store(cache: CompressedCache, tmp_path: Path) -> None:
+    url, out = f"disk://{tmp_path}/home", tmp_path / "receipt.json"
+    with open_store(url) as store:
+        mine = store.put(cache, labels={"subject": "X"}, source="the aster").id
+        yours = store.put(cache, labels={"subject": "X"}, tenant="acme", source="the iris").id
+    assert "say what is to be erased" in run("erase", "--store", url, code=2).stderr
+    subject = ("--label", "subject=X", "--store", url)
+    shown = run("erase", *subject, "--dry-run")
+    assert [each["id"] for each in json.loads(shown.stdout)["erased"]][-1] == mine
+    assert shown.stderr.startswith("would go: 1 of cache, 1 of source")
+    run("erase", *subject, "--output", out)
+    receipt = json.loads(out.read_text())
+    assert (receipt["status"], receipt["counts"]) == ("completed", {"source": 1, "cache": 1})
+    assert run("verify-receipt", out).stdout == "the digest is right; the receipt is not signed\n"
+    out.write_text(out.read_text().replace('"counts":{', '"counts":{"file":1,'))
+    assert "the receipt was changed" in run("verify-receipt", out, code=2).stderr
+    assert not any(b"the aster" in path.read_bytes() for path in (tmp_path / "home").rglob("*") if path.is_file())
+    with open_store(url) as store:
+        assert store.source(yours, tenant="acme") == "the iris"
+    assert json.loads(run("erase", "--tenant", "acme", "--store", url).stdout)["counts"] == {"source": 1, "cache": 1}

@@ -112,7 +112,7 @@ class Tried(ResponseBody):
 
 class SourceObject(ResponseBody):
     """What is kept of a document, to make its cache again. `bytes` on the shelf, before encryption. `expires_at` null:
-    when the cache is deleted."""
+    30 days after the cache has expired or was evicted. It never stays when the cache is deleted."""
 
     form: Literal["text", "tokens"]
     bytes: int
@@ -246,6 +246,11 @@ class ListCaches(QueryString):
     name: str | None = Field(None, description="caches with this name")
     id_prefix: str | None = Field(None, description="caches whose id begins so: `kvs_` and at least 4 of its digits")
     parent_id: str | None = Field(None, description="caches that extend this cache")
+    ended: bool = Field(
+        False,
+        description="instead of these, the caches that have expired or were evicted, and whose source is kept: until "
+        "the expires_at of the source",
+    )
     limit: Annotated[int, Field(ge=1, le=1000, description="caches in this page")] = 20
     after: str | None = Field(None, description="the last id of the page before")
 

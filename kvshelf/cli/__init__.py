@@ -16,12 +16,14 @@ from kvshelf.cli import (
     calibrate,
     demo,
     doctor,
+    erase,
     estimate,
     keys,
     plan,
     policies,
     serve,
     transfer,
+    uninstall,
 )
 from kvshelf.errors import KvshelfError
 
@@ -56,6 +58,8 @@ for command in (
     caches.update,
     caches.remake,
     caches.rm,
+    erase.erase,
+    erase.verify_receipt,
     keys.usage,
     estimate.estimate,
     plan.plan,
@@ -65,6 +69,7 @@ for command in (
     policies.suffixes,
     calibrate.calibrate,
     doctor.doctor,
+    uninstall.uninstall,
 ):
     app.command()(command)
 app.command(epilog=batch.EPILOG)(batch.batch)

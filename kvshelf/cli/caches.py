@@ -511,6 +511,9 @@ def ls(
     document_id: Annotated[str | None, typer.Option(help="Only caches of this document (doc_...).")] = None,
     label: _options.Labels = None,
     limit: Annotated[int, typer.Option(min=1, help="How many to list, newest first.")] = 100,
+    ended: Annotated[
+        bool, typer.Option("--ended", help="Those that have expired or were evicted, and whose source is kept.")
+    ] = False,
     wide: Annotated[bool, typer.Option("--wide", help="Show all columns.")] = False,
     columns: Annotated[str | None, typer.Option(help="Show these columns, such as id,age,name.")] = None,
     url: _options.Url = None,
@@ -525,7 +528,12 @@ def ls(
         shown = _columns(columns, wide)
         labels = _common.pairs(label, "--label")
         found = client.caches.list(
-            policy=policy, model=model, document_id=document_id, labels=labels, limit=min(limit, 1000)
+            policy=policy,
+            model=model,
+            document_id=document_id,
+            labels=labels,
+            ended=ended or None,
+            limit=min(limit, 1000),
         )
         caches = itertools.islice(found, limit)
         if as_json:

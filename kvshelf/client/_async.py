@@ -11,7 +11,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
 import httpx
 
 from kvshelf.api.batches import BatchObject
-from kvshelf.client import _batch_calls, _calls, _failures
+from kvshelf.client import _batch_calls, _calls, _erasure_calls, _failures
 from kvshelf.client._config import Connection, Retries, Timeouts
 from kvshelf.client._exchange import Attempts, Call, Page, method_of
 from kvshelf.client._stream import BREAKS_OFF, AnswerReader, AnswerT, BatchReader, CreationEvent, CreationReader
@@ -210,6 +210,12 @@ class AsyncBatches(_Group):
                             yield batch
 
 
+class AsyncErasures(_Group):
+    """As `Erasures`: `client.erasures`."""
+
+    create = _awaited(_erasure_calls.create_erasure)
+
+
 class AsyncRequests(_Group):
     """Creations in the background: `client.requests`."""
 
@@ -256,6 +262,7 @@ class AsyncClient(_Group):
         self.requests = AsyncRequests(self._sender)
         self.files = AsyncFiles(self._sender)
         self.batches = AsyncBatches(self._sender)
+        self.erasures = AsyncErasures(self._sender)
         self.models = AsyncModels(self._sender)
         self.policies = AsyncPolicies(self._sender)
         self.selectors = AsyncSelectors(self._sender)

@@ -198,6 +198,7 @@ class ListFields(TypedDict, total=False):
     id_prefix: str | None
     labels: Mapping[str, str] | None
     parent_id: str | None
+    ended: bool | None
     limit: int | None
     after: str | None
 
@@ -339,7 +340,8 @@ def list_caches(**fields: Unpack[ListFields]) -> Call[api.CacheList]:
     """All caches that match every filter, fetched `limit` at a time as they are read.
 
     The filters are `document_id`, `model`, `policy`, `name`, `id_prefix`, `labels`, and `parent_id` for the caches that
-    extend one. `after` is the id of the cache before the first one.
+    extend one. `ended` lists those that have expired or were evicted, and whose source is kept. `after` is the id of
+    the cache before the first one.
     """
     return Call("GET", "/v1/caches", parse_as(api.CacheList), params=query_string(api.ListCaches, fields))
 

@@ -11,7 +11,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
 import httpx
 
 from kvshelf.api.batches import BatchObject
-from kvshelf.client import _batch_calls, _calls, _failures
+from kvshelf.client import _batch_calls, _calls, _erasure_calls, _failures
 from kvshelf.client._config import Connection, Retries, Timeouts
 from kvshelf.client._exchange import Attempts, Call, Page, method_of
 from kvshelf.client._stream import BREAKS_OFF, AnswerReader, AnswerT, BatchReader, CreationEvent, CreationReader
@@ -209,6 +209,12 @@ class Batches(_Group):
                         yield batch
 
 
+class Erasures(_Group):
+    """Everything of a subject goes, with a receipt: `client.erasures`."""
+
+    create = _sent(_erasure_calls.create_erasure)
+
+
 class Requests(_Group):
     """Creations in the background: `client.requests`."""
 
@@ -261,6 +267,7 @@ class Client(_Group):
         self.requests = Requests(self._sender)
         self.files = Files(self._sender)
         self.batches = Batches(self._sender)
+        self.erasures = Erasures(self._sender)
         self.models = Models(self._sender)
         self.policies = Policies(self._sender)
         self.selectors = Selectors(self._sender)

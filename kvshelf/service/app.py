@@ -32,6 +32,7 @@ from kvshelf.service.routes import (
     blobs,
     caches,
     chat,
+    erasures,
     estimate,
     files,
     growth,
@@ -106,7 +107,8 @@ def create_app(
         title="kvshelf", version=kvshelf.__version__, lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None
     )
     asking = (queries, chat, responses, messages)
-    resources = (caches, growth, blobs, *asking, inspect, requests, estimate, files, batches, meta, usage, page)
+    jobs = (requests, files, batches, erasures)
+    resources = (caches, growth, blobs, *asking, inspect, estimate, *jobs, meta, usage, page)
     routers = [resource.router for resource in resources]
     for router in routers:
         app.include_router(router)

@@ -56,6 +56,11 @@ class Settings(BaseSettings):
         min_length=1,
         description="its first key encrypts caches; only its owner may read the file; default: no encryption",
     )
+    erasure_key_file: str | None = Field(
+        None,
+        min_length=1,
+        description="private key of Ed25519 in PEM that signs the receipts of erasures; default: they are not signed",
+    )
     default_ttl_s: Ttl | None = Field(None, description="lifetime of caches without their own; default: forever")
     max_ttl_s: Ttl | None = Field(None, description="longest lifetime of a cache")
     tenant_max_caches: int | None = Field(None, ge=1, lt=2**53, description="caches one tenant may have on the shelf")
@@ -145,7 +150,7 @@ class Settings(BaseSettings):
     )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
-    @field_validator("encryption_key_file", "api_key_file")
+    @field_validator("encryption_key_file", "api_key_file", "erasure_key_file")
     @classmethod
     def _absolute(cls, path: str | None) -> str | None:
         # Replicas run in other folders, perhaps on other machines.

@@ -7,8 +7,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Self
 
 from kvshelf.api import Timings
+from kvshelf.api.erasures import Erasure
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.blobs import Health
+from kvshelf.store.erasure import Subject
 from kvshelf.store.jobs.batches import Batches
 from kvshelf.store.jobs.files import Files
 from kvshelf.store.jobs.metering import Metering
@@ -165,10 +167,14 @@ class Store(abc.ABC):
         id_prefix: str | None = None,
         labels: Mapping[str, str] | None = None,
         parent_id: str | None = None,
+        ended: bool = False,
         limit: int = 20,
         after: str | None = None,
     ) -> Page:
         """Live caches of a tenant, newest first. A cache must match every filter, and have every label in `labels`.
+
+        ended: instead of these, the caches that have expired or were evicted, and whose source is kept; each as it was,
+        with the time until which the source stays.
 
         `id_prefix` is the beginning of ids, `kvs_` and at least four of the digits after it. `parent_id` is the cache
         that the listed ones extend.
@@ -225,6 +231,12 @@ class Store(abc.ABC):
         of them whole; call it again.
         if_revision: as for `update`; it then raises as `get` does.
         """
+
+    @abc.abstractmethod
+    def erase(self, subject: Subject, *, dry_run: bool = False, limit_s: float | None = None) -> Erasure:
+        """Erase everything of a subject: its caches and those that extend them, what is derived from them, and lines
+        of files and journals that name them (`kvshelf.store.erasure`). Call it again after a kill, or for the rest if
+        it took longer than `limit_s`. Raises `StateConflict` while another process does it."""
 
     @abc.abstractmethod
     def touch(self, cache_id: str, *, tenant: str = "default") -> None:

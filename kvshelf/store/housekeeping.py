@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Final, Literal
 
 from kvshelf.errors import StorageFull
 from kvshelf.store.blobs import Blobs
 from kvshelf.store.index import Entry, Index, Writing
-from kvshelf.store.jobs.table import read
+from kvshelf.store.jobs.table import Item, Kind, read
 from kvshelf.store.manifest import SourceRecord
 
 ORPHAN_GRACE_S: Final = 3600.0
@@ -77,6 +78,17 @@ def make_room(index: Index, blobs: Blobs, nbytes: int, now: float) -> int:
         if not victims:
             break
     return freed
+
+
+def adopt(index: Index, kind: Kind, owned: Callable[[Item], Item], now: float) -> None:
+    """Give what earlier versions derived from caches to these. owned: the item with its owner, if it has one by now."""
+    for item in index.jobs.unowned(kind):
+        new = owned(item)
+        if new.owner is None:
+            continue
+        if new.after_s is not None and index.find(new.owner, new.tenant) is None:  # its tombstone is forgotten, too
+            new = replace(new, due=now)
+        index.jobs.change(new)
 
 
 def drop_sources(index: Index, blobs: Blobs, most: int) -> int:

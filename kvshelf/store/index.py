@@ -175,6 +175,14 @@ class Query:
     labels: Mapping[str, str] = field(default_factory=dict)
     parent_id: str | None = None
 
+    def takes(self, manifest: Manifest) -> bool:
+        """Whether a cache of the tenant matches all filters."""
+        equal = all(
+            getattr(self, name) in (None, getattr(manifest, name))
+            for name in ("document_id", "model", "policy", "name", "parent_id")
+        )
+        return equal and manifest.id.startswith(self.id_prefix or "") and self.labels.items() <= manifest.labels.items()
+
 
 class BasesGone(Exception):
     """A base of a write has ended since, and nothing was done: the caller writes the cache whole."""
@@ -329,6 +337,9 @@ class Index(abc.ABC):
     def forget(self, before: float) -> int:
         """Drop tombstones that ended before a time; returns how many. One with children stays as long as they do: it
         says whose descendants they are."""
+
+    def purge(self, *, at_once: bool) -> None:  # noqa: B027 - most homes have nothing to do
+        """Let nothing that was removed stay in the home's own files. at_once: or perhaps with a later call."""
 
     @abc.abstractmethod
     def problems(self) -> list[str]:

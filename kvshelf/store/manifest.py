@@ -47,8 +47,8 @@ class Body(Record):
 
 class SourceInfo(Record):
     """A kept source. form: the document's text (messages as JSON), or its token ids alone. nbytes: before encryption.
-    digest: of these bytes, in hex. expires_at: Unix seconds, None: when the cache is deleted; it may be before or after
-    the end of the cache."""
+    digest: of these bytes, in hex. expires_at: Unix seconds, before or after the end of the cache; None: see
+    `kvshelf.store.jobs.sources`. A deletion of the cache is its end in any case."""
 
     form: Literal["text", "tokens"]
     nbytes: int

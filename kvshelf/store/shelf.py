@@ -12,6 +12,7 @@ from io import BufferedReader
 from typing import TYPE_CHECKING, Any, Final
 
 from kvshelf.api import Timings
+from kvshelf.api.erasures import Erasure
 from kvshelf.errors import (
     BlobError,
     CacheError,
@@ -29,13 +30,14 @@ from kvshelf.store.artifact.blob.frame import FORMAT_MAJOR, BlobSummary
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.base import RENEW_SHARE, Store
 from kvshelf.store.blobs import Blobs, Health, RangesFile, Step
+from kvshelf.store.erasure import Eraser, Subject
 from kvshelf.store.index import KEEP_ENDED_S, BasesGone, Entry, Index, Query
 from kvshelf.store.jobs.batches import Batches
 from kvshelf.store.jobs.bodies import Bodies
 from kvshelf.store.jobs.files import Files
 from kvshelf.store.jobs.metering import Metering
 from kvshelf.store.jobs.requests import Requests
-from kvshelf.store.jobs.responses import Responses, is_response
+from kvshelf.store.jobs.responses import Responses
 from kvshelf.store.jobs.sources import Sources
 from kvshelf.store.jobs.transforms import KeptTransforms
 from kvshelf.store.manifest import Judgement, Manifest, SourceRecord, Usage, describe
@@ -74,11 +76,11 @@ class Shelf(Store):
         self._now = now
         self._walked_at = -math.inf
         self._writer = Writer(index, blobs, self._rules, now, on_step)
-        bodies = Bodies(index, blobs, self._writer, self._rules)
+        self._bodies = bodies = Bodies(index, blobs, self._writer, self._rules)
         self._sources = Sources(index.jobs, bodies, now)
         self._reader = Reader(index, blobs, self._rules, self._sources, now)
         self.files = Files(index.jobs, bodies, now)
-        self.responses = Responses(index.jobs, bodies, now)
+        self.responses = Responses(index.jobs, bodies, self._rules, now)
         self.requests = Requests(index.jobs, bodies, now, index.key)
         self.batches = Batches(index.jobs)
         self.metering = Metering(index.jobs)
@@ -346,6 +348,7 @@ class Shelf(Store):
         id_prefix: str | None = None,
         labels: Mapping[str, str] | None = None,
         parent_id: str | None = None,
+        ended: bool = False,
         limit: int = 20,
         after: str | None = None,
     ) -> Page:
@@ -357,6 +360,8 @@ class Shelf(Store):
             checks.require_id_prefix(id_prefix)
         wanted = checks.require_labels(labels or {})
         query = Query(tenant, document_id, model, policy, name, id_prefix, wanted, parent_id)
+        if ended:
+            return self._ended(query, limit, after)
         before = None
         if after is not None:
             cursor = self._index.find(checks.require_text(after, "after"), tenant)
@@ -380,6 +385,16 @@ class Shelf(Store):
             place=f"{self._index.incarnation}:{now}",
             has_more=after is not None and str(now) != number,
         )
+
+    def _ended(self, query: Query, limit: int, after: str | None) -> Page:
+        found: list[Manifest] = []
+        for manifest in self._sources.left(query.tenant, after):
+            entry = self._index.find(manifest.id, query.tenant)
+            if query.takes(manifest) and (entry is None or not entry.live(self._now())):
+                found.append(manifest)
+            if len(found) > limit:
+                break
+        return Page(data=tuple(found[:limit]), has_more=len(found) > limit)
 
     # Changing
 
@@ -463,10 +478,11 @@ class Shelf(Store):
         while True:
             entry = self._index.find(cache_id, tenant) if if_revision is None else self._reader.ready(cache_id, tenant)
             if entry is None or entry.state == "deleted":
-                # Perhaps its tombstone was forgotten before its source.
-                freed += self._sources.remove(cache_id, tenant)
+                # Perhaps its tombstone was forgotten before its source, or a deletion was interrupted.
+                freed += self._end_derived(cache_id, tenant)
                 if not freed:
                     raise checks.not_found(cache_id)
+                self._index.purge(at_once=False)
                 return Receipt(id=cache_id, deleted_at=now, bytes_freed=freed, homes=(self._blobs.home,))
             if if_revision is not None:
                 checks.require_revision(entry.manifest(), if_revision)
@@ -475,22 +491,28 @@ class Shelf(Store):
                     descendants.append(child.id)
                     freed += nbytes
             if (nbytes := self._bury(entry, now)) is not None:
+                self._index.purge(at_once=False)
                 ids, homes = tuple(descendants), (self._blobs.home,)
                 return Receipt(id=cache_id, deleted_at=now, bytes_freed=freed + nbytes, homes=homes, descendants=ids)
 
+    def erase(self, subject: Subject, *, dry_run: bool = False, limit_s: float | None = None) -> Erasure:
+        return self.eraser(self).erase(subject, dry_run=dry_run, limit_s=limit_s)
+
+    def eraser(self, store: Store) -> Eraser:
+        """Of what is in this home. store: this one, or the one that has tiers in front of it."""
+        parts = (self._index, self._bodies, self.files, self.batches, self._blobs.home, self._now)
+        return Eraser(*parts, delete=store.delete, sweep=store.sweep)
+
     def _bury(self, entry: Entry, now: float) -> int | None:
-        """Delete a cache, its source, and the responses that it names; returns the bytes freed by the first two, None
-        if the cache was changed since."""
-        kept = self._sources.release(entry.id, entry.tenant)
-        if housekeeping.bury(self._index, self._blobs, entry, "deleted", now):
-            if entry.text is not None:
-                self.responses.remove(filter(is_response, entry.manifest().labels), tenant=entry.tenant)
-            return entry.nbytes + (0 if kept is None else self._sources.remove(entry.id, entry.tenant))
-        if kept is not None:
-            now_there = self._index.find(entry.id, entry.tenant)
-            changed = now_there is not None and now_there.text is not None
-            self._sources.claim(now_there.manifest() if now_there and changed else kept.manifest)
-        return None
+        """Delete a cache and what is derived from it; returns the bytes freed, None if the cache was changed since."""
+        if not housekeeping.bury(self._index, self._blobs, entry, "deleted", now):
+            return None
+        return entry.nbytes + self._end_derived(entry.id, entry.tenant)
+
+    def _end_derived(self, cache_id: str, tenant: str) -> int:
+        """Remove what is derived from a cache that is deleted; returns the bytes freed."""
+        # A source that was not claimed yet has no owner.
+        return self._bodies.end_owned(cache_id, tenant) + self._sources.remove(cache_id, tenant)
 
     def _descendants(self, entry: Entry, now: float, *, cascade: bool) -> Sequence[Entry]:
         """The stored caches that extend a cache, the deepest first, to be deleted before it; expired ones end here.
@@ -525,8 +547,11 @@ class Shelf(Store):
             self._walked_at = time.monotonic()
             orphans += housekeeping.remove_orphans(self._index, self._blobs)
         jobs = self._index.jobs
+        housekeeping.adopt(self._index, "source", self._sources.owned, now)
+        housekeeping.adopt(self._index, "response", self.responses.owned, now)
+        expired = housekeeping.expire(self._index, self._blobs, now)  # and what they own is due, for the next lines
         swept = Swept(
-            expired=housekeeping.expire(self._index, self._blobs, now),
+            expired=expired,
             orphans=orphans,
             tombstones=self._index.forget(now - KEEP_ENDED_S),
             requests=jobs.forget("request", now),
@@ -536,7 +561,9 @@ class Shelf(Store):
             sources=jobs.forget("source", now),
             usage=jobs.forget("usage", now),
         )
+        jobs.forget("erasure", now)
         housekeeping.reclaim(self._index, self._blobs)  # the bytes that the forgotten jobs held
+        self._index.purge(at_once=True)
         return swept
 
     def drop_lone_sources(self) -> None:

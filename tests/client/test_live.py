@@ -278,3 +278,24 @@ async def test_a_document_is_split_by_both_clients(client: Client, aclient: Asyn
     assert {cache.id for cache in found} == {cache.id for cache in parts}
     request = client.caches.create(document=LONG, policy="knorm", split={"max_tokens": 400}, respond_async=True)
     assert len(client.requests.retrieve(request.id, wait_s=60).cache_ids) == len(parts)
+
+
+@pytest.mark.anyio
+async def test_a_subject_is_erased_with_what_was_said_about_it(client: Client, aclient: AsyncClient) -> None:
+    labels = {"subject": "heliotrope"}
+    made = client.caches.create(document=TEXT + " It is heliotrope.", keep_source=True, labels=labels, policy="full")
+    said = client.caches.query(made.id, "Which colour?", max_tokens=2, store=True)
+    assert said.stored_cache_id is not None
+    shown = await aclient.erasures.create(labels=labels, dry_run=True)
+    assert (shown.status, shown.counts) == ("dry_run", {"cache": 2, "source": 2})
+    receipt = client.erasures.create(labels=labels)
+    assert (receipt.status, receipt.counts) == ("completed", shown.counts)
+    assert {made.id, said.stored_cache_id} <= {each.id for each in receipt.erased}
+    assert (await aclient.erasures.create(labels=labels)).erased == receipt.erased
+    for id in (made.id, said.stored_cache_id):
+        with pytest.raises(errors.CacheNotFound):
+            client.caches.retrieve(id)
+    with pytest.raises(errors.InvalidRequest, match="say what is to be erased"):
+        client.erasures.create()
+    with pytest.raises(errors.Forbidden):
+        client.erasures.create(tenant="another")

@@ -9,7 +9,7 @@ import pytest
 
 from kvshelf.client import AsyncClient, Client, _async, _sync
 
-GROUPS = ["Caches", "Files", "Batches", "Requests", "Models", "Policies", "Client"]
+GROUPS = ["Caches", "Files", "Batches", "Erasures", "Requests", "Models", "Policies", "Client"]
 
 
 def calls(cls: type) -> dict[str, Any]:

@@ -111,6 +111,7 @@ def _keep(store: Store, record: BatchRecord, term: int, file: BinaryIO, name: st
         purpose="batch_output",
         ttl_s=record.body["output_keep_s"],
         beyond_quota=True,  # results are small compared with caches, and the batch cannot end without them
+        batch_id=record.id,
     )
     stale = kept.id  # until the record names it
     try:

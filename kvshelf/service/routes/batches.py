@@ -22,7 +22,7 @@ from kvshelf.api.batches import (
 )
 from kvshelf.corpus.input.defaults import require_defaults
 from kvshelf.corpus.run.progress import Window
-from kvshelf.errors import InvalidRequest, StateConflict
+from kvshelf.errors import FileNotFound, InvalidRequest, StateConflict
 from kvshelf.service.access.keys import Caller, Reader, Writer
 from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_json, read_query
@@ -32,6 +32,7 @@ from kvshelf.service.http.waiting import off_loop
 from kvshelf.service.jobs.batch_work import rest_reason
 from kvshelf.service.routes.files import KEEP_S
 from kvshelf.service.state import InService, Service
+from kvshelf.store.base import Store
 from kvshelf.store.jobs.batches import BatchRecord
 from kvshelf.workers.replica.create.spec import require_policy
 
@@ -122,7 +123,19 @@ async def retry_batch(batch_id: str, service: InService, caller: Writer) -> Batc
     """Run a batch that has ended again: its failed rows, and the rows that were never tried."""
     record = await off_loop(service.store.batches.get, batch_id, tenant=caller.tenant)
     await off_loop(service.store.files.get, record.body["input_file_id"], tenant=caller.tenant)
+    await off_loop(_require_results, service.store, record)
     return await _changed(service, caller, batch_id, retried)
+
+
+def _require_results(store: Store, record: BatchRecord) -> None:
+    """Raises `StateConflict` for a batch whose journal has gone with its results: nobody knows which rows are done."""
+    for file_id in filter(None, (record.output_file_id, record.error_file_id)):
+        try:
+            store.files.get(file_id, tenant=record.tenant)
+        except FileNotFound as gone:
+            raise StateConflict(
+                f"the results of batch {record.id} were deleted or have expired; create a new batch"
+            ) from gone
 
 
 def retried(record: BatchRecord) -> BatchRecord:

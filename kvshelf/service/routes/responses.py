@@ -1,22 +1,21 @@
 """/v1/responses: OpenAI's shapes. What a response keeps is a stored turn, and `previous_response_id` asks that.
 
 Clients want one id from the first event on, and the id of the turn's cache follows from the whole answer. So the store
-keeps what the response said under its own id, with that of the cache, and the cache names its responses in labels.
+keeps what the response said under its own id, with that of the cache, with which it ends.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvshelf.api.responses import FunctionTool, ResponseDeleted, ResponseObject, ResponsesRequest
-from kvshelf.api.strict import MAX_LABELS
-from kvshelf.errors import CacheError, CacheNotFound, EtagMismatch, InvalidRequest, KvshelfError
+from kvshelf.errors import CacheError, CacheNotFound, InvalidRequest, KvshelfError
 from kvshelf.service.access.keys import Reader, Writer
 from kvshelf.service.asked import pieces_of, question_to
 from kvshelf.service.http import openapi
@@ -27,7 +26,7 @@ from kvshelf.service.http.responses import Responding
 from kvshelf.service.http.waiting import off_loop, until_hangup
 from kvshelf.service.state import TAKES_TOKENS, InService
 from kvshelf.store.base import Store
-from kvshelf.store.jobs.responses import ResponseRecord, is_response, not_found
+from kvshelf.store.jobs.responses import ResponseRecord, not_found
 
 router = APIRouter(prefix="/v1/responses", tags=["responses"], responses=openapi.ERRORS)
 
@@ -100,28 +99,12 @@ def _kept(store: Store, tenant: str, response: dict[str, Any]) -> dict[str, Any]
     if cache_id is None:
         return response
     try:
-        _label(store, tenant, cache_id, response["id"])
         said = json.dumps(response).encode()
         store.responses.keep(response["id"], said, tenant=tenant, cache_id=cache_id)
+        store.responses.get(response["id"], tenant=tenant)  # its turn may have ended meanwhile
     except KvshelfError as error:
         return response | {"not_stored": error.message}
     return response
-
-
-def _label(store: Store, tenant: str, cache_id: str, response_id: str) -> None:
-    """Name a response in the labels of its turn, with which it is deleted. Equal answers share a turn: where labels are
-    full, the oldest of them goes; labels of the caller stay."""
-    while True:
-        manifest = store.stat(cache_id, tenant=tenant)
-        surplus = max(0, len(manifest.labels) + 1 - MAX_LABELS)
-        oldest = list(filter(is_response, manifest.labels))[:surplus]
-        labels = {name: value for name, value in manifest.labels.items() if name not in oldest} | {response_id: ""}
-        try:
-            store.update(cache_id, tenant=tenant, labels=labels, if_revision=[manifest.revision])
-        except EtagMismatch:
-            continue  # an equal answer came at the same time
-        store.responses.remove(oldest, tenant=tenant)
-        return
 
 
 def _found(store: Store, tenant: str, response_id: str) -> bytes:
@@ -135,17 +118,7 @@ def _found(store: Store, tenant: str, response_id: str) -> bytes:
 
 def _delete(store: Store, tenant: str, response_id: str) -> None:
     record = store.responses.get(response_id, tenant=tenant)
-    while True:
-        try:
-            manifest = store.stat(record.cache_id, tenant=tenant)
-            others = {name: value for name, value in manifest.labels.items() if name != response_id}
-            if any(map(is_response, others)):
-                store.update(manifest.id, tenant=tenant, labels=others, if_revision=[manifest.revision])
-            else:
-                store.delete(manifest.id, tenant=tenant, if_revision=[manifest.revision])
-        except EtagMismatch:
-            continue  # an equal answer came at the same time
-        except (CacheError, CacheNotFound):
-            pass  # it is gone already
-        store.responses.remove([response_id], tenant=tenant)
-        return
+    if store.responses.of_cache(record.cache_id, tenant=tenant) == [record]:
+        with suppress(CacheError, CacheNotFound):  # it is gone already
+            store.delete(record.cache_id, tenant=tenant)
+    store.responses.remove(record)

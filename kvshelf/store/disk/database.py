@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import logging
+import math
 import os
 import queue
 import secrets
 import sqlite3
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from importlib.resources import files
@@ -17,13 +20,26 @@ from typing import Final
 from kvshelf.errors import StoreUnavailable
 from kvshelf.store.disk.faults import translated
 
+log = logging.getLogger("kvshelf.store")
+
 FILE_NAME = "shelf.sqlite3"
 
 HOME_FORMAT: Final = 6
 """Incremented when the tables change in a way that older versions cannot work with."""
 
-_TABLES: Final = files(__package__).joinpath("schema.sql").read_text("utf-8")
-_CHANGES: Final = files(__package__).joinpath("changes.sql").read_text("utf-8")
+_PURGE_S: Final = 10.0
+"""Least seconds between two purges after deletions; sweeps purge in any case."""
+
+_WAIT_MS: Final = 500
+"""How long a purge may hold up writers. One that finds the database busy leaves the rest to the next."""
+
+_VACUUM_BYTES: Final = 256 << 20
+"""Most bytes of a database that is written anew while others wait for it: some seconds."""
+
+_TABLES, _OWNERS, _CHANGES = (
+    files(__package__).joinpath(f"{name}.sql").read_text("utf-8") for name in ("schema", "owners", "changes")
+)
+_SECURE: Final = "INSERT OR REPLACE INTO meta VALUES ('secure_delete', x'31')"
 
 
 def known_key(home: Path) -> bytes | None:
@@ -51,6 +67,7 @@ class Database:
         self._busy_s = busy_s
         self._path = home / FILE_NAME
         self._inode = 0
+        self._purged_at = -math.inf
         self._idle: queue.LifoQueue[sqlite3.Connection] = queue.LifoQueue()
 
     def create(self, key: bytes | None, blobs: str = "beside") -> tuple[bytes, str]:
@@ -97,6 +114,30 @@ class Database:
                     connection.execute("ROLLBACK")
                 raise
 
+    def purge(self, *, at_once: bool) -> None:
+        """Empty the WAL: it has, until it is written over, what deletions have overwritten in the database.
+
+        at_once: even if that was done less than `_PURGE_S` ago.
+        """
+        if not at_once and time.monotonic() - self._purged_at < _PURGE_S:
+            return
+        self._purged_at = time.monotonic()
+        with translated(self._home), closing(self._connect()) as connection:
+            connection.execute(f"PRAGMA busy_timeout = {_WAIT_MS}")
+            self._forget_earlier(connection)
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def _forget_earlier(self, connection: sqlite3.Connection) -> None:
+        """Once: write a database anew that was used without secure_delete, and has what was deleted in free pages."""
+        if connection.execute("SELECT 1 FROM meta WHERE name = 'secure_delete'").fetchone():
+            return
+        if self._path.stat().st_size > _VACUUM_BYTES:
+            log.warning("%s has free pages with deleted text; stop the service once and VACUUM it", self._path)
+            return
+        with suppress(sqlite3.OperationalError):  # it is busy, or the disk is full: the next sweep tries again
+            connection.execute("VACUUM")
+            connection.execute(_SECURE)
+
     def close(self) -> None:
         while True:
             try:
@@ -124,6 +165,7 @@ class Database:
         )
         connection.row_factory = sqlite3.Row
         connection.execute("PRAGMA foreign_keys = ON")
+        connection.execute("PRAGMA secure_delete = ON")  # FAST would leave what was deleted in free pages
         return connection
 
     def _require_private_file(self) -> None:
@@ -147,7 +189,10 @@ class Database:
                 connection.execute("INSERT INTO meta VALUES ('format', ?)", (str(HOME_FORMAT).encode(),))
                 connection.execute("INSERT INTO meta VALUES ('key', ?)", (key,))
                 connection.execute("INSERT INTO meta VALUES ('blobs', ?)", (blobs.encode(),))
+                connection.execute(_SECURE)
                 connection.execute("COMMIT")
+            if not connection.execute("SELECT 1 FROM pragma_table_info('jobs') WHERE name = 'owner'").fetchone():
+                connection.executescript(f"BEGIN IMMEDIATE;{_OWNERS};COMMIT;")
             meta = {name: bytes(value) for name, value in connection.execute("SELECT name, value FROM meta")}
             found = meta.get("format", b"?").decode(errors="replace")
             if found != str(HOME_FORMAT):

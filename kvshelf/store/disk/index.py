@@ -78,6 +78,8 @@ class SqliteIndex(Index):
             if writing.parent_id is not None:
                 _require_ancestors(tx, writing.parent_id)
             _require_bases(tx, writing)
+            if old is not None and old.stored and old.expired(now):  # before a sweep came: what it owns ends, too
+                tx.execute("UPDATE caches SET state = 'expired', ended_at = expires_at WHERE seq = ?", (old.seq,))
             tx.execute("DELETE FROM caches WHERE id = ?", (manifest.id,))
             _insert(tx, writing, manifest, cost_s)
             if old is not None and old.stored:
@@ -250,6 +252,9 @@ class SqliteIndex(Index):
                 "AND NOT EXISTS (SELECT 1 FROM caches AS child WHERE child.parent_id = caches.id)",
                 (before,),
             ).rowcount
+
+    def purge(self, *, at_once: bool) -> None:
+        self._database.purge(at_once=at_once)
 
     def problems(self) -> list[str]:
         with self._database.read() as connection:

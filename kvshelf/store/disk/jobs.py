@@ -9,7 +9,10 @@ from typing import Any, Final
 from kvshelf.store.disk.database import Database
 from kvshelf.store.jobs.table import Item, JobTable, Kind, overtaken, too_many, too_slow
 
-_FIELDS: Final = "kind, id, tenant, text, version, open, due, held, term, holder, lease_until, created_at, updated_at"
+_FIELDS: Final = (
+    "kind, id, tenant, text, version, open, due, held, owner, after_s, "
+    "term, holder, lease_until, created_at, updated_at"
+)
 
 FOREVER: Final = 9e15
 """The end of a lease that never ends: a number, not NULL, so that all comparisons of leases work for it too."""
@@ -32,9 +35,9 @@ class SqliteJobs(JobTable):
                 raise too_many(item, most_open)
             self._hold(tx, item.held)
             tx.execute(
-                "INSERT INTO jobs (kind, id, tenant, text, open, due, held, created_at, updated_at) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (item.kind, item.id, item.tenant, item.text, item.open, item.due, item.held, now, now),
+                "INSERT INTO jobs (kind, id, tenant, text, open, due, held, owner, after_s, created_at, updated_at) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (*(item.kind, item.id, item.tenant), *_changing(item), now, now),
             )
             return _items(tx, "id = ?", (item.id,))[0]
 
@@ -45,6 +48,15 @@ class SqliteJobs(JobTable):
             else:
                 found = _items(connection, "tenant = ? AND id = ?", (tenant, item_id), "jobs_by_tenant_and_id")
         return found[0] if found else None
+
+    def owned(self, owner: str, tenant: str) -> list[Item]:
+        with self._database.read() as connection:
+            return _items(connection, "owner = ? AND tenant = ? ORDER BY seq", (owner, tenant))
+
+    def unowned(self, kind: Kind) -> list[Item]:
+        with self._database.read() as connection:
+            where = "kind = ? AND owner IS NULL AND kind IN ('source', 'response')"  # as the index has it
+            return _items(connection, where, (kind,))
 
     def listing(self, kind: Kind, tenant: str, after: str | None, limit: int) -> list[Item]:
         where, values = "kind = ? AND tenant = ?", [kind, tenant]
@@ -64,9 +76,9 @@ class SqliteJobs(JobTable):
                 self._hold(tx, item.held)
                 _let_go(tx, "id = ?", (item.id,))
             tx.execute(
-                "UPDATE jobs SET text = ?, open = ?, due = ?, held = ?, version = version + 1, "
+                "UPDATE jobs SET text = ?, open = ?, due = ?, held = ?, owner = ?, after_s = ?, version = version + 1, "
                 "lease_until = iif(?, 0, lease_until), updated_at = ? WHERE id = ?",
-                (item.text, item.open, item.due, item.held, release, self._now(), item.id),
+                (*_changing(item), release, self._now(), item.id),
             )
             return _items(tx, "id = ?", (item.id,))[0]
 
@@ -127,12 +139,21 @@ class SqliteJobs(JobTable):
             )
             return [bytes(row["line"]) for row in rows]
 
+    def erase_lines(self, item_id: str, numbers: Sequence[int]) -> None:
+        with self._database.write() as tx:
+            values = [(item_id, number) for number in numbers]
+            tx.executemany("UPDATE journals SET line = x'' WHERE item = ? AND number = ?", values)
+
     def _hold(self, tx: sqlite3.Connection, name: str | None) -> None:
         if name is not None:
             values = (FOREVER, name, self._now())
             held = tx.execute("UPDATE writes SET lease_until = ? WHERE name = ? AND lease_until > ?", values)
             if held.rowcount != 1:
                 raise too_slow()
+
+
+def _changing(item: Item) -> tuple[Any, ...]:
+    return (item.text, item.open, item.due, item.held, item.owner, item.after_s)
 
 
 def _items(connection: sqlite3.Connection, where: str, values: Sequence[Any], index: str | None = None) -> list[Item]:

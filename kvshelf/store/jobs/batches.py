@@ -121,10 +121,14 @@ class Batches:
         return sum(record.tenant == tenant for record in self.unfinished())
 
     def journal(self, batch_id: str) -> Iterator[bytes]:
-        """All lines of the journal, in the order in which they were added."""
+        """All lines of the journal, in the order in which they were added, but those that were erased."""
+        return (line for _, line in self.numbered_journal(batch_id))
+
+    def numbered_journal(self, batch_id: str) -> Iterator[tuple[int, bytes]]:
+        """As `journal`, with the number of each line."""
         start = 0
         while lines := self.table.lines(batch_id, start, _LINES):
-            yield from lines
+            yield from ((number, line) for number, line in enumerate(lines, start) if line)
             start += len(lines)
 
     def list(self, *, tenant: str, limit: int, after: str | None = None) -> tuple[list[BatchRecord], bool]:

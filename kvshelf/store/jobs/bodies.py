@@ -5,6 +5,7 @@ table.
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
@@ -83,6 +84,20 @@ class Bodies:
         if blake3(data).hexdigest() != body.digest:
             raise BlobError("other bytes came back", reason="digest_mismatch")
         return data
+
+    def end_owned(self, owner: str, tenant: str) -> int:
+        """Remove the items of an owner that was deleted, with their bytes; returns how many bytes. After a crash, a
+        sweep does it: they are due."""
+        return sum(self.end(item) for item in self._index.jobs.owned(owner, tenant))
+
+    def end(self, item: Item) -> int:
+        """Remove an item with its bytes; returns how many bytes."""
+        # The item first: from then on nobody finds the bytes, and a sweep removes them if this process dies here.
+        if not self._index.jobs.remove(item.id) or item.held is None:
+            return 0
+        body = Body.model_validate(json.loads(item.text)["body"])
+        self.remove(body)
+        return body.stored_bytes
 
     def remove(self, body: Body) -> None:
         """Remove a body that no item holds any more. If the home does not work, a sweep removes it."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import mmap
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from dataclasses import replace
 from io import BufferedReader, BytesIO
+from tempfile import TemporaryFile
 from typing import BinaryIO, Final
 
 from blake3 import blake3
@@ -57,9 +59,11 @@ class Files:
         purpose: str,
         ttl_s: float | None = None,
         beyond_quota: bool = False,
+        batch_id: str | None = None,
     ) -> FileRecord:
         """Keep the content of a file of the operating system. Raises `QuotaExceeded`, `StorageFull`.
 
+        batch_id: of the batch whose result it is. When it goes, so does the journal of that batch, if it has ended.
         beyond_quota: accept it even if the tenant's quota has no room for it; it counts all the same.
         """
         now = self._now()
@@ -74,7 +78,7 @@ class Files:
         )
 
         def keep(body: Body | None) -> Item | None:
-            return self._table.add(_item(record.model_copy(update={"body": body})))
+            return self._table.add(replace(_item(record.model_copy(update={"body": body})), owner=batch_id))
 
         content = mmap.mmap(file.fileno(), record.nbytes, access=mmap.ACCESS_READ) if record.nbytes else b""
         subject = FILE_PREFIX + record.id
@@ -119,6 +123,26 @@ class Files:
                 f"the content of file {file_id} is lost or damaged ({error}); upload it again", param="file_id"
             ) from error
         return BlobFile(BufferedReader(opened, PART), record.nbytes, record.digest)
+
+    def erase_lines(self, file_id: str, numbers: Container[int], *, tenant: str) -> None:
+        """Empty lines of a file, numbered from 0; the others keep their numbers. Raises `FileNotFound`."""
+        record = self.get(file_id, tenant=tenant)
+        item = self._table.find(file_id, tenant)
+        if item is None or record.body is None:
+            return
+        with TemporaryFile() as after:
+            with self.open(file_id, tenant=tenant) as before:  # closed before its bytes are removed: a reader delays it
+                after.writelines(b"\n" if number in numbers else line for number, line in enumerate(before.file))
+            after.flush()
+            nbytes = after.tell()
+            content = memoryview(mmap.mmap(after.fileno(), nbytes, access=mmap.ACCESS_READ))
+
+            def keep(body: Body | None) -> Item | None:
+                changed = _item(record.model_copy(update={"body": body, "nbytes": nbytes}))
+                return self._table.change(replace(changed, version=item.version, owner=item.owner))
+
+            if self._bodies.write(tenant, FILE_PREFIX + file_id, content, keep, beyond_quota=True) is not None:
+                self._bodies.remove(record.body)
 
     def delete(self, file_id: str, *, tenant: str) -> FileRecord:
         """Raises `FileNotFound`."""

@@ -1,11 +1,12 @@
 """Responses that can be asked for again: what each said, sealed, and the cache of its turn.
 
-A response is deleted with the cache of its turn, which names it in a label, or after `KEEP_ENDED_S`.
+A response is owned by the cache of its turn (`Item.owner`), with which it ends, at the latest after `KEEP_ENDED_S`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 from kvshelf.errors import BlobError, ResponseNotFound
@@ -13,9 +14,7 @@ from kvshelf.store.index import KEEP_ENDED_S
 from kvshelf.store.jobs.bodies import Bodies
 from kvshelf.store.jobs.table import Item, JobTable, read
 from kvshelf.store.manifest import Body, Record
-
-RESPONSE_ID: Final = "resp_"
-"""Begins the ids of responses."""
+from kvshelf.store.rules import Rules
 
 RESPONSE_PREFIX: Final = "response:"
 """Tells a sealed response from a sealed cache or file."""
@@ -33,9 +32,10 @@ class ResponseRecord(Record):
 class Responses:
     """The responses of one home. Two tenants see nothing of each other. Raises as `JobTable` and `Blobs` do."""
 
-    def __init__(self, table: JobTable, bodies: Bodies, now: Callable[[], float]) -> None:
+    def __init__(self, table: JobTable, bodies: Bodies, rules: Rules, now: Callable[[], float]) -> None:
         self._table = table
         self._bodies = bodies
+        self._keep_s = min(KEEP_ENDED_S, rules.max_ttl_s or KEEP_ENDED_S)
         self._now = now
 
     def keep(self, response_id: str, said: bytes, *, tenant: str, cache_id: str) -> None:
@@ -44,10 +44,7 @@ class Responses:
         def store(body: Body | None) -> Item | None:
             assert body is not None, "a response says something"
             record = ResponseRecord(id=response_id, tenant=tenant, cache_id=cache_id, body=body)
-            due = self._now() + KEEP_ENDED_S
-            return self._table.add(
-                Item("response", response_id, tenant, record.model_dump_json(), due=due, held=body.name)
-            )
+            return self._table.add(_item(record, self._now() + self._keep_s))
 
         stored = self._bodies.write(tenant, RESPONSE_PREFIX + response_id, memoryview(said), store)
         assert stored is not None, "no other response has this id"
@@ -67,18 +64,25 @@ class Responses:
         except BlobError as error:
             raise not_found(record.id) from error
 
-    def remove(self, response_ids: Iterable[str], *, tenant: str) -> None:
-        """Forget those of these that are there."""
-        for response_id in response_ids:
-            item = self._table.find(response_id, tenant)
-            # The item first: from then on nobody finds the bytes, and a sweep removes them if this process dies here.
-            if item is not None and item.kind == "response" and self._table.remove(response_id):
-                self._bodies.remove(read(item, ResponseRecord).body)
+    def remove(self, record: ResponseRecord) -> None:
+        """Forget a response, if it is there."""
+        # The item first: from then on nobody finds the bytes, and a sweep removes them if this process dies here.
+        if self._table.remove(record.id):
+            self._bodies.remove(record.body)
+
+    def of_cache(self, cache_id: str, *, tenant: str) -> list[ResponseRecord]:
+        """The responses whose turn is in a cache: equal answers share one."""
+        items = self._table.owned(cache_id, tenant)
+        return [read(item, ResponseRecord) for item in items if item.kind == "response"]
+
+    def owned(self, item: Item) -> Item:
+        """The item of an earlier version, with its owner."""
+        return replace(_item(read(item, ResponseRecord), item.due), version=item.version)
 
 
-def is_response(label: str) -> bool:
-    """Whether a label of a cache names a response."""
-    return label.startswith(RESPONSE_ID)
+def _item(record: ResponseRecord, due: float | None) -> Item:
+    place = (record.id, record.tenant, record.model_dump_json())
+    return Item("response", *place, due=due, held=record.body.name, owner=record.cache_id, after_s=0.0)
 
 
 def not_found(response_id: str, param: str = "response_id") -> ResponseNotFound:

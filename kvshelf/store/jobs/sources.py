@@ -1,13 +1,20 @@
 """Sources: what caches were made from, kept to make a cache again that was evicted, has expired, or is corrupt.
 
-A source has a place and a time of its own: it stays when its cache goes, until its own time is over, the cache is
-deleted, or the home has no cache left to evict. It is written before its cache becomes visible and `claimed` after
-that, so that a crash leaves no visible cache without its source; one that nobody claims goes with a later sweep.
+A source has a place and a time of its own. It is written before its cache becomes visible and `claimed` after that,
+so that a crash leaves no visible cache without its source; one that nobody claims goes with a later sweep. A claimed
+one is owned by its cache (`Item.owner`): it goes when the cache is deleted, and outlives a cache that ends otherwise
+
+    until its own time is over, where it has one
+    for `LEFT_S`, where it has none
+    not at all, where its cache extends another one: a part of a document does not make the cache again
+
+The home drops it before, if it has no cache left to evict.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -15,8 +22,9 @@ import zstandard
 from blake3 import blake3
 
 from kvshelf.errors import BlobError, InvalidRequest, SourceNotKept
+from kvshelf.store.index import KEEP_ENDED_S
 from kvshelf.store.jobs.bodies import Bodies
-from kvshelf.store.jobs.table import Item, JobTable, read
+from kvshelf.store.jobs.table import Item, JobTable, read, require_after
 from kvshelf.store.manifest import Body, Manifest, SourceInfo, SourceRecord
 from kvshelf.store.types import Source, TokenIds
 
@@ -26,9 +34,10 @@ SOURCE_PREFIX: Final = "source:"
 UNCLAIMED_S: Final = 3600.0
 """How long a source waits for its cache: longer than a cache may take to write."""
 
-RELEASED_S: Final = 60.0
-"""How long a source outlives a deletion that was interrupted before it came to the source."""
+LEFT_S: Final = KEEP_ENDED_S
+"""How long a source without a time of its own outlives its cache: as long as others are told what became of that."""
 
+_BATCH: Final = 200
 _WIDTHS: Final = (2, 3, 4)
 _LEVEL: Final = 9  # of zstandard: 0.1 s for a million token ids; 19 takes 2 s for 7 % fewer bytes
 
@@ -76,15 +85,6 @@ class Sources:
                 return True
         return False
 
-    def release(self, cache_id: str, tenant: str) -> SourceRecord | None:
-        """The source of a cache that is about to be deleted: from now on nobody finds it, until it is claimed again."""
-        while (item := self._item(cache_id, tenant)) is not None:
-            kept = read(item, SourceRecord)
-            released = kept.model_copy(update={"claimed": False})
-            if self._table.change(self._stored(released, item, RELEASED_S)) is not None:
-                return kept
-        return None
-
     def find(self, cache_id: str, tenant: str) -> SourceRecord | None:
         """The claimed source of a cache, which need not exist any more."""
         item = self._item(cache_id, tenant)
@@ -116,6 +116,23 @@ class Sources:
             return 0
         self._bodies.remove(kept.body)
         return kept.body.stored_bytes
+
+    def left(self, tenant: str, after: str | None) -> Iterator[Manifest]:
+        """The manifests of the claimed sources of a tenant, those that were kept last first, with the time until which
+        they stay. after: the cache id that was the last one before. Raises `InvalidRequest` for an unknown one."""
+        place = None if after is None else _id(after)
+        require_after(self._table, tenant, place)
+        while items := self._table.listing("source", tenant, place, _BATCH):
+            for item in items:
+                kept = read(item, SourceRecord)
+                if kept.claimed and not self._over(item):
+                    yield _with(kept.manifest, _info(kept).model_copy(update={"expires_at": item.due}))
+            place = items[-1].id
+
+    def owned(self, item: Item) -> Item:
+        """The item of an earlier version, with its owner if it is claimed."""
+        kept = read(item, SourceRecord)
+        return self._stored(kept, item) if kept.claimed else item
 
     def all(self) -> Iterator[SourceRecord]:
         """Every source of every tenant, the oldest first."""
@@ -153,17 +170,25 @@ class Sources:
     def _change(self, item: Item, kept: SourceRecord, changes: Mapping[str, Any]) -> Item | None:
         return self._table.change(self._stored(kept.model_copy(update=changes), item))
 
-    def _stored(self, kept: SourceRecord, before: Item | None = None, wait_s: float = UNCLAIMED_S) -> Item:
-        manifest, version = kept.manifest, before.version if before else 0
-        due = _info(kept).expires_at if kept.claimed else self._now() + wait_s
+    def _stored(self, kept: SourceRecord, before: Item | None = None) -> Item:
+        manifest, version, until = kept.manifest, before.version if before else 0, _info(kept).expires_at
         place = (_id(manifest.id), manifest.tenant, kept.model_dump_json(), version)
-        return Item("source", *place, open=True, due=due, held=kept.body.name)
+        item = Item("source", *place, open=True, due=self._now() + UNCLAIMED_S, held=kept.body.name)
+        if not kept.claimed:
+            return item
+        after_s = 0.0 if _is_part(manifest) else LEFT_S if until is None else None
+        return replace(item, due=until, owner=manifest.id, after_s=after_s)
 
     def _item(self, cache_id: str, tenant: str) -> Item | None:
         return self._table.find(_id(cache_id), tenant)
 
     def _over(self, item: Item) -> bool:
         return item.due is not None and item.due <= self._now()
+
+
+def _is_part(manifest: Manifest) -> bool:
+    """Whether its source is what was appended to another cache."""
+    return manifest.parent_id is not None or bool(manifest.identity.get("parent"))
 
 
 def _id(cache_id: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 from kvshelf.errors import InvalidRequest, QuotaExceeded, StateConflict, StoreUnavailable
 from kvshelf.store.manifest import Record
 
-Kind = Literal["file", "batch", "request", "response", "source", "transforms", "usage"]
+Kind = Literal["file", "batch", "request", "response", "source", "transforms", "usage", "erasure"]
 
 RecordT = TypeVar("RecordT", bound=Record)
 
@@ -27,7 +27,9 @@ class Item:
 
     text: JSON. version: counts the changes of the item, not its leases. open: whether there is work to do; sources and
     usage are always open, so that those of all tenants are found. due: when to forget the item, None: never. held: the
-    name in `Blobs` of bytes that belong to the item.
+    name in `Blobs` of bytes that belong to the item. owner: the id of the cache that the item is derived from, and with
+    which it ends; of a result file, the id of its batch. after_s: for how long it outlives a cache that expires or is
+    evicted, None: until `due`. It never outlives a deletion.
 
     The table sets the rest. term: number of the newest lease, 0 before the first. holder: the worker that took it.
     lease_until: its end, 0 if it was released. updated_at: the last change or lease.
@@ -41,6 +43,8 @@ class Item:
     open: bool = False
     due: float | None = None
     held: str | None = None
+    owner: str | None = None
+    after_s: float | None = None
     term: int = 0
     holder: str = ""
     lease_until: float = 0.0
@@ -55,6 +59,11 @@ class JobTable(abc.ABC):
     `held` of an item names a write in progress (`Index.begin`). Storing the item makes that write's lease endless, so
     that its bytes stay and count for their tenant; `StoreUnavailable` if the lease has run out. When the item drops
     `held`, or is removed, the write becomes one of `Index.abandoned`.
+
+    An item whose cache has ended is due, by the step of the index that ends the cache and by every step that stores the
+    item afterwards: no moment is between them, and no caller can forget it. So what is derived from a cache goes with
+    it, whatever ends the cache. The journal of an ended batch goes in the step that removes one of its result files,
+    which have the same text.
 
     Methods raise `StoreUnavailable` and `StorageFull` when the home does not work.
     """
@@ -71,12 +80,22 @@ class JobTable(abc.ABC):
         """The item of an id, if it is this tenant's. tenant None: any tenant's, for the home's own work."""
 
     @abc.abstractmethod
+    def owned(self, owner: str, tenant: str) -> list[Item]:
+        """The items of an owner."""
+
+    @abc.abstractmethod
+    def unowned(self, kind: Kind) -> list[Item]:
+        """The sources or responses without an owner, of all tenants: held for a cache that is being written, or stored
+        by a version of kvshelf that knew no owners."""
+
+    @abc.abstractmethod
     def listing(self, kind: Kind, tenant: str, after: str | None, limit: int) -> list[Item]:
         """A tenant's items, newest first, starting after the item `after`; empty if there is no such item."""
 
     @abc.abstractmethod
     def change(self, item: Item, *, term: int | None = None, release: bool = False) -> Item | None:
-        """Replace text, `open`, `due` and `held`, if the stored version is `item.version`; returns the next version.
+        """Replace text, `open`, `due`, `held`, `owner` and `after_s`, if the stored version is `item.version`; returns
+        the next version.
 
         release: end the lease too. None, and nothing is changed, if the item was changed or removed since, or if `term`
         is given and not the newest.
@@ -123,6 +142,10 @@ class JobTable(abc.ABC):
     @abc.abstractmethod
     def lines(self, item_id: str, start: int, limit: int) -> list[bytes]:
         """Lines of a journal, from number `start` (counted from 0)."""
+
+    @abc.abstractmethod
+    def erase_lines(self, item_id: str, numbers: Sequence[int]) -> None:
+        """Empty these lines of a journal, whoever holds the item; ignores numbers that it does not have."""
 
 
 def read(item: Item, record: type[RecordT], **fields: Any) -> RecordT:

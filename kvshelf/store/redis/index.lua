@@ -21,6 +21,7 @@
 --                    take the id out of the other keys. It is not in c:<id>, because the server may expire that key first
 --   r:<name>         set: stored ids that have a name as a base; bases are written "<name>:<bytes>,<name>:<bytes>"
 --   k:<id>           set: ids of the cache's children. One whose c:<id> is gone goes when the set is walked
+--   jo:<id>          set: ids of the items of jobs.lua that are derived from the cache; they are j:<item> and due:<kind>
 --   spliced          ready ids that have bases, by their number
 --   u, u:<tenant>    hash, of the home and of a tenant: caches and bytes of its ready entries; held_caches and
 --                    held_bytes of its writes that are not revoked
@@ -415,6 +416,19 @@ local function leave(id, parent)
   if parent then call('SREM', children_key(parent), id) end
 end
 
+-- What is derived from a cache is due when the cache ends; `own` in jobs.lua does it for what comes later.
+local function end_owned(id, state, at)
+  for _, item in ipairs(call('SMEMBERS', BASE .. 'jo:' .. id)) do
+    local key = BASE .. 'j:' .. item
+    local kind, due, after = unpack(call('HMGET', key, 'kind', 'due', 'after_s'))
+    if state == 'deleted' then after = 0 end
+    if kind and after and not (due and tonumber(due) < at + after) then
+      call('HSET', key, 'due', exact(at + after))
+      call('ZADD', BASE .. 'due:' .. kind, exact(at + after), item)
+    end
+  end
+end
+
 function operations.publish()
   local old = read(entry_key(a.id))
   if old and old.name == a.name then return {'published', false} end -- a repeated call
@@ -424,6 +438,7 @@ function operations.publish()
   if is_disowned(a.parent_id) then return {'disowned'} end
   if not has_bases(a.bases, a.tenant) then return {'baseless'} end
   call('SET', manifest_key(a.id), a.text)
+  if old and is_stored(old) and is_expired(old.expires_at, a.now) then end_owned(a.id, 'expired', old.expires_at) end
   drop(a.id)
   call('ZREM', ENDED, a.id)
   call('DEL', entry_key(a.id))
@@ -573,6 +588,7 @@ function operations.bury()
   drop(a.id)
   call('DEL', manifest_key(a.id), entry_key(a.id))
   if is_stored(entry) then retire(entry.name, entry.nbytes, entry.tenant, entry.bases) end
+  end_owned(a.id, a.state, a.now)
   call('HSET', entry_key(a.id), 'seq', entry.seq, 'id', a.id, 'tenant', entry.tenant, 'state', a.state,
     'version', entry.version, 'ended_at', a.now)
   if entry.parent_id then call('HSET', entry_key(a.id), 'parent_id', entry.parent_id) end
@@ -589,7 +605,9 @@ function operations.expired()
   for _, id in ipairs(ids) do
     if call('EXISTS', entry_key(id)) == 0 then -- the server expired the entry before any sweep
       local _, _, bases = place(id)
+      local expired_at = call('ZSCORE', EXPIRY, id)
       drop(id)
+      end_owned(id, 'expired', expired_at)
       let_go(bases)
     end
   end

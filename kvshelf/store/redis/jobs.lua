@@ -14,7 +14,9 @@
 --   ot:<kind>:<tenant>  ids of a tenant's open items by seq
 --   due:<kind>          ids by `due`, the time to forget the item
 --   jl:<id>             list: the lines of the item's journal
+--   jo:<owner>          set: ids of the items of a cache, or of the result files of a batch; a key of the index, too
 --   writes              a key of the index: names of writes by the end of their lease
+--   c:<id>              a key of the index: an Entry, here of an owner
 --
 -- Full memory. A server whose memory is full may refuse the first write command of a script, and never a later one. It
 -- never refuses ZREM and HDEL. So an operation that frees memory, ends a lease or renews one begins with ZREM or HDEL:
@@ -35,6 +37,8 @@ local function item_key(id) return BASE .. 'j:' .. id end
 local function lines_key(id) return BASE .. 'jl:' .. id end
 
 local function listing_key(kind, tenant) return BASE .. 'jt:' .. kind .. ':' .. tenant end
+
+local function owned_key(owner) return BASE .. 'jo:' .. owner end
 
 local function open_key(kind) return BASE .. 'open:' .. kind end
 
@@ -57,8 +61,8 @@ local function get(field) return call('HGET', KEY, field) end
 
 -- Returns the fields in the order of `_FIELDS` in jobs.py.
 local function show(id)
-  return call('HMGET', item_key(id), 'kind', 'id', 'tenant', 'text', 'version', 'open', 'due', 'held', 'term', 'holder',
-    'lease_until', 'created_at', 'updated_at')
+  return call('HMGET', item_key(id), 'kind', 'id', 'tenant', 'text', 'version', 'open', 'due', 'held', 'owner',
+    'after_s', 'term', 'holder', 'lease_until', 'created_at', 'updated_at')
 end
 
 local function show_all(ids)
@@ -92,8 +96,24 @@ local function keep()
   end
 end
 
+-- Notes whose the item is, and that it is due if that cache has ended; as `end_owned` in index.lua.
+local function own()
+  local before = get('owner')
+  if before and before ~= a.owner then call('SREM', owned_key(before), a.id) end
+  set('owner', a.owner)
+  set('after_s', a.after_s)
+  if not a.owner then return end
+  call('SADD', owned_key(a.owner), a.id)
+  local state, ended_at = unpack(call('HMGET', BASE .. 'c:' .. a.owner, 'state', 'ended_at'))
+  if not ended_at then return end
+  local after = state == 'deleted' and 0 or a.after_s
+  local due = after and ended_at + after
+  if due and not (a.due and tonumber(a.due) < due) then a.due = exact(due) end
+end
+
 local function write(kind, seq)
   local held = get('held')
+  own()
   if a.held then call('ZADD', WRITES, FOREVER, a.held) end
   if held ~= a.held then let_go(held) end
   set('due', a.due)
@@ -107,13 +127,18 @@ local function write(kind, seq)
 end
 
 local function remove(id)
-  local kind, tenant, held = unpack(call('HMGET', item_key(id), 'kind', 'tenant', 'held'))
+  local kind, tenant, held, owner = unpack(call('HMGET', item_key(id), 'kind', 'tenant', 'held', 'owner'))
   if not kind then return 0 end
   call('ZREM', open_key(kind), id)
   call('ZREM', open_of_key(kind, tenant), id)
   call('ZREM', due_key(kind), id)
   call('ZREM', listing_key(kind, tenant), id)
   call('UNLINK', item_key(id), lines_key(id))
+  if owner then
+    call('SREM', owned_key(owner), id)
+    -- A journal has the text of the result files that were written from it.
+    if kind == 'file' and call('HGET', item_key(owner), 'open') == '0' then call('UNLINK', lines_key(owner)) end
+  end
   let_go(held)
   return 1
 end
@@ -134,6 +159,19 @@ function operations.find()
   local tenant = get('tenant')
   if not tenant or (a.tenant and tenant ~= a.tenant) then return {'none'} end
   return {'item', show(a.id)}
+end
+
+function operations.owned() return show_all(call('SMEMBERS', owned_key(a.owner))) end
+
+-- The third part of the reply is how many items were looked at.
+function operations.unowned()
+  local from = a.kind == 'response' and due_key(a.kind) or open_key(a.kind)
+  local ids = call('ZRANGE', from, a.offset, a.offset + a.limit - 1)
+  local without = {}
+  for _, id in ipairs(ids) do
+    if call('HEXISTS', item_key(id), 'owner') == 0 then without[#without + 1] = id end
+  end
+  return {'unowned', show_all(without)[2], tostring(#ids)}
 end
 
 function operations.listing()
@@ -201,5 +239,13 @@ function operations.append()
 end
 
 function operations.lines() return {'lines', call('LRANGE', lines_key(a.id), a.start, a.start + a.limit - 1)} end
+
+function operations.erase_lines()
+  local size = call('LLEN', lines_key(a.id))
+  for number in a.numbers:gmatch('%d+') do
+    if tonumber(number) < size then call('LSET', lines_key(a.id), number, '') end
+  end
+  return {'erased'}
+end
 
 return operations[ARGV[1]]()

@@ -13,19 +13,19 @@ from kvshelf.store.redis.link import RedisLink
 from kvshelf.store.redis.script import Script, Value
 
 _FIELDS: Final = (
-    *("kind", "id", "tenant", "text", "version", "open", "due", "held"),
+    *("kind", "id", "tenant", "text", "version", "open", "due", "held", "owner", "after_s"),
     *("term", "holder", "lease_until", "created_at", "updated_at"),
 )
 """In the order in which `jobs.lua` shows an item."""
 
 _REPLIES: Final = {
-    **dict.fromkeys(("none", "too_many", "too_slow", "leased", "appended"), 0),
+    **dict.fromkeys(("none", "too_many", "too_slow", "leased", "appended", "erased"), 0),
     **dict.fromkeys(("item", "items", "ids", "removed", "taken", "lines"), 1),
-    "forgotten": 2,
+    **dict.fromkeys(("forgotten", "unowned"), 2),
 }
 """The first word of each kind of reply, and how many parts follow it."""
 
-_OPTIONAL: Final = ("due", "held")
+_OPTIONAL: Final = ("due", "held", "owner", "after_s")
 
 _ITEM: Final = TypeAdapter(Item)
 
@@ -49,6 +49,19 @@ class RedisJobs(JobTable):
 
     def find(self, item_id: str, tenant: str | None) -> Item | None:
         return _stored(self._run("find", id=item_id, tenant=tenant))
+
+    def owned(self, owner: str, tenant: str) -> list[Item]:
+        found = map(_item, self._run("owned", owner=owner)[1])
+        return [item for item in found if item.tenant == tenant]
+
+    def unowned(self, kind: Kind) -> list[Item]:
+        found: list[Item] = []
+        offset, looked_at = 0, _BATCH
+        while looked_at == _BATCH:
+            _, shown, seen = self._run("unowned", kind=kind, offset=offset, limit=_BATCH)
+            found += map(_item, shown)
+            offset, looked_at = offset + _BATCH, int(seen)
+        return found
 
     def listing(self, kind: Kind, tenant: str, after: str | None, limit: int) -> list[Item]:
         return [_item(shown) for shown in self._run("listing", kind=kind, tenant=tenant, after=after, limit=limit)[1]]
@@ -93,6 +106,10 @@ class RedisJobs(JobTable):
     def lines(self, item_id: str, start: int, limit: int) -> list[bytes]:
         return list(self._run("lines", id=item_id, start=start, limit=limit)[1])
 
+    def erase_lines(self, item_id: str, numbers: Sequence[int]) -> None:
+        for start in range(0, len(numbers), _BATCH):
+            self._run("erase_lines", id=item_id, numbers=",".join(map(str, numbers[start : start + _BATCH])))
+
 
 def _parts(lines: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
     """Lines in portions for one call each."""
@@ -107,7 +124,8 @@ def _parts(lines: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
 
 
 def _changing(item: Item) -> dict[str, Value]:
-    return {"id": item.id, "text": item.text, "open": item.open, "due": item.due, "held": item.held}
+    names = ("id", "text", "open", "due", "held", "owner", "after_s")
+    return {name: getattr(item, name) for name in names}
 
 
 def _stored(reply: Sequence[Any]) -> Item | None:

@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from kvshelf.api.erasures import Erasure
 from kvshelf.errors import (
     CacheCorrupt,
     CacheError,
@@ -32,6 +33,7 @@ from kvshelf.errors import (
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.base import Store
 from kvshelf.store.blobs import Health
+from kvshelf.store.erasure import Subject
 from kvshelf.store.manifest import Judgement, Manifest, Usage
 from kvshelf.store.shelf import Shelf
 from kvshelf.store.tiers.tier import Tier
@@ -270,6 +272,10 @@ class TieredStore(Store):
         for descendant in receipt.descendants:
             self._tiers.drop(descendant, tenant)
         return receipt.model_copy(update={"homes": (*receipt.homes, *self._tiers.drop(cache_id, tenant))})
+
+    def erase(self, subject: Subject, *, dry_run: bool = False, limit_s: float | None = None) -> Erasure:
+        receipt = self._home.eraser(self).erase(subject, dry_run=dry_run, limit_s=limit_s)
+        return receipt.model_copy(update={"homes": [*receipt.homes, *(tier.name for tier in self._tiers.all)]})
 
     def touch(self, cache_id: str, *, tenant: str = "default") -> None:
         self._tiers.each(lambda tier: tier.touch(cache_id, tenant))

@@ -55,7 +55,10 @@ def ray_cluster(address: str | None, *, min_cpus: int) -> Iterator[bool]:
     local = address is None
     if address is not None:
         _require_listener(address)
-    folder = own_folder() if local and "RAY_TMPDIR" not in os.environ else None
+    given = os.environ.get("RAY_TMPDIR")
+    if local and given is not None:
+        make_private(Path(given))
+    folder = own_folder() if local and given is None else None
     with _named_errors(address):
         if address is not None:
             _require_head(address)
@@ -86,6 +89,38 @@ def own_folder() -> str:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise NoWorker(f"{folder} is not a folder that only this user may access; remove it, or set RAY_TMPDIR")
     return str(folder / "ray")
+
+
+def make_private(folder: Path) -> None:
+    """Make the operator's folder for Ray's files accessible to this user alone: objects that Ray spills have texts.
+
+    Raises `NoWorker` for another user's folder, and for an open one that others may have written to, or that is for
+    other things, too: /tmp stays as it is, even if root asks.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        problem = _opened_up(folder)
+        if not problem:
+            folder.chmod(0o700)
+    except OSError as error:
+        problem = error.strerror or str(error)
+    if problem:
+        raise NoWorker(
+            f"RAY_TMPDIR={folder} is not for this user alone ({problem}); name a folder of Ray's own with mode 700, or "
+            "leave RAY_TMPDIR out"
+        )
+
+
+def _opened_up(folder: Path) -> str:
+    """Why a folder cannot be closed to others, "" if it can."""
+    found = folder.stat()  # follows a link, as Ray does
+    if found.st_uid != os.getuid():
+        return "it is another user's"
+    if found.st_mode & 0o022:
+        return f"others may write to it, its mode is {stat.S_IMODE(found.st_mode):o}"
+    if found.st_mode & 0o077 and set(os.listdir(folder)) - {"ray"}:
+        return f"others may read it, its mode is {stat.S_IMODE(found.st_mode):o}, and it is not Ray's alone"
+    return ""
 
 
 @contextmanager

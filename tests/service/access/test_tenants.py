@@ -73,6 +73,7 @@ NEEDS = {
     ("POST", "/v1/batches/{batch_id}/pause"): "write",
     ("POST", "/v1/batches/{batch_id}/resume"): "write",
     ("POST", "/v1/batches/{batch_id}/retry"): "write",
+    ("POST", "/v1/erasures"): "write",
     ("GET", "/v1/batches/{batch_id}/events"): "read",
     ("GET", "/v1/models"): "read",
     ("GET", "/v1/models/{model_id}"): "read",

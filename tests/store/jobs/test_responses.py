@@ -19,15 +19,15 @@ SAID = b'{"id": "resp_1", "text": "The treasure is buried under the third oak."}
 def test_a_response_goes_with_its_cache(place: Place, sealed: bool) -> None:
     rules = Rules(keyring=Keyring([bytes(32)]) if sealed else None)
     with place.open(rules=rules) as shelf:
-        cache_id = shelf.put(make_cache(), labels={"resp_1": "", "of the caller": ""}).id
+        cache_id = shelf.put(make_cache(), labels={"of the caller": ""}).id
         shelf.responses.keep("resp_1", SAID, tenant="default", cache_id=cache_id)
         record = shelf.responses.get("resp_1", tenant="default")
         assert (record.cache_id, shelf.responses.read(record)) == (cache_id, SAID)
         assert any(SAID in data for data in place.contents()) == (not sealed)
         with pytest.raises(ResponseNotFound):
             shelf.responses.get("resp_1", tenant="you")
-        shelf.responses.remove(["resp_1", "resp_2"], tenant="you")
-        assert shelf.responses.get("resp_1", tenant="default") == record
+        assert shelf.responses.of_cache(cache_id, tenant="default") == [record]
+        assert shelf.responses.of_cache(cache_id, tenant="you") == []
         shelf.delete(cache_id)
         with pytest.raises(ResponseNotFound):
             shelf.responses.get("resp_1", tenant="default")

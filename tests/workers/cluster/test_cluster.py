@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from kvshelf.errors import NoWorker
+from kvshelf.workers.cluster.connect import make_private
 from tests.conftest import _descendants, _title
 from tests.store.redis.servers import wait_until
 
@@ -42,6 +45,34 @@ def test_what_ray_does_not_start_for_is_named(tmp_path: Path) -> None:
     assert process.returncode == 0
     assert said.startswith("Ray did not come up on this machine: "), said
     assert "107 bytes" in said
+
+
+def test_the_operators_folder_for_ray_is_closed_to_others(tmp_path: Path) -> None:
+    made, closed = tmp_path / "one" / "two", tmp_path / "open"
+    (closed / "ray").mkdir(parents=True)
+    for folder in (made, closed, closed):
+        make_private(folder)
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("problem", ["others may write", "others may read", "another user's", "Not a directory"])
+def test_a_folder_that_is_not_ours_alone_is_refused_by_name(
+    tmp_path: Path, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    (folder / "of others").touch()
+    if problem == "others may write":
+        folder.chmod(0o1777)
+    elif problem == "another user's":
+        monkeypatch.setattr(os, "getuid", lambda: 4711)
+    elif problem == "Not a directory":
+        folder = folder / "of others" / "below"
+    before = tmp_path.joinpath("shared").stat().st_mode
+    with pytest.raises(NoWorker, match=r"RAY_TMPDIR=.*shared") as refusal:
+        make_private(folder)
+    assert problem in refusal.value.message
+    assert tmp_path.joinpath("shared").stat().st_mode == before
 
 
 @pytest.mark.timeout(300)

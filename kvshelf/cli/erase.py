@@ -1,0 +1,119 @@
+"""erase and verify-receipt: everything of a subject goes, and a receipt says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvshelf._extras import needs_extra
+from kvshelf.cli import _common, _options, stores
+from kvshelf.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvshelf.api.erasures import Erasure
+
+_TENANT = "default"
+
+SigningKey = Annotated[
+    Path | None,
+    typer.Option(
+        "--erasure-key-file",
+        envvar="KVSHELF_ERASURE_KEY_FILE",
+        help="With --store: private key of Ed25519 in PEM that signs the receipt. A service signs with its own.",
+    ),
+]
+
+
+def erase(
+    label: _options.Labels = None,
+    name: Annotated[str | None, typer.Option(help="What has this name.")] = None,
+    tenant: Annotated[
+        str | None,
+        typer.Option(
+            help="Of this tenant; without labels and a name everything that it has. A service erases for the tenant of "
+            "the key alone.  [default with --store: default]"
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and leave it.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Write the receipt to this file, and not to stdout.")] = None,
+    store: _options.Store = None,
+    encryption_key_file: _options.KeyFile = None,
+    erasure_key_file: SigningKey = None,
+    url: _options.Url = None,
+    as_json: _options.AsJson = False,
+) -> None:
+    """Erase everything of a subject, and print the receipt as JSON.
+
+    That is: the caches with these labels and this name, and those that extend them; their sources and responses;
+    waiting requests and batches that ask for them; lines of files and journals that name them. Through a running
+    service, or with --store directly in a store, with the copies of its tiers on this machine. After a stop, the same
+    command goes on.
+    """
+    with _common.named_errors(as_json=as_json):
+        labels = _common.pairs(label, "--label")
+        if not labels and not name and tenant is None:
+            raise InvalidRequest(
+                "say what is to be erased: --label subject=X, --name NAME, or --tenant NAME for everything of it",
+                param="--label",
+            )
+        if store is None:
+            receipt = _by_service(url, labels, name, tenant, dry_run=dry_run)
+        else:
+            with stores.opened(store, encryption_key_file) as shelf:
+                from kvshelf.store.erasure import Subject
+                from kvshelf.store.signing import Signer, sealed
+
+                signer = None if erasure_key_file is None else Signer.read(erasure_key_file)
+                subject = Subject(tenant=tenant or _TENANT, labels=labels, name=name)
+                receipt = sealed(shelf.erase(subject, dry_run=dry_run), signer)
+        if output is None:
+            _common.print_object(receipt)
+        else:
+            with _common.written(output) as file:
+                file.write(receipt.model_dump_json().encode())
+            print(output)
+    _common.notes.print(_told(receipt), soft_wrap=True)
+
+
+def _by_service(
+    url: str | None, labels: Mapping[str, str], name: str | None, tenant: str | None, *, dry_run: bool
+) -> Erasure:
+    from kvshelf.client import Client
+
+    with Client(url) as client:
+        while True:
+            receipt = client.erasures.create(labels=labels or None, name=name, tenant=tenant, dry_run=dry_run or None)
+            if receipt.status != "in_progress":
+                return receipt
+            _common.notes.print(_told(receipt))
+
+
+def _told(receipt: Erasure) -> str:
+    counts = ", ".join(f"{count} of {kind}" for kind, count in sorted(receipt.counts.items())) or "nothing"
+    what = {"dry_run": "would go", "in_progress": "found, and not all is gone yet", "completed": "gone"}
+    again = "".join(
+        f"; {each.kind} {each.id}: {each.why}" for each in receipt.stays if each.kind in ("request", "batch")
+    )
+    return f"{what[receipt.status]}: {counts}, {_common.megabytes(receipt.bytes)}{again}"
+
+
+def verify_receipt(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A receipt of `kvshelf erase`.")],
+    public_key: Annotated[
+        Path | None, typer.Option(help="PEM of the public key that it must be signed with (openssl pkey -pubout).")
+    ] = None,
+) -> None:
+    """Check the digest and the signature of a receipt."""
+    with _common.named_errors(), needs_extra("serve", purpose="the digest of a receipt"):
+        from kvshelf.api.erasures import Erasure
+        from kvshelf.store.signing import verify
+
+        try:
+            receipt = Erasure.model_validate_json(file.read_bytes())
+        except (OSError, ValueError) as error:
+            raise InvalidRequest(f"{file} is no receipt: {error}", param="FILE") from error
+        print(verify(receipt, public_key))

@@ -1,0 +1,43 @@
+"""POST /v1/erasures: everything of a subject goes, and a receipt says what went."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from fastapi import APIRouter, Request
+
+from kvshelf.api.erasures import CreateErasure, Erasure
+from kvshelf.errors import Forbidden
+from kvshelf.service.access.keys import Writer
+from kvshelf.service.http import openapi
+from kvshelf.service.http.body import read_json
+from kvshelf.service.state import InService, in_turn
+from kvshelf.store.base import Store
+from kvshelf.store.erasure import Subject
+from kvshelf.store.signing import Signer, sealed
+
+router = APIRouter(tags=["erasures"], responses=openapi.ERRORS)
+
+_LIMIT_S: Final = 20.0
+"""How long one request erases before it answers `in_progress`."""
+
+
+@router.post("/v1/erasures", openapi_extra=openapi.body_of(CreateErasure))
+async def create_erasure(request: Request, service: InService, caller: Writer) -> Erasure:
+    """Erase everything of a subject among the caller's tenant's own things: caches with these labels and this name, and
+    those that extend them; their sources and responses; waiting requests and batches that ask for them; lines of
+    files and journals that name them. Sent again, the same request goes on, and gives the same receipt for a day.
+
+    What was under way is in `stays`: erase again when it has ended.
+    """
+    body = await read_json(request, CreateErasure, service)
+    if body.tenant not in (None, caller.tenant):
+        raise Forbidden("tenant: a key erases the things of its own tenant alone", param="tenant")
+    subject = Subject(tenant=caller.tenant, labels=body.labels, name=body.name or None)
+    key_file = service.settings.erasure_key_file
+    return await in_turn(service, caller, _erased, service.store, subject, key_file, dry_run=body.dry_run)
+
+
+def _erased(store: Store, subject: Subject, key_file: str | None, *, dry_run: bool) -> Erasure:
+    signer = None if key_file is None else Signer.read(key_file)
+    return sealed(store.erase(subject, dry_run=dry_run, limit_s=_LIMIT_S), signer)

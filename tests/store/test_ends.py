@@ -1,0 +1,351 @@
+"""The table of docs/secure.md, walked: everything that has text, and every way to its end, on every home.
+
+Each text holds a word of its own. After an end and one sweep, no byte of the home may hold a word that the table does
+not allow: not the folder, nor its WAL, nor a value in Redis, nor an object of the bucket.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import tempfile
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import pytest
+
+from kvshelf.corpus.row import Row
+from kvshelf.corpus.run.stored import HomeJournal
+from kvshelf.errors import CacheCorrupt, CacheNotFound
+from kvshelf.service.jobs.batch_files import write_results
+from kvshelf.store import housekeeping
+from kvshelf.store.jobs import sources
+from kvshelf.store.shelf import Shelf
+from tests.store.caches import extended, make_cache
+from tests.store.places import Clock, ObjectsPlace, Place, RedisPlace, flip, remove_late_arrivals
+
+DAY_S: Final = 86_400.0
+TTL_S: Final = 7 * DAY_S
+ROOT, TURN = make_cache(), extended(make_cache())
+
+
+def word_of(text: str) -> bytes:
+    return f"heliotrope-{text}-heliotrope".encode()
+
+
+@dataclass
+class Things:
+    """What a home holds. words: a part of each text, by what it is of."""
+
+    root: str = ""
+    turn: str = ""
+    file: str = ""
+    batch: str = ""
+    words: dict[str, bytes] = field(default_factory=dict)
+
+    def word(self, of: str) -> str:
+        self.words[of] = word_of(of)
+        return self.words[of].decode()
+
+    def left(self, place: Place) -> set[str]:
+        contents = list(place.contents())
+        return {of for of, word in self.words.items() if any(word in data for data in contents)}
+
+
+def upload(shelf: Shelf, word: str, cache_id: str = "", ttl_s: float = TTL_S) -> str:
+    with tempfile.TemporaryFile() as file:
+        about = {"cache_id": cache_id, "messages": [{"role": "user", "content": word}]}
+        file.write(json.dumps({"custom_id": "row-1", "body": about}).encode())
+        return shelf.files.create(file, tenant="default", filename="in.jsonl", purpose="batch", ttl_s=ttl_s).id
+
+
+def run_batch(shelf: Shelf, things: Things, now: float) -> None:
+    """A batch of one question that is answered, through the journal that the service writes."""
+    body = {"endpoint": "/v1/chat/completions", "input_file_id": things.file, "options": {}, "output_keep_s": TTL_S}
+    things.batch = shelf.batches.create("default", body, now=now, expires_at=now + DAY_S).id
+    term = shelf.batches.table.take(things.batch, lease_s=1e6)
+    assert term is not None
+    answer = {"choices": [{"message": {"content": things.word("journal and results")}}]}
+    HomeJournal(shelf.batches, things.batch, term).append([Row("in.jsonl", 1, custom_id="row-1", answer=answer)])
+    record = shelf.batches.get(things.batch, tenant="default")
+    write_results(shelf, record.model_copy(update={"counts": record.counts.model_copy(update={"total": 1})}), term)
+    shelf.batches.update(things.batch, lambda record: record.entered("completed", now), tenant="default", term=term)
+
+
+def fill(shelf: Shelf, *, ttl_s: float | None = TTL_S) -> Things:
+    """A put, a turn behind it, its response, a file and a batch of it."""
+    things, now = Things(), shelf._now()
+    about = {"name": things.word("name"), "labels": {"subject": things.word("label")}}
+    things.root = shelf.put(ROOT, ttl_s=ttl_s, source=things.word("source"), **about).id
+    turn = json.dumps([{"role": "user", "content": things.word("turn")}])
+    things.turn = shelf.put(TURN, ttl_s=ttl_s, source=turn, parent_id=things.root, labels={"resp_1": ""}).id
+    said = json.dumps({"text": things.word("response")}).encode()
+    shelf.responses.keep("resp_1", said, tenant="default", cache_id=things.turn)
+    things.file = upload(shelf, things.word("file"), things.root)
+    run_batch(shelf, things, now)
+    return things
+
+
+# How things end
+
+
+def expire(shelf: Shelf, place: Place, things: Things, clock: Clock) -> None:  # noqa: ARG001
+    clock.time += TTL_S + 1
+
+
+def evict(shelf: Shelf, place: Place, things: Things, clock: Clock) -> None:  # noqa: ARG001
+    for cache_id in (things.turn, things.root):
+        entry = shelf._index.find(cache_id, "default")
+        assert entry is not None
+        assert housekeeping.bury(shelf._index, shelf._blobs, entry, "evicted", clock.time)
+
+
+def delete(shelf: Shelf, place: Place, things: Things, clock: Clock) -> None:  # noqa: ARG001
+    for cache_id in (things.turn, things.root):
+        shelf.delete(cache_id)
+
+
+def cascade(shelf: Shelf, place: Place, things: Things, clock: Clock) -> None:  # noqa: ARG001
+    shelf.delete(things.root, cascade=True)
+
+
+def relabel(shelf: Shelf, place: Place, things: Things, clock: Clock) -> None:
+    for cache_id in (things.turn, things.root):
+        shelf.update(cache_id, labels={}, name="")
+    cascade(shelf, place, things, clock)
+
+
+def relabel_and_expire(shelf: Shelf, place: Place, things: Things, clock: Clock) -> None:
+    for cache_id in (things.turn, things.root):
+        shelf.update(cache_id, labels={}, name="")
+    expire(shelf, place, things, clock)
+
+
+def corrupt(shelf: Shelf, place: Place, things: Things, clock: Clock) -> None:
+    for cache_id in (things.turn, things.root):
+        place.change(shelf.stat(cache_id), flip)
+        with pytest.raises(CacheCorrupt):
+            shelf.get(cache_id)
+    expire(shelf, place, things, clock)
+
+
+def put_again(shelf: Shelf, place: Place, things: Things, clock: Clock) -> None:
+    """The same caches, after theirs have expired and before a sweep came; then these are deleted."""
+    expire(shelf, place, things, clock)
+    shelf.put(ROOT)
+    shelf.put(TURN, parent_id=things.root)
+    cascade(shelf, place, things, clock)
+
+
+def delete_files(shelf: Shelf, place: Place, things: Things, clock: Clock) -> None:  # noqa: ARG001
+    record = shelf.batches.get(things.batch, tenant="default")
+    for file_id in filter(None, (record.output_file_id, record.error_file_id, things.file)):
+        shelf.files.delete(file_id, tenant="default")
+
+
+OF_CACHES: Final = {"name", "label", "source", "turn", "response"}
+OF_FILES: Final = {"file", "journal and results"}
+KEPT: Final = {"name", "label", "source"}
+"""What a source without a time of its own has: the user asked to keep it beyond the end of its cache."""
+
+ENDS: Final[dict[str, tuple[Callable[..., None], set[str]]]] = {
+    "expiry": (expire, KEPT),
+    "eviction": (evict, KEPT | OF_FILES),
+    "deletion": (delete, OF_FILES),
+    "cascade": (cascade, OF_FILES),
+    "labels replaced, deletion": (relabel, OF_FILES),
+    "labels replaced, expiry": (relabel_and_expire, {"source"}),
+    "corruption, expiry": (corrupt, KEPT),
+    "put again, cascade": (put_again, set()),
+    "deletion of files": (delete_files, OF_CACHES),
+}
+
+
+def found_after(place: Place, clock: Clock, end: str) -> tuple[set[str], set[str]]:
+    """The words that are there after an end and a sweep, and those after 40 days of sweeps."""
+    with place.open(now=clock) as shelf:
+        things = fill(shelf)
+        ENDS[end][0](shelf, place, things, clock)
+        shelf.sweep()
+        soon = things.left(place)
+        for _ in range(8):
+            clock.time += 5 * DAY_S
+            shelf.sweep()
+        return soon, things.left(place)
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_every_text_ends(place: Place, clock: Clock, end: str) -> None:
+    soon, late = found_after(place, clock, end)
+    assert soon == ENDS[end][1]
+    assert late == set()
+
+
+# kill -9
+
+_CHANGING: Final = {
+    "_index": ("begin", "abandon", "abandoned", "publish", "swap", "bury", "forget"),
+    "_blobs": ("write", "keep_until", "remove", "set_aside"),
+    "jobs": ("add", "change", "remove", "forget", "take", "append"),
+}
+
+
+def die_after(shelf: Shelf, count: int) -> None:
+    """Kill this process once so many steps were taken that change anything."""
+    left = count
+    parts = {"_index": shelf._index, "_blobs": shelf._blobs, "jobs": shelf._index.jobs}
+
+    def counted(step: Callable[..., Any]) -> Callable[..., Any]:
+        def taken(*args: Any, **options: Any) -> Any:
+            nonlocal left
+            done = step(*args, **options)
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return done
+
+        return taken
+
+    for part, names in _CHANGING.items():
+        for name in names:
+            setattr(parts[part], name, counted(getattr(parts[part], name)))
+
+
+def filled(place: Place, clock: Clock, things: Things, count: int) -> None:  # noqa: ARG001
+    with place.open(now=clock) as shelf:
+        die_after(shelf, count)
+        fill(shelf)
+
+
+def cascaded(place: Place, clock: Clock, things: Things, count: int) -> None:
+    with place.open(now=clock) as shelf:
+        die_after(shelf, count)
+        cascade(shelf, place, things, clock)
+
+
+def swept(place: Place, clock: Clock, things: Things, count: int) -> None:  # noqa: ARG001
+    clock.time += TTL_S + 1
+    with place.open(now=clock) as shelf:
+        die_after(shelf, count)
+        shelf.sweep()
+
+
+def kept_again(place: Place, clock: Clock, things: Things, count: int) -> None:
+    """Another response of the turn, and a source that takes the place of another."""
+    with place.open(now=clock) as shelf:
+        die_after(shelf, count)
+        said = things.words["response"]
+        shelf.responses.keep("resp_2", said, tenant="default", cache_id=things.turn)
+        shelf.update(things.root, name="another", labels={})
+        shelf.keep_source(things.root, things.words["source"].decode() * 2, ttl_s=90 * DAY_S)
+
+
+KILLED: Final = {"filled": filled, "cascaded": cascaded, "swept": swept, "kept again": kept_again}
+SOME: Final = {"filled": (3, 9, 17, 26), "cascaded": (1, 2, 4), "swept": (2, 5), "kept again": (3, 5)}
+
+
+def killed_at(place: Place, clock: Clock, work: str, count: int) -> bool:
+    """Whether the process was killed, after so many steps of `work`; then nothing may stay beyond its time."""
+    with place.open(now=clock) as shelf:
+        things = Things(words={of: word_of(of) for of in OF_CACHES | OF_FILES})
+        if work != "filled":
+            things = fill(shelf)
+    killed = place.start(partial(KILLED[work], place, clock, things, count)).wait() == -signal.SIGKILL
+    place.let_leases_run_out(clock)
+    with place.open(now=clock) as shelf:
+        clock.time += sources.UNCLAIMED_S + 1
+        shelf.sweep()
+        with suppress(CacheNotFound):
+            shelf.delete(shelf.cache_id(ROOT.identity), cascade=True)
+        with suppress(CacheNotFound):
+            shelf.delete(shelf.cache_id(TURN.identity))
+        shelf.sweep()
+        if place.kind == "objects":
+            remove_late_arrivals(shelf)
+        assert things.left(place) <= OF_FILES
+        for record in shelf.batches.unfinished():
+            shelf.batches.update(record.id, lambda record: record.entered("expired", clock.time), tenant="default")
+        for _ in range(8):
+            clock.time += 5 * DAY_S
+            shelf.sweep()
+        assert things.left(place) == set()
+        assert shelf.check() == []
+    return killed
+
+
+@pytest.mark.parametrize(("work", "count"), [(work, count) for work, counts in SOME.items() for count in counts])
+def test_a_kill_between_two_steps_leaves_no_text(place: Place, clock: Clock, work: str, count: int) -> None:
+    if place.kind == "objects":
+        pytest.skip("in a folder the same steps are taken")
+    assert killed_at(place, clock, work, count)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("work", KILLED)
+def test_a_kill_between_any_two_steps_leaves_no_text(place: Place, clock: Clock, work: str, soak: bool) -> None:
+    count = 1
+    while killed_at(place, clock, work, count):
+        count += 1 if soak or place.kind == "disk" else 5
+    assert count > 4
+
+
+# Homes of earlier versions
+
+
+def without_owners(place: Place) -> None:
+    """Make a home what an earlier version has left: nothing in it says whose an item is, and SQLite kept what was
+    deleted in free pages."""
+    if isinstance(place, RedisPlace):
+        client = place.server.client()
+        for key in client.keys(f"{{{place.prefix}}}:jo:*"):
+            client.delete(key)
+        for key in client.keys(f"{{{place.prefix}}}:j:*"):
+            client.hdel(key, "owner", "after_s")
+        return
+    folder = (place.index if isinstance(place, ObjectsPlace) else place).folder  # type: ignore[union-attr, attr-defined]
+    with closing(sqlite3.connect(folder / "shelf.sqlite3")) as connection:
+        connection.execute("PRAGMA secure_delete = OFF")
+        for kind, name in connection.execute("SELECT type, name FROM sqlite_schema").fetchall():
+            if name in _LATER:
+                connection.execute(f"DROP {kind} {name}")
+        for column in ("owner", "after_s"):
+            connection.execute(f"ALTER TABLE jobs DROP COLUMN {column}")
+        connection.execute("DELETE FROM meta WHERE name = 'secure_delete'")
+        words = [("heliotrope-deleted before-heliotrope" * 9,)] * 99
+        connection.execute("CREATE TABLE earlier (text TEXT)")
+        connection.executemany("INSERT INTO earlier VALUES (?)", words)
+        connection.execute("DROP TABLE earlier")
+        connection.commit()
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+_LATER: Final = {
+    *("jobs_of_owner", "jobs_unowned", "results_removed"),
+    *("owner_ended", "owner_has_ended_before", "owner_has_ended_meanwhile"),
+}
+
+
+@pytest.mark.parametrize("ended", [True, False], ids=["ended before", "ended afterwards"])
+def test_a_home_of_an_earlier_version_is_cleaned(place: Place, clock: Clock, ended: bool) -> None:
+    with place.open(now=clock) as shelf:
+        things = fill(shelf)
+    without_owners(place)
+    if place.kind != "redis":
+        things.word("deleted before")
+        assert "deleted before" in things.left(place)
+    with place.open(now=clock) as shelf:
+        if not ended:
+            shelf.sweep()
+        clock.time += TTL_S + 1
+        shelf.sweep()
+        assert things.left(place) == KEPT | {"journal and results"}, "that journal stays until its batch is forgotten"
+        for _ in range(8):
+            clock.time += 5 * DAY_S
+            shelf.sweep()
+        assert things.left(place) == set()
+        assert shelf.check() == []
