@@ -109,13 +109,14 @@ def reclaim(index: Index, blobs: Blobs) -> int:
     return count
 
 
-def remove_orphans(index: Index, blobs: Blobs) -> int:
-    """Remove unregistered bytes that are too old to belong to a write in progress; returns how many."""
-    return sum(blobs.remove(name, 0) for name in orphans(index, blobs))
+def remove_orphans(index: Index, blobs: Blobs, doubt_s: float = 0.0) -> int:
+    """Remove unregistered bytes that are too old to belong to a write in progress; returns how many. doubt_s: by how
+    much their ages may be too high."""
+    return sum(blobs.remove(name, 0) for name in orphans(index, blobs, doubt_s))
 
 
-def orphans(index: Index, blobs: Blobs) -> list[str]:
-    return [name for name, age_s in blobs.found() if age_s > ORPHAN_GRACE_S and not index.knows(name)]
+def orphans(index: Index, blobs: Blobs, doubt_s: float = 0.0) -> list[str]:
+    return [name for name, age_s in blobs.found() if age_s > ORPHAN_GRACE_S + doubt_s and not index.knows(name)]
 
 
 def problems(index: Index, blobs: Blobs) -> list[str]:

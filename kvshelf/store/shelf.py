@@ -29,6 +29,7 @@ from kvshelf.store.artifact.blob.frame import FORMAT_MAJOR, BlobSummary
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.base import RENEW_SHARE, Store
 from kvshelf.store.blobs import Blobs, Health, RangesFile, Step
+from kvshelf.store.clock import Doubt
 from kvshelf.store.index import KEEP_ENDED_S, BasesGone, Entry, Index, Query
 from kvshelf.store.jobs.batches import Batches
 from kvshelf.store.jobs.bodies import Bodies
@@ -62,13 +63,16 @@ class Shelf(Store):
         *,
         rules: Rules | None = None,
         now: Callable[[], float] = time.time,
+        elapsed: Callable[[], float] | None = None,
         on_step: Step = lambda _: None,
     ) -> None:
-        """now: the wall clock, Unix seconds. on_step: called at each step of a write, see `Blobs.write`."""
+        """now: the home's clock, Unix seconds. elapsed: see `Doubt`, None: `now`. on_step: called at each step of a
+        write, see `Blobs.write`."""
         self._index = index
         self._blobs = blobs
         self._rules = rules or Rules()
         self._now = now
+        self._doubt = Doubt(index.jobs, now, elapsed or now)
         self._walked_at = -math.inf
         self._writer = Writer(index, blobs, self._rules, now, on_step)
         bodies = Bodies(index, blobs, self._writer, self._rules)
@@ -199,6 +203,9 @@ class Shelf(Store):
         except (CacheNotFound, CacheError):
             return blob_content(cache_id, packed)
 
+    def now(self) -> float:
+        return self._now()
+
     def expiry(self, ttl_s: float | None, expires_at: float | None) -> float | None:
         return self._rules.expiry(ttl_s, expires_at, self._now())
 
@@ -229,7 +236,7 @@ class Shelf(Store):
             return
         usage = self._index.usage(tenant)
         if quota.used_up(usage):
-            housekeeping.expire(self._index, self._blobs, self._now())
+            housekeeping.expire(self._index, self._blobs, self._doubt.deadline())
             usage = self._index.usage(tenant)
         if quota.used_up(usage):
             raise QuotaExceeded(
@@ -481,6 +488,7 @@ class Shelf(Store):
         """
         found: dict[str, Entry] = {}
         left = [entry]
+        now = min(now, self._doubt.deadline())
         for each in left:  # which grows meanwhile
             for child in self._index.children(each.id, each.tenant):
                 if child.id not in found:
@@ -500,12 +508,12 @@ class Shelf(Store):
     # Housekeeping
 
     def sweep(self, now: float | None = None) -> Swept:
-        now = self._now() if now is None else now
+        now, doubt_s = (self._doubt.deadline(), self._doubt.seconds) if now is None else (now, 0.0)
         orphans = housekeeping.reclaim(self._index, self._blobs)
         every_s = self._blobs.walk_every_s
         if every_s is not None and time.monotonic() - self._walked_at >= every_s:
             self._walked_at = time.monotonic()
-            orphans += housekeeping.remove_orphans(self._index, self._blobs)
+            orphans += housekeeping.remove_orphans(self._index, self._blobs, doubt_s)
         jobs = self._index.jobs
         swept = Swept(
             expired=housekeeping.expire(self._index, self._blobs, now),

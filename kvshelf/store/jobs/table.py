@@ -16,14 +16,14 @@ from typing import Any, Literal, TypeVar
 from kvshelf.errors import InvalidRequest, QuotaExceeded, StateConflict, StoreUnavailable
 from kvshelf.store.manifest import Record
 
-Kind = Literal["file", "batch", "request", "response", "source", "transforms", "usage"]
+Kind = Literal["file", "batch", "request", "response", "source", "transforms", "usage", "clock"]
 
 RecordT = TypeVar("RecordT", bound=Record)
 
 
 @dataclass(frozen=True)
 class Item:
-    """One item of one tenant. Times are Unix seconds on the home's clock, but `due` is on the caller's.
+    """One item of one tenant. Times are Unix seconds on the home's clock.
 
     text: JSON. version: counts the changes of the item, not its leases. open: whether there is work to do; sources and
     usage are always open, so that those of all tenants are found. due: when to forget the item, None: never. held: the

@@ -2,8 +2,7 @@
 --
 -- Arguments. KEYS[1] is `{prefix}:jobs`. ARGV holds the operation, then names and values in turn; a value of None is
 -- left out together with its name. All keys begin with `{prefix}:`, so a cluster keeps them on one node, and the script
--- may build their names from KEYS[1]. The reply begins with a word. Times are seconds of the server's clock, except
--- `due` and the `now` of forget: those are seconds of the callers' clocks.
+-- may build their names from KEYS[1]. The reply begins with a word. Times are seconds of the server's clock.
 --
 -- Keys, after `{prefix}:`. "<ids> by <field>" is a sorted set whose scores are that field.
 --
