@@ -179,7 +179,7 @@ def _moved(record: BatchRecord, *, now: float, before: BatchStatus, after: Batch
 
 
 async def _changed(service: Service, caller: Caller, batch_id: str, change: Callable[..., BatchRecord]) -> BatchObject:
-    """Change a batch in the store. The process that runs it sees the change within moments. `change` takes `now`, too."""
+    """Change a batch in the store. The process that runs it sees the change within moments. `change` takes `now`."""
     change = partial(change, now=service.store.now())
     record = await off_loop(service.store.batches.update, batch_id, change, tenant=caller.tenant)
     service.batches.nudge()
