@@ -11,6 +11,7 @@ import kvshelf
 from kvshelf.bench.cli import app as bench
 from kvshelf.cli import (
     _common,
+    _output,
     batch,
     caches,
     calibrate,
@@ -23,7 +24,8 @@ from kvshelf.cli import (
     serve,
     transfer,
 )
-from kvshelf.errors import KvshelfError
+from kvshelf.cli._output import say
+from kvshelf.errors import KvshelfError, StorageFull
 
 app = typer.Typer(
     name="kvshelf",
@@ -37,8 +39,9 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def root(version: Annotated[bool, typer.Option("--version", help="Show the version and stop.")] = False) -> None:
+    _output.prepare()
     if version:
-        print(f"kvshelf {kvshelf.__version__}")
+        say(f"kvshelf {kvshelf.__version__}")
         raise typer.Exit
 
 
@@ -82,3 +85,6 @@ def main() -> None:
         app(prog_name="kvshelf")
     except KvshelfError as error:
         sys.exit(_common.report(error, as_json=False))
+    except OSError as error:  # of stdout, or a file that no command looks after; a closed pipe has ended in `app`
+        _output.abandon()
+        sys.exit(_common.report(StorageFull(f"cannot write or read: {error}"), as_json=False))

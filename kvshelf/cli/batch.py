@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +16,9 @@ import typer
 
 from kvshelf._extras import needs_extra
 from kvshelf.cli import _common, _options, _progress
+from kvshelf.cli._output import say, say_json
 from kvshelf.errors import InvalidRequest, KvshelfError
+from kvshelf.names import told
 
 if TYPE_CHECKING:
     from kvshelf.api import CreateCache
@@ -248,8 +249,8 @@ class _Job:
         from kvshelf.corpus.objects import is_url
         from kvshelf.store.private import without_secret
 
-        where = without_secret(self.input) if is_url(self.input) else str(Path(self.input).absolute())
-        output = self.output if isinstance(self.output, str) else str(self.output.absolute())
+        where = without_secret(self.input) if is_url(self.input) else told(Path(self.input).absolute())
+        output = self.output if isinstance(self.output, str) else told(self.output.absolute())
         return {"input": where, "output": output, "fields": self.fields}
 
     def _defaults(self) -> CreateCache:
@@ -282,9 +283,9 @@ class _Job:
         if self.report is not None:
             write_report(self.report, Made(about["input"], models, self.fields), summary, rows())
         if self.as_json:
-            print(json.dumps(asdict(summary) | {"output": str(self.output)}, default=vars))
+            say_json(asdict(summary) | {"output": told(self.output)}, default=vars)
         else:
-            print(self.output)
+            say(self.output)
             _common.notes.print(_sentence(summary), soft_wrap=True, style="red" if summary.state == "failed" else None)
         if summary.state == "cancelled":
             return _common.INTERRUPTED if summary.reason == INTERRUPTED else STOPPED

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 from rich.text import Text
@@ -30,6 +29,7 @@ from kvshelf._extras import needs_extra
 from kvshelf.bench.quality.tasks import Question
 from kvshelf.bench.quality.tasks import sample as sample_document
 from kvshelf.cli import _common
+from kvshelf.cli._output import HarmlessConsole, say
 from kvshelf.errors import ConnectionFailed, KvshelfError
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Shelf:
 
 def sample() -> None:
     """Print a document to try kvshelf with: prose with six facts, such as the access code of the amber falcon."""
-    print(sample_document().text)
+    say(sample_document().text)
 
 
 def demo() -> None:
@@ -82,18 +82,18 @@ def demo() -> None:
     # Set before torch and transformers are imported. It keeps log lines off the screen, and makes threads sleep while
     # they wait, as the service's do: on a busy machine, spinning would slow down the side that it is compared with.
     os.environ.update(TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false", OMP_WAIT_POLICY="PASSIVE")
-    out = Console(width=WIDTH, highlight=False)
+    out = HarmlessConsole(width=WIDTH, highlight=False)
     with _common.named_errors(), needs_extra("serve", purpose="kvshelf demo"):
         import transformers
 
         transformers.utils.logging.disable_progress_bar()
-        waiting = Console(stderr=True).status("loading the model")
+        waiting = HarmlessConsole(stderr=True).status("loading the model")
         with tempfile.TemporaryDirectory(prefix="kvshelf-demo-") as folder, waiting as status:
             show(Path(folder), out, status)
     out.print("The service is stopped and its folder removed.", style="dim")
 
 
-def show(folder: Path, out: Console, status: Status) -> None:
+def show(folder: Path, out: HarmlessConsole, status: Status) -> None:
     from kvshelf.store.artifact.cache import CompressedCache
     from kvshelf.workers.engine.engine import Engine
 

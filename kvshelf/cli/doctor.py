@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ import typer
 import kvshelf
 from kvshelf._extras import install_command, needs_extra
 from kvshelf.cli import _common, _options, stores
+from kvshelf.cli._output import say, say_json
 from kvshelf.errors import InvalidRequest, KvshelfError, MissingExtra, NoWorker
 
 NEEDLE_TOKENS = 1024
@@ -55,9 +55,9 @@ def doctor(
             ok, finding = _run(check)
         failed = failed or not ok
         if as_json:
-            print(json.dumps({"check": name, "ok": ok, "finding": finding}), flush=True)
+            say_json({"check": name, "ok": ok, "finding": finding})
         else:
-            print(f"{'ok  ' if ok else 'FAIL'}  {name:<13} {finding}", flush=True)
+            say(f"{'ok  ' if ok else 'FAIL'}  {name:<13} {finding}")
     raise typer.Exit(1 if failed else 0)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvshelf.cli import _common, _options, _references, stores
+from kvshelf.cli._output import say, say_json
 from kvshelf.cli.caches import Cache
 from kvshelf.errors import CacheCorrupt, InvalidRequest
 
@@ -58,9 +58,9 @@ def export_cache(
             file.write(export_part(shelf, shelf.stat(id)))
     size = output.stat().st_size
     if as_json:
-        print(json.dumps({"id": id, "file": str(output), "bytes": size}))
+        say_json({"id": id, "file": str(output), "bytes": size})
     else:
-        print(output)
+        say(output)
         _common.notes.print(_common.megabytes(size), style="dim")
 
 
@@ -106,7 +106,7 @@ def import_cache(
     if as_json:
         _common.print_object(cache)
     else:
-        print(cache.id)
+        say(cache.id)
 
 
 @contextmanager

@@ -29,10 +29,10 @@ from kvshelf.store.artifact.blob.frame import FORMAT_MAJOR, BlobSummary
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.base import RENEW_SHARE, Store
 from kvshelf.store.blobs import Blobs, Health, RangesFile, Step
-from kvshelf.store.clock import Doubt
 from kvshelf.store.index import KEEP_ENDED_S, BasesGone, Entry, Index, Query
 from kvshelf.store.jobs.batches import Batches
 from kvshelf.store.jobs.bodies import Bodies
+from kvshelf.store.jobs.clock import Doubt
 from kvshelf.store.jobs.files import Files
 from kvshelf.store.jobs.metering import Metering
 from kvshelf.store.jobs.requests import Requests

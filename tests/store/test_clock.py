@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 
 from kvshelf.errors import CacheExpired, CacheHasChildren, QuotaExceeded
-from kvshelf.store.clock import Doubt
 from kvshelf.store.index import Quota
+from kvshelf.store.jobs.clock import Doubt
 from kvshelf.store.redis import address
 from kvshelf.store.redis.clock import RedisClock
 from kvshelf.store.redis.link import RedisLink

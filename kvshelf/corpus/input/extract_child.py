@@ -66,7 +66,7 @@ def html_text(data: bytes, charset: str) -> Iterable[str]:
 
 
 def hide(document: Any) -> None:
-    """Give `hidden` to the elements of a page that their own style hides, and remove the texts in them that it hides."""
+    """Give `hidden` to the elements of a page that their style hides, and remove the texts that it hides in them."""
     for element in document.query_selector_all("[style]"):
         if element.hasattr(_MARK):
             continue

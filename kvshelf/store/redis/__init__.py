@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Self
 
 from kvshelf.store.blobs import WRITE_LEASE_S, Blobs, Step
-from kvshelf.store.clock import uptime_s
 from kvshelf.store.index import MakeBlobs
+from kvshelf.store.jobs.clock import uptime_s
 from kvshelf.store.redis import address
 from kvshelf.store.redis.blobs import RedisBlobs
 from kvshelf.store.redis.clock import RedisClock

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvshelf.errors import StoreError
-from kvshelf.store.clock import uptime_s
+from kvshelf.store.jobs.clock import uptime_s
 from kvshelf.store.redis.link import RedisLink
 
 ASK_EVERY_S: Final = 60.0
