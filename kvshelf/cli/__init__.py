@@ -13,6 +13,7 @@ from kvshelf.cli import (
     _common,
     _output,
     batch,
+    batches,
     caches,
     calibrate,
     demo,
@@ -75,6 +76,7 @@ app.command("train-gates")(calibrate.train_gates)
 app.command("vllm-proxy")(serve.vllm_proxy)
 app.command("export")(transfer.export_cache)
 app.command("import")(transfer.import_cache)
+app.add_typer(batches.app, name="batches")
 app.add_typer(keys.app, name="keys")
 app.add_typer(bench, name="bench")
 

@@ -86,6 +86,16 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Co
     return made
 
 
+def details(rows: Mapping[str, str]) -> Table:
+    """A table of one thing's properties."""
+    made = Table(box=None, show_header=False, pad_edge=False)
+    made.add_column(style="bold")
+    made.add_column(overflow="fold")
+    for name, value in rows.items():
+        made.add_row(name, harmless(value))
+    return made
+
+
 def print_table(made: Table, *, cut: str | None = None) -> None:
     """Print a `table` on stdout. In a terminal that is too narrow, only the column with the heading `cut` is cut."""
     console = table_console()

@@ -613,12 +613,7 @@ def _details(cache: CacheObject) -> Table:
         "expires": when(cache.expires_at) + renewed + (", never evicted: pinned" if cache.pinned else ""),
         "source": _source(cache),
     }
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table
+    return _common.details(rows)
 
 
 def _source(cache: CacheObject) -> str:

@@ -55,10 +55,12 @@ def is_name(name: str) -> bool:
 class Health:
     """The problems of a home that answers, one sentence each.
 
-    faults: the home must not be used, because it may lose parts of a cache. warnings: for the operator.
+    faults: the home must not be used, because it may lose parts of a cache. full: it answers, and takes no more caches.
+    warnings: for the operator.
     """
 
     faults: tuple[str, ...] = ()
+    full: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
 

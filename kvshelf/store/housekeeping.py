@@ -87,14 +87,21 @@ def drop_sources(index: Index, blobs: Blobs, most: int) -> int:
     freed = 0
     for item in index.jobs.open_items("source", most):
         kept = read(item, SourceRecord)
-        if not index.jobs.remove(item.id):
-            continue
-        freed += kept.body.stored_bytes
-        entry = index.find(kept.manifest.id, item.tenant)
-        if entry is not None and entry.state == "ready":
-            index.swap(entry, entry.manifest().model_copy(update={"source": None}))
+        disown(index, kept)
+        freed += kept.body.stored_bytes if index.jobs.remove(item.id) else 0
     reclaim(index, blobs)
     return freed
+
+
+def disown(index: Index, kept: SourceRecord) -> None:
+    """Let the cache of a source that is about to be removed say that it has none. Before, because a crash in between
+    would leave a cache that says it can be made again."""
+    while True:
+        entry = index.find(kept.manifest.id, kept.manifest.tenant)
+        if entry is None or entry.state != "ready" or entry.manifest().source != kept.manifest.source:
+            return
+        if index.swap(entry, entry.manifest().model_copy(update={"source": None})):
+            return
 
 
 def reclaim(index: Index, blobs: Blobs) -> int:

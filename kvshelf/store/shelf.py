@@ -38,6 +38,7 @@ from kvshelf.store.jobs.metering import Metering
 from kvshelf.store.jobs.requests import Requests
 from kvshelf.store.jobs.responses import Responses, is_response
 from kvshelf.store.jobs.sources import Sources
+from kvshelf.store.jobs.table import read
 from kvshelf.store.jobs.transforms import KeptTransforms
 from kvshelf.store.manifest import Judgement, Manifest, SourceRecord, Usage, describe
 from kvshelf.store.reader import Reader
@@ -76,7 +77,7 @@ class Shelf(Store):
         self._walked_at = -math.inf
         self._writer = Writer(index, blobs, self._rules, now, on_step)
         bodies = Bodies(index, blobs, self._writer, self._rules)
-        self._sources = Sources(index.jobs, bodies, now)
+        self._sources = Sources(index.jobs, bodies, now, partial(housekeeping.disown, index))
         self._reader = Reader(index, blobs, self._rules, self._sources, now)
         self.files = Files(index.jobs, bodies, now)
         self.responses = Responses(index.jobs, bodies, now)
@@ -304,7 +305,8 @@ class Shelf(Store):
         try:
             return self._sources.read(self._kept_source(cache_id, tenant))
         except SourceNotKept:
-            if entry.manifest().has_source:  # its time is over, or it is damaged
+            info = entry.manifest().source
+            if info is not None and (info.expires_at is None or info.expires_at <= self._doubt.deadline()):
                 self._index.swap(entry, entry.manifest().model_copy(update={"source": None}))
             raise
 
@@ -515,6 +517,7 @@ class Shelf(Store):
             self._walked_at = time.monotonic()
             orphans += housekeeping.remove_orphans(self._index, self._blobs, doubt_s)
         jobs = self._index.jobs
+        self._settle_sources(now)
         swept = Swept(
             expired=housekeeping.expire(self._index, self._blobs, now),
             orphans=orphans,
@@ -528,6 +531,17 @@ class Shelf(Store):
         )
         housekeeping.reclaim(self._index, self._blobs)  # the bytes that the forgotten jobs held
         return swept
+
+    def _settle_sources(self, now: float) -> None:
+        """What is due for removal is either a source whose cache names it, and whose writer died before it claimed it,
+        or one whose time is over, as its cache must say."""
+        for item in self._index.jobs.due_items("source", now):
+            kept = read(item, SourceRecord)
+            entry = self._index.find(kept.manifest.id, item.tenant)
+            if kept.claimed:
+                housekeeping.disown(self._index, kept)
+            elif entry is not None and entry.state == "ready" and entry.manifest().source == kept.manifest.source:
+                self._sources.claim(entry.manifest())
 
     def drop_lone_sources(self) -> None:
         """Remove the sources whose caches are not here, as a tier must: nothing would tell it of their deletion."""

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from kvshelf.errors import (
     SourceNotKept,
     StorageFull,
 )
+from kvshelf.store import housekeeping
 from kvshelf.store.index import KEEP_ENDED_S, Quota
 from kvshelf.store.jobs import sources
 from kvshelf.store.manifest import Manifest, SourceRecord, Usage
@@ -511,3 +513,49 @@ def test_killed_while_a_cache_and_its_source_are_deleted(place: Place, clock: Cl
         assert place.names() == set()
         assert shelf.check() == []
     assert not any(TEXT.encode() in data for data in place.contents())
+
+
+def killed(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_writer_that_died_before_it_claimed_its_source_leaves_it_to_its_cache(
+    place: Place, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with place.open(now=clock) as shelf:
+        with monkeypatch.context() as patch:
+            patch.setattr(shelf._sources, "claim", killed)
+            with pytest.raises(KeyboardInterrupt):
+                shelf.put(make_cache(1), source=TEXT)
+        (manifest,) = shelf.list().data
+        assert manifest.has_source
+        for _ in range(3):
+            clock.time += sources.UNCLAIMED_S + 1
+            assert shelf.sweep().sources == 0
+            assert shelf.source(manifest.id) == TEXT
+
+
+def test_a_cache_says_that_the_time_of_its_source_is_over(place: Place, clock: Clock) -> None:
+    with place.open(now=clock) as shelf:
+        manifest = shelf.put(make_cache(1), source=TEXT, source_ttl_s=60)
+        clock.time += 61
+        assert shelf.sweep().sources == 1
+        assert not shelf.stat(manifest.id).has_source
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_process_that_dies_while_it_removes_a_source_leaves_no_cache_that_names_it(
+    place: Place, clock: Clock, monkeypatch: pytest.MonkeyPatch, damaged: bool
+) -> None:
+    with place.open(now=clock) as shelf:
+        manifest = shelf.put(make_cache(1), source=TEXT)
+        monkeypatch.setattr(shelf._index.jobs, "remove", killed)
+        kept = shelf._sources.find(manifest.id, "default")
+        assert kept is not None
+        remove = partial(housekeeping.drop_sources, shelf._index, shelf._blobs, 10)
+        if damaged:
+            shelf._blobs.remove(kept.body.name, kept.body.stored_bytes)
+            remove = partial(shelf.source, manifest.id)
+        with pytest.raises(KeyboardInterrupt):
+            remove()
+        assert not shelf.stat(manifest.id).has_source

@@ -319,7 +319,8 @@ def _opened(where: str) -> tuple[Any, str, str | None]:
         base, pattern = plain[: slash + 1], plain[slash + 1 :]
     if not url:
         return LocalFiles(), str(Path(base).expanduser().absolute()), pattern
-    return *opened(base + mark + query, param="input"), pattern
+    system, path = opened(base + mark + query, param="input")
+    return LocalFiles() if isinstance(system, pafs.LocalFileSystem) else system, path, pattern
 
 
 def _found(system: Any, path: str, pattern: str | None) -> Iterator[InputFile]:

@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
-from kvshelf.store.blobs import WRITE_LEASE_S, Step
+from kvshelf.store.blobs import WRITE_LEASE_S, Health, Step
 from kvshelf.store.disk.database import Database
 from kvshelf.store.disk.faults import translated
 from kvshelf.store.disk.folder import Folder
 from kvshelf.store.disk.index import SqliteIndex
 from kvshelf.store.disk.leases import SqliteLeases
+from kvshelf.store.disk.room import shortage
 from kvshelf.store.index import MakeBlobs, blobs_place, require_blobs_place
 from kvshelf.store.jobs.clock import uptime_s
 from kvshelf.store.rules import Rules
@@ -67,3 +69,10 @@ class DiskStore(Shelf):
         shelf = cls(index, opened, rules=rules, now=now, elapsed=elapsed, on_step=on_step)
         shelf.home = home
         return shelf
+
+    def health(self) -> Health:
+        """As `Store.health`, with the room on the disk of the folder."""
+        found = super().health()
+        with translated(self.home):
+            short = shortage(self.home)
+        return found if short is None else replace(found, full=(*found.full, short))

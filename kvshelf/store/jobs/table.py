@@ -91,6 +91,10 @@ class JobTable(abc.ABC):
         """Remove the items that are due by now, in several steps if they are many; returns how many."""
 
     @abc.abstractmethod
+    def due_items(self, kind: Kind, now: float) -> list[Item]:
+        """The items that `forget` would remove, read in several steps if they are many."""
+
+    @abc.abstractmethod
     def open_items(self, kind: Kind, limit: int | None = None) -> list[Item]:
         """Open items of all tenants, oldest first; read in several steps if they are many. limit: at most so many."""
 

@@ -172,6 +172,8 @@ end
 
 function operations.open() return {'ids', call('ZRANGE', open_key(a.kind), 0, a.last)} end
 
+function operations.due() return {'ids', call('ZRANGEBYSCORE', due_key(a.kind), '-inf', a.now)} end
+
 -- a.ids: the ids, separated by zero bytes.
 function operations.items()
   local ids = {}

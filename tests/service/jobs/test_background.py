@@ -122,7 +122,7 @@ class Watched:
 
 def watched(store: Store, seen: Callable[[object], None]) -> Store:
     requests = Watched(store.requests, seen)
-    return cast(Store, SimpleNamespace(requests=requests, stat=store.stat, admit=store.admit))
+    return cast(Store, SimpleNamespace(requests=requests, stat=store.stat, admit=store.admit, now=store.now))
 
 
 def test_what_nobody_takes_is_read_once_and_refused_in_the_end(store: Store) -> None:
