@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from kvshelf.cli import _common, _output
-from kvshelf.cli._output import HarmlessConsole, harmless, say, say_json
+from kvshelf.cli import _common, output
+from kvshelf.cli.output import HarmlessConsole, harmless, say, say_json
 
-CLI = Path(_output.__file__).parent
+CLI = Path(_common.__file__).parent
 HOSTILE = "a\x1b[31m\x1b]0;title\x07b\x9b2Jc\rd\x08e\u202ef\x00\x7f\u2028g\ud800h"
 HARMFUL = set("\x1b\x07\x9b\r\x08\u202e\x00\x7f\u2028\ud800")
 
@@ -56,7 +56,7 @@ def test_json_is_the_same_value_and_as_harmless(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
 def test_what_stdout_cannot_encode_is_escaped(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = written_to(monkeypatch, encoding)
-    _output.prepare()
+    output.prepare()
     say("größe 日本 \U0001f600")
     say_json({"größe": "日本 \U0001f600"})
     line, obj = stream.text().splitlines()
@@ -88,8 +88,8 @@ def test_every_control_character(char: str) -> None:
 
 
 def test_every_command_writes_through_one_module() -> None:
-    for path in CLI.glob("*.py"):
-        if path.name == "_output.py":
+    for path in CLI.rglob("*.py"):
+        if path.parent.name == "output":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             called = node.func if isinstance(node, ast.Call) else None
@@ -100,8 +100,8 @@ def test_every_command_writes_through_one_module() -> None:
 
 _TALK = """
 import sys
-from kvshelf.cli import _output, app, main
-from kvshelf.cli._output import say
+from kvshelf.cli import app, main
+from kvshelf.cli.output import say
 
 @app.command("talk")
 def talk(count: int) -> None:

@@ -11,7 +11,6 @@ import kvshelf
 from kvshelf.bench.cli import app as bench
 from kvshelf.cli import (
     _common,
-    _output,
     batch,
     batches,
     caches,
@@ -20,12 +19,13 @@ from kvshelf.cli import (
     doctor,
     estimate,
     keys,
+    output,
     plan,
     policies,
     serve,
     transfer,
 )
-from kvshelf.cli._output import say
+from kvshelf.cli.output import say
 from kvshelf.errors import KvshelfError, StorageFull
 
 app = typer.Typer(
@@ -40,7 +40,7 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def root(version: Annotated[bool, typer.Option("--version", help="Show the version and stop.")] = False) -> None:
-    _output.prepare()
+    output.prepare()
     if version:
         say(f"kvshelf {kvshelf.__version__}")
         raise typer.Exit
@@ -88,5 +88,5 @@ def main() -> None:
     except KvshelfError as error:
         sys.exit(_common.report(error, as_json=False))
     except OSError as error:  # of stdout, or a file that no command looks after; a closed pipe has ended in `app`
-        _output.abandon()
+        output.abandon()
         sys.exit(_common.report(StorageFull(f"cannot write or read: {error}"), as_json=False))

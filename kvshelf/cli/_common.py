@@ -21,7 +21,7 @@ from rich.table import Column, Table
 
 from kvshelf import atomic
 from kvshelf.bench.options import json_or_text
-from kvshelf.cli._output import HarmlessConsole, harmless, say_json
+from kvshelf.cli.output import HarmlessConsole, harmless, say_json
 from kvshelf.errors import (
     CacheExpired,
     CallerError,

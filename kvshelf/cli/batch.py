@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 import typer
 
 from kvshelf._extras import needs_extra
-from kvshelf.cli import _common, _options, _progress
-from kvshelf.cli._output import say, say_json
+from kvshelf.cli import _common, _options
+from kvshelf.cli.output import progress, say, say_json
 from kvshelf.errors import InvalidRequest, KvshelfError
 from kvshelf.names import told
 
@@ -211,7 +211,7 @@ class _Job:
             if loaded.address is None:
                 _tell_of_a_service(loaded.port)
             # Ray prints events of its nodes to standard output, which is for results.
-            with redirect_stdout(sys.stderr), _progress.shown(quiet=self.as_json) as show:
+            with redirect_stdout(sys.stderr), progress.shown(quiet=self.as_json) as show:
                 summary = run_standalone(
                     loaded, shards, journal, about, lambda batch_id: RunOptions(TENANT, batch_id, **options), show
                 )
@@ -239,7 +239,7 @@ class _Job:
         options |= {"document_timeout_s": options.pop("document_deadline_s"), "priority": priority}
         about = {**self._about(), "service": without_secret(url)}
         with journal_of(self.output, about), Client(url) as client:
-            with _progress.shown(quiet=self.as_json) as show:
+            with progress.shown(quiet=self.as_json) as show:
                 summary, rows = run_at(client, corpus.shards(), {**self.fields, **options}, about["input"], show)
             models = [self.fields.get("model") or client.models.list()[0].id] if self.report else []
             return self._end(summary, about, models, lambda: rows, several=corpus.several)

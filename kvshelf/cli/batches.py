@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvshelf.cli import _common, _options
-from kvshelf.cli._output import say
+from kvshelf.cli.output import say
 
 if TYPE_CHECKING:
     from kvshelf.api.batches import BatchObject

@@ -17,8 +17,8 @@ from rich.table import Table
 
 from kvshelf.cli import _common, _options, _references
 from kvshelf.cli._common import connected
-from kvshelf.cli._output import say, say_json
-from kvshelf.cli._progress import put_shown
+from kvshelf.cli.output import say, say_json
+from kvshelf.cli.output.progress import put_shown
 from kvshelf.errors import CacheNotFound, InvalidRequest, SourceNotKept, nearest
 from kvshelf.names import told
 

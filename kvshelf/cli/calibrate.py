@@ -13,7 +13,7 @@ import typer
 from kvshelf._extras import needs_extra
 from kvshelf.bench.options import counted, progress_bar
 from kvshelf.cli import _common, _options
-from kvshelf.cli._output import say
+from kvshelf.cli.output import say
 from kvshelf.errors import InvalidRequest
 
 if TYPE_CHECKING:

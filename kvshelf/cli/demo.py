@@ -29,7 +29,7 @@ from kvshelf._extras import needs_extra
 from kvshelf.bench.quality.tasks import Question
 from kvshelf.bench.quality.tasks import sample as sample_document
 from kvshelf.cli import _common
-from kvshelf.cli._output import HarmlessConsole, say
+from kvshelf.cli.output import HarmlessConsole, say
 from kvshelf.errors import ConnectionFailed, KvshelfError
 
 if TYPE_CHECKING:

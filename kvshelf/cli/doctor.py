@@ -15,12 +15,13 @@ import typer
 
 import kvshelf
 from kvshelf._extras import install_command, needs_extra
-from kvshelf.cli import _common, _options, stores
-from kvshelf.cli._output import say, say_json
+from kvshelf.cli import _common, _options
+from kvshelf.cli.checks import stores
+from kvshelf.cli.output import say, say_json
 from kvshelf.errors import InvalidRequest, KvshelfError, MissingExtra, NoWorker
 
 if TYPE_CHECKING:
-    from kvshelf.cli.isolation import Finding
+    from kvshelf.cli.checks.isolation import Finding
 
 NEEDLE_TOKENS = 1024
 BUNDLED = "kvshelf-tiny"
@@ -182,7 +183,7 @@ def _model(name: str, device: str, dtype: str) -> str:
 
 
 def _isolated(url: str, keys: Sequence[str], pairs: int, *, as_json: bool) -> None:
-    from kvshelf.cli import isolation
+    from kvshelf.cli.checks import isolation
 
     with _common.named_errors(as_json=as_json):
         if len(keys) != 2:

@@ -9,7 +9,7 @@ import typer
 
 from kvshelf._extras import needs_extra
 from kvshelf.cli import _common, _options
-from kvshelf.cli._output import say, say_json
+from kvshelf.cli.output import say, say_json
 
 if TYPE_CHECKING:
     from kvshelf.api.usage import UsageReport, UsageRow

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from kvshelf._extras import needs_extra
 from kvshelf.cli import _common, _options
-from kvshelf.cli._output import say_json
+from kvshelf.cli.output import say_json
 from kvshelf.errors import InvalidRequest
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import typer
 
 from kvshelf._extras import needs_extra
 from kvshelf.cli import _common, _options
-from kvshelf.cli._output import say_json
+from kvshelf.cli.output import say_json
 
 
 def serve(

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvshelf.cli import _common, _options, _references, stores
-from kvshelf.cli._output import say, say_json
+from kvshelf.cli import _common, _options, _references
 from kvshelf.cli.caches import Cache
+from kvshelf.cli.checks import stores
+from kvshelf.cli.output import say, say_json
 from kvshelf.errors import CacheCorrupt, InvalidRequest
 
 if TYPE_CHECKING:

@@ -44,8 +44,8 @@ _TIMEOUT_S: Final = 120.0
 
 @dataclass(frozen=True)
 class Lookup:
-    """A request. `{}` in the path and in the texts of the body stands for an id or another value that is looked up. alike:
-    whether both answers must be equal; False where a stranger's own caches are in it."""
+    """A request. `{}` in the path and in the texts of the body stands for an id or another value that is looked up.
+    alike: whether both answers must be equal; False where a stranger's own caches are in it."""
 
     what: str
     method: str
@@ -153,10 +153,11 @@ def _required(answer: httpx.Response) -> httpx.Response:
 @contextmanager
 def parties(url: str, keys: Sequence[str]) -> Iterator[tuple[Party, Party]]:
     """The two tenants. Raises `InvalidRequest` for keys that prove nothing."""
-    one, other = (Party(url, key) for key in keys)
+    import httpx
+
     if keys[0] == keys[1]:
         raise InvalidRequest("--key is given the same key twice; give keys of two tenants", param="--key")
-    import httpx
+    one, other = (Party(url, key) for key in keys)
 
     try:
         if httpx.get(f"{url}/v1/models", timeout=_TIMEOUT_S, trust_env=False).status_code != 401:
