@@ -12,8 +12,8 @@ import pytest
 
 from kvshelf.api import ByteCounts
 from kvshelf.cli import _common
-from kvshelf.cli._progress import _numbers
 from kvshelf.cli.batch import _sentence
+from kvshelf.cli.output.progress import _numbers
 from kvshelf.corpus.run.progress import Progress, RunState, Summary
 
 FORMAT = Path(__file__).resolve().parent.parent / "kvshelf" / "service" / "page" / "format.js"

@@ -136,7 +136,7 @@ class Limits(ResponseBody):
 
 
 class ReadyPart(ResponseBody):
-    """One part of the service: the store, or the workers of a model."""
+    """One part of the service: the store, the workers of a model, or `space`, where there is no room for more."""
 
     name: str
     ready: bool

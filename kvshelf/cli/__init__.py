@@ -12,6 +12,7 @@ from kvshelf.bench.cli import app as bench
 from kvshelf.cli import (
     _common,
     batch,
+    batches,
     caches,
     calibrate,
     demo,
@@ -19,13 +20,15 @@ from kvshelf.cli import (
     erase,
     estimate,
     keys,
+    output,
     plan,
     policies,
     serve,
     transfer,
     uninstall,
 )
-from kvshelf.errors import KvshelfError
+from kvshelf.cli.output import say
+from kvshelf.errors import KvshelfError, StorageFull
 
 app = typer.Typer(
     name="kvshelf",
@@ -39,8 +42,9 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def root(version: Annotated[bool, typer.Option("--version", help="Show the version and stop.")] = False) -> None:
+    output.prepare()
     if version:
-        print(f"kvshelf {kvshelf.__version__}")
+        say(f"kvshelf {kvshelf.__version__}")
         raise typer.Exit
 
 
@@ -77,6 +81,7 @@ app.command("train-gates")(calibrate.train_gates)
 app.command("vllm-proxy")(serve.vllm_proxy)
 app.command("export")(transfer.export_cache)
 app.command("import")(transfer.import_cache)
+app.add_typer(batches.app, name="batches")
 app.add_typer(keys.app, name="keys")
 app.add_typer(bench, name="bench")
 
@@ -87,3 +92,6 @@ def main() -> None:
         app(prog_name="kvshelf")
     except KvshelfError as error:
         sys.exit(_common.report(error, as_json=False))
+    except OSError as error:  # of stdout, or a file that no command looks after; a closed pipe has ended in `app`
+        output.abandon()
+        sys.exit(_common.report(StorageFull(f"cannot write or read: {error}"), as_json=False))

@@ -6,7 +6,6 @@ Results go to stdout, everything else to stderr, so that `ID=$(kvshelf put repor
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import re
 import sys
@@ -22,6 +21,7 @@ from rich.table import Column, Table
 
 from kvshelf import atomic
 from kvshelf.bench.options import json_or_text
+from kvshelf.cli.output import HarmlessConsole, harmless, say_json
 from kvshelf.errors import (
     CacheExpired,
     CallerError,
@@ -64,16 +64,16 @@ _EXIT_OF: list[tuple[type[KvshelfError], int]] = [
 ]
 
 # Names, labels and messages may contain square brackets, which must not be read as markup.
-notes = Console(stderr=True, highlight=False, markup=False)
+notes = HarmlessConsole(stderr=True, highlight=False, markup=False)
 
 
 def table_console() -> Console:
     """A console for tables on stdout: as wide as the terminal or COLUMNS; in a pipe wide enough for every id."""
-    return Console(highlight=False, markup=False, width=None if _has_width() else 200)
+    return HarmlessConsole(highlight=False, markup=False, width=None if _has_width() else 200)
 
 
 def _has_width() -> bool:
-    return sys.stdout.isatty() or "COLUMNS" in os.environ
+    return (sys.stdout is not None and sys.stdout.isatty()) or "COLUMNS" in os.environ
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Collection[int] = ()) -> Table:
@@ -82,7 +82,17 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Co
     for place, heading in enumerate(headings):
         made.add_column(heading, justify="right" if place in numbers else "left", no_wrap=True)
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*map(harmless, row))
+    return made
+
+
+def details(rows: Mapping[str, str]) -> Table:
+    """A table of one thing's properties."""
+    made = Table(box=None, show_header=False, pad_edge=False)
+    made.add_column(style="bold")
+    made.add_column(overflow="fold")
+    for name, value in rows.items():
+        made.add_row(name, harmless(value))
     return made
 
 
@@ -112,7 +122,7 @@ def report(error: KvshelfError, *, as_json: bool) -> int:
     """Print the error and return its exit code."""
     if as_json:
         fields = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
-        print(json.dumps({"error": fields | ({"details": error.details} if error.details else {})}))
+        say_json({"error": fields | ({"details": error.details} if error.details else {})})
     else:
         notes.print(f"kvshelf: {error.message}", style="red", soft_wrap=True)
     return next(code for cls, code in _EXIT_OF if isinstance(error, cls))
@@ -166,7 +176,7 @@ def written(path: Path) -> Iterator[BinaryIO]:
 
 
 def print_object(obj: BaseModel) -> None:
-    print(obj.model_dump_json(), flush=True)
+    say_json(obj)
 
 
 def pairs(texts: Sequence[str] | None, option: str) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,8 +15,10 @@ from urllib.parse import urlsplit
 import typer
 
 from kvshelf._extras import needs_extra
-from kvshelf.cli import _common, _options, _progress
+from kvshelf.cli import _common, _options
+from kvshelf.cli.output import progress, say, say_json
 from kvshelf.errors import InvalidRequest, KvshelfError
+from kvshelf.names import told
 
 if TYPE_CHECKING:
     from kvshelf.api import CreateCache
@@ -212,7 +213,7 @@ class _Job:
             if loaded.address is None:
                 _tell_of_a_service(loaded.port)
             # Ray prints events of its nodes to standard output, which is for results.
-            with redirect_stdout(sys.stderr), _progress.shown(quiet=self.as_json) as show:
+            with redirect_stdout(sys.stderr), progress.shown(quiet=self.as_json) as show:
                 summary = run_standalone(
                     loaded, shards, journal, about, lambda batch_id: RunOptions(TENANT, batch_id, **options), show
                 )
@@ -240,7 +241,7 @@ class _Job:
         options |= {"document_timeout_s": options.pop("document_deadline_s"), "priority": priority}
         about = {**self._about(), "service": without_secret(url)}
         with journal_of(self.output, about), Client(url) as client:
-            with _progress.shown(quiet=self.as_json) as show:
+            with progress.shown(quiet=self.as_json) as show:
                 summary, rows = run_at(client, corpus.shards(), {**self.fields, **options}, about["input"], show)
             models = [self.fields.get("model") or client.models.list()[0].id] if self.report else []
             return self._end(summary, about, models, lambda: rows, several=corpus.several)
@@ -250,8 +251,8 @@ class _Job:
         from kvshelf.corpus.objects import is_url
         from kvshelf.store.private import without_secret
 
-        where = without_secret(self.input) if is_url(self.input) else str(Path(self.input).absolute())
-        output = self.output if isinstance(self.output, str) else str(self.output.absolute())
+        where = without_secret(self.input) if is_url(self.input) else told(Path(self.input).absolute())
+        output = self.output if isinstance(self.output, str) else told(self.output.absolute())
         return {"input": where, "output": output, "fields": self.fields}
 
     def _defaults(self) -> CreateCache:
@@ -284,9 +285,9 @@ class _Job:
         if self.report is not None:
             write_report(self.report, Made(about["input"], models, self.fields), summary, rows())
         if self.as_json:
-            print(json.dumps(asdict(summary) | {"output": str(self.output)}, default=vars))
+            say_json(asdict(summary) | {"output": told(self.output)}, default=vars)
         else:
-            print(self.output)
+            say(self.output)
             _common.notes.print(_sentence(summary), soft_wrap=True, style="red" if summary.state == "failed" else None)
         if summary.state == "cancelled":
             return _common.INTERRUPTED if summary.reason == INTERRUPTED else STOPPED

@@ -17,8 +17,10 @@ from rich.table import Table
 
 from kvshelf.cli import _common, _options, _references
 from kvshelf.cli._common import connected
-from kvshelf.cli._progress import put_shown
+from kvshelf.cli.output import say, say_json
+from kvshelf.cli.output.progress import put_shown
 from kvshelf.errors import CacheNotFound, InvalidRequest, SourceNotKept, nearest
+from kvshelf.names import told
 
 if TYPE_CHECKING:
     from kvshelf.api import Answered, CacheObject, JointAnswer, SearchList
@@ -92,7 +94,7 @@ def put(
         }
         for file in files:
             with failures.reported(of=_named(file)):
-                _put_one(client, file, fields | {"name": name or ("" if file == STDIN else file.name)}, as_json)
+                _put_one(client, file, fields | {"name": name or ("" if file == STDIN else told(file.name))}, as_json)
     raise typer.Exit(failures.exit_code)
 
 
@@ -135,12 +137,12 @@ def append(
         if as_json:
             _common.print_object(made)
             return
-        print(made.id, flush=True)
+        say(made.id)
         _common.notes.print(f"{_named(file)}: {_summary(made)}", style="dim", soft_wrap=True)
 
 
 def _named(file: Path) -> str:
-    return "standard input" if file == STDIN else str(file)
+    return "standard input" if file == STDIN else told(file)
 
 
 def _put_one(client: Client, file: Path, fields: Mapping[str, Any], as_json: bool) -> None:
@@ -160,7 +162,7 @@ def _put_one(client: Client, file: Path, fields: Mapping[str, Any], as_json: boo
         if as_json:
             _common.print_object(cache)
         else:
-            print(cache.id, flush=True)
+            say(cache.id)
             _common.notes.print(f"{_named(file)}{_part(cache)}: {_summary(cache)}", style="dim", soft_wrap=True)
     if fields["split"] and not as_json:
         label = shlex.quote(f"document={caches[0].labels['document']}")
@@ -346,8 +348,8 @@ def _ask_together(client: Client, named: Sequence[Named], question: str, fields:
         return
     with client.caches.stream(ids, question, **fields) as stream:
         for text in stream:
-            print(text, end="", flush=True)
-        print(flush=True)
+            say(text, end="")
+        say()
     if len(named) > 1:
         _common.print_table(_sources([reference for reference, _ in named], stream.answer), cut="SOURCE")
     if stream.answer.passages is not None:
@@ -451,9 +453,9 @@ def _ask_parts(
         for cache in parts:
             answer = client.caches.query(cache.id, question, **fields)
             if as_json:
-                print(json.dumps({"part": cache.labels["part"], **answer.model_dump(mode="json")}), flush=True)
+                say_json({"part": cache.labels["part"], **answer.model_dump(mode="json")})
             else:
-                print(f"part {cache.labels['part']}: {answer.text}", flush=True)
+                say(f"part {cache.labels['part']}: {answer.text}")
                 if answer.passages is not None:
                     _print_passages(client, answer)
                 _common.notes.print(f"{cache.id}: {_cost(answer)}", style="dim", soft_wrap=True)
@@ -624,12 +626,7 @@ def _details(cache: CacheObject) -> Table:
         "expires": when(cache.expires_at) + renewed + (", never evicted: pinned" if cache.pinned else ""),
         "source": _source(cache),
     }
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table
+    return _common.details(rows)
 
 
 def _source(cache: CacheObject) -> str:
@@ -690,7 +687,7 @@ def update(
     with connected(url, as_json=as_json) as client:
         changes: Any = {name: value for name, value in given.items() if value is not None or name in cleared}
         changed = client.caches.update(_references.id_at(client, cache), **changes)
-        _common.print_object(changed) if as_json else print(changed.id)
+        _common.print_object(changed) if as_json else say(changed.id)
 
 
 def remake(
@@ -719,7 +716,7 @@ def remake(
                     end = "already of this generation"
                 else:
                     end = "there" if made.existing else "new"
-                    _common.print_object(made) if as_json else print(cache.id, made.id, flush=True)
+                    _common.print_object(made) if as_json else say(cache.id, made.id)
             counts[end] += 1
     _common.notes.print(", ".join(f"{count} {end}" for end, count in counts.items() if count) or "no caches")
     raise typer.Exit(failures.exit_code)
@@ -752,5 +749,5 @@ def rm(
                 deleted = client.caches.delete(id, cascade=cascade)
                 gone |= {*deleted.descendants}
                 lines = "\n".join([*deleted.descendants, deleted.id])
-                _common.print_object(deleted) if as_json else print(lines, flush=True)
+                _common.print_object(deleted) if as_json else say(lines)
     raise typer.Exit(failures.exit_code)

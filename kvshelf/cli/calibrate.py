@@ -13,6 +13,7 @@ import typer
 from kvshelf._extras import needs_extra
 from kvshelf.bench.options import counted, progress_bar
 from kvshelf.cli import _common, _options
+from kvshelf.cli.output import say
 from kvshelf.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def calibrate(
             _heads(engine, paths.heads, documents, tokens)
             made.append(paths.heads)
     for path in made:
-        print(path)
+        say(path)
 
 
 def _read(path: Path) -> str:
@@ -182,7 +183,7 @@ def train_gates(
 
             made = objective(policy, engine, width), lessons(engine, length, seed)
             Trainer(engine, *made, settings, Checkpoint(path), report).run(resume=resume)
-    print(path)
+    say(path)
 
 
 def lessons(engine: Engine, length: int, seed: int) -> Callable[[int], Lesson]:

@@ -23,7 +23,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -31,6 +30,7 @@ from kvshelf._extras import needs_extra
 from kvshelf.bench.quality.tasks import Question
 from kvshelf.bench.quality.tasks import sample as sample_document
 from kvshelf.cli import _common
+from kvshelf.cli.output import HarmlessConsole, say
 from kvshelf.errors import ConnectionFailed, InvalidRequest, KvshelfError
 from kvshelf.workers.model.source import source_of
 
@@ -116,7 +116,7 @@ class Shelf:
 
 def sample() -> None:
     """Print a document to try kvshelf with: prose with six facts, such as the access code of the amber falcon."""
-    print(sample_document().text)
+    say(sample_document().text)
 
 
 def demo() -> None:
@@ -128,7 +128,7 @@ def demo() -> None:
     # Set before torch and transformers are imported. It keeps log lines off the screen, and makes threads sleep while
     # they wait, as the service's do: on a busy machine, spinning would slow down the side that it is compared with.
     os.environ.update(TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false", OMP_WAIT_POLICY="PASSIVE")
-    out = Console(width=WIDTH, highlight=False)
+    out = HarmlessConsole(width=WIDTH, highlight=False)
     with _common.named_errors(), needs_extra("serve", purpose="kvshelf demo"):
         import transformers
 
@@ -145,14 +145,14 @@ def demo() -> None:
     out.print("The services are stopped and their folders removed.", style="dim")
 
 
-def show(scene: Scene, folder: Path, out: Console) -> None:
+def show(scene: Scene, folder: Path, out: HarmlessConsole) -> None:
     from kvshelf.store.artifact.cache import CompressedCache
     from kvshelf.workers.engine.engine import Engine
 
     folder.mkdir()
     path = folder / "sample.txt"
     path.write_text(scene.document, encoding="utf-8")
-    with Console(stderr=True).status(f"loading {scene.model}") as status:
+    with HarmlessConsole(stderr=True).status(f"loading {scene.model}") as status:
         engine = Engine.load(scene.model)
         status.update("starting the service")
         with service(scene.model, folder) as (client, started_s):

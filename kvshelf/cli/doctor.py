@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import kvshelf
 from kvshelf._extras import install_command, needs_extra
-from kvshelf.cli import _common, _options, stores
+from kvshelf.cli import _common, _options
+from kvshelf.cli.checks import stores
+from kvshelf.cli.output import say, say_json
 from kvshelf.errors import InvalidRequest, KvshelfError, MissingExtra, NoWorker
+
+if TYPE_CHECKING:
+    from kvshelf.cli.checks.isolation import Finding
 
 NEEDLE_TOKENS = 1024
 BUNDLED = "kvshelf-tiny"
@@ -40,9 +45,24 @@ def doctor(
     device: _options.Device = "auto",
     dtype: _options.Dtype = "auto",
     url: _options.Url = None,
+    isolation: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Only prove that the tenants of two keys see nothing of each other there."),
+    ] = None,
+    key: Annotated[
+        list[str] | None, typer.Option(help="With --isolation: the key of a tenant; give two, or name two files.")
+    ] = None,
+    pairs: Annotated[int, typer.Option(min=100, help="With --isolation: look-ups of each kind to time.")] = 400,
     as_json: _options.AsJson = False,
 ) -> None:
-    """Check versions, device and model; with --store a store, with --url a service. Exits with 1 if a check fails."""
+    """Check versions, device and model; with --store a store, with --url a service. Exits with 1 if a check fails.
+
+    With --isolation nothing else is checked: two keys of a running service, one tenant each, must get equal answers in
+    equal times for what the other one has and for what nobody has. It takes some minutes, and removes what it made.
+    """
+    if isolation is not None:
+        _isolated(isolation, key or [], pairs, as_json=as_json)
+        return
     with _common.named_errors(as_json=as_json):
         if store is None and (scrub or reseal):
             raise InvalidRequest("--scrub and --reseal need a store; give its URL as --store", param="--store")
@@ -55,9 +75,9 @@ def doctor(
             ok, finding = _run(check)
         failed = failed or not ok
         if as_json:
-            print(json.dumps({"check": name, "ok": ok, "finding": finding}), flush=True)
+            say_json({"check": name, "ok": ok, "finding": finding})
         else:
-            print(f"{'ok  ' if ok else 'FAIL'}  {name:<13} {finding}", flush=True)
+            say(f"{'ok  ' if ok else 'FAIL'}  {name:<13} {finding}")
     raise typer.Exit(1 if failed else 0)
 
 
@@ -162,6 +182,40 @@ def _model(name: str, device: str, dtype: str) -> str:
     if name == BUNDLED and answer != question.answer:
         raise NoWorker(f"{name} answered {answer!r} instead of {question.answer!r}: its weights or torch are broken")
     return f"{name}: {engine.max_tokens} tokens, {cache.num_tokens} prefilled, answered {answer!r}"
+
+
+def _isolated(url: str, keys: Sequence[str], pairs: int, *, as_json: bool) -> None:
+    from kvshelf.cli.checks import isolation
+
+    with _common.named_errors(as_json=as_json):
+        if len(keys) != 2:
+            raise InvalidRequest("--isolation takes two keys of two tenants: --key A --key B", param="--key")
+        with _common.notes.status("") as status:
+            found = isolation.prove(url, [_key(text) for text in keys], pairs=pairs, show=status.update)
+    if as_json:
+        for each in found:
+            say_json(asdict(each) | {"leaks": each.leaks})
+    else:
+        rows = [_probe(each) for each in found]
+        _common.print_table(_common.table(["", "WHAT", "OF", "TIME", "AUC", "DIFFERENCES"], rows, numbers=[3]))
+        leaks = sum(each.leaks for each in found)
+        said = f"{leaks} of {len(found)} probes tell the tenants apart" if leaks else "nothing of each other is seen"
+        _common.notes.print(f"{said}: {pairs} pairs of look-ups, AUC at most {isolation.MOST_AUC}")
+    raise typer.Exit(1 if any(each.leaks for each in found) else 0)
+
+
+def _key(text: str) -> str:
+    """A key, or the content of the file that has one: arguments show in the list of processes."""
+    try:
+        return text if text.startswith("kvsk_") else Path(text).read_text().strip()
+    except (OSError, UnicodeError) as error:
+        raise InvalidRequest(f"--key {text!r} is no key and no file that has one", param="--key") from error
+
+
+def _probe(found: Finding) -> tuple[str, ...]:
+    aucs = ", ".join(f"{value:.3f}" for value in found.aucs) or "-"
+    took = f"{found.ms:.2f} ms" if found.aucs else "-"
+    return "FAIL" if found.leaks else "ok", found.what, found.owner, took, aucs, "; ".join(found.differences) or "none"
 
 
 def _service(url: str) -> str:

@@ -9,6 +9,7 @@ import typer
 
 from kvshelf._extras import needs_extra
 from kvshelf.cli import _common, _options
+from kvshelf.cli.output import say, say_json
 
 if TYPE_CHECKING:
     from kvshelf.api.usage import UsageReport, UsageRow
@@ -48,7 +49,7 @@ def create(
     _common.notes.print(
         f"key {record.id} of tenant {record.tenant}: {', '.join(record.scopes)}. Save it: it is not shown again"
     )
-    print(key)
+    say(key)
 
 
 @app.command("list")
@@ -58,7 +59,7 @@ def list_keys(file: File, as_json: _options.AsJson = False) -> None:
         records = _opened(file).read()
     if as_json:
         for record in records:
-            print(record.model_dump_json(exclude={"sha256"}))
+            say_json(record.model_dump(mode="json", exclude={"sha256"}))
         return
     rows = []
     for record in records:

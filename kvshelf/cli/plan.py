@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from rich.table import Table
 
 from kvshelf._extras import needs_extra
 from kvshelf.cli import _common, _options
+from kvshelf.cli.output import say_json
 from kvshelf.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def plan(
             report |= {"fleet": asdict(fleet), "parts": parts, "outcome": asdict(outcome)}
             tables += [_resources_table(resources), _outcome_table(outcome, fleet)]
     if as_json:
-        print(json.dumps(report))
+        say_json(report)
         return
     for table in tables:
         _common.print_table(table)
@@ -175,7 +175,7 @@ def advise(
     found = replace(found, lines=found.lines[:top])
     if as_json:
         about = {"scenario": scenario, "model": model, "tokens": tokens, "memory_bytes": memory_bytes}
-        print(json.dumps(about | {"measured_on": "kvshelf-tiny"} | asdict(found)))
+        say_json(about | {"measured_on": "kvshelf-tiny"} | asdict(found))
         return
     _common.print_table(_common.table(_HEADINGS, map(_cells, found.lines), numbers=(5, 6, 7)))
     for sentence in _notes(advice.SCENARIOS[scenario].about, found):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +10,7 @@ import typer
 
 from kvshelf._extras import needs_extra
 from kvshelf.cli import _common, _options
+from kvshelf.cli.output import say_json
 
 
 def serve(
@@ -64,7 +64,7 @@ def serve(
             log_level=log_level,
         )
         if print_config:
-            print(json.dumps(settings.redacted(), indent=2))
+            say_json(settings.redacted(), indent=2)
             return
         if place is None:
             from kvshelf.service.process.supervisor import supervise

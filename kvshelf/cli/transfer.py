@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvshelf.cli import _common, _options, _references, stores
+from kvshelf.cli import _common, _options, _references
 from kvshelf.cli.caches import Cache
+from kvshelf.cli.checks import stores
+from kvshelf.cli.output import say, say_json
 from kvshelf.errors import CacheCorrupt, InvalidRequest
 
 if TYPE_CHECKING:
@@ -58,9 +59,9 @@ def export_cache(
             file.write(export_part(shelf, shelf.stat(id)))
     size = output.stat().st_size
     if as_json:
-        print(json.dumps({"id": id, "file": str(output), "bytes": size}))
+        say_json({"id": id, "file": str(output), "bytes": size})
     else:
-        print(output)
+        say(output)
         _common.notes.print(_common.megabytes(size), style="dim")
 
 
@@ -106,7 +107,7 @@ def import_cache(
     if as_json:
         _common.print_object(cache)
     else:
-        print(cache.id)
+        say(cache.id)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from kvshelf.api import batches
 from kvshelf.client import _calls
 from kvshelf.client._exchange import Call, parse_as
 from kvshelf.errors import InvalidRequest
+from kvshelf.names import told
 
 FileInput = str | os.PathLike[str] | bytes | BinaryIO | tuple[str, bytes | BinaryIO]
 """A path, or the content itself, with or without a name."""
@@ -158,12 +159,12 @@ def _opened(file: FileInput) -> tuple[str, BinaryIO]:
     if isinstance(file, bytes):
         return "input.jsonl", io.BytesIO(file)
     if not isinstance(file, str | os.PathLike):
-        return Path(str(getattr(file, "name", "input.jsonl"))).name, file
+        return told(Path(str(getattr(file, "name", "input.jsonl"))).name), file
     path = Path(file)
     try:
-        return path.name, path.open("rb")
+        return told(path.name), path.open("rb")
     except OSError as error:
-        raise InvalidRequest(f"cannot read {path}: {error.strerror}", param="file") from error
+        raise InvalidRequest(f"cannot read {told(path)}: {error.strerror}", param="file") from error
 
 
 def _do(id: str, verb: str, *, repeatable: bool = True) -> Call[batches.BatchObject]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
@@ -229,7 +228,9 @@ async def _made_again(
     moved = isinstance(miss, ModelMismatch)
     if moved and isinstance(cache.source, TokenIds) and not _reads_tokens_of(service, engine, cache.manifest):
         raise miss
-    spec = _spec(cache.manifest, cache.source, keep=moved).model_copy(update={"model": engine.model})
+    spec = _spec(cache.manifest, cache.source, keep=moved, now=service.store.now()).model_copy(
+        update={"model": engine.model}
+    )
     deadline_s = service.settings.request_deadline_s
     created = await engine.create(spec, tenant=caller.tenant, deadline_s=deadline_s)
     made = created.manifest
@@ -262,7 +263,7 @@ def _document(manifest: Manifest, source: Source) -> dict[str, Any]:
     return fields | {"messages": [Message(**message) for message in json.loads(source)]}
 
 
-def _spec(manifest: Manifest, source: Source, *, keep: bool) -> CreateCache:
+def _spec(manifest: Manifest, source: Source, *, keep: bool, now: float) -> CreateCache:
     """The creation that made a cache, with all the parameters it used: none is left to a default. keep: whether its
     source is to be kept once more, as under another id; for as long as it was, from now on."""
     identity, kept = manifest.identity, manifest.source
@@ -279,7 +280,7 @@ def _spec(manifest: Manifest, source: Source, *, keep: bool) -> CreateCache:
         name=manifest.name,
         labels=manifest.labels,
         keep_source=keep and ("tokens" if isinstance(source, TokenIds) else True),
-        source_ttl_s=None if ends is None else max(ends - time.time(), 1.0),
+        source_ttl_s=None if ends is None else max(ends - now, 1.0),
     )
 
 

@@ -76,6 +76,10 @@ class Store(abc.ABC):
         """
 
     @abc.abstractmethod
+    def now(self) -> float:
+        """The time by the home's clock, Unix seconds: what expires is compared with it, on every machine."""
+
+    @abc.abstractmethod
     def expiry(self, ttl_s: float | None, expires_at: float | None) -> float | None:
         """When a cache put now would expire (Unix seconds, None: never), by the rules of this shelf.
 

@@ -29,8 +29,9 @@ Name = tuple[str, int]
 WRITE_LEASE_S: Final = 60.0
 """How long a writer may be silent before its write counts as abandoned."""
 
-MARGIN_S: Final = 600.0
-"""How much longer a server keeps bytes than their manifest, so that a reader that began in time can finish."""
+MARGIN_S: Final = 86400.0 + 600.0
+"""How long a server keeps bytes after their end: a sweep removes them before, and a server without one loses nothing
+when its clock jumps by less than a day. The manifest goes 10 minutes earlier, so that a reader can finish."""
 
 _NAME = re.compile(r"[0-9a-f]{40}-[0-9a-f]{16}")
 
@@ -54,10 +55,12 @@ def is_name(name: str) -> bool:
 class Health:
     """The problems of a home that answers, one sentence each.
 
-    faults: the home must not be used, because it may lose parts of a cache. warnings: for the operator.
+    faults: the home must not be used, because it may lose parts of a cache. full: it answers, and takes no more caches.
+    warnings: for the operator.
     """
 
     faults: tuple[str, ...] = ()
+    full: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
 

@@ -99,14 +99,21 @@ def drop_sources(index: Index, blobs: Blobs, most: int) -> int:
     freed = 0
     for item in index.jobs.open_items("source", most):
         kept = read(item, SourceRecord)
-        if not index.jobs.remove(item.id):
-            continue
-        freed += kept.body.stored_bytes
-        entry = index.find(kept.manifest.id, item.tenant)
-        if entry is not None and entry.state == "ready":
-            index.swap(entry, entry.manifest().model_copy(update={"source": None}))
+        disown(index, kept)
+        freed += kept.body.stored_bytes if index.jobs.remove(item.id) else 0
     reclaim(index, blobs)
     return freed
+
+
+def disown(index: Index, kept: SourceRecord) -> None:
+    """Let the cache of a source that is about to be removed say that it has none. Before, because a crash in between
+    would leave a cache that says it can be made again."""
+    while True:
+        entry = index.find(kept.manifest.id, kept.manifest.tenant)
+        if entry is None or entry.state != "ready" or entry.manifest().source != kept.manifest.source:
+            return
+        if index.swap(entry, entry.manifest().model_copy(update={"source": None})):
+            return
 
 
 def reclaim(index: Index, blobs: Blobs) -> int:
@@ -121,13 +128,14 @@ def reclaim(index: Index, blobs: Blobs) -> int:
     return count
 
 
-def remove_orphans(index: Index, blobs: Blobs) -> int:
-    """Remove unregistered bytes that are too old to belong to a write in progress; returns how many."""
-    return sum(blobs.remove(name, 0) for name in orphans(index, blobs))
+def remove_orphans(index: Index, blobs: Blobs, doubt_s: float = 0.0) -> int:
+    """Remove unregistered bytes that are too old to belong to a write in progress; returns how many. doubt_s: by how
+    much their ages may be too high."""
+    return sum(blobs.remove(name, 0) for name in orphans(index, blobs, doubt_s))
 
 
-def orphans(index: Index, blobs: Blobs) -> list[str]:
-    return [name for name, age_s in blobs.found() if age_s > ORPHAN_GRACE_S and not index.knows(name)]
+def orphans(index: Index, blobs: Blobs, doubt_s: float = 0.0) -> list[str]:
+    return [name for name, age_s in blobs.found() if age_s > ORPHAN_GRACE_S + doubt_s and not index.knows(name)]
 
 
 def problems(index: Index, blobs: Blobs) -> list[str]:

@@ -34,11 +34,13 @@ from kvshelf.store.erasure import Eraser, Subject
 from kvshelf.store.index import KEEP_ENDED_S, BasesGone, Entry, Index, Query
 from kvshelf.store.jobs.batches import Batches
 from kvshelf.store.jobs.bodies import Bodies
+from kvshelf.store.jobs.clock import Doubt
 from kvshelf.store.jobs.files import Files
 from kvshelf.store.jobs.metering import Metering
 from kvshelf.store.jobs.requests import Requests
 from kvshelf.store.jobs.responses import Responses
 from kvshelf.store.jobs.sources import Sources
+from kvshelf.store.jobs.table import read
 from kvshelf.store.jobs.transforms import KeptTransforms
 from kvshelf.store.manifest import Judgement, Manifest, SourceRecord, Usage, describe
 from kvshelf.store.reader import Reader
@@ -67,17 +69,20 @@ class Shelf(Store):
         *,
         rules: Rules | None = None,
         now: Callable[[], float] = time.time,
+        elapsed: Callable[[], float] | None = None,
         on_step: Step = lambda _: None,
     ) -> None:
-        """now: the wall clock, Unix seconds. on_step: called at each step of a write, see `Blobs.write`."""
+        """now: the home's clock, Unix seconds. elapsed: see `Doubt`, None: `now`. on_step: called at each step of a
+        write, see `Blobs.write`."""
         self._index = index
         self._blobs = blobs
         self._rules = rules or Rules()
         self._now = now
+        self._doubt = Doubt(index.jobs, now, elapsed or now)
         self._walked_at = -math.inf
         self._writer = Writer(index, blobs, self._rules, now, on_step)
         self._bodies = bodies = Bodies(index, blobs, self._writer, self._rules)
-        self._sources = Sources(index.jobs, bodies, now)
+        self._sources = Sources(index.jobs, bodies, now, partial(housekeeping.disown, index))
         self._reader = Reader(index, blobs, self._rules, self._sources, now)
         self.files = Files(index.jobs, bodies, now)
         self.responses = Responses(index.jobs, bodies, self._rules, now)
@@ -204,6 +209,9 @@ class Shelf(Store):
         except (CacheNotFound, CacheError):
             return blob_content(cache_id, packed)
 
+    def now(self) -> float:
+        return self._now()
+
     def expiry(self, ttl_s: float | None, expires_at: float | None) -> float | None:
         return self._rules.expiry(ttl_s, expires_at, self._now())
 
@@ -234,7 +242,7 @@ class Shelf(Store):
             return
         usage = self._index.usage(tenant)
         if quota.used_up(usage):
-            housekeeping.expire(self._index, self._blobs, self._now())
+            housekeeping.expire(self._index, self._blobs, self._doubt.deadline())
             usage = self._index.usage(tenant)
         if quota.used_up(usage):
             raise QuotaExceeded(
@@ -302,7 +310,8 @@ class Shelf(Store):
         try:
             return self._sources.read(self._kept_source(cache_id, tenant))
         except SourceNotKept:
-            if entry.manifest().has_source:  # its time is over, or it is damaged
+            info = entry.manifest().source
+            if info is not None and (info.expires_at is None or info.expires_at <= self._doubt.deadline()):
                 self._index.swap(entry, entry.manifest().model_copy(update={"source": None}))
             raise
 
@@ -521,6 +530,7 @@ class Shelf(Store):
         """
         found: dict[str, Entry] = {}
         left = [entry]
+        now = min(now, self._doubt.deadline())
         for each in left:  # which grows meanwhile
             for child in self._index.children(each.id, each.tenant):
                 if child.id not in found:
@@ -540,16 +550,17 @@ class Shelf(Store):
     # Housekeeping
 
     def sweep(self, now: float | None = None) -> Swept:
-        now = self._now() if now is None else now
+        now, doubt_s = (self._doubt.deadline(), self._doubt.seconds) if now is None else (now, 0.0)
         orphans = housekeeping.reclaim(self._index, self._blobs)
         every_s = self._blobs.walk_every_s
         if every_s is not None and time.monotonic() - self._walked_at >= every_s:
             self._walked_at = time.monotonic()
-            orphans += housekeeping.remove_orphans(self._index, self._blobs)
+            orphans += housekeeping.remove_orphans(self._index, self._blobs, doubt_s)
         jobs = self._index.jobs
         housekeeping.adopt(self._index, "source", self._sources.owned, now)
         housekeeping.adopt(self._index, "response", self.responses.owned, now)
         expired = housekeeping.expire(self._index, self._blobs, now)  # and what they own is due, for the next lines
+        self._settle_sources(now)
         swept = Swept(
             expired=expired,
             orphans=orphans,
@@ -565,6 +576,17 @@ class Shelf(Store):
         housekeeping.reclaim(self._index, self._blobs)  # the bytes that the forgotten jobs held
         self._index.purge(at_once=True)
         return swept
+
+    def _settle_sources(self, now: float) -> None:
+        """What is due for removal is either a source whose cache names it, and whose writer died before it claimed it,
+        or one whose time is over, as its cache must say."""
+        for item in self._index.jobs.due_items("source", now):
+            kept = read(item, SourceRecord)
+            entry = self._index.find(kept.manifest.id, item.tenant)
+            if kept.claimed:
+                housekeeping.disown(self._index, kept)
+            elif entry is not None and entry.state == "ready" and entry.manifest().source == kept.manifest.source:
+                self._sources.claim(entry.manifest())
 
     def drop_lone_sources(self) -> None:
         """Remove the sources whose caches are not here, as a tier must: nothing would tell it of their deletion."""

@@ -92,9 +92,9 @@ def _tiered(url: str, tiers: Sequence[str], home_url: str, rules: Rules) -> Tier
     with ExitStack() as opened:
         key = None if disk is None else DiskTier.known_key(disk[0])
         home = opened.enter_context(_home(home_url, rules, key))
-        before: list[Tier] = [] if ram_bytes is None else [RamTier(ram_bytes)]
+        before: list[Tier] = [] if ram_bytes is None else [RamTier(ram_bytes, now=home.now)]
         if disk is not None:
-            before.append(DiskTier.open(*disk, key=home.key, keyring=rules.keyring))
+            before.append(DiskTier.open(*disk, key=home.key, keyring=rules.keyring, now=home.now))
         opened.pop_all()
     return TieredStore(home, before)
 

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from kvshelf.errors import (
     SourceNotKept,
     StorageFull,
 )
+from kvshelf.store import housekeeping
 from kvshelf.store.index import KEEP_ENDED_S, Quota
 from kvshelf.store.jobs import sources
 from kvshelf.store.manifest import Manifest, SourceRecord, Usage
@@ -483,7 +485,7 @@ def test_killed_while_a_cache_is_put_with_its_source(place: Place, clock: Clock,
         assert shelf.check() == []
 
 
-def test_a_source_that_nobody_claimed_goes(place: Place, clock: Clock) -> None:
+def test_a_source_whose_writer_died_before_it_claimed_it_is_its_cache_s(place: Place, clock: Clock) -> None:
     def child() -> None:
         with place.open(now=clock) as store:
             store._sources.claim = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign]
@@ -493,13 +495,11 @@ def test_a_source_that_nobody_claimed_goes(place: Place, clock: Clock) -> None:
     with place.open(now=clock) as shelf:
         cache_id = shelf.cache_id(make_cache().identity)
         require_equal(make_cache(), shelf.get(cache_id))
-        clock.time += sources.UNCLAIMED_S + 1
-        assert shelf.sweep().sources == 1
-        with pytest.raises(SourceNotKept):
-            shelf.source(cache_id)
-        require_equal(make_cache(), shelf.get(cache_id))
-        assert shelf.put(make_cache(), source=TEXT).has_source
-        assert shelf.source(cache_id) == TEXT
+        for _ in range(3):
+            clock.time += sources.UNCLAIMED_S + 1
+            assert shelf.sweep().sources == 0
+            assert shelf.stat(cache_id).has_source
+            assert shelf.source(cache_id) == TEXT
 
 
 @pytest.mark.parametrize("at", ["bury", "end_owned", "remove"])
@@ -529,3 +529,33 @@ def test_killed_while_a_cache_and_its_source_are_deleted(place: Place, clock: Cl
         assert place.names() == set()
         assert shelf.check() == []
     assert not any(TEXT.encode() in data for data in place.contents())
+
+
+def killed(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_cache_says_that_the_time_of_its_source_is_over(place: Place, clock: Clock) -> None:
+    with place.open(now=clock) as shelf:
+        manifest = shelf.put(make_cache(1), source=TEXT, source_ttl_s=60)
+        clock.time += 61
+        assert shelf.sweep().sources == 1
+        assert not shelf.stat(manifest.id).has_source
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_process_that_dies_while_it_removes_a_source_leaves_no_cache_that_names_it(
+    place: Place, clock: Clock, monkeypatch: pytest.MonkeyPatch, damaged: bool
+) -> None:
+    with place.open(now=clock) as shelf:
+        manifest = shelf.put(make_cache(1), source=TEXT)
+        monkeypatch.setattr(shelf._index.jobs, "remove", killed)
+        kept = shelf._sources.find(manifest.id, "default")
+        assert kept is not None
+        remove = partial(housekeeping.drop_sources, shelf._index, shelf._blobs, 10)
+        if damaged:
+            shelf._blobs.remove(kept.body.name, kept.body.stored_bytes)
+            remove = partial(shelf.source, manifest.id)
+        with pytest.raises(KeyboardInterrupt):
+            remove()
+        assert not shelf.stat(manifest.id).has_source

@@ -8,14 +8,29 @@ a failure), followed by the text in UTF-8 or the library's message.
 from __future__ import annotations
 
 import os
+import re
 import resource
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from io import BytesIO
-from typing import Final
+from typing import Any, Final
 
-NOT_SHOWN: Final = ["[hidden]", "[style*='display:none']", "[style*='display: none']", "template"]
-"""Selectors of elements that no reader sees, as far as one can tell without style sheets."""
+NOT_SHOWN: Final = ["[hidden]", "template", "noscript", "datalist", "dialog:not([open])"]
+"""Selectors of elements that no reader sees. What only a style sheet hides counts as seen, as does what is only hidden
+from screen readers (`aria-hidden`), is folded (`details`) or lies beside the page for screen readers."""
+
+_DISPLAY: Final = re.compile(
+    "none|block|inline|inline-block|flow-root|flex|inline-flex|grid|inline-grid|contents|list-item|table|inline-table|"
+    "table-(row|cell|caption|column|column-group|row-group|header-group|footer-group)|ruby|"
+    "inherit|initial|unset|revert|revert-layer"
+)
+_VISIBILITY: Final = re.compile("visible|initial|hidden|collapse")
+_ESCAPE: Final = re.compile(r"\\(?:([0-9a-fA-F]{1,6})\s?|([^\n]))")
+_NUMBER: Final = re.compile(r"([+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?)(%|[a-z]*)", re.IGNORECASE)
+_FONT_SIZE: Final = re.compile(rf"(?:^|\s)({_NUMBER.pattern})(?=\s*/|\s+\S)", re.IGNORECASE)
+_RELATIVE: Final = ("%", "em", "ex", "ch", "lh", "cap", "ic")
+_MARK: Final = "data-kvshelf-seen"
 
 
 class Refused(Exception):
@@ -39,14 +54,155 @@ def pdf_text(data: bytes, charset: str) -> Iterable[str]:  # noqa: ARG001 - a `R
 def html_text(data: bytes, charset: str) -> Iterable[str]:
     from resiliparse.extract.html2text import extract_plain_text
     from resiliparse.parse.encoding import bytes_to_str, detect_encoding, map_encoding_to_html5
-    from resiliparse.parse.html import HTMLParserException
+    from resiliparse.parse.html import HTMLParserException, HTMLTree
 
     encoding = map_encoding_to_html5(charset) if charset else detect_encoding(data, from_html_meta=True)
     try:
-        page = bytes_to_str(data, encoding or "utf-8", errors="replace")
-        return [extract_plain_text(page, skip_elements=NOT_SHOWN)]
+        tree = HTMLTree.parse(bytes_to_str(data, encoding or "utf-8", errors="replace"))
+        hide(tree.document)
+        return [extract_plain_text(tree, skip_elements=NOT_SHOWN)]
     except HTMLParserException as error:  # as in a browser, any text is HTML: the only failure is its size
         raise MemoryError from error
+
+
+def hide(document: Any) -> None:
+    """Give `hidden` to the elements of a page that their style hides, and remove the texts that it hides in them."""
+    for element in document.query_selector_all("[style]"):
+        if element.hasattr(_MARK):
+            continue
+        seen = inherited(element.getattr("style") or "", ())
+        if is_hidden(element.getattr("style") or ""):
+            element.setattr("hidden", "")
+        elif seen:
+            _blank(element, seen)
+
+
+def _blank(root: Any, hidden_by: tuple[str, ...]) -> None:
+    """Remove the texts in an element that properties which it hands down hide; a descendant may show itself again."""
+    left = [(root, hidden_by)]
+    gone = []
+    while left:
+        parent, by = left.pop()
+        child = parent.first_child
+        while child is not None:
+            if child.node_name == "#text":
+                gone += [child] if by else []
+            else:
+                style = child.getattr("style") if child.tag else None
+                if style is not None:
+                    child.setattr(_MARK, "")
+                    if is_hidden(style):
+                        child.setattr("hidden", "")
+                left.append((child, by if style is None else inherited(style, by)))
+            child = child.next
+    for text in gone:
+        text.decompose()
+
+
+@lru_cache(4096)
+def is_hidden(style: str) -> bool:
+    """Whether a style hides an element with all that is in it."""
+    given = declarations(style)
+    number = _NUMBER.fullmatch(given.get("opacity", ""))
+    clips = any(given.get(name, "").startswith(("hidden", "clip")) for name in ("overflow", "overflow-x", "overflow-y"))
+    flat = any(_is_zero(given.get(name, "")) for name in ("width", "height", "max-width", "max-height"))
+    return (
+        given.get("display") == "none"
+        or given.get("content-visibility") == "hidden"
+        or (number is not None and float(number[1]) <= 0)
+        or (clips and flat)
+    )
+
+
+@lru_cache(4096)
+def inherited(style: str, by: tuple[str, ...]) -> tuple[str, ...]:
+    """By which properties the text of an element with this style is hidden. by: its parent's."""
+    given = declarations(style)
+    states = dict.fromkeys(by, True)
+    if "visibility" in given:
+        states["visibility"] = given["visibility"] in ("hidden", "collapse")
+    if "font-size" in given:
+        size = _NUMBER.fullmatch(given["font-size"])
+        if _is_zero(given["font-size"]):
+            states["font-size"] = True
+        elif size is None or size[2].lower() not in _RELATIVE:  # a share of nothing is nothing
+            states["font-size"] = False
+    return tuple(name for name, hidden in states.items() if hidden)
+
+
+def _is_zero(value: str) -> bool:
+    number = _NUMBER.fullmatch(value.removeprefix("calc(").removesuffix(")").strip())
+    return number is not None and float(number[1]) == 0
+
+
+def declarations(style: str) -> dict[str, str]:
+    """The declarations of a style attribute that count, in lower case: the last valid one of a property, unless an
+    earlier one is important. `font` counts as its size."""
+    found: dict[str, str] = {}
+    important: set[str] = set()
+    for declaration in _split(style):
+        name, colon, value = declaration.partition(":")
+        name, value = _plain(name), _plain(value)
+        value, mark, priority = value.rpartition("!") if value.endswith("important") else (value, "", "")
+        is_important = bool(mark) and priority.strip() == "important"
+        value = value.strip()
+        if name == "font":
+            size = _FONT_SIZE.search(value)
+            name, value = "font-size", size[1] if size else "medium"
+        valid = {"display": _DISPLAY, "visibility": _VISIBILITY}.get(name)
+        if not colon or (valid is not None and not valid.fullmatch(value)):
+            continue
+        if name in important and not is_important:
+            continue
+        found[name] = value
+        important |= {name} if is_important else set()
+    return found
+
+
+def _split(style: str) -> Iterator[str]:
+    """The declarations of a style attribute, without comments. A semicolon in a string, in brackets or escaped ends
+    none."""
+    part: list[str] = []
+    closers: list[str] = []
+    place = 0
+    while place < len(style):
+        char = style[place]
+        if char == "\\":
+            part.append(style[place : place + 2])
+            place += 2
+            continue
+        if closers and closers[-1] in "\"'":
+            if char == closers[-1]:
+                closers.pop()
+        elif style.startswith("/*", place):
+            end = style.find("*/", place + 2)
+            part.append(" ")
+            place = len(style) if end < 0 else end + 2
+            continue
+        elif char in "\"'":
+            closers.append(char)
+        elif char in "([{":
+            closers.append({"(": ")", "[": "]", "{": "}"}[char])
+        elif closers and char == closers[-1]:
+            closers.pop()
+        elif char == ";" and not closers:
+            yield "".join(part)
+            part.clear()
+            place += 1
+            continue
+        part.append(char)
+        place += 1
+    yield "".join(part)
+
+
+def _plain(text: str) -> str:
+    """In lower case, with escapes resolved and blanks as single spaces."""
+
+    def character(match: re.Match[str]) -> str:
+        code = int(match[1], 16) if match[1] else ord(match[2])
+        return chr(code) if 0 < code < 0x110000 else "\ufffd"
+
+    return " ".join(_ESCAPE.sub(character, text).lower().split())
 
 
 Reader = Callable[[bytes, str], Iterable[str]]

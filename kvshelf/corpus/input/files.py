@@ -30,6 +30,7 @@ from kvshelf.corpus.input.rows import MAX_DOCUMENT_BYTES, MAX_NAME, parse_jsonl,
 from kvshelf.corpus.objects import is_url, opened
 from kvshelf.corpus.row import Row, Shard, cut
 from kvshelf.errors import BodyTooLarge, FileNotFound, InvalidRequest, KvshelfError, StateConflict, UnsupportedMediaType
+from kvshelf.names import is_text, told
 
 JSONL: Final = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
 PARQUET: Final = (".parquet", ".pq")
@@ -62,6 +63,39 @@ class InputFile:
     modified: int | None
 
 
+class LocalFiles:
+    """The part of a `pyarrow.fs.FileSystem` that reads, for the files of this machine. pyarrow takes no path that is
+    not UTF-8; such a file is opened by Python."""
+
+    def __init__(self) -> None:
+        self._system = pafs.LocalFileSystem()
+
+    def get_file_info(self, path: str) -> Any:
+        if is_text(path):
+            return self._system.get_file_info(path)
+        try:
+            status = os.stat(path)
+        except OSError:
+            return pafs.FileInfo(told(path), pafs.FileType.NotFound)
+        kind = {stat.S_IFREG: pafs.FileType.File, stat.S_IFDIR: pafs.FileType.Directory}
+        of = kind.get(stat.S_IFMT(status.st_mode), pafs.FileType.Unknown)
+        return pafs.FileInfo(told(path), of, mtime_ns=status.st_mtime_ns, size=status.st_size)
+
+    def open_input_file(self, path: str) -> Any:
+        return self._system.open_input_file(path) if is_text(path) else pa.PythonFile(open(path, "rb"), mode="r")
+
+    def open_input_stream(self, path: str, compression: str | None) -> Any:
+        if is_text(path):
+            return self._system.open_input_stream(path, compression=compression)
+        codec = _CODECS.get(PurePosixPath(path).suffix.lower()) if compression == "detect" else None
+        file = self.open_input_file(path)
+        return file if codec is None else pa.CompressedInputStream(file, codec)
+
+
+_CODECS: Final = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
+"""As pyarrow detects them."""
+
+
 class FileCorpus:
     """The corpus in a file, a folder, or the files that match a pattern; local, or by an s3:// or gs:// URL.
 
@@ -86,7 +120,7 @@ class FileCorpus:
         self._limits = limits
         with _named_errors(where):
             found = tuple(_found(self._system, path, pattern))
-        local = isinstance(self._system, pafs.LocalFileSystem)
+        local = isinstance(self._system, LocalFiles)
         self.files = tuple(_besides(without, found) if local else _besides_remote(without, found))
         if not self.files:
             but = " but what this batch writes itself" if found else ""
@@ -120,7 +154,7 @@ class _FileShard(Shard):
         self._file = self._files[0]
         self._defaults = defaults
         self.nbytes = sum(file.nbytes for file in files)
-        self.local = isinstance(system, pafs.LocalFileSystem)
+        self.local = isinstance(system, LocalFiles)
 
 
 class DocumentShard(_FileShard):
@@ -284,8 +318,9 @@ def _opened(where: str) -> tuple[Any, str, str | None]:
         slash = plain.rfind("/", 0, wild.start())
         base, pattern = plain[: slash + 1], plain[slash + 1 :]
     if not url:
-        return pafs.LocalFileSystem(), str(Path(base).expanduser().absolute()), pattern
-    return *opened(base + mark + query, param="input"), pattern
+        return LocalFiles(), str(Path(base).expanduser().absolute()), pattern
+    system, path = opened(base + mark + query, param="input")
+    return LocalFiles() if isinstance(system, pafs.LocalFileSystem) else system, path, pattern
 
 
 def _found(system: Any, path: str, pattern: str | None) -> Iterator[InputFile]:
@@ -295,8 +330,8 @@ def _found(system: Any, path: str, pattern: str | None) -> Iterator[InputFile]:
         yield InputFile(path, here.base_name, here.size, here.mtime_ns)
         return
     if here.type is not pafs.FileType.Directory:
-        raise InvalidRequest(f"there is no file or folder {path!r}", param="input")
-    walk = _walk_local if isinstance(system, pafs.LocalFileSystem) else _walk_remote
+        raise InvalidRequest(f"there is no file or folder {told(path)!r}", param="input")
+    walk = _walk_local if isinstance(system, LocalFiles) else _walk_remote
     wanted = re.compile(glob_translate(pattern or "**"))
     for file in sorted(walk(system, path.rstrip("/")), key=lambda file: file.name):
         if wanted.fullmatch(file.name) and not any(part.startswith(".") for part in file.name.split("/")):
@@ -327,7 +362,7 @@ def _walk_remote(system: Any, top: str) -> Iterator[InputFile]:
 
 def _walk_local(_system: Any, top: str) -> Iterator[InputFile]:
     """As `_walk_remote`. pyarrow would abandon the whole tree at a name that is not UTF-8, or at a folder it may not
-    read; here, each of these becomes a file of the corpus, and later an error row."""
+    read; here, each of these becomes a file of the corpus, the latter an error row."""
     closed: list[str] = []
     for folder, _, names in os.walk(top, onerror=lambda error: closed.append(error.filename)):
         for path in (os.path.join(folder, name) for name in names):
@@ -337,12 +372,8 @@ def _walk_local(_system: Any, top: str) -> Iterator[InputFile]:
                 closed.append(path)
             else:
                 if stat.S_ISREG(status.st_mode):
-                    yield InputFile(path, _shown(path, top), status.st_size, status.st_mtime_ns)
-    yield from (InputFile(path, _shown(path, top), 0, None) for path in closed)
-
-
-def _shown(path: str, top: str) -> str:
-    return os.fsencode(path[len(top) + 1 :]).decode(errors="backslashreplace")
+                    yield InputFile(path, told(path[len(top) + 1 :]), status.st_size, status.st_mtime_ns)
+    yield from (InputFile(path, told(path[len(top) + 1 :]), 0, None) for path in closed)
 
 
 @contextmanager

@@ -111,7 +111,7 @@ class RowJob(Job):
     def drop(self) -> RequestRecord:
         """End the request unless a replica holds it; returns the record from before this call."""
         record = super().record()
-        if Standing.of(record) is Standing.DUE:
+        if Standing.of(record, self.requests.now()) is Standing.DUE:
             refuse(self.requests, self.id, Cancelled("the batch was cancelled"), counted=False)
         elif record.state == "done":
             self._is_stored(record)
@@ -288,7 +288,7 @@ async def _dropped(job: RowJob) -> RequestRecord | None:
         else:
             if record.state == "done":
                 return record if job.manifests else None
-            if Standing.of(record) is not Standing.HELD:
+            if Standing.of(record, job.requests.now()) is not Standing.HELD:
                 return None
         await asyncio.sleep(0.1)
     return None

@@ -170,7 +170,7 @@ class Runner:
     async def _step(self, job: Job) -> Created | RequestRecord | float:
         """One step towards the end: the end, or seconds until the next step."""
         record = await asyncio.to_thread(_record, job)
-        match Standing.of(record, max_attempts=job.max_attempts):
+        match Standing.of(record, job.requests.now(), max_attempts=job.max_attempts):
             case Standing.ENDED:
                 return record
             case Standing.HELD:

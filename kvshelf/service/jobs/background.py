@@ -7,7 +7,6 @@ before it starts, so that a document that kills its workers is given up after `M
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -166,7 +165,11 @@ class Background:
         ids = {record.id for record in requests}
         self._elsewhere = {id_: seen for id_, seen in self._elsewhere.items() if id_ in ids}
         for record in requests:
-            if record.id in self._known or record.id in self._paused or Standing.of(record) is Standing.HELD:
+            if (
+                record.id in self._known
+                or record.id in self._paused
+                or Standing.of(record, self.store.now()) is Standing.HELD
+            ):
                 continue
             try:
                 await self._claim(record)
@@ -185,9 +188,9 @@ class Background:
             if model in self.engines:
                 self._enqueue(_Key(record.id, record.tenant, model))
                 return
-            seen = self._elsewhere[record.id] = _Elsewhere(model, time.time())
+            seen = self._elsewhere[record.id] = _Elsewhere(model, self.store.now())
             log.warning("a request waits for a model that is not served here", request=record.id, model=model)
-        if time.time() - max(seen.at, record.updated_at) > self.unclaimed_s:
+        if self.store.now() - max(seen.at, record.updated_at) > self.unclaimed_s:
             message = f"model {seen.model!r} is not served here, and no other service on this shelf took the request"
             refused = InvalidRequest(message, param="model")
             await asyncio.to_thread(refuse, self.store.requests, record.id, refused)

@@ -166,21 +166,21 @@ class BatchWork:
         except StoreError as error:
             reason = error.message
             log.warning("a batch waits for the store", batch=self.record.id, code=error.code, message=reason)
-            await self._change(lambda record: waiting(record, reason, time.time()))
+            await self._change(lambda record: waiting(record, reason, self.store.now()))
 
     async def _go_on(self, record: BatchRecord) -> None:
         problems: tuple[BatchError, ...] = ()
         try:
-            if record.state == "validating" and not _is_to_end(record):
+            if record.state == "validating" and not _is_to_end(record, self.store.now()):
                 record = await self._validate(record)
-            if reason := rest_reason(record, time.time()):
+            if reason := rest_reason(record, self.store.now()):
                 log.info("batch rests", batch=self.record.id, reason=reason)
                 return
-            if not _is_to_end(record):
+            if not _is_to_end(record, self.store.now()):
                 before = record
                 summary = await self._work(before)
                 record = await self._change(lambda record: self._after(with_progress(record, summary, before), summary))
-                if summary.state == RunState.CANCELLED and self._let_go and not _is_to_end(record):
+                if summary.state == RunState.CANCELLED and self._let_go and not _is_to_end(record, self.store.now()):
                     return  # it is taken up again when it is due, perhaps at once
                 problems = _problems(record, summary)
         except BadInput as bad:
@@ -196,7 +196,7 @@ class BatchWork:
 
         def begin(record: BatchRecord) -> BatchRecord:
             counted = record.model_copy(update={"counts": RequestCounts(total=total), "progress": {}})
-            return counted.entered("in_progress", time.time()) if record.state == "validating" else counted
+            return counted.entered("in_progress", self.store.now()) if record.state == "validating" else counted
 
         return await self._change(begin)
 
@@ -247,9 +247,9 @@ class BatchWork:
             return
         if record.state == "cancelling":
             run.cancel("it was cancelled")
-        elif time.time() >= record.expires_at:
+        elif self.store.now() >= record.expires_at:
             run.cancel(f"its completion window of {record.body['completion_window']} is over")
-        elif reason := rest_reason(record, time.time()):
+        elif reason := rest_reason(record, self.store.now()):
             self._let_go = True
             run.cancel(reason)
         elif reason := self.outranked():
@@ -262,22 +262,22 @@ class BatchWork:
 
     def _after(self, record: BatchRecord, summary: Summary) -> BatchRecord:
         """The record after a run. A run that cancelled itself has used up its GPU hours, so the batch ends."""
-        if summary.state != RunState.CANCELLED or _is_to_end(record):
+        if summary.state != RunState.CANCELLED or _is_to_end(record, self.store.now()):
             return record
         if self._let_go:
-            return waiting(record, self._waits_for, time.time()) if self._waits_for else record
+            return waiting(record, self._waits_for, self.store.now()) if self._waits_for else record
         reason = {**record.progress, "reason": summary.reason}
-        return record.entered("cancelling", time.time(), progress=reason)
+        return record.entered("cancelling", self.store.now(), progress=reason)
 
     async def _end(self, problems: tuple[BatchError, ...]) -> None:
         """Write the result files from the journal and end the batch."""
-        record = await self._change(lambda record: _ending(record, problems))
+        record = await self._change(lambda record: _ending(record, problems, self.store.now()))
         counts = await asyncio.to_thread(write_results, self.store, record, self.term)
 
         def end(record: BatchRecord) -> BatchRecord:
             state, told = outcome(record, counts)
             numbers = {**record.progress, "waits_for": "", "eta_s": None}
-            return record.entered(state, time.time(), counts=counts, problems=told, progress=numbers)
+            return record.entered(state, self.store.now(), counts=counts, problems=told, progress=numbers)
 
         ended = await self._change(end)
         log.info("batch results written", batch=self.record.id, state=ended.state, **ended.counts.model_dump())
@@ -340,8 +340,8 @@ def with_progress(record: BatchRecord, progress: Progress, before: BatchRecord) 
     return record.model_copy(update={"counts": counts, "progress": told})
 
 
-def _is_to_end(record: BatchRecord) -> bool:
-    return record.state in _ENDING or time.time() >= record.expires_at
+def _is_to_end(record: BatchRecord, now: float) -> bool:
+    return record.state in _ENDING or now >= record.expires_at
 
 
 def _problems(record: BatchRecord, summary: Summary) -> tuple[BatchError, ...]:
@@ -351,6 +351,6 @@ def _problems(record: BatchRecord, summary: Summary) -> tuple[BatchError, ...]:
     return (BatchError(code="run_failed", message=summary.reason),)
 
 
-def _ending(record: BatchRecord, problems: tuple[BatchError, ...]) -> BatchRecord:
+def _ending(record: BatchRecord, problems: tuple[BatchError, ...], now: float) -> BatchRecord:
     told = record.model_copy(update={"problems": problems or record.problems})
-    return told if record.state in _ENDING else told.entered("finalizing", time.time())
+    return told if record.state in _ENDING else told.entered("finalizing", now)

@@ -8,7 +8,6 @@ where the journal ends.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -82,7 +81,7 @@ class BatchRunner:
         """Start as many idle batches as may run, those of the tenant with the fewest running ones first."""
         self._nudged.clear()
         self._unfinished = await asyncio.to_thread(self._store.batches.unfinished)
-        now = time.time()
+        now = self._store.now()
         awake = [each for each in self._unfinished if each.id not in self._running and not rest_reason(each, now)]
         idle = [each for each in awake if not outranked(each, self._unfinished, now)]
         while idle:
@@ -103,7 +102,7 @@ class BatchRunner:
             return any(each.tenant != record.tenant for each in self._idle)
 
         def goes_behind() -> str:
-            return outranked(record, self._unfinished, time.time())
+            return outranked(record, self._unfinished, self._store.now())
 
         work = BatchWork(
             record,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from functools import partial
@@ -60,11 +59,11 @@ async def create_batch(request: Request, service: InService, caller: Writer) -> 
             f"file {file.id} has the purpose {file.purpose!r}; upload it with the purpose 'batch'",
             param="input_file_id",
         )
-    now, most = time.time(), service.settings.tenant_max_batches
+    now, most = service.store.now(), service.settings.tenant_max_batches
     times = {"now": now, "expires_at": now + _seconds(body.completion_window)}
     record = await off_loop(service.store.batches.create, caller.tenant, _body(body), most_open=most, **times)
     service.batches.nudge()
-    return batch_object(record)
+    return batch_object(record, now)
 
 
 def _body(body: CreateBatch) -> dict[str, Any]:
@@ -87,7 +86,7 @@ async def list_batches(request: Request, service: InService, caller: Reader) -> 
     asked = read_query(request, ListBatches)
     list_ = service.store.batches.list
     found, has_more = await off_loop(list_, tenant=caller.tenant, limit=asked.limit, after=asked.after)
-    data = [batch_object(record) for record in found]
+    data = [batch_object(record, service.store.now()) for record in found]
     first, last = (data[0].id, data[-1].id) if data else (None, None)
     return BatchList(data=data, has_more=has_more, first_id=first, last_id=last)
 
@@ -95,7 +94,8 @@ async def list_batches(request: Request, service: InService, caller: Reader) -> 
 @router.get("/{batch_id}")
 async def get_batch(batch_id: str, service: InService, caller: Reader) -> BatchObject:
     """A batch and its progress."""
-    return batch_object(await off_loop(service.store.batches.get, batch_id, tenant=caller.tenant))
+    record = await off_loop(service.store.batches.get, batch_id, tenant=caller.tenant)
+    return batch_object(record, service.store.now())
 
 
 @router.post("/{batch_id}/cancel")
@@ -138,12 +138,11 @@ def _require_results(store: Store, record: BatchRecord) -> None:
             ) from gone
 
 
-def retried(record: BatchRecord) -> BatchRecord:
+def retried(record: BatchRecord, *, now: float) -> BatchRecord:
     """The record of an ended batch that runs again, with a new completion window. Raises `StateConflict`."""
     if not record.ended:
         raise StateConflict(f"batch {record.id} is {record.state}; only one that has ended can be tried again")
     state: BatchStatus = "in_progress" if record.counts.total else "validating"
-    now = time.time()
     again = {"attempts": record.attempts + 1, "problems": (), "progress": {}}
     return record.entered(state, now, expires_at=now + _seconds(record.body["completion_window"]), **again)
 
@@ -166,7 +165,7 @@ async def _snapshots(
 ) -> AsyncGenerator[Event, None]:
     while True:
         record = await off_loop(service.store.batches.get, batch_id, tenant=caller.tenant)
-        batch = batch_object(record)
+        batch = batch_object(record, service.store.now())
         event_id = f"{record.version}-{batch.status}"
         yield Event(batch.model_dump(mode="json") if record.ended or event_id != seen else None, event_id)
         if record.ended or leaving.is_set():
@@ -176,37 +175,36 @@ async def _snapshots(
             await asyncio.wait_for(leaving.wait(), _POLL_S)
 
 
-def _cancelled(record: BatchRecord) -> BatchRecord:
+def _cancelled(record: BatchRecord, *, now: float) -> BatchRecord:
     if record.state in ("cancelling", "cancelled"):
         return record
     if record.ended:
         raise StateConflict(f"batch {record.id} is {record.state} and can no longer be cancelled")
-    return record.entered("cancelling", time.time())
+    return record.entered("cancelling", now)
 
 
-def _moved(record: BatchRecord, *, before: BatchStatus, after: BatchStatus, verb: str) -> BatchRecord:
+def _moved(record: BatchRecord, *, now: float, before: BatchStatus, after: BatchStatus, verb: str) -> BatchRecord:
     if record.state == after:
         return record
     if record.state != before:
         raise StateConflict(f"batch {record.id} is {record.state}; only one that is {before} can be {verb}")
-    return record.entered(after, time.time())
+    return record.entered(after, now)
 
 
-async def _changed(
-    service: Service, caller: Caller, batch_id: str, change: Callable[[BatchRecord], BatchRecord]
-) -> BatchObject:
-    """Change a batch in the store. The process that runs it sees the change within moments."""
+async def _changed(service: Service, caller: Caller, batch_id: str, change: Callable[..., BatchRecord]) -> BatchObject:
+    """Change a batch in the store. The process that runs it sees the change within moments. `change` takes `now`."""
+    change = partial(change, now=service.store.now())
     record = await off_loop(service.store.batches.update, batch_id, change, tenant=caller.tenant)
     service.batches.nudge()
-    return batch_object(record)
+    return batch_object(record, service.store.now())
 
 
-def batch_object(record: BatchRecord) -> BatchObject:
+def batch_object(record: BatchRecord, now: float) -> BatchObject:
     """A batch as the API shows it. A batch that waits on its own appears as paused, with the reason."""
     body, told = record.body, record.progress
     waits = told.get("waits_for", "")
     if record.state in ("in_progress", "paused"):
-        waits = rest_reason(record, time.time()) or waits
+        waits = rest_reason(record, now) or waits
     paused = record.state == "in_progress" and waits
     return BatchObject(
         id=record.id,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
+from pathlib import Path
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Response
@@ -30,6 +32,7 @@ from kvshelf.service.access.limits import allowance
 from kvshelf.service.http import openapi
 from kvshelf.service.http.waiting import off_loop
 from kvshelf.service.state import InService, Service
+from kvshelf.store.disk.room import shortage
 from kvshelf.workers.cluster.remote import RemoteEngine
 from kvshelf.workers.policies import catalog
 from kvshelf.workers.selectors import catalog as selector_catalog
@@ -38,6 +41,9 @@ from kvshelf.workers.suffixes.info import catalog as suffix_catalog
 router = APIRouter(tags=["service"], responses=openapi.ERRORS)
 
 _PROBE_S = 2.0
+
+_SPACE = "space"
+"""The part that is there where room is short."""
 
 
 @router.get("/v1/models")
@@ -118,30 +124,35 @@ async def livez() -> Response:
 
 @router.get("/readyz", response_model=Readiness, responses={503: {"model": Readiness, "description": "not ready"}})
 async def readyz(service: InService) -> Response:
-    """Whether the service can do work now, and the state of each part. Concurrent callers share one look."""
+    """Whether the service can do work now, and the state of each part. Concurrent callers share one look.
+
+    Without room for more (the part `space`) it is degraded and still answers 200: what is on the shelf can be asked.
+    """
     found, _ = await service.readiness.join("", lambda: _readiness(service))
-    return JSONResponse(found.model_dump(mode="json"), status_code=200 if found.status == "ready" else 503)
+    works = all(part.ready for part in found.parts if part.name != _SPACE)
+    return JSONResponse(found.model_dump(mode="json"), status_code=200 if works else 503)
 
 
 async def _readiness(service: Service) -> Readiness:
-    probes = [
-        _store(service),
-        *(_workers(engine.remote, service.settings.replicas) for engine in service.engines.values()),
-    ]
-    parts = await asyncio.gather(*probes)
+    workers = (_workers(engine.remote, service.settings.replicas) for engine in service.engines.values())
+    shelf, others = await asyncio.gather(_store(service), asyncio.gather(*workers))
+    parts = [*shelf, *others]
     ready = all(part.ready for part in parts)
     return Readiness(status="ready" if ready else "degraded", parts=parts)
 
 
-async def _store(service: Service) -> ReadyPart:
+async def _store(service: Service) -> list[ReadyPart]:
+    """The store, and the room for more: on it, and for temporary files."""
     try:
         async with asyncio.timeout(_PROBE_S):
             health = await off_loop(service.store.health)
     except KvshelfError as error:
-        return ReadyPart(name="store", ready=False, reason=error.message)
+        return [ReadyPart(name="store", ready=False, reason=error.message)]
     except TimeoutError:
-        return ReadyPart(name="store", ready=False, reason=f"no answer within {_PROBE_S:g} s")
-    return ReadyPart(name="store", ready=not health.faults, reason="; ".join(health.faults + health.warnings))
+        return [ReadyPart(name="store", ready=False, reason=f"no answer within {_PROBE_S:g} s")]
+    full = list(filter(None, (*health.full, shortage(Path(tempfile.gettempdir())))))
+    store = ReadyPart(name="store", ready=not health.faults, reason="; ".join(health.faults + health.warnings))
+    return [store, *([ReadyPart(name=_SPACE, ready=False, reason="; ".join(full))] if full else [])]
 
 
 async def _workers(engine: RemoteEngine, replicas: int) -> ReadyPart:

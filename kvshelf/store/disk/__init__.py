@@ -13,16 +13,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
-from kvshelf.store.blobs import WRITE_LEASE_S, Step
+from kvshelf.store.blobs import WRITE_LEASE_S, Health, Step
 from kvshelf.store.disk.database import Database
 from kvshelf.store.disk.faults import translated
 from kvshelf.store.disk.folder import Folder
 from kvshelf.store.disk.index import SqliteIndex
 from kvshelf.store.disk.leases import SqliteLeases
+from kvshelf.store.disk.room import shortage
 from kvshelf.store.index import MakeBlobs, blobs_place, require_blobs_place
+from kvshelf.store.jobs.clock import uptime_s
 from kvshelf.store.rules import Rules
 from kvshelf.store.shelf import Shelf
 
@@ -41,17 +44,21 @@ class DiskStore(Shelf):
         key: bytes | None = None,
         busy_s: float = 10.0,
         write_lease_s: float = WRITE_LEASE_S,
-        now: Callable[[], float] = time.time,
+        now: Callable[[], float] | None = None,
+        elapsed: Callable[[], float] | None = None,
         on_step: Step = lambda _: None,
         blobs: MakeBlobs | None = None,
     ) -> Self:
         """Open the shelf in a folder; both are created if missing. Raises `StoreUnavailable`, `StorageFull`.
 
         key: the key of content addresses for a new folder (32 bytes; random if None). busy_s: how long a writer waits
-        for the lock. write_lease_s: how long a writer may be silent. now: the wall clock, Unix seconds. blobs: opens
+        for the lock. write_lease_s: how long a writer may be silent. now, elapsed: of a test; None: those of this
+        machine. blobs: opens
         the place of the blobs, if it is not this folder; `InvalidRequest` if the home was made otherwise. Open the
         store after forking: connections do not survive a fork.
         """
+        elapsed = elapsed or now or uptime_s
+        now = now or time.time
         with translated(home):
             home.mkdir(mode=0o700, parents=True, exist_ok=True)
             database = Database(home, busy_s)
@@ -59,6 +66,13 @@ class DiskStore(Shelf):
             require_blobs_place(f"the shelf at {home}", place, blobs)
             index = SqliteIndex(database, found, now, write_lease_s)
             opened = Folder.open_in(home) if blobs is None else blobs(index, SqliteLeases(database, now))
-        shelf = cls(index, opened, rules=rules, now=now, on_step=on_step)
+        shelf = cls(index, opened, rules=rules, now=now, elapsed=elapsed, on_step=on_step)
         shelf.home = home
         return shelf
+
+    def health(self) -> Health:
+        """As `Store.health`, with the room on the disk of the folder."""
+        found = super().health()
+        with translated(self.home):
+            short = shortage(self.home)
+        return found if short is None else replace(found, full=(*found.full, short))

@@ -90,6 +90,10 @@ class SqliteJobs(JobTable):
         with self._database.write() as tx:
             return _delete(tx, "kind = ? AND due <= ?", (kind, now))
 
+    def due_items(self, kind: Kind, now: float) -> list[Item]:
+        with self._database.read() as connection:
+            return _items(connection, "kind = ? AND due <= ?", (kind, now))
+
     def open_items(self, kind: Kind, limit: int | None = None) -> list[Item]:
         with self._database.read() as connection:
             most = -1 if limit is None else limit  # -1: all

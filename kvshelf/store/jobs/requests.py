@@ -77,6 +77,10 @@ class Requests:
         self._bodies = bodies
         self._now = now
 
+    def now(self) -> float:
+        """As `Store.now`: the clock of the leases."""
+        return self._now()
+
     def request_id(self, body: bytes, *, tenant: str) -> str:
         """The id of a request with this body: keyed as cache ids are, so that nobody can test a guess of a body."""
         return REQUEST_ID + digest("kvshelf.request", tenant, body, key=self._key)

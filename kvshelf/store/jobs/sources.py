@@ -45,7 +45,15 @@ _LEVEL: Final = 9  # of zstandard: 0.1 s for a million token ids; 19 takes 2 s f
 class Sources:
     """The sources of one home, by the ids of their caches. Raises as `JobTable` and `Blobs` do."""
 
-    def __init__(self, table: JobTable, bodies: Bodies, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        table: JobTable,
+        bodies: Bodies,
+        now: Callable[[], float],
+        disown: Callable[[SourceRecord], object] = lambda _: None,
+    ) -> None:
+        """disown: lets the cache of a source say that it has none, before the source is removed."""
+        self._disown = disown
         self._table = table
         self._bodies = bodies
         self._now = now
@@ -98,6 +106,7 @@ class Sources:
             return _unpacked(self._bodies.read(kept.body, manifest.tenant, SOURCE_PREFIX + manifest.id), kept)
         except BlobError as error:
             if self.find(manifest.id, manifest.tenant) == kept:  # else it was replaced meanwhile
+                self._disown(kept)
                 self.remove(manifest.id, manifest.tenant)
             raise SourceNotKept(
                 f"the source of cache {manifest.id} is damaged or gone ({error.message}); send the document again",

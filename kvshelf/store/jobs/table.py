@@ -16,14 +16,14 @@ from typing import Any, Literal, TypeVar
 from kvshelf.errors import InvalidRequest, QuotaExceeded, StateConflict, StoreUnavailable
 from kvshelf.store.manifest import Record
 
-Kind = Literal["file", "batch", "request", "response", "source", "transforms", "usage", "erasure"]
+Kind = Literal["file", "batch", "request", "response", "source", "transforms", "usage", "clock", "erasure"]
 
 RecordT = TypeVar("RecordT", bound=Record)
 
 
 @dataclass(frozen=True)
 class Item:
-    """One item of one tenant. Times are Unix seconds on the home's clock, but `due` is on the caller's.
+    """One item of one tenant. Times are Unix seconds on the home's clock.
 
     text: JSON. version: counts the changes of the item, not its leases. open: whether there is work to do; sources and
     usage are always open, so that those of all tenants are found. due: when to forget the item, None: never. held: the
@@ -108,6 +108,10 @@ class JobTable(abc.ABC):
     @abc.abstractmethod
     def forget(self, kind: Kind, now: float) -> int:
         """Remove the items that are due by now, in several steps if they are many; returns how many."""
+
+    @abc.abstractmethod
+    def due_items(self, kind: Kind, now: float) -> list[Item]:
+        """The items that `forget` would remove, read in several steps if they are many."""
 
     @abc.abstractmethod
     def open_items(self, kind: Kind, limit: int | None = None) -> list[Item]:

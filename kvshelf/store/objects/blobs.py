@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
@@ -151,9 +151,11 @@ class ObjectBlobs(Blobs):
         return self._leases.held(name)
 
     def found(self) -> Iterator[tuple[str, float]]:
-        for path, changed in self._objects():
-            if _is_blob(path):
-                yield path.removesuffix(_SUFFIX), (datetime.now(UTC) - changed).total_seconds()
+        with suppress(FileNotFoundError):
+            now = self._now()
+            for path, changed in self._objects():
+                if _is_blob(path):
+                    yield path.removesuffix(_SUFFIX), (now - changed).total_seconds()
 
     def problems(self) -> list[str]:
         namespace = self._namespace()
@@ -238,6 +240,14 @@ class ObjectBlobs(Blobs):
             for chunk in obstore.list(self._store, folder):
                 for meta in chunk:
                     yield meta["path"].removeprefix(folder), meta["last_modified"]
+
+    def _now(self) -> datetime:
+        """By the clock of the server, which dates the objects: it says when it wrote the marker anew."""
+        path = f"{self._namespace()}/{_MARKER}"
+        with translated(self._place):
+            obstore.head(self._store, path)  # else: an emptied bucket stays without one, see `health`
+            obstore.put(self._store, path, _MARKED)
+            return obstore.head(self._store, path)["last_modified"]
 
     def _path(self, name: str) -> str:
         """Names come from the index; even a tampered index cannot lead out of the prefix."""

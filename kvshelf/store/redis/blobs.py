@@ -146,6 +146,7 @@ class RedisBlobs(Blobs):
         servers = self._link.facts()
         return Health(
             faults=tuple(text for server in servers for text in server.problems()),
+            full=tuple(server.full for server in servers if server.full),
             warnings=tuple(text for server in servers for text in server.warnings()),
         )
 

@@ -43,6 +43,7 @@ local PLACES, WRITES, USAGE = BASE .. 'places', BASE .. 'writes', BASE .. 'u'
 local SPLICED = BASE .. 'spliced'
 local KEPT = '9100000000000000'
 local KEEP_CHANGES_MS = 86400000
+local GRACE_S = 86400 -- after its end, as in jobs.lua: a sweep removes a cache before, and believes no clock that jumped
 
 local a = {}
 for i = 3, #ARGV, 2 do a[ARGV[i]] = ARGV[i + 1] end
@@ -142,7 +143,7 @@ end
 -- The manifest expires before the entry, so an entry exists as long as its manifest can be read.
 local function keep_until(id, expires_at)
   if expires_at then
-    call('PEXPIREAT', manifest_key(id), whole(math.ceil(expires_at * 1000) + 1000))
+    call('PEXPIREAT', manifest_key(id), whole(math.ceil((expires_at + GRACE_S) * 1000)))
     expire_entry(id, expires_at)
   else
     call('PERSIST', manifest_key(id))

@@ -2,8 +2,7 @@
 --
 -- Arguments. KEYS[1] is `{prefix}:jobs`. ARGV holds the operation, then names and values in turn; a value of None is
 -- left out together with its name. All keys begin with `{prefix}:`, so a cluster keeps them on one node, and the script
--- may build their names from KEYS[1]. The reply begins with a word. Times are seconds of the server's clock, except
--- `due` and the `now` of forget: those are seconds of the callers' clocks.
+-- may build their names from KEYS[1]. The reply begins with a word. Times are seconds of the server's clock.
 --
 -- Keys, after `{prefix}:`. "<ids> by <field>" is a sorted set whose scores are that field.
 --
@@ -210,6 +209,8 @@ function operations.forget()
 end
 
 function operations.open() return {'ids', call('ZRANGE', open_key(a.kind), 0, a.last)} end
+
+function operations.due() return {'ids', call('ZRANGEBYSCORE', due_key(a.kind), '-inf', a.now)} end
 
 -- a.ids: the ids, separated by zero bytes.
 function operations.items()

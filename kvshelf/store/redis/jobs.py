@@ -79,12 +79,19 @@ class RedisJobs(JobTable):
             count, looked_at = count + int(removed), int(due)
         return count
 
-    def open_items(self, kind: Kind, limit: int | None = None) -> list[Item]:
-        ids: list[bytes] = self._run("open", kind=kind, last=-1 if limit is None else limit - 1)[1]
+    def due_items(self, kind: Kind, now: float) -> list[Item]:
+        found = self._items(self._run("due", kind=kind, now=now)[1])
+        return [item for item in found if item.due is not None and item.due <= now]
+
+    def _items(self, ids: Sequence[bytes]) -> list[Item]:
         found: list[Item] = []
         for start in range(0, len(ids), _BATCH):
             found += map(_item, self._run("items", ids=b"\0".join(ids[start : start + _BATCH]))[1])
-        return [item for item in found if item.open]  # an item may have ended since its id was read
+        return found
+
+    def open_items(self, kind: Kind, limit: int | None = None) -> list[Item]:
+        ids: list[bytes] = self._run("open", kind=kind, last=-1 if limit is None else limit - 1)[1]
+        return [item for item in self._items(ids) if item.open]  # an item may have ended since its id was read
 
     def take(self, item_id: str, *, lease_s: float, holder: str = "") -> int | None:
         reply = self._run("take", id=item_id, holder=holder, lease_s=lease_s)

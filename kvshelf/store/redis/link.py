@@ -31,14 +31,18 @@ _KEY_AT: Final = {"OBJECT": 2}
 """Index of the key in commands where it is not the second word."""
 
 
+FULL_SHARE: Final = 0.99
+
+
 @dataclass(frozen=True)
 class ServerFacts:
-    """Facts from a server's INFO. maxmemory: bytes, 0 for no limit."""
+    """Facts from a server's INFO. maxmemory: bytes, 0 for no limit. used_memory: bytes."""
 
     name: str
     maxmemory_policy: str
     maxmemory: int
     aof_enabled: bool
+    used_memory: int = 0
 
     def problems(self) -> list[str]:
         """Why caches are not safe there: one sentence each."""
@@ -48,6 +52,14 @@ class ServerFacts:
             f"the Redis server {self.name} may drop parts of caches: its maxmemory-policy is "
             f"{self.maxmemory_policy!r}. Set it to noeviction"
         ]
+
+    @property
+    def full(self) -> str:
+        """What its memory lacks; "" if it has room."""
+        if not self.maxmemory or self.used_memory < FULL_SHARE * self.maxmemory:
+            return ""
+        used = self.used_memory / self.maxmemory
+        return f"the Redis server {self.name} is full: it uses {used:.1%} of its maxmemory, more than {FULL_SHARE:.0%}"
 
     def warnings(self) -> list[str]:
         """Warnings for the operator, one sentence each."""
@@ -228,4 +240,5 @@ def _facts(name: str, reply: Reply) -> ServerFacts:
         maxmemory_policy=said.get("maxmemory_policy", "unknown"),
         maxmemory=int(said.get("maxmemory", 0)),
         aof_enabled=said.get("aof_enabled") == "1",
+        used_memory=int(said.get("used_memory", 0)),
     )

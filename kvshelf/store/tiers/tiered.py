@@ -325,6 +325,9 @@ class TieredStore(Store):
     def compact(self) -> int:
         return self._home.compact()
 
+    def now(self) -> float:
+        return self._home.now()
+
     def expiry(self, ttl_s: float | None, expires_at: float | None) -> float | None:
         return self._home.expiry(ttl_s, expires_at)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from enum import Enum
@@ -45,12 +44,13 @@ class Standing(Enum):
     ENDED = "ended"
 
     @classmethod
-    def of(cls, record: RequestRecord, *, max_attempts: int = MAX_ATTEMPTS) -> Standing:
+    def of(cls, record: RequestRecord, now: float, *, max_attempts: int = MAX_ATTEMPTS) -> Standing:
+        """now: see `Requests.now`."""
         if record.state in ("done", "failed"):
             return cls.ENDED
         if record.state == "queued":
             return cls.DUE
-        if record.lease_until is not None and record.lease_until > time.time():
+        if record.lease_until is not None and record.lease_until > now:
             return cls.HELD
         return cls.SPENT if record.tries >= max_attempts else cls.DUE
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import io
 import os
 import pickle
 import re
@@ -217,7 +218,8 @@ def test_names_and_folders_that_nobody_can_read_are_error_rows(corpus: Path) -> 
     (corpus / "gone").symlink_to(corpus / "nowhere")
     os.mkfifo(corpus / "pipe")  # reading it would wait for ever
     found = errors(read(corpus))
-    assert found == [("\\xff.txt", 1, "invalid_request"), ("gone", 1, "file_not_found")]
+    assert found == [("gone", 1, "file_not_found")]
+    assert documents(read(corpus))[r"\xff.txt"] == "its name is no UTF-8"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -334,3 +336,32 @@ def test_many_texts_are_cut_into_shards(tmp_path: Path, monkeypatch: pytest.Monk
     assert [shard.rows for shard in shards] == [256, 256, 88]
     monkeypatch.setattr(files, "_SHARD_BYTES", 100)
     assert all(shard.nbytes <= 100 for shard in FileCorpus(str(tmp_path), {}).shards())
+
+
+def test_names_that_are_not_utf8_are_read_and_named(tmp_path: Path) -> None:
+    """In a folder, alone, in a pattern, below a folder of such a name; as text, PDF, JSONL, compressed and Parquet."""
+    top = tmp_path / "caf\udce9"
+    top.mkdir()
+    rows = b'{"custom_id": "%s", "document": "A row."}\n'
+    written = {
+        "a\udce9.txt": b"A text.",
+        "b\udce9.pdf": pdf(LINE),
+        "c\udce9.jsonl": rows % b"c",
+        "d\udce9.jsonl.gz": gzip.compress(rows % b"d"),
+    }
+    for name, data in written.items():
+        (top / name).write_bytes(data)
+    table = io.BytesIO()
+    pq.write_table(pa.table({"custom_id": ["e"], "document": ["A row."]}), table)
+    (top / "e\udce9.parquet").write_bytes(table.getvalue())
+    expected = {r"a\xe9.txt": "A text.", r"b\xe9.pdf": LINE, "c": "A row.", "d": "A row.", "e": "A row."}
+    assert documents(read(top)) == expected
+    assert documents(read(tmp_path)) == {
+        f"caf\\xe9/{name}" if "." in name else name: text for name, text in expected.items()
+    }
+    for name in (*written, "e\udce9.parquet"):
+        (row,) = read(top / name)
+        assert (row.error, row.custom_id in expected) == (None, True)
+    assert documents(read(top / "*.txt")) == {r"a\xe9.txt": "A text."}
+    with pytest.raises(InvalidRequest, match=r"no file or folder '.*gone\\\\xe9'"):
+        FileCorpus(str(tmp_path / "gone\udce9"), {})

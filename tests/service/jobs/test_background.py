@@ -122,7 +122,7 @@ class Watched:
 
 def watched(store: Store, seen: Callable[[object], None]) -> Store:
     requests = Watched(store.requests, seen)
-    return cast(Store, SimpleNamespace(requests=requests, stat=store.stat, admit=store.admit))
+    return cast(Store, SimpleNamespace(requests=requests, stat=store.stat, admit=store.admit, now=store.now))
 
 
 def test_what_nobody_takes_is_read_once_and_refused_in_the_end(store: Store) -> None:
@@ -163,7 +163,7 @@ def test_a_model_without_workers_holds_up_no_other(store: Store) -> None:
 def test_what_another_front_end_gave_up_first_is_let_go(store: Store) -> None:
     async def test() -> None:
         def overtake(record: object) -> None:
-            if isinstance(record, RequestRecord) and Standing.of(record) is Standing.SPENT:
+            if isinstance(record, RequestRecord) and Standing.of(record, store.now()) is Standing.SPENT:
                 give_up(store.requests, record)
 
         workers = Workers(store)

@@ -292,5 +292,5 @@ def test_each_retry_gives_a_batch_one_completion_window() -> None:
     times: dict[Any, float] = {"failed": 0.0}
     record = BatchRecord(id="b", tenant="me", body=body, state="failed", times=times, created_at=0.0, expires_at=9.0)
     for _ in range(2):
-        record = retried(record).entered("failed", time.time())
+        record = retried(record, now=time.time()).entered("failed", time.time())
         assert record.expires_at == pytest.approx(time.time() + 86400, abs=10)

@@ -30,6 +30,7 @@ from tests.store.redis.servers import Cluster, LyingServer, ValkeyServer, wait_u
 KEPT = 9.1e15
 BASE = "{kvshelf}:"
 HOME = BASE + "home"
+DAY_S = 86400.0
 
 
 def open_index(server: ValkeyServer, key: bytes | None = None, write_lease_s: float = 60.0) -> RedisIndex:
@@ -169,7 +170,7 @@ def test_the_server_ends_what_has_an_end(index: RedisIndex, client: redis.Redis)
         return left_ms if left_ms < 0 else time.time() + left_ms / 1000 - NOW
 
     for number in (1, 4):
-        assert ends(f"m:{cache_id(number)}") == pytest.approx(101, abs=0.3)
+        assert ends(f"m:{cache_id(number)}") == pytest.approx(100 + DAY_S, abs=0.3)
         assert ends(f"c:{cache_id(number)}") == pytest.approx(100 + KEEP_ENDED_S, abs=0.3)
     assert ends(f"c:{cache_id(3)}") == pytest.approx(KEEP_ENDED_S, abs=0.3)
     assert ends(f"m:{forever.id}") == ends(f"c:{forever.id}") == -1
@@ -177,7 +178,7 @@ def test_the_server_ends_what_has_an_end(index: RedisIndex, client: redis.Redis)
     assert index.swap(entry, manifest(1, expires_at=NOW + 500))
     assert index.swap(forever, manifest(2, expires_at=NOW + 500))
     for number in (1, 2):
-        assert ends(f"m:{cache_id(number)}") == pytest.approx(501, abs=0.3)
+        assert ends(f"m:{cache_id(number)}") == pytest.approx(500 + DAY_S, abs=0.3)
         assert ends(f"c:{cache_id(number)}") == pytest.approx(500 + KEEP_ENDED_S, abs=0.3)
     assert index.swap(found(index, 1), manifest(1))
     assert ends(f"m:{entry.id}") == ends(f"c:{entry.id}") == -1
@@ -194,7 +195,7 @@ def test_the_server_ends_what_has_an_end(index: RedisIndex, client: redis.Redis)
 
 
 def test_a_cache_that_the_server_ended_is_expired(index: RedisIndex, client: redis.Redis) -> None:
-    now = time.time()
+    now = time.time() - DAY_S
     entry = put(index, 1, now=now, expires_at=now + 0.2)
     wait_until(lambda: not client.exists(f"{BASE}m:{entry.id}"), "the server drops the manifest")
     behind = now  # the clock of a caller that lags
@@ -202,7 +203,7 @@ def test_a_cache_that_the_server_ended_is_expired(index: RedisIndex, client: red
     assert (after.state, after.problem, after.live(behind)) == ("expired", None, False)
     assert index.listing(Query("me"), behind, None, 10) == []
     assert list(index.stored()) == []
-    (due,) = index.expired(time.time(), 10)
+    (due,) = index.expired(now + 1, 10)
     assert due == replace(entry, text=None)
     assert index.problems() == []
     assert index.bury(due, "expired", time.time())

@@ -33,7 +33,7 @@ def look_over(url: str, key_file: Path | None) -> str:
 
         health, problems, usage = store.health(), store.check(), store.usage()
     shown = without_secret(url)
-    amiss = list(dict.fromkeys([*health.faults, *problems]))
+    amiss = list(dict.fromkeys([*health.faults, *health.full, *problems]))
     if amiss:
         raise StoreUnavailable(f"{shown}: {'; '.join(amiss)}")
     advice = "".join(f". {warning}" for warning in health.warnings)

@@ -1,0 +1,364 @@
+"""doctor --isolation: two tenants of a running service see nothing of each other, by what it answers and when.
+
+Each tenant in turn is the owner: it stores a cache with its source, a file, a batch, a response and a request in the
+background. The other one, the stranger, asks for each of them and for one that nobody has, in pairs, in random order.
+Of the answers status, body and headers must be equal. Of the times Mann and Whitney's U (1947) must tell nothing: AUC
+is the probability that a look-up of what the owner has takes longer than one of what nobody has, ties as halves.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import secrets
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, Any, Final
+
+from kvshelf.errors import InvalidRequest, NoWorker
+
+if TYPE_CHECKING:
+    import httpx
+
+PAIRS: Final = 400
+MOST_AUC: Final = 0.55
+
+ROUNDS: Final = 3
+"""With 400 pairs the AUC of equal times has a standard deviation of 0.02, so one in 70 leaves 0.45 to 0.55. A leak is
+what leaves it on the same side in each of three rounds: by chance one probe in a million."""
+
+_UNEQUAL: Final = re.compile(r"date|x-request-id|request-id|.*ratelimit.*|x-kvshelf-.*-ms|server-timing", re.IGNORECASE)
+"""Headers that differ between any two answers."""
+
+_REQUEST: Final = re.compile(r"req_[0-9A-Za-z_-]{8,}")
+_BUSY: Final = (429, 503)
+_PATIENCE_S: Final = 120.0
+_TIMEOUT_S: Final = 120.0
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """A request. `{}` in the path and in the texts of the body stands for an id or another value that is looked up.
+    alike: whether both answers must be equal; False where a stranger's own caches are in it."""
+
+    what: str
+    method: str
+    path: str
+    body: Any = None
+    timed: bool = True
+    alike: bool = True
+
+
+@dataclass
+class Finding:
+    """What a probe found. differences: between the two answers. aucs: one per round; the last ones only where the
+    first was beyond the limit. pairs: of each round. ms: the median time of what nobody has."""
+
+    what: str
+    owner: str
+    differences: list[str] = field(default_factory=list)
+    aucs: list[float] = field(default_factory=list)
+    pairs: int = PAIRS
+    ms: float = 0.0
+
+    @property
+    def leaks(self) -> bool:
+        return bool(self.differences) or is_leak(self.aucs, self.pairs)
+
+
+def auc(theirs: Sequence[float], nothing: Sequence[float]) -> float:
+    """The probability that one of `theirs` is above one of `nothing`; equal ones count half."""
+    ordered = sorted(nothing)
+    wins = sum(bisect_left(ordered, value) + bisect_right(ordered, value) for value in theirs)
+    return wins / (2 * len(theirs) * len(nothing))
+
+
+def most_auc(pairs: int) -> float:
+    """The limit for so many pairs: of fewer than 400, chance spreads the AUC further."""
+    return 0.5 + (MOST_AUC - 0.5) * math.sqrt(max(1.0, PAIRS / pairs))
+
+
+def is_beyond(value: float, pairs: int) -> bool:
+    return abs(value - 0.5) > most_auc(pairs) - 0.5
+
+
+def is_leak(aucs: Sequence[float], pairs: int = PAIRS) -> bool:
+    """Whether every round found the limit exceeded, on the same side."""
+    above = [value > 0.5 for value in aucs]
+    beyond = all(is_beyond(value, pairs) for value in aucs)
+    return len(aucs) >= ROUNDS and beyond and (all(above) or not any(above))
+
+
+class Party:
+    """One tenant's key at the service, and what it made there."""
+
+    def __init__(self, url: str, key: str) -> None:
+        import httpx
+
+        headers = {"authorization": f"Bearer {key}"}
+        self.http = httpx.Client(base_url=url, headers=headers, timeout=_TIMEOUT_S, trust_env=False)
+        self.tenant = ""
+        self.made: list[str] = []
+
+    def send(self, method: str, path: str, body: Any = None) -> tuple[httpx.Response, float]:
+        """An answer, and the seconds that it took. A tenant that asked too much waits."""
+        ends_at = time.monotonic() + _PATIENCE_S
+        while True:
+            request = self.http.build_request(method, path, json=body)
+            began = time.perf_counter()
+            answer = self.http.send(request)
+            took_s = time.perf_counter() - began
+            if answer.status_code not in _BUSY or time.monotonic() > ends_at:
+                return answer, took_s
+            time.sleep(min(float(answer.headers.get("retry-after", 1)), 30.0))
+
+    def get(self, path: str) -> Any:
+        return _required(self.send("GET", path)[0]).json()
+
+    def post(self, path: str, body: Any) -> Any:
+        return _required(self.send("POST", path, body)[0]).json()
+
+    def make(self, path: str, body: Any) -> dict[str, Any]:
+        """What a creation answers; it is removed in the end."""
+        made: dict[str, Any] = self.post(path, body)
+        self.made.append(f"{path}/{made['id']}")
+        return made
+
+    def ids(self) -> list[str]:
+        return [path.rpartition("/")[2] for path in self.made]
+
+    def clean(self) -> list[str]:
+        """Remove what was made, the last first; returns what is left."""
+        left = [path for path in reversed(self.made) if self.send("DELETE", path)[0].status_code not in (200, 404)]
+        self.made = []
+        return left
+
+
+def _required(answer: httpx.Response) -> httpx.Response:
+    if answer.is_success:
+        return answer
+    try:
+        message = answer.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = answer.text[:200]
+    raise NoWorker(f"{answer.request.method} {answer.request.url.path}: {answer.status_code}, {message}")
+
+
+@contextmanager
+def parties(url: str, keys: Sequence[str]) -> Iterator[tuple[Party, Party]]:
+    """The two tenants. Raises `InvalidRequest` for keys that prove nothing."""
+    import httpx
+
+    if keys[0] == keys[1]:
+        raise InvalidRequest("--key is given the same key twice; give keys of two tenants", param="--key")
+    one, other = (Party(url, key) for key in keys)
+
+    try:
+        if httpx.get(f"{url}/v1/models", timeout=_TIMEOUT_S, trust_env=False).status_code != 401:
+            raise InvalidRequest(f"{url} asks for no keys: all its callers are one tenant", param="--isolation")
+        for party in (one, other):
+            party.tenant = party.get("/v1/usage")["stored"][0]["tenant"]
+            scopes = party.get("/v1/limits")["scopes"]
+            if not {"read", "write"} <= {*scopes}:
+                told = f"the key of tenant {party.tenant} may {', '.join(scopes)}; give keys that may read and write"
+                raise InvalidRequest(told, param="--key")
+        if one.tenant == other.tenant:
+            raise InvalidRequest(f"both keys are of tenant {one.tenant}: give keys of two tenants", param="--key")
+        yield one, other
+    except httpx.HTTPError as error:
+        raise NoWorker(f"{url} does not answer: {error}") from error
+    finally:
+        left: list[str] = []
+        for party in (one, other):
+            with suppress(httpx.HTTPError):
+                left += party.clean()
+            party.http.close()
+        if left:
+            raise NoWorker(f"not removed: {', '.join(left)}")
+
+
+_WORDS: Final = ["harbour", "tide", "lantern", "granite", "orchard", "meadow", "violin", "copper", "saffron", "glacier"]
+
+
+def _document(mark: str) -> str:
+    """A short document that holds a word of its own; all of them are of one length."""
+    return f"The word of the day is {mark}. " + " ".join(random.Random(mark).choices(_WORDS, k=40))
+
+
+def _mark() -> str:
+    return secrets.token_hex(8)
+
+
+def _unknown(id: str) -> str:
+    """An id of the same form that nobody has."""
+    return re.sub(r"[0-9a-f]{8,}", lambda match: secrets.token_hex(len(match[0]))[: len(match[0])], id)
+
+
+def lookups(owner: Party, model: str) -> Iterator[tuple[Lookup, str, str]]:
+    """What a stranger can look up: the request, the owner's value, and one that nobody has. The owner makes it all."""
+    mark = _mark()
+    cache = owner.make(
+        "/v1/caches",
+        {"document": _document(mark), "model": model, "name": mark, "labels": {"mark": mark}, "keep_source": True},
+    )
+    id = cache["id"]
+    for what, method, path, body in (
+        ("show", "GET", "/v1/caches/{}", None),
+        ("kept entries", "GET", "/v1/caches/{}/kept", None),
+        ("turns", "GET", "/v1/caches/{}/turns", None),
+        ("blob", "GET", "/v1/caches/{}/blob", None),
+        ("query", "POST", "/v1/caches/{}/query", {"prompt": "What is the word?", "max_tokens": 1}),
+        ("append", "POST", "/v1/caches/{}/append", {"document": " And so on."}),
+        ("extensions", "GET", "/v1/caches?parent_id={}", None),
+        ("next page", "GET", "/v1/caches?after={}", None),
+    ):
+        yield Lookup(what, method, path, body), id, _unknown(id)
+    for what, method, path, body in (
+        ("verify", "POST", "/v1/caches/{}/verify", None),
+        ("change", "PATCH", "/v1/caches/{}", {"name": "a stranger's"}),
+        ("delete", "DELETE", "/v1/caches/{}", None),
+    ):
+        yield Lookup(what, method, path, body, timed=False), id, _unknown(id)
+    yield Lookup("documents", "GET", "/v1/caches?document_id={}"), cache["document_id"], _unknown(cache["document_id"])
+    yield Lookup("names", "GET", "/v1/caches?name={}"), mark, _mark()
+    yield Lookup("labels", "GET", "/v1/caches?label.mark={}"), mark, _mark()
+    yield Lookup("short ids", "GET", "/v1/caches?id_prefix={}"), id[:12], _unknown(id)[:12]
+    query = {"query": "the word {}", "model": model}
+    yield Lookup("search", "POST", "/v1/caches/search", {**query, "labels": {"mark": mark}}), mark, _mark()
+    yield Lookup("search of all", "POST", "/v1/caches/search", query, timed=False, alike=False), mark, _mark()
+
+    rows = json.dumps({"custom_id": "1", "document": _document(_mark())}).encode()
+    uploaded = owner.http.post("/v1/files", files={"file": ("rows.jsonl", rows)}, data={"purpose": "batch"})
+    file_id = _required(uploaded).json()["id"]
+    owner.made.append(f"/v1/files/{file_id}")
+    batch_id = owner.post("/v1/batches", {"input_file_id": file_id, "endpoint": "/v1/caches", "model": model})["id"]
+    _await(owner, f"/v1/batches/{batch_id}")
+    for what, method, path, of in (
+        ("file", "GET", "/v1/files/{}", file_id),
+        ("file content", "GET", "/v1/files/{}/content", file_id),
+        ("batch", "GET", "/v1/batches/{}", batch_id),
+        ("batch events", "GET", "/v1/batches/{}/events", batch_id),
+    ):
+        yield Lookup(what, method, path), of, _unknown(of)
+    yield Lookup("file delete", "DELETE", "/v1/files/{}", timed=False), file_id, _unknown(file_id)
+    yield Lookup("batch cancel", "POST", "/v1/batches/{}/cancel", timed=False), batch_id, _unknown(batch_id)
+    of_file = {"input_file_id": "{}", "endpoint": "/v1/caches"}
+    yield Lookup("batch of a file", "POST", "/v1/batches", of_file, timed=False), file_id, _unknown(file_id)
+
+    asked = {"model": model, "cache_id": id, "input": "Say one word.", "max_output_tokens": 1, "store": True}
+    response_id = owner.make("/v1/responses", asked)["id"]
+    yield Lookup("response", "GET", "/v1/responses/{}"), response_id, _unknown(response_id)
+    follow = {"model": model, "input": "And?", "max_output_tokens": 1, "previous_response_id": "{}"}
+    yield Lookup("next response", "POST", "/v1/responses", follow), response_id, _unknown(response_id)
+    yield Lookup("response delete", "DELETE", "/v1/responses/{}", timed=False), response_id, _unknown(response_id)
+
+
+def _await(party: Party, path: str) -> None:
+    ends_at = time.monotonic() + _PATIENCE_S
+    while party.get(path)["status"] not in ("completed", "failed", "expired", "cancelled"):
+        if time.monotonic() > ends_at:
+            raise NoWorker(f"{path} did not end within {_PATIENCE_S:g} s")
+        time.sleep(0.2)
+
+
+def probe(owner: Party, stranger: Party, lookup: Lookup, theirs: str, nothing: str, pairs: int) -> Finding:
+    """Compare what a stranger is answered for the owner's value and for one that nobody has."""
+    found = Finding(lookup.what, owner.tenant, pairs=pairs)
+    said = [_told(_looked_up(stranger, lookup, value)[0], value) for value in (theirs, nothing)]
+    if lookup.alike:
+        found.differences = [f"{part}: {one!r:.80} and {other!r:.80}" for part, one, other in _unequal(*said)]
+    found.differences += [f"names {id}" for id in owner.ids() if any(id in each["body"] for each in said)]
+    while lookup.timed and not found.differences and len(found.aucs) < ROUNDS:
+        times: dict[str, list[float]] = {theirs: [], nothing: []}
+        for _ in range(pairs):
+            for value in random.sample([theirs, nothing], 2):
+                times[value].append(_looked_up(stranger, lookup, value)[1])
+        found.ms = 1e3 * median(times[nothing])
+        found.aucs.append(auc(times[theirs], times[nothing]))
+        if not is_beyond(found.aucs[-1], pairs):
+            break
+    return found
+
+
+def _looked_up(party: Party, lookup: Lookup, value: str) -> tuple[httpx.Response, float]:
+    body = None if lookup.body is None else json.loads(json.dumps(lookup.body).replace("{}", value))
+    return party.send(lookup.method, lookup.path.replace("{}", value), body)
+
+
+def _told(answer: httpx.Response, value: str) -> dict[str, Any]:
+    """What an answer tells, without the value that was looked up and the id of the request."""
+    text = _REQUEST.sub("", answer.text.replace(value, ""))
+    headers = {name: text for name, text in answer.headers.items() if not _UNEQUAL.fullmatch(name)}
+    return {"status": answer.status_code, "body": text, **{f"header {name}": text for name, text in headers.items()}}
+
+
+def _unequal(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for name in {**one, **other}:
+        if one.get(name) != other.get(name):
+            yield name, one.get(name), other.get(name)
+
+
+_LISTS: Final = ("/v1/caches?limit=100", "/v1/files", "/v1/batches")
+
+
+def seen(stranger: Party) -> dict[str, Any]:
+    """All that a tenant is told of its own: of another tenant's work, nothing may change in it."""
+    limits = stranger.get("/v1/limits")["tenant"]
+    return {
+        **{path: stranger.get(path)["data"] for path in _LISTS},
+        "limits": {name: limits[name] for name in ("caches", "bytes", "batches")},
+        "usage": stranger.get("/v1/usage")["stored"],
+    }
+
+
+def puts(owner: Party, stranger: Party, model: str, pairs: int) -> Finding:
+    """Compare what a stranger is answered for a document that the owner has on the shelf, and for a new one."""
+    found = Finding("put", owner.tenant, pairs=pairs)
+    while len(found.aucs) < ROUNDS:
+        times: dict[bool, list[float]] = {True: [], False: []}
+        for _ in range(pairs):
+            known, fresh = _document(_mark()), _document(_mark())
+            owner.make("/v1/caches", {"document": known, "model": model})
+            for document in random.sample([known, fresh], 2):
+                answer, took_s = stranger.send("POST", "/v1/caches", {"document": document, "model": model})
+                made = _required(answer).json()
+                if made["existing"] or answer.status_code != 201:
+                    found.differences = [f"status {answer.status_code}, existing {made['existing']}"]
+                times[document == known].append(took_s)
+                stranger.send("DELETE", f"/v1/caches/{made['id']}")
+            owner.send("DELETE", owner.made.pop())
+        found.ms = 1e3 * median(times[False])
+        found.aucs.append(auc(times[True], times[False]))
+        if found.differences or not is_beyond(found.aucs[-1], pairs):
+            break
+    return found
+
+
+def prove(url: str, keys: Sequence[str], *, pairs: int, show: Callable[[str], None]) -> list[Finding]:
+    """The findings of all probes, in both directions. show: is told what goes on.
+
+    Raises `InvalidRequest` for keys and services that prove nothing, `NoWorker` if the service does not answer, or if
+    something that was made could not be removed.
+    """
+    findings: list[Finding] = []
+    with parties(url.rstrip("/"), keys) as both:
+        model = both[0].get("/v1/models")["data"][0]["id"]
+        for owner, stranger in (both, both[::-1]):
+            show(f"listings of tenant {stranger.tenant}")
+            before = seen(stranger)
+            tried = list(lookups(owner, model))
+            differences = [f"{part} changed" for part, _, _ in _unequal(before, seen(stranger))]
+            findings.append(Finding("listings", owner.tenant, differences))
+            for lookup, theirs, nothing in sorted(tried, key=lambda each: not each[0].timed):
+                show(f"{lookup.what} of tenant {owner.tenant}")
+                findings.append(probe(owner, stranger, lookup, theirs, nothing, pairs))
+            show(f"put of what tenant {owner.tenant} has")
+            findings.append(puts(owner, stranger, model, max(1, pairs // 4)))
+            owner.clean()
+    return findings

@@ -1,0 +1,144 @@
+"""What a sweep believes of its home's clock: it hides what has expired at once, and deletes it when time has passed.
+
+A wall clock may jump by hours: a hardware clock in local time, a mistaken operator, a virtual machine that was moved.
+What a jump made expire is found expired, and comes back when the clock is set right. So a sweep compares the wall clock
+with the time that went by since the last sweep. The difference is doubted for as long as it is itself, and what
+expired only because of it stays that long.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from kvshelf.errors import StoreError
+from kvshelf.store.index import KEEP_ENDED_S
+from kvshelf.store.jobs.table import Item, JobTable, read
+from kvshelf.store.manifest import Record
+
+log = logging.getLogger("kvshelf.store")
+
+_ITEM: Final = "clock"
+
+_STEP_S: Final = 5.0
+"""A smaller difference between two sweeps of one machine's uptime is no jump: clocks are slewed."""
+
+_NOTED_EVERY_S: Final = 300.0
+
+_UNKNOWN_S: Final = 3 * _NOTED_EVERY_S
+"""A smaller difference to what another machine noted, or this one before it started, is no jump."""
+
+_MOST_S: Final = KEEP_ENDED_S
+"""The longest that a jump is doubted, however far it went."""
+
+
+def uptime_s() -> float:
+    """Seconds since the machine started. They go on while it is suspended, and no setting of the clock changes them."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def _boot() -> str:
+    """Which start of which machine `uptime_s` counts from; "" where that is unknown."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+class _Sight(Record):
+    """The clocks at a sweep. doubt_s: how much of `now` is doubted, negative after a jump back. left_s: for how long
+    it is doubted still."""
+
+    now: float
+    uptime_s: float
+    boot: str
+    doubt_s: float = 0.0
+    left_s: float = 0.0
+
+
+class Doubt:
+    """The doubt about one home's clock, kept in the home, so that it outlives a restart. Any number of threads."""
+
+    def __init__(
+        self,
+        table: JobTable,
+        now: Callable[[], float],
+        elapsed: Callable[[], float] = uptime_s,
+        boot: str | None = None,
+    ) -> None:
+        """now: the home's clock, Unix seconds. elapsed: seconds that no setting of a clock changes; `now` itself if
+        there are none, so that no jump is seen. boot: see `_boot`."""
+        self._table = table
+        self._now = now
+        self._elapsed = elapsed
+        self._boot = _boot() if boot is None else boot
+        self._last: _Sight | None = None
+        self._noted: _Sight | None = None
+        self._lock = threading.Lock()
+
+    def deadline(self) -> float:
+        """What had ended by this time (Unix seconds) may be deleted for good. Raises as `JobTable` does."""
+        if self._elapsed is self._now:
+            return self._now()
+        with self._lock:
+            seen = _Sight(now=self._now(), uptime_s=self._elapsed(), boot=self._boot)
+            last = self._last or self._kept()
+            self._last = seen if last is None else _after(last, seen)
+            if self._is_news(self._last):
+                with suppress(StoreError):  # a full home: the sweep goes on, and makes room
+                    self._note(self._last)
+            return seen.now - self.seconds
+
+    @property
+    def seconds(self) -> float:
+        """By how much the clock may be ahead."""
+        return 0.0 if self._last is None else max(0.0, self._last.doubt_s)
+
+    def _is_news(self, seen: _Sight) -> bool:
+        noted = self._noted
+        return (
+            noted is None
+            or noted.boot != seen.boot
+            or noted.doubt_s != seen.doubt_s
+            or seen.uptime_s - noted.uptime_s >= _NOTED_EVERY_S
+        )
+
+    def _kept(self) -> _Sight | None:
+        item = self._table.find(_ITEM, None)
+        return None if item is None else read(item, _Sight)
+
+    def _note(self, seen: _Sight) -> None:
+        item = self._table.find(_ITEM, None)
+        text = seen.model_dump_json()
+        if item is None:
+            self._table.add(Item("clock", _ITEM, "", text))
+        else:
+            self._table.change(replace(item, text=text))  # if another process was faster, its note is as good
+        self._noted = seen
+
+
+def _after(last: _Sight, seen: _Sight) -> _Sight:
+    """What is seen now, with the doubt that is left of the last sight and that about a jump since."""
+    same = last.boot == seen.boot != ""
+    passed = max(0.0, seen.uptime_s - last.uptime_s) if same else 0.0
+    jump = seen.now - last.now - passed
+    left = max(0.0, last.left_s - passed)
+    doubt = last.doubt_s if left else 0.0
+    if abs(jump) > (_STEP_S if same else _UNKNOWN_S):
+        doubt += jump
+        doubt = 0.0 if math.isclose(doubt, 0.0, abs_tol=_STEP_S) else doubt  # it was set right again
+        left = min(abs(doubt), _MOST_S)
+        if doubt > 0:
+            log.warning(
+                "the clock went %.0f s further than time did: what expired in these is hidden, and deleted in %.0f s "
+                "unless the clock is set right",
+                jump,
+                left,
+            )
+    return seen.model_copy(update={"doubt_s": doubt, "left_s": left})

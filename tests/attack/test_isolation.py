@@ -1,0 +1,116 @@
+"""doctor --isolation: it passes today's service, and alarms where one leaks."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import pytest
+from typer.testing import CliRunner, Result
+
+from kvshelf.cli import app
+from kvshelf.cli.checks.isolation import lookups, parties, probe
+from tests.attack.conftest import Attacked
+
+Change = Callable[[httpx.Response], tuple[int, dict[str, str], bytes]]
+
+
+def plain(answer: httpx.Response) -> tuple[int, dict[str, str], bytes]:
+    kept = {name: value for name, value in answer.headers.items() if name not in ("transfer-encoding", "connection")}
+    return answer.status_code, kept, answer.content
+
+
+@contextmanager
+def leaking(url: str, known: set[str], leak: Change) -> Iterator[str]:
+    """The URL of a proxy that changes the answers to requests whose path has a known id."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def handle_one(self) -> None:
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            headers = {
+                name: value for name, value in self.headers.items() if name.lower() not in ("host", "connection")
+            }
+            answer = client.request(self.command, self.path, headers=headers, content=body)
+            known_id = answer.status_code == 404 and any(id in self.path for id in known)
+            status, said, content = (leak if known_id else plain)(answer)
+            self.send_response_only(status)
+            for name, value in said.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_GET = do_POST = do_PATCH = do_DELETE = handle_one  # noqa: N815 - as http.server calls them
+
+    with httpx.Client(base_url=url, timeout=60) as client, ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def slower(answer: httpx.Response) -> tuple[int, dict[str, str], bytes]:
+    time.sleep(0.002)
+    return plain(answer)
+
+
+def other_header(answer: httpx.Response) -> tuple[int, dict[str, str], bytes]:
+    status, headers, content = plain(answer)
+    return status, {**headers, "x-there": "yes"}, content
+
+
+def other_word(answer: httpx.Response) -> tuple[int, dict[str, str], bytes]:
+    status, headers, content = plain(answer)
+    return status, headers, content.replace(b"there is no cache", b"there's no cache ")
+
+
+def other_status(answer: httpx.Response) -> tuple[int, dict[str, str], bytes]:
+    _, headers, content = plain(answer)
+    return 403, headers, content
+
+
+@pytest.mark.parametrize("leak", [slower, other_header, other_word, other_status, plain])
+def test_a_planted_leak_is_found(attacked: Attacked, leak: Change) -> None:
+    known: set[str] = set()
+    with leaking(attacked.url, known, leak) as url, parties(url, [*attacked.keys.values()]) as (owner, stranger):
+        model = owner.get("/v1/models")["data"][0]["id"]
+        lookup, theirs, nothing = next(lookups(owner, model))
+        assert (lookup.what, theirs in owner.ids()) == ("show", True)
+        known.add(theirs)
+        found = probe(owner, stranger, lookup, theirs, nothing, 100)
+    assert found.leaks is (leak is not plain), found
+    assert bool(found.differences) is (leak not in (plain, slower))
+
+
+def doctor(attacked: Attacked, *options: str) -> Result:
+    keys = [text for key in attacked.keys.values() for text in ("--key", key)]
+    return CliRunner().invoke(app, ["doctor", "--isolation", attacked.url, *keys, *options])
+
+
+def shelved(attacked: Attacked) -> list[object]:
+    lists = ("/v1/caches?limit=1000", "/v1/files", "/v1/responses")
+    found: list[object] = []
+    for tenant in attacked.keys:
+        with attacked.client(tenant) as client:
+            found += [client.get(path).json().get("data") for path in lists]
+    return found
+
+
+def test_the_service_passes_and_nothing_is_left(attacked: Attacked, soak: bool) -> None:
+    before = shelved(attacked)
+    done = doctor(attacked, "--json", "--pairs", "400" if soak else "100")
+    findings = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [each for each in findings if each["leaks"]] == []
+    assert done.exit_code == 0, done.output
+    told = {each["what"] for each in findings}
+    assert {"show", "query", "blob", "labels", "search", "response", "file", "batch", "listings", "put"} <= told
+    assert {each["owner"] for each in findings} == {*attacked.keys}
+    assert shelved(attacked) == before
