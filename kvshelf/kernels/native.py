@@ -36,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def architecture() -> str | None:
-    """The architecture that the library for this CPU is compiled for; None if there is none for it, or if the level that
+    """The architecture that the library for this CPU is compiled for; None if there is none, or if the level that
     `KVSHELF_CPU_LEVEL` forces cannot run here. Raises `InternalError` for a level of another name."""
     known, forced = levels(), os.environ.get(LEVEL, "")
     if forced and known and forced not in known:

@@ -1,5 +1,6 @@
 """Every test of a kernel runs with poisoned memory, and those of an operation that has a C form run under both of a
-CPU's forms: without a compiler it is torch's own that everybody gets."""
+CPU's forms: without a compiler it is torch's own that everybody gets. In `make test-slow` C forms run
+for AVX2, too (`test_native.py`)."""
 
 from __future__ import annotations
 
@@ -8,27 +9,42 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvshelf.kernels import compiling
+from kvshelf.kernels import compiling, native
+from kvshelf.kernels.column_sums.native import bf16_products
 from kvshelf.kernels.native import library
 from tests.kernels.compiling import Compiler
 
 
 def pytest_generate_tests(metafunc):
-    operation = Path(metafunc.module.__file__).stem.removeprefix("test_")
-    if (compiling.FOLDER / operation / "native.py").exists():
-        metafunc.parametrize("cpu_form", ["eager", "native"], indirect=True, scope="module")
+    """Where there is no form but the compiled one, that of each level of processors."""
+    folder = compiling.FOLDER / Path(metafunc.module.__file__).stem.removeprefix("test_")
+    if (folder / "native.py").exists():
+        forms = ["eager", "native"] if (folder / "eager.py").exists() else list(compiling.levels())
+        metafunc.parametrize("cpu_form", forms, indirect=True, scope="module")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def cpu_form(request):
     """The form that operations on a CPU take: what dispatch chooses, or the one that is named by a parameter."""
     form = getattr(request, "param", "")
-    if form == "native" and library() is None:
-        pytest.skip("no library was compiled for this CPU: python -m kvshelf.kernels.compiling")
     with pytest.MonkeyPatch.context() as patch:
+        if form in compiling.levels():
+            patch.setenv(native.LEVEL, form)
+            forget_library()
+            form = "native"
+        if form == "native" and library() is None:
+            pytest.skip("no library was compiled for this CPU: python -m kvshelf.kernels.compiling")
         if form:
             patch.setenv("KVSHELF_KERNELS", form)
         yield
+    if getattr(request, "param", "") in compiling.levels():
+        forget_library()
+
+
+def forget_library():
+    """Let the next operation load the library anew, of the level that is forced now."""
+    library.cache_clear()
+    bf16_products.cache_clear()
 
 
 @pytest.fixture(autouse=True)

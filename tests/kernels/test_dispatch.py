@@ -88,7 +88,7 @@ def test_the_whole_job_is_the_same_under_every_form():
     expected, *others = _run("eager", *compiled, *triton, TRITON_INTERPRET="1")
     assert len(expected) == 6
     if compiled:
-        others += _run("native", ATEN_CPU_CAPABILITY="avx2")
+        others += _run("native", KVSHELF_CPU_LEVEL="avx2")
     for found in others:
         for policy, result in expected.items():
             assert found[policy] == result, policy

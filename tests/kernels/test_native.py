@@ -16,10 +16,11 @@ from typer.testing import CliRunner
 
 import kvshelf
 from kvshelf.cli import app
+from kvshelf.errors import InternalError
 from kvshelf.kernels import compiling
 from kvshelf.kernels.compiling import FOLDER, CannotCompile, compile_all, levels, library_path
 from kvshelf.kernels.dispatch import implementation
-from kvshelf.kernels.native import architecture, library
+from kvshelf.kernels.native import LEVEL, architecture, library
 from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, PackedPrefix, SuffixRows, prefix_attention
 from kvshelf.kernels.quantize.rows import QuantizedRows
 from tests.compilers import needs_compiler
@@ -42,8 +43,6 @@ except InternalError as error:
     forced = error.message
 print(json.dumps([dispatch.__file__, told, forms, forced]))
 """
-
-TORCH_FAILS = "bfloat16 and (test_packed_prefixes or test_merged_prefix)"
 
 needs_library = pytest.mark.skipif(library() is None, reason="no library was compiled for this CPU")
 
@@ -196,15 +195,51 @@ def test_a_library_that_the_system_refuses_is_none(package):
 @pytest.mark.slow
 @pytest.mark.skipif(architecture() != "x86-64-v4" or library() is None, reason="tested as this CPU's own form, or not")
 def test_the_form_for_avx2_passes_the_tests_of_every_operation():
-    """But those in which torch itself fails, for it asks the CPU and not ATEN_CPU_CAPABILITY what bf16 it has."""
     here = Path(__file__).parent
     files = [path for path in sorted(here.glob("test_*.py")) if (FOLDER / path.stem[5:] / "native.py").exists()]
     assert len(files) > 1
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-k", f"native and not ({TORCH_FAILS})", *files],
-        cwd=here.parents[1], env=os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}, capture_output=True, text=True,
+        [sys.executable, "-m", "pytest", "-q", "-k", "native", *files],
+        cwd=here.parents[1], env=os.environ | {LEVEL: "avx2"}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.fixture
+def forced(monkeypatch):
+    """Force a level. The library in use is not loaded anew."""
+    monkeypatch.delenv("KVSHELF_KERNELS", raising=False)
+    return lambda level: monkeypatch.setenv(LEVEL, level)
+
+
+@needs_library
+def test_a_level_can_be_forced(forced):
+    own = architecture()
+    for level, made in levels().items():
+        forced(level)
+        runs = made == own or own == "x86-64-v4"
+        assert architecture() == (made if runs else None)
+        if runs:
+            assert f"native ({made}), compiled from C, the level set by {LEVEL}" in finding(
+                CliRunner().invoke(app, DOCTOR).stdout
+            )
+
+
+@needs_library
+def test_a_level_of_another_name_is_refused(forced):
+    forced("sse9")
+    with pytest.raises(InternalError, match="KVSHELF_CPU_LEVEL is 'sse9'; it must be one of avx512, avx2, or unset"):
+        architecture()
+
+
+@needs_library
+def test_where_a_level_cannot_run_torchs_own_operations_do(package):
+    """And doctor names the level."""
+    lower = {"ATEN_CPU_CAPABILITY": "avx2", LEVEL: "avx512"}
+    told, forms, _ = chosen(package, **lower)
+    assert (told, forms) == ("eager", dict.fromkeys(OPERATIONS, "eager"))
+    found = finding(run(package, "-m", "kvshelf", *DOCTOR, code=1, **lower).stdout)
+    assert "KVSHELF_CPU_LEVEL is avx512, which cannot run where torch finds avx2" in found
 
 
 TIMED = """

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from kvshelf.errors import InvalidTensor
+from kvshelf.kernels.compiling import levels
+from kvshelf.kernels.native import LEVEL, library
 from kvshelf.kernels.prefix_attention import LogitRules, causal_attention, eager
 from kvshelf.kernels.rowwise import (
     Buffer,
@@ -27,7 +29,7 @@ pytestmark = [
     pytest.mark.usefixtures("threads"),
 ]
 
-ROWS = [0, 1, 2, 7, 12, 13, 96, 97, 192, 193, 500]
+ROWS = [0, 1, 2, 3, 4, 5, 6, 7, 12, 13, 96, 97, 192, 193, 500]
 """Around the rows whose sums registers hold, and around blocks, with one thread and with two."""
 
 ONE = {
@@ -62,7 +64,7 @@ def run(instructions: list[Instruction], widths: list[int | Tensor], given: dict
 @pytest.mark.parametrize("rows", ROWS)
 def test_products_are_those_of_torch_and_a_row_has_no_neighbours(rows):
     torch.manual_seed(rows)
-    weight, bias, x = torch.randn(96, 100) / 10, torch.randn(96), torch.randn(rows, 100)
+    weight, bias, x = torch.randn(96, 300) / 17, torch.randn(96), torch.randn(rows, 300)
     packed = pack_weight(weight)
     assert torch.equal(unpack_weight(packed), weight)
     for own in (bias, None):
@@ -71,6 +73,22 @@ def test_products_are_those_of_torch_and_a_row_has_no_neighbours(rows):
         torch.testing.assert_close(made.double(), exact, atol=2e-6, rtol=1e-5)
         for row in range(0, rows, 31):
             assert torch.equal(linear(x[row : row + 1], packed, own)[0], made[row])
+
+
+@pytest.mark.skipif(len(levels()) < 2, reason="there is one level")
+@pytest.mark.parametrize("rows", [1, 2, 3, 6, 8, 13, 97])
+def test_a_product_has_the_same_bits_at_every_level(rows, monkeypatch):
+    """Over more inputs than a depth has. Where an answer is computed does not show in it."""
+    torch.manual_seed(rows)
+    packed, bias, x = pack_weight(torch.randn(64, 700)), torch.randn(64), torch.randn(rows, 700)
+    made = []
+    for level in levels():
+        monkeypatch.setenv(LEVEL, level)
+        library.cache_clear()
+        if library() is not None:
+            made.append(linear(x, packed, bias))
+    library.cache_clear()
+    assert all(torch.equal(each, made[0]) for each in made)
 
 
 def test_a_product_of_other_numbers_is_refused():

@@ -33,7 +33,7 @@ def column_sums(
     if queries.shape[2] > _MOST_DIM:
         return eager.column_sums(queries, keys, scale, local_rows, every, lse)
     (q_heads, num_rows, _), num_keys = queries.shape, keys.shape[1]
-    if keys.dtype != torch.bfloat16 or _bf16_products() == _FP32:
+    if keys.dtype != torch.bfloat16 or bf16_products() == _FP32:
         keys = keys.float()
     early_rows = num_rows - local_rows
     total, local = queries.new_zeros(2, q_heads, num_keys, dtype=torch.float32)
@@ -54,7 +54,7 @@ def _add_rows(sums: Tensor, queries: Tensor, keys: Tensor, scale: float, lse: Te
     least, most = limits.amin(dim=1), limits.amax(dim=1)
     lses = sums.new_empty(q_heads, limits.numel()) if lse is None else _padded(lse[:, rows] * math.log2(math.e))
     sizes = (ctypes.c_int64 * 4)(len(limits), dim, num_keys, keys.stride(1))
-    products = _FP32 if keys.dtype == torch.float32 else _bf16_products()
+    products = _FP32 if keys.dtype == torch.float32 else bf16_products()
     for head in range(q_heads):
         tiles = _tiles(queries[head].to(keys.dtype), len(limits), dim, _ROWS // 2 if products == _BF16_TILES else _ROWS)
         native.kvshelf_column_sums(
@@ -85,5 +85,6 @@ def _tiles(queries: Tensor, num_tiles: int, dim: int, lanes: int) -> Tensor:
 
 
 @cache
-def _bf16_products() -> int:
-    return int(compiled().kvshelf_bf16_products())
+def bf16_products() -> int:
+    """How C multiplies bf16 here."""
+    return int(compiled().kvshelfbf16_products())
