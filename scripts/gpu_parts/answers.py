@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import base64
 import json
-import multiprocessing
 import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
@@ -39,7 +38,6 @@ from scripts.gpu_parts.part import Part
 RECORDED = Path(__file__).with_name("answers.json")
 
 _TOKENS, _NEW = 600, 12
-_PROCESSES = {"cuda": 8, "cpu": 2}
 _SUFFIX_BUDGET = 200
 _CODECS = ("none", "int8", "int4", "int2", "mixed:share=0.5", "klt", "klt:heads=each")
 _FAMILIES = ("gemma3_text", "llama4_text", "qwen3_next", "falcon_h1", "deepseek_v3", "gpt2")
@@ -77,11 +75,11 @@ Case = Callable[[], Result]
 
 
 def measure(part: Part) -> None:
-    """A row for each group of cases: how many differ from the recorded ones. Cases run in processes of their own, side
-    by side, as most of their time goes to compiling kernels."""
+    """A row for each group of cases: how many differ from the recorded ones. Cases run side by side, as most of
+    their time goes to compiling kernels."""
     device, told = str(part.device), dict[str, list[Told]]()
     names = [name for name, _ in cases(_engine("cpu"), torch.device("cpu"), toy=part.toy)]
-    pool = ProcessPoolExecutor(_PROCESSES.get(part.device.type, 1), mp_context=multiprocessing.get_context("spawn"))
+    pool = part.workers()
     running = {pool.submit(compared, name, device, part.toy): name for name in names}
     try:
         for done in as_completed(running, timeout=max(1.0, part.left_s - 4)):
@@ -92,7 +90,7 @@ def measure(part: Part) -> None:
         left = [name for each, name in running.items() if not each.done()]
         part.row("cases without time", len(left), at_most=0, note=", ".join(left)[:400])
     for group, found in told.items():
-        wrong, ties, notes = ([said for each in found for said in of] for of in zip(*found, strict=True))
+        wrong, ties, notes = ([said for each in of for said in each] for of in zip(*found, strict=True))
         said = [f"{len(found)} cases", *notes, *wrong[:8], *(f"tie: {each}" for each in ties[:8])]
         part.row(f"{group}: other than on a CPU", len(wrong), at_most=0, note="; ".join(said))
     pool.shutdown(wait=False, cancel_futures=True)
