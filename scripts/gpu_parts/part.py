@@ -62,7 +62,7 @@ class Part:
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     def workers(self) -> Executor:
-        """What runs many small checks: several processes with the card; on a CPU this one, which has done its imports."""
+        """What runs many small checks: several processes with the card; on a CPU this one, whose imports are done."""
         if self.device.type != "cuda":
             return ThreadPoolExecutor(1)
         return ProcessPoolExecutor(_PROCESSES, mp_context=multiprocessing.get_context("spawn"))
