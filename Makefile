@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(PYTHON_VERSION)
 
-.PHONY: help setup demo check test test-slow test-fast test-faults test-page test-vllm soak clean
+.PHONY: help setup demo check test test-slow test-fast test-faults test-page test-vllm gpu soak clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1|/' | column -t -s '|'
@@ -82,6 +82,11 @@ test-vllm: $(VLLM)/.installed-$(PYTHON_VERSION)  ## vLLM answers from the shelf;
 
 test-fast: setup  ## the tests of units, in two minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m unit
+
+# Needs no set-up: a machine with a card may have no network. Its own Python may be the one that has torch.
+GPU_OUT ?= gpu-results
+gpu:  ## check and measure everything on a GPU, in 8 minutes, from the checkout alone (docs/gpu.md)
+	$(or $(wildcard $(BIN)/python),python3) scripts/gpu.py --out $(GPU_OUT)
 
 soak: setup  ## all tests with their full counts: kill loops, fuzzing, load
 	KVSHELF_SOAK=1 $(BIN)/python -m pytest --timeout 7200

@@ -1,13 +1,12 @@
 """Every kernel against the naive form in fp64 on the CPU: the tests' oracles, at the head sizes of Llama-3.1-8B.
 
-Operations and dtypes are checked in processes of their own, side by side: most of the time goes to compiling.
+Operations and dtypes are checked side by side: most of the time goes to compiling.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -54,7 +53,6 @@ from tests.kernels.references import window_scores as window_reference
 
 _CPU = torch.device("cpu")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_PROCESSES = {"cuda": 8, "cpu": 2}
 
 _EXACT = 1e-5
 """Largest error of sums in fp32 of given numbers, of the largest result: units of the card's `ex2` included."""
@@ -131,8 +129,7 @@ class Check:
 def measure(part: Part) -> None:
     """A row for each operation and dtype: how many comparisons are wrong."""
     asked = [(name, dtype) for name in OPERATIONS for dtype in (list(_DTYPES)[:2] if part.toy else _DTYPES)]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(_PROCESSES[part.device.type], mp_context=context) as pool:
+    with part.workers() as pool:
         running = {pool.submit(checked, *each, str(part.device), part.toy): each for each in asked}
         for done in as_completed(running):
             name, dtype = running[done]

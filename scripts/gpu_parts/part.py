@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -19,6 +21,9 @@ from torch.profiler import ProfilerActivity, profile
 from kvshelf.bench.measure import Spread, cost
 
 ResultT = TypeVar("ResultT")
+
+_PROCESSES = 8
+"""Of a part that compiles many kernels: each waits for the compiler most of its time."""
 
 
 class Profile(NamedTuple):
@@ -55,6 +60,12 @@ class Part:
     def dtype(self) -> torch.dtype:
         """Of the models and states: bfloat16, on a CPU float32."""
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    def workers(self) -> Executor:
+        """What runs many small checks: several processes with the card; on a CPU this one, whose imports are done."""
+        if self.device.type != "cuda":
+            return ThreadPoolExecutor(1)
+        return ProcessPoolExecutor(_PROCESSES, mp_context=multiprocessing.get_context("spawn"))
 
     def require_s(self, seconds: float) -> None:
         """Raise `OutOfTime` unless so many seconds are left."""

@@ -69,7 +69,8 @@ class Units:
         """Rows of each unit, `[units]` int64."""
         ends = self.ends.long()
         before = torch.cat([ends.new_zeros(1), ends[:-1]])
-        before[[begin for begin, count in zip(self.begins, self.counts, strict=False) if count]] = 0
+        first = [begin for begin, count in zip(self.begins, self.counts, strict=False) if count]
+        before.index_fill_(0, torch.tensor(first, dtype=torch.int64, device=before.device), 0)
         return ends - before
 
     @cached_property

@@ -39,7 +39,9 @@ class LayerCoder:
     repositioned: bool
 
     def encoded(self, record: PackedRecord, codec: Codec, where: str) -> PackedRecord:
-        """The record with coded rows. Raises `InvalidRequest` for heads that cannot be transformed together."""
+        """The record with coded rows, on the CPU. Raises `InvalidRequest` for heads that cannot be transformed
+        together."""
+        record = record.to("cpu")
         assert isinstance(record.keys, Tensor)
         assert isinstance(record.values, Tensor)
         joint = isinstance(record, Kept) and _alike(record)
@@ -52,7 +54,7 @@ class LayerCoder:
             transform = self.transform[kind]
             step = codec.step * (transform.multiplier if codec.steps == "kl" else 1)
             return encode_rows(
-                torch.split(rows.cpu(), record.lengths),
+                torch.split(rows, record.lengths),
                 record.positions,
                 positions,
                 transform,

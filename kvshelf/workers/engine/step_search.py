@@ -122,7 +122,8 @@ def _divergences(engine: Engine, coder: Coder, asked: _Asked) -> Tensor:
     for index, layer in enumerate(coarse):
         for column, kind in enumerate(KINDS):
             layers = list(cache.layers)
-            layers[index] = replace(layers[index], **{kind: getattr(layer, kind)})
+            coded = getattr(layer, kind).to(getattr(layers[index], kind).device)  # decoded on the CPU
+            layers[index] = replace(layers[index], **{kind: coded})
             changed = asked.predictions(engine, replace(cache, layers=tuple(layers)))
             found[index, column] = sum(map(_kl, exact, changed)) / len(exact)
     return found

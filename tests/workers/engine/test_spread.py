@@ -15,9 +15,11 @@ from kvshelf.bench.models.small import small_model
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.records import entries_of, states_of
+from kvshelf.store.artifact.transforms import Transforms
 from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.workers.engine.attention.states import SUPPORTED
 from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.engine.transform_search import find_transforms
 from kvshelf.workers.model import loading
 from kvshelf.workers.model.devices import Devices, hooked, layer_devices
 from kvshelf.workers.model.language import language_part
@@ -245,3 +247,32 @@ def test_an_attention_on_several_devices_is_refused_by_name() -> None:
 def test_keys_and_values_that_layers_share_are_refused() -> None:
     with pytest.raises(PolicyUnsupported, match="use the keys and values of others"):
         Engine(spread(small_model("gemma3n_text"), ONE, OTHER))
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_transforms_are_found_where_the_model_is() -> None:
+    """What is decoded on the CPU stands in for a tensor on the device."""
+    documents = [ids(n, seed=n) for n in (150, 180)]
+    found, expected = (find_transforms(engine, documents) for engine in both("llama"))
+    assert found == expected
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_cache_under_klt_is_on_the_cpu_in_all_its_parts() -> None:
+    engine, _ = both("llama")
+    data = find_transforms(engine, [ids(150)])
+    engine.learn(data)
+    cache = engine.compress(ids(120), **level("keydiff")).encoded(
+        "klt", engine.coder_of(Transforms.from_bytes(data).digest)
+    )
+    for record in cache.layers:
+        assert record.entry_positions.device.type == "cpu"
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_selector_chooses_on_the_device() -> None:
+    told = []
+    for engine in both("llama"):
+        cache = engine.compress(ids(150), policy="full")
+        told.append(engine.answer(cache, ids(5), max_new_tokens=4, select="quest", select_tokens=64).token_ids)
+    assert told[0] == told[1]
