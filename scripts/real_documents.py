@@ -35,6 +35,8 @@ SOURCES: Final = Path(__file__).with_suffix(".toml")
 
 _OVERSTRIKE: Final = re.compile(".\b")
 """What nroff writes before a character that is bold or underlined."""
+_NO_BREAK: Final = "\xa0"
+"""A space that is not taken for one where lines are compared."""
 
 
 class Refused(Exception):
@@ -116,7 +118,8 @@ def _first(context: str, answers: Sequence[str]) -> float | None:
 def cut(source: Source, data: bytes) -> str:
     """The text of a file, between the lines of its cut. Raises `Refused` where it has no such lines."""
     raw = gzip.decompress(data) if source.file.endswith(".gz") else data
-    lines = [line.rstrip() for line in _OVERSTRIKE.sub("", raw.decode("utf-8", "replace")).splitlines()]
+    text = _OVERSTRIKE.sub("", raw.decode("utf-8", "replace")).replace(_NO_BREAK, " ")
+    lines = [line.rstrip() for line in text.splitlines()]
     first = _line(source, lines, source.begin, 0) if source.begin else 0
     last = _line(source, lines, source.end, first + 1) if source.end else len(lines)
     return "\n".join(lines[first:last]).strip() + "\n"
