@@ -113,9 +113,7 @@ def test_a_file_brings_its_tokenizer_and_template_and_is_converted_once(
     assert "gguf" in engine.identity.attention
 
 
-def test_another_file_is_another_identity_though_its_weights_are_equal(
-    model: Qwen2ForCausalLM, tmp_path: Path
-) -> None:
+def test_another_file_is_another_identity_though_its_weights_are_equal(model: Qwen2ForCausalLM, tmp_path: Path) -> None:
     first = Engine.load(str(write(tmp_path / "a.gguf", model, Kind.Q8_0))).identity
     second = Engine.load(str(write(tmp_path / "b.gguf", model, Kind.F32))).identity  # what Q8_0 was dequantized to
     assert first.weights == second.weights
