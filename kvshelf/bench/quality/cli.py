@@ -375,7 +375,9 @@ def _dataset_bar(units: int) -> Iterator[Progress[DocumentUnit]]:
                         lost = sum(was > now for was, now in zip(had, outcome.exact, strict=True))
                         told += f", {lost} lost"
                 told += " (measured before)" if found else ""
-                progress.console.print(f"{unit.document.id}, {way_label(row)}: {told}", highlight=False, markup=False)
+                progress.console.print(
+                    f"{unit.document.id}, {way_label(row)}: {told}", highlight=False, markup=False, soft_wrap=True
+                )
             progress.advance(bar)
 
         yield done
