@@ -73,7 +73,9 @@ def quality(
     dataset: Annotated[
         Path | None, typer.Option(help="Documents and questions of a file of JSON lines instead of made ones.")
     ] = None,
-    fraction: Annotated[float, typer.Option(help="With --dataset: the share of its documents, drawn by --seed.")] = 1.0,
+    fraction: Annotated[
+        float, typer.Option(min=0, max=1, help="With --dataset: the share of its documents, drawn by --seed.")
+    ] = 1.0,
     limit: Annotated[int | None, typer.Option(min=1, help="With --dataset: at most so many documents.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="With --dataset: tokens of an answer.")] = 48,
     cues: Annotated[
@@ -108,7 +110,7 @@ def quality(
         "shares": decimals(shares, "--shares", 0, 1) if shares else (),
     }
     if dataset is not None:
-        part = {"fraction": decimals(f"{fraction}", "--fraction", 0, 1)[0], "limit": limit, "seed": seed}
+        part = {"fraction": fraction, "limit": limit, "seed": seed}
         asking = {"max_new_tokens": max_new_tokens, "cues": cues}
         measured = _over_dataset(dataset, ways, part, options, resume, processes, asking)
         publish(*measured[:2], output, as_json, notes=measured[2])
