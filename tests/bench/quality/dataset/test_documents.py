@@ -33,6 +33,8 @@ def test_rows_of_one_context_are_one_document(tmp_path):
     ("row", "reason"),
     [
         ("{", "is no JSON"),
+        ('{"context": "half a \\ud800"}', "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
         ("[1]", "has list; a row needs context, question, answers"),
         ({"context": "a", "input": "b"}, "has the fields 'context', 'input'; a row needs context, question, answers"),
         ("{}", "has the fields none"),
