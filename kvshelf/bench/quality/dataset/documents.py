@@ -70,7 +70,7 @@ def chosen(documents: Sequence[Document], *, fraction: float, limit: int | None,
 def _document(line: str, where: str, name: str) -> Document:
     try:
         row = json.loads(line)
-        json.dumps(row, ensure_ascii=False).encode()  # half a character, as "\\ud800", is no text
+        json.dumps(row, ensure_ascii=False).encode()  # half a character, as "\ud800", is no text
     except (ValueError, RecursionError) as error:
         raise _bad(f"{where} is no JSON: {error}") from error
     if not isinstance(row, dict) or not all(field in row for field in FIELDS):
