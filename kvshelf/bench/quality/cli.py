@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import count, product
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 from rich.table import Table
 
 from kvshelf._extras import needs_extra
@@ -27,18 +28,26 @@ from kvshelf.bench.options import (
     counted,
     decimals,
     numbers,
+    progress_bar,
     publish,
     writable,
 )
 from kvshelf.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from kvshelf.bench.quality.grid import Unit
+    from kvshelf.bench.engines import EngineOptions
+    from kvshelf.bench.quality.dataset.measuring import DocumentUnit
+    from kvshelf.bench.quality.grid import MadeUnit
+    from kvshelf.bench.quality.measuring import Progress
+    from kvshelf.bench.quality.outcome import Outcome
 
 _PICTURES = (".png", ".svg", ".pdf")
+_OF_MADE = ("size", "tasks", "haystacks", "lengths", "documents", "export", "picture")
+_OF_DATASETS = ("fraction", "limit", "max_new_tokens", "cues")
 
 
 def quality(
+    context: typer.Context,
     model: Model = "kvshelf-tiny",
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -61,6 +70,17 @@ def quality(
     ] = "",
     export: Annotated[bool, typer.Option("--export", help="Also rows answered by plain transformers.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Another set of documents.")] = 0,
+    dataset: Annotated[
+        Path | None, typer.Option(help="Documents and questions of a file of JSON lines instead of made ones.")
+    ] = None,
+    fraction: Annotated[
+        float, typer.Option(min=0, max=1, help="With --dataset: the share of its documents, drawn by --seed.")
+    ] = 1.0,
+    limit: Annotated[int | None, typer.Option(min=1, help="With --dataset: at most so many documents.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="With --dataset: tokens of an answer.")] = 48,
+    cues: Annotated[
+        int, typer.Option(min=0, help="With --dataset: cues of each cache's figure; 0 measures none.")
+    ] = 150,
     resume: Annotated[
         Path, typer.Option(callback=writable, help="Results so far; what it holds is not measured again.")
     ] = Path("kvshelf-quality.jsonl"),
@@ -71,6 +91,7 @@ def quality(
     as_json: Json = False,
 ) -> None:
     """How well the model answers from what each policy, ratio and codec keeps, at how many bytes."""
+    _require_of_one_kind(context, dataset)
     if picture is not None:
         _require_drawable(picture)
     with needs_extra("serve", "the bench"):
@@ -80,21 +101,30 @@ def quality(
         from kvshelf.bench.quality.grid import make_grid
         from kvshelf.bench.quality.tables import notes, quality_tables
 
+    options = EngineOptions(model, device, dtype, threads)
+    ways: dict[str, Any] = {
+        "policies": _split(policies),
+        "ratios": decimals(ratios, "--ratios", 0, 1) if ratios else (),
+        "codecs": _split(codecs),
+        "select": _split(select),
+        "shares": decimals(shares, "--shares", 0, 1) if shares else (),
+    }
+    if dataset is not None:
+        part = {"fraction": fraction, "limit": limit, "seed": seed}
+        asking = {"max_new_tokens": max_new_tokens, "cues": cues}
+        measured = _over_dataset(dataset, ways, part, options, resume, processes, asking)
+        publish(*measured[:2], output, as_json, notes=measured[2])
+        return
     grid = make_grid(
         size,
         tasks=_split(tasks),  # type: ignore[arg-type]  # make_grid refuses unknown names
         haystacks=_split(haystacks),  # type: ignore[arg-type]
         lengths=numbers(lengths) if lengths else (),
         documents=documents,
-        policies=_split(policies),
-        ratios=decimals(ratios, "--ratios", 0, 1) if ratios else (),
-        codecs=_split(codecs),
-        select=_split(select),
-        shares=decimals(shares, "--shares", 0, 1) if shares else (),
         export=export,
         seed=seed,
+        **ways,
     )
-    options = EngineOptions(model, device, dtype, threads)
     with _bar(grid.units()) as done:
         summary = bench.run(grid, options, resume, processes=processes, progress=done)
     title = f"{model}: exact answers, the question unknown at compression"
@@ -106,6 +136,43 @@ def quality(
 
         if not draw(summary, picture, title):
             typer.echo(f"{picture} was not drawn: the model can do none of the cells that all rows share", err=True)
+
+
+def _require_of_one_kind(context: typer.Context, dataset: Path | None) -> None:
+    """Refuses options of made documents with a dataset, and those of a dataset without one."""
+    others, kind = (_OF_MADE, "made documents") if dataset is not None else (_OF_DATASETS, "a --dataset")
+    for name in others:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise InvalidRequest(f"--{name.replace('_', '-')} is for {kind} alone; leave it out", param=name)
+
+
+def _over_dataset(
+    path: Path,
+    ways: dict[str, Any],
+    part: dict[str, Any],
+    options: EngineOptions,
+    resume: Path,
+    processes: int,
+    asking: dict[str, int],
+) -> tuple[dict[str, Any], list[Table], str]:
+    """The report, its tables, and how to read them. ways: arguments of `make_grid`; part: of `chosen`; asking: of
+    `run`."""
+    from kvshelf.bench.measure import machine
+    from kvshelf.bench.quality.dataset.documents import chosen, read_documents
+    from kvshelf.bench.quality.dataset.run import run
+    from kvshelf.bench.quality.dataset.tables import dataset_tables, notes
+    from kvshelf.bench.quality.grid import FEATURED, make_grid
+
+    ways = ways | {"policies": ways["policies"] or FEATURED, "ratios": ways["ratios"] or (0.5,)}
+    rows = make_grid("small", **ways).rows()
+    documents = chosen(read_documents(path), **part)
+    with _dataset_bar(len(documents) * len({(row.variant, row.removed) for row in rows})) as done:
+        summary = run(documents, rows, options, resume, processes=processes, progress=done, **asking)
+    report: dict[str, Any] = {"bench": "quality", "dataset": path.name, "model": options.model, **part, **asking}
+    report |= {"machine": machine(), **summary.to_dict()}
+    title = f"{options.model} on {path.name}: {len(documents)} documents, the question unknown at compression"
+    return report, dataset_tables(summary, title), notes(summary)
 
 
 def memory(
@@ -275,21 +342,50 @@ def search(
 
 
 @contextmanager
-def _bar(units: Sequence[Unit]) -> Iterator[Callable[[Unit, bool], None]]:
+def _bar(units: Sequence[MadeUnit]) -> Iterator[Progress[MadeUnit]]:
     """Progress in tokens to prefill, as units differ by an order of magnitude, with the count of units next to it."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     numbered = count(1)
-    with Progress(*columns, console=Console(stderr=True), speed_estimate_period=300) as progress:
+    with Bar(*columns, console=Console(stderr=True), speed_estimate_period=300) as progress:
         bar = progress.add_task("loading", total=sum(map(_cost, units)))
 
-        def done(unit: Unit, found: bool) -> None:
+        def done(unit: MadeUnit, _: Sequence[Outcome], found: bool) -> None:
             name = f"{next(numbered)}/{len(units)} {unit.variant.label}, {unit.cell.label}"
             progress.update(bar, advance=_cost(unit), description=name + (" (found)" if found else ""))
 
         yield done
 
 
-def _cost(unit: Unit) -> int:
+@contextmanager
+def _dataset_bar(units: int) -> Iterator[Progress[DocumentUnit]]:
+    """A bar over the units, and above it a line for each row as soon as it is measured."""
+    from kvshelf.bench.quality.dataset.summary import PLAIN
+    from kvshelf.bench.quality.dataset.tables import way_label
+
+    full: dict[str, tuple[int, ...]] = {}
+    with progress_bar() as progress:
+        bar = progress.add_task("documents and policies", total=units)
+
+        def done(unit: DocumentUnit, outcomes: Sequence[Outcome], found: bool) -> None:
+            for row, outcome in zip(unit.rows, outcomes, strict=True):
+                told = f"refused: {outcome.refused}"
+                if outcome.refused is None:
+                    told = f"{sum(outcome.exact)} of {len(outcome.exact)} right"
+                    if row == PLAIN:
+                        full[unit.document.id] = outcome.exact
+                    elif had := full.get(unit.document.id):
+                        lost = sum(was > now for was, now in zip(had, outcome.exact, strict=True))
+                        told += f", {lost} lost"
+                told += " (measured before)" if found else ""
+                progress.console.print(
+                    f"{unit.document.id}, {way_label(row)}: {told}", highlight=False, markup=False, soft_wrap=True
+                )
+            progress.advance(bar)
+
+        yield done
+
+
+def _cost(unit: MadeUnit) -> int:
     """What a unit takes, in tokens to prefill: a row's answers take about as long as 512 of them."""
     return unit.cell.tokens + 512 * len(unit.rows)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -121,16 +121,47 @@ class Row:
     exported: bool = False
     select: Reading | None = None
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a result depends on beside the document: policy version, defaults and settings."""
+        policy = build(self.variant.policy, dict(self.variant.params))
+        settings = {
+            "policy": policy.name,
+            "version": policy.revision,
+            "params": policy.parameters(),
+            "removed": self.removed,
+            "codec": self.codec,
+            "exported": self.exported,
+        }
+        if self.select is not None:  # results of rows that read all stay found
+            settings["select"] = asdict(self.select)
+        return settings
+
 
 @dataclass(frozen=True)
 class Unit:
-    """One prefill, and the rows measured from its cache."""
+    """One prefill of a document, and the rows measured from its cache."""
 
-    cell: Cell
-    document: int
     variant: Variant
     removed: float
     rows: tuple[Row, ...]
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What people read in the resume file."""
+        return {"policy": self.variant.label, "removed": self.removed}
+
+
+@dataclass(frozen=True)
+class MadeUnit(Unit):
+    """Of a made document: the one of this number in a cell."""
+
+    cell: Cell
+    document: int
+
+    @property
+    def about(self) -> dict[str, Any]:
+        return {"cell": self.cell.label, "document": self.document, **super().about}
 
 
 @dataclass(frozen=True)
@@ -187,7 +218,7 @@ class Grid:
         order = {variant: i for i, variant in enumerate(dict.fromkeys(row.variant for row in rows))}
         return sorted(rows, key=lambda row: (order[row.variant], row.removed))
 
-    def units(self) -> list[Unit]:
+    def units(self) -> list[MadeUnit]:
         """Document by document through all cells: a run that is stopped has a little of everything."""
         planned: dict[tuple[int, Cell, Variant, float], dict[Row, None]] = {}
         for document in range(max((block.documents for block in self.blocks), default=0)):
@@ -195,7 +226,7 @@ class Grid:
                 for cell, row in product(block.cells(), block.rows(export=self.export)):
                     planned.setdefault((document, cell, row.variant, row.removed), {})[row] = None
         return [
-            Unit(cell, document, variant, removed, tuple(rows))
+            MadeUnit(variant, removed, tuple(rows), cell, document)
             for (document, cell, variant, removed), rows in planned.items()
         ]
 

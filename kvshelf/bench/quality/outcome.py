@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
 import torch
 
-from kvshelf.bench.quality.grid import Reading, Row, Unit
+from kvshelf.bench.quality.grid import MadeUnit, Reading, Row
 from kvshelf.bench.quality.retrieval import EVALUATION_SEED, counter
 from kvshelf.bench.quality.suite import Ask, make_case, score
 from kvshelf.errors import KvshelfError
@@ -18,7 +18,6 @@ from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import canonical_json, digest
 from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.workers.engine.engine import Compression, Engine
-from kvshelf.workers.policies import build
 
 REVISION = 1
 """Raised whenever the documents, the questions or the scores of a unit change."""
@@ -34,6 +33,7 @@ class Outcome:
     exact and partial: one entry per question. stored_bytes: length of the blob. read_share: entries that a token of an
     answer read, of those stored; the mean over questions. probe_tokens: tokens that the policy
     runs behind the document, within the prefill. refused: why there is no result; all other fields are then empty or 0.
+    answers: texts, and quality: the cache's figure (an `api.Quality`), of documents from a dataset alone.
     """
 
     key: str
@@ -48,6 +48,8 @@ class Outcome:
     compress_s: float = 0.0
     encode_s: float = 0.0
     answer_s: float = 0.0
+    answers: tuple[str, ...] = ()
+    quality: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -63,27 +65,23 @@ class Protocol:
     def of(cls, engine: Engine, questions: int, seed: int) -> Protocol:
         return cls(engine.identity.fingerprint(), engine.model.device.type, questions, seed)
 
-    def key(self, unit: Unit, row: Row) -> str:
-        """A digest of all that the result depends on: model, document, policy version, defaults and settings."""
-        policy = build(unit.variant.policy, dict(unit.variant.params))
+    def key(self, unit: MadeUnit, row: Row) -> str:
+        """A digest of all that the result depends on: model, document and the settings of the row."""
         settings = {
             "revision": REVISION,
             "protocol": asdict(self),
             "cell": asdict(unit.cell),
             "document": unit.document,
-            "policy": policy.name,
-            "version": policy.revision,
-            "params": policy.parameters(),
-            "removed": unit.removed,
-            "codec": row.codec,
-            "exported": row.exported,
+            **row.settings,
         }
-        if row.select is not None:  # results of rows that read all stay found
-            settings["select"] = asdict(row.select)
         return digest("kvshelf.bench.quality.quality", canonical_json(settings))
 
+    def measure(self, engine: Engine, unit: MadeUnit) -> list[Outcome]:
+        """The outcomes of the unit's rows."""
+        return measure_unit(engine, unit, self)
 
-def measure_unit(engine: Engine, unit: Unit, protocol: Protocol) -> list[Outcome]:
+
+def measure_unit(engine: Engine, unit: MadeUnit, protocol: Protocol) -> list[Outcome]:
     """Compress the document once, without its questions, and ask them of the cache of every row."""
     cell = unit.cell
     seed, count = EVALUATION_SEED + protocol.seed + unit.document, counter(engine)
@@ -128,7 +126,7 @@ def _answer(engine: Engine, cache: CompressedCache, ask: Ask, row: Row) -> tuple
     answer behind an ordinary prefix: the model's own attention, positions 0, 1 ..."""
     longest = _SPARE_TOKENS + sum(map(len, ask.references))
     if not row.exported:
-        answer = engine.answer(cache, ask.text, max_new_tokens=longest, **_selecting(cache, row.select))
+        answer = engine.answer(cache, ask.text, max_new_tokens=longest, **selecting(cache, row.select))
         return answer.text, answer.usage.read_tokens / engine.attach(cache).read_tokens
     past = engine.export(cache, positions="contiguous")
     prefix = past.get_seq_length()
@@ -143,7 +141,7 @@ def _answer(engine: Engine, cache: CompressedCache, ask: Ask, row: Row) -> tuple
     return text, 1.0
 
 
-def _selecting(cache: CompressedCache, select: Reading | None) -> dict[str, Any]:
+def selecting(cache: CompressedCache, select: Reading | None) -> dict[str, Any]:
     """The arguments of `Engine.answer` for a reading."""
     if select is None:
         return {}

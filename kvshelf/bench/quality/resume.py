@@ -69,7 +69,7 @@ class ResumeFile:
         try:
             fields = {name: value for name, value in json.loads(line).items() if name in names}
             lists = {name: tuple(fields[name]) for name in ("exact", "partial")}
-            return Outcome(**{**fields, **lists})
+            return Outcome(**{**fields, **lists, "answers": tuple(fields.get("answers", ()))})
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise self._foreign(number, error) from error
 

@@ -1,0 +1,110 @@
+"""One document of a dataset under the rows of one policy: compressed once, asked all its questions in one batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from kvshelf.bench import scorers
+from kvshelf.bench.quality.dataset.documents import Document
+from kvshelf.bench.quality.grid import Row, Unit
+from kvshelf.bench.quality.outcome import Outcome, selecting
+from kvshelf.errors import KvshelfError
+from kvshelf.store.artifact.identity import canonical_json, digest
+from kvshelf.workers.engine.engine import Compression, Engine, Prefill
+
+REVISION: Final = 1
+"""Raised whenever the outcome of the same document, questions and settings changes."""
+
+
+@dataclass(frozen=True)
+class DocumentUnit(Unit):
+    """Of a document of a dataset."""
+
+    document: Document
+
+    @property
+    def about(self) -> dict[str, Any]:
+        return {"document": self.document.id, **super().about}
+
+
+def make_units(documents: Sequence[Document], rows: Sequence[Row]) -> list[DocumentUnit]:
+    """Document by document through all rows: a run that is stopped has all rows of some documents."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.variant, row.removed), []).append(row)
+    return [
+        DocumentUnit(variant, removed, tuple(group), document)
+        for document in documents
+        for (variant, removed), group in groups.items()
+    ]
+
+
+@dataclass(frozen=True)
+class DatasetProtocol:
+    """The settings that all units of a run share. cues: of the figure of each cache; 0 measures none."""
+
+    model: str  # fingerprint of the model's identity
+    device: str  # "cpu" or "cuda"
+    max_new_tokens: int
+    cues: int
+
+    def key(self, unit: DocumentUnit, row: Row) -> str:
+        """A digest of all that the result depends on: model, document, questions and the settings of the row."""
+        document = {"context": unit.document.context, "questions": [asdict(one) for one in unit.document.questions]}
+        settings = {"revision": REVISION, "protocol": asdict(self), **document, **row.settings}
+        return digest("kvshelf.bench.quality.dataset", canonical_json(settings))
+
+    def measure(self, engine: Engine, unit: DocumentUnit) -> list[Outcome]:
+        """The outcomes of the unit's rows: the document compressed once, without its questions."""
+        ratio, params = unit.removed if unit.variant.takes_budget else None, dict(unit.variant.params)
+        try:
+            job = engine.prepare(
+                unit.document.context, policy=unit.variant.policy, compression_ratio=ratio, policy_params=params
+            )
+            made = engine.prefill([engine.level(job)], cues=self.cues)
+        except KvshelfError as error:
+            return [Outcome(self.key(unit, row), refused=error.message) for row in unit.rows]
+        return list(self._measured(engine, unit, made))
+
+    def _measured(self, engine: Engine, unit: DocumentUnit, made: Prefill) -> Iterator[Outcome]:
+        (compression,) = made.compressions
+        for row in unit.rows:
+            try:
+                yield self._row(engine, unit, row, compression, made)
+            except KvshelfError as error:
+                yield Outcome(self.key(unit, row), refused=error.message)
+
+    def _row(self, engine: Engine, unit: DocumentUnit, row: Row, compression: Compression, made: Prefill) -> Outcome:
+        started = time.perf_counter()
+        cache = engine.encoded(compression.cache, row.codec)
+        encoded = time.perf_counter()
+        quality = None if made.reference is None else engine.measure(cache, made.reference)
+        asked = time.perf_counter()
+        answers = engine.answer_all(
+            [(cache, question.text) for question in unit.document.questions],
+            max_new_tokens=self.max_new_tokens,
+            **selecting(cache, row.select),
+        )
+        done = time.perf_counter()
+        scores = [
+            scorers.contains(answer.text, question.answers)
+            for answer, question in zip(answers, unit.document.questions, strict=True)
+        ]
+        read = sum(answer.usage.read_tokens for answer in answers) / len(answers)
+        return Outcome(
+            key=self.key(unit, row),
+            exact=tuple(int(score == 1) for score in scores),
+            partial=tuple(scores),
+            document_tokens=cache.num_tokens,
+            stored_bytes=len(cache.to_bytes()),
+            read_share=read / engine.attach(cache).read_tokens,
+            prefill_s=compression.prefill_s,
+            compress_s=compression.compress_s,
+            encode_s=encoded - started,
+            answer_s=done - asked,
+            answers=tuple(answer.text for answer in answers),
+            quality=None if quality is None else quality.model_dump(),
+        )
