@@ -557,10 +557,10 @@ class Shelf(Store):
             self._walked_at = time.monotonic()
             orphans += housekeeping.remove_orphans(self._index, self._blobs, doubt_s)
         jobs = self._index.jobs
+        self._settle_sources(now)
         housekeeping.adopt(self._index, "source", self._sources.owned, now)
         housekeeping.adopt(self._index, "response", self.responses.owned, now)
         expired = housekeeping.expire(self._index, self._blobs, now)  # and what they own is due, for the next lines
-        self._settle_sources(now)
         swept = Swept(
             expired=expired,
             orphans=orphans,
