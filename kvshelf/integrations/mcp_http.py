@@ -120,6 +120,7 @@ def run(mcp: MCPServer[Any], url: str | None, host: str, port: int) -> None:
     """Serve until SIGINT or SIGTERM, with the limits of a service with the settings of the environment."""
     settings = load_settings()
     logs.configure(settings.log_level)
+    AsyncClient(url)  # a bad URL is refused now, and the authorities of TLS are read before there is a loop to hold up
 
     app = mcp.streamable_http_app(
         streamable_http_path=errors.MCP,
