@@ -504,7 +504,7 @@ def test_a_name_that_is_not_utf8_can_be_put_and_is_told(tmp_path: Path) -> None:
 def test_batches_are_listed_shown_and_cancelled() -> None:
     rows = "".join(json.dumps({"document": f"Boat {number} is in. " * 200}) + "\n" for number in range(200)).encode()
     with Client() as client:
-        file = client.files.create(("rows.jsonl", rows))
+        file = client.files.create(file=("rows.jsonl", rows), purpose="batch")
         batch = client.batches.create(input_file_id=file.id, metadata={"by": "the \x1b[31mnight"})
     assert batch.id in run("batches", "list").stdout
     (listed,) = map(json.loads, run("batches", "list", "--limit", "1", "--json").stdout.splitlines())

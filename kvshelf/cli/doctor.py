@@ -52,7 +52,7 @@ def doctor(
     key: Annotated[
         list[str] | None, typer.Option(help="With --isolation: the key of a tenant; give two, or name two files.")
     ] = None,
-    pairs: Annotated[int, typer.Option(min=100, help="With --isolation: look-ups of each kind to time.")] = 400,
+    pairs: Annotated[int, typer.Option(min=20, help="With --isolation: look-ups of each kind to time.")] = 400,
     as_json: _options.AsJson = False,
 ) -> None:
     """Check versions, device and model; with --store a store, with --url a service. Exits with 1 if a check fails.

@@ -233,12 +233,16 @@ def lookups(owner: Party, model: str) -> Iterator[tuple[Lookup, str, str]]:
     yield Lookup("search", "POST", "/v1/caches/search", {**query, "labels": {"mark": mark}}), mark, _mark()
     yield Lookup("search of all", "POST", "/v1/caches/search", query, timed=False, alike=False), mark, _mark()
 
-    rows = json.dumps({"custom_id": "1", "document": _document(_mark())}).encode()
+    row = _mark()
+    rows = json.dumps({"custom_id": "1", "document": _document(row), "labels": {"mark": row}}).encode()
     uploaded = owner.http.post("/v1/files", files={"file": ("rows.jsonl", rows)}, data={"purpose": "batch"})
     file_id = _required(uploaded).json()["id"]
     owner.made.append(f"/v1/files/{file_id}")
     batch_id = owner.post("/v1/batches", {"input_file_id": file_id, "endpoint": "/v1/caches", "model": model})["id"]
-    _await(owner, f"/v1/batches/{batch_id}")
+    ended = _await(owner, f"/v1/batches/{batch_id}")
+    results = (ended["output_file_id"], ended["error_file_id"])
+    owner.made += [f"/v1/files/{result}" for result in results if result is not None]
+    owner.made += [f"/v1/caches/{made['id']}" for made in owner.get(f"/v1/caches?label.mark={row}")["data"]]
     for what, method, path, of in (
         ("file", "GET", "/v1/files/{}", file_id),
         ("file content", "GET", "/v1/files/{}/content", file_id),
@@ -259,9 +263,13 @@ def lookups(owner: Party, model: str) -> Iterator[tuple[Lookup, str, str]]:
     yield Lookup("response delete", "DELETE", "/v1/responses/{}", timed=False), response_id, _unknown(response_id)
 
 
-def _await(party: Party, path: str) -> None:
+def _await(party: Party, path: str) -> dict[str, Any]:
+    """A batch that has ended."""
     ends_at = time.monotonic() + _PATIENCE_S
-    while party.get(path)["status"] not in ("completed", "failed", "expired", "cancelled"):
+    while True:
+        batch: dict[str, Any] = party.get(path)
+        if batch["status"] in ("completed", "failed", "expired", "cancelled"):
+            return batch
         if time.monotonic() > ends_at:
             raise NoWorker(f"{path} did not end within {_PATIENCE_S:g} s")
         time.sleep(0.2)
