@@ -119,13 +119,10 @@ def asked_s(client: httpx.Client, cache_id: str) -> float:
     return time.perf_counter() - started
 
 
-FAULTS = pytest.mark.faults
+HEAVY = [pytest.param(name, marks=pytest.mark.faults) for name in ("estimate", "kept", "listing", "joint")]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["count", "search", *(pytest.param(name, marks=FAULTS) for name in ("estimate", "kept", "listing", "joint"))],
-)
+@pytest.mark.parametrize("name", ["count", "search", *HEAVY])
 def test_a_question_waits_for_no_other_tenant_s_work(
     mallory: httpx.Client, alice: httpx.Client, mine: str, hers: str, name: str, soak: bool
 ) -> None:

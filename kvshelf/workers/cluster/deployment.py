@@ -80,6 +80,7 @@ class ServedReplica(Replica):
     def __init__(self, config: ReplicaConfig) -> None:
         startup.begin()
         config.begin()
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # batches are of one text
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         engine = _engine(config) if config.gpus == 1 or config.device == "spread" else _shared_engine(config)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from jinja2 import TemplateError
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from kvshelf.errors import InvalidRequest
 from kvshelf.store.artifact.identity import Boundary, Layout, canonical_json, digest
@@ -84,7 +84,7 @@ class TextFormat:
 
     def token_starts(self, text: str) -> list[int]:
         """The place of the first character of each token of a text by itself, without template or BOS."""
-        return [start for start, _ in self._text.encode(text, add_special_tokens=False).offsets]
+        return [start for start, _ in _encoding(self._text, text).offsets]
 
     def document(self, text: str, layout: Layout) -> EncodedDocument:
         """Chat: the template up to the end of the document inside an open user turn. Plain: the text, after the BOS
@@ -155,7 +155,7 @@ class TextFormat:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text by itself; special tokens in it are text."""
-        return self._text.encode(text, add_special_tokens=False).ids
+        return _encoding(self._text, text).ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, control tokens written out."""
@@ -242,7 +242,7 @@ class TextFormat:
         return ids
 
     def _encode_control(self, text: str) -> list[int]:
-        return self._control.encode(text, add_special_tokens=False).ids
+        return _encoding(self._control, text).ids
 
     def _bos(self) -> list[int]:
         added = self._chat("").input_ids
@@ -288,6 +288,11 @@ def _system_before_question(turns: list[tuple[str, str]]) -> list[tuple[str, str
             param=f"messages[{len(system)}].role" if asked else "messages",
         )
     return [("user", QUESTION_SEPARATOR.join([*system, asked[0][1]])), *asked[1:]]
+
+
+def _encoding(tokenizer: Tokenizer, text: str) -> Encoding:
+    # As a batch of one: `Tokenizer.encode` holds the interpreter's lock, and all other threads wait for the text.
+    return tokenizer.encode_batch([text], add_special_tokens=False)[0]
 
 
 def _plain_copy(backend: Tokenizer) -> Tokenizer:

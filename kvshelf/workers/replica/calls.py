@@ -27,7 +27,7 @@ tenant_at_work: ContextVar[str] = ContextVar("kvshelf.tenant", default="")
 
 class Threads(ThreadPoolExecutor):
     """Threads for blocking work: tokenization, the store, searches. Tenants take turns, whatever the work is, and one
-    alone takes three quarters of the threads at most, so that the next one's work finds a thread.
+    alone takes half of the threads at most, so that the next one's work finds a thread.
 
     The tenant is `tenant_at_work` of the caller, so that `asyncio.to_thread` takes turns too where these are the
     default threads of a loop.
@@ -35,7 +35,7 @@ class Threads(ThreadPoolExecutor):
 
     def __init__(self, max_workers: int = 8, thread_name_prefix: str = "replica") -> None:
         super().__init__(max_workers, thread_name_prefix)
-        self._most = max(1, max_workers * 3 // 4)
+        self._most = max(1, max_workers // 2)
         self._lock = threading.Lock()
         self._waiting: Rounds[tuple[str, Future[Any], Callable[[], Any]]] = Rounds()
         self._working: Counter[str] = Counter()

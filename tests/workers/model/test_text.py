@@ -220,3 +220,23 @@ def test_encoding_is_thread_safe(text):
 def test_a_slow_tokenizer_is_refused_by_name():
     with pytest.raises(InvalidRequest, match="tokenizer\\.json"):
         TextFormat(object())
+
+
+def test_other_threads_run_while_a_text_is_encoded(text):
+    """The thread that owns the model among them: an interpreter whose lock is held for the whole text stops all."""
+    import threading
+
+    long, ended, steps = "The quay keeper writes 17 in the ledger. " * 20_000, threading.Event(), []
+
+    def step():
+        while not ended.wait(0.001):
+            steps.append(None)
+
+    stepping = threading.Thread(target=step)
+    stepping.start()
+    before = len(steps)
+    text.encode(long)
+    after = len(steps)
+    ended.set()
+    stepping.join()
+    assert after - before > 20
