@@ -165,10 +165,12 @@ def train_gates(
         from kvshelf.workers.engine.gates.objectives import objective, trained_policy
         from kvshelf.workers.engine.gates.trainer import Checkpoint, Settings, Trainer
         from kvshelf.workers.model import calibration
+        from kvshelf.workers.model import loading as models
         from kvshelf.workers.policies.gates.file import gate_path
 
         policy = trained_policy(family, target)
-        engine = Engine.load(model, device=device, dtype=dtype)
+        loaded, tokenizer = models.load(model, device=device, dtype=dtype)
+        engine = Engine(loaded, tokenizer, name=model)  # not `Engine.load`: gradients go through its plain weights
         path = out or gate_path(engine.identity.weights, policy.name)
         calibration.require_writable(path)
         settings = Settings(steps, length, seed)

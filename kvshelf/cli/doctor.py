@@ -156,7 +156,9 @@ def _kernels() -> str:
     if form != "eager":
         return f"on a CPU: {form}, compiled from C" + (f", the level set by {LEVEL}" if level else "")
     if level and architecture() is None:
-        return f"on a CPU: eager, torch operations; {LEVEL} is {level}, which cannot run where torch finds {capability()}"
+        return (
+            f"on a CPU: eager, torch operations; {LEVEL} is {level}, which cannot run where torch finds {capability()}"
+        )
     if architecture() is None:
         return "on a CPU: eager, torch operations; compiled kernels do not support this processor"
     return (

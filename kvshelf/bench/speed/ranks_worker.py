@@ -17,7 +17,6 @@ import transformers
 
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.parallel.engine import ParallelEngine
-from kvshelf.workers.model.prepacking import prepack
 
 QUESTIONS = 8
 NEW_TOKENS = 32
@@ -37,9 +36,7 @@ def main(source: str, dtype: str, device: str, threads: int, ranks: int) -> None
 def _loaded(source: str, dtype: str, device: str, ranks: int) -> Engine:
     if ranks > 1:
         return ParallelEngine.load(source, device=device, dtype=dtype, ranks=ranks)
-    engine = Engine.load(source, device=device, dtype=dtype)
-    prepack(engine.model)  # as in replicas
-    return engine
+    return Engine.load(source, device=device, dtype=dtype)
 
 
 def measured(engine: Engine, token_ids: list[int]) -> dict[str, Any]:

@@ -87,4 +87,4 @@ def _tiles(queries: Tensor, num_tiles: int, dim: int, lanes: int) -> Tensor:
 @cache
 def bf16_products() -> int:
     """How C multiplies bf16 here."""
-    return int(compiled().kvshelfbf16_products())
+    return int(compiled().kvshelf_bf16_products())

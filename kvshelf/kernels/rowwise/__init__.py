@@ -13,11 +13,23 @@ import torch
 from torch import Tensor
 
 from kvshelf.kernels.checks import require
-from kvshelf.kernels.native import library
-from kvshelf.kernels.rowwise.native import BLOCK_ROWS, PANEL, Buffer, Instruction, Place, RowProgram, multiply
+from kvshelf.kernels.native import LANES, library
+from kvshelf.kernels.rowwise.native import (
+    BLOCK_ROWS,
+    LINES,
+    PANEL,
+    Buffer,
+    Instruction,
+    Place,
+    RowProgram,
+    multiply,
+    multiply_lines,
+)
 
 __all__ = [
     "BLOCK_ROWS",
+    "LANES",
+    "LINES",
     "PANEL",
     "Buffer",
     "Instruction",
@@ -26,6 +38,7 @@ __all__ = [
     "available",
     "linear",
     "pack_weight",
+    "plain_linear",
     "unpack_weight",
 ]
 
@@ -81,3 +94,43 @@ _LIBRARY.impl("linear", _linear, "CPU")
 @torch.library.register_fake("kvshelf::linear", lib=_LIBRARY)
 def _(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:  # noqa: ARG001
     return x.new_empty(*x.shape[:-1], packed.shape[0] * PANEL)
+
+
+_LIBRARY.define("plain_linear(Tensor x, Tensor weight) -> Tensor")
+
+
+def plain_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x `[..., inputs]` times a weight `[outputs, inputs]` as models have it: `[..., outputs]`, fp32 on the CPU. inputs: a
+    multiple of 16; outputs: of 4.
+
+    For a head that is the embedding, too, of which a packed copy would take as much memory again. Sums of a row are the
+    same whatever the other rows. Bytes and FLOPs as of `linear`.
+    """
+    product: Tensor = torch.ops.kvshelf.plain_linear.default(x, weight)
+    return product
+
+
+def _plain_linear(x: Tensor, weight: Tensor) -> Tensor:
+    outputs, inputs = weight.shape
+    require(
+        x.dtype == weight.dtype == torch.float32
+        and x.device.type == "cpu"
+        and x.shape[-1] == inputs
+        and weight.is_contiguous()
+        and not (inputs % LANES or outputs % LINES),
+        "plain_linear",
+        f"x must be [..., inputs] in fp32 on the CPU, inputs a multiple of {LANES} and outputs of {LINES}",
+        x=x,
+        weight=weight,
+    )
+    out = x.new_empty(*x.shape[:-1], outputs)
+    multiply_lines(x.contiguous(), weight, out)
+    return out
+
+
+_LIBRARY.impl("plain_linear", _plain_linear, "CPU")
+
+
+@torch.library.register_fake("kvshelf::plain_linear", lib=_LIBRARY)
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])

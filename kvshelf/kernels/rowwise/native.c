@@ -289,6 +289,94 @@ void run_rows(Member *member, const RowProgram *a) {
     }
 }
 
+/* Products with weights as models have them, [outputs, inputs]: of a head that is the embedding, too. LINES: outputs that
+   are worked on together; MOST_TALL: rows beside them. A sum for each lane of inputs and then the sum of these, whatever
+   the number of rows. */
+enum { LINES = 4, MOST_TALL = LANES == 16 ? 6 : 3 };
+
+typedef struct {
+    const float *x, *weight;
+    float *y;
+    int64_t rows, outputs, inputs, pieces;
+} Lines;
+
+/* The sums of four vectors. */
+INLINE void store_sums(float *y, const Floats *of) {
+#ifdef __AVX2__
+    Eight halves[LINES];
+    for (int i = 0; i < LINES; i++) {
+        halves[i] = eight_of(of[i], 0);
+        for (int at = 8; at < LANES; at += 8) halves[i] += eight_of(of[i], at);
+    }
+    const __m256 both = _mm256_hadd_ps(_mm256_hadd_ps(halves[0], halves[1]), _mm256_hadd_ps(halves[2], halves[3]));
+    _mm_storeu_ps(y, _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1)));
+#else
+    for (int i = 0; i < LINES; i++) y[i] = sum(of[i]);
+#endif
+}
+
+INLINE void multiply_lines(const Lines *a, const float *x, const float *lines, float *y, const int rows,
+                           const int groups, const int ask) {
+    const int64_t inputs = a->inputs;
+    Floats sums[MOST_TALL][2 * LINES] = {{{0}}};
+    for (int64_t k = 0; k < inputs; k += LANES) {
+        Floats own[MOST_TALL];
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) own[r] = load(x, r * inputs + k, FP32);
+#pragma GCC unroll 8
+        for (int i = 0; i < groups * LINES; i++) {
+            if (ask) __builtin_prefetch(lines + (groups * LINES + i) * inputs + k);
+            const Floats weights = load(lines, i * inputs + k, FP32);
+#pragma GCC unroll 6
+            for (int r = 0; r < rows; r++) sums[r][i] += weights * own[r];
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+        for (int g = 0; g < groups; g++) store_sums(y + r * a->outputs + g * LINES, sums[r] + g * LINES);
+}
+
+/* All rows with LINES outputs, or twice as many of a single row. */
+static void multiply_group(const Lines *a, int64_t first, int groups) {
+    const float *lines = a->weight + first * a->inputs;
+    const int64_t parts = (a->rows + MOST_TALL - 1) / MOST_TALL;
+    if (groups == 2) return multiply_lines(a, a->x, lines, a->y + first, 1, 2, 1);
+    for (int64_t p = 0; p < parts; p++) {
+        const int64_t from = p * a->rows / parts, rows = (p + 1) * a->rows / parts - from;
+        const float *x = a->x + from * a->inputs;
+        float *y = a->y + from * a->outputs + first;
+        switch (rows) {
+#define TALL(R)                                          \
+    case R:                                              \
+        if (p)                                           \
+            multiply_lines(a, x, lines, y, R, 1, 0);     \
+        else                                             \
+            multiply_lines(a, x, lines, y, R, 1, 1);     \
+        break;
+            TALL(1) TALL(2) TALL(3)
+#if LANES == 16
+            TALL(4) TALL(5) TALL(6)
+#endif
+        }
+    }
+}
+
+static void multiply_some_lines(const void *context, int64_t i) {
+    const Lines *a = context;
+    const int64_t groups = a->outputs / LINES;
+    int64_t from = i * groups / a->pieces, to = (i + 1) * groups / a->pieces;
+    for (; a->rows == 1 && from + 2 <= to; from += 2) multiply_group(a, from * LINES, 2);
+    for (; from < to; from++) multiply_group(a, from * LINES, 1);
+}
+
+/* x [rows, inputs] times a weight [outputs, inputs], into y [rows, outputs]. sizes: rows, outputs, a multiple of 4, and
+   inputs, a multiple of 16. */
+EXPORT void kvshelf_multiply_lines(const float *x, const float *weight, float *y, const int64_t *sizes, int threads) {
+    const Lines lines = {x, weight, y, sizes[0], sizes[1], sizes[2], PIECES * threads};
+    for_each(lines.pieces, threads, multiply_some_lines, &lines);
+}
+
 /* x [rows, inputs] times a packed weight, and the bias, into y. sizes: rows, panels, inputs, and the rows of a block. */
 EXPORT void kvshelf_multiply(float *x, const float *packed, const float *bias, float *y, const int64_t *sizes,
                              int threads) {

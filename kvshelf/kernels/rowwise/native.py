@@ -15,6 +15,9 @@ from kvshelf.kernels.native import Part, compiled, pointer, run_parts
 PANEL: Final = 32
 """Outputs of a panel of a packed weight."""
 
+LINES: Final = 4
+"""A divisor of the outputs of a weight that is not packed."""
+
 OPERATIONS: Final = (
     "linear", "mul", "add", "sub", "copy", "silu", "gelu", "gelu_tanh", "tanh", "relu", "rsqrt", "mean",
 )  # fmt: skip
@@ -130,6 +133,13 @@ def multiply(x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> Non
     sizes = (ctypes.c_int64 * 4)(rows, panels, inputs, _block_rows(rows, threads))
     given = None if bias is None else pointer(bias)
     compiled().kvshelf_multiply(pointer(x), pointer(packed), given, pointer(out), sizes, threads)
+
+
+def multiply_lines(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """x `[..., inputs]` times a weight `[outputs, inputs]` into `out` `[..., outputs]`, all contiguous."""
+    outputs, inputs = weight.shape
+    sizes = (ctypes.c_int64 * 3)(out.numel() // outputs, outputs, inputs)
+    compiled().kvshelf_multiply_lines(pointer(x), pointer(weight), pointer(out), sizes, torch.get_num_threads())
 
 
 def _block_rows(rows: int, threads: int) -> int:

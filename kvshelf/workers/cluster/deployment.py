@@ -28,8 +28,6 @@ from kvshelf.workers.cluster.remote import RemoteEngine, running
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.parallel.engine import ParallelEngine
 from kvshelf.workers.engine.quality import CUES
-from kvshelf.workers.model import loading as models
-from kvshelf.workers.model.prepacking import prepack
 from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.residents import ResidentLimits
 from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
@@ -102,9 +100,7 @@ class ServedReplica(Replica):
 
 
 def _engine(config: ReplicaConfig) -> Engine:
-    model, tokenizer = models.load(config.model, device=config.device, dtype=config.dtype)
-    engine = Engine(model, tokenizer, name=served_name(config.model))
-    prepack(model)  # after the engine has digested the weights: reading them again would restore their layout
+    engine = Engine.load(config.model, device=config.device, dtype=config.dtype, shown=served_name(config.model))
     _ = engine.passes.program  # recorded before the first question waits for it
     return engine
 

@@ -76,6 +76,7 @@ from kvshelf.workers.model import calibration
 from kvshelf.workers.model import loading as models
 from kvshelf.workers.model.caches import cache_class, own_class
 from kvshelf.workers.model.layers import LayerKind, layer_kinds
+from kvshelf.workers.model.prepacking import prepack
 from kvshelf.workers.model.rope import Rope, changes_with_length, reach
 from kvshelf.workers.model.text import EncodedDocument, TextFormat
 from kvshelf.workers.policies import DEFAULT_POLICY, build
@@ -148,15 +149,27 @@ class Engine:
         self._preparer = Preparer(model, self.name, self.identity, self.rope, self.max_tokens, self.kinds)
 
     @classmethod
-    def load(cls, name: str, *, device: str = "auto", dtype: str = "auto", progress: bool = False) -> Engine:
-        """The engine of a bundled model ("kvshelf-tiny"), a local folder or a hub id.
+    def load(
+        cls,
+        name: str,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        progress: bool = False,
+        shown: str | None = None,
+    ) -> Engine:
+        """The engine of a bundled model ("kvshelf-tiny"), a local folder or a hub id. On a CPU its weights are laid out
+        as they are multiplied fastest (`prepacking`): they can be read (`state_dict`) but not changed or trained.
 
         device: "auto" takes a GPU where there is one, "spread" all GPUs that this process sees and then the CPU's
         memory (accelerate's `device_map="auto"`). dtype: "auto" (the checkpoint's), float32, bfloat16 or float16.
-        progress: whether transformers and the hub may show their progress bars.
+        progress: whether transformers and the hub may show their progress bars. shown: the engine's name, where it is
+        another than the model's.
         """
         model, tokenizer = models.load(name, device=device, dtype=dtype, progress=progress)
-        return cls(model, tokenizer, name=name)
+        engine = cls(model, tokenizer, name=shown or name)
+        prepack(model)  # after the weights are digested: reading them again would restore their layout
+        return engine
 
     @cached_property
     def layer_shapes(self) -> tuple[LayerShape, ...]:

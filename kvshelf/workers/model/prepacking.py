@@ -17,7 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kvshelf.kernels.rowwise import PANEL, available, linear, pack_weight, unpack_weight
+from kvshelf.kernels.rowwise import (
+    LANES,
+    LINES,
+    PANEL,
+    available,
+    linear,
+    pack_weight,
+    plain_linear,
+    unpack_weight,
+)
 from kvshelf.workers.model.devices import hooked
 
 if TYPE_CHECKING:
@@ -28,10 +37,11 @@ _ROWS = 32
 
 
 class PackedLinear(nn.Module, abc.ABC):
-    """As `nn.Linear`, for inference alone: x [..., in_features] to [..., out_features], no gradient.
+    """As `nn.Linear`, for inference: x [..., in_features] to [..., out_features].
 
     Sums run in another order than `nn.Linear`'s, so fp32 results differ in their last bits. `weight` is in an order of
-    its own and cannot be changed; `unpacked` returns the original, and the state dict holds it as `nn.Linear`'s does.
+    its own and cannot be changed; `unpacked` returns the original, and the state dict holds it as `nn.Linear`'s does. A
+    gradient of `x` is that of a product with the original, which is slow.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -55,6 +65,15 @@ class PackedLinear(nn.Module, abc.ABC):
     @abc.abstractmethod
     def _packed(weight: Tensor) -> Tensor: ...
 
+    @abc.abstractmethod
+    def _product(self, x: Tensor) -> Tensor: ...
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product, in the dtype of `x`, which must be that of the weight."""
+        if x.requires_grad and torch.is_grad_enabled():
+            return nn.functional.linear(x, self.unpacked, self.bias)
+        return self._product(x)
+
     def extra_repr(self) -> str:
         """The shape, printed as `nn.Linear` prints it."""
         rows, columns = self.unpacked.shape
@@ -77,8 +96,7 @@ class PrepackedLinear(PackedLinear):
     def unpacked(self) -> Tensor:
         return self.weight.to_dense()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The product, in the dtype of `x`, which must be that of the weight."""
+    def _product(self, x: Tensor) -> Tensor:
         product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
         return product
 
@@ -86,8 +104,7 @@ class PrepackedLinear(PackedLinear):
 class PanelLinear(PackedLinear):
     """With weights in panels, `[out_features / 32, in_features, 32]`, which kvshelf's own C form multiplies in fp32.
 
-    One row takes half the time of oneDNN's product, 32 rows five sixths. Passes run by lists of instructions
-    (`kernels.rowwise`) need it.
+    Passes run by lists of instructions (`kernels.rowwise`) need it.
     """
 
     @staticmethod
@@ -104,10 +121,30 @@ class PanelLinear(PackedLinear):
     def unpacked(self) -> Tensor:
         return unpack_weight(self.weight)
 
+    def _product(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class TiedLinear(nn.Module):
+    """As `nn.Linear` without a bias, with a weight that another module has, too: a head tied to the
+    embedding. kvshelf's own C form multiplies it as it is, so that it takes no memory of its own."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    @staticmethod
+    def takes(module: nn.Linear) -> bool:
+        """Whether this process can multiply the weight of a module."""
+        outputs, inputs = module.weight.shape
+        whole = module.bias is None and not (inputs % LANES or outputs % LINES) and module.weight.is_contiguous()
+        return whole and module.weight.dtype == torch.float32 and module.weight.device.type == "cpu" and available()
+
     def forward(self, x: Tensor) -> Tensor:
         """The product, in fp32."""
-        product: Tensor = linear(x, self.weight, self.bias)
-        return product
+        if torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad):
+            return nn.functional.linear(x, self.weight)
+        return plain_linear(x, self.weight)
 
 
 class SummedLinear(nn.Module):
@@ -131,8 +168,9 @@ def prepack(model: PreTrainedModel) -> None:
     the model, each replaces its parts.
 
     Old weights are freed one by one, so peak memory grows by one weight. Weights that two modules share (a head tied to
-    the embedding), dtypes without a fast product in oneDNN, subclasses of `nn.Linear`, and models on other devices, or
-    on several, stay unchanged. Do not use it on a model that is trained or whose weights change.
+    the embedding) stay as they are, multiplied by another product in fp32. Dtypes without a fast product in oneDNN,
+    subclasses of `nn.Linear`, and models on other devices, or on several, stay unchanged. Do not use it on a model that
+    is trained or whose weights change.
     """
     if hooked(model):
         return
@@ -142,7 +180,11 @@ def prepack(model: PreTrainedModel) -> None:
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for name in [name for name, _ in model.named_modules()]:  # names alone: a list of modules would keep all weights
         module = model.get_submodule(name)
-        if type(module) is not nn.Linear or uses[id(module.weight)] > 1 or not _is_fast(module.weight):
+        if type(module) is not nn.Linear or not _is_fast(module.weight):
+            continue
+        if uses[id(module.weight)] > 1:
+            if TiedLinear.takes(module):
+                model.set_submodule(name, TiedLinear(module.weight).train(module.training))
             continue
         style = plan.get(re.sub(r"\d+", "*", name), "")
         weight, bias = _own(module.weight), _own(module.bias)
