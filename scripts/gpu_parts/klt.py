@@ -41,7 +41,7 @@ def measure(part: Part) -> None:
         torch.set_num_threads(os.cpu_count() or 1)
     subject = llama_8b(part, _LAYERS)
     engine = subject.engine
-    tokens, learned = (512, 128) if part.toy else (8192, 1024)
+    tokens, learned = (256, 96) if part.toy else (8192, 1024)
     learnt = find_transforms(engine, [subject.tokens(learned, seed=20 + i) for i in range(2)])
     engine.learn(learnt)
     coder = engine.coder_of(Transforms.from_bytes(learnt).digest)
