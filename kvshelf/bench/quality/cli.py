@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
 _PICTURES = (".png", ".svg", ".pdf")
 _OF_MADE = ("size", "tasks", "haystacks", "lengths", "documents", "export", "picture")
-_OF_DATASETS = ("fraction", "limit", "max_new_tokens", "cues")
+_CROSSED = ("policies", "ratios", "codecs", "select", "shares")
+_OF_DATASETS = ("ways", "fraction", "limit", "max_new_tokens", "cues")
 
 
 def quality(
@@ -73,6 +74,9 @@ def quality(
     dataset: Annotated[
         Path | None, typer.Option(help="Documents and questions of a file of JSON lines instead of made ones.")
     ] = None,
+    ways: Annotated[
+        str, typer.Option(help="With --dataset, instead of --policies: such as full/int4,keydiff@0.75,kvzip@0.5/int8.")
+    ] = "",
     fraction: Annotated[
         float, typer.Option(min=0, max=1, help="With --dataset: the share of its documents, drawn by --seed.")
     ] = 1.0,
@@ -102,7 +106,7 @@ def quality(
         from kvshelf.bench.quality.tables import notes, quality_tables
 
     options = EngineOptions(model, device, dtype, threads)
-    ways: dict[str, Any] = {
+    crossed: dict[str, Any] = {
         "policies": _split(policies),
         "ratios": decimals(ratios, "--ratios", 0, 1) if ratios else (),
         "codecs": _split(codecs),
@@ -112,7 +116,7 @@ def quality(
     if dataset is not None:
         part = {"fraction": fraction, "limit": limit, "seed": seed}
         asking = {"max_new_tokens": max_new_tokens, "cues": cues}
-        measured = _over_dataset(dataset, ways, part, options, resume, processes, asking)
+        measured = _over_dataset(dataset, _split(ways), crossed, part, options, resume, processes, asking)
         publish(*measured[:2], output, as_json, notes=measured[2])
         return
     grid = make_grid(
@@ -123,7 +127,7 @@ def quality(
         documents=documents,
         export=export,
         seed=seed,
-        **ways,
+        **crossed,
     )
     with _bar(grid.units()) as done:
         summary = bench.run(grid, options, resume, processes=processes, progress=done)
@@ -139,33 +143,38 @@ def quality(
 
 
 def _require_of_one_kind(context: typer.Context, dataset: Path | None) -> None:
-    """Refuses options of made documents with a dataset, and those of a dataset without one."""
+    """Refuses options of made documents with a dataset, those of a dataset without one, and ways beside policies."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
     others, kind = (_OF_MADE, "made documents") if dataset is not None else (_OF_DATASETS, "a --dataset")
-    for name in others:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
+    for name in given:
+        if name in others:
             raise InvalidRequest(f"--{name.replace('_', '-')} is for {kind} alone; leave it out", param=name)
+        if name in _CROSSED and "ways" in given:
+            raise InvalidRequest(f"--ways says all that --{name} does; give one of them", param=name)
 
 
 def _over_dataset(
     path: Path,
-    ways: dict[str, Any],
+    ways: Sequence[str],
+    crossed: dict[str, Any],
     part: dict[str, Any],
     options: EngineOptions,
     resume: Path,
     processes: int,
     asking: dict[str, int],
 ) -> tuple[dict[str, Any], list[Table], str]:
-    """The report, its tables, and how to read them. ways: arguments of `make_grid`; part: of `chosen`; asking: of
-    `run`."""
+    """The report, its tables, and how to read them. crossed: arguments of `make_grid`, where there are no `ways`; part:
+    of `chosen`; asking: of `run`."""
     from kvshelf.bench.measure import machine
     from kvshelf.bench.quality.dataset.documents import chosen, read_documents
     from kvshelf.bench.quality.dataset.run import run
     from kvshelf.bench.quality.dataset.tables import dataset_tables, notes
-    from kvshelf.bench.quality.grid import FEATURED, make_grid
+    from kvshelf.bench.quality.grid import FEATURED, make_grid, make_rows
 
-    ways = ways | {"policies": ways["policies"] or FEATURED, "ratios": ways["ratios"] or (0.5,)}
-    rows = make_grid("small", **ways).rows()
+    if not ways:
+        crossed = crossed | {"policies": crossed["policies"] or FEATURED, "ratios": crossed["ratios"] or (0.5,)}
+    rows = make_rows(ways) if ways else make_grid("small", **crossed).rows()
     documents = chosen(read_documents(path), **part)
     with _dataset_bar(len(documents) * len({(row.variant, row.removed) for row in rows})) as done:
         summary = run(documents, rows, options, resume, processes=processes, progress=done, **asking)

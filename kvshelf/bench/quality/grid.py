@@ -121,6 +121,29 @@ class Row:
     exported: bool = False
     select: Reading | None = None
 
+    @classmethod
+    def parse(cls, text: str) -> Row:
+        """`full`, `full/int4`, `keydiff@0.75` or `lagkv:lag=64@0.5/int8`: a policy, the share that it removes (half,
+        unless given) and a codec. Raises `InvalidRequest`."""
+        way, _, codec = text.strip().partition("/")
+        policy, at, removed = way.rpartition("@") if "@" in way else (way, "", "0.5")
+        variant = Variant.parse(policy)
+        if not variant.takes_budget:
+            _require(not at, "ways", text, "without a share removed, as this policy keeps everything")
+            return cls(variant, 0.0, str(Codec.parse(codec or "none")))
+        try:
+            share = float(removed)
+        except ValueError:
+            share = -1.0
+        _require(0 <= share < 1, "ways", text, "with a share removed from 0 to below 1 behind the @")
+        return cls(variant, share, str(Codec.parse(codec or "none")))
+
+    @property
+    def label(self) -> str:
+        """What `parse` reads, for a row that is read as a whole."""
+        removed = f"@{self.removed:g}" if self.variant.takes_budget else ""
+        return self.variant.label + removed + (f"/{self.codec}" if self.codec != "none" else "")
+
     @property
     def settings(self) -> dict[str, Any]:
         """What a result depends on beside the document: policy version, defaults and settings."""
@@ -277,6 +300,13 @@ def make_grid(
         raise InvalidRequest("no cell is left: the task cwe stands in the haystack dense only", param="haystacks")
     grid.rows()  # parses every policy
     return grid
+
+
+def make_rows(ways: Sequence[str]) -> list[Row]:
+    """The rows of ways (see `Row.parse`), those of one policy and share together, after the full cache."""
+    rows = dict.fromkeys([Row(Variant(BASELINE), 0.0), *map(Row.parse, ways)])
+    groups = list(dict.fromkeys((row.variant, row.removed) for row in rows))
+    return sorted(rows, key=lambda row: groups.index((row.variant, row.removed)))
 
 
 def length_label(tokens: int) -> str:

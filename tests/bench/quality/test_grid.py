@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvshelf.bench.quality.grid import SIZES, Block, Grid, Row, Variant, make_grid
+from kvshelf.bench.quality.grid import SIZES, Block, Grid, Row, Variant, make_grid, make_rows
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.policies import POLICIES
 
@@ -79,3 +79,30 @@ def test_unknown_sizes_are_refused():
     with pytest.raises(InvalidRequest, match="small, core, default, large"):
         make_grid("huge")
     assert set(SIZES) == {"small", "core", "default", "large"}
+
+
+def test_ways_are_rows_behind_the_full_cache():
+    rows = make_rows(["full/int4", "keydiff@0.75/int8", "lagkv:lag=64,sink=8", "keydiff@0.5", "keydiff@0.75"])
+    assert [row.label for row in rows] == [
+        "full", "full/int4", "keydiff@0.75/int8", "keydiff@0.75", "lagkv:lag=64,sink=8@0.5", "keydiff@0.5",
+    ]  # fmt: skip
+    assert make_rows([row.label for row in rows]) == rows
+    assert rows[0] == FULL
+    assert rows[4] == Row(Variant("lagkv", (("lag", 64), ("sink", 8))), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("way", "reason"),
+    [
+        ("full@0.5", "keeps everything"),
+        ("keydiff@1", "from 0 to below 1"),
+        ("keydiff@half", "from 0 to below 1"),
+        ("keydiff@nan", "from 0 to below 1"),
+        ("nothing@0.5", "unknown policy"),
+        ("keydiff/int3", "codec"),
+        ("lagkv:lag@0.5", "name=value"),
+    ],
+)
+def test_a_way_that_is_none_is_refused(way, reason):
+    with pytest.raises(InvalidRequest, match=reason):
+        make_rows([way])

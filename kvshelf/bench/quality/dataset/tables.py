@@ -26,8 +26,8 @@ def notes(summary: DatasetSummary) -> str:
 
 def way_label(row: Row) -> str:
     """A row in one line."""
-    removed, codec = removed_label(row), "" if row.codec == "none" else row.codec
-    return " ".join(filter(None, (row_name(row), removed and f"-{removed}", codec, read_label(row))))
+    read = f" {row.select.label} {read_label(row)}" if row.select is not None else ""
+    return row.label + read
 
 
 def dataset_tables(summary: DatasetSummary, title: str) -> list[Table]:

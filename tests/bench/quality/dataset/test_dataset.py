@@ -105,7 +105,8 @@ def test_the_command_shows_what_each_way_lost_and_goes_on_where_it_stopped(tmp_p
     text = bench(*options, "--limit", "1")
     assert len(journal.read_text().splitlines()) == 3
     assert max(map(len, text.splitlines())) <= 120
-    assert bench(*options, "--output", report)
+    ways = "full,streaming_llm@0.95,lagkv:lag=512@0.95"
+    assert bench(*options[:2], "--ways", ways, *options[6:], "--output", report), "the same ways, named one by one"
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
     assert len({line["key"] for line in lines}) == len(lines) == 6, "something was measured twice"
     found = json.loads(report.read_text())
@@ -129,7 +130,10 @@ def test_options_of_the_other_kind_of_documents_are_refused(tmp_path, dataset):
     for option in (["--tasks", "needle"], ["--size", "core"], ["--documents", "3"], ["--export"]):
         with pytest.raises(InvalidRequest, match=f"{option[0]} is for made documents alone"):
             bench("--dataset", dataset, *option, *resume)
-    for option in (["--limit", "3"], ["--fraction", "0.5"], ["--cues", "3"], ["--max-new-tokens", "3"]):
+    with pytest.raises(InvalidRequest, match="--ways says all that --codecs does"):
+        bench("--dataset", dataset, "--ways", "full/int4", "--codecs", "int8", *resume)
+    datasets = (["--ways", "full"], ["--limit", "3"], ["--fraction", "0.5"], ["--cues", "3"], ["--max-new-tokens", "3"])
+    for option in datasets:
         with pytest.raises(InvalidRequest, match=f"{option[0]} is for a --dataset alone"):
             bench(*option, *resume)
     assert not list(tmp_path.iterdir())
