@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Container, Iterator
 from contextlib import suppress
@@ -10,10 +13,9 @@ from tempfile import TemporaryFile
 from typing import BinaryIO, Final
 
 from kvshelf.api.batches import UNDONE, BatchError, BatchStatus, RequestCounts
-from kvshelf.corpus.input.rows import parse_jsonl
 from kvshelf.corpus.row import Row, RowError
 from kvshelf.corpus.run.stored import last_results
-from kvshelf.errors import BlobError, FileNotFound, StoreError
+from kvshelf.errors import BlobError, FileNotFound, InternalError, StoreError
 from kvshelf.service.jobs.batch_questions import result_line
 from kvshelf.service.storage import space_for
 from kvshelf.store.base import Store
@@ -21,6 +23,9 @@ from kvshelf.store.jobs.batches import BatchRecord
 from kvshelf.store.jobs.bodies import digest_of
 
 _PIECE: Final = 1 << 20
+_CHILD: Final = "kvshelf.service.jobs.undone_child"
+_MEMORY_BYTES: Final = 1 << 30
+_CPU_S: Final = 600
 
 
 class BadInput(Exception):
@@ -96,9 +101,23 @@ def _undone(store: Store, record: BatchRecord, state: BatchStatus, ended: Contai
     why = RowError(UNDONE[state], f"the batch was {state} before this row was done; a retry of the batch does it")
     input_id, tenant, endpoint = record.body["input_file_id"], record.tenant, record.body["endpoint"]
     with suppress(FileNotFound), store.files.open(input_id, tenant=tenant) as opened:
-        for row in parse_jsonl(opened.file, "", {}, endpoint=endpoint):
+        for row in _rows(opened.file, endpoint):
             if row.line not in ended:
                 yield row.failed(why)
+
+
+def _rows(file: BinaryIO, endpoint: str) -> Iterator[Row]:
+    """The rows of an input, without what they ask for, by a process of its own. Raises `InternalError`."""
+    command = [sys.executable, "-PB", "-m", _CHILD, endpoint, f"{_MEMORY_BYTES}", f"{_CPU_S}"]
+    with TemporaryFile() as told, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=told) as child:
+        assert child.stdin is not None, "it was asked for"
+        with suppress(BrokenPipeError), child.stdin:  # its exit code says more
+            shutil.copyfileobj(file, child.stdin, _PIECE)
+        if code := child.wait():
+            raise InternalError(f"the process that reads the rows of a batch ended with {code}")
+        told.seek(0)
+        for line, custom_id in map(json.loads, told):
+            yield Row("", line, custom_id=custom_id)
 
 
 def _keep(store: Store, record: BatchRecord, term: int, file: BinaryIO, name: str, field: str) -> None:
