@@ -29,7 +29,7 @@ from kvshelf.workers.replica.questions import Questions
 from kvshelf.workers.replica.reading import attached
 from kvshelf.workers.replica.residents import ResidentLimits, Residents
 from kvshelf.workers.replica.scheduler import Scheduler
-from kvshelf.workers.replica.search import Searches
+from kvshelf.workers.replica.search.searches import Searches
 
 STUCK_S = 30.0
 """How long a document may hold the model after its deadline, before its replica is replaced. Late work ends between two

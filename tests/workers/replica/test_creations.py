@@ -474,7 +474,7 @@ async def test_levels_of_a_policy_that_keeps_all_are_refused(replica: Replica, d
 
 async def test_an_estimate_has_a_row_for_each_level_and_for_each_way_of_auto(replica: Replica, document: str) -> None:
     async def rows(**fields: Any) -> list[PolicyEstimate]:
-        return (await replica.estimate(Estimate(document=document, **fields))).policies
+        return (await replica.estimate(Estimate(document=document, **fields), tenant="t")).policies
 
     levels = [0.75, 0.25]
     said = await rows(policy="keydiff", levels=levels)

@@ -16,10 +16,10 @@ from kvshelf.errors import InvalidRequest
 from kvshelf.store.disk import DiskStore
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.summary import score, scores
-from kvshelf.workers.replica import search as module
-from kvshelf.workers.replica import summaries
 from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.scheduler import Scheduler
+from kvshelf.workers.replica.search import searches as module
+from kvshelf.workers.replica.search import summaries
 
 pytestmark = pytest.mark.anyio
 

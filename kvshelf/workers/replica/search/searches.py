@@ -25,7 +25,7 @@ from kvshelf.workers.engine.summary import Block, Codes, scores, unpacked
 from kvshelf.workers.replica.calls import Threads, called_as
 from kvshelf.workers.replica.results import Found, in_sequence, rounded
 from kvshelf.workers.replica.scheduler import Scheduler
-from kvshelf.workers.replica.summaries import Choice, Places, Record, Shelved, Summary
+from kvshelf.workers.replica.search.summaries import Choice, Places, Record, Shelved, Summary
 from kvshelf.workers.replica.ticket import Ticket
 
 log = structlog.get_logger("kvshelf.workers")

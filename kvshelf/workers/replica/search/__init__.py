@@ -1,0 +1,1 @@
+"""Searches over the summaries of a tenant's caches."""
