@@ -16,15 +16,14 @@ from kvshelf.cli import (
     calibrate,
     demo,
     doctor,
-    erase,
     estimate,
     keys,
     plan,
     policies,
     serve,
     transfer,
-    uninstall,
 )
+from kvshelf.cli.removal import erase, uninstall
 from kvshelf.errors import KvshelfError
 
 app = typer.Typer(
