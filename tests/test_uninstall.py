@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshelf.cli import uninstall
+from kvshelf.cli.removal import uninstall
 from kvshelf.store.disk import DiskStore
 from tests.store.caches import make_cache
 
@@ -55,9 +55,9 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run(*args: str, code: int = 0, running: Sequence[str] = ()) -> str:
     """In a process of its own, which knows the folders of `machine` alone. running: the processes that it finds."""
     program = (
-        "import os, sys, tempfile; from kvshelf.cli import app, uninstall; "
+        "import os, sys, tempfile; from kvshelf.cli import app; from kvshelf.cli.removal import uninstall; "
         "assert tempfile.gettempdir().startswith(os.environ['HOME']); "
-        f"uninstall.__file__, uninstall._running = '/nowhere/cli/uninstall.py', lambda _: {list(running)!r}; "
+        f"uninstall._KERNELS, uninstall._running = uninstall.Path('/nowhere'), lambda _: {list(running)!r}; "
         "app(sys.argv[1:])"
     )
     command = [sys.executable, "-c", program, "uninstall", *args]

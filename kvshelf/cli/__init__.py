@@ -17,7 +17,6 @@ from kvshelf.cli import (
     calibrate,
     demo,
     doctor,
-    erase,
     estimate,
     keys,
     output,
@@ -25,9 +24,9 @@ from kvshelf.cli import (
     policies,
     serve,
     transfer,
-    uninstall,
 )
 from kvshelf.cli.output import say
+from kvshelf.cli.removal import erase, uninstall
 from kvshelf.errors import KvshelfError, StorageFull
 
 app = typer.Typer(

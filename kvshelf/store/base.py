@@ -10,7 +10,7 @@ from kvshelf.api import Timings
 from kvshelf.api.erasures import Erasure
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.blobs import Health
-from kvshelf.store.erasure import Subject
+from kvshelf.store.erasure.eraser import Subject
 from kvshelf.store.jobs.batches import Batches
 from kvshelf.store.jobs.files import Files
 from kvshelf.store.jobs.metering import Metering
@@ -239,8 +239,8 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def erase(self, subject: Subject, *, dry_run: bool = False, limit_s: float | None = None) -> Erasure:
         """Erase everything of a subject: its caches and those that extend them, what is derived from them, and lines
-        of files and journals that name them (`kvshelf.store.erasure`). Call it again after a kill, or for the rest if
-        it took longer than `limit_s`. Raises `StateConflict` while another process does it."""
+        of files and journals that name them (`kvshelf.store.erasure.eraser`). Call it again after a kill, or for the
+        rest if it took longer than `limit_s`. Raises `StateConflict` while another process does it."""
 
     @abc.abstractmethod
     def touch(self, cache_id: str, *, tenant: str = "default") -> None:

@@ -297,5 +297,5 @@ async def test_a_subject_is_erased_with_what_was_said_about_it(client: Client, a
             client.caches.retrieve(id)
     with pytest.raises(errors.InvalidRequest, match="say what is to be erased"):
         client.erasures.create()
-    with pytest.raises(errors.Forbidden):
+    with pytest.raises(errors.InvalidRequest, match="its own tenant alone"):
         client.erasures.create(tenant="another")

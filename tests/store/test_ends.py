@@ -180,7 +180,9 @@ def found_after(place: Place, clock: Clock, end: str) -> tuple[set[str], set[str
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_every_text_ends(place: Place, clock: Clock, end: str) -> None:
+def test_every_text_ends(place: Place, clock: Clock, end: str, soak: bool) -> None:
+    if place.kind == "objects" and end not in ("expiry", "cascade") and not soak:
+        pytest.skip("its index is that of a folder, and two ends show that its bytes go")
     soon, late = found_after(place, clock, end)
     assert soon == ENDS[end][1]
     assert late == set()

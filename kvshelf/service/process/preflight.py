@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvshelf.service.settings import Settings
-from kvshelf.store.signing import Signer
+from kvshelf.store.erasure.signing import Signer
 from kvshelf.workers.model.hub import require_available
 from kvshelf.workers.model.source import source_of
 

@@ -7,14 +7,14 @@ from typing import Final
 from fastapi import APIRouter, Request
 
 from kvshelf.api.erasures import CreateErasure, Erasure
-from kvshelf.errors import Forbidden
+from kvshelf.errors import InvalidRequest
 from kvshelf.service.access.keys import Writer
 from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_json
 from kvshelf.service.state import InService, in_turn
 from kvshelf.store.base import Store
-from kvshelf.store.erasure import Subject
-from kvshelf.store.signing import Signer, sealed
+from kvshelf.store.erasure.eraser import Subject
+from kvshelf.store.erasure.signing import Signer, sealed
 
 router = APIRouter(tags=["erasures"], responses=openapi.ERRORS)
 
@@ -32,7 +32,7 @@ async def create_erasure(request: Request, service: InService, caller: Writer) -
     """
     body = await read_json(request, CreateErasure, service)
     if body.tenant not in (None, caller.tenant):
-        raise Forbidden("tenant: a key erases the things of its own tenant alone", param="tenant")
+        raise InvalidRequest("tenant: a key erases the things of its own tenant alone", param="tenant")
     subject = Subject(tenant=caller.tenant, labels=body.labels, name=body.name or None)
     key_file = service.settings.erasure_key_file
     return await in_turn(service, caller, _erased, service.store, subject, key_file, dry_run=body.dry_run)

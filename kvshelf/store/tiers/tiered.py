@@ -33,7 +33,7 @@ from kvshelf.errors import (
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.base import Store
 from kvshelf.store.blobs import Health
-from kvshelf.store.erasure import Subject
+from kvshelf.store.erasure.eraser import Subject
 from kvshelf.store.manifest import Judgement, Manifest, Usage
 from kvshelf.store.shelf import Shelf
 from kvshelf.store.tiers.tier import Tier

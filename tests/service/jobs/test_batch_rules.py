@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvshelf.api.batches import BatchError, RequestCounts
 from kvshelf.corpus.run.progress import Progress, RunState
+from kvshelf.errors import StateConflict
 from kvshelf.service.jobs.batch_files import outcome
 from kvshelf.service.jobs.batch_work import outranked, rest_reason, stuck, waiting, with_progress
+from kvshelf.service.routes.batches import _require_results
+from kvshelf.store.disk import DiskStore
 from kvshelf.store.jobs.batches import BatchRecord
 
 NOON = datetime.datetime(2030, 5, 5, 12, 0).timestamp()
@@ -152,3 +156,24 @@ def test_a_run_is_stuck_when_it_has_waited_for_a_while() -> None:
     waits = Progress(RunState.WAITING, "the quota is used up", times={"running": NOON - 60, "waiting": NOON})
     assert (stuck(waits, NOON + 1), stuck(waits, NOON + 10)) == ("", "the quota is used up")
     assert stuck(Progress(RunState.RUNNING, times=waits.times), NOON + 60) == ""
+
+
+def test_a_batch_whose_results_are_gone_is_not_tried_again(tmp_path: Path) -> None:
+    """Its journal goes with them, so that nobody knows which rows are done."""
+    with DiskStore.open(tmp_path / "home") as store:
+        body = {"endpoint": "/v1/caches", "input_file_id": "file_0", "options": {}}
+        batch = store.batches.create("default", body, now=0.0, expires_at=9.0)
+        term = store.batches.table.take(batch.id, lease_s=60)
+        assert term is not None
+        store.batches.table.append(batch.id, term, [b"a row"])
+        with (tmp_path / "out").open("w+b") as file:
+            about = {"filename": "out", "purpose": "batch_output", "batch_id": batch.id}
+            kept = store.files.create(file, tenant="default", **about)  # type: ignore[arg-type]
+        named = {"output_file_id": kept.id}
+        record = store.batches.update(batch.id, lambda now: now.entered("completed", 1.0, **named), tenant="default")
+        _require_results(store, record)
+        assert list(store.batches.journal(batch.id)) == [b"a row"]
+        store.files.delete(kept.id, tenant="default")
+        assert list(store.batches.journal(batch.id)) == []
+        with pytest.raises(StateConflict, match="were deleted or have expired; create a new batch"):
+            _require_results(store, record)

@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 import typer
 
+import kvshelf
 from kvshelf.cli import _common, _options
 from kvshelf.errors import InvalidRequest
 
@@ -33,6 +34,7 @@ _UNITS: Final = (
 _KEY_FILES: Final = ("KVSHELF_ENCRYPTION_KEY_FILE", "KVSHELF_API_KEY_FILE", "KVSHELF_ERASURE_KEY_FILE")
 _IN_A_HOME: Final = ("shelf.sqlite3", "shelf.sqlite3-wal", "shelf.sqlite3-shm", "blobs", "quarantine", "tier")
 _COMPLETIONS: Final = ("~/.bash_completions/kvshelf.sh", "~/.zfunc/_kvshelf", "~/.config/fish/completions/kvshelf.fish")
+_KERNELS: Final = Path(kvshelf.__file__).parent / "kernels"
 _SHARED: Final = "other programs may use it; remove it yourself"
 
 
@@ -98,8 +100,7 @@ def found(environment: Mapping[str, str], store: str | None) -> Iterator[Left]:
             yield from _there("keys", settings.get(name), "a backup or another machine may need it; remove it yourself")
     for script in _COMPLETIONS:
         yield from _there("completion", script)
-    kernels = Path(__file__).parent.parent / "kernels"
-    for library in sorted(kernels.glob("*.so")):
+    for library in sorted(_KERNELS.glob("*.so")):
         yield from _there("kernels", str(library))
     for unit, settings in units:
         yield from _there("settings", settings.get("KVSHELF_ENV_FILE"), "remove it with its unit")

@@ -64,8 +64,8 @@ def erase(
             receipt = _by_service(url, labels, name, tenant, dry_run=dry_run)
         else:
             with stores.opened(store, encryption_key_file) as shelf:
-                from kvshelf.store.erasure import Subject
-                from kvshelf.store.signing import Signer, sealed
+                from kvshelf.store.erasure.eraser import Subject
+                from kvshelf.store.erasure.signing import Signer, sealed
 
                 signer = None if erasure_key_file is None else Signer.read(erasure_key_file)
                 subject = Subject(tenant=tenant or _TENANT, labels=labels, name=name)
@@ -110,7 +110,7 @@ def verify_receipt(
     """Check the digest and the signature of a receipt."""
     with _common.named_errors(), needs_extra("serve", purpose="the digest of a receipt"):
         from kvshelf.api.erasures import Erasure
-        from kvshelf.store.signing import verify
+        from kvshelf.store.erasure.signing import verify
 
         try:
             receipt = Erasure.model_validate_json(file.read_bytes())

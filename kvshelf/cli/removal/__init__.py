@@ -1,0 +1,1 @@
+"""Commands that remove: everything of a subject, or what is left on a machine."""

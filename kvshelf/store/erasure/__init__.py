@@ -1,0 +1,1 @@
+"""Erasures: everything of a subject goes, and a receipt says so."""
