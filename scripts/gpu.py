@@ -118,7 +118,8 @@ def _unpacked(wheels: Path, folder: Path) -> Path | None:
     """A folder with what the wheels hold that fit this Python; None without any. A wheel is an archive of what belongs
     on the path, so neither pip nor a network is needed."""
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    fitting = [path for path in sorted(wheels.glob("*.whl")) if f"-{tag}-" in path.name or "-none-any" in path.name]
+    kinds = (f"-{tag}-", "-abi3-", "-none-any")  # for this version, for any from one on, without compiled code
+    fitting = [path for path in sorted(wheels.glob("*.whl")) if any(kind in path.name for kind in kinds)]
     for path in fitting:
         with zipfile.ZipFile(path) as archive:
             archive.extractall(folder)
