@@ -65,6 +65,7 @@ _GRACE_S = 3.0
 
 def main() -> int:
     given = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part under way is killed, too
     if given.record:
         return subprocess.call(
             [sys.executable, "-m", "scripts.gpu_parts.recording"], cwd=ROOT, env=_environment(None, ())
