@@ -99,7 +99,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--toy", action="store_true", help="every part on the CPU, small: whether the script runs")
     parser.add_argument("--parts", type=lambda text: text.split(","), help="only these, comma-separated")
     parser.add_argument("--wheels", type=Path, default=ROOT / ".gpu-wheels", help="folder of scripts/gpu_wheels.sh")
-    parser.add_argument("--device", default=None, help="cuda unless given")
+    parser.add_argument("--device", default=None, help="cuda:0 unless given")
     parser.add_argument("--commit", default=os.environ.get("KVSHELF_COMMIT", ""), help="where the checkout has no git")
     parser.add_argument("--record", action="store_true", help="record the CPU's results for the part answers")
     given = parser.parse_args()
@@ -108,7 +108,7 @@ def _arguments() -> argparse.Namespace:
     if unknown:
         parser.error(f"unknown parts {', '.join(sorted(unknown))}; there are {', '.join(t.name for t in TASKS)}")
     given.budget = given.budget or (_TOY_SECONDS * len(TASKS) if given.toy else _BUDGET_S)
-    given.device = given.device or ("cpu" if given.toy else "cuda")
+    given.device = given.device or ("cpu" if given.toy else "cuda:0")
     return given
 
 
