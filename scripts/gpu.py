@@ -65,6 +65,7 @@ _GRACE_S = 3.0
 
 def main() -> int:
     given = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part under way is killed, too
     if given.record:
         return subprocess.call(
             [sys.executable, "-m", "scripts.gpu_parts.recording"], cwd=ROOT, env=_environment(None, ())
@@ -98,7 +99,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--toy", action="store_true", help="every part on the CPU, small: whether the script runs")
     parser.add_argument("--parts", type=lambda text: text.split(","), help="only these, comma-separated")
     parser.add_argument("--wheels", type=Path, default=ROOT / ".gpu-wheels", help="folder of scripts/gpu_wheels.sh")
-    parser.add_argument("--device", default=None, help="cuda unless given")
+    parser.add_argument("--device", default=None, help="cuda:0 unless given")
     parser.add_argument("--commit", default=os.environ.get("KVSHELF_COMMIT", ""), help="where the checkout has no git")
     parser.add_argument("--record", action="store_true", help="record the CPU's results for the part answers")
     given = parser.parse_args()
@@ -107,7 +108,7 @@ def _arguments() -> argparse.Namespace:
     if unknown:
         parser.error(f"unknown parts {', '.join(sorted(unknown))}; there are {', '.join(t.name for t in TASKS)}")
     given.budget = given.budget or (_TOY_SECONDS * len(TASKS) if given.toy else _BUDGET_S)
-    given.device = given.device or ("cpu" if given.toy else "cuda")
+    given.device = given.device or ("cpu" if given.toy else "cuda:0")
     return given
 
 
@@ -118,7 +119,8 @@ def _unpacked(wheels: Path, folder: Path) -> Path | None:
     """A folder with what the wheels hold that fit this Python; None without any. A wheel is an archive of what belongs
     on the path, so neither pip nor a network is needed."""
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    fitting = [path for path in sorted(wheels.glob("*.whl")) if f"-{tag}-" in path.name or "-none-any" in path.name]
+    kinds = (f"-{tag}-", "-abi3-", "-none-any")  # for this version, for any from one on, without compiled code
+    fitting = [path for path in sorted(wheels.glob("*.whl")) if any(kind in path.name for kind in kinds)]
     for path in fitting:
         with zipfile.ZipFile(path) as archive:
             archive.extractall(folder)

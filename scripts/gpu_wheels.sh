@@ -8,7 +8,7 @@ python=$(command -v .venv/bin/python || command -v python3)
 
 MOST_MB=45
 ALONE=(blake3 constriction msgpack zstandard)  # numpy, which constriction needs, comes with transformers
-WITH_NEEDS=(pydantic)                           # its core has to be of the very version that it asks for
+WITH_NEEDS=(cryptography pydantic)              # pydantic's core has to be of the very version that it asks for
 
 rm -f "$folder"/*.whl
 mkdir -p "$folder"

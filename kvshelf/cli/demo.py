@@ -32,7 +32,6 @@ from kvshelf.bench.quality.tasks import sample as sample_document
 from kvshelf.cli import _common
 from kvshelf.cli.output import HarmlessConsole, say
 from kvshelf.errors import ConnectionFailed, InvalidRequest, KvshelfError
-from kvshelf.workers.model.source import source_of
 
 if TYPE_CHECKING:
     from kvshelf.api.caches import CacheObject
@@ -131,6 +130,8 @@ def demo() -> None:
     out = HarmlessConsole(width=WIDTH, highlight=False)
     with _common.named_errors(), needs_extra("serve", purpose="kvshelf demo"):
         import transformers
+
+        from kvshelf.workers.model.source import source_of
 
         transformers.utils.logging.disable_progress_bar()
         scenes = [planted()]

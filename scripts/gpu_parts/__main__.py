@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--toy", action="store_true")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default="cuda:0")
     given = parser.parse_args()
     ends = time.monotonic() + given.seconds
     logging.basicConfig(level=logging.WARNING)

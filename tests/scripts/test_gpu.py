@@ -21,7 +21,7 @@ from scripts.gpu_parts.part import OutOfTime, Part, mapped
 from tests.workers.engine.elsewhere import ONE, devices
 
 ABSENT = (
-    "accelerate", "cryptography", "fastapi", "httpx", "llguidance", "obstore", "opentelemetry", "prometheus_client",
+    "accelerate", "fastapi", "httpx", "llguidance", "obstore", "opentelemetry", "prometheus_client",
     "pyarrow", "pydantic_settings", "ray", "redis", "structlog", "uvicorn",
 )  # fmt: skip
 """What kvshelf's extra `serve` brings and a machine with a card need not have."""
@@ -133,11 +133,12 @@ def test_wheels_of_another_python_are_left_alone(tmp_path):
         ("mine", f"{own}-{own}-manylinux_2_17_x86_64"),
         ("other", "cp27-cp27-linux"),
         ("pure", "py3-none-any"),
+        ("stable", "cp311-abi3-manylinux_2_28_x86_64"),
     ):
         with zipfile.ZipFile(wheels / f"{name}-1.0-{tag}.whl", "w") as archive:
             archive.writestr(f"{name}.py", "")
     assert gpu._unpacked(wheels, site) == site
-    assert sorted(path.name for path in site.iterdir()) == ["mine.py", "pure.py"]
+    assert sorted(path.name for path in site.iterdir()) == ["mine.py", "pure.py", "stable.py"]
     assert gpu._unpacked(tmp_path / "nothing", site) is None
 
 

@@ -29,18 +29,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import RawIOBase
 from itertools import accumulate
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers import AEADDecryptionContext, AEADEncryptionContext, Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import AES
+from cryptography.hazmat.primitives.ciphers.modes import GCM
 
 from kvshelf.errors import BlobError, InvalidRequest
 from kvshelf.store.artifact.memory import fill, fresh_memory
 from kvshelf.store.blobs import SeekableFile
 from kvshelf.store.sealing.keyring import Keyring, framed
-
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.ciphers import AEADDecryptionContext, AEADEncryptionContext, Cipher
-    from cryptography.hazmat.primitives.ciphers.modes import GCM
 
 MAGIC: Final = b"KVSEALED"
 VERSION: Final = 1
@@ -162,8 +162,6 @@ class SealedFile(SeekableFile):
         self._held = part
 
     def _decrypt(self, part: int, into: memoryview) -> None:
-        from cryptography.exceptions import InvalidTag  # which a home that seals nothing does not need
-
         try:
             self._decrypt_and_check(part, into)
         except InvalidTag as error:
@@ -222,8 +220,6 @@ class _Ciphers:
     """
 
     def __init__(self, keyring: Keyring, header: _Header, tenant: str, subject: str) -> None:
-        from cryptography.hazmat.primitives.ciphers.algorithms import AES
-
         self._key = AES(keyring.derive(header.key_id, header.salt, "kvshelf.seal", tenant))
         self._associated = framed(header.pack(), tenant.encode(), subject.encode())
 
@@ -238,9 +234,6 @@ class _Ciphers:
         return context
 
     def _cipher(self, part: int) -> Cipher[GCM]:
-        from cryptography.hazmat.primitives.ciphers import Cipher
-        from cryptography.hazmat.primitives.ciphers.modes import GCM
-
         return Cipher(self._key, GCM(part.to_bytes(12, "little")))
 
 

@@ -10,6 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Self
 
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
 from kvshelf.errors import InvalidRequest, StoreUnavailable
 from kvshelf.store.artifact.identity import digest
 from kvshelf.store.private import read_private, refused
@@ -76,9 +79,6 @@ class Keyring:
                 key_id=key_id,
             )
         info = framed(*(part.encode() for part in context))
-        from cryptography.hazmat.primitives.hashes import SHA256  # which a home that seals nothing does not need
-        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-
         return HKDF(SHA256(), KEY_BYTES, salt, info).derive(self._keys[key_id])
 
     def __repr__(self) -> str:
