@@ -25,6 +25,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The home folder of a user, with what a service and a few commands leave."""
     for name in [name for name in os.environ if name.startswith("KVSHELF_")] + [
         "XDG_DATA_HOME",
+        "XDG_CACHE_HOME",
         "RAY_TMPDIR",
         "HF_HOME",
     ]:
@@ -37,6 +38,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         with DiskStore.open(folder) as store:
             store.put(make_cache())
     (data / "calibrations").mkdir()
+    (tmp_path / ".cache" / "kvshelf" / "models").mkdir(parents=True)
     (tmp_path / "scratch" / "of somebody else").touch()
     (tmp_path / "keys.json").touch()
     (tmp_path / "env").write_text(
@@ -80,6 +82,7 @@ def test_what_is_left_is_listed_and_stays(machine: Path) -> None:
         "keys": machine / "keys.json",
         "settings": machine / "env",
         "calibrations": machine / ".local" / "share" / "kvshelf" / "calibrations",
+        "models": machine / ".cache" / "kvshelf",
         "unit": machine / ".config" / "systemd" / "user" / "kvshelf.service",
     }.items():
         assert any(line.startswith(what) and str(place) in line for line in shown.splitlines()), (what, shown)

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvshelf._extras import needs_extra
-from kvshelf.cli import _common, _options, stores
+from kvshelf.cli import _common, _options
+from kvshelf.cli.checks import stores
+from kvshelf.cli.output import say
 from kvshelf.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -75,7 +77,7 @@ def erase(
         else:
             with _common.written(output) as file:
                 file.write(receipt.model_dump_json().encode())
-            print(output)
+            say(output)
     _common.notes.print(_told(receipt), soft_wrap=True)
 
 
@@ -116,4 +118,4 @@ def verify_receipt(
             receipt = Erasure.model_validate_json(file.read_bytes())
         except (OSError, ValueError) as error:
             raise InvalidRequest(f"{file} is no receipt: {error}", param="FILE") from error
-        print(verify(receipt, public_key))
+        say(verify(receipt, public_key))

@@ -19,10 +19,22 @@ import typer
 
 import kvshelf
 from kvshelf.cli import _common, _options
+from kvshelf.cli.output import say
 from kvshelf.errors import InvalidRequest
 
 What = Literal[
-    "home", "tier", "server", "Ray", "kernels", "calibrations", "completion", "keys", "settings", "unit", "shared"
+    "home",
+    "tier",
+    "server",
+    "Ray",
+    "kernels",
+    "calibrations",
+    "models",
+    "completion",
+    "keys",
+    "settings",
+    "unit",
+    "shared",
 ]
 
 _UNITS: Final = (
@@ -56,9 +68,9 @@ def uninstall(
     """List everything that kvshelf has left on this machine, and remove it after a question.
 
     That is: the homes and tiers of KVSHELF_STORE, of --store and of systemd units, and the default one; Ray's folder
-    with its sockets and logs; compiled kernels, calibrations and shell completions. What has a remark stays: servers
-    and buckets, key files, units of systemd and their settings, and what other programs may use. Stop the services
-    first.
+    with its sockets and logs; compiled kernels, calibrations, models of GGUF files and shell completions. What has a
+    remark stays: servers and buckets, key files, units of systemd and their settings, and what other programs may use.
+    Stop the services first.
     """
     with _common.named_errors():
         left = list(dict.fromkeys(found(os.environ, store)))
@@ -72,7 +84,7 @@ def uninstall(
             raise InvalidRequest("nothing was removed; repeat it with --yes", param="--yes")
         for each in ours:
             _remove(each)
-            print("removed", each.place, flush=True)
+            say("removed", each.place)
     _common.notes.print("What is left is the package: pip uninstall kvshelf")
 
 
@@ -91,6 +103,8 @@ def found(environment: Mapping[str, str], store: str | None) -> Iterator[Left]:
     data = Path(environment.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "kvshelf"
     for made in ("calibrations", "gates"):
         yield from _there("calibrations", str(data / made))
+    caches = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    yield from _there("models", str(caches / "kvshelf"))
     for url in (f"disk://{data}", store, *(settings.get("KVSHELF_STORE") for settings in every)):
         if url:
             yield from _of_store(url)

@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Container, Iterator
 from contextlib import suppress
 from tempfile import TemporaryFile
-from typing import BinaryIO, Final
+from threading import Thread
+from typing import IO, BinaryIO, Final
 
 from kvshelf.api.batches import UNDONE, BatchError, BatchStatus, RequestCounts
 from kvshelf.corpus.row import Row, RowError
@@ -109,15 +110,21 @@ def _undone(store: Store, record: BatchRecord, state: BatchStatus, ended: Contai
 def _rows(file: BinaryIO, endpoint: str) -> Iterator[Row]:
     """The rows of an input, without what they ask for, by a process of its own. Raises `InternalError`."""
     command = [sys.executable, "-PB", "-m", _CHILD, endpoint, f"{_MEMORY_BYTES}", f"{_CPU_S}"]
-    with TemporaryFile() as told, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=told) as child:
-        assert child.stdin is not None, "it was asked for"
-        with suppress(BrokenPipeError), child.stdin:  # its exit code says more
-            shutil.copyfileobj(file, child.stdin, _PIECE)
-        if code := child.wait():
-            raise InternalError(f"the process that reads the rows of a batch ended with {code}")
-        told.seek(0)
-        for line, custom_id in map(json.loads, told):
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        feeding = Thread(target=_feed, args=(file, child.stdin), name="rows")
+        feeding.start()
+        for line, custom_id in map(json.loads, child.stdout):
             yield Row("", line, custom_id=custom_id)
+        feeding.join()
+    if child.returncode:
+        raise InternalError(f"the process that reads the rows of a batch ended with {child.returncode}")
+
+
+def _feed(file: BinaryIO, pipe: IO[bytes]) -> None:
+    with suppress(BrokenPipeError), pipe:  # the exit code of who reads it says more
+        shutil.copyfileobj(file, pipe, _PIECE)
 
 
 def _keep(store: Store, record: BatchRecord, term: int, file: BinaryIO, name: str, field: str) -> None:
