@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -111,6 +112,9 @@ def test_what_is_its_own_is_removed_after_a_yes(machine: Path) -> None:
 def test_whoever_uses_a_folder_is_found(tmp_path: Path) -> None:
     sleeping = [sys.executable, "-c", "import time; time.sleep(60)", f"--raylet_socket_name={tmp_path}/kvshelf-1/ray"]
     with subprocess.Popen(sleeping) as process:
+        told = Path(f"/proc/{process.pid}/cmdline")
+        while not told.read_bytes():  # empty for a moment after the program has begun
+            time.sleep(0.01)
         try:
             assert str(process.pid) in uninstall._running([str(tmp_path / "kvshelf-1")])
             assert str(process.pid) not in uninstall._running([str(tmp_path / "kvshelf-2")])
