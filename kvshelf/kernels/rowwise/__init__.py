@@ -61,7 +61,7 @@ def unpack_weight(packed: Tensor) -> Tensor:
 
 
 # Defined by hand: what `torch.library.custom_op` adds to each call takes longer than a small product of one row.
-_LIBRARY: Final = torch.library.Library("kvshelf", "FRAGMENT")
+_LIBRARY: Final = torch.library.Library("kvshelf", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
