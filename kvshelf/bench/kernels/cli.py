@@ -12,6 +12,7 @@ from kvshelf.bench.options import Device, Dtype, Json, Output, Threads, numbers,
 
 if TYPE_CHECKING:
     from kvshelf.bench.kernels.kernels import Ceilings, KernelTime
+    from kvshelf.bench.kernels.products import ProductTime
 
 _LENGTHS = {"cuda": [8192, 32768], "cpu": [512, 2048]}
 _ROUNDS = {"cuda": 20, "cpu": 5}
@@ -25,17 +26,23 @@ def kernels(
         str, typer.Option(help="Tokens, comma-separated.  [default: 8192,32768; on a CPU 512,2048]")
     ] = "",
     rounds: Annotated[int, typer.Option(min=0, help="Calls; 0: 20 on a GPU, 5 on a CPU.")] = 0,
+    products: Annotated[
+        str,
+        typer.Option(help="On a CPU, products with the weights of smollm2-135m, qwen2.5-0.5b, llama-3.1-8b, or none."),
+    ] = "smollm2-135m",
     output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Every kernel on one layer of Llama-3.1-8B, beside the bandwidth and the matrix rate of this device.
 
-    dtype auto is bfloat16 on a GPU and float32 on a CPU. No model is loaded.
+    dtype auto is bfloat16 on a GPU and float32 on a CPU. No model is loaded. In fp32 on a CPU with compiled kernels
+    follow products with the weights of a model, beside torch's and oneDNN's.
     """
     with needs_extra("serve", "the bench"):
         import torch
 
         from kvshelf.bench.kernels.kernels import ceilings, kernel_times
+        from kvshelf.bench.kernels.products import product_times
         from kvshelf.bench.measure import chosen_dtype, load_warning, machine, use_threads
         from kvshelf.workers.model.loading import chosen_device
 
@@ -53,6 +60,10 @@ def kernels(
     report["copy_bytes_per_s"], report["matmul_flops"] = limits.copy_bytes_per_s, limits.matmul_flops
     report["rows"] = [row for found in rows for row in found]
     tables = [_table(found, report["dtype"], limits) for found in rows]
+    if target.type == "cpu" and state == torch.float32 and products != "none":
+        found = list(product_times(products, rounds or _ROUNDS["cpu"], limits))
+        report["products"] = found
+        tables += [_products_table(products, found, where["cpu_kernels"])] if found else []
     publish(report, tables, output, as_json, notes=load_warning(where))
 
 
@@ -73,6 +84,23 @@ def _table(rows: list[KernelTime], dtype: str, limits: Ceilings) -> Table:
             f"{row.share:.0%}",
             f"{row.of_prefill:.2%}",
             "" if row.extra_bytes is None else f"{row.extra_bytes / 1e6:,.1f} MB",
+        )
+    return table
+
+
+def _products_table(model: str, rows: list[ProductTime], form: str) -> Table:
+    table = Table("weight", "rows", "", "torch", "oneDNN", "kvshelf", "as it lies", "of oneDNN", "read", "of limit")
+    table.title = f"products with the weights of {model}, fp32, {form}; one row in GB/s of weights, more in GFLOP/s"
+    for row in rows:
+        amount = row.outputs * row.inputs * (4 if row.rows == 1 else 2 * row.rows) / 1e9
+        table.add_row(
+            f"{row.outputs} x {row.inputs}",
+            str(row.rows),
+            "GB/s" if row.rows == 1 else "GFLOP/s",
+            *(f"{amount / seconds:,.1f}" for seconds in (row.torch, row.onednn, row.ours, row.plain)),
+            f"{row.onednn / row.ours:.2f}",
+            f"{row.outputs * row.inputs * 4 / row.read_s / 1e9:,.1f} GB/s",
+            f"{row.of_limit:.0%}",
         )
     return table
 

@@ -63,7 +63,7 @@ def load_subject(name: str, device: str, dtype: str, threads: int) -> Iterator[S
             options.configure()
             save_random_model(Path(folder), layers)
             engine, source = Engine(load_random_model(Path(folder), chosen_device(device), dtype), name=name), folder
-        prepack(engine.model)
+            prepack(engine.model)
         yield Subject(engine, source)
 
 

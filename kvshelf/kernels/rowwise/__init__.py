@@ -7,6 +7,7 @@ it cannot, the model itself runs. fp32 alone.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -60,8 +61,7 @@ def unpack_weight(packed: Tensor) -> Tensor:
 
 
 # Defined by hand: what `torch.library.custom_op` adds to each call takes longer than a small product of one row.
-_LIBRARY: Final = torch.library.Library("kvshelf", "FRAGMENT")
-_LIBRARY.define("linear(Tensor x, Tensor packed, Tensor? bias) -> Tensor")
+_LIBRARY: Final = torch.library.Library("kvshelf", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
@@ -88,20 +88,9 @@ def _linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-_LIBRARY.impl("linear", _linear, "CPU")
-
-
-@torch.library.register_fake("kvshelf::linear", lib=_LIBRARY)
-def _(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:  # noqa: ARG001
-    return x.new_empty(*x.shape[:-1], packed.shape[0] * PANEL)
-
-
-_LIBRARY.define("plain_linear(Tensor x, Tensor weight) -> Tensor")
-
-
 def plain_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x `[..., inputs]` times a weight `[outputs, inputs]` as models have it: `[..., outputs]`, fp32 on the CPU. inputs: a
-    multiple of 16; outputs: of 4.
+    """x `[..., inputs]` times a weight `[outputs, inputs]` as models have it: `[..., outputs]`, fp32 on the CPU.
+    inputs: a multiple of 16; outputs: of 4.
 
     For a head that is the embedding, too, of which a packed copy would take as much memory again. Sums of a row are the
     same whatever the other rows. Bytes and FLOPs as of `linear`.
@@ -128,9 +117,21 @@ def _plain_linear(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-_LIBRARY.impl("plain_linear", _plain_linear, "CPU")
+def _define(schema: str, run: Callable[..., Tensor], shaped: Callable[..., Tensor]) -> None:
+    """An operation of torch, so that traces have it. shaped: its result, without numbers."""
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(name, run, "CPU")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"kvshelf::{name}", shaped, lib=_LIBRARY)
 
 
-@torch.library.register_fake("kvshelf::plain_linear", lib=_LIBRARY)
-def _(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
+_define(
+    "linear(Tensor x, Tensor packed, Tensor? bias) -> Tensor",
+    _linear,
+    lambda x, packed, _: x.new_empty(*x.shape[:-1], packed.shape[0] * PANEL),
+)
+_define(
+    "plain_linear(Tensor x, Tensor weight) -> Tensor",
+    _plain_linear,
+    lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]),
+)

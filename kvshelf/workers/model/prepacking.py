@@ -129,7 +129,7 @@ class TiedLinear(nn.Module):
     """As `nn.Linear` without a bias, with a weight that another module has, too: a head tied to the
     embedding. kvshelf's own C form multiplies it as it is, so that it takes no memory of its own."""
 
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight = weight
 

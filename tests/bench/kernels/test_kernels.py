@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from kvshelf.bench import measure
 from kvshelf.bench.cli import app
-from kvshelf.bench.kernels import baselines, kernels
+from kvshelf.bench.kernels import baselines, kernels, products
 from kvshelf.bench.kernels.baselines import (
     column_sums_of_whole_weights,
     gather_expanded,
@@ -22,6 +22,7 @@ from kvshelf.bench.kernels.baselines import (
 )
 from kvshelf.bench.kernels.cases import PREFILL, Layer, Shape, cases
 from kvshelf.errors import InvalidRequest
+from kvshelf.kernels.rowwise import available
 from kvshelf.kernels.select import pack
 
 CPU = torch.device("cpu")
@@ -150,6 +151,7 @@ def test_kernels_command(tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "LLAMA_8B", SHAPE)
     for sizes in (measure._BUFFER_BYTES, measure._MATMUL_SIZE):
         monkeypatch.setitem(sizes, "cpu", 256)
+    monkeypatch.setitem(products.SHAPES, "smollm2-135m", ((64, 48),))
     report = tmp_path / "kernels.json"
     arguments = ["kernels", "--device", "cpu", "--lengths", "512", "--rounds", "1", "--output", str(report)]
     result = CliRunner().invoke(app, arguments)
@@ -158,3 +160,6 @@ def test_kernels_command(tmp_path, monkeypatch):
     assert found["dtype"] == "float32"
     assert found["copy_bytes_per_s"] > 0
     assert found["rows"][0]["name"] == PREFILL
+    measured = [(row["outputs"], row["inputs"], row["rows"]) for row in found.get("products", [])]
+    assert measured == [(64, 48, rows) for rows in products.ROWS] * available()
+    assert all(row["ours"] > 0 and row["of_limit"] > 0 for row in found.get("products", []))

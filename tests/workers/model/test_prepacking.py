@@ -7,12 +7,14 @@ import platform
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from kvshelf.kernels.rowwise import available
 from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster.deployment import ReplicaConfig, ServedReplica
 from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.model.prepacking import PackedLinear, prepack
+from kvshelf.workers.model import loading as models
+from kvshelf.workers.model.prepacking import PackedLinear, TiedLinear, prepack
 from kvshelf.workers.model.source import bundled_folder
 from tests.conftest import save_random_model
 
@@ -119,8 +121,7 @@ def test_subclasses_stay(model):
 def test_caches_and_answers_are_those_of_the_plain_model(tmp_path, policy):
     """Also of a policy that reads a weight: that of the output projection."""
     folder = save_random_model(tmp_path / "model", layers=3)
-    plain, packed = (Engine.load(str(folder), device="cpu", dtype="float32") for _ in range(2))
-    prepack(packed.model)
+    packed, plain = Engine.load(str(folder), device="cpu", dtype="float32"), plain_engine(folder)
     assert packed_layers(packed.model)
     document, question = list(range(5, 305)), [7, 8, 9]
     ours, theirs = (
@@ -136,12 +137,48 @@ def test_caches_and_answers_are_those_of_the_plain_model(tmp_path, policy):
     assert len(answers) == 1
 
 
-def test_a_replica_has_its_model_prepacked_and_the_identity_of_its_weights(tiny_folder, tmp_path):
+def plain_engine(folder):
+    """Of a model as transformers makes it."""
+    model, tokenizer = models.load(str(folder), device="cpu", dtype="float32")
+    engine = Engine(model, tokenizer, name=str(folder))
+    assert not packed_layers(engine.model)
+    return engine
+
+
+def test_whoever_loads_a_model_has_it_prepacked_and_the_identity_of_its_weights(tiny_folder, tmp_path):
     replica = ServedReplica(ReplicaConfig(str(tiny_folder), StoreConfig(f"disk://{tmp_path}/home"), device="cpu"))
     try:
-        plain = Engine.load(str(tiny_folder), device="cpu")
-        assert packed_layers(replica._engine.model)
-        assert replica._engine.identity.weights == plain.identity.weights
-        assert not packed_layers(plain.model), "an engine in process has its model as transformers makes it"
+        loaded, plain = Engine.load(str(tiny_folder), device="cpu"), plain_engine(tiny_folder)
+        assert packed_layers(replica._engine.model) == packed_layers(loaded.model) != []
+        assert replica._engine.identity.weights == loaded.identity.weights == plain.identity.weights
     finally:
         replica.stop()
+
+
+@pytest.mark.skipif(not available(), reason="no library was compiled for this CPU")
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 13])
+def test_a_head_tied_to_the_embedding_is_multiplied_as_it_lies(rows):
+    """In a model of its own, with no memory of its own; a row's numbers do not depend on its neighbours."""
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=48, intermediate_size=64, num_hidden_layers=1, num_attention_heads=3, num_key_value_heads=1,
+            vocab_size=100, tie_word_embeddings=True,
+        )
+    ).eval()  # fmt: skip
+    x = torch.randn(2, rows, 48)
+    expected = model.lm_head(x)
+    prepack(model)
+    assert isinstance(model.lm_head, TiedLinear)
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    with torch.no_grad():
+        made = model.lm_head(x)
+        assert torch.equal(model.lm_head(x[:, -1:]), made[:, -1:])
+    torch.testing.assert_close(made, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_gradients_go_through_layers_whose_weights_are_laid_out(packed):
+    weight, x = torch.randn(64, 32), torch.randn(3, 32, requires_grad=True)
+    layer = PackedLinear.of(weight, None) if packed else TiedLinear(nn.Parameter(weight, requires_grad=False))
+    layer(x).sum().backward()
+    torch.testing.assert_close(x.grad, weight.sum(dim=0).expand(3, 32))
