@@ -156,7 +156,7 @@ class CacheObject(ResponseBody):
 
 
 class SaidMessage(ResponseBody):
-    """A message of a stored turn, as the model read it: calls of tools are in its text."""
+    """A message of a stored turn. Calls of tools are in its text, as JSON."""
 
     role: Role | Literal["tool"]
     content: str

@@ -327,9 +327,8 @@ class ResponsesRequest(OpenAIRequest):
                     "the previous_response_id of the response that made it",
                 )
 
-    def asking(self, *, may_write: bool, told: Sequence[FunctionTool] | None = None) -> Asking:
-        """The question that the body asks. may_write: whether its caller may keep answers. told: the tools of the
-        response that it goes on from."""
+    def asking(self, *, may_write: bool) -> Asking:
+        """The question that the body asks. may_write: whether its caller may keep answers."""
         keeps = may_write and self.cache_ids is None and self.select is None and self.suffix is None
         system = [ToolTurn(role="system", content=self.instructions)] if self.instructions else []
         turns = system + _turns(self._items)
@@ -345,7 +344,7 @@ class ResponsesRequest(OpenAIRequest):
             messages = [Message(role=turn.role, content=turn.content) for turn in turns]  # type: ignore[arg-type]
             return self._asking(messages, self.max_output_tokens, **fields)
         tools = [tool.wrapped() for tool in self.tools]
-        fields |= {"tools": tools, "tool_choice": self._wrapped_choice, "told": self.tools == told}
+        fields |= {"tools": tools, "tool_choice": self._wrapped_choice}
         fields["parallel_tool_calls"] = self.parallel_tool_calls is not False
         return self._asking(turns, self.max_output_tokens, ToolAsking, **fields)
 

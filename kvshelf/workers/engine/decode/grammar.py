@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from kvshelf.api.shapes import SHAPES
@@ -58,6 +58,13 @@ class Grammar:
     def of_lark(cls, lark: str, param: str, least_bytes: int = 0) -> Grammar:
         """A grammar in llguidance's Lark dialect."""
         return cls(json.dumps({"grammars": [{"lark_grammar": lark}]}), param, least_bytes)
+
+    def behind(self, closing: str) -> Grammar:
+        """The same behind thoughts. closing: what ends them, in Lark."""
+        (answer,) = json.loads(self.text)["grammars"]
+        lark = f"start: thought {closing} gap @answer\nthought: /(.|\\n)*/\ngap: /\\n{{0,2}}/\n"
+        text = json.dumps({"grammars": [{"lark_grammar": lark}, answer | {"name": "answer"}]})
+        return replace(self, text=text)
 
     @classmethod
     def _of_schema(cls, schema: Any, param: str) -> Grammar:
