@@ -53,10 +53,10 @@ TOOLS: Final[list[dict[str, Any]]] = [
                        "required": ["town"], "additionalProperties": False}}},
 ]  # fmt: skip
 _MARKS: Final = re.compile(
-    r"<\|[^|<>\s'\"{}]+\|>|<｜[^｜]+｜>|<\|/?[a-z_]+>|</?[a-z_]+\|>|</?(?:think|tool_call|tool_response|bos|eos"
+    r"<\|[^|<>\s'\"{}]+\|>|<\uff5c[^\uff5c]+\uff5c>|<\|/?[a-z_]+>|</?[a-z_]+\|>|</?(?:think|tool_call|tool_response|bos|eos"
     r"|start_of_turn|end_of_turn|end_of_utterance|start_of_image|image|s|sop)>|\[/?[A-Z_]+\]|\[gMASK\]"
 )  # fmt: skip
-_PLAIN: Final = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<｜")
+_PLAIN: Final = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<\uff5c")
 """Tokens of these beginnings are not flagged special, as in the tokenizers of Qwen 3 and DeepSeek."""
 
 
@@ -327,7 +327,7 @@ class Subject:
     @staticmethod
     def _until_end(text: str) -> str:
         """What closes a call, without what closes the turn."""
-        end = re.search(r"<\|im_end\|>|<\|eot_id\|>|<\|end\|>|<\|eom_id\|>|<\|eos\|>|<｜end▁of▁sentence｜>|<\|call\|>"
+        end = re.search(r"<\|im_end\|>|<\|eot_id\|>|<\|end\|>|<\|eom_id\|>|<\|eos\|>|<\uff5cend▁of▁sentence\uff5c>|<\|call\|>"
                         r"|<\|user\|>|<\|observation\|>|<turn\||<\|END_OF_TURN_TOKEN\|>|<\|tool_response>|<\|e_turn\|>", text)  # fmt: skip
         return text if end is None else text[: end.start()]
 

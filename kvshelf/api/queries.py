@@ -267,8 +267,8 @@ class ReadShares(ResponseBody):
 class Answered(ResponseBody):
     """What an answer says, whichever caches were asked. `load_ms`: until the slowest of them was in memory.
     `passages`: what it read of each document, in their order, present only if `select.passages` asks for it.
-    `logprobs`: of each token of the text, present only if asked for. `reasoning_content`: what the model thought before,
-    present only if it did."""
+    `logprobs`: of each token of the text, present only if asked for. `reasoning_content`: what the model thought before
+    it, present only if it did."""
 
     id: str
     object: Literal["answer"] = "answer"

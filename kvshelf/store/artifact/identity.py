@@ -113,9 +113,9 @@ class Identity:
     requested fraction to remove. `transforms` is the digest of those that the codec `klt` encoded it by, "" under any
     other codec. `parent` is the digest of the cache that the document was appended to (`as_parent`), "" for a document
     that was compressed as one. Then the policy and what is said of it are those of the appended tokens, `num_tokens`
-    and `budget_tokens` count those of the parent, too, and `document` follows from its document and the tokens. `date` is
-    the day, as YYYY-MM-DD, that a chat template wrote into the document's tokens, "" where it writes none; `document`
-    is the same whatever the day.
+    and `budget_tokens` count those of the parent, too, and `document` follows from its document and the tokens. `date`
+    is the day, as YYYY-MM-DD, that a chat template wrote into the document's tokens, "" where it writes none;
+    `document` is the same whatever the day.
     """
 
     model: ModelIdentity

@@ -173,12 +173,16 @@ class ChatTemplate:
         told = {"add_generation_prompt": opening, "tools": tools} | dict(options or {})
         if self.dated:
             day = datetime.datetime.strptime(date or ANY_DATE, "%Y-%m-%d")
-            told |= {"chat_template": _DATES + self.source, "kvshelf_dates": {form: day.strftime(form) for form in self._formats}}
+            told |= {
+                "chat_template": _DATES + self.source,
+                "kvshelf_dates": {form: day.strftime(form) for form in self._formats},
+            }
         return self._render(messages, told)
 
     def _render(self, messages: Sequence[Said], told: dict[str, Any]) -> str:
         try:
-            return cast(str, self._chat.apply_chat_template(list(messages), tokenize=False, **told))
+            text = cast(str, self._chat.apply_chat_template(list(messages), tokenize=False, **told))
+            return text.encode(errors="backslashreplace").decode()  # half a surrogate pair, in arguments, as its escape
         except (TemplateError, TypeError, KeyError, ValueError, AttributeError, IndexError) as error:
             raise InvalidRequest(f"the model's chat template refuses these turns: {error}", param="messages") from error
 

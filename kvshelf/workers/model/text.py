@@ -8,7 +8,6 @@ the cache is known by its tokens.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -353,16 +352,16 @@ class TextFormat:
         calling = {"role": "assistant", "content": "", "tool_calls": [
             {**_CALL, "function": {"name": "kvshelf_name", "arguments": arguments}}
         ]}  # fmt: skip
-        before = {"assistant": [asked], "tool": [asked, calling]}.get(last, [])
+        before: dict[str, list[Said]] = {"assistant": [asked], "tool": [asked, calling]}
         first = calling if calls else {"role": last, "content": text}
-        said = [*before, first, {"role": following, "content": after}]
-        options = {"variables": json.loads(key[0]), "date": key[1]}
+        said: list[Said] = [*before.get(last, []), first, {"role": following, "content": after}]
+        options: dict[str, Any] = {"variables": json.loads(key[0]), "date": key[1]}
         alone, both = (self._plain(turns, **options) for turns in (said[:-1], said))
         tail, rest = alone.rpartition(text)[2], both.rpartition(text)[2]
         between, found, _ = rest.partition(after)
         if not found:
             raise InvalidRequest("the model's chat template writes no message behind such a one", param="messages")
-        same = len(os.path.commonprefix([tail, between]))
+        same = same_beginning(tail, between)
         ends = [at for run in self.tokens.runs(between) if run.is_mark for at in (run.start, run.end)]
         end = max(at for at in (0, len(between), *ends) if at <= same)
         return between[:end], between[end:]
@@ -377,7 +376,7 @@ class TextFormat:
 
 @dataclass(frozen=True)
 class _Script:
-    """Messages behind a cache, and how the template writes them. The fields are the arguments of `TextFormat.prompt`."""
+    """Messages behind a cache, and how the template writes them. The fields are arguments of `TextFormat.prompt`."""
 
     form: TextFormat
     boundary: Boundary | None
@@ -535,6 +534,12 @@ def _nested(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
+def same_beginning(one: str, other: str) -> int:
+    """How many characters two texts begin with alike."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
+
+
 def _started(content: str, sign: str) -> str:
     text = content.lstrip()
     return content[: len(content) - len(text)] + sign + text
@@ -565,6 +570,10 @@ def check_messages(messages: Sequence[Message], roles: Sequence[str] = ROLES) ->
                 f"messages[{i}].content must be a text that is not empty", param=f"messages[{i}].content"
             )
     return list(messages)
+
+
+def _has_its_fields(message: Message) -> bool:
+    return {"role", "content"} <= set(message) <= {"role", "content"} | _MORE.get(str(message.get("role")), set())
 
 
 def _system_before_question(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:

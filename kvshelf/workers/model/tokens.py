@@ -47,7 +47,7 @@ class Run(NamedTuple):
 class Tokens:
     """The tokenizer of one model. Thread-safe: encoding changes no state.
 
-    Added tokens that are white space alone, as some tokenizers have for runs of it, or one character, are ordinary ones.
+    Added tokens that are white space alone, as some tokenizers have for runs of it, or one character, are no marks.
     """
 
     def __init__(self, backend: Tokenizer) -> None:
@@ -146,12 +146,12 @@ class Tokens:
         return text
 
     def literal(self, text: str) -> str:
-        """A template's text as a grammar in llguidance's Lark dialect names it: its marks are tokens, flagged special or
-        not."""
-        runs = ((text[run.start : run.end], run) for run in self.runs(text))
-        return " ".join(
-            f"<[{run.token_ids[0]}]>" if run.is_mark else json.dumps(said, ensure_ascii=False) for said, run in runs
-        )
+        """A template's text as a grammar in llguidance's Lark dialect: its marks are tokens, flagged special or not."""
+        named = []
+        for run in self.runs(text):
+            said = json.dumps(text[run.start : run.end], ensure_ascii=False)
+            named.append(f"<[{run.token_ids[0]}]>" if run.is_mark else said)
+        return " ".join(named)
 
     def found_in(self, text: str) -> list[Mark]:
         """The marks of a template's text, in order."""

@@ -19,7 +19,6 @@ from kvshelf.store.artifact.identity import Identity, canonical_json
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.engine.attention.attachment import Attachment
-from kvshelf.workers.engine.decode.generation import Answer
 from kvshelf.workers.engine.decode.turns import Turn
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.inputs.dialogue import Dialogue, Said, TurnEnd, whole_turn
@@ -174,22 +173,23 @@ class Conversations:
         query: Asking,
         line: Line | None,
         said: Said,
-        answer: Answer,
+        turn: Turn | KvshelfError | None,
         tenant: str,
     ) -> Kept:
         """Store the turn of an answer behind the cache that it was asked of, and before it the turns that the question
         has. The texts of a turn are its cache's source. document: that cache, attached. line: of a conversation; None
-        for a plain text. said: the answer as the next request has it. What was stored before an error stays.
+        for a plain text. said: the answer as the next request has it. turn: of the answer. What was stored before an
+        error stays.
 
         Raises as `Store.put` and `Engine.with_turns`, and the error that kept the turn from being whole.
         """
-        if isinstance(answer.turn, KvshelfError):
-            raise answer.turn
-        assert answer.turn is not None, "the question was asked with its turn to be kept"
+        if isinstance(turn, KvshelfError):
+            raise turn
+        assert turn is not None, "the question was asked with its turn to be kept"
         manifest = self._store.stat(cache_id, tenant=tenant)
         parent = document.stored(manifest.codec) or whole(self._engine, self._store, cache_id, tenant)
         lives = self._lifetime(query, manifest)
-        for messages, cache in self._caches(parent, query, line, said, answer, answer.turn):
+        for messages, cache in self._caches(parent, query, line, said, turn):
             manifest = self._store.put(
                 cache,
                 codec=cache.codec,
@@ -212,7 +212,7 @@ class Conversations:
         return {"expires_at": manifest.expires_at, "ttl_renew_s": manifest.ttl_renew_s}
 
     def _caches(
-        self, parent: CompressedCache, query: Asking, line: Line | None, said: Said, answer: Answer, turn: Turn
+        self, parent: CompressedCache, query: Asking, line: Line | None, said: Said, turn: Turn
     ) -> Iterator[tuple[Sequence[Said], CompressedCache]]:
         """Each turn, and the cache after it; all as one where states of the model are known behind the last alone."""
         layout = parent.identity.layout
@@ -221,9 +221,8 @@ class Conversations:
         else:
             turns = self._turns(line, said, turn)
         documents = [whole_turn(layout, token_ids) for _, token_ids in turns]
-        yield from zip(
-            (messages for messages, _ in turns), self._engine.with_turns(parent, documents, turn), strict=True
-        )
+        caches = self._engine.with_turns(parent, documents, turn)
+        yield from ((messages, cache) for (messages, _), cache in zip(turns, caches, strict=True))
 
     def _turns(self, line: Line, said: Said, turn: Turn) -> list[tuple[list[Said], list[int]]]:
         messages = [*line.dialogue.messages, said]

@@ -324,7 +324,7 @@ class Questions:
         assert isinstance(document, Attachment)
         try:
             kept = await self.threads.run(
-                keep, reply.cache_id, document, loaded.query, loaded.line, said, answer, tenant
+                keep, reply.cache_id, document, loaded.query, loaded.line, said, answer.turn, tenant
             )
         except KvshelfError as error:
             log.warning("a turn was not stored", cache_id=reply.cache_id, reason=error.message)

@@ -8,7 +8,6 @@ Llama 3). What comes from outside (descriptions, arguments, results) stays text:
 from __future__ import annotations
 
 import json
-import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from kvshelf.api.tools import CalledFunction, Tool, ToolAsking, ToolCall
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.engine.decode.detokenizer import may_begin
 from kvshelf.workers.engine.decode.grammar import WRITTEN
-from kvshelf.workers.model.text import Broken, TextFormat
+from kvshelf.workers.model.text import Broken, TextFormat, same_beginning
 
 _NAME: Final = "kvshelf_name"
 _ARGUMENTS: Final = {"kvshelf_argument": 1}
@@ -45,6 +44,7 @@ class ToolFormat:
     def of(cls, form: TextFormat, tools: Sequence[Tool]) -> Self:
         """Raises `InvalidRequest` for a model whose template has no tools, or writes calls in another way."""
         said = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
+        _require_one_place(form)
         text, call = _text_of(form, said), _call_of(form, said)
         at = call.rfind("{", 0, max(call.find(_NAME), 0))
         try:
@@ -170,18 +170,23 @@ _ASKED: Final = [{"role": "system", "content": "kvshelf_system"}, {"role": "user
 
 
 def _text_of(form: TextFormat, tools: Sequence[Any]) -> str:
-    """What the template says of these tools. Raises `InvalidRequest` where it is not one text before the question."""
+    """What the template says of these tools. Raises `InvalidRequest` where that is nothing, or several texts."""
     name = tools[0]["function"]["name"]
     without, told = (_around(form.template.write(_ASKED, tools=each)) for each in (None, tools))
     found = [_inserted(*pair) for pair in zip(without, told, strict=True)]
     texts = [text for text in found if name in text]
     if not texts:
         raise InvalidRequest("the chat template of this model has no tools; leave tools out", param="tools")
-    turns = _turn_marks(form)
-    text = _trimmed(texts[0], turns)
-    if len(texts) > 1 or turns & {mark.text for mark in form.tokens.found_in(text)}:
+    if len(texts) > 1:
         raise _unsupported("writes tools in more places than one")
-    return text
+    return _trimmed(texts[0], _turn_marks(form))
+
+
+def _require_one_place(form: TextFormat) -> None:
+    """Raises `InvalidRequest` where tools are more than a text before the question, a turn of their own, say."""
+    text = _text_of(form, [{"type": "function", "function": {"name": _NAME, "description": "", "parameters": {}}}])
+    if _turn_marks(form) & {mark.text for mark in form.tokens.found_in(text)}:
+        raise _unsupported("writes tools in more places than one")
 
 
 def _around(text: str) -> list[str]:
@@ -217,7 +222,7 @@ def _call_of(form: TextFormat, tools: Sequence[Any]) -> str:
     result = {"role": "tool", "content": "kvshelf_result", "tool_call_id": _ID, "name": _NAME}
     opened = form.template.write(_ASKED, tools=tools, opening=True).rpartition(_ASKED[1]["content"])[2]
     made = form.template.write([*_ASKED, calling, result], tools=tools).rpartition(_ASKED[1]["content"])[2]
-    written = made[len(os.path.commonprefix([made, opened])) :]
+    written = made[same_beginning(made, opened) :]
     if form.thoughts is not None and (at := written.find(form.thoughts.closing, 0, written.find(_NAME))) >= 0:
         written = written[at + len(form.thoughts.closing) :].lstrip()
     return written
@@ -249,7 +254,7 @@ def _as_json(value: object) -> str:
 
 def _inserted(before: str, after: str) -> str:
     """What stands in one text and not in the other, between what both begin and end with."""
-    same = next((at for at, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]), len(before))
+    same = same_beginning(before, after)
     left = before[same:]
     return after[same : len(after) - len(left)] if after.endswith(left) else after[same:]
 

@@ -67,7 +67,8 @@ def requested_levels(
 ) -> Levels | Selection:
     """The levels to keep the document at: all of them, or those to choose one from. The model does not run.
 
-    date: as of `Engine.encode_document`. `cues` measure the quality of each level, unless a `Selection` does. Raises as `Engine.prepare` does.
+    date: as of `Engine.encode_document`. `cues` measure the quality of each level, unless a `Selection` does. Raises as
+    `Engine.prepare` does.
     """
     require_policy(spec)
     document = encode(engine, spec, max_document_tokens, date)
