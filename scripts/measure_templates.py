@@ -81,6 +81,12 @@ def tokenizer_for(template: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+_TURN_ENDS: Final = (
+    "<|im_end|>", "<|eot_id|>", "<|end|>", "<|eom_id|>", "<|eos|>", "<\uff5cend▁of▁sentence\uff5c>", "<|call|>", "<|user|>",
+    "<|observation|>", "<turn|", "<|END_OF_TURN_TOKEN|>", "<|tool_response>", "<|e_turn|>",
+)  # fmt: skip
+
+
 class Recording(Engine):
     """An engine that notes which tokens are read: those of documents by their digest, and those of each question."""
 
@@ -327,8 +333,7 @@ class Subject:
     @staticmethod
     def _until_end(text: str) -> str:
         """What closes a call, without what closes the turn."""
-        end = re.search(r"<\|im_end\|>|<\|eot_id\|>|<\|end\|>|<\|eom_id\|>|<\|eos\|>|<\uff5cend▁of▁sentence\uff5c>|<\|call\|>"
-                        r"|<\|user\|>|<\|observation\|>|<turn\||<\|END_OF_TURN_TOKEN\|>|<\|tool_response>|<\|e_turn\|>", text)  # fmt: skip
+        end = re.search("|".join(map(re.escape, _TURN_ENDS)), text)
         return text if end is None else text[: end.start()]
 
     def _require_calls(self, what: str, reply: Any, wanted: Sequence[Mapping[str, Any]]) -> None:

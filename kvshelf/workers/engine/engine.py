@@ -148,14 +148,23 @@ class Engine:
         self._preparer = Preparer(model, self.name, self.identity, self.rope, self.max_tokens, self.kinds)
 
     @classmethod
-    def load(cls, name: str, *, device: str = "auto", dtype: str = "auto", progress: bool = False) -> Engine:
+    def load(
+        cls,
+        name: str,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        progress: bool = False,
+        chat_template: str | None = None,
+    ) -> Engine:
         """The engine of a bundled model ("kvshelf-tiny"), a local folder or a hub id.
 
         device: "auto" takes a GPU where there is one, "spread" all GPUs that this process sees and then the CPU's
         memory (accelerate's `device_map="auto"`). dtype: "auto" (the checkpoint's), float32, bfloat16 or float16.
-        progress: whether transformers and the hub may show their progress bars.
+        progress: whether transformers and the hub may show their progress bars. chat_template: the name of one of the
+        model's, where it has several, or a file with another one.
         """
-        model, tokenizer = models.load(name, device=device, dtype=dtype, progress=progress)
+        model, tokenizer = models.load(name, device=device, dtype=dtype, progress=progress, chat_template=chat_template)
         return cls(model, tokenizer, name=name)
 
     @cached_property

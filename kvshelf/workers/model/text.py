@@ -193,6 +193,17 @@ class TextFormat:
         """Whether the chat template writes the date."""
         return self.has_template and self.template.dated
 
+    @property
+    def about_template(self) -> str:
+        """What the chat template can do, in words."""
+        if not self.has_template:
+            return "no chat template: documents have the layout plain and take no messages"
+        if not self.template.usable:
+            return f"chat templates {', '.join(sorted(self.template.text))} and none the default: take --chat-template"
+        switch = {"enable_thinking", "thinking", "reasoning_effort"} & self.template.variables
+        thinks = "" if self.thoughts is None else f", thinks ({', '.join(sorted(switch)) or 'always'})"
+        return "a chat template" + thinks + (", writes the date" if self.writes_date else "")
+
     def dated(self, document: EncodedDocument, date: str) -> EncodedDocument:
         """A document that is given as the token ids that were read, with this date among them."""
         if document.boundary != "document":
