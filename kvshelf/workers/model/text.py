@@ -133,6 +133,11 @@ class TextFormat:
         """As `decoder`; without control tokens it still writes those that begin and end thoughts."""
         return self._answer_decoder
 
+    @property
+    def thought_marks(self) -> tuple[str, ...]:
+        """What thoughts begin and end with."""
+        return () if self.thoughts is None else (self.thoughts.opening, self.thoughts.closing)
+
     def opens_thought(self, options: TemplateOptions, last_role: str = "user") -> bool:
         """Whether the prompt behind a message of this role opens the answer's thoughts."""
         if self.thoughts is None:
@@ -413,7 +418,7 @@ class _Script:
         if signs.breaker:
             plain = self._written(signs._replace(breaker=""), opening=opening)
             if broken[0].replace(signs.breaker, "") != plain[0]:
-                # The template looks for marks in answers that are sent back, where thoughts end, say.
+                # The template looks for thoughts in answers that are sent back.
                 thoughts = self._written(signs, opening=opening, answers_too=False)
                 if thoughts[0].replace(signs.breaker, "") == plain[0]:
                     return thoughts
@@ -471,9 +476,10 @@ class _Script:
         return self.form.template.write(said, opening=opening, options=options.variables, date=options.date)
 
     def _breaking(self, message: Said, signs: _Signs, answers_too: bool) -> Callable[[str], str]:
-        if not signs.breaker or (message.get("role") == "assistant" and not answers_too):
+        if not signs.breaker:
             return lambda text: text
-        return lambda text: self.form.tokens.broken(text, signs.breaker)
+        kept = () if answers_too or message.get("role") != "assistant" else self.form.thought_marks
+        return lambda text: self.form.tokens.broken(text, signs.breaker, kept)
 
     def _ends(self, signs: _Signs, text: str, runs: Sequence[Run], *, opening: bool) -> tuple[dict[int, int], int]:
         """As of a `Prompt`."""

@@ -22,7 +22,8 @@ class Thoughts:
     def of(cls, template: str) -> Self | None:
         """Those of a chat template; None for one that knows no thoughts."""
         for opening, closing, *headers in _KNOWN:
-            if closing in template and opening in template:
+            # The last names itself: some templates only look for its end, in answers that are sent back.
+            if closing in template and (opening in template or closing == "</think>"):
                 return cls(opening, closing, tuple(headers))
         return None
 

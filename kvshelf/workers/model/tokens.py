@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from typing import Any, Final, Literal, NamedTuple
 
@@ -132,17 +132,23 @@ class Tokens:
         """Whether a text spells a mark, or may complete one with what stands beside it."""
         return self._pattern is not None and (self._pattern.search(text) is not None or self._edge(text) != (0, 0))
 
-    def broken(self, text: str, breaker: str) -> str:
-        """A text with this character, which it lacks, in each mark that it spells, and in parts of one at its ends."""
+    def broken(self, text: str, breaker: str, but: Collection[str] = ()) -> str:
+        """A text with this character, which it lacks, in each mark that it spells, and in parts of one at its ends. but:
+        marks that stay whole."""
         if self._pattern is None:
             return text
+
+        def parted(found: re.Match[str]) -> str:
+            said = found.group()
+            return said if said in but else said[0] + breaker + said[1:]
+
         begins, ends = self._edge(text)
         if ends:
             text = text[:-1] + breaker + text[-1]
         if begins:
             text = text[0] + breaker + text[1:]
-        while self._pattern.search(text):  # a mark may hold another one
-            text = self._pattern.sub(lambda found: found.group()[0] + breaker + found.group()[1:], text)
+        while (made := self._pattern.sub(parted, text)) != text:  # a mark may hold another one
+            text = made
         return text
 
     def literal(self, text: str) -> str:
