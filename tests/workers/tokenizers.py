@@ -11,7 +11,15 @@ from transformers import PreTrainedTokenizerFast
 
 from kvshelf.workers.model.source import bundled_folder
 
-MARKS: Final = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<think>", "</think>", "<\uff5cUser\uff5c>")
+MARKS: Final = (
+    "<|im_start|>",
+    "<|im_end|>",
+    "<tool_call>",
+    "</tool_call>",
+    "<think>",
+    "</think>",
+    "<\uff5cUser\uff5c>",
+)
 SPECIAL: Final = ("<|im_start|>", "<|im_end|>")
 _LETTERS: Final = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:;!?<>|/_-{}[]()'\"\n"
 

@@ -112,7 +112,9 @@ def test_pieces_are_the_ids_of_the_whole_text(kind, template):
     encoded = form.document(document, "chat")
     asked = form.prompt("document", said, opening=True).token_ids
     whole = kind.apply_chat_template(
-        [{"role": "user", "content": f"{document}\n\n{turns[0]}"}, *said[1:]], tokenize=False, add_generation_prompt=True
+        [{"role": "user", "content": f"{document}\n\n{turns[0]}"}, *said[1:]],
+        tokenize=False,
+        add_generation_prompt=True,
     )
     assert encoded.token_ids + asked == kind(whole, add_special_tokens=False).input_ids
     assert form.prompt(None, said, opening=True).token_ids == kind(
@@ -124,7 +126,9 @@ def test_a_plain_text_goes_on_without_a_space(kind):
     form = form_of(kind)
     for first, more in (("the book", " is on"), ("the", "the book"), ("a", "b")):
         ids = form.document(first, "plain").token_ids + form.encode(more)
-        assert kind.decode(ids, skip_special_tokens=True) == kind.decode(kind(first + more).input_ids, skip_special_tokens=True)
+        assert kind.decode(ids, skip_special_tokens=True) == kind.decode(
+            kind(first + more).input_ids, skip_special_tokens=True
+        )
 
 
 def test_a_kept_turn_is_a_beginning_of_the_next_question(kind):
