@@ -285,7 +285,7 @@ class Subject:
         offered = {"tools": TOOLS} | self.quiet
         kwargs = self.quiet.get("chat_template_kwargs", {})
         for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
-            reply = await self.ask(cache.id, [question], tool_choice=choice, **offered)
+            reply = await self.ask(cache.id, [question], tool_choice=choice, parallel_tool_calls=False, **offered)
             if [call.function.name for call in reply.tool_calls] != ["weather"]:
                 raise Wrong(f"{choice if choice == 'required' else 'named'}: no call in {reply.text[:60]!r}")
         call = reply.tool_calls[0].model_dump()
@@ -426,7 +426,7 @@ def row(template: str, *, tokens: bool = False, cells: Sequence[str] = tuple(CEL
 
         async def measured() -> None:
             # Otherwise a grammar begins behind thoughts, and nobody could say here what the model is to think.
-            with mock.patch.object(Grammar, "behind", lambda grammar, _: grammar, create=True):
+            with mock.patch.object(Grammar, "behind", lambda grammar, *_: grammar, create=True):
                 await measured_rows()
 
         async def measured_rows() -> None:

@@ -163,7 +163,7 @@ def _require_devices(ranks: int, device: str) -> None:
 
 
 def load_tokenizer(name: str, chat_template: str | None = None) -> Any:
-    """The tokenizer of a model, named as for `load`, with its chat template. The weights are neither downloaded nor read."""
+    """The tokenizer of a model, named as for `load`, with its chat template. No weights are downloaded or read."""
     from transformers import AutoTokenizer
 
     source = source_of(name)

@@ -287,7 +287,8 @@ class Questions:
         opened = form is not None and form.has_template and form.opens_thought(options, last)
         if grammar is not None:
             if opened and form is not None and form.thoughts is not None:
-                grammar = grammar.behind(form.tokens.literal(form.thoughts.closing))
+                closing = form.thoughts.closing
+                grammar = grammar.behind(closing, form.tokens.literal(closing))
             self.engine.guide.constraint(grammar, query.max_tokens)
         return _Shape(tools, grammar, variables, form.thoughts if form is not None else None, opened)
 

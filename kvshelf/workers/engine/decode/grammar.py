@@ -59,12 +59,13 @@ class Grammar:
         """A grammar in llguidance's Lark dialect."""
         return cls(json.dumps({"grammars": [{"lark_grammar": lark}]}), param, least_bytes)
 
-    def behind(self, closing: str) -> Grammar:
-        """The same behind thoughts. closing: what ends them, in Lark."""
+    def behind(self, closing: str, lark: str) -> Grammar:
+        """The same behind thoughts. closing: the text that ends them; lark: the same in Lark, where it has tokens."""
         (answer,) = json.loads(self.text)["grammars"]
-        lark = f"start: thought {closing} gap @answer\nthought: /(.|\\n)*/\ngap: /\\n{{0,2}}/\n"
-        text = json.dumps({"grammars": [{"lark_grammar": lark}, answer | {"name": "answer"}]})
-        return replace(self, text=text)
+        said = json.dumps(closing, ensure_ascii=False)
+        ended = f"thought[suffix={said}]: /(?s:.*)/" if lark == said else f"thought: any {lark}\nany: /(?s:.*)/"
+        thoughts = f"start: thought gap @answer\n{ended}\ngap: /\\n{{0,2}}/\n"
+        return replace(self, text=json.dumps({"grammars": [{"lark_grammar": thoughts}, answer | {"name": "answer"}]}))
 
     @classmethod
     def _of_schema(cls, schema: Any, param: str) -> Grammar:
