@@ -82,7 +82,8 @@ def tokenizer_for(template: str) -> PreTrainedTokenizerFast:
 
 
 _TURN_ENDS: Final = (
-    "<|im_end|>", "<|eot_id|>", "<|end|>", "<|eom_id|>", "<|eos|>", "<\uff5cend▁of▁sentence\uff5c>", "<|call|>", "<|user|>",
+    "<|im_end|>", "<|eot_id|>", "<|end|>", "<|eom_id|>", "<|eos|>", "<\uff5cend▁of▁sentence\uff5c>", "<|call|>",
+    "<|user|>",
     "<|observation|>", "<turn|", "<|END_OF_TURN_TOKEN|>", "<|tool_response>", "<|e_turn|>",
 )  # fmt: skip
 
@@ -457,6 +458,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names of templates, with commas")
     parser.add_argument("--cells", default=",".join(CELLS), help="columns, with commas")
     parser.add_argument("--tokens", action="store_true", help="show what was expected where other tokens ran")
+    parser.add_argument("--short", action="store_true", help="of each cell its verdict alone, as in docs/models.md")
     parser.add_argument("--width", type=int, default=90, help="characters of a cell")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
@@ -468,6 +470,10 @@ def main() -> None:
     for name, template in templates().items():
         if not only or name in only:
             said = row(template, tokens=chosen.tokens, cells=cells)
+            if chosen.short:
+                said = {cell: re.split(r"[:,(]| by ", text)[0].strip() for cell, text in said.items()} | {
+                    cell: "always on" for cell, text in said.items() if text == "yes, always on"
+                }
             shown = [" ".join(said.get(cell, "").split())[: chosen.width].replace("|", "\\|") for cell in cells]
             print(f"| {name} | " + " | ".join(shown) + " |", flush=True)
 

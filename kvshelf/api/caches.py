@@ -152,6 +152,7 @@ class CacheObject(ResponseBody):
     parent_id: str | None = Field(None, description="the cache that this one extends")
     timings: Timings = Timings()
     uses: int = Field(0, description="questions asked so far")
+    date: str | None = Field(None, description="the day that the model's chat template wrote before the document")
     existing: bool = False
 
 

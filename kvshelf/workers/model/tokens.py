@@ -133,8 +133,8 @@ class Tokens:
         return self._pattern is not None and (self._pattern.search(text) is not None or self._edge(text) != (0, 0))
 
     def broken(self, text: str, breaker: str, but: Collection[str] = ()) -> str:
-        """A text with this character, which it lacks, in each mark that it spells, and in parts of one at its ends. but:
-        marks that stay whole."""
+        """A text with this character, which it lacks, in each mark that it spells, and in parts of one at its ends.
+        but: marks that stay whole."""
         if self._pattern is None:
             return text
 

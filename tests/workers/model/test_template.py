@@ -83,7 +83,7 @@ def test_what_would_change_the_cached_text_is_refused_by_name():
     form = form_of(EFFORT)
     question = [{"role": "user", "content": "The book?"}]
     high = TemplateOptions(form.template.told({}, "high"))
-    with pytest.raises(InvalidRequest, match="with reasoning_effort .* before the document") as refused:
+    with pytest.raises(InvalidRequest, match=r"with reasoning_effort .* before the document") as refused:
         form.prompt("document", question, opening=True, options=high)
     assert refused.value.param == "chat_template_kwargs"
     usual = TemplateOptions(form.template.told({}, "medium"))

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from transformers import PreTrainedTokenizerFast
 
+from kvshelf.api import CreateCache
+from kvshelf.service.recompute import _spec
+from kvshelf.store.artifact.identity import Identity
 from kvshelf.workers.engine.decode.grammar import Grammar
+from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.inputs.tools import ToolFormat
 from kvshelf.workers.model.text import TextFormat
-from scripts.measure_templates import CELLS, TOOLS, row, templates, tokenizer_for
+from scripts.measure_templates import CELLS, DOCUMENT, TOOLS, Subject, on_day, row, templates, tokenizer_for
 
 pytestmark = pytest.mark.skipif(
     find_spec("trl") is None, reason="trl, whose chat templates these are, is not installed"
@@ -75,6 +81,56 @@ def test_the_tokens_of_every_template(name: str) -> None:
             kept = form.prompt("document", turns[:end], followed=True).token_ids
             assert asked.ends[end - 1] == len(kept)
             assert asked.token_ids[: len(kept)] == kept
+
+
+@pytest.mark.anyio
+async def test_a_document_with_a_date_is_itself_on_another_day(tmp_path: Path) -> None:
+    """A lost cache is made again from its text and from its tokens, an export is taken, and a turn goes on."""
+    subject = Subject(templates()["llama3_2"], tmp_path)
+    replica, store = subject.replica, subject.store
+    replica.start()
+    try:
+        for keep in (True, "tokens"):
+            document = f"{DOCUMENT} {keep}"
+            with on_day(datetime.date(2031, 3, 7)):
+                made = (
+                    await replica.create(CreateCache(document=document, keep_source=keep), tenant="default")
+                ).manifest
+            assert made.identity["date"] == "2031-03-07"
+            with on_day(datetime.date(2031, 12, 24)):
+                source = store.source(made.id)
+                if isinstance(source, str):
+                    await replica.require_source(Identity.from_dict(made.identity), source)
+                again = _spec(made, source, keep=False)
+                store.delete(made.id)
+                assert (await replica.create(again, tenant="default")).manifest.id == made.id
+                asked = await subject.ask(made.id, [{"role": "user", "content": "Where?"}], store=True, max_tokens=4)
+                assert store.stat(str(asked.stored_cache_id)).identity["date"] == "2031-03-07"
+                other = (await replica.create(CreateCache(document=f"Other. {document}"), tenant="default")).manifest
+                assert other.identity["date"] == "2031-12-24"
+    finally:
+        replica.stop()
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.mark.parametrize("place", ["config", "generation_config", "tokenizer"])
+def test_every_end_token_ends_an_answer(tmp_path: Path, place: str) -> None:
+    subject = Subject(templates()["qwen2_5"], tmp_path)
+    model, tokenizer, ends = subject.engine.model, subject.tokenizer, {}
+    for name, mark in {"config": "<|im_end|>", "generation_config": "<|eos|>", "tokenizer": "<|bos|>"}.items():
+        ends[name] = tokenizer.convert_tokens_to_ids(mark)
+    model.config.eos_token_id = [ends["config"]]
+    model.generation_config.eos_token_id = ends["generation_config"]
+    tokenizer.eos_token = "<|bos|>"
+    engine = Engine(model, tokenizer, name="tiny")
+    cache = engine.compress(DOCUMENT, policy="full")
+    grammar = {"grammar": f"start: <[{engine.require_text('x').encode('The')[0]}]> <[{ends[place]}]> <[{ends[place]}]>"}
+    answer = engine.answer(cache, "Where?", max_new_tokens=8, shape=grammar)
+    assert (answer.finish_reason, answer.token_ids[-1], len(answer.token_ids)) == ("stop", ends[place], 2)
 
 
 def smollm2() -> PreTrainedTokenizerFast:

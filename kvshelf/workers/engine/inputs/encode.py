@@ -69,7 +69,7 @@ class Encoder:
     def document(self, document: Document | EncodedDocument, layout: Layout | None, date: str = "") -> EncodedDocument:
         """The token ids of a document; those of an encoded one are checked, and no layout counts. date: for a template
         that writes it; "": today. Raises `InvalidRequest`, `DocumentTooLong` or `DocumentTooShort`."""
-        date = date or datetime.date.today().isoformat()
+        date = date or datetime.datetime.now().date().isoformat()  # as transformers, local time
         if isinstance(document, EncodedDocument):
             encoded = replace(document, token_ids=self._checked_ids(document.token_ids, "token_ids"))
         elif isinstance(document, str):
