@@ -439,12 +439,12 @@ class _Script:
         if self.boundary == "document":
             return self._behind_document(said, signs, opening=opening), "behind text"
         if self.boundary is None:
-            return self._template(said, opening=opening), "first"
+            return self._template(said, signs, opening=opening), "first"
         return self._behind_turn(said, signs, opening=opening)
 
     def _behind_document(self, said: list[dict[str, Any]], signs: _Signs, *, opening: bool) -> str:
         said[0]["content"] = signs.document + QUESTION_SEPARATOR + said[0]["content"]
-        before, behind = self.form._parted(self._template(said, opening=opening), signs.document)
+        before, behind = self.form._parted(self._template(said, signs, opening=opening), signs.document)
         if before != self.form._before_document(TemplateOptions(date=self.options.date)):
             names = ", ".join(self.options.variables)
             raise InvalidRequest(
@@ -460,7 +460,7 @@ class _Script:
         last = str(self.boundary).removeprefix("after_")
         before: list[Said] = [{"role": "user", "content": "?"}] if last in ("assistant", "tool") else []
         stand_in = [*before, {"role": last, "content": signs.document}]
-        behind = self.form._parted(self._template([*stand_in, *said], opening=opening), signs.document)[1]
+        behind = self.form._parted(self._template([*stand_in, *said], signs, opening=opening), signs.document)[1]
         end = self.form.seam(last, _FOLLOWS[last], False, self.options.key)[0]
         if not behind.startswith(end):
             raise InvalidRequest(
@@ -471,9 +471,9 @@ class _Script:
         marked = [run.is_mark for run in self.form.tokens.runs(end)][-1:] == [True]
         return behind.removeprefix(end), "behind mark" if marked else "behind text"
 
-    def _template(self, said: Sequence[Said], *, opening: bool) -> str:
-        options = self.options
-        return self.form.template.write(said, opening=opening, options=options.variables, date=options.date)
+    def _template(self, said: Sequence[Said], signs: _Signs, *, opening: bool) -> str:
+        safe = _nested(self.options.variables, self._breaking({}, signs, True))
+        return self.form.template.write(said, opening=opening, options=safe, date=self.options.date)
 
     def _breaking(self, message: Said, signs: _Signs, answers_too: bool) -> Callable[[str], str]:
         if not signs.breaker:
@@ -517,6 +517,7 @@ class _Script:
 
         for message in self.messages:
             _changed(message, note)
+        _nested(self.options.variables, note)
         if self.intro is not None:
             self.intro(lambda value: _nested(value, note))
         return found

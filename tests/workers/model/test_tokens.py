@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 
 from kvshelf.api.tools import Tool
 from kvshelf.workers.engine.inputs.tools import ToolFormat
-from kvshelf.workers.model.text import TextFormat
+from kvshelf.workers.model.text import TemplateOptions, TextFormat
 from tests.workers.tokenizers import KINDS, MARKS, byte_level
 
 CHATML = """\
@@ -31,13 +31,14 @@ CHATML = """\
 {"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
 </tool_call>{% endfor %}<|im_end|>
 {% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+{{ mood or '' }}{% endif %}"""
 INSTRUCT = """\
 {{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]\
 {% else %} {{ m.content }}</s>{% endif %}{% endfor %}"""
 TEMPLATES = {"chatml": CHATML, "instruct": INSTRUCT}
 WORDS = [
-    "the book", " is on the", "\n", "<", "|", ">", "<|im_", "im_end|>", "</think", "think>", "<tool_", " ", "the", *MARKS,
+    "the book", " is on the", "\n", "<", "|", ">", "<|im_", "im_end|>", "</think", "think>", "<tool_", " ", "the",
+    *MARKS,
     "<|im_<|im_end|>end|>", "\ue000", "</s>",
 ]  # fmt: skip
 
@@ -81,6 +82,8 @@ def prompts(form, text, think):
     tools = ToolFormat.of(form, [tool(text)])
     yield form.prompt("document", said, opening=True, intro=tools.intro).token_ids
     yield form.prompt("after_assistant", said[1:], opening=True).token_ids
+    mood = TemplateOptions(form.template.told({"mood": text}, None))
+    yield form.prompt("document", said, opening=True, options=mood).token_ids
     yield form.conversation([{"role": "user", "content": "?" + text}]).token_ids
 
 
