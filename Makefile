@@ -24,13 +24,17 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py $(C_SOURCES)
 	@$(if $(filter-out $(C_SOURCES),$?),$(INSTALL),$(COMPILE))
 	@touch $@
 
+# Data that tests read, in packages that are not imported: so what they depend on is left out. Chat templates of models.
+TEST_DATA := 'trl>=1.16,<2'
+
 define INSTALL
 { $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
   || { echo "kvshelf needs Python 3.11 or newer, and '$(PYTHON)' is $(or $(PYTHON_VERSION),not there); name another one:" \
        "make setup PYTHON=python3.12" >&2; exit 1; }; } \
 && echo "setting up $(VENV): once, one to two minutes ..." \
 && { test -f $(STAMP) || $(PYTHON) -m venv --clear $(VENV); } \
-&& $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,dev]'
+&& $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,dev]' \
+&& $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(TEST_DATA)
 endef
 
 COMPILE = $(BIN)/python -m kvshelf.kernels.compiling || true

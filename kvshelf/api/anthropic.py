@@ -59,7 +59,6 @@ _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "mcp_servers": ([],),
     "service_tier": ("auto", "standard_only"),
     "speed": ("standard",),
-    "thinking": ({"type": "disabled"},),
     "top_k": (),
 }
 """Anthropic's unsupported fields, each with the values besides null that change nothing."""
@@ -94,6 +93,20 @@ class OutputConfig(RequestBody):
     effort: None = None
 
 
+class Thinking(RequestBody):
+    """Whether the model thinks before it answers, where its chat template can turn that on and off. `budget_tokens` and
+    `display` have no effect: thoughts count for `max_tokens`, and the answer has all of them."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """Fields of a query."""
+        return {"reasoning_effort": "none" if self.type == "disabled" else "medium"}
+
+
 class CountTokensRequest(RequestBody):
     """Anthropic's body of `count_tokens`, plus `cache_id`: a stored cache that the conversation begins with."""
 
@@ -105,6 +118,7 @@ class CountTokensRequest(RequestBody):
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
     cache_id: str | None = None
+    thinking: Thinking | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -142,8 +156,9 @@ class CountTokensRequest(RequestBody):
     def _asking(self, **how: Any) -> Asking:
         """how: the answer is made, as of an `Asking`."""
         how["response_format"] = self._response_format
+        how |= {} if self.thinking is None else self.thinking.told
         if not self.tools:
-            messages = [Message(**turn.model_dump(exclude={"tool_calls"})) for turn in self._asked]
+            messages = [Message.model_validate(turn.said) for turn in self._asked]
             return Asking(messages=messages, **how)
         parallel = self.tool_choice is None or not self.tool_choice.disable_parallel_tool_use
         tools: dict[str, Any] = {"tools": self._tools, "tool_choice": self._tool_choice}
@@ -309,6 +324,14 @@ class AnswerText(ResponseBody):
     citations: None = None
 
 
+class AnswerThinking(ResponseBody):
+    """What the model thought before it answered. `signature` is empty: nothing is encrypted."""
+
+    type: Literal["thinking"] = "thinking"
+    thinking: str
+    signature: str = ""
+
+
 class AnswerCall(ResponseBody):
     """A tool that the caller is to run; its result comes in a block `tool_result` with this id."""
 
@@ -318,7 +341,7 @@ class AnswerCall(ResponseBody):
     input: dict[str, Any]
 
 
-AnswerBlock = AnswerText | AnswerCall
+AnswerBlock = AnswerThinking | AnswerText | AnswerCall
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 

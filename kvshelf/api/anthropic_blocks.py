@@ -115,12 +115,25 @@ class ToolUseBlock(RequestBody):
         return ToolCall(id=self.id, function=CalledFunction.model_construct(name=self.name, arguments=self.input))
 
 
+class ThinkingBlock(RequestBody):
+    """Thoughts of an earlier answer, sent back. `signature` has no effect."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+    cache_control: None = None
+
+    @property
+    def plain(self) -> str:
+        return self.thinking
+
+
 def _only_text(block: Any) -> Any:
     return _known(block, ("text",))
 
 
 def _any_known(block: Any) -> Any:
-    return _known(block, ("text", "document", "tool_use", "tool_result"))
+    return _known(block, ("text", "document", "thinking", "tool_use", "tool_result"))
 
 
 def _known(block: Any, kinds: Sequence[str]) -> Any:
@@ -156,10 +169,11 @@ def _kind(block: Any) -> str:
     return f"({block.get('type') if isinstance(block, dict) else getattr(block, 'type', None)})"
 
 
-AnyBlock = TextBlock | DocumentBlock | ToolUseBlock | ToolResultBlock
+AnyBlock = TextBlock | DocumentBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
 _KnownBlock = (
     Annotated[TextBlock, Tag("(text)")]
     | Annotated[DocumentBlock, Tag("(document)")]
+    | Annotated[ThinkingBlock, Tag("(thinking)")]
     | Annotated[ToolUseBlock, Tag("(tool_use)")]
     | Annotated[ToolResultBlock, Tag("(tool_result)")]
 )
@@ -175,11 +189,11 @@ def blocks_of(content: str | Sequence[AnyBlock] | None) -> list[AnyBlock]:
 
 
 def joined(blocks: Iterable[AnyBlock]) -> str:
-    """The texts of blocks as one; calls have none."""
-    return BETWEEN_BLOCKS.join(block.plain for block in blocks if not isinstance(block, ToolUseBlock))
+    """The texts of blocks as one; calls and thoughts have none."""
+    return BETWEEN_BLOCKS.join(block.plain for block in blocks if not isinstance(block, ToolUseBlock | ThinkingBlock))
 
 
-_NOT_OF: Final = {"user": ("tool_use",), "assistant": ("tool_result", "document")}
+_NOT_OF: Final = {"user": ("tool_use", "thinking"), "assistant": ("tool_result", "document")}
 
 
 class InputMessage(RequestBody):
@@ -222,11 +236,12 @@ def spoken(turns: Iterable[Turn]) -> list[ToolTurn]:
                 "messages", "a text stands before a tool_result; the tool_result blocks of a message come first"
             )
         results.sort(key=lambda result: called.index(result.tool_use_id))
-        found += [ToolTurn(role="tool", content=result.plain) for result in results]
+        found += [ToolTurn(role="tool", content=result.plain, tool_call_id=result.tool_use_id) for result in results]
         calls = [block.call for block in blocks if isinstance(block, ToolUseBlock)]
         called = [call.id for call in calls]
         if rest := [block for block in blocks if not isinstance(block, ToolResultBlock)]:
-            found.append(ToolTurn(role=role, content=joined(rest), tool_calls=calls))
+            thought = "".join(block.thinking for block in rest if isinstance(block, ThinkingBlock))
+            found.append(ToolTurn(role=role, content=joined(rest), tool_calls=calls, reasoning_content=thought or None))
     return found
 
 

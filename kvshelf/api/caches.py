@@ -153,11 +153,12 @@ class CacheObject(ResponseBody):
     parent_id: str | None = Field(None, description="the cache that this one extends")
     timings: Timings = Timings()
     uses: int = Field(0, description="questions asked so far")
+    date: str | None = Field(None, description="the day that the model's chat template wrote before the document")
     existing: bool = False
 
 
 class SaidMessage(ResponseBody):
-    """A message of a stored turn, as the model read it: calls of tools are in its text."""
+    """A message of a stored turn. Calls of tools are in its text, as JSON."""
 
     role: Role | Literal["tool"]
     content: str

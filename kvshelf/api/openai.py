@@ -17,9 +17,11 @@ from kvshelf.api.queries import Asking, Remade, Select, Source, SuffixOptions, r
 from kvshelf.api.shapes import (
     Answers,
     Choices,
+    Effort,
     Grammar,
     Logprob,
     ResponseFormat,
+    TemplateKwargs,
     TopLogprobs,
     require_logprobs,
     require_one_shape,
@@ -84,12 +86,14 @@ _Parts = Annotated[list[TextPart], Field(min_length=1, max_length=256, fail_fast
 
 class ChatMessage(RequestBody):
     """One turn. `content` is text or OpenAI's list of text parts, joined without separator. `developer` is OpenAI's
-    newer name of the role `system`."""
+    newer name of the role `system`. `reasoning_content`: thoughts of an earlier answer, which the model's chat template
+    writes or leaves out."""
 
     role: Role | Literal["developer", "tool"]
     content: Annotated[Annotated[str, Tag("(one)")] | _Parts, Discriminator(one_or_list)] | None = None
     tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_call_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    reasoning_content: str | None = None
     refusal: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
@@ -111,11 +115,13 @@ class ChatMessage(RequestBody):
         return given if isinstance(given, str) else "".join(part.text for part in given)
 
     def plain(self) -> Message:
-        return Message(role=self._role, content=self._text)  # type: ignore[arg-type]  # calls and results come with tools
+        thoughts = {"reasoning_content": self.reasoning_content} if self.reasoning_content else {}
+        return Message(role=self._role, content=self._text, **thoughts)  # type: ignore[arg-type]  # calls come with tools
 
     def turn(self) -> ToolTurn:
         """As a turn of a conversation with tools."""
-        return ToolTurn(role=self._role, content=self._text, tool_calls=self.tool_calls or [])
+        more = {"tool_call_id": self.tool_call_id, "reasoning_content": self.reasoning_content}
+        return ToolTurn(role=self._role, content=self._text, tool_calls=self.tool_calls or [], **more)
 
     @property
     def _role(self) -> Role | Literal["tool"]:
@@ -215,6 +221,8 @@ class ChatCompletionRequest(OpenAIRequest):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     stream_options: StreamOptions | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    reasoning_effort: Effort | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -262,6 +270,8 @@ class ChatCompletionRequest(OpenAIRequest):
             logprobs=bool(self.logprobs),
             top_logprobs=self.top_logprobs,
             n=self.n or 1,
+            chat_template_kwargs=self.chat_template_kwargs,
+            reasoning_effort=self.reasoning_effort,
         )
 
 
@@ -284,8 +294,11 @@ class ChatUsage(ResponseBody):
 
 
 class AssistantMessage(ResponseBody):
+    """OpenAI's, plus `reasoning_content`, what the model thought before; present only if it did."""
+
     role: Literal["assistant"] = "assistant"
     content: str | None
+    reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
     refusal: None = None
 
@@ -325,6 +338,7 @@ class DeltaCall(ToolCall):
 class Delta(ResponseBody):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[DeltaCall] | None = None
 
 

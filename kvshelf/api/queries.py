@@ -10,9 +10,11 @@ from pydantic import ConfigDict, Field, model_validator
 from kvshelf.api.shapes import (
     Answers,
     Choices,
+    Effort,
     Grammar,
     Logprob,
     ResponseFormat,
+    TemplateKwargs,
     TopLogprobs,
     require_logprobs,
     require_one_shape,
@@ -98,6 +100,10 @@ class Asking(RequestBody, Renewable):
     top_logprobs: TopLogprobs | None = Field(None, description="with logprobs: so many of the likeliest tokens, too")
     n: Answers = Field(1, description="answers to each prompt; with a seed, the next ones have the next seeds")
     stream: bool = False
+    chat_template_kwargs: TemplateKwargs | None = Field(
+        None, description="what the model's chat template is told, as `enable_thinking`"
+    )
+    reasoning_effort: Effort | None = Field(None, description="how much the model thinks first; none: not at all")
     select: Select | None = None
     suffix: SuffixOptions | None = None
     store: bool = Field(
@@ -262,7 +268,8 @@ class ReadShares(ResponseBody):
 class Answered(ResponseBody):
     """What an answer says, whichever caches were asked. `load_ms`: until the slowest of them was in memory.
     `passages`: what it read of each document, in their order, present only if `select.passages` asks for it.
-    `logprobs`: of each token of the text, present only if asked for."""
+    `logprobs`: of each token of the text, present only if asked for. `reasoning_content`: what the model thought before
+    it, present only if it did."""
 
     id: str
     object: Literal["answer"] = "answer"
@@ -272,6 +279,7 @@ class Answered(ResponseBody):
     load_ms: float
     passages: list[ReadShares] | None = None
     logprobs: list[Logprob] | None = None
+    reasoning_content: str | None = None
 
 
 class AnswerObject(Answered):
@@ -325,8 +333,10 @@ class JointAnswerList(ListBody):
 
 class AnswerDelta(ResponseBody):
     """One piece of a streamed answer. The joined pieces are the text of the answer that follows. `logprobs`: of the
-    tokens whose text ends in it, if asked for."""
+    tokens whose text ends in it, if asked for. `reasoning_content`: of a piece of the model's thoughts, with an empty
+    text."""
 
     object: Literal["answer.delta"] = "answer.delta"
     text: str
     logprobs: list[Logprob] | None = None
+    reasoning_content: str | None = None

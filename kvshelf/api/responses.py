@@ -17,10 +17,12 @@ from kvshelf.api.shapes import (
     AnyObject,
     AnyText,
     Choices,
+    Effort,
     Grammar,
     JsonSchema,
     Logprob,
     OfSchema,
+    TemplateKwargs,
     TopLogprobs,
     kind_of,
     require_one_shape,
@@ -59,7 +61,6 @@ _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "conversation": (),
     "max_tool_calls": (),
     "prompt": (),
-    "reasoning": ({},),
     "service_tier": ("auto", "default"),
     "truncation": ("disabled",),
 }
@@ -154,7 +155,25 @@ class ResultItem(_Item):
     output: _Content
 
     def turn(self) -> ToolTurn:
-        return ToolTurn(role="tool", content=_plain(self.output))
+        return ToolTurn(role="tool", content=_plain(self.output), tool_call_id=self.call_id)
+
+
+class ReasoningPart(RequestBody):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(_Item):
+    """Thoughts of an earlier answer, sent back with the answer that follows them."""
+
+    type: Literal["reasoning"]
+    summary: Annotated[list[Any], Field(max_length=0)] | None = None
+    content: Annotated[list[ReasoningPart], Field(max_length=256, fail_fast=True)] | None = None
+    encrypted_content: None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.content or ())
 
 
 def _item_kind(item: Any) -> str:
@@ -165,24 +184,42 @@ def _item_kind(item: Any) -> str:
 _AnyItem = Annotated[
     Annotated[ResponseItem, Tag("(message)")]
     | Annotated[CallItem, Tag("(function_call)")]
-    | Annotated[ResultItem, Tag("(function_call_output)")],
+    | Annotated[ResultItem, Tag("(function_call_output)")]
+    | Annotated[ReasoningItem, Tag("(reasoning)")],
     Discriminator(_item_kind),
-    _typed("message", "function_call", "function_call_output", what="an item", default="message"),
+    _typed("message", "function_call", "function_call_output", "reasoning", what="an item", default="message"),
 ]
 _Items = Annotated[list[_AnyItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("(list)")]
 
 
-def _turns(items: Sequence[ResponseItem | CallItem | ResultItem]) -> list[ToolTurn]:
-    """The turns of a conversation: of one answer, the calls are in one turn with the text before them."""
+def _turns(items: Sequence[ResponseItem | CallItem | ResultItem | ReasoningItem]) -> list[ToolTurn]:
+    """The turns of a conversation: of one answer, thoughts, text and calls are in one turn."""
     turns: list[ToolTurn] = []
+    thought = ""
     for item in items:
-        if not isinstance(item, CallItem):
-            turns.append(item.turn())
+        if isinstance(item, ReasoningItem):
+            thought += item.text
             continue
-        answered = bool(turns) and turns[-1].role == "assistant"
-        answer = turns.pop() if answered else ToolTurn(role="assistant", content="")
-        turns.append(answer.model_copy(update={"tool_calls": [*answer.tool_calls, item.call()]}))
+        if isinstance(item, CallItem):
+            answered = bool(turns) and turns[-1].role == "assistant" and not thought
+            answer = turns.pop() if answered else ToolTurn(role="assistant", content="")
+            turn = answer.model_copy(update={"tool_calls": [*answer.tool_calls, item.call()]})
+        else:
+            turn = item.turn()
+        if thought and turn.role == "assistant":
+            turn = turn.model_copy(update={"reasoning_content": thought})
+            thought = ""
+        turns.append(turn)
     return turns
+
+
+class Reasoning(RequestBody):
+    """`effort`: as `reasoning_effort` of chat completions. `summary` asks for a summary of thoughts, which an answer
+    has in whole."""
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class FunctionTool(Function):
@@ -271,6 +308,8 @@ class ResponsesRequest(OpenAIRequest):
     max_output_tokens: MaxTokens = DEFAULT_MAX_TOKENS
     previous_response_id: Annotated[str, Field(min_length=1, max_length=64)] | None = None
     stream_options: ObfuscationOptions | None = None
+    reasoning: Reasoning | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     text: TextOptions | None = None
     grammar: Grammar | None = None
     choices: Choices | None = None
@@ -297,7 +336,7 @@ class ResponsesRequest(OpenAIRequest):
         return LOGPROBS in (self.include or ())
 
     @property
-    def _items(self) -> list[ResponseItem | CallItem | ResultItem]:
+    def _items(self) -> list[ResponseItem | CallItem | ResultItem | ReasoningItem]:
         return [ResponseItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
 
     @property
@@ -310,7 +349,7 @@ class ResponsesRequest(OpenAIRequest):
         require_one_shape(self)
         if self.top_logprobs and not self.logprobs:
             raise misuse("top_logprobs", f"top_logprobs is only allowed with include: [{LOGPROBS!r}]")
-        calls = any(not isinstance(item, ResponseItem) for item in self._items)
+        calls = any(isinstance(item, CallItem | ResultItem) for item in self._items)
         require_tools([tool.wrapped() for tool in self.tools or ()], self._wrapped_choice, calls=calls)
         require_unshaped(self, self._wrapped_choice)
         self._require_calls()
@@ -329,9 +368,8 @@ class ResponsesRequest(OpenAIRequest):
                     "the previous_response_id of the response that made it",
                 )
 
-    def asking(self, *, may_write: bool, told: Sequence[FunctionTool] | None = None) -> Asking:
-        """The question that the body asks. may_write: whether its caller may keep answers. told: the tools of the
-        response that it goes on from."""
+    def asking(self, *, may_write: bool) -> Asking:
+        """The question that the body asks. may_write: whether its caller may keep answers."""
         keeps = may_write and self.cache_ids is None and self.select is None and self.suffix is None
         system = [ToolTurn(role="system", content=self.instructions)] if self.instructions else []
         turns = system + _turns(self._items)
@@ -342,12 +380,14 @@ class ResponsesRequest(OpenAIRequest):
             "choices": self.choices,
             "logprobs": self.logprobs,
             "top_logprobs": self.top_logprobs,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
         }
         if not self.tools:
-            messages = [Message(role=turn.role, content=turn.content) for turn in turns]  # type: ignore[arg-type]
+            messages = [Message.model_validate(turn.said) for turn in turns]
             return self._asking(messages, self.max_output_tokens, **fields)
         tools = [tool.wrapped() for tool in self.tools]
-        fields |= {"tools": tools, "tool_choice": self._wrapped_choice, "told": self.tools == told}
+        fields |= {"tools": tools, "tool_choice": self._wrapped_choice}
         fields["parallel_tool_calls"] = self.parallel_tool_calls is not False
         return self._asking(turns, self.max_output_tokens, ToolAsking, **fields)
 
@@ -377,6 +417,16 @@ class OutputCall(ResponseBody):
     name: str
     arguments: str
     status: Status
+
+
+class OutputReasoning(ResponseBody):
+    """What the model thought before it answered."""
+
+    id: str
+    type: Literal["reasoning"] = "reasoning"
+    status: Status
+    summary: list[Any] = Field(default_factory=list)
+    content: list[ReasoningPart]
 
 
 class InputTokensDetails(ResponseBody):
@@ -419,7 +469,7 @@ class ResponseObject(ResponseBody):
     max_output_tokens: int
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage | OutputCall]
+    output: list[OutputReasoning | OutputMessage | OutputCall]
     parallel_tool_calls: bool
     previous_response_id: str | None
     store: bool

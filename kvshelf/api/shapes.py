@@ -80,6 +80,13 @@ Answers = Annotated[int, Field(ge=1, le=MAX_ANSWERS)]
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+TemplateKwargs = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")], bool | int | float | str | None],
+    Field(max_length=16),
+]
+
+
 def param_of(body: Any, name: str) -> str:
     """The field of the request that says one of `SHAPES`."""
     found: str = getattr(getattr(body, name), "PARAM", name)

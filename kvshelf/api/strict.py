@@ -15,10 +15,12 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    SerializerFunctionWrapHandler,
     Tag,
     ValidationError,
     ValidationInfo,
     WithJsonSchema,
+    model_serializer,
 )
 from pydantic_core import ErrorDetails, PydanticCustomError, PydanticKnownError
 
@@ -214,10 +216,20 @@ class ErrorEnvelope(ResponseBody):
 
 
 class Message(RequestBody):
-    """One turn of a conversation."""
+    """One turn of a conversation. `reasoning_content`: thoughts of an assistant's, which the model's chat template
+    writes or leaves out."""
 
     role: Role
     content: str
+    reasoning_content: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_none(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without thoughts there is no such field: a message is its role and content."""
+        said: dict[str, Any] = fields(self)
+        if self.reasoning_content is None:
+            said.pop("reasoning_content", None)
+        return said
 
 
 MessageList = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]

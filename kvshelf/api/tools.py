@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -44,6 +45,12 @@ class ToolCall(RequestBody):
     type: Literal["function"] = "function"
     function: CalledFunction
 
+    @property
+    def said(self) -> dict[str, Any]:
+        """As a chat template reads it: the arguments are an object."""
+        function = {"name": self.function.name, "arguments": json.loads(self.function.arguments)}
+        return {"id": self.id, "type": self.type, "function": function}
+
 
 class NamedFunction(RequestBody):
     name: ToolName
@@ -66,22 +73,35 @@ Tools = Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS, fail_fas
 
 
 class ToolTurn(RequestBody):
-    """A turn of a conversation with tools. tool_calls: of an assistant's turn."""
+    """A turn of a conversation with tools. tool_calls, reasoning_content: of an assistant's turn. tool_call_id: of a
+    tool's."""
 
     role: Role | Literal["tool"]
     content: str
     tool_calls: list[ToolCall] = Field(default_factory=list)
+    reasoning_content: str | None = None
+    tool_call_id: str | None = None
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """As a chat template reads it: without what it has not, and the arguments of calls as objects."""
+        made: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_calls:
+            made["tool_calls"] = [call.said for call in self.tool_calls]
+        if self.reasoning_content:
+            made["reasoning_content"] = self.reasoning_content
+        if self.tool_call_id:
+            made["tool_call_id"] = self.tool_call_id
+        return made
 
 
 class ToolAsking(Asking):
-    """A question whose answer may be calls of tools. told: whether the cache ends with a conversation in which the
-    model has read what its template says of these tools."""
+    """A question whose answer may be calls of tools."""
 
     messages: Annotated[list[ToolTurn], Field(min_length=1, max_length=MAX_MESSAGES)]  # type: ignore[assignment]
     tools: Tools
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
-    told: bool = False
 
     @property
     def callable(self) -> list[Tool]:

@@ -615,6 +615,7 @@ def _details(cache: CacheObject) -> Table:
         **({"appended to": cache.parent_id} if cache.parent_id else {}),
         "name": cache.name or "-",
         "model": f"{cache.model} ({cache.layout})",
+        **({"date told": cache.date} if cache.date else {}),
         "policy": f"{cache.policy}{f' ({used})' if used else ''}, {cache.compression_ratio:.0%} removed",
         "tokens": f"{cache.tokens.document}, of which {cache.tokens.kept} kept per layer and head",
         "codec": cache.codec,

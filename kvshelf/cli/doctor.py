@@ -183,7 +183,8 @@ def _model(name: str, device: str, dtype: str) -> str:
     answer = engine.answer(cache, question.text).text.strip()
     if name == BUNDLED and answer != question.answer:
         raise NoWorker(f"{name} answered {answer!r} instead of {question.answer!r}: its weights or torch are broken")
-    return f"{name}: {engine.max_tokens} tokens, {cache.num_tokens} prefilled, answered {answer!r}"
+    template = engine.require_text("model").about_template
+    return f"{name}: {engine.max_tokens} tokens, {cache.num_tokens} prefilled, answered {answer!r}; {template}"
 
 
 def _isolated(url: str, keys: Sequence[str], pairs: int, *, as_json: bool) -> None:

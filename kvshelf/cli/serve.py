@@ -23,6 +23,10 @@ def serve(
         typer.Option(help="API keys of those who may use the service; see `kvshelf keys`.  [default: everybody]"),
     ] = None,
     model: _options.Models = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="Another chat template: of the model, by its name, or in a file."),
+    ] = None,
     device: _options.ServiceDevice = None,
     dtype: _options.ServiceDtype = None,
     replicas: _options.Replicas = None,
@@ -53,6 +57,7 @@ def serve(
             encryption_key_file=None if encryption_key_file is None else str(encryption_key_file),
             api_key_file=None if api_key_file is None else str(api_key_file),
             models=tuple(model) if model else None,
+            chat_template=chat_template,
             device=device,
             dtype=dtype,
             replicas=replicas,

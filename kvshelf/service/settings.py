@@ -73,6 +73,11 @@ class Settings(BaseSettings):
     models: Annotated[tuple[str, ...], NoDecode] = Field(
         ("kvshelf-tiny",), min_length=1, description="bundled names, folders or hub ids; the first is the default"
     )
+    chat_template: str | None = Field(
+        None,
+        min_length=1,
+        description="a file with a chat template, or the name of one of the model's; default: its own",
+    )
     device: str = Field("auto", description="auto, cpu, cuda or spread")
     dtype: str = Field("auto", description="auto, float32, bfloat16 or float16")
     replicas: int = Field(1, ge=1, le=1024, description="replicas of each model")
@@ -155,6 +160,14 @@ class Settings(BaseSettings):
     def _absolute(cls, path: str | None) -> str | None:
         # Replicas run in other folders, perhaps on other machines.
         return None if path is None else str(Path(path).expanduser().absolute())
+
+    @field_validator("chat_template")
+    @classmethod
+    def _of_one_model(cls, template: str | None, info: ValidationInfo) -> str | None:
+        if template is not None and len(info.data.get("models", ())) > 1:
+            raise ValueError("it is of one model, and several are served; start a service for each")
+        file = None if template is None else Path(template).expanduser()
+        return str(file.absolute()) if file is not None and file.is_file() else template
 
     @field_validator("models", "allowed_hosts", mode="before")
     @classmethod

@@ -120,7 +120,7 @@ def etag_of(manifest: Manifest) -> str:
 
 def cache_object(manifest: Manifest, *, existing: bool = False) -> CacheObject:
     """A manifest as the API shows it."""
-    same = CacheObject.model_fields.keys() - {"object", "dtype", "tokens", "bytes", "existing", "source"}
+    same = CacheObject.model_fields.keys() - {"object", "dtype", "tokens", "bytes", "existing", "source", "date"}
     kept = manifest.source
     return CacheObject.model_validate(
         manifest.model_dump(include=same)
@@ -133,5 +133,6 @@ def cache_object(manifest: Manifest, *, existing: bool = False) -> CacheObject:
             "ttl_renew": manifest.ttl_renew_s is not None,
             "ttl_s": manifest.ttl_renew_s,
             "existing": existing,
+            "date": manifest.identity.get("date"),
         }
     )

@@ -30,6 +30,7 @@ from kvshelf.api.strict import FinishReason
 from kvshelf.api.tools import ToolCall
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.engine.decode.logprobs import Piece
+from kvshelf.workers.model.thoughts import Thought
 from kvshelf.workers.replica.results import Reply
 
 OURS: Final = {"sources", "stored_cache_id", "not_stored", "recomputed"}
@@ -39,7 +40,7 @@ OURS: Final = {"sources", "stored_cache_id", "not_stored", "recomputed"}
 class Ending(NamedTuple):
     """What follows the last text of an answer. sources: None where one cache was asked as one. stored_cache_id,
     not_stored, recomputed: as of a `ChatCompletion`. tokens: how likely each was, if that was asked for. tool_calls: of
-    an answer that has some."""
+    an answer that has some. thought: what the model thought before the answer."""
 
     finish_reason: FinishReason
     usage: Usage
@@ -49,6 +50,7 @@ class Ending(NamedTuple):
     recomputed: list[Remade] | None = None
     tokens: list[Logprob] | None = None
     tool_calls: list[ToolCall] | None = None
+    thought: str | None = None
 
     @property
     def reason(self) -> ChatReason:
@@ -66,7 +68,9 @@ def ending_of(reply: Reply, remade: list[Remade] | None = None, *, together: boo
     sources = list(reply.sources) if together else None
     stored = (reply.stored_cache_id, reply.not_stored)
     calls = reply.tool_calls or None
-    return Ending(reply.finish_reason, reply.usage, sources, *stored, remade, reply.logprobs, calls)
+    return Ending(
+        reply.finish_reason, reply.usage, sources, *stored, remade, reply.logprobs, calls, reply.reasoning_content
+    )
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,11 @@ class Completion:
         choices = [
             ChatChoice(
                 index=index,
-                message=AssistantMessage(content=text or None if end.tool_calls else text, tool_calls=end.tool_calls),
+                message=AssistantMessage(
+                    content=text or None if end.tool_calls else text,
+                    reasoning_content=end.thought,
+                    tool_calls=end.tool_calls,
+                ),
                 logprobs=None if end.tokens is None else ChoiceLogprobs(content=end.tokens),
                 finish_reason=end.reason,
             )
@@ -94,8 +102,9 @@ class Completion:
         )
         wire = completion.model_dump(mode="json", exclude=OURS - ours.keys())
         for choice in wire["choices"]:
-            if choice["message"]["tool_calls"] is None:  # OpenAI's are absent then
-                del choice["message"]["tool_calls"]
+            for name in ("tool_calls", "reasoning_content"):
+                if choice["message"][name] is None:  # OpenAI's are absent then
+                    del choice["message"][name]
         return wire
 
     async def chunks(
@@ -111,7 +120,9 @@ class Completion:
                 if index not in told:
                     yield self._chunk(ChunkChoice(index=index, delta=Delta(role="assistant", content=""))) | extra
                     told[index] = 0
-                if isinstance(piece, str):
+                if isinstance(piece, Thought):
+                    yield self._chunk(ChunkChoice(index=index, delta=Delta(reasoning_content=piece))) | extra
+                elif isinstance(piece, str):
                     tokens = piece.logprobs if isinstance(piece, Piece) else ()
                     said = ChunkChoice(index=index, delta=Delta(content=piece), logprobs=_logprobs(tokens))
                     yield self._chunk(said) | extra

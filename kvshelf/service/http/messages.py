@@ -9,8 +9,17 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvshelf.api.anthropic import AnswerBlock, AnswerCall, AnswerText, MessageObject, MessageUsage, StopReason
+from kvshelf.api.anthropic import (
+    AnswerBlock,
+    AnswerCall,
+    AnswerText,
+    AnswerThinking,
+    MessageObject,
+    MessageUsage,
+    StopReason,
+)
 from kvshelf.api.tools import ToolCall
+from kvshelf.workers.model.thoughts import Thought
 from kvshelf.workers.replica.results import Reply
 
 
@@ -28,6 +37,8 @@ class Answering:
     def whole(self, reply: Reply) -> dict[str, Any]:
         """A `MessageObject` as JSON."""
         text: list[AnswerBlock] = [AnswerText(text=reply.text)] if reply.text else []
+        if reply.reasoning_content is not None:
+            text.insert(0, AnswerThinking(thinking=reply.reasoning_content))
         message = self._wire(
             content=[*text, *map(_called, reply.tool_calls)],
             stop_reason=_reason(reply),
@@ -43,27 +54,40 @@ class Answering:
 
     async def events(self, pieces: AsyncGenerator[str | Reply, None]) -> AsyncGenerator[dict[str, Any], None]:
         """Each event as JSON. The first has the counts that are known before the answer, `message_delta` has all."""
-        begun, written = False, False
+        begun, thought, written, index = False, False, False, 0
         async with aclosing(pieces):
             async for piece in pieces:
                 if not begun:
                     message = self._wire(content=[], stop_reason=None, stop_sequence=None, usage=self._known)
                     yield {"type": "message_start", "message": message}
                     begun = True
+                thinks = isinstance(piece, Thought)
+                if thinks and not thought:
+                    yield _start(0, AnswerThinking(thinking=""))
+                    thought = True
+                if thought and not thinks and not index and (isinstance(piece, Reply) or piece):
+                    signed = {"type": "signature_delta", "signature": ""}
+                    yield {"type": "content_block_delta", "index": 0, "delta": signed}
+                    yield {"type": "content_block_stop", "index": 0}
+                    index = 1
                 if isinstance(piece, Reply):
-                    for event in self._ending(piece, written=written):
+                    for event in self._ending(piece, index, written=written):
                         yield event
+                elif thinks:
+                    delta = {"type": "thinking_delta", "thinking": piece}
+                    yield {"type": "content_block_delta", "index": 0, "delta": delta}
                 elif piece:
                     if not written:
-                        yield _start(0, AnswerText(text=""))
+                        yield _start(index, AnswerText(text=""))
                         written = True
-                    yield {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": piece}}
+                    delta = {"type": "text_delta", "text": piece}
+                    yield {"type": "content_block_delta", "index": index, "delta": delta}
 
-    def _ending(self, reply: Reply, *, written: bool) -> Iterator[dict[str, Any]]:
-        """The events behind the text. written: whether there was any."""
+    def _ending(self, reply: Reply, first: int, *, written: bool) -> Iterator[dict[str, Any]]:
+        """The events behind the text. first: the index of its block. written: whether there was any."""
         if written:
-            yield {"type": "content_block_stop", "index": 0}
-        for index, call in enumerate(map(_called, reply.tool_calls), int(written)):
+            yield {"type": "content_block_stop", "index": first}
+        for index, call in enumerate(map(_called, reply.tool_calls), first + int(written)):
             yield _start(index, call.model_copy(update={"input": {}}))
             delta = {"type": "input_json_delta", "partial_json": json.dumps(call.input, ensure_ascii=False)}
             yield {"type": "content_block_delta", "index": index, "delta": delta}

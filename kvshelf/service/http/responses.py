@@ -16,7 +16,9 @@ from kvshelf.api.responses import (
     InputTokensDetails,
     OutputCall,
     OutputMessage,
+    OutputReasoning,
     OutputText,
+    ReasoningPart,
     ResponseObject,
     ResponsesRequest,
     ResponseUsage,
@@ -27,6 +29,7 @@ from kvshelf.api.shapes import Logprob
 from kvshelf.api.tools import ToolCall
 from kvshelf.service.http.completions import OURS, Ending
 from kvshelf.workers.engine.decode.logprobs import Piece
+from kvshelf.workers.model.thoughts import Thought
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Responding:
     model: str
     id: str = field(default_factory=lambda: "resp_" + secrets.token_hex(16))
     message_id: str = field(default_factory=lambda: "msg_" + secrets.token_hex(16))
+    thought_id: str = field(default_factory=lambda: "rs_" + secrets.token_hex(16))
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, text: str, end: Ending) -> dict[str, Any]:
@@ -46,10 +50,11 @@ class Responding:
         calls = [_call(call) for call in end.tool_calls or ()]
         # The tokens of calls are those of no text.
         message = [] if calls and not text else [self._message(status, text, [] if calls else end.tokens)]
+        thought = [] if end.thought is None else [self._thought("completed", end.thought)]
         return self._wire(
             status=status,
             incomplete_details=None if status == "completed" else IncompleteDetails(),
-            output=[*message, *calls],
+            output=[*thought, *message, *calls],
             usage=_usage(end),
             **end.ours,
         )
@@ -63,8 +68,8 @@ class Responding:
                 number += 1
 
     async def _events(self, pieces: AsyncGenerator[str | Ending, None]) -> AsyncGenerator[dict[str, Any], None]:
-        place = {"output_index": 0, "item_id": self.message_id, "content_index": 0}
-        text, begun = "", False
+        place: dict[str, Any] = {"output_index": 0, "item_id": self.message_id, "content_index": 0}
+        text, thought, begun = "", "", False
         async with aclosing(pieces):
             async for piece in pieces:
                 if not begun:
@@ -72,8 +77,18 @@ class Responding:
                     for kind in ("response.created", "response.in_progress"):
                         yield {"type": kind, "response": response}
                     begun = True
-                if isinstance(piece, str):
+                if isinstance(piece, Thought):
+                    at = {"output_index": 0, "item_id": self.thought_id}
+                    if not thought:
+                        item = self._thought("in_progress", None).model_dump(mode="json")
+                        yield {"type": "response.output_item.added", "output_index": 0, "item": item}
+                        place["output_index"] = 1
+                    thought += piece
+                    yield {"type": "response.reasoning_text.delta", **at, "content_index": 0, "delta": piece}
+                elif isinstance(piece, str):
                     if not text:
+                        for event in self._thought_closing(thought):
+                            yield event
                         for event in self._opening(place):
                             yield event
                     text += piece
@@ -81,13 +96,29 @@ class Responding:
                     logprobs = [token.model_dump(mode="json") for token in tokens]
                     yield {"type": "response.output_text.delta", **place, "delta": piece, "logprobs": logprobs}
                 else:
+                    if not text:
+                        for event in self._thought_closing(thought):
+                            yield event
                     for event in self._closing(place, self.whole(text, piece), opened=bool(text)):
                         yield event
+
+    def _thought_closing(self, thought: str) -> Iterator[dict[str, Any]]:
+        """The end of the thoughts, if there were any."""
+        if not thought:
+            return
+        at = {"output_index": 0, "item_id": self.thought_id}
+        item = self._thought("completed", thought).model_dump(mode="json")
+        yield {"type": "response.reasoning_text.done", **at, "content_index": 0, "text": thought}
+        yield {"type": "response.output_item.done", "output_index": 0, "item": item}
+
+    def _thought(self, status: Status, text: str | None) -> OutputReasoning:
+        content = [] if text is None else [ReasoningPart(type="reasoning_text", text=text)]
+        return OutputReasoning(id=self.thought_id, status=status, content=content)
 
     def _opening(self, place: dict[str, Any]) -> list[dict[str, Any]]:
         message = self._message("in_progress", None).model_dump(mode="json")
         return [
-            {"type": "response.output_item.added", "output_index": 0, "item": message},
+            {"type": "response.output_item.added", "output_index": place["output_index"], "item": message},
             {"type": "response.content_part.added", **place, "part": OutputText(text="").model_dump(mode="json")},
         ]
 
@@ -95,6 +126,8 @@ class Responding:
         """opened: whether the message has begun."""
         for index, item in enumerate(response["output"]):
             at = {"output_index": index, "item_id": item["id"]}
+            if item["type"] == "reasoning":
+                continue
             if item["type"] == "message":
                 if not opened:
                     yield from self._opening(place)

@@ -3,11 +3,11 @@ another model."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 from fastapi import APIRouter, Request, Response
-from pydantic import TypeAdapter
 
 from kvshelf.api import AppendCache, CacheObject, RemakeCache, StoredTurn, TurnList
 from kvshelf.api.caches import SaidMessage
@@ -97,7 +97,7 @@ def _turn(store: Store, manifest: Manifest, shorter: int) -> StoredTurn:
     messages = None
     if manifest.has_source and manifest.identity["parent"]:
         source = store.source(manifest.id, tenant=manifest.tenant)
-        messages = _MESSAGES.validate_json(source) if isinstance(source, str) else None
+        messages = [_shown(said) for said in json.loads(source)] if isinstance(source, str) else None
     return StoredTurn(
         cache_id=manifest.id,
         parent_id=manifest.parent_id,
@@ -112,4 +112,7 @@ def _turn(store: Store, manifest: Manifest, shorter: int) -> StoredTurn:
     )
 
 
-_MESSAGES: Final = TypeAdapter(list[SaidMessage])
+def _shown(said: dict[str, Any]) -> SaidMessage:
+    """A message with its calls of tools in its text."""
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in said.get("tool_calls", ())]
+    return SaidMessage(role=said["role"], content="\n".join(filter(None, [said["content"], *calls])))

@@ -32,11 +32,12 @@ from kvshelf.service.http.waiting import until_hangup
 from kvshelf.service.recompute import Question
 from kvshelf.service.state import TAKES_TOKENS, InService
 from kvshelf.workers.engine.decode.logprobs import Piece
+from kvshelf.workers.model.thoughts import Thought
 from kvshelf.workers.replica.results import Reply
 
 router = APIRouter(prefix="/v1", tags=["queries"], responses=openapi.ERRORS)
 
-_SILENT = ("compare", "recomputed", "passages", "logprobs", "stored_cache_id", "not_stored")
+_SILENT = ("compare", "recomputed", "passages", "logprobs", "stored_cache_id", "not_stored", "reasoning_content")
 """Fields that an answer has only if they apply."""
 
 Shape = Callable[[Question, Reply], Answered]
@@ -118,6 +119,8 @@ async def _events(question: Question, shape: Shape) -> AsyncGenerator[dict[str, 
 
 
 def _delta(piece: str) -> AnswerDelta:
+    if isinstance(piece, Thought):
+        return AnswerDelta(text="", reasoning_content=piece)
     return AnswerDelta(text=piece, logprobs=list(piece.logprobs) if isinstance(piece, Piece) else None)
 
 

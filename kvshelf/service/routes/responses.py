@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from kvshelf.api.responses import FunctionTool, ResponseDeleted, ResponseObject, ResponsesRequest
+from kvshelf.api.responses import ResponseDeleted, ResponseObject, ResponsesRequest
 from kvshelf.errors import CacheError, CacheNotFound, InvalidRequest, KvshelfError
 from kvshelf.service.access.keys import Reader, Writer
 from kvshelf.service.asked import pieces_of, question_to
@@ -26,7 +26,7 @@ from kvshelf.service.http.responses import Responding
 from kvshelf.service.http.waiting import off_loop, until_hangup
 from kvshelf.service.state import TAKES_TOKENS, InService
 from kvshelf.store.base import Store
-from kvshelf.store.jobs.responses import ResponseRecord, not_found
+from kvshelf.store.jobs.responses import not_found
 
 router = APIRouter(prefix="/v1/responses", tags=["responses"], responses=openapi.ERRORS)
 
@@ -41,8 +41,8 @@ router = APIRouter(prefix="/v1/responses", tags=["responses"], responses=openapi
 async def respond(request: Request, service: InService, caller: Reader) -> Response:
     """Answer behind a stored cache, behind several together, or behind an earlier response."""
     body = await read_json(request, ResponsesRequest, service)
-    cache_id, told = await off_loop(_before, service.store, caller.tenant, body)
-    asking, together = body.asking(may_write="write" in caller.scopes, told=told), body.cache_ids is not None
+    cache_id = await off_loop(_before, service.store, caller.tenant, body)
+    asking, together = body.asking(may_write="write" in caller.scopes), body.cache_ids is not None
     question = await question_to(service, caller, body.cache_ids or [cache_id], asking, body.model)
     responding = Responding(body, asking, question.caches[0].manifest.model)
     if body.stream:
@@ -70,17 +70,11 @@ async def delete_response(response_id: str, service: InService, caller: Writer) 
     return ResponseDeleted(id=response_id)
 
 
-def _before(store: Store, tenant: str, body: ResponsesRequest) -> tuple[str, list[FunctionTool] | None]:
-    """The one cache to ask, and the tools of the response that it is of."""
+def _before(store: Store, tenant: str, body: ResponsesRequest) -> str:
+    """The one cache to ask."""
     if body.previous_response_id is None:
-        return str(body.cache_id), None
-    record = store.responses.get(body.previous_response_id, tenant=tenant, param="previous_response_id")
-    said = _said(store, record) if body.tools else None
-    return record.cache_id, None if said is None else said.tools
-
-
-def _said(store: Store, record: ResponseRecord) -> ResponseObject:
-    return ResponseObject.model_validate_json(store.responses.read(record))
+        return str(body.cache_id)
+    return store.responses.get(body.previous_response_id, tenant=tenant, param="previous_response_id").cache_id
 
 
 async def _keeping(

@@ -113,7 +113,9 @@ class Identity:
     requested fraction to remove. `transforms` is the digest of those that the codec `klt` encoded it by, "" under any
     other codec. `parent` is the digest of the cache that the document was appended to (`as_parent`), "" for a document
     that was compressed as one. Then the policy and what is said of it are those of the appended tokens, `num_tokens`
-    and `budget_tokens` count those of the parent, too, and `document` follows from its document and the tokens.
+    and `budget_tokens` count those of the parent, too, and `document` follows from its document and the tokens. `date`
+    is the day, as YYYY-MM-DD, that a chat template wrote into the document's tokens, "" where it writes none;
+    `document` is the same whatever the day.
     """
 
     model: ModelIdentity
@@ -131,17 +133,21 @@ class Identity:
     expected_questions: tuple[str, ...] = ()
     transforms: str = ""
     parent: str = ""
+    date: str = ""
 
     def __post_init__(self) -> None:
         # 0 and 0.0 are equal and must have one content address; JSON and msgpack write them differently.
         object.__setattr__(self, "compression_ratio", float(self.compression_ratio))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types, for the blob header and the manifest."""
-        return asdict(self) | {
+        """Plain JSON types, for the blob header and the manifest. Without a date there is no such field."""
+        made = asdict(self) | {
             "policy_params": dict(self.policy_params),
             "expected_questions": list(self.expected_questions),
         }
+        if not self.date:
+            del made["date"]
+        return made
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Identity:

@@ -46,7 +46,8 @@ class ReplicaConfig:
     measure the quality of each new cache. max_document_tokens: the longest document it compresses; None leaves it to
     the model. gpus: of the replica. With the device "spread" the layers are spread over them, otherwise as many
     processes share the model's heads, without GPUs on the CPU. intensity: of the device, as of `Equivalents`; None:
-    what the table says. begin: called first in the replica's process, for example to set up its logs.
+    what the table says. chat_template: as of `Engine.load`. begin: called first in the replica's process, for example
+    to set up its logs.
     """
 
     model: str
@@ -60,6 +61,7 @@ class ReplicaConfig:
     max_document_tokens: int | None = None
     gpus: int = 1
     intensity: float | None = None
+    chat_template: str | None = None
     begin: Callable[[], None] = lambda: None
 
 
@@ -82,6 +84,12 @@ class ServedReplica(Replica):
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         engine = _engine(config) if config.gpus == 1 or config.device == "spread" else _shared_engine(config)
+        if engine.default_layout == "plain":
+            log.warning(
+                "the model has no chat template: documents have the layout plain and take no messages; --chat-template "
+                "gives it one",
+                model=engine.name,
+            )
         if config.intensity is not None:
             engine.equivalents = replace(engine.equivalents, intensity=config.intensity)
         super().__init__(
@@ -100,7 +108,8 @@ class ServedReplica(Replica):
 
 
 def _engine(config: ReplicaConfig) -> Engine:
-    engine = Engine.load(config.model, device=config.device, dtype=config.dtype, shown=served_name(config.model))
+    named, chosen = served_name(config.model), config.chat_template
+    engine = Engine.load(config.model, device=config.device, dtype=config.dtype, chat_template=chosen, shown=named)
     _ = engine.passes.program  # recorded before the first question waits for it
     return engine
 
@@ -108,7 +117,12 @@ def _engine(config: ReplicaConfig) -> Engine:
 def _shared_engine(config: ReplicaConfig) -> Engine:
     """An engine of several processes. Where one of them ends, this one does, and Serve starts the replica anew."""
     engine = ParallelEngine.load(
-        config.model, device=config.device, dtype=config.dtype, ranks=config.gpus, shown=served_name(config.model)
+        config.model,
+        device=config.device,
+        dtype=config.dtype,
+        ranks=config.gpus,
+        shown=served_name(config.model),
+        chat_template=config.chat_template,
     )
     engine.lead.on_lost = _end_replica
     return engine

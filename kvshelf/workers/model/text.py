@@ -1,22 +1,28 @@
 """Text to token ids: documents and questions within the model's chat template.
 
 Only the template makes control tokens. Text from outside stays text: `<|end|>` in a document is spelled out in ordinary
-tokens and cannot end a turn.
+tokens and cannot end a turn. The template writes a whole conversation each time, as without a cache; what of it is in
+the cache is known by its tokens.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from itertools import accumulate
+from typing import Any, Final, NamedTuple, cast
 
-from jinja2 import TemplateError
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 
 from kvshelf.errors import InvalidRequest
 from kvshelf.store.artifact.identity import Boundary, Layout, canonical_json, digest
 from kvshelf.workers.model.bounds import TokenBound
+from kvshelf.workers.model.template import ANY_DATE, ChatTemplate, Said
+from kvshelf.workers.model.thoughts import Thoughts
+from kvshelf.workers.model.tokens import Place, Run, Tokens, unused_characters
 
 QUESTION_SEPARATOR = "\n\n"
 """Stands between a document and the question that follows it in the same user turn."""
@@ -28,20 +34,62 @@ ROLES = ("system", "user", "assistant")
 TOOL_ROLES = (*ROLES, "tool")
 
 _NO_CHARACTER = "\ufffd"  # what the decoder writes for bytes that are not a whole character
-_MARK = "\ue000{}\ue001"  # private-use characters: no template contains them, and content is never rendered through one
-_MARKS = re.compile("\ue000(\\d+)\ue001")
+_SEAMS: Final = 64
+_TEXTS: Final = ("content", "reasoning_content", "tool_call_id", "name")
+_FOLLOWS: Final = {"assistant": "user", "user": "assistant", "system": "user", "tool": "assistant"}
+"""The role of the message that mostly follows one of each role."""
+_CALL: Final = {"type": "function", "id": "kvshelf01"}  # nine letters and digits, which some templates insist on
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
+Broken = Callable[[Any], Any]
+"""Gives texts from outside, in whatever they are nested, so that no mark is found in them."""
+
+
+@dataclass(frozen=True)
+class TemplateOptions:
+    """What a template is told besides messages. variables: that it reads, as `enable_thinking`. date: the day of the
+    document, as YYYY-MM-DD; "" where the template writes none."""
+
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    date: str = ""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return canonical_json(dict(self.variables)), self.date
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids that are added to a cache. ends: of each message that another follows, by its place, how many of these
+    tokens there are up to the end of its turn; empty where the template does not tell. first: those before the first
+    message's text."""
+
+    token_ids: list[int]
+    ends: Mapping[int, int]
+    first: int = 0
+
+
+class _Signs(NamedTuple):
+    """Characters that no text of a conversation has. breaker: keeps texts from being marks. document: stands for what
+    is cached. start: stands where the text of a message begins."""
+
+    breaker: str
+    document: str
+    start: str
 
 
 @dataclass(frozen=True)
 class EncodedDocument:
-    """Token ids to prefill. The first `protected_prefix` of them come from the template, not from the document."""
+    """Token ids to prefill. The first `protected_prefix` of them come from the template, not from the document. date:
+    that the template wrote among them, "" if it writes none; then `named_ids` are the same with `ANY_DATE`, by which
+    the document is known on any day."""
 
     token_ids: list[int]
     protected_prefix: int
     layout: Layout
     boundary: Boundary
+    date: str = ""
+    named_ids: list[int] | None = None
 
 
 class TextFormat:
@@ -59,24 +107,52 @@ class TextFormat:
                 param="model",
             )
         self._chat = tokenizer
-        # Two private copies. Switching one shared tokenizer between "control tokens are text" and "are tokens" would
-        # race with other threads that are encoding.
-        self._control = _plain_copy(backend)
-        self._text = _plain_copy(backend)
-        self._text.encode_special_tokens = True
+        self.template = ChatTemplate(tokenizer)
+        self.tokens = Tokens(backend)
         self.longest_token = max(len(token.encode()) for token in backend.get_vocab())
-        self.bound = TokenBound.of(self._text, self.encode)
+        self.bound = TokenBound.of(self.tokens.control, self.encode)
         self.has_template = bool(tokenizer.chat_template)
+        self.thoughts = Thoughts.of(self.template.source) if self.template.usable else None
+        self._answer_decoder = self.tokens.showing(self.thoughts.texts if self.thoughts is not None else "")
+        self.seam = lru_cache(_SEAMS)(self._seam)
         self._token_texts: dict[int, str] = {}  # filled by use; two threads may write the same, which does no harm
 
     def digests(self) -> tuple[str, str]:
         """Hex digests of the tokenizer and of the chat template ("" without one)."""
-        template = digest("kvshelf.template", canonical_json(self._chat.chat_template)) if self.has_template else ""
-        return digest("kvshelf.tokenizer", self._control.to_str()), template
+        template = digest("kvshelf.template", canonical_json(self.template.text)) if self.has_template else ""
+        return digest("kvshelf.tokenizer", self.tokens.control.to_str()), template
 
     def decoder(self) -> Tokenizer:
         """The tokenizer that turns generated ids into text."""
-        return self._control
+        return self.tokens.control
+
+    @property
+    def end_id(self) -> int | None:
+        """The token that ends a text, if the tokenizer names one."""
+        return cast("int | None", self._chat.eos_token_id)
+
+    def answer_decoder(self) -> Tokenizer:
+        """As `decoder`; without control tokens it still writes those that begin and end thoughts."""
+        return self._answer_decoder
+
+    @property
+    def thought_marks(self) -> tuple[str, ...]:
+        """What thoughts begin and end with."""
+        return () if self.thoughts is None else (self.thoughts.opening, self.thoughts.closing)
+
+    def opens_thought(self, options: TemplateOptions, last_role: str = "user") -> bool:
+        """Whether the prompt behind a message of this role opens the answer's thoughts."""
+        if self.thoughts is None:
+            return False
+        asked: list[Said] = [{"role": "user", "content": "?"}]
+        if last_role == "tool":
+            call = {**_CALL, "function": {"name": "kvshelf_name", "arguments": {}}}
+            asked += [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "?"}]
+        try:
+            text = self.template.write(asked, opening=True, options=options.variables, date=options.date)
+        except InvalidRequest:
+            return False
+        return text.rstrip().endswith(self.thoughts.opening)
 
     def count_tokens(self, text: str) -> int:
         """Tokens of a text by itself, without template or BOS."""
@@ -84,30 +160,77 @@ class TextFormat:
 
     def token_starts(self, text: str) -> list[int]:
         """The place of the first character of each token of a text by itself, without template or BOS."""
-        return [start for start, _ in _encoding(self._text, text).offsets]
+        return [start for start, _ in self.tokens.spans(text)]
 
-    def document(self, text: str, layout: Layout) -> EncodedDocument:
+    def document(self, text: str, layout: Layout, date: str = "") -> EncodedDocument:
         """Chat: the template up to the end of the document inside an open user turn. Plain: the text, after the BOS
-        token where the tokenizer adds one."""
+        token where the tokenizer adds one. date: that the template writes, if it writes one."""
         if layout == "plain":
             prefix = self._bos()
-            return EncodedDocument(prefix + self.encode(text), len(prefix), "plain", "text")
-        before, *_ = self._template_pieces([("user", text)], opening=False)
-        prefix = self._encode_control(before)
-        return EncodedDocument(prefix + self.encode(text), len(prefix), "chat", "document")
+            return EncodedDocument(prefix + self.tokens.encode(text, "first"), len(prefix), "plain", "text")
+        ids, before = self._begun(text, date)
+        named = self._begun(text, ANY_DATE)[0] if self.template.dated else None
+        return EncodedDocument(ids, before, "chat", "document", self._date(date), named)
 
-    def conversation(self, messages: Sequence[Message]) -> EncodedDocument:
+    def _begun(self, text: str, date: str) -> tuple[list[int], int]:
+        """The ids of a document behind what the template writes before it, and how many are of that."""
+        before = self._before_document(TemplateOptions(date=date))
+        runs = list(self.tokens.runs(before))
+        ids = [token for run in runs for token in run.token_ids]
+        last = before[runs[-1].start :] if runs else ""
+        marked = bool(runs) and runs[-1].is_mark
+        if not last or marked or last.endswith("\n"):
+            # A line's end stays a token of its own, and the document's ids are those of the document alone.
+            place: Place = "behind text" if last and not marked else "behind mark" if last else "first"
+            return ids + self.tokens.encode(text, place), len(ids)
+        place = "first" if len(runs) == 1 else "behind mark"
+        own, joined = len(ids) - len(runs[-1].token_ids), self.tokens.encode(last + text, place)
+        spans = self.tokens.spans(last + text, place)
+        return ids[:own] + joined, own + sum(end <= len(last) for _, end in spans)
+
+    def _date(self, date: str) -> str:
+        return date if self.template.dated else ""
+
+    @property
+    def writes_date(self) -> bool:
+        """Whether the chat template writes the date."""
+        return self.has_template and self.template.dated
+
+    @property
+    def about_template(self) -> str:
+        """What the chat template can do, in words."""
+        if not self.has_template:
+            return "no chat template: documents have the layout plain and take no messages"
+        if not self.template.usable:
+            return f"chat templates {', '.join(sorted(self.template.text))} and none the default: take --chat-template"
+        switch = {"enable_thinking", "thinking", "reasoning_effort"} & self.template.variables
+        thinks = "" if self.thoughts is None else f", thinks ({', '.join(sorted(switch)) or 'always'})"
+        return "a chat template" + thinks + (", writes the date" if self.writes_date else "")
+
+    def dated(self, document: EncodedDocument, date: str) -> EncodedDocument:
+        """A document that is given as the token ids that were read, with this date among them."""
+        if document.boundary != "document":
+            return replace(document, date=date, named_ids=None)
+        named = self.document("", "chat", ANY_DATE).token_ids + document.token_ids[document.protected_prefix :]
+        return replace(document, date=date, named_ids=named)
+
+    def conversation(self, messages: Sequence[Message], date: str = "") -> EncodedDocument:
         """A document of whole turns; a query appends more turns."""
         turns = check_messages(messages)
-        before, *_ = pieces = self._template_pieces(turns, opening=False)
-        boundary = cast(Boundary, f"after_{turns[-1][0]}")
-        return EncodedDocument(self._encode_pieces(pieces, turns), len(self._encode_control(before)), "chat", boundary)
+        boundary = cast(Boundary, f"after_{turns[-1]['role']}")
+        ids, first = self._whole_turns(turns, date)
+        named = self._whole_turns(turns, ANY_DATE)[0] if self.template.dated else None
+        return EncodedDocument(ids, first, "chat", boundary, self._date(date), named)
 
-    def question(self, boundary: Boundary, prompt: str) -> list[int]:
+    def _whole_turns(self, turns: Sequence[Said], date: str) -> tuple[list[int], int]:
+        said = self.prompt(None, turns, followed=True, options=TemplateOptions(date=date))
+        return said.token_ids, said.first
+
+    def question(self, boundary: Boundary, prompt: str, options: TemplateOptions | None = None) -> list[int]:
         """The ids that ask `prompt`: a question in the document's own turn, or a turn of its own."""
         if boundary == "text":
             return self.encode(prompt)
-        return self.turns(boundary, [{"role": "user", "content": prompt}])
+        return self.turns(boundary, [{"role": "user", "content": prompt}], options=options)
 
     def turns(
         self,
@@ -116,50 +239,72 @@ class TextFormat:
         *,
         opening: bool = True,
         roles: Sequence[str] = ROLES,
+        options: TemplateOptions | None = None,
     ) -> list[int]:
-        """The ids that add `messages`, of these `roles`, and, for a question, open the assistant's turn. boundary: None
-        for the beginning of a conversation.
+        """The token ids of `prompt`, of messages with these roles; without `opening`, up to the end of the last one."""
+        turns = check_messages(messages, roles)
+        return self.prompt(boundary, turns, opening=opening, followed=not opening, options=options).token_ids
+
+    def prompt(
+        self,
+        boundary: Boundary | None,
+        messages: Sequence[Said],
+        *,
+        opening: bool = False,
+        followed: bool = False,
+        options: TemplateOptions | None = None,
+        intro: Callable[[Broken], str] | None = None,
+    ) -> Prompt:
+        """What adds `messages`, which are checked, to a cache, and, with `opening`, opens the assistant's turn.
+        boundary: None for the beginning of a conversation. followed: up to the end of the last message, as the template
+        writes it when another one follows. intro: what the template itself says before them.
 
         After a document the first message must be the user's: it ends the turn that the document is in. A system
         message may stand before it: the document is already in the cache, so its text comes behind the document, as
         the first text of the same turn. Another system message is refused then. After a conversation the template
         decides where a system message may stand.
         """
-        added = check_messages(messages, roles)
-        if boundary is None:
-            return self._encode_pieces(self._template_pieces(added, opening=opening), added)
         if boundary == "text":
             raise InvalidRequest(
                 "this cache has the layout 'plain' and no turns; ask it with prompt instead of messages",
                 param="messages",
             )
-        if boundary == "document":
-            added = _system_before_question(added)
-            # The document stands in the first message's place; the pieces after it are what the question adds.
-            pieces = self._template_pieces(added, opening=opening)[1:]
-            return self.encode(QUESTION_SEPARATOR + added[0][1]) + self._encode_pieces(pieces, added[1:])
-        return self._appended(boundary.removeprefix("after_"), added, opening=opening)
+        script = _Script(self, boundary, list(messages), options or TemplateOptions(), intro)
+        if not followed:
+            return script.prompt(opening=opening)
+        last = messages[-1]
+        probe = {"role": "tool" if last.get("tool_calls") else _FOLLOWS[last["role"]], "content": "kvshelf_next"}
+        try:
+            more = script.followed_by(probe).prompt(opening=False)
+        except InvalidRequest:  # nothing may follow, for all that is known
+            return script.prompt(opening=False)
+        if (end := more.ends.get(len(messages) - 1)) is None:
+            return script.prompt(opening=False)
+        return Prompt(more.token_ids[:end], more.ends, more.first)
 
     def suffix(self, boundary: Boundary) -> list[int]:
         """The tokens that the template writes between the cached tokens and the model's answer; none where a question
         must come first, or without a template."""
         match boundary:
             case "document":
-                return self._encode_control(self._template_pieces([("user", "")], opening=True)[-1])
+                place = "kvshelf_document"
+                text = self.template.write([{"role": "user", "content": place}], opening=True)
+                return self.tokens.encode_marked(text.rpartition(place)[2], place="behind text")
             case "after_user":
-                before = self._template_pieces([("user", "")], opening=False)[-1]
-                after = self._template_pieces([("user", "")], opening=True)[-1]
-                return self._encode_control(after.removeprefix(before))
+                place = "kvshelf_question"
+                text = self.template.write([{"role": "user", "content": place}], opening=True)
+                end = self.seam("user", "assistant", False, TemplateOptions().key)[0]
+                return self.tokens.encode_marked(text.rpartition(place)[2].removeprefix(end), place="behind text")
             case _:
                 return []
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text by itself; special tokens in it are text."""
-        return _encoding(self._text, text).ids
+        """Token ids of a text behind another; control tokens in it are text."""
+        return self.tokens.encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, control tokens written out."""
-        return self._control.decode(list(token_ids), skip_special_tokens=False)
+        return self.tokens.control.decode(list(token_ids), skip_special_tokens=False)
 
     def segment_ends(self, token_ids: Sequence[int], endings: tuple[str, ...] = SEGMENT_ENDS) -> list[bool]:
         """Which tokens are the last of a segment: their text ends with one of `endings`. The point in "3.14" ends none.
@@ -194,109 +339,274 @@ class TextFormat:
             self._token_texts[token_id] = self.decode([token_id])
         return self._token_texts[token_id]
 
-    def _appended(self, last_role: str, added: list[tuple[str, str]], *, opening: bool) -> list[int]:
-        # The cached turns are not kept. A stand-in with the same last role shows what the template writes after it.
-        stand_in = [("user", "")] if last_role == "assistant" else []
-        stand_in.append((last_role, ""))
-        before = self._template_pieces(stand_in, opening=False)
-        after = self._template_pieces(stand_in + added, opening=opening)
-        shared = len(before) - 1
-        if after[:shared] != before[:shared] or not after[shared].startswith(before[shared]):
-            raise InvalidRequest(
-                "the chat template of this model rewrites earlier turns when new ones follow; cache the conversation "
-                "as a document instead",
-                param="messages",
-            )
-        first = after[shared].removeprefix(before[shared])
-        return self._encode_pieces([first, *after[shared + 1 :]], added)
-
-    def rendered(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None, opening: bool = False
-    ) -> str:
-        """What the template writes for these messages, with these tools in its system text, if it has room for some."""
-        if not self.has_template:
-            raise InvalidRequest("the tokenizer has no chat template; use layout 'plain'", param="layout")
-        options: dict[str, Any] = {"add_generation_prompt": opening, "tools_in_user_message": False}
-        try:
-            return cast(str, self._chat.apply_chat_template(messages, tools=tools, tokenize=False, **options))
-        except TemplateError as error:
-            raise InvalidRequest(f"the model's chat template refuses these turns: {error}", param="messages") from error
-
     def special_tokens(self) -> dict[str, int]:
         """The control tokens, which an answer's text lacks, and their ids."""
-        added = self._control.get_added_tokens_decoder()
-        return {token.content: number for number, token in added.items() if token.special}
+        return {mark.text: mark.id for mark in self.tokens.marks.values() if mark.special}
 
-    def _template_pieces(self, turns: Sequence[tuple[str, str]], *, opening: bool) -> list[str]:
-        """The template's texts around the contents of the turns: before, between and after them."""
-        messages = [{"role": role, "content": _MARK.format(i)} for i, (role, _) in enumerate(turns)]
-        parts = _MARKS.split(self.rendered(messages, opening=opening))
-        if [int(n) for n in parts[1::2]] != list(range(len(turns))):
+    def _before_document(self, options: TemplateOptions) -> str:
+        """What the template writes before the text of a first message."""
+        (place,) = unused_characters([], 1)
+        text = self.template.write([{"role": "user", "content": place}], options=options.variables, date=options.date)
+        return self._parted(text, place)[0]
+
+    def _parted(self, text: str, place: str) -> list[str]:
+        """What stands before and behind a sign."""
+        parts = text.split(place)
+        if len(parts) != 2:
             raise InvalidRequest("the model's chat template does not write every turn once, in order", param="messages")
-        return cast(list[str], parts[0::2])
+        return parts
 
-    def _encode_pieces(self, pieces: Sequence[str], turns: Sequence[tuple[str, str]]) -> list[int]:
-        ids = self._encode_control(pieces[0])
-        for (_, content), piece in zip(turns, pieces[1:], strict=True):
-            ids += self.encode(content) + self._encode_control(piece)
-        return ids
+    def _seam(self, last: str, following: str, calls: bool, key: tuple[str, str]) -> tuple[str, str]:
+        """What the template writes between the texts of two neighbouring messages: what ends the turn of the first,
+        and what begins the second. last, following: their roles. calls: whether the first has calls of tools. key: of
+        the options. Raises `InvalidRequest` where one may not follow the other."""
+        text, after = "kvshelf_text", "kvshelf_after"
+        asked = {"role": "user", "content": "kvshelf_question"}
+        arguments = {"kvshelf": text}
+        calling = {"role": "assistant", "content": "", "tool_calls": [
+            {**_CALL, "function": {"name": "kvshelf_name", "arguments": arguments}}
+        ]}  # fmt: skip
+        before: dict[str, list[Said]] = {"assistant": [asked], "tool": [asked, calling]}
+        first = calling if calls else {"role": last, "content": text}
+        said: list[Said] = [*before.get(last, []), first, {"role": following, "content": after}]
+        options: dict[str, Any] = {"variables": json.loads(key[0]), "date": key[1]}
+        alone, both = (self._plain(turns, **options) for turns in (said[:-1], said))
+        tail, rest = alone.rpartition(text)[2], both.rpartition(text)[2]
+        between, found, _ = rest.partition(after)
+        if not found:
+            raise InvalidRequest("the model's chat template writes no message behind such a one", param="messages")
+        same = same_beginning(tail, between)
+        ends = [at for run in self.tokens.runs(between) if run.is_mark for at in (run.start, run.end)]
+        end = max(at for at in (0, len(between), *ends) if at <= same)
+        return between[:end], between[end:]
 
-    def _encode_control(self, text: str) -> list[int]:
-        return _encoding(self._control, text).ids
+    def _plain(self, said: Sequence[Said], variables: Mapping[str, Any], date: str) -> str:
+        return self.template.write(said, options=variables, date=date)
 
     def _bos(self) -> list[int]:
         added = self._chat("").input_ids
         return [i for i in added if i == self._chat.bos_token_id]
 
 
-def check_messages(messages: Sequence[Message], roles: Sequence[str] = ROLES) -> list[tuple[str, str]]:
-    """Roles and contents of a conversation. Raises `InvalidRequest` naming the message that is wrong."""
+@dataclass(frozen=True)
+class _Script:
+    """Messages behind a cache, and how the template writes them. The fields are arguments of `TextFormat.prompt`."""
+
+    form: TextFormat
+    boundary: Boundary | None
+    messages: list[Said]
+    options: TemplateOptions
+    intro: Callable[[Broken], str] | None
+
+    def followed_by(self, message: Said) -> _Script:
+        return replace(self, messages=[*self.messages, message])
+
+    def prompt(self, *, opening: bool) -> Prompt:
+        tokens, marked = self.form.tokens, any(map(self.form.tokens.has_marks, self._texts()))
+        breaker, document, start = unused_characters(self._texts(), 3)
+        signs = _Signs(breaker if marked else "", document, start)
+        text, place = self._text(signs, opening=opening)
+        runs = list(tokens.runs(text, signs.breaker, place))
+        ends, first = self._ends(signs, text, runs, opening=opening)
+        return Prompt([token for run in runs for token in run.token_ids], ends, first)
+
+    def _text(self, signs: _Signs, *, opening: bool) -> tuple[str, Place]:
+        """The template's text behind the cache, texts from outside broken, and what it stands behind."""
+        broken = self._written(signs, opening=opening)
+        if signs.breaker:
+            plain = self._written(signs._replace(breaker=""), opening=opening)
+            if broken[0].replace(signs.breaker, "") != plain[0]:
+                # The template looks for thoughts in answers that are sent back.
+                thoughts = self._written(signs, opening=opening, answers_too=False)
+                if thoughts[0].replace(signs.breaker, "") == plain[0]:
+                    return thoughts
+        return broken
+
+    def _written(
+        self, signs: _Signs, *, opening: bool, answers_too: bool = True, started: bool = False
+    ) -> tuple[str, Place]:
+        """started: whether each message's text begins with its sign."""
+        said = [_changed(message, self._breaking(message, signs, answers_too)) for message in self.messages]
+        if self.intro is not None:
+            told = self.intro(lambda value: _nested(value, self._breaking({}, signs, True)))
+            said[0]["content"] = QUESTION_SEPARATOR.join([told, said[0]["content"]])
+        if self.boundary == "document":
+            said = _system_before_question(said)
+        if started:
+            said = [message | {"content": _started(message["content"], signs.start)} for message in said]
+        if self.boundary == "document":
+            return self._behind_document(said, signs, opening=opening), "behind text"
+        if self.boundary is None:
+            return self._template(said, signs, opening=opening), "first"
+        return self._behind_turn(said, signs, opening=opening)
+
+    def _behind_document(self, said: list[dict[str, Any]], signs: _Signs, *, opening: bool) -> str:
+        said[0]["content"] = signs.document + QUESTION_SEPARATOR + said[0]["content"]
+        before, behind = self.form._parted(self._template(said, signs, opening=opening), signs.document)
+        if before != self.form._before_document(TemplateOptions(date=self.options.date)):
+            names = ", ".join(self.options.variables)
+            raise InvalidRequest(
+                f"with {names or 'these messages'} the chat template of this model writes something else before the "
+                "document, which is in the cache already; leave "
+                + ("them out" if names else "out what is not a plain turn"),
+                param="chat_template_kwargs" if names else "messages",
+            )
+        return behind
+
+    def _behind_turn(self, said: list[dict[str, Any]], signs: _Signs, *, opening: bool) -> tuple[str, Place]:
+        # The cached turns are not known. A stand-in with the same last role shows what the template writes after it.
+        last = str(self.boundary).removeprefix("after_")
+        before: list[Said] = [{"role": "user", "content": "?"}] if last in ("assistant", "tool") else []
+        stand_in = [*before, {"role": last, "content": signs.document}]
+        behind = self.form._parted(self._template([*stand_in, *said], signs, opening=opening), signs.document)[1]
+        end = self.form.seam(last, _FOLLOWS[last], False, self.options.key)[0]
+        if not behind.startswith(end):
+            raise InvalidRequest(
+                "the chat template of this model rewrites earlier turns when new ones follow; cache the conversation "
+                "as a document instead",
+                param="messages",
+            )
+        marked = [run.is_mark for run in self.form.tokens.runs(end)][-1:] == [True]
+        return behind.removeprefix(end), "behind mark" if marked else "behind text"
+
+    def _template(self, said: Sequence[Said], signs: _Signs, *, opening: bool) -> str:
+        safe = _nested(self.options.variables, self._breaking({}, signs, True))
+        return self.form.template.write(said, opening=opening, options=safe, date=self.options.date)
+
+    def _breaking(self, message: Said, signs: _Signs, answers_too: bool) -> Callable[[str], str]:
+        if not signs.breaker:
+            return lambda text: text
+        kept = () if answers_too or message.get("role") != "assistant" else self.form.thought_marks
+        return lambda text: self.form.tokens.broken(text, signs.breaker, kept)
+
+    def _ends(self, signs: _Signs, text: str, runs: Sequence[Run], *, opening: bool) -> tuple[dict[int, int], int]:
+        """As of a `Prompt`."""
+        if len(self.messages) < 2 and self.boundary is not None:
+            return {}, 0
+        for answers_too in (True, False):
+            started, _ = self._written(signs, opening=opening, answers_too=answers_too, started=True)
+            if started.replace(signs.start, "") == text:
+                break
+        else:
+            return {}, 0
+        parts = started.split(signs.start)[:-1]
+        merged = len(self.messages) - len(parts)  # a system message that became a part of the question
+        places = list(accumulate(map(len, parts)))
+        until = partial(self.form.tokens.tokens_until, text, runs, breaker=signs.breaker)
+        ends = {}
+        for at in range(1, len(places)):
+            last, following = self.messages[at + merged - 1], self.messages[at + merged]
+            with suppress(InvalidRequest):
+                _, header = self.form.seam(
+                    last["role"], following["role"], bool(last.get("tool_calls")), self.options.key
+                )
+                before = text[: places[at]]
+                if before.endswith(header):
+                    ends[at + merged - 1] = until(len(before) - len(header))
+        return ends, until(places[0])
+
+    def _texts(self) -> list[str]:
+        """All texts from outside."""
+        found: list[str] = []
+
+        def note(text: str) -> str:
+            found.append(text)
+            return text
+
+        for message in self.messages:
+            _changed(message, note)
+        _nested(self.options.variables, note)
+        if self.intro is not None:
+            self.intro(lambda value: _nested(value, note))
+        return found
+
+
+def _changed(message: Said, change: Callable[[str], str]) -> dict[str, Any]:
+    """A message with its texts changed, and all that is in calls of tools."""
+    return {
+        name: change(value)
+        if name in _TEXTS
+        else [_call(call, change) for call in value]
+        if name == "tool_calls"
+        else value
+        for name, value in message.items()
+    }
+
+
+def _call(call: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = _nested(function["arguments"], change)
+    return {**call, "id": change(call["id"]), "function": {**function, "arguments": arguments}}
+
+
+def _nested(value: Any, change: Callable[[str], str]) -> Any:
+    """A value of JSON with each text in it changed, and the names of its fields."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(name): _nested(part, change) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_nested(part, change) for part in value]
+    return value
+
+
+def same_beginning(one: str, other: str) -> int:
+    """How many characters two texts begin with alike."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
+
+
+def _started(content: str, sign: str) -> str:
+    text = content.lstrip()
+    return content[: len(content) - len(text)] + sign + text
+
+
+_MORE: Final = {"assistant": {"tool_calls", "reasoning_content"}, "tool": {"tool_call_id", "name"}}
+"""Fields of a message besides its role and content."""
+
+
+def check_messages(messages: Sequence[Message], roles: Sequence[str] = ROLES) -> list[Said]:
+    """The messages of a conversation. Raises `InvalidRequest` naming the message that is wrong."""
     if not messages:
         raise InvalidRequest("messages is empty; give at least one message", param="messages")
-    turns = []
     for i, message in enumerate(messages):
-        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+        known = {"role", "content"} | (
+            _MORE.get(str(message.get("role")), set()) if isinstance(message, Mapping) else set()
+        )
+        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message) <= known:
             raise InvalidRequest(f"messages[{i}] must have exactly the fields role and content", param=f"messages[{i}]")
         role, content = message["role"], message["content"]
         if role not in roles:
             raise InvalidRequest(
                 f"messages[{i}].role is {role!r}; it must be one of {', '.join(roles)}", param=f"messages[{i}].role"
             )
-        if not isinstance(content, str) or (not content and role != "tool"):  # a tool may return nothing
+        # A tool may return nothing, and an answer may be calls alone.
+        if not isinstance(content, str) or (not content and role != "tool" and not message.get("tool_calls")):
             raise InvalidRequest(
                 f"messages[{i}].content must be a text that is not empty", param=f"messages[{i}].content"
             )
-        turns.append((role, content))
-    return turns
+    return list(messages)
 
 
-def _system_before_question(turns: list[tuple[str, str]]) -> list[tuple[str, str]]:
+def _has_its_fields(message: Message) -> bool:
+    return {"role", "content"} <= set(message) <= {"role", "content"} | _MORE.get(str(message.get("role")), set())
+
+
+def _system_before_question(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Turns that begin with the user's: a system message before it becomes the first text of that turn."""
-    system = [content for role, content in turns[:1] if role == "system"]
-    second = next((i for i, (role, _) in enumerate(turns) if i and role == "system"), None)
+    system = [turn["content"] for turn in turns[:1] if turn["role"] == "system"]
+    second = next((i for i, turn in enumerate(turns) if i and turn["role"] == "system"), None)
     if system and second is not None:
         raise InvalidRequest(
             f"messages[{second}] is a second system message; a query on a document takes one, as its first message",
             param=f"messages[{second}].role",
         )
     asked = turns[len(system) :]
-    if not asked or asked[0][0] != "user":
-        found = f"has role {asked[0][0]!r}" if asked else "is missing"
+    if not asked or asked[0]["role"] != "user":
+        found = f"has role {asked[0]['role']!r}" if asked else "is missing"
         raise InvalidRequest(
             "the first message of a query on a document, after a system message if there is one, must be the user's "
             f"(it ends the turn that holds the document) and {found}",
             param=f"messages[{len(system)}].role" if asked else "messages",
         )
-    return [("user", QUESTION_SEPARATOR.join([*system, asked[0][1]])), *asked[1:]]
-
-
-def _encoding(tokenizer: Tokenizer, text: str) -> Encoding:
-    # As a batch of one: `Tokenizer.encode` holds the interpreter's lock, and all other threads wait for the text.
-    return tokenizer.encode_batch([text], add_special_tokens=False)[0]
-
-
-def _plain_copy(backend: Tokenizer) -> Tokenizer:
-    copy = Tokenizer.from_str(backend.to_str())
-    copy.no_padding()
-    copy.no_truncation()
-    return copy
+    return [{**asked[0], "content": QUESTION_SEPARATOR.join([*system, asked[0]["content"]])}, *asked[1:]]

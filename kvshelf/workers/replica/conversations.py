@@ -1,31 +1,29 @@
-"""Conversations on the shelf: each turn that was stored is a cache, appended to the one before it.
+"""Conversations on the shelf: each turn that was stored is a cache, appended to one before it.
 
-A client that sends the whole conversation each time is answered from the last turn that is there. The id of a turn's
+A client that sends the whole conversation each time is answered from the last turn that is there, one that goes on from
+a turn's cache from that, as long as the template writes the earlier turns as the cache has them. The id of a turn's
 cache follows from the cache before it and the turn's tokens, so finding it takes a look at the index and no search.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from kvshelf.api import Asking
-from kvshelf.api.tools import ToolAsking
-from kvshelf.errors import CacheError, CacheNotFound, InvalidRequest, KvshelfError
+from kvshelf.errors import CacheError, CacheNotFound, KvshelfError, SourceNotKept
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import Identity, canonical_json
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.engine.attention.attachment import Attachment
-from kvshelf.workers.engine.decode.generation import Answer
 from kvshelf.workers.engine.decode.turns import Turn
 from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.engine.inputs.tools import ToolFormat
+from kvshelf.workers.engine.inputs.dialogue import Dialogue, Said, TurnEnd, whole_turn
+from kvshelf.workers.model.text import Broken, TemplateOptions
 from kvshelf.workers.replica.reading import whole
-
-Said = dict[str, str]
-"""A message: its role and content."""
 
 TURN_TTL_S: Final = 7 * 86400.0
 """How long a stored turn is kept where neither the query nor the cache that it follows says so."""
@@ -33,6 +31,9 @@ TURN_TTL_S: Final = 7 * 86400.0
 _TRIES: Final = 4
 """Beginnings of a conversation that are looked for behind one cache. Turns are stored one by one, so the first is there
 unless it expired before the next, or the model has states."""
+
+_MOST_TURNS: Final = 4096
+"""Turns behind a root that are read to go on from the last."""
 
 
 class Kept(NamedTuple):
@@ -42,6 +43,42 @@ class Kept(NamedTuple):
     document: Attachment | None
 
 
+@dataclass(frozen=True)
+class Line:
+    """A conversation behind its root, the cache `root_id`, and the cache to ask it of. read: how many of its tokens are
+    in that cache, and `known` how many of its messages."""
+
+    dialogue: Dialogue
+    root_id: str
+    cache_id: str
+    read: int = 0
+    known: int = 0
+
+    @property
+    def from_root(self) -> Line:
+        """The same, asked of the root."""
+        return replace(self, cache_id=self.root_id, read=0, known=0)
+
+    @property
+    def query_ids(self) -> list[int]:
+        """What is left to read."""
+        return self.dialogue.asked.token_ids[self.read :]
+
+    def turn_ids(self, answer: Said, ran: Sequence[int]) -> list[int]:
+        """What a kept turn appends to the cache. ran: the answer's tokens, without the one that ended it."""
+        return self.kept(answer, ran)[0]
+
+    def kept(self, answer: Said, ran: Sequence[int]) -> tuple[list[int], list[TurnEnd]]:
+        """As `turn_ids`, and the turns in it: counted from the root, those of tokens from the cache."""
+        said, ends = self.dialogue.answered(answer)
+        before = self.dialogue.asked.token_ids[: self.read]
+        if said[: self.read] != before or len(said) <= self.read:
+            # The template writes the cached turns otherwise once this one is an earlier turn. It is kept as it ran, and
+            # the next question reads again from where that is right.
+            return [*self.query_ids, *ran], [TurnEnd(len(self.dialogue.messages) + 1, len(self.query_ids) + len(ran))]
+        return said[self.read :], [TurnEnd(at, end - self.read) for at, end in ends if end > self.read]
+
+
 class Conversations:
     """The stored turns of one model. Blocks; for threads."""
 
@@ -49,45 +86,110 @@ class Conversations:
         self._engine = engine
         self._store = store
 
-    def shelved(self, cache_id: str, messages: Sequence[Said], tenant: str) -> tuple[str, Sequence[Said]]:
-        """The cache behind the longest beginning of a conversation that is on the shelf, and the messages that follow:
-        at least one. Raises as `Store.stat` for the cache that the conversation is about."""
-        manifest = self._store.stat(cache_id, tenant=tenant)
-        while (found := self._next(manifest, messages)) is not None:
-            manifest, messages = found
-        return manifest.id, messages
+    def line(
+        self,
+        cache_id: str,
+        messages: Sequence[Said],
+        tenant: str,
+        options: TemplateOptions,
+        intro: Callable[[Broken], str] | None,
+    ) -> Line:
+        """The conversation that these messages go on with behind a cache, and the cache behind the longest beginning of
+        it that is on the shelf. options: without the date, which is that of the root. Raises as `Store.stat` for that
+        cache, and `InvalidRequest` for messages that the template does not write."""
+        chain, said = self._chain(self._store.stat(cache_id, tenant=tenant))
+        root, before = Identity.from_dict(chain[0].identity), [message for turn in said for message in turn]
+        form = self._engine.require_text("messages")
+        told = TemplateOptions(options.variables, root.date)
+        dialogue = Dialogue(form, root.boundary, [*before, *messages], told, intro)
+        at = self._read(dialogue, chain, said)
+        while (further := self._next(dialogue, *at[:2])) is not None:
+            at = further
+        manifest, read, known = at
+        return Line(dialogue, chain[0].id, manifest.id, read, known)
 
-    def _next(self, manifest: Manifest, messages: Sequence[Said]) -> tuple[Manifest, Sequence[Said]] | None:
-        """The cache of the first turns that are stored behind one, and the messages after them."""
-        for end in ends_of_turns(messages[:-1])[:_TRIES]:  # the question is to have a message
+    def _chain(self, manifest: Manifest) -> tuple[list[Manifest], list[list[Said]]]:
+        """The caches from the root of a conversation to one of its turns, and the messages of each, which the root has
+        none of. A cache whose messages are not known is a root."""
+        chain: list[Manifest] = [manifest]
+        said: list[list[Said]] = [[]]
+        for _ in range(_MOST_TURNS):
+            first = chain[-1]
+            if first.parent_id is None or (messages := self._said(first)) is None:
+                break
             try:
-                identity = self._engine.turn_identity(
-                    Identity.from_dict(manifest.identity), manifest.codec, manifest.kept_tokens, messages[:end]
-                )
-                cache_id = self._store.cache_id(identity, tenant=manifest.tenant, codec=manifest.codec)
-                return self._store.stat(cache_id, tenant=manifest.tenant), messages[end:]
+                parent = self._store.stat(first.parent_id, tenant=first.tenant)
+            except (CacheNotFound, CacheError):
+                break  # without it the cache itself is all that there is
+            chain.append(parent)
+            said.insert(1, messages)
+        return chain[::-1], said
+
+    def _said(self, manifest: Manifest) -> list[Said] | None:
+        """The messages of a stored turn; None for any other cache."""
+        if not manifest.has_source or manifest.identity["layout"] != "chat":
+            return None
+        try:
+            source = self._store.source(manifest.id, tenant=manifest.tenant)
+            messages = json.loads(source) if isinstance(source, str) else None
+        except (SourceNotKept, CacheError, ValueError):
+            return None
+        ours = isinstance(messages, list) and all(isinstance(each, dict) for each in messages)
+        return messages if ours else None
+
+    @staticmethod
+    def _read(
+        dialogue: Dialogue, chain: Sequence[Manifest], said: Sequence[Sequence[Said]]
+    ) -> tuple[Manifest, int, int]:
+        """The last cache of a chain that holds what the conversation says, and how many of its tokens and messages.
+        said: the messages of each cache."""
+        at, read, known = chain[0], 0, 0
+        for manifest, messages in zip(chain[1:], said[1:], strict=True):
+            identity, parent = Identity.from_dict(manifest.identity), Identity.from_dict(at.identity)
+            end = identity.num_tokens - chain[0].num_tokens
+            if end >= len(dialogue.asked.token_ids) or not dialogue.reads(parent, identity, read, end):
+                break
+            at, read, known = manifest, end, known + len(messages)
+        return at, read, known
+
+    def _next(self, dialogue: Dialogue, manifest: Manifest, read: int) -> tuple[Manifest, int, int] | None:
+        """The cache of the first turns that are stored behind one, and the tokens and messages up to them."""
+        parent = Identity.from_dict(manifest.identity)
+        later = [end for end in dialogue.turns if read < end.tokens < len(dialogue.asked.token_ids)]
+        for end in later[:_TRIES]:
+            turn = whole_turn(parent.layout, dialogue.asked.token_ids[read : end.tokens])
+            identity = self._engine.turn_identity(parent, manifest.codec, manifest.kept_tokens, turn)
+            cache_id = self._store.cache_id(identity, tenant=manifest.tenant, codec=manifest.codec)
+            try:
+                return self._store.stat(cache_id, tenant=manifest.tenant), end.tokens, end.messages
             except (CacheNotFound, CacheError):
                 continue  # stored with the turns after it, perhaps
-            except InvalidRequest:
-                return None  # the turns are no continuation; the query itself gets the error
         return None
 
     def keep(
-        self, cache_id: str, document: Attachment, query: Asking, prompt: str | list[Said], answer: Answer, tenant: str
+        self,
+        cache_id: str,
+        document: Attachment,
+        query: Asking,
+        line: Line | None,
+        said: Said,
+        turn: Turn | KvshelfError | None,
+        tenant: str,
     ) -> Kept:
-        """Store the turn of an answer behind the cache that it was asked of, and before it the turns that the prompt
-        has. The texts of a turn are its cache's source. document: that cache, attached. prompt: of the query, as the
-        model reads it. What was stored before an error stays.
+        """Store the turn of an answer behind the cache that it was asked of, and before it the turns that the question
+        has. The texts of a turn are its cache's source. document: that cache, attached. line: of a conversation; None
+        for a plain text. said: the answer as the next request has it. turn: of the answer. What was stored before an
+        error stays.
 
         Raises as `Store.put` and `Engine.with_turns`, and the error that kept the turn from being whole.
         """
-        if isinstance(answer.turn, KvshelfError):
-            raise answer.turn
-        assert answer.turn is not None, "the question was asked with its turn to be kept"
+        if isinstance(turn, KvshelfError):
+            raise turn
+        assert turn is not None, "the question was asked with its turn to be kept"
         manifest = self._store.stat(cache_id, tenant=tenant)
         parent = document.stored(manifest.codec) or whole(self._engine, self._store, cache_id, tenant)
         lives = self._lifetime(query, manifest)
-        for messages, cache in self._caches(parent, prompt, answer, answer.turn):
+        for messages, cache in self._caches(parent, query, line, said, turn):
             manifest = self._store.put(
                 cache,
                 codec=cache.codec,
@@ -110,35 +212,27 @@ class Conversations:
         return {"expires_at": manifest.expires_at, "ttl_renew_s": manifest.ttl_renew_s}
 
     def _caches(
-        self, parent: CompressedCache, prompt: str | list[Said], answer: Answer, turn: Turn
+        self, parent: CompressedCache, query: Asking, line: Line | None, said: Said, turn: Turn
     ) -> Iterator[tuple[Sequence[Said], CompressedCache]]:
         """Each turn, and the cache after it; all as one where states of the model are known behind the last alone."""
-        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        said = [*asked, {"role": "assistant", "content": answer.text}]
-        plain = parent.identity.boundary == "text"
-        if plain or any(kind.states for kind in self._engine.kinds):
-            turns = [said]
+        layout = parent.identity.layout
+        if line is None:
+            turns = [([{"role": "user", "content": str(query.prompt)}, said], list(turn.token_ids))]
         else:
-            turns = [said[start:end] for start, end in pairwise([0, *ends_of_turns(said)])]
-        documents = [list(turn.token_ids)] if plain else turns
-        yield from zip(turns, self._engine.with_turns(parent, documents, turn), strict=True)
+            turns = self._turns(line, said, turn)
+        documents = [whole_turn(layout, token_ids) for _, token_ids in turns]
+        caches = self._engine.with_turns(parent, documents, turn)
+        yield from ((messages, cache) for (messages, _), cache in zip(turns, caches, strict=True))
 
-
-def said_in(query: Asking, tools: ToolFormat | None) -> list[Said]:
-    """The messages of a query as the model reads them: with calls, and the text of the tools."""
-    if isinstance(query, ToolAsking) and tools is not None:
-        return tools.turns(query.messages, told=query.told)
-    return [message.model_dump() for message in query.messages or ()]
-
-
-def prompt_of(query: Asking, tools: ToolFormat | None) -> str | list[Said]:
-    """What a query asks: its one prompt, or its messages as `said_in`."""
-    if query.prompt is None:  # the type asks for exactly one of the two
-        return said_in(query, tools)
-    (prompt,) = query.prompt if isinstance(query.prompt, list) else [query.prompt]
-    return prompt
-
-
-def ends_of_turns(messages: Sequence[Said]) -> list[int]:
-    """Where each turn of a conversation ends: behind the assistant's messages."""
-    return [at for at, message in enumerate(messages, 1) if message["role"] == "assistant"]
+    def _turns(self, line: Line, said: Said, turn: Turn) -> list[tuple[list[Said], list[int]]]:
+        messages = [*line.dialogue.messages, said]
+        ends = [TurnEnd(len(messages), len(turn.token_ids))]
+        if not any(kind.states for kind in self._engine.kinds):
+            ids, found = line.kept(said, ())
+            if ids == list(turn.token_ids):
+                ends = found
+        made, first = [], TurnEnd(line.known, 0)
+        for end in ends:
+            made.append((messages[first.messages : end.messages], list(turn.token_ids[first.tokens : end.tokens])))
+            first = end
+        return made

@@ -155,7 +155,8 @@ def _same_document(
 ) -> DocumentView:
     """The tokens of a document, which must be the cache's own."""
     of_ids = not isinstance(document, str | EncodedDocument) and not (len(document) and isinstance(document[0], dict))
-    job = engine.prepare(document, layout=None if of_ids else identity.layout, policy="full")
+    encoded = engine.encode_document(document, layout=None if of_ids else identity.layout, date=identity.date)
+    job = engine.prepare(encoded, policy="full")
     document_id = store.document_id(job.identity, tenant=manifest.tenant)
     if document_id != manifest.document_id:
         raise StateConflict(

@@ -6,19 +6,19 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import structlog
 
 from kvshelf.api import Asking, JointQuery, ReadShares, Source
-from kvshelf.api.shapes import param_of
+from kvshelf.api.shapes import Logprob, param_of
 from kvshelf.api.texts import texts_of
-from kvshelf.api.tools import ToolAsking
-from kvshelf.errors import CacheError, CacheNotFound, DeadlineExceeded, KvshelfError
-from kvshelf.store.artifact.identity import Boundary
+from kvshelf.api.tools import ToolAsking, ToolCall, ToolTurn
+from kvshelf.errors import CacheError, CacheNotFound, DeadlineExceeded, InvalidRequest, KvshelfError
+from kvshelf.store.artifact.identity import Boundary, Identity
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.meter import Meter
 from kvshelf.workers.engine.attention.attachment import Attached, Attachment
@@ -28,9 +28,12 @@ from kvshelf.workers.engine.decode.reduction import SuffixReducer
 from kvshelf.workers.engine.decode.selection import Selection
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.inputs.counting import count
+from kvshelf.workers.engine.inputs.dialogue import Dialogue, Said
 from kvshelf.workers.engine.inputs.tools import HeldPieces, ToolFormat
+from kvshelf.workers.model.text import Broken, TemplateOptions
+from kvshelf.workers.model.thoughts import Thought, Thoughts, ThoughtStream, told_apart
 from kvshelf.workers.replica.calls import Threads, called_as
-from kvshelf.workers.replica.conversations import Conversations, Said, prompt_of, said_in
+from kvshelf.workers.replica.conversations import Conversations, Line
 from kvshelf.workers.replica.residents import Resident, Residents
 from kvshelf.workers.replica.results import Phase, Reply, rounded
 from kvshelf.workers.replica.scheduler import Scheduler
@@ -73,9 +76,9 @@ class Questions:
         with called_as(origin, tenant):
             said = [*texts_of(query), *([] if document is None else [document])]
             await self.threads.run(self.engine.require_askable, said, "messages")
-            tools, _ = await self.threads.run(self._shape, query)
+            shape = await self.threads.run(self._shape, query)
             form = self.engine.require_text("messages")
-            return await self.threads.run(count, form, tools, query, document, boundary)
+            return await self.threads.run(count, form, shape.tools, shape.variables, query, document, boundary)
 
     async def query(
         self,
@@ -116,14 +119,18 @@ class Questions:
                 def put(piece: str | None) -> None:
                     loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-                held = HeldPieces(loaded.settled)
+                thoughts, held = loaded.thought_stream(), HeldPieces(loaded.settled)
                 ticket = await self._begun(loaded, on_text=put, tenant=tenant, deadline_s=deadline_s)
                 ticket.future.add_done_callback(lambda _: put(None))
                 try:
                     while (piece := await pieces.get()) is not None:
-                        for text in held.push(piece):
-                            yield text
+                        for part in thoughts.push(piece):
+                            for text in [part] if isinstance(part, Thought) else held.push(part):
+                                yield text
                     answer = ticket.future.result()
+                    for part in thoughts.rest():
+                        for text in [part] if isinstance(part, Thought) else held.push(part):
+                            yield text
                     reply = await self._kept(loaded, answer, self._counted(loaded, answer, ticket, tenant), tenant)
                     for text in held.rest(reply.text):
                         yield text
@@ -140,14 +147,14 @@ class Questions:
         asked = [caches] if isinstance(caches, str) else list(caches)
         routed = isinstance(query, JointQuery) and query.route is not None
         cache_ids = [await self._nearest(asked, query, tenant)] if routed else asked
-        tools, grammar = await self.threads.run(self._shape, query)  # refused before any work
+        shape = await self.threads.run(self._shape, query)  # refused before any work
         if query.store:
             self.engine.require_turns()
             await self.threads.run(self.store.admit, tenant)
         async with AsyncExitStack() as stack:
             try:
                 async with asyncio.timeout(deadline_s):
-                    cache_ids, query, held = await self._held(stack, cache_ids, query, tools, tenant)
+                    line, held = await self._held(stack, cache_ids, query, shape, tenant)
             except TimeoutError as exc:
                 raise DeadlineExceeded(
                     f"the cache could not be had within {deadline_s} s: the store is slow, or the memory for caches is "
@@ -157,13 +164,14 @@ class Questions:
                 if routed:
                     error.details["cache_id"] = cache_ids[0]
                 raise
+            cache_ids = cache_ids if line is None else [line.cache_id]
             for cache_id in cache_ids:
                 self.threads.submit(_touch, self.store, cache_id, tenant)
             document = self.engine.joined([resident.document for resident, _ in held])
             found = dict(zip(cache_ids, held, strict=True))
             found_s, counts = time.monotonic() - started, self.residents.take_counts()
             named = asked if routed else cache_ids
-            loaded = _Loaded(named, found, document, query, tools, grammar, started, found_s, counts)
+            loaded = _Loaded(named, found, document, query, shape, line, started, found_s, counts)
             try:
                 yield loaded
             except KvshelfError as error:
@@ -182,7 +190,7 @@ class Questions:
                 raise
 
         def nearest() -> str:
-            return cache_ids[self.engine.nearest(list(map(params, cache_ids)), prompt_of(query, None))]
+            return cache_ids[self.engine.nearest(list(map(params, cache_ids)), prompt_of(query))]
 
         return await self.threads.run(nearest)
 
@@ -193,20 +201,38 @@ class Questions:
             self._housekeeping += map(asyncio.ensure_future, forever)
 
     async def _held(
-        self, stack: AsyncExitStack, cache_ids: list[str], query: Asking, tools: ToolFormat | None, tenant: str
-    ) -> tuple[list[str], Asking, list[tuple[Resident, bool]]]:
-        """The caches to ask, with what is left to ask of them: of a conversation about one, what follows the turns that
-        are on the shelf. The first of these turns has the tools' text."""
-        if len(cache_ids) == 1 and query.messages is not None and len(query.messages) > 1:
-            shelved = self.conversations.shelved
-            cache_id, left = await self.threads.run(shelved, cache_ids[0], said_in(query, tools), tenant)
-            if cache_id != cache_ids[0]:
-                told = {"told": True} if tools is not None else {}
-                rest = query.model_copy(update={"messages": query.messages[-len(left) :]} | told)
-                # A turn that cannot be read is a longer prefill, and no error.
-                with suppress(CacheError, CacheNotFound):
-                    return [cache_id], rest, await self._entered(stack, [cache_id], query, tenant)
-        return cache_ids, query, await self._entered(stack, cache_ids, query, tenant)
+        self, stack: AsyncExitStack, cache_ids: list[str], query: Asking, shape: _Shape, tenant: str
+    ) -> tuple[Line | None, list[tuple[Resident, bool]]]:
+        """The caches to ask. Of one alone the conversation behind it; the cache to ask is then the one with most of
+        it."""
+        said, intro = messages_of(query), shape.intro
+        if len(cache_ids) > 1 or self.engine.default_layout == "plain":
+            return None, await self._entered(stack, cache_ids, query, tenant)
+        find = partial(self.conversations.line, cache_ids[0], said, tenant, TemplateOptions(shape.variables), intro)
+        if len(said) == 1:  # most questions are; only of a turn is there more to know
+            held = await self._entered(stack, cache_ids, query, tenant)
+            identity = held[0][0].document.identity
+            if identity.boundary == "text" or not identity.parent:
+                return self._begun_line(identity, cache_ids[0], said, shape), held
+        line = await self.threads.run(find)
+        if line.dialogue.boundary == "text":
+            return None, await self._entered(stack, cache_ids, query, tenant)
+        try:
+            return line, await self._entered(stack, [line.cache_id], query, tenant)
+        except (CacheError, CacheNotFound):  # a turn that cannot be read is a longer prefill, and no error
+            if line.cache_id == cache_ids[0]:
+                raise
+            return line.from_root, await self._entered(stack, [line.root_id], query, tenant)
+
+    def _begun_line(self, identity: Identity, cache_id: str, said: list[Said], shape: _Shape) -> Line | None:
+        """The conversation that a first question begins."""
+        if identity.boundary == "text":
+            return None
+        return Line(self._dialogue(identity, said, shape), cache_id, cache_id)
+
+    def _dialogue(self, identity: Identity, said: list[Said], shape: _Shape) -> Dialogue:
+        form = self.engine.require_text("messages")
+        return Dialogue(form, identity.boundary, said, TemplateOptions(shape.variables, identity.date), shape.intro)
 
     async def _entered(
         self, stack: AsyncExitStack, cache_ids: list[str], query: Asking, tenant: str
@@ -225,33 +251,52 @@ class Questions:
         if query.store:
             assert isinstance(document, Attachment)
             options["turn_of"] = partial(self._turn_ids, document, loaded)
-        return self.scheduler.generate(document, ids, _sampling(query, loaded.grammar), selection, **options)
+        return self.scheduler.generate(document, ids, _sampling(query, loaded.shape.grammar), selection, **options)
 
     def _turn_ids(self, document: Attachment, loaded: _Loaded, text: str, token_ids: Sequence[int]) -> list[int]:
-        return self.engine.turn_ids(document, loaded.prompt, loaded.sent_back(text), token_ids)
+        """The tokens of a turn, as `Engine.turn_ids` has them."""
+        if loaded.line is None:
+            return self.engine.turn_ids(document, prompt_of(loaded.query), text, token_ids)
+        if loaded.read(text).is_empty:
+            raise InvalidRequest("the answer is empty, and a turn of a conversation needs some text", param="store")
+        ids = loaded.line.turn_ids(loaded.said(text), self.engine.without_end(token_ids))
+        return self.engine.require_turn(document, ids)
 
     def _encoded(self, loaded: _Loaded) -> list[int]:
-        query, boundary = loaded.query, loaded.document.identity.boundary
-        if isinstance(query, ToolAsking) and loaded.tools is not None:
-            return loaded.tools.encoded(boundary, query.messages, told=query.told)
-        return self.engine.encode_query(loaded.document, loaded.prompt)
+        if loaded.line is not None:
+            return loaded.line.query_ids
+        identity = loaded.document.identity
+        if identity.boundary == "text":
+            return self.engine.encode_query(loaded.document, prompt_of(loaded.query))
+        return self._dialogue(identity, messages_of(loaded.query), loaded.shape).asked.token_ids
 
-    def _shape(self, query: Asking) -> tuple[ToolFormat | None, Grammar | None]:
-        """How the model writes a question's tools, and what the answer must be. Raises `InvalidRequest` for tools that
-        the model's template has no room for, and as `Guide.constraint`."""
+    def _shape(self, query: Asking) -> _Shape:
+        """How the model writes a question's tools, what its template is told, and what the answer must be. Raises
+        `InvalidRequest` for tools that the model's template has no room for, for what it is not told, and as
+        `Guide.constraint`."""
         self.engine.require_askable(texts_of(query), "prompt" if query.messages is None else "messages")
         wanted = None if query.response_format is None else query.response_format.model_dump()
-        shape = {"response_format": wanted, "grammar": query.grammar, "choices": query.choices}
-        grammar = Grammar.of(shape, param_of(query, "response_format"))
-        tools = None
+        asked = {"response_format": wanted, "grammar": query.grammar, "choices": query.choices}
+        grammar = Grammar.of(asked, param_of(query, "response_format"))
+        tools, variables = None, dict[str, Any]()
+        form = self.engine.text
+        if query.chat_template_kwargs or query.reasoning_effort:
+            told = self.engine.require_text("chat_template_kwargs").template.told
+            variables = told(query.chat_template_kwargs or {}, query.reasoning_effort)
         if isinstance(query, ToolAsking):
             tools = ToolFormat.of(self.engine.require_text("tools"), query.tools)
             if query.callable:
                 lark = tools.grammar(query.callable, several=query.parallel_tool_calls)
                 grammar = Grammar.of_lark(lark, "tools")
+        options = TemplateOptions(variables)
+        last = messages_of(query)[-1]["role"] if query.messages is not None else "user"
+        opened = form is not None and form.has_template and form.opens_thought(options, last)
         if grammar is not None:
+            if opened and form is not None and form.thoughts is not None:
+                closing = form.thoughts.closing
+                grammar = grammar.behind(closing, form.tokens.literal(closing))
             self.engine.guide.constraint(grammar, query.max_tokens)
-        return tools, grammar
+        return _Shape(tools, grammar, variables, form.thoughts if form is not None else None, opened)
 
     def _counted(self, loaded: _Loaded, answer: Answer, ticket: Ticket[Answer], tenant: str) -> Reply:
         """The reply, counted for the tenant."""
@@ -274,17 +319,20 @@ class Questions:
 
     async def _kept(self, loaded: _Loaded, answer: Answer, reply: Reply, tenant: str) -> Reply:
         """The reply, once its turn is stored if the query asks for that. What keeps a turn from being stored is no
-        error of the answer. Of a question with tools, the reply has the calls beside its text."""
-        if isinstance(loaded.query, ToolAsking) and loaded.tools is not None:
-            text, calls = loaded.tools.answered(reply.text, loaded.query)
-            reply = reply.model_copy(update={"text": text, "tool_calls": calls})
+        error of the answer. The reply has thoughts, and calls of tools, beside its text."""
+        read = loaded.read(answer.text)
+        reply = reply.model_copy(update={
+            "text": read.text, "tool_calls": read.calls, "reasoning_content": read.thought,
+            "logprobs": reply.logprobs and _of_text(reply.logprobs, answer.text, read),
+        })  # fmt: skip
         if not loaded.query.store:
             return reply
-        document, keep = loaded.document, self.conversations.keep
-        answer = replace(answer, text=loaded.sent_back(answer.text))
+        document, keep, said = loaded.document, self.conversations.keep, loaded.said(answer.text)
         assert isinstance(document, Attachment)
         try:
-            kept = await self.threads.run(keep, reply.cache_id, document, loaded.query, loaded.prompt, answer, tenant)
+            kept = await self.threads.run(
+                keep, reply.cache_id, document, loaded.query, loaded.line, said, answer.turn, tenant
+            )
         except KvshelfError as error:
             log.warning("a turn was not stored", cache_id=reply.cache_id, reason=error.message)
             return reply.model_copy(update={"not_stored": error.message})
@@ -309,14 +357,42 @@ class Questions:
         return await self.threads.run(self.engine.select, document, chosen.method, question_tokens=len(ids), **more)
 
 
+class _Read(NamedTuple):
+    """An answer: its thoughts, None without any, its text, and the calls behind it."""
+
+    thought: str | None
+    text: str
+    calls: list[ToolCall]
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.text and not self.calls
+
+
+class _Shape(NamedTuple):
+    """What a question asks of the answer. tools: as the model writes them. grammar: that the answer fits. variables:
+    that the chat template is told. thoughts: the marks of the model's, and whether the prompt has `opened` them."""
+
+    tools: ToolFormat | None
+    grammar: Grammar | None
+    variables: dict[str, Any]
+    thoughts: Thoughts | None
+    opened: bool
+
+    @property
+    def intro(self) -> Callable[[Broken], str] | None:
+        """What the template says before the question."""
+        return None if self.tools is None else self.tools.intro
+
+
 @dataclass(frozen=True)
 class _Loaded:
     """The caches to query, by id, each with whether it was in memory. They may still be arriving; every answer waits
     for all of them.
 
     asked: the ids in the answer, of which a route may have chosen one to hold. document: they, as the question sees
-    them. query: what is asked of them. tools, grammar: as of `Questions._shape`. started: the time of the request, of
-    `time.monotonic`. found_s: seconds until the caches were found in memory or began to arrive. counts: of
+    them. query: what is asked of them. shape: of it. line: the conversation behind one cache. started: the time of the
+    request, of `time.monotonic`. found_s: seconds until the caches were found in memory or began to arrive. counts: of
     `Residents.take_counts`.
     """
 
@@ -324,28 +400,39 @@ class _Loaded:
     held: dict[str, tuple[Resident, bool]]
     document: Attached
     query: Asking
-    tools: ToolFormat | None
-    grammar: Grammar | None
+    shape: _Shape
+    line: Line | None
     started: float
     found_s: float
     counts: dict[str, int]
+    _read: dict[str, _Read] = field(default_factory=dict)
 
-    @property
-    def prompt(self) -> str | list[Said]:
-        """What is asked, with the text of tools: a text, or a conversation."""
-        return prompt_of(self.query, self.tools)
+    def read(self, text: str) -> _Read:
+        """What an answer says. The same each time: calls get their ids here."""
+        if text not in self._read:
+            thought, said = told_apart(self.shape.thoughts, text, opened=self.shape.opened)
+            calls: list[ToolCall] = []
+            if isinstance(self.query, ToolAsking) and self.shape.tools is not None:
+                said, calls = self.shape.tools.answered(said, self.query)
+            self._read[text] = _Read(thought, said, calls)
+        return self._read[text]
 
-    def sent_back(self, text: str) -> str:
-        """An answer as a client's next request has it: the calls in it may be written otherwise."""
-        if isinstance(self.query, ToolAsking) and self.tools is not None:
-            return self.tools.written(*self.tools.answered(text, self.query))
-        return text
+    def said(self, text: str) -> Said:
+        """An answer as the message that a client's next request has."""
+        if self.line is None:
+            return {"role": "assistant", "content": text}
+        read = self.read(text)
+        turn = ToolTurn(role="assistant", content=read.text, tool_calls=read.calls, reasoning_content=read.thought)
+        return turn.said
+
+    def thought_stream(self) -> ThoughtStream:
+        return ThoughtStream(self.shape.thoughts, opened=self.shape.opened)
 
     @property
     def settled(self) -> Callable[[str], int]:
         """How much of a beginning of the answer is text and no call, whatever follows it."""
         calls = isinstance(self.query, ToolAsking) and self.query.tool_choice != "none"
-        return self.tools.settled if calls and self.tools is not None else len
+        return self.shape.tools.settled if calls and self.shape.tools is not None else len
 
     @property
     def failed(self) -> str | None:
@@ -391,6 +478,35 @@ class _Loaded:
             passages=None if answer.passages is None else list(map(ReadShares.of, self.held, answer.passages)),
             logprobs=None if answer.logprobs is None else list(answer.logprobs),
         )
+
+
+def messages_of(query: Asking) -> list[Said]:
+    """What a query says, as a chat template reads it."""
+    if isinstance(query, ToolAsking):
+        return [turn.said for turn in query.messages]
+    if query.messages is not None:
+        return [message.model_dump() for message in query.messages]
+    return [{"role": "user", "content": prompt_of(query)}]
+
+
+def prompt_of(query: Asking) -> str | list[Said]:
+    """What a query asks: its one prompt, or its messages."""
+    if query.prompt is None:  # the type asks for exactly one of the two
+        return messages_of(query)
+    (prompt,) = query.prompt if isinstance(query.prompt, list) else [query.prompt]
+    return prompt
+
+
+def _of_text(logprobs: Sequence[Logprob], text: str, read: _Read) -> list[Logprob]:
+    """Those of an answer's text, behind its thoughts."""
+    if read.thought is None:
+        return list(logprobs)
+    before, first = len(text.encode()) - len(read.text.encode()), 0
+    for token in logprobs:
+        if before <= 0:
+            break
+        before, first = before - len(token.bytes or ()), first + 1
+    return list(logprobs[first:])
 
 
 def _sampling(query: Asking, grammar: Grammar | None) -> Sampling:

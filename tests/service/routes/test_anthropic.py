@@ -299,7 +299,6 @@ LONG = marked("long " * 100)
             {"system": [LONG], "output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
             "output_config.format cannot",
         ),
-        ({"system": [LONG], "thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is not supported"),
         ({"system": [LONG], "extra_body": {"cache": {"policy": "nosuch"}}}, "nosuch"),
         ({"system": [LONG], "extra_body": {"colour": "red"}}, "unknown field"),
         ({"system": [LONG], "extra_body": {"temperature": -1.0}}, "temperature"),

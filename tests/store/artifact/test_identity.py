@@ -53,6 +53,7 @@ CHANGES: dict[str, Any] = {
     "expected_questions": ("why?",),
     "transforms": "0f" * 32,
     "parent": "0e" * 20,
+    "date": "2031-03-07",
 }
 
 

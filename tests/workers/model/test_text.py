@@ -52,7 +52,8 @@ def test_document_and_question_make_the_conversation(text, document):
     question = text.question(encoded.boundary, "What is the code?")
     whole = rendered(text, [{"role": "user", "content": "DOCUMENT\n\nWhat is the code?"}])
     assert decoded(text, encoded.token_ids + question) == whole.replace("DOCUMENT", document)
-    assert decoded(text, encoded.token_ids[encoded.protected_prefix :]) == document
+    # A space that a template writes before the text is a part of the text's first token.
+    assert decoded(text, encoded.token_ids[encoded.protected_prefix :]) in (document, f" {document}")
 
 
 def test_later_turns_follow(text):

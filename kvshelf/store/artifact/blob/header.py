@@ -11,7 +11,15 @@ from collections.abc import Collection
 from typing import Annotated, Any, Final
 
 import msgpack
-from pydantic import AfterValidator, FailFast, Field, JsonValue, ValidationError
+from pydantic import (
+    AfterValidator,
+    FailFast,
+    Field,
+    JsonValue,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
 from kvshelf.errors import BlobError, InvalidRequest
 from kvshelf.store.artifact import positions
@@ -85,6 +93,15 @@ class IdentityHeader(Strict):
     expected_questions: list[str]
     transforms: Text
     parent: Text
+    date: Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")] | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_none(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A document without a date has no such field, rather than one that says so."""
+        said: dict[str, Any] = fields(self)
+        if self.date is None:
+            del said["date"]
+        return said
 
 
 class Header(Strict):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from kvshelf.api.shapes import SHAPES
@@ -58,6 +58,14 @@ class Grammar:
     def of_lark(cls, lark: str, param: str, least_bytes: int = 0) -> Grammar:
         """A grammar in llguidance's Lark dialect."""
         return cls(json.dumps({"grammars": [{"lark_grammar": lark}]}), param, least_bytes)
+
+    def behind(self, closing: str, lark: str) -> Grammar:
+        """The same behind thoughts. closing: the text that ends them; lark: the same in Lark, where it has tokens."""
+        (answer,) = json.loads(self.text)["grammars"]
+        said = json.dumps(closing, ensure_ascii=False)
+        ended = f"thought[suffix={said}]: /(?s:.*)/" if lark == said else f"thought: any {lark}\nany: /(?s:.*)/"
+        thoughts = f"start: thought gap @answer\n{ended}\ngap: /\\n{{0,2}}/\n"
+        return replace(self, text=json.dumps({"grammars": [{"lark_grammar": thoughts}, answer | {"name": "answer"}]}))
 
     @classmethod
     def _of_schema(cls, schema: Any, param: str) -> Grammar:

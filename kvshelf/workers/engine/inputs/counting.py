@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from kvshelf.api import Asking
 from kvshelf.api.tools import ToolAsking
 from kvshelf.store.artifact.identity import Boundary
 from kvshelf.workers.engine.inputs.tools import ToolFormat
-from kvshelf.workers.model.text import TextFormat
+from kvshelf.workers.model.text import TemplateOptions, TextFormat
 
 
 def count(
-    form: TextFormat, tools: ToolFormat | None, query: Asking, document: str | None, boundary: Boundary | None
+    form: TextFormat,
+    tools: ToolFormat | None,
+    variables: Mapping[str, Any],
+    query: Asking,
+    document: str | None,
+    boundary: Boundary | None,
 ) -> int:
-    """The tokens of a document, if there is one, and of the messages behind it. tools: of the query. boundary: of the
+    """The tokens of a document, if there is one, and of the messages behind it. tools: of the query. variables: that
+    the template is told. boundary: of the
     cache that the messages are behind instead; None: they begin the conversation. Raises `InvalidRequest` for messages
     that the template refuses there."""
     before = 0
     if document is not None:
         encoded = form.document(document, "chat")
         before, boundary = len(encoded.token_ids), encoded.boundary
-    if isinstance(query, ToolAsking) and tools is not None:
-        return before + len(tools.encoded(boundary, query.messages))
-    return before + len(form.turns(boundary, [message.model_dump() for message in query.messages or ()]))
+    if isinstance(query, ToolAsking):
+        messages = [turn.said for turn in query.messages]
+    else:
+        messages = [message.model_dump() for message in query.messages or ()]
+    options, intro = TemplateOptions(variables), None if tools is None else tools.intro
+    return before + len(form.prompt(boundary, messages, opening=True, options=options, intro=intro).token_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -16,6 +17,7 @@ from kvshelf.workers.model.text import (
     TOOL_ROLES,
     EncodedDocument,
     Message,
+    TemplateOptions,
     TextFormat,
     check_messages,
 )
@@ -64,21 +66,22 @@ class Encoder:
             raise InvalidRequest("this engine has no tokenizer; give token ids", param=param)
         return self.text
 
-    def document(self, document: Document | EncodedDocument, layout: Layout | None) -> EncodedDocument:
-        """The token ids of a document; those of an encoded one are checked, and no layout counts. Raises
-        `InvalidRequest`, `DocumentTooLong` or `DocumentTooShort`."""
+    def document(self, document: Document | EncodedDocument, layout: Layout | None, date: str = "") -> EncodedDocument:
+        """The token ids of a document; those of an encoded one are checked, and no layout counts. date: for a template
+        that writes it; "": today. Raises `InvalidRequest`, `DocumentTooLong` or `DocumentTooShort`."""
+        date = date or datetime.datetime.now().date().isoformat()  # as transformers, local time
         if isinstance(document, EncodedDocument):
             encoded = replace(document, token_ids=self._checked_ids(document.token_ids, "token_ids"))
         elif isinstance(document, str):
             self._require_fits([document], "document")
-            encoded = self.require_text("document").document(document, self._checked_layout(layout))
+            encoded = self.require_text("document").document(document, self._checked_layout(layout), date)
         elif not isinstance(document, Tensor) and document and isinstance(document[0], Mapping):
             if layout == "plain":
                 raise InvalidRequest("messages need the layout 'chat'", param="layout")
             text = self.require_text("messages")
             turns = check_messages(document)  # type: ignore[arg-type]
-            self._require_fits([content for _, content in turns], "document")
-            encoded = text.conversation(document)  # type: ignore[arg-type]
+            self._require_fits([turn["content"] for turn in turns], "document")
+            encoded = text.conversation(document, date)  # type: ignore[arg-type]
         else:
             if layout == "chat":
                 raise InvalidRequest("token_ids are taken as they are, in the layout 'plain'", param="layout")
@@ -117,17 +120,18 @@ class Encoder:
         found = split.spans(text, written.token_starts, size=own, overlap=overlap, checkpoint=checkpoint)
         return [text[span.start : span.end] for span in found]
 
-    def query(self, boundary: Boundary, prompt: Prompt) -> list[int]:
-        """The token ids that ask `prompt` of a cache that ends at `boundary`."""
+    def query(self, boundary: Boundary, prompt: Prompt, options: TemplateOptions | None = None) -> list[int]:
+        """The token ids that ask `prompt` of a cache that ends at `boundary`. options: those of the cache's document,
+        where its template writes a date."""
         if isinstance(prompt, str):
             if not prompt:
                 raise InvalidRequest("the prompt is empty; ask something", param="prompt")
             self.require_askable([prompt], "prompt")
-            return self.require_text("prompt").question(boundary, prompt)
+            return self.require_text("prompt").question(boundary, prompt, options)
         if not isinstance(prompt, Tensor) and prompt and isinstance(prompt[0], Mapping):
             text = self.require_text("messages")
-            self.require_askable([content for _, content in check_messages(prompt)], "messages")  # type: ignore[arg-type]
-            return text.turns(boundary, prompt)  # type: ignore[arg-type]
+            self.require_askable([turn["content"] for turn in check_messages(prompt)], "messages")  # type: ignore[arg-type]
+            return text.turns(boundary, prompt, options=options)  # type: ignore[arg-type]
         return self._checked_ids(prompt, "prompt")
 
     def words(self, prompt: Prompt) -> list[int]:
@@ -137,18 +141,23 @@ class Encoder:
             self.require_askable([prompt], "prompt")
             return self.require_text("prompt").encode(prompt)
         if not isinstance(prompt, Tensor) and prompt and isinstance(prompt[0], Mapping):
-            said = "\n\n".join(content for _, content in check_messages(prompt))  # type: ignore[arg-type]
+            said = "\n\n".join(turn["content"] for turn in check_messages(prompt))  # type: ignore[arg-type]
             self.require_askable([said], "messages")
             return self.require_text("messages").encode(said)
         return self._checked_ids(prompt, "prompt")
 
-    def appended(self, layout: Layout, boundary: Boundary, more: Document) -> tuple[list[int], Boundary]:
-        """The token ids that `more` appends to a cache that ends at `boundary`, and where it ends with them.
+    def appended(
+        self, layout: Layout, boundary: Boundary, more: Document | EncodedDocument, date: str = ""
+    ) -> tuple[list[int], Boundary]:
+        """The token ids that `more` appends to a cache that ends at `boundary`, and where it ends with them. date: of
+        that cache's document.
 
         A text goes on where the document ends, just as it is; messages are whole turns behind it. Raises
         `InvalidRequest`.
         """
-        if isinstance(more, str):
+        if isinstance(more, EncodedDocument):
+            ids, boundary = more.token_ids, more.boundary
+        elif isinstance(more, str):
             if boundary not in ("text", "document"):
                 raise InvalidRequest(
                     "this cache ends with a whole turn, to which no text can be appended; append messages",
@@ -162,9 +171,16 @@ class Encoder:
                     "this cache has the layout 'plain' and no turns; append a text to it", param="messages"
                 )
             turns = check_messages(more, TOOL_ROLES)  # type: ignore[arg-type]
-            self._require_fits([content for _, content in turns], "messages")
-            ids = self.require_text("messages").turns(boundary, more, opening=False, roles=TOOL_ROLES)  # type: ignore[arg-type]
-            boundary = cast(Boundary, f"after_{turns[-1][0]}")
+            self._require_fits([turn["content"] for turn in turns], "messages")
+            options = TemplateOptions(date=date)
+            ids = self.require_text("messages").turns(
+                boundary,
+                more,  # type: ignore[arg-type]
+                opening=False,
+                roles=TOOL_ROLES,
+                options=options,
+            )
+            boundary = cast(Boundary, f"after_{turns[-1]['role']}")
         else:
             ids = self._checked_ids(more, "token_ids")
         if not ids:

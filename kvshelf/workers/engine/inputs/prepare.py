@@ -86,9 +86,10 @@ class Preparer:
             if parent is not None:
                 require_appending(policy, absorber, moves=moves, soft=any(probe.soft for probe in passes))
         token_ids = as_bytes(document.token_ids)
+        named = token_ids if encoded.named_ids is None else as_bytes(encoded.named_ids)
         identity = Identity(
             model=self.identity,
-            document=digest("kvshelf.tokens", token_ids),
+            document=digest("kvshelf.tokens", named),
             num_tokens=document.num_tokens,
             layout=encoded.layout,
             boundary=encoded.boundary,
@@ -100,6 +101,7 @@ class Preparer:
             compression_ratio=budget.compression_ratio,
             probe=policy.probe_text(document) if passes else "",
             expected_questions=tuple(questions),
+            date=encoded.date,
         )
         if parent is not None:
             before = parent.cache

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-from kvshelf.api.tools import CalledFunction, Tool, ToolAsking, ToolCall, ToolTurn
+from kvshelf.api.tools import CalledFunction, Tool, ToolAsking, ToolCall
 from kvshelf.errors import InvalidRequest
-from kvshelf.store.artifact.identity import Boundary
 from kvshelf.workers.engine.decode.detokenizer import may_begin
 from kvshelf.workers.engine.decode.grammar import WRITTEN
-from kvshelf.workers.model.text import QUESTION_SEPARATOR, TOOL_ROLES, TextFormat
+from kvshelf.workers.model.text import Broken, TextFormat, same_beginning
 
 _NAME: Final = "kvshelf_name"
 _ARGUMENTS: Final = {"kvshelf_argument": 1}
@@ -28,8 +27,8 @@ _ID: Final = "kvshelf01"  # nine letters and digits, which some templates insist
 @dataclass(frozen=True)
 class ToolFormat:
     """form: of the model. tools: those that an answer may call. text: what the template says of them. opening, closing:
-    around the JSON of one call. name, arguments: its keys. special: the parts of `opening` and `closing` that are
-    control tokens, which the text of an answer lacks."""
+    around the JSON of one call. name, arguments: its keys. special: the parts of `opening` and `closing` that the text
+    of an answer lacks. several: whether an answer may have more calls than one."""
 
     form: TextFormat
     tools: tuple[Tool, ...]
@@ -38,52 +37,41 @@ class ToolFormat:
     closing: str
     name: str
     arguments: str
-    special: Mapping[str, int]
+    special: frozenset[str]
+    several: bool
 
     @classmethod
     def of(cls, form: TextFormat, tools: Sequence[Tool]) -> Self:
         """Raises `InvalidRequest` for a model whose template has no tools, or writes calls in another way."""
         said = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
+        _require_one_place(form)
         text, call = _text_of(form, said), _call_of(form, said)
-        at = call.find("{")
+        at = call.rfind("{", 0, max(call.find(_NAME), 0))
         try:
-            found, length = json.JSONDecoder().raw_decode(call[at:])
+            found, length = json.JSONDecoder().raw_decode(call[max(at, 0) :])
         except ValueError as error:
             raise _unsupported("writes calls of tools in another way than as JSON") from error
         keys = [key for wanted in (_NAME, _ARGUMENTS) for key, value in found.items() if value == wanted]
-        if len(keys) != 2:
+        if at < 0 or len(keys) != 2:
             raise _unsupported("writes calls of tools without a name and arguments")
-        opening, closing = call[:at], call[at + length :]
-        special = {token: number for token, number in form.special_tokens().items() if token in opening + closing}
+        opening, closing = call[:at], _until_turn(form, call[at + length :])
+        special = frozenset(mark.text for mark in form.tokens.found_in(opening + closing) if mark.special)
         name, arguments = keys
-        return cls(form, tuple(tools), text, opening, closing, name, arguments, special)
+        several = _takes_several(form, said)
+        return cls(form, tuple(tools), text, opening, closing, name, arguments, special, several)
 
-    def encoded(self, boundary: Boundary | None, messages: Sequence[ToolTurn], *, told: bool = False) -> list[int]:
-        """The token ids that ask a conversation with tools behind a cache, as `TextFormat.turns`."""
-        return self.form.turns(boundary, self.turns(messages, told=told), roles=TOOL_ROLES)
-
-    def turns(self, messages: Sequence[ToolTurn], *, told: bool = False) -> list[dict[str, str]]:
-        """A conversation as roles and texts, the tools' text before its first unless the model was told it."""
-        said = [{"role": turn.role, "content": self.written(turn.content, turn.tool_calls)} for turn in messages]
-        if not told:
-            said[0]["content"] = QUESTION_SEPARATOR.join([self.text, said[0]["content"]])
-        return said
-
-    def written(self, content: str, calls: Sequence[ToolCall]) -> str:
-        """The text of a turn with these calls, which it is sent back as."""
-        made = [self._written(call) for call in calls]
-        return "\n".join([content, *made] if content or not made else made)
-
-    def _written(self, call: ToolCall) -> str:
-        values = {self.name: call.function.name, self.arguments: json.loads(call.function.arguments)}
-        return self._plain(self.opening) + _as_json(values) + self._plain(self.closing)
+    def intro(self, broken: Broken) -> str:
+        """What the template says of the tools, with what is from outside in it broken."""
+        said = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in self.tools]
+        safe = broken(said)
+        return self.text if safe == said else _text_of(self.form, safe)
 
     def answered(self, text: str, query: ToolAsking) -> tuple[str, list[ToolCall]]:
         """As `parsed`, with no more calls than the question allows."""
         if query.tool_choice == "none":
             return text, []
         content, calls = self.parsed(text)
-        return content, calls if query.parallel_tool_calls else calls[:1]
+        return content, calls if query.parallel_tool_calls and self.several else calls[:1]
 
     def parsed(self, text: str) -> tuple[str, list[ToolCall]]:
         """The text of an answer before its calls, and the calls; all of it as text where it is none."""
@@ -129,8 +117,10 @@ class ToolFormat:
         """In llguidance's Lark dialect: one call of one of these tools, or `several`."""
         calls = [self._schema(tool) for tool in tools]
         schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
-        again = '("\\n" call)*' if several else ""
-        one = " ".join(filter(None, (self._literal(self.opening), "object", self._literal(self.closing))))
+        again = '("\\n" call)*' if several and self.several else ""
+        one = " ".join(
+            filter(None, (self.form.tokens.literal(self.opening), "object", self.form.tokens.literal(self.closing)))
+        )
         return f"start: call {again}\ncall: {one}\nobject: %json {json.dumps(schema | WRITTEN)}\n"
 
     def _schema(self, tool: Tool) -> dict[str, Any]:
@@ -142,14 +132,6 @@ class ToolFormat:
             "required": [self.name, self.arguments],
             "additionalProperties": False,
         }
-
-    def _literal(self, text: str) -> str:
-        """A text with control tokens, as a grammar names them."""
-        for token, number in self.special.items():
-            before, found, after = text.partition(token)
-            if found:
-                return " ".join(filter(None, (self._literal(before), f"<[{number}]>", self._literal(after))))
-        return json.dumps(text, ensure_ascii=False) if text else ""
 
     def _plain(self, text: str) -> str:
         for token in self.special:
@@ -184,31 +166,85 @@ class HeldPieces:
             yield self._held.popleft()
 
 
-_TOOLS: Final = [{"type": "function", "function": {"name": _NAME, "description": "", "parameters": {}}}]
 _ASKED: Final = [{"role": "system", "content": "kvshelf_system"}, {"role": "user", "content": "kvshelf_question"}]
 
 
-def _text_of(form: TextFormat, tools: Sequence[object]) -> str:
-    """What the template says of these tools. Raises `InvalidRequest` where it is not one text before the question."""
-    without = form.rendered(_ASKED)
-    text, least = (_inserted(without, form.rendered(_ASKED, tools=each)) for each in (tools, _TOOLS))
-    if not least.strip():
+def _text_of(form: TextFormat, tools: Sequence[Any]) -> str:
+    """What the template says of these tools. Raises `InvalidRequest` where that is nothing, or several texts."""
+    name = tools[0]["function"]["name"]
+    without, told = (_around(form.template.write(_ASKED, tools=each)) for each in (None, tools))
+    found = [_inserted(*pair) for pair in zip(without, told, strict=True)]
+    texts = [text for text in found if name in text]
+    if not texts:
         raise InvalidRequest("the chat template of this model has no tools; leave tools out", param="tools")
-    if any(token in least for token in form.special_tokens()) or _ASKED[1]["content"] in least:
+    if len(texts) > 1:
         raise _unsupported("writes tools in more places than one")
+    return _trimmed(texts[0], _turn_marks(form))
+
+
+def _require_one_place(form: TextFormat) -> None:
+    """Raises `InvalidRequest` where tools are more than a text before the question, a turn of their own, say."""
+    text = _text_of(form, [{"type": "function", "function": {"name": _NAME, "description": "", "parameters": {}}}])
+    if _turn_marks(form) & {mark.text for mark in form.tokens.found_in(text)}:
+        raise _unsupported("writes tools in more places than one")
+
+
+def _around(text: str) -> list[str]:
+    """What stands before, between and behind the contents of `_ASKED`."""
+    parts, rest = [], text
+    for said in _ASKED:
+        before, found, rest = rest.partition(said["content"])
+        if not found:
+            raise _unsupported("has no place for a system message")
+        parts.append(before)
+    return [*parts, rest]
+
+
+def _turn_marks(form: TextFormat) -> frozenset[str]:
+    """The marks with which the template begins and ends turns."""
+    answered = [*_ASKED, {"role": "assistant", "content": "kvshelf_answer"}, _ASKED[1]]
+    return frozenset(mark.text for mark in form.tokens.found_in(form.template.write(answered, opening=True)))
+
+
+def _trimmed(text: str, marks: Collection[str]) -> str:
+    """A text without the marks and the white space at its ends."""
+    while (said := text.strip()) and (
+        mark := next((each for each in marks if said.startswith(each) or said.endswith(each)), None)
+    ):
+        text = said.removeprefix(mark) if said.startswith(mark) else said.removesuffix(mark)
     return text.strip()
 
 
-def _call_of(form: TextFormat, tools: Sequence[object]) -> str:
-    """How the template writes a call of `_NAME` with `_ARGUMENTS`."""
+def _call_of(form: TextFormat, tools: Sequence[Any]) -> str:
+    """How the template writes a call of `_NAME` with `_ARGUMENTS`, which its result follows, and what stands there."""
     call = {"type": "function", "id": _ID, "function": {"name": _NAME, "arguments": _ARGUMENTS}}
     calling = {"role": "assistant", "content": "", "tool_calls": [call]}
-    made = form.rendered([*_ASKED, calling], tools=tools)
-    before = form.rendered(_ASKED, tools=tools, opening=True)
-    after = form.rendered([*_ASKED, {"role": "assistant", "content": _NAME}], tools=tools).rpartition(_NAME)[2]
-    if not made.startswith(before):
-        raise _unsupported("writes calls of tools in another place than an answer")
-    return made.removeprefix(before).removesuffix(after)
+    result = {"role": "tool", "content": "kvshelf_result", "tool_call_id": _ID, "name": _NAME}
+    opened = form.template.write(_ASKED, tools=tools, opening=True).rpartition(_ASKED[1]["content"])[2]
+    made = form.template.write([*_ASKED, calling, result], tools=tools).rpartition(_ASKED[1]["content"])[2]
+    written = made[same_beginning(made, opened) :]
+    if form.thoughts is not None and (at := written.find(form.thoughts.closing, 0, written.find(_NAME))) >= 0:
+        written = written[at + len(form.thoughts.closing) :].lstrip()
+    return written
+
+
+def _takes_several(form: TextFormat, tools: Sequence[Any]) -> bool:
+    call = {"type": "function", "id": _ID, "function": {"name": _NAME, "arguments": _ARGUMENTS}}
+    try:
+        form.template.write([*_ASKED, {"role": "assistant", "content": "", "tool_calls": [call, call]}], tools=tools)
+    except InvalidRequest:
+        return False
+    return True
+
+
+def _until_turn(form: TextFormat, text: str) -> str:
+    """A template's text up to what ends the turn."""
+    turns = _turn_marks(form)
+    end = next(
+        (run.start for run in form.tokens.runs(text) if run.is_mark and text[run.start : run.end].strip() in turns),
+        len(text),
+    )
+    return text[:end]
 
 
 def _as_json(value: object) -> str:
@@ -218,7 +254,7 @@ def _as_json(value: object) -> str:
 
 def _inserted(before: str, after: str) -> str:
     """What stands in one text and not in the other, between what both begin and end with."""
-    same = next((at for at, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]), len(before))
+    same = same_beginning(before, after)
     left = before[same:]
     return after[same : len(after) - len(left)] if after.endswith(left) else after[same:]
 

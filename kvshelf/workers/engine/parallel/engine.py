@@ -61,6 +61,7 @@ class ParallelEngine(Engine):
         progress: bool = False,
         ranks: int = 2,
         shown: str | None = None,
+        chat_template: str | None = None,
     ) -> ParallelEngine:
         """As `Engine.load`, by this process and `ranks` - 1 others that it starts, each on a GPU of its own, or all on
         the CPU. shown: the engine's name, where it is another than the model's. A process can have one such engine at a
@@ -75,7 +76,9 @@ class ParallelEngine(Engine):
             )
         lead = LeadingRank.started(name, device=device, dtype=dtype, size=ranks)
         try:
-            model, tokenizer = models.load(name, device=device, dtype=dtype, progress=progress, ranks=ranks)
+            model, tokenizer = models.load(
+                name, device=device, dtype=dtype, progress=progress, ranks=ranks, chat_template=chat_template
+            )
             return cls(model, tokenizer, name=shown or name, lead=lead)
         except BaseException:
             lead.close()

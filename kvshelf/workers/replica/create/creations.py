@@ -24,7 +24,7 @@ from kvshelf.workers.replica.create.auto import Selection
 from kvshelf.workers.replica.create.estimates import Rates, estimate
 from kvshelf.workers.replica.create.progress import Teller, Watcher
 from kvshelf.workers.replica.create.publish import Publisher, lifetime_of
-from kvshelf.workers.replica.create.spec import Levels, appended_level, encode, requested_levels
+from kvshelf.workers.replica.create.spec import Levels, appended_level, encode, first_date, requested_levels
 from kvshelf.workers.replica.create.split import joined, naming, parts_of
 from kvshelf.workers.replica.reading import whole
 from kvshelf.workers.replica.results import Created, Phase, Stored, in_sequence, rounded
@@ -183,7 +183,8 @@ class Creations:
 
     async def _whole(self, spec: CreateCache, tenant: str, deadline_s: float | None, teller: Teller) -> Created:
         """The caches of one document, or of one part."""
-        wanted = await self.threads.run(requested_levels, self.engine, spec, self.cues, self.max_document_tokens)
+        date = await self.threads.run(first_date, self.engine, self.store, spec, tenant)
+        wanted = await self.threads.run(requested_levels, self.engine, spec, self.cues, self.max_document_tokens, date)
         publisher = Publisher.of(self.store, tenant, spec, wanted.levels)
         return await self._once(wanted, publisher, deadline_s, teller)
 

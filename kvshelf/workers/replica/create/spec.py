@@ -10,6 +10,7 @@ from kvshelf.api.inspect import KeptOf
 from kvshelf.errors import DocumentTooLong, InvalidRequest
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.identity import Boundary, Layout, canonical_json
+from kvshelf.store.base import Store
 from kvshelf.store.types import Source, TokenIds
 from kvshelf.workers.engine.decode.generation import Checkpoint, Progress
 from kvshelf.workers.engine.engine import Compression, Engine
@@ -27,11 +28,15 @@ class Recreation(CreateCache):
     """A creation from a kept source. No request is one: the service makes it.
 
     Of token ids the first `protected_prefix` were written by the chat template. boundary: where the document ends.
+    date: that the template wrote, "" if it writes none.
     """
 
     protected_prefix: int = 0
     boundary: Boundary = "text"
+    date: str = ""
 
+
+_MOST_OF_DOCUMENT: Final = 100
 
 AUTO: Final = "auto"
 """The policy of a creation that leaves policy, ratio and codec to the service."""
@@ -58,14 +63,15 @@ class Levels:
 
 
 def requested_levels(
-    engine: Engine, spec: CreateCache, cues: int, max_document_tokens: int | None
+    engine: Engine, spec: CreateCache, cues: int, max_document_tokens: int | None, date: str = ""
 ) -> Levels | Selection:
     """The levels to keep the document at: all of them, or those to choose one from. The model does not run.
 
-    `cues` measure the quality of each level, unless a `Selection` does. Raises as `Engine.prepare` does.
+    date: as of `Engine.encode_document`. `cues` measure the quality of each level, unless a `Selection` does. Raises as
+    `Engine.prepare` does.
     """
     require_policy(spec)
-    document = encode(engine, spec, max_document_tokens)
+    document = encode(engine, spec, max_document_tokens, date)
     if spec.policy == AUTO:
         return auto(engine, document, target=_target(spec, len(document.token_ids)))
     ways = spec.ways
@@ -103,14 +109,33 @@ def require_policy(spec: CreateCache) -> None:
         raise InvalidRequest(f"policy {policy.name!r} keeps everything and takes no levels", param="levels")
 
 
-def encode(engine: Engine, spec: CreateCache | Estimate, max_document_tokens: int | None) -> EncodedDocument:
+def first_date(engine: Engine, store: Store, spec: CreateCache, tenant: str) -> str:
+    """The date of a document whose chat template writes one: of the first of its caches on the shelf, so that the same
+    document has the same caches on another day; "" where there is none, and where nothing is written. Raises as
+    `Engine.prepare`."""
+    if isinstance(spec, Recreation):
+        return spec.date
+    if spec.token_ids is not None or engine.text is None or not engine.text.writes_date or spec.layout == "plain":
+        return ""
+    identity = engine.prepare(document_of(spec), layout=spec.layout, policy="full").identity
+    document_id = store.document_id(identity, tenant=tenant)
+    found = store.list(tenant=tenant, document_id=document_id, limit=_MOST_OF_DOCUMENT).data
+    dates = [manifest.identity.get("date", "") for manifest in sorted(found, key=lambda each: each.created_at)]
+    return next(filter(None, dates), "")
+
+
+def encode(
+    engine: Engine, spec: CreateCache | Estimate, max_document_tokens: int | None, date: str = ""
+) -> EncodedDocument:
     """The document's token ids. Raises as `Engine.encode_document`, and `DocumentTooLong` above `max_document_tokens`,
     the service's own limit, below the model's."""
     document: Document | EncodedDocument = document_of(spec)
     if isinstance(spec, Recreation) and spec.token_ids is not None:
         ids, layout = list(spec.token_ids), cast(Layout, spec.layout)
         document = EncodedDocument(ids, spec.protected_prefix, layout, spec.boundary)
-    found = engine.encode_document(document, layout=spec.layout)
+        if spec.date:
+            document = engine.require_text("token_ids").dated(document, spec.date)
+    found = engine.encode_document(document, layout=spec.layout, date=date)
     if max_document_tokens is not None and len(found.token_ids) > max_document_tokens:
         raise DocumentTooLong(
             f"the document has {len(found.token_ids)} tokens, and this service takes {max_document_tokens} "

