@@ -91,6 +91,7 @@ def test_the_search_for_slow_texts_finds_those_that_were_there() -> None:
 READERS: Final = {
     "kvshelf/api/strict.py": "`parse_request`, `parse_json`, arguments of calls: after the bounds of `JsonBounds`",
     "kvshelf/_extras.py": "a file of this installation",
+    "kvshelf/api/tools.py": "arguments of a call that `CalledFunction` has checked, for a chat template",
     "kvshelf/bench": "our own workers, journals and files",
     "kvshelf/cli/caches.py": "a file that the caller names",
     "kvshelf/client": "the answers of the service that the caller chose",

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel
 
-_FIELDS: Final = ("document", "prompt", "query", "expected_questions")
+_FIELDS: Final = ("document", "prompt", "query", "expected_questions", "chat_template_kwargs")
 
 
 def texts_of(body: BaseModel) -> list[str]:
@@ -15,7 +15,7 @@ def texts_of(body: BaseModel) -> list[str]:
     and of tools. Grammars and stop texts are never read; they have bounds of their own."""
     found = [text for name in _FIELDS for text in _strings(getattr(body, name, None))]
     for message in getattr(body, "messages", None) or ():
-        found.append(message.content)
+        found += _strings([message.content, getattr(message, "reasoning_content", None)])
         for call in getattr(message, "tool_calls", ()):
             found += (call.function.name, call.function.arguments)
     for tool in getattr(body, "tools", None) or ():

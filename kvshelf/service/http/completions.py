@@ -30,7 +30,7 @@ from kvshelf.api.strict import FinishReason
 from kvshelf.api.tools import ToolCall
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.engine.decode.logprobs import Piece
-from kvshelf.workers.model.thoughts import Thought
+from kvshelf.workers.model.templates.thoughts import Thought
 from kvshelf.workers.replica.results import Reply
 
 OURS: Final = {"sources", "stored_cache_id", "not_stored", "recomputed"}

@@ -19,7 +19,7 @@ from kvshelf.api.anthropic import (
     StopReason,
 )
 from kvshelf.api.tools import ToolCall
-from kvshelf.workers.model.thoughts import Thought
+from kvshelf.workers.model.templates.thoughts import Thought
 from kvshelf.workers.replica.results import Reply
 
 

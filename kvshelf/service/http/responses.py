@@ -29,7 +29,7 @@ from kvshelf.api.shapes import Logprob
 from kvshelf.api.tools import ToolCall
 from kvshelf.service.http.completions import OURS, Ending
 from kvshelf.workers.engine.decode.logprobs import Piece
-from kvshelf.workers.model.thoughts import Thought
+from kvshelf.workers.model.templates.thoughts import Thought
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from kvshelf.service.http.waiting import until_hangup
 from kvshelf.service.recompute import Question
 from kvshelf.service.state import TAKES_TOKENS, InService
 from kvshelf.workers.engine.decode.logprobs import Piece
-from kvshelf.workers.model.thoughts import Thought
+from kvshelf.workers.model.templates.thoughts import Thought
 from kvshelf.workers.replica.results import Reply
 
 router = APIRouter(prefix="/v1", tags=["queries"], responses=openapi.ERRORS)

@@ -21,7 +21,7 @@ from kvshelf.workers.model.gguf import converted
 from kvshelf.workers.model.hub import require_available
 from kvshelf.workers.model.layers import attending, layer_kinds, readers
 from kvshelf.workers.model.source import source_of
-from kvshelf.workers.model.template_files import take_template
+from kvshelf.workers.model.templates.files import take_template
 from kvshelf.workers.model.text import TextFormat
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def load(
     device: "auto" (a GPU where there is one), "spread" (all GPUs, then the CPU's memory), or what torch accepts. dtype:
     "auto" (see `_dtype_of`), or its name. progress: whether transformers and the hub may show their progress bars.
     ranks: the processes of this one's group (`engine.parallel`), which load the model at the same time: each gets its
-    part of the weights. chat_template: as of `template_files.take_template`.
+    part of the weights. chat_template: as of `templates.files.take_template`.
     """
     from transformers import AutoConfig, AutoTokenizer  # takes seconds: only where a model is loaded
 

@@ -20,8 +20,8 @@ from tokenizers import Tokenizer
 from kvshelf.errors import InvalidRequest
 from kvshelf.store.artifact.identity import Boundary, Layout, canonical_json, digest
 from kvshelf.workers.model.bounds import TokenBound
-from kvshelf.workers.model.template import ANY_DATE, ChatTemplate, Said
-from kvshelf.workers.model.thoughts import Thoughts
+from kvshelf.workers.model.templates.template import ANY_DATE, ChatTemplate, Said
+from kvshelf.workers.model.templates.thoughts import Thoughts
 from kvshelf.workers.model.tokens import Place, Run, Tokens, unused_characters
 
 QUESTION_SEPARATOR = "\n\n"

@@ -30,8 +30,8 @@ from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.inputs.counting import count
 from kvshelf.workers.engine.inputs.dialogue import Dialogue, Said
 from kvshelf.workers.engine.inputs.tools import HeldPieces, ToolFormat
+from kvshelf.workers.model.templates.thoughts import Thought, Thoughts, ThoughtStream, told_apart
 from kvshelf.workers.model.text import Broken, TemplateOptions
-from kvshelf.workers.model.thoughts import Thought, Thoughts, ThoughtStream, told_apart
 from kvshelf.workers.replica.calls import Threads, called_as
 from kvshelf.workers.replica.conversations import Conversations, Line
 from kvshelf.workers.replica.residents import Resident, Residents

@@ -18,7 +18,7 @@ from kvshelf.api.tools import ToolCall
 from kvshelf.service.http.completions import Completion, Ending, ending_of
 from kvshelf.service.http.messages import Answering
 from kvshelf.service.http.responses import Responding
-from kvshelf.workers.model.thoughts import Thought
+from kvshelf.workers.model.templates.thoughts import Thought
 from kvshelf.workers.replica.results import Phase, Reply
 
 pytestmark = pytest.mark.anyio

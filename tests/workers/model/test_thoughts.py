@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvshelf.workers.model.thoughts import Thought, Thoughts, ThoughtStream, told_apart
+from kvshelf.workers.model.templates.thoughts import Thought, Thoughts, ThoughtStream, told_apart
 
 THINK = Thoughts.of("{{ '<think>' }} {{ '</think>' }}")
 HARMONY = Thoughts.of("<|channel|>analysis<|message|> <|end|> <|channel|>final<|message|>")

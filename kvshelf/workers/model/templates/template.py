@@ -15,7 +15,7 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvshelf.errors import InvalidRequest
-from kvshelf.workers.model.thoughts import Thoughts
+from kvshelf.workers.model.templates.thoughts import Thoughts
 
 Said = Mapping[str, Any]
 """A message: `role` and `content`; an assistant's may have `tool_calls`, in OpenAI's shape with arguments as objects,
