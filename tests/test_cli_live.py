@@ -484,3 +484,79 @@ def test_doctor_looks_at_the_service_and_a_store(tmp_path: Path, service_url: st
     bad = run("doctor", "--url", "http://127.0.0.1:9", "--model", tmp_path / "no-model", "--json", code=1)
     checks = {check["check"]: check["ok"] for check in map(json.loads, bad.stdout.splitlines())}
     assert (checks["torch"], checks["model"], checks["service"]) == (True, False, False)
+
+
+def test_a_name_that_is_not_utf8_can_be_put_and_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "caf\udce9 \x1b[31m.txt"
+    path.write_text("The access code of the amber falcon is 482913. " * 4)
+    put = run("put", path, "--json")
+    assert json.loads(put.stdout)["name"] == "caf\\xe9 \x1b[31m.txt"
+    assert "\x1b[31m" not in put.output
+    id = json.loads(put.stdout)["id"]
+    for command in (("show", id), ("ls",), ("search", "amber falcon"), ("ask", id, QUESTION)):
+        shown = run(*command)
+        assert "\x1b[31m" not in shown.output
+    assert r"caf\xe9 \x1b[31m.txt" in run("show", id).stdout
+    run("put", tmp_path / "gone\udce9.txt", code=2)
+    run("rm", id)
+
+
+def test_batches_are_listed_shown_and_cancelled() -> None:
+    rows = "".join(json.dumps({"document": f"Boat {number} is in. " * 200}) + "\n" for number in range(200)).encode()
+    with Client() as client:
+        file = client.files.create(("rows.jsonl", rows))
+        batch = client.batches.create(input_file_id=file.id, metadata={"by": "the \x1b[31mnight"})
+    assert batch.id in run("batches", "list").stdout
+    (listed,) = map(json.loads, run("batches", "list", "--limit", "1", "--json").stdout.splitlines())
+    assert listed["id"] == batch.id
+    shown = run("batches", "show", batch.id).stdout
+    assert file.id in shown
+    assert r"by=the \x1b[31mnight" in shown
+    assert json.loads(run("batches", "show", batch.id, "--json").stdout)["metadata"] == {"by": "the \x1b[31mnight"}
+    cancelled = run("batches", "cancel", batch.id)
+    assert cancelled.stdout == f"{batch.id}\n"
+    end = time.monotonic() + 60
+    while (ended := json.loads(run("batches", "cancel", batch.id, "--json").stdout))["status"] != "cancelled":
+        assert time.monotonic() < end
+        time.sleep(0.2)
+    assert ended["id"] == batch.id
+    for verb in ("show", "cancel"):
+        run("batches", verb, "batch_" + "0" * 40, code=3)
+
+
+def test_a_name_that_is_not_utf8_can_be_put_and_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "caf\udce9 \x1b[31m.txt"
+    path.write_text("The access code of the amber falcon is 482913. " * 4)
+    put = run("put", path, "--json")
+    assert json.loads(put.stdout)["name"] == "caf\\xe9 \x1b[31m.txt"
+    assert "\x1b[31m" not in put.output
+    id = json.loads(put.stdout)["id"]
+    for command in (("show", id), ("ls",), ("search", "amber falcon"), ("ask", id, QUESTION)):
+        shown = run(*command)
+        assert "\x1b[31m" not in shown.output
+    assert r"caf\xe9 \x1b[31m.txt" in run("show", id).stdout
+    run("put", tmp_path / "gone\udce9.txt", code=2)
+    run("rm", id)
+
+
+def test_batches_are_listed_shown_and_cancelled() -> None:
+    rows = "".join(json.dumps({"document": f"Boat {number} is in. " * 200}) + "\n" for number in range(200)).encode()
+    with Client() as client:
+        file = client.files.create(("rows.jsonl", rows))
+        batch = client.batches.create(input_file_id=file.id, metadata={"by": "the \x1b[31mnight"})
+    assert batch.id in run("batches", "list").stdout
+    (listed,) = map(json.loads, run("batches", "list", "--limit", "1", "--json").stdout.splitlines())
+    assert listed["id"] == batch.id
+    shown = run("batches", "show", batch.id).stdout
+    assert file.id in shown
+    assert r"by=the \x1b[31mnight" in shown
+    assert json.loads(run("batches", "show", batch.id, "--json").stdout)["metadata"] == {"by": "the \x1b[31mnight"}
+    cancelled = run("batches", "cancel", batch.id)
+    assert cancelled.stdout == f"{batch.id}\n"
+    end = time.monotonic() + 60
+    while (ended := json.loads(run("batches", "cancel", batch.id, "--json").stdout))["status"] != "cancelled":
+        assert time.monotonic() < end
+        time.sleep(0.2)
+    assert ended["id"] == batch.id
+    for verb in ("show", "cancel"):
+        run("batches", verb, "batch_" + "0" * 40, code=3)

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Final, NamedTuple, cast
 
@@ -494,18 +494,17 @@ class _Script:
         parts = started.split(signs.start)[:-1]
         merged = len(self.messages) - len(parts)  # a system message that became a part of the question
         places = list(accumulate(map(len, parts)))
-        until = partial(self.form.tokens.tokens_until, text, runs, breaker=signs.breaker)
-        ends = {}
+        stops: dict[int, int] = {}
         for at in range(1, len(places)):
             last, following = self.messages[at + merged - 1], self.messages[at + merged]
             with suppress(InvalidRequest):
-                _, header = self.form.seam(
-                    last["role"], following["role"], bool(last.get("tool_calls")), self.options.key
-                )
-                before = text[: places[at]]
-                if before.endswith(header):
-                    ends[at + merged - 1] = until(len(before) - len(header))
-        return ends, until(places[0])
+                calls = bool(last.get("tool_calls"))
+                _, header = self.form.seam(last["role"], following["role"], calls, self.options.key)
+                stop = places[at] - len(header)
+                if text.startswith(header, stop):
+                    stops[at + merged - 1] = stop
+        first, *ends = self.form.tokens.tokens_until(text, runs, [places[0], *stops.values()], signs.breaker)
+        return dict(zip(stops, ends, strict=True)), first
 
     def _texts(self) -> list[str]:
         """All texts from outside."""
