@@ -145,6 +145,9 @@ class AskFields(TypedDict, total=False):
     `logprobs=True` tells how likely each token was, with the `top_logprobs` likeliest beside it. `n` answers are made
     to each prompt of a list.
 
+    `chat_template_kwargs` is what the model's chat template is told (`{"enable_thinking": False}`), and
+    `reasoning_effort` how much it thinks first ("none": not at all). Thoughts are the answer's `reasoning_content`.
+
     `tool` names the tool that the answer calls: while it runs, the caches stay in memory as long as that is worth it.
 
     `on_miss="recompute"` makes a cache again from its kept source if it was evicted, has expired, is corrupt, or is of
@@ -165,6 +168,8 @@ class AskFields(TypedDict, total=False):
     logprobs: bool | None
     top_logprobs: int | None
     n: int | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    reasoning_effort: str | None
     select: Mapping[str, Any] | api.Select | None
     suffix: Mapping[str, Any] | api.SuffixOptions | None
     tool: str | None
