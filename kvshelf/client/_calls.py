@@ -436,8 +436,9 @@ def query_cache(
     A list of questions has a list of answers in the same order, with `n` as many to each. A list of up to 64 ids asks
     these caches together: each question sees all documents, and the answer's `sources` say what part each had.
     Keywords: `max_tokens`, `temperature`, `top_p`, `seed`, `stop`, `response_format`, `grammar`, `choices`, `logprobs`,
-    `top_logprobs`, `n`, `select`, `suffix`, `tool`, `on_miss`; for one cache `store`, `ttl_s` and `compare`; for
-    several `route`. Raises `CacheNotFound`, `CacheExpired`, `CacheCorrupt`, `ModelMismatch`, `SourceNotKept`, ...
+    `top_logprobs`, `n`, `chat_template_kwargs`, `reasoning_effort`, `select`, `suffix`, `tool`, `on_miss`; for one
+    cache `store`, `ttl_s` and `compare`; for several `route`. Raises `CacheNotFound`, `CacheExpired`, `CacheCorrupt`,
+    `ModelMismatch`, `SourceNotKept`, ...
     """
     path, body = _asked(id, {**fields, "prompt": prompt, "messages": messages})
     several = isinstance(prompt, list | tuple)
