@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvshelf.api.responses import FunctionTool, ResponsesRequest
+from kvshelf.api.responses import ResponsesRequest
 from kvshelf.api.strict import parse_request
 from kvshelf.api.tools import ToolAsking
 from kvshelf.errors import InvalidRequest
@@ -52,13 +52,23 @@ def test_items_are_turns_of_a_conversation_with_tools() -> None:
     assert (asking.tool_choice, asking.parallel_tool_calls, asking.store) == ("auto", True, True)
 
 
-def test_the_tools_of_the_response_before_are_told_already() -> None:
-    asked = body(tools=[FIND], tool_choice={"type": "function", "name": "find"})
-    same, other = FunctionTool(**FIND), FunctionTool(**FIND | {"description": "A tree."})
-    told = [asked.asking(may_write=False, told=tools) for tools in ([same], [other], [], None)]
-    assert [each.told for each in told if isinstance(each, ToolAsking)] == [True, False, False, False]
-    assert [tool.function.name for tool in told[0].callable] == ["find"]  # type: ignore[attr-defined]
-    assert not told[0].store
+def test_a_tool_is_called_by_its_name() -> None:
+    asked = body(tools=[FIND], tool_choice={"type": "function", "name": "find"}).asking(may_write=False)
+    assert isinstance(asked, ToolAsking)
+    assert [tool.function.name for tool in asked.callable] == ["find"]
+    assert not asked.store
+
+
+def test_thoughts_are_sent_back_with_their_answer() -> None:
+    thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
+    said = [{"role": "user", "content": "?"}, thought, {"role": "assistant", "content": "So."}]
+    asking = body(input=[*said, said[0]], reasoning={"effort": "none"}).asking(may_write=False)
+    assert [message.model_dump() for message in asking.messages or ()] == [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "So.", "reasoning_content": "Hm."},
+        {"role": "user", "content": "?"},
+    ]
+    assert asking.reasoning_effort == "none"
 
 
 @pytest.mark.parametrize("field", ["input", "tools", "include"])

@@ -147,6 +147,9 @@ class AskFields(TypedDict, total=False):
     `logprobs=True` tells how likely each token was, with the `top_logprobs` likeliest beside it. `n` answers are made
     to each prompt of a list.
 
+    `chat_template_kwargs` is what the model's chat template is told (`{"enable_thinking": False}`), and
+    `reasoning_effort` how much it thinks first ("none": not at all). Thoughts are the answer's `reasoning_content`.
+
     `tool` names the tool that the answer calls: while it runs, the caches stay in memory as long as that is worth it.
 
     `on_miss="recompute"` makes a cache again from its kept source if it was evicted, has expired, is corrupt, or is of
@@ -167,6 +170,8 @@ class AskFields(TypedDict, total=False):
     logprobs: bool | None
     top_logprobs: int | None
     n: int | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    reasoning_effort: str | None
     select: Mapping[str, Any] | api.Select | None
     suffix: Mapping[str, Any] | api.SuffixOptions | None
     tool: str | None
@@ -435,8 +440,9 @@ def query_cache(
     A list of questions has a list of answers in the same order, with `n` as many to each. A list of up to 64 ids asks
     these caches together: each question sees all documents, and the answer's `sources` say what part each had.
     Keywords: `max_tokens`, `temperature`, `top_p`, `seed`, `stop`, `response_format`, `grammar`, `choices`, `logprobs`,
-    `top_logprobs`, `n`, `select`, `suffix`, `tool`, `on_miss`; for one cache `store`, `ttl_s` and `compare`; for
-    several `route`. Raises `CacheNotFound`, `CacheExpired`, `CacheCorrupt`, `ModelMismatch`, `SourceNotKept`, ...
+    `top_logprobs`, `n`, `chat_template_kwargs`, `reasoning_effort`, `select`, `suffix`, `tool`, `on_miss`; for one
+    cache `store`, `ttl_s` and `compare`; for several `route`. Raises `CacheNotFound`, `CacheExpired`, `CacheCorrupt`,
+    `ModelMismatch`, `SourceNotKept`, ...
     """
     path, body = _asked(id, {**fields, "prompt": prompt, "messages": messages})
     several = isinstance(prompt, list | tuple)

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Final, NamedTuple, cast
 
@@ -490,20 +490,23 @@ class _Script:
         else:
             return {}, 0
         parts = started.split(signs.start)[:-1]
-        merged = len(self.messages) - len(parts)  # a system message that became a part of the question
-        places = list(accumulate(map(len, parts)))
-        until = partial(self.form.tokens.tokens_until, text, runs, breaker=signs.breaker)
-        ends = {}
-        for at in range(1, len(places)):
-            last, following = self.messages[at + merged - 1], self.messages[at + merged]
+        with_text = [at for at, message in enumerate(self.messages) if message["content"]]
+        if not parts or len(parts) > len(with_text):  # what the template says of tools stands before an empty text
+            return {}, 0
+        with_text = with_text[len(with_text) - len(parts) :]  # a system message may have become a part of the question
+        places = dict(zip(with_text, accumulate(map(len, parts)), strict=True))
+        stops: dict[int, int] = {}
+        for at in with_text[1:]:
+            last, following = self.messages[at - 1], self.messages[at]
             with suppress(InvalidRequest):
-                _, header = self.form.seam(
-                    last["role"], following["role"], bool(last.get("tool_calls")), self.options.key
-                )
-                before = text[: places[at]]
-                if before.endswith(header):
-                    ends[at + merged - 1] = until(len(before) - len(header))
-        return ends, until(places[0])
+                calls = bool(last.get("tool_calls"))
+                _, header = self.form.seam(last["role"], following["role"], calls, self.options.key)
+                stop = places[at] - len(header)
+                if text.startswith(header, stop):
+                    stops[at - 1] = stop
+        begins = next(iter(places.values()), 0)
+        first, *ends = self.form.tokens.tokens_until(text, runs, [begins, *stops.values()], signs.breaker)
+        return dict(zip(stops, ends, strict=True)), first
 
     def _texts(self) -> list[str]:
         """All texts from outside."""
@@ -558,6 +561,8 @@ def same_beginning(one: str, other: str) -> int:
 
 def _started(content: str, sign: str) -> str:
     text = content.lstrip()
+    if not content:  # which templates tell from one that is not empty
+        return content
     return content[: len(content) - len(text)] + sign + text
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
-from itertools import islice
+from itertools import accumulate, chain, islice
 from typing import Any, Final, Literal, NamedTuple
 
 from tokenizers import Encoding, Tokenizer
@@ -117,16 +118,19 @@ class Tokens:
     def _run(self, text: str, start: int, end: int, breaker: str, place: Place) -> Run:
         return Run(start, end, self.encode(_without(text[start:end], breaker), place), False)
 
-    def tokens_until(self, text: str, runs: Sequence[Run], end: int, breaker: str = "") -> int:
-        """How many tokens of a text's runs end at this character or before."""
-        count = 0
-        for run in runs:
-            if run.end <= end:
-                count += len(run.token_ids)
-            elif run.start < end:
-                within, whole = (_without(text[run.start : at], breaker) for at in (end, run.end))
-                count += sum(last <= len(within) for _, last in self.spans(whole))
-        return count
+    def tokens_until(self, text: str, runs: Sequence[Run], places: Sequence[int], breaker: str = "") -> list[int]:
+        """For each of these places in a text, how many tokens of its runs end there or before."""
+        ends = [run.end for run in runs]
+        counts = list(accumulate((len(run.token_ids) for run in runs), initial=0))
+        found = []
+        for place in places:
+            whole = bisect_right(ends, place)
+            found.append(counts[whole])
+            if whole < len(runs) and runs[whole].start < place:
+                run = runs[whole]
+                within, said = (_without(text[run.start : at], breaker) for at in (place, run.end))
+                found[-1] += sum(last <= len(within) for _, last in self.spans(said))
+        return found
 
     def has_marks(self, text: str) -> bool:
         """Whether a text spells a mark, or may complete one with what stands beside it."""
@@ -194,7 +198,7 @@ def _encoding(tokenizer: Tokenizer, text: str) -> Encoding:
 def unused_characters(texts: Sequence[str], count: int) -> list[str]:
     """So many characters for private use that are in none of these texts."""
     used = set().union(*texts) if texts else set()
-    private = map(chr, (*range(0xE000, 0xF900), *range(0xF0000, 0x10FFFE)))
+    private = map(chr, chain(range(0xE000, 0xF900), range(0xF0000, 0x10FFFE)))
     return list(islice((letter for letter in private if letter not in used), count))
 
 

@@ -219,3 +219,12 @@ def test_a_port_in_use_is_refused_before_anything_is_started(tmp_path: Path) -> 
     assert f"port {port}" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "shelf").exists()
+
+
+def test_a_chat_template_is_of_one_model(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ messages[0].content }}")
+    assert Settings(chat_template=str(file)).chat_template == str(file)
+    assert Settings(chat_template="tool_use").chat_template == "tool_use"
+    with pytest.raises(ValidationError, match="it is of one model"):
+        Settings(models=("kvshelf-tiny", "./other"), chat_template="tool_use")

@@ -159,7 +159,6 @@ IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]
         ({"input": [CALL | {"arguments": "4"}], "tools": [TOOL]}, r"input\[0\].arguments: .* must be a JSON object"),
         ({"top_logprobs": 2}, "only allowed with include"),
         ({"include": ["x"]}, "include"),
-        ({"reasoning": {"effort": "high"}}, "reasoning is not supported"),
         ({"background": True}, "background is not supported"),
         ({"input": IMAGE}, "part of type 'input_image'"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "item of type 'item_reference'"),

@@ -6,12 +6,14 @@ import datetime
 import json
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from kvshelf.api import CreateCache
+from kvshelf.api.tools import Tool
 from kvshelf.service.recompute import _spec
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.workers.engine.decode.grammar import Grammar
@@ -112,6 +114,61 @@ async def test_a_document_with_a_date_is_itself_on_another_day(tmp_path: Path) -
         replica.stop()
 
 
+@pytest.mark.anyio
+async def test_what_a_template_rewrites_is_read_again(tmp_path: Path) -> None:
+    """Qwen 3 writes thoughts between calls of tools, and drops them once the user asks again. Each turn is asked of the
+    one before it, and the tokens are those of the whole conversation each time."""
+    subject = Subject(templates()["qwen3"], tmp_path)
+    subject.replica.start()
+    form = subject.engine.require_text("tools")
+    said = ToolFormat.of(form, [Tool.model_validate(tool) for tool in TOOLS]).text
+    question = {"role": "user", "content": "Is it dry?"}
+
+    def require_ran(messages: list[dict[str, Any]], read: int) -> None:
+        identity, query = subject.engine.asked[-1]
+        first = dict(messages[0], content=f"{said}\n\n{messages[0]['content']}")
+        expected = subject.whole([first, *messages[1:]])
+        assert query == expected[identity.num_tokens :]
+        assert identity.num_tokens == read
+
+    try:
+        cache = await subject.put()
+        call = '<tool_call>\n{"name": "weather", "arguments": {"town": "Kiel"}}\n</tool_call>'
+        call = f"<think>\nI look.\n</think>\n\n{call}"
+        one = await subject.ask(cache.id, [question], tools=TOOLS, store=True, grammar=subject.exactly(call))
+        assert (one.text, one.reasoning_content, len(one.tool_calls)) == ("", "I look.", 1)
+        require_ran([question], cache.num_tokens)
+        made = {
+            "id": one.tool_calls[0].id,
+            "type": "function",
+            "function": {"name": "weather", "arguments": {"town": "Kiel"}},
+        }
+        called = {"role": "assistant", "content": "", "reasoning_content": "I look.", "tool_calls": [made]}
+        result = {"role": "tool", "content": "It rains", "tool_call_id": made["id"]}
+        kept = subject.store.stat(str(one.stored_cache_id))
+        two = await subject.ask(kept.id, [result], tools=TOOLS, store=True, grammar=subject.exactly("No"))
+        require_ran([question, called, result], kept.num_tokens)
+        messages = [
+            question,
+            called,
+            result,
+            {"role": "assistant", "content": "No"},
+            {"role": "user", "content": "Why?"},
+        ]
+        assert "<think>" not in subject.plain(messages, tools=TOOLS).rpartition("</tools>")[2]
+        three = await subject.ask(
+            str(two.stored_cache_id), messages[-1:], tools=TOOLS, store=True, grammar=subject.exactly("So")
+        )
+        require_ran(messages, cache.num_tokens)
+        assert three.usage.prefill_tokens > 0
+        again = subject.store.stat(str(three.stored_cache_id))
+        messages += [{"role": "assistant", "content": three.text}, {"role": "user", "content": "And now?"}]
+        await subject.ask(again.id, messages[-1:], tools=TOOLS, max_tokens=2)
+        require_ran(messages, again.num_tokens)
+    finally:
+        subject.replica.stop()
+
+
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
@@ -185,8 +242,6 @@ def test_shapes_are_held_by_real_tokenizers(made) -> None:  # type: ignore[no-un
         behind = grammar.behind("</think>", form.tokens.literal("</think>"))
         assert fits(behind, f"I think.\n</think>\n\n{good}")
         assert not fits(behind, good)
-    from kvshelf.api.tools import Tool
-
     tools = [Tool.model_validate(tool) for tool in TOOLS]
     calls = ToolFormat.of(form, tools)
     required = Grammar.of_lark(calls.grammar(tools, several=True), "tools")
