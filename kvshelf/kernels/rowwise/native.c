@@ -10,7 +10,7 @@
    together with WIDE vectors, as many as registers hold sums of beside a row's number and the vectors of weights. DEPTH:
    inputs whose weights stay in a first-level cache while all rows pass. ASKED: inputs by which memory is asked in
    advance. */
-enum { PANEL = 32, WIDE = 2, DEPTH = 256, ASKED = 16 };
+enum { PANEL = 32, WIDE = 2, DEPTH = 256, ASKED = 64 };
 #ifdef __AVX512F__
 enum { MOST = 12 };
 #else

@@ -8,6 +8,7 @@ here are what torch's own compiler makes of layers whose weights stay the same (
 from __future__ import annotations
 
 import abc
+import copy
 import platform
 import re
 from collections import Counter
@@ -49,6 +50,7 @@ class PackedLinear(nn.Module, abc.ABC):
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = bias
+        self._dtype = weight.dtype  # another one later (`model.double()`) is torch's own to multiply
 
     @staticmethod
     def of(weight: Tensor, bias: Tensor | None) -> PackedLinear:
@@ -70,9 +72,14 @@ class PackedLinear(nn.Module, abc.ABC):
 
     def forward(self, x: Tensor) -> Tensor:
         """The product, in the dtype of `x`, which must be that of the weight."""
-        if x.requires_grad and torch.is_grad_enabled():
+        if (x.requires_grad and torch.is_grad_enabled()) or self.weight.dtype != self._dtype:
             return nn.functional.linear(x, self.unpacked, self.bias)
         return self._product(x)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedLinear:
+        """torch cannot copy a weight that oneDNN has ordered."""
+        made = type(self)(self._packed(self.unpacked), copy.deepcopy(self.bias, memo))
+        return made.train(self.training)
 
     def extra_repr(self) -> str:
         """The shape, printed as `nn.Linear` prints it."""
@@ -142,7 +149,8 @@ class TiedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The product, in fp32."""
-        if torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad):
+        trained = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
+        if trained or self.weight.dtype != torch.float32:
             return nn.functional.linear(x, self.weight)
         return plain_linear(x, self.weight)
 

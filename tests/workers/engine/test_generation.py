@@ -16,6 +16,13 @@ def cache(tiny):
     return tiny.compress(DOCUMENT)
 
 
+@pytest.fixture
+def by_modules(tiny, monkeypatch):
+    """The model runs by its modules, whose hooks are called and between whose layers a step can end."""
+    monkeypatch.setitem(tiny.passes.__dict__, "program", None)
+
+
+@pytest.mark.usefixtures("by_modules")
 def test_only_the_question_runs_through_the_model(tiny, cache):
     """Counted from outside: every row that enters the model's embedding."""
     counted = []
@@ -198,6 +205,7 @@ def test_bad_sampling_is_refused_by_name(bad):
         Sampling(**bad)
 
 
+@pytest.mark.usefixtures("by_modules")
 def test_an_answer_can_be_abandoned_between_layers(tiny, cache):
     calls = []
 

@@ -132,8 +132,8 @@ def test_one_block_is_the_whole_document(tiny: Engine, policy: str, across: str)
     for one, other in zip(whole.layers, block.layers, strict=True):
         assert one.offsets == other.offsets
         assert one.entry_positions.equal(other.entry_positions)
-        torch.testing.assert_close(one.keys, other.keys)
-        torch.testing.assert_close(one.importance, other.importance)
+        torch.testing.assert_close(one.keys, other.keys, atol=5e-5, rtol=1e-4)
+        torch.testing.assert_close(one.importance, other.importance, atol=5e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("policy", ["epicache", "kvzip"])

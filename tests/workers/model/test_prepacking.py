@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import platform
 
 import pytest
@@ -182,3 +183,13 @@ def test_gradients_go_through_layers_whose_weights_are_laid_out(packed):
     layer = PackedLinear.of(weight, None) if packed else TiedLinear(nn.Parameter(weight, requires_grad=False))
     layer(x).sum().backward()
     torch.testing.assert_close(x.grad, weight.sum(dim=0).expand(3, 32))
+
+
+@pytest.mark.parametrize("outputs", [64, 65])
+def test_a_layer_whose_weights_are_laid_out_can_be_copied_and_widened(outputs):
+    plain, x = linear(32, outputs, torch.float32), torch.randn(3, 32)
+    packed = PackedLinear.of(plain.weight, plain.bias)
+    copied = copy.deepcopy(packed)
+    assert torch.equal(copied(x), packed(x))
+    if outputs == 64:
+        torch.testing.assert_close(copied.double()(x.double()), plain.double()(x.double()))

@@ -16,6 +16,7 @@ from kvshelf.store.disk import DiskStore
 from kvshelf.store.jobs.requests import RequestRecord
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.inputs.job import Level
+from kvshelf.workers.model import loading as models
 from kvshelf.workers.policies import POLICIES
 from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.scheduler import Scheduler
@@ -26,10 +27,16 @@ SCORING = [name for name in POLICIES if name not in ("full", "streaming_llm", "c
 CHUNKED = {"prefill": "chunked", "lag": 16}
 
 
+def plain_engine(name: str) -> Engine:
+    """Of a model whose weights can be changed."""
+    model, tokenizer = models.load(name, device="cpu", dtype="auto")
+    return Engine(model, tokenizer, name=name)
+
+
 @pytest.fixture(scope="module")
 def broken() -> Engine:
     """The bundled model, with NaN in the keys of one head of its last layer."""
-    engine = Engine.load("kvshelf-tiny", device="cpu")
+    engine = plain_engine("kvshelf-tiny")
     with torch.no_grad():
         engine.model.model.layers[-1].self_attn.k_proj.weight[5] = torch.nan
     return engine
@@ -74,7 +81,7 @@ def test_policies_that_look_at_no_scores_do_not_care(broken):
 @pytest.fixture(scope="module", params=[torch.nan, torch.inf], ids=["nan", "inf"])
 def mute(request, tiny_folder: Path) -> Engine:
     """A random model whose keys and values are numbers, and whose logits are not: a weight of its output is broken."""
-    engine = Engine.load(str(tiny_folder), device="cpu")
+    engine = plain_engine(str(tiny_folder))
     with torch.no_grad():
         engine.model.lm_head.weight[700, 3] = request.param
     return engine

@@ -197,7 +197,7 @@ class SharedReducer(ForwardContext):
 
     @property
     def reads_attention(self) -> bool:
-        return False  # column sums find log-sum-exps of the last layer themselves: a product instead of two
+        return any(reducer.sees_queries for reducer in self.reducers)
 
     def after_attention(self, layer: Attended) -> None:
         if not self.reducers[0].kinds[layer.layer_idx].attends:
