@@ -194,8 +194,8 @@ def _settings_of(unit: str) -> dict[str, str]:
         settings["KVSHELF_ENV_FILE"] = file
         with_text = Path(file)
         if os.access(with_text, os.R_OK):
-            found = re.findall(r"^\s*(\w+)=(.*?)\s*$", with_text.read_text(errors="replace"), re.MULTILINE)
-            settings |= {name: value.strip("\"'") for name, value in found}
+            found = re.findall(r"^[ \t]*(\w+)=(.*)$", with_text.read_text(errors="replace"), re.MULTILINE)
+            settings |= {name: value.strip().strip("\"'") for name, value in found}
     if match := re.search(r"^ExecStart=.*--store[ =](\S+)", unit, re.MULTILINE):
         settings["KVSHELF_STORE"] = match[1]
     return settings
