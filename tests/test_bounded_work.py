@@ -108,7 +108,6 @@ READERS: Final = {
     "kvshelf/service/jobs/batch_files.py": "lines and ids, from our own process",
     "kvshelf/service/recompute.py": "a source that the store kept, checked when it came",
     "kvshelf/service/routes/growth.py": "a source that the store kept, checked when it came",
-    "kvshelf/service/routes/responses.py": "a response that the store kept, written by us",
     "kvshelf/store": "records, manifests and headers of the store; sizes are checked before",
     "kvshelf/workers/engine/decode/grammar.py": "a grammar that `Grammar` has written",
     "kvshelf/workers/engine/gates": "headers of files of the operator",

@@ -130,7 +130,8 @@ def libraries(package):
 
 
 @needs_library
-def test_a_cpu_gets_what_was_compiled(package):
+def test_a_cpu_gets_what_was_compiled(package, monkeypatch):
+    monkeypatch.delenv(LEVEL, raising=False)
     told, forms, forced = chosen(package)
     assert forced.endswith("prefix_attention.native")
     assert told == f"native ({architecture()})"
@@ -214,6 +215,7 @@ def forced(monkeypatch):
 
 @needs_library
 def test_a_level_can_be_forced(forced):
+    forced("")
     own = architecture()
     for level, made in levels().items():
         forced(level)
