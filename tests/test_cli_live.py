@@ -13,6 +13,7 @@ from kvshelf import Client, CompressedCache
 from kvshelf.api import ReadShares
 from kvshelf.cli import app
 from kvshelf.cli._common import megabytes
+from kvshelf.cli.output import harmless
 
 QUESTION = "What is the access code of the amber falcon?"
 
@@ -204,7 +205,7 @@ def test_ask_streams_the_answer_and_reports_its_cost(report: Path) -> None:
     asked = run("ask", id, QUESTION, "--max-tokens", "6")
     assert "tokens from the shelf" in asked.stderr
     as_json = json.loads(run("ask", id, QUESTION, "--max-tokens", "6", "--json").stdout)
-    assert asked.stdout == as_json["text"] + "\n"
+    assert asked.stdout == harmless(as_json["text"]) + "\n"
     several = run("ask", id, QUESTION, QUESTION, "--max-tokens", "6")
     assert several.stdout == asked.stdout * 2
 

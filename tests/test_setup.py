@@ -60,14 +60,14 @@ def test_an_old_python_is_refused_before_anything_is_made(checkout: Checkout) ->
 
 
 def test_another_python_makes_the_environment_anew_and_the_same_one_does_nothing(checkout: Checkout) -> None:
-    code, told, (made, installed) = checkout.setup("3.11")
+    code, told, (made, installed, _) = checkout.setup("3.11")
     assert (code, told) == (0, "")
     assert made.startswith("-m venv --clear")
     assert "install" in installed
     assert checkout.setup("3.11") == (0, "", [])
     (checkout.venv / "of-3.11").touch()
     code, _, calls = checkout.setup("3.12")
-    assert (code, len(calls)) == (0, 2)
+    assert (code, len(calls)) == (0, 3)
     assert not (checkout.venv / "of-3.11").exists()
 
 
@@ -76,6 +76,6 @@ def test_another_pyproject_is_installed_into_the_environment_that_is_there(check
     (checkout.venv / "stays").touch()
     os.utime(checkout.venv / ".installed-3.11", (0, 0))  # older than pyproject.toml, as after an edit
     code, _, calls = checkout.setup("3.11")
-    assert (code, len(calls)) == (0, 1)
+    assert (code, len(calls)) == (0, 2)
     assert "install" in calls[0]
     assert (checkout.venv / "stays").exists()

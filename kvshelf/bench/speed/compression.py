@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
-from torch import nn
 
-from kvshelf.bench.measure import Cost, Spread, clock, cost, interleaved, ratios
+from kvshelf.bench.measure import Cost, Spread, cost, interleaved, ratios
 from kvshelf.bench.speed.peer import Peer
 from kvshelf.bench.speed.subject import Subject
-from kvshelf.workers.engine.attention.function import CONTEXT, Attended, ForwardContext
-from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.engine.prefill.prefill import Compression
 
 ONE_PASS = (
     "streaming_llm", "knorm", "keydiff", "tova", "snapkv", "pyramidkv", "chunkkv", "lagkv", "expected_attention", "h2o",
@@ -97,11 +93,11 @@ def plain_prefill(subject: Subject, ids: Sequence[int]) -> Cost:
 
 
 def compress(subject: Subject, ids: Sequence[int], policy: str, removed: float) -> Hooked:
-    """Compress a document of token ids, and time the policy's part of it."""
-    engine = subject.engine
-    with _hook_seconds(engine, subject.device) as hook_s:
-        total = cost(lambda: engine.run(engine.prepare(ids, policy=policy, compression_ratio=removed)), subject.device)
-    return Hooked(total, sum(hook_s))
+    """Compress a document of token ids; `Compression.compress_s` is the policy's part of it."""
+    engine, made = subject.engine, list[Compression]()
+    job = partial(engine.prepare, ids, policy=policy, compression_ratio=removed)
+    total = cost(lambda: made.append(engine.run(job())), subject.device)
+    return Hooked(total, made[0].compress_s)
 
 
 def _compress_by(peer: Peer, ids: Sequence[int], policy: str, removed: float) -> Hooked:
@@ -135,36 +131,3 @@ def _totals(runs: list[Hooked]) -> list[float]:
 
 def _share(runs: list[Hooked]) -> Spread:
     return ratios([run.hook_s for run in runs], [run.prefill_s for run in runs])
-
-
-@contextmanager
-def _hook_seconds(engine: Engine, device: torch.device) -> Iterator[list[float]]:
-    """Inside the block, collects the seconds of every `ForwardContext` of the engine after each layer's attention.
-
-    `Compression.compress_s` times the same work in wall time; this uses the bench's clock, as kvpress's hook does.
-    """
-    spent: list[float] = []
-
-    def before_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if CONTEXT in kwargs:
-            kwargs = kwargs | {CONTEXT: _TimedContext(kwargs[CONTEXT], spent, clock(device))}
-        return args, kwargs
-
-    handle = engine.model.base_model.register_forward_pre_hook(before_forward, with_kwargs=True)
-    try:
-        yield spent
-    finally:
-        handle.remove()
-
-
-class _TimedContext:
-    """A `ForwardContext` around another one that notes the seconds spent in it."""
-
-    def __init__(self, inner: ForwardContext, spent: list[float], now: Callable[[], float]) -> None:
-        self.probe_lengths = inner.probe_lengths
-        self._inner, self._spent, self._now = inner, spent, now
-
-    def after_attention(self, layer: Attended) -> None:
-        started = self._now()
-        self._inner.after_attention(layer)
-        self._spent.append(self._now() - started)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -318,10 +319,10 @@ async def test_token_ids_make_the_very_same_bytes(
         first = (await create(replica, document, policy=policy, codec=codec, keep_source="tokens")).manifest
         entry = shelf._index.find(first.id, "default")
         assert entry is not None
-        assert shelf._index.bury(entry, "evicted", 1.0)
+        assert shelf._index.bury(entry, "evicted", time.time())
         manifest, source = shelf.original(first.id)
         assert isinstance(source, TokenIds)
-        spec = _spec(manifest, source, keep=False)
+        spec = _spec(manifest, source, keep=False, now=time.time())
         again = (await replica.create(spec, tenant="default")).manifest
     finally:
         torch.set_num_threads(threads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -102,8 +103,8 @@ async def test_a_document_with_a_date_is_itself_on_another_day(tmp_path: Path) -
             with on_day(datetime.date(2031, 12, 24)):
                 source = store.source(made.id)
                 if isinstance(source, str):
-                    await replica.require_source(Identity.from_dict(made.identity), source)
-                again = _spec(made, source, keep=False)
+                    await replica.require_source(Identity.from_dict(made.identity), source, tenant="default")
+                again = _spec(made, source, keep=False, now=time.time())
                 store.delete(made.id)
                 assert (await replica.create(again, tenant="default")).manifest.id == made.id
                 asked = await subject.ask(made.id, [{"role": "user", "content": "Where?"}], store=True, max_tokens=4)

@@ -215,11 +215,13 @@ class Encoder:
                     f"expected_questions[{i}] is {question!r}; it must be a text that is not empty",
                     param=f"expected_questions[{i}]",
                 )
+        # Their bytes are bounded above, and with the document they may be too long: that is said of the document.
+        ask = self.require_text("expected_questions").question if expected_questions else None
         return DocumentView(
             token_ids=encoded.token_ids,
             protected_prefix=encoded.protected_prefix,
             suffix=tuple(self.text.suffix(encoded.boundary)) if self.text is not None else (),
-            questions=tuple(tuple(self.query(encoded.boundary, text)) for text in expected_questions),
+            questions=tuple(tuple(ask(encoded.boundary, text)) for text in expected_questions) if ask else (),
             text=self.text,
             max_tokens=self.max_tokens,
         )
