@@ -100,7 +100,8 @@ def _without_quantizer(model: Any) -> Any:
     """A model of the same configuration without weights of its own. The one that was loaded says that it is quantized,
     though its weights are plain, and refuses to be saved."""
     config = model.config
-    del config.quantization_config
+    if hasattr(config, "quantization_config"):  # transformers 5.2 notes it on the model alone
+        del config.quantization_config
     with torch.device("meta"):
         plain = type(model)(config)
     plain.generation_config = model.generation_config
