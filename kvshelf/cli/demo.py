@@ -81,7 +81,15 @@ def handbook() -> Scene:
         "kvzip, 50 % removed": ("kvzip", 0.5, "int8"),
     }
     text = (folder / "handbook.md").read_text(encoding="utf-8")
-    return Scene("smollm2", "a handbook in plain English", text, questions, ways, max_tokens=24, exact=False)
+    return Scene(
+        "smollm2",
+        "a handbook, and questions that so small a model can answer",
+        text,
+        questions,
+        ways,
+        max_tokens=24,
+        exact=False,
+    )
 
 
 def planted() -> Scene:
