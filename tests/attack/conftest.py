@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -61,7 +62,8 @@ def mcp_server(attacked: Attacked) -> Iterator[tuple[str, int]]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "kvshelf", "mcp", "--http", f"127.0.0.1:{port}", "--url", attacked.url]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVSHELF_")}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("kvshelf is ready at")
         yield f"http://127.0.0.1:{port}", process.pid
