@@ -68,7 +68,7 @@ MaxBytes = Annotated[
 BytesPerToken = Annotated[float | None, typer.Option(help="The same, as bytes for each token of the document.")]
 NoQuality = Annotated[
     bool,
-    typer.Option("--no-quality", help="Do not measure the quality of the cache, which takes longer than making it."),
+    typer.Option("--no-quality", help="Do not measure the quality of the cache."),
 ]
 MinQuality = Annotated[
     float | None,

@@ -48,7 +48,7 @@ class Devices:
 @cache
 def multiplies_bfloat16() -> bool:
     """Whether this machine's CPU has instructions for products in bfloat16: AMX, AVX512-BF16, or those of ARM. torch
-    emulates them elsewhere, and a prefill takes seven times as long as in float32.
+    emulates them elsewhere, and a prefill takes many times as long as in float32.
 
     Read off the flags and not measured: the dtype is part of every cache's identity, so that it must not depend on what
     else the machine does. False where the system does not tell its flags.
