@@ -81,7 +81,7 @@ def _convert(file: Path, folder: Path, digest: str) -> None:
                 file.parent, gguf_file=file.name, dtype=torch.float32, trust_remote_code=False
             )
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
-        except (ValueError, KeyError, ImportError, RuntimeError, NotImplementedError) as error:
+        except (ValueError, KeyError, ImportError, RuntimeError) as error:
             raise InvalidRequest(
                 f"transformers cannot read the GGUF file {str(file)!r}: {error}", param="model"
             ) from error
