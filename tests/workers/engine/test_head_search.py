@@ -13,6 +13,7 @@ from kvshelf.workers.engine import head_search
 from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.head_search import Needle, calibrate, layer_errors, retrieval_scores
+from kvshelf.workers.model import loading as models
 from kvshelf.workers.model.calibration import Calibration, Origin
 
 ORIGIN = Origin(model="made up", documents=1, tokens=1, answered=1.0, compression_ratio=0.5)
@@ -106,11 +107,12 @@ def test_errors_are_what_the_output_loses(tiny, samples):
 
 def without(heads):
     """The bundled model with the outputs of some heads, (layer, head), set to zero."""
-    engine = Engine.load("kvshelf-tiny", device="cpu")
-    size = engine.model.config.head_dim
+    model, tokenizer = models.load("kvshelf-tiny", device="cpu", dtype="auto")  # not packed: its weights can be changed
+    engine = Engine(model, tokenizer, name="kvshelf-tiny")
+    size = model.config.head_dim
     with torch.no_grad():
         for layer, head in heads:
-            engine.model.model.layers[layer].self_attn.o_proj.weight[:, head * size : (head + 1) * size] = 0
+            model.model.layers[layer].self_attn.o_proj.weight[:, head * size : (head + 1) * size] = 0
     return engine
 
 
