@@ -99,4 +99,4 @@ soak: setup  ## all tests with their full counts: kill loops, fuzzing, load
 	KVSHELF_SOAK=1 $(BIN)/python -m pytest --timeout 7200
 
 clean:  ## remove the environments, all caches and what was compiled
-	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist kvshelf/kernels/compiled-*
+	rm -rf $(VENV) .venv-* .arm .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist kvshelf/kernels/compiled-*
