@@ -43,4 +43,4 @@ arm_python() {
 }
 arm_python -m kvshelf.kernels.compiling
 OMP_NUM_THREADS=1 arm_python -m pytest -q -p no:cacheprovider --confcutdir=tests/kernels -k "${1:-native and not triton}" \
-  "$STREAMS" $(printf "tests/kernels/test_%s.py " "${OPERATIONS[@]}")
+  --hypothesis-profile=ci "$STREAMS" $(printf "tests/kernels/test_%s.py " "${OPERATIONS[@]}")
