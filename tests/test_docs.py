@@ -59,6 +59,8 @@ def name(page: Path) -> str:
 FIRST = (ROOT / "README.md", DOCS / "use" / "put.md")
 REAL = (DOCS / "use" / "start.md",)
 """Pages that serve SmolLM2."""
+LIMIT_S = 480
+"""For the program of a page. Those of `REAL` take a minute or two on a machine that does nothing else."""
 SAID = {
     "python": {
         **dict.fromkeys(("README.md", "use/ask.md", "use/clients.md"), FACT.value),
@@ -101,7 +103,7 @@ def environment(url: str) -> dict[str, str]:
 
 
 def run(command: list[str], cwd: Path, url: str) -> str:
-    done = subprocess.run(command, cwd=cwd, env=environment(url), capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=cwd, env=environment(url), capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 
