@@ -21,8 +21,8 @@ class Processor:
 
     jump: with the address it goes to. fused: a product of vectors that is added to another. decodes: a product of
     integers. framed: what makes a frame pointer, where the compiler makes one only where it needs it. spill: a vector
-    that is read from or written to a fixed place of the stack; framed_spill: also from a frame pointer. One number, which
-    a call in a loop makes the compiler keep, is none.
+    that is read from or written to a fixed place of the stack; framed_spill: also from a frame pointer. One number,
+    which a call in a loop makes the compiler keep, is none.
     """
 
     objdump: str
