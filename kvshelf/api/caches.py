@@ -154,7 +154,17 @@ class CacheObject(ResponseBody):
     timings: Timings = Timings()
     uses: int = Field(0, description="questions asked so far")
     date: str | None = Field(None, description="the day that the model's chat template wrote before the document")
+    warnings: list[str] = Field(
+        default_factory=list, description="what it may have lost, if it removes entries or agrees below 0.9"
+    )
     existing: bool = False
+
+    @property
+    def entries_told(self) -> str:
+        """The share of the entries that it keeps, and in which form, for people: beside sizes, because half the entries
+        in float32 take as many bytes as all of them in 16 bits."""
+        form = self.dtype if self.codec == "none" else self.codec
+        return f"{self.tokens.kept / max(self.tokens.document, 1):.0%} of the entries in {form}"
 
 
 class SaidMessage(ResponseBody):

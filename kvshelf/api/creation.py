@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
@@ -31,6 +32,32 @@ from kvshelf.api.strict import (
     require_one_document,
     require_one_expiry,
 )
+
+DEFAULT_POLICY = "full"
+DEFAULT_CODEC = "int8"
+"""Of a creation that says neither how much to keep nor how: it loses no answer on real documents (docs/quality.md)."""
+
+REMOVING_POLICY = "keydiff"
+"""Of a creation that says how much to remove, but no policy."""
+
+_REMOVALS = ("compression_ratio", "budget_tokens", "levels", "policy_params")
+
+
+def default_policy(given: Mapping[str, Any]) -> str:
+    """The policy where none is named, from the other fields of a creation: one that removes entries only where they ask
+    for it."""
+    return REMOVING_POLICY if _removes(given) else DEFAULT_POLICY
+
+
+def default_codec(given: Mapping[str, Any]) -> str:
+    """The codec where none is named. A policy that is named stores numbers as the model makes them: its caches keep
+    the ids that they had before there was another default."""
+    return "none" if given.get("policy") is not None or _removes(given) else DEFAULT_CODEC
+
+
+def _removes(given: Mapping[str, Any]) -> bool:
+    return any(given.get(name) not in (None, {}) for name in _REMOVALS)
+
 
 CHOSEN_BY_AUTO = {"policy_params", "compression_ratio", "budget_tokens", "codec", "levels", "expected_questions"}
 """Fields that the policy "auto" chooses itself."""
@@ -70,20 +97,25 @@ class CacheOptions(RequestBody, Renewable):
     """How to compress and store a document, without the document.
 
     `compression_ratio` is the fraction of entries REMOVED, `budget_tokens` the mean number of entries kept per layer
-    and KV head. Without either, the policy's default applies.
+    and KV head; a policy that removes entries removes half without either. A creation that names neither a policy nor
+    what to remove keeps all entries, under the codec int8.
     """
 
     model: ModelName | None = Field(None, description="one of /v1/models; default: the first one")
     layout: LayoutName | None = Field(None, description="default: chat if the model has a chat template, else plain")
-    policy: Annotated[str, Field(min_length=1, max_length=64)] = Field(
-        "keydiff", description="one of /v1/policies; auto chooses policy, ratio and codec for the document"
-    )
     policy_params: AnyFields = Field(default_factory=dict, max_length=64)
     compression_ratio: Ratio | None = None
     budget_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    codec: CodecText = "none"
     levels: Annotated[list[Level], Field(min_length=1, max_length=MAX_LEVELS, fail_fast=True)] | None = Field(
         None, description="several compression ratios, or ratios with codecs: one cache each, all from one prefill"
+    )
+    policy: Annotated[str, Field(min_length=1, max_length=64)] = Field(
+        default_factory=default_policy,
+        description="one of /v1/policies; auto chooses policy, ratio and codec for the document; default: full, and "
+        "keydiff with a ratio, a budget, levels or parameters",
+    )
+    codec: CodecText = Field(
+        "none", description="default: none; int8 without a policy, a ratio, a budget, levels and parameters"
     )
     min_quality: Annotated[float, Field(ge=0, le=1)] | None = Field(
         None,
@@ -207,7 +239,8 @@ class CreateCache(CacheOptions):
     """POST /v1/caches: compress a document once. Exactly one of `document`, `messages` and `token_ids` is required.
 
     `compression_ratio` is the fraction of entries REMOVED, `budget_tokens` the mean number of entries kept per layer
-    and KV head. Without either, the policy's default applies.
+    and KV head; a policy that removes entries removes half without either. A creation that names neither a policy nor
+    what to remove keeps all entries, under the codec int8.
     """
 
     model_config = ConfigDict(json_schema_extra=one_of(document="string", messages="array", token_ids="array"))
@@ -233,10 +266,13 @@ class CreateCache(CacheOptions):
 
     @model_validator(mode="before")
     @classmethod
-    def _by_epicache(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("episodes") is not None and data.get("policy") is None:
+    def _settled(cls, data: Any) -> Any:
+        """What is not said and follows from what is."""
+        if not isinstance(data, dict) or data.get("policy") is not None:
+            return data
+        if data.get("episodes") is not None:
             return {**data, "policy": "epicache"}
-        return data
+        return {"codec": default_codec(data), **data}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -344,6 +380,12 @@ class Estimate(CreateCache):
         None, description="one of /v1/policies, or auto; default: all of them"
     )
     codec: CodecText | None = Field(None, description="as in a creation; default: all codecs")  # type: ignore[assignment]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _settled(cls, data: Any) -> Any:
+        """An estimate without a policy is of all of them, and not of the default."""
+        return data
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

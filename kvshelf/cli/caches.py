@@ -138,7 +138,7 @@ def append(
             _common.print_object(made)
             return
         say(made.id)
-        _common.notes.print(f"{_named(file)}: {_summary(made)}", style="dim", soft_wrap=True)
+        _tell(f"{_named(file)}", made)
 
 
 def _named(file: Path) -> str:
@@ -163,7 +163,7 @@ def _put_one(client: Client, file: Path, fields: Mapping[str, Any], as_json: boo
             _common.print_object(cache)
         else:
             say(cache.id)
-            _common.notes.print(f"{_named(file)}{_part(cache)}: {_summary(cache)}", style="dim", soft_wrap=True)
+            _tell(f"{_named(file)}{_part(cache)}", cache)
     if fields["split"] and not as_json:
         label = shlex.quote(f"document={caches[0].labels['document']}")
         _common.notes.print(f'ask all parts: kvshelf ask --label {label} "QUESTION"', style="dim", soft_wrap=True)
@@ -173,15 +173,18 @@ def _put_one(client: Client, file: Path, fields: Mapping[str, Any], as_json: boo
         _common.notes.print(told, style="dim", soft_wrap=True)
 
 
+def _tell(what: str, cache: CacheObject) -> None:
+    _common.notes.print(f"{what}: {_summary(cache)}", style="dim", soft_wrap=True)
+    for warning in cache.warnings:
+        _common.notes.print(f"{what}: {warning}", style="yellow", soft_wrap=True)
+
+
 def _summary(cache: CacheObject) -> str:
     done = "already on the shelf" if cache.existing else _seconds(cache)
     agreement = "" if cache.quality is None else f", agreement {cache.quality.told}"
-    # Both shares: half of the entries in float32 take as many bytes as all of them in 16 bits.
-    entries = f"{cache.tokens.kept / max(cache.tokens.document, 1):.0%} of the entries"
-    form = cache.dtype if cache.codec == "none" else cache.codec
     return (
         f"{cache.tokens.document} tokens, {cache.tokens.kept} kept by {cache.policy}, "
-        f"{_common.megabytes(cache.bytes.stored)} ({entries} in {form}, {cache.bytes.share:.1%} of the full "
+        f"{_common.megabytes(cache.bytes.stored)} ({cache.entries_told}, {cache.bytes.share:.1%} of the full "
         f"cache in 16 bits){agreement}, {done}"
     )
 
@@ -619,8 +622,9 @@ def _details(cache: CacheObject) -> Table:
         "policy": f"{cache.policy}{f' ({used})' if used else ''}, {cache.compression_ratio:.0%} removed",
         "tokens": f"{cache.tokens.document}, of which {cache.tokens.kept} kept per layer and head",
         "codec": cache.codec,
-        "size": cache.bytes.told(_common.megabytes),
+        "size": f"{cache.bytes.told(_common.megabytes)}; {cache.entries_told}",
         "quality": _quality(cache),
+        **({"warning": "; ".join(cache.warnings)} if cache.warnings else {}),
         "labels": ", ".join(f"{key}={value}" for key, value in cache.labels.items()) or "-",
         "created": when(cache.created_at),
         "last used": when(cache.last_used_at),

@@ -26,6 +26,13 @@ export function size({ stored, full, full_16bit: base }) {
   return `${megabytes(stored)}, ${percent(stored / base)} of ${megabytes(base)} in 16 bits${wider}`;
 }
 
+/** The size of a cache beside the entries that it keeps, and the form in which it does. */
+export function kept(cache) {
+  const { codec, dtype, tokens, bytes } = cache;
+  const entries = percent(tokens.kept / Math.max(tokens.document, 1));
+  return `${size(bytes)}; ${entries} of the entries in ${codec === "none" ? dtype : codec}`;
+}
+
 export const percent = (share) => `${Number((share * 100).toFixed(share > 0.99 && share < 1 ? 2 : 1))} %`;
 
 export const milliseconds = (ms) =>

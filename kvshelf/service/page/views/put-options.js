@@ -26,11 +26,11 @@ const AUTO = {
 
 export const DEFAULTS = {
   model: "",
-  policy: "keydiff",
-  takesBudget: true,
+  policy: "full",
+  takesBudget: false,
   takesQuestions: false,
   ratio: "0.5",
-  codec: "none",
+  codec: "int8",
   quality: "",
   ttl: "",
   name: "",
