@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvshelf.service.losses import warnings_of
 from kvshelf import open_store
+from kvshelf.service.losses import warnings_of
 from kvshelf.store.manifest import Judgement
 from tests.qualities import quality_of
 
