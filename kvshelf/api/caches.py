@@ -69,17 +69,20 @@ WorstPart = dict[str, int | float]
 class Quality(ResponseBody):
     """How close a cache is to the full one, on cues made from the document during compression.
 
-    `agreement`, 0 to 1: the share of the cues that it answers as the full cache does. `low` and `high`: the bounds of
-    that share, each at 95 %; `low` is null if the document is too short for enough cues, and then no `min_quality` is
-    met. Of the full cache itself all three are 1, without cues. `worst`: the part of the document with the lowest
-    share. `kl`: divergence of the probabilities, in nats. `probe_s`: duration. Compare only numbers of one `version`.
+    `agreement`, 0 to 1: the share of what the document decides that it answers as the full cache does: of `cues` places
+    that count, among `asked`. `low` and `high`: the bounds of that share, each at 95 %. Where too few places count,
+    `low` is null, where none does, `agreement`, too; `reason` says why, and no `min_quality` is met. Of the full cache
+    itself all three are 1, without cues. `worst`: the part of the document with the lowest share. `kl`: divergence of
+    the probabilities, in nats. `probe_s`: what measuring took. Compare only numbers of one `version`.
     """
 
-    agreement: float
+    agreement: float | None
     low: float | None
-    high: float
-    worst: WorstPart
+    high: float | None
+    worst: WorstPart | None
     cues: int
+    asked: int = 0
+    reason: str | None = None
     kl: float
     probe_s: float
     version: int
@@ -87,6 +90,8 @@ class Quality(ResponseBody):
     @property
     def told(self) -> str:
         """The agreement with its interval, for people; with the number of cues where there is no interval."""
+        if self.agreement is None:
+            return f"none: {self.reason}"
         return f"{self.agreement:.3f} ({self.interval})" if self.cues else "1, nothing is lost"
 
     @property

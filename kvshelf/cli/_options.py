@@ -66,6 +66,12 @@ MaxBytes = Annotated[
     int | None, typer.Option(help="Most bytes of the cache. Keeps the level of the best quality that fits, or none.")
 ]
 BytesPerToken = Annotated[float | None, typer.Option(help="The same, as bytes for each token of the document.")]
+Quality = Annotated[
+    Literal["full", "fast"] | None,
+    typer.Option(
+        help="How to measure the quality: by 100 cues, or by as many as take half the prefill's time at most."
+    ),
+]
 NoQuality = Annotated[
     bool,
     typer.Option("--no-quality", help="Do not measure the quality of the cache."),
@@ -73,7 +79,7 @@ NoQuality = Annotated[
 MinQuality = Annotated[
     float | None,
     typer.Option(
-        help="Lowest bound of the agreement with the full cache, such as 0.98. Keeps the smallest level that "
+        help="Lowest bound of the agreement with the full cache, such as 0.95. Keeps the smallest level that "
         "reaches it, or none."
     ),
 ]

@@ -42,6 +42,7 @@ def put(
     budget_tokens: _options.BudgetTokens = None,
     level: _options.Levels = None,
     min_quality: _options.MinQuality = None,
+    quality: _options.Quality = None,
     no_quality: _options.NoQuality = False,
     max_bytes: _options.MaxBytes = None,
     bytes_per_token: _options.BytesPerToken = None,
@@ -77,7 +78,7 @@ def put(
             "budget_tokens": budget_tokens,
             "levels": _common.levels(level),
             "min_quality": min_quality,
-            "quality": False if no_quality else None,
+            "quality": _common.measured(quality, no_quality),
             "max_bytes": max_bytes,
             "bytes_per_token": bytes_per_token,
             "model": model,
@@ -554,7 +555,9 @@ _CELLS: dict[str, Callable[[CacheObject], str]] = {
     "kept": lambda cache: str(cache.tokens.kept),
     "of": lambda cache: str(cache.tokens.document),
     "size": lambda cache: _common.megabytes(cache.bytes.stored),
-    "quality": lambda cache: "-" if cache.quality is None else f"{cache.quality.agreement:.3f}",
+    "quality": lambda cache: (
+        "-" if cache.quality is None or cache.quality.agreement is None else f"{cache.quality.agreement:.3f}"
+    ),
     "interval": lambda cache: "-" if cache.quality is None else cache.quality.interval,
     "age": lambda cache: _common.duration(time.time() - cache.created_at),
     "expiry": lambda cache: "never" if cache.expires_at is None else _common.duration(cache.expires_at - time.time()),
@@ -646,9 +649,11 @@ def _quality(cache: CacheObject) -> str:
     if found is None:
         return "not measured"
     chosen = f"; chosen among {len(cache.tried)}" if cache.tried else ""
+    worst = found.worst
+    if worst is None:
+        return f"no figure: {found.reason}{chosen}"
     if not found.cues:
         return f"the full cache{chosen}"
-    worst = found.worst
     return (
         f"agreement {found.told} with the full cache on {found.cues} cues, lowest {worst['agreement']:.3f} at tokens "
         f"{worst['from']} to {worst['to']}, KL {found.kl:.3g} nats{chosen}"

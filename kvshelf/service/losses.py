@@ -38,7 +38,7 @@ LOSSES: Final = (
 def warnings_of(manifest: Manifest) -> list[str]:
     """A line for a cache that removes entries, or whose agreement is below `LEAST`; none for another."""
     quality, parts = manifest.quality, []
-    if quality is not None and quality.agreement < LEAST:
+    if quality is not None and quality.agreement is not None and quality.agreement < LEAST:
         parts.append(
             f"about {1 - quality.agreement:.0%} of what the document decides is answered otherwise than by the full "
             f"cache ({quality.cues} cues)"

@@ -164,7 +164,7 @@ class _Findings:
         self.policies[result.policy] += 1
         if result.bytes_full_16bit:
             self.stored.add(result.bytes_stored / result.bytes_full_16bit)
-        if result.quality is not None:
+        if result.quality is not None and result.quality["agreement"] is not None:
             self.agreement.add(result.quality["agreement"])
             _keep(self.worst, result.quality["agreement"], result)
         if result.reused:

@@ -665,9 +665,12 @@ class Engine:
         if cache.identity.document != reference.document:
             raise InvalidRequest("the reference is of another document than the cache; use that of its own prefill")
         started = time.perf_counter()
-        logits = self._answered(cache, reference.probe)
-        quality = reference.compare(logits, time.perf_counter() - started)
-        if not math.isfinite(quality.kl):
+        if reference.probe.places:
+            logits = self._answered(cache, reference.probe)
+            quality = reference.compare(logits, time.perf_counter() - started)
+        else:
+            quality = reference.undecided()
+        if not (reference.finite and math.isfinite(quality.kl)):
             raise PolicyUnsupported(
                 f"behind this document the logits of {self.name!r} are not numbers, so its cache could answer nothing; "
                 "where a model overflows in float16, load it with dtype bfloat16 or float32; otherwise its weights are "

@@ -41,8 +41,8 @@ const ORDERS = {
   oldest: ["Oldest first", (cache) => cache.created_at],
   largest: ["Largest first", (cache) => -cache.bytes.stored],
   smallest: ["Smallest first", (cache) => cache.bytes.stored],
-  best: ["Best quality first", ({ quality }) => quality && -quality.agreement],
-  worst: ["Worst quality first", ({ quality }) => quality && quality.agreement],
+  best: ["Best quality first", ({ quality }) => (Number.isFinite(quality?.agreement) ? -quality.agreement : null)],
+  worst: ["Worst quality first", ({ quality }) => quality?.agreement ?? null],
 };
 const NARROW = matchMedia("(max-width: 52rem)"); // as in the style sheets
 

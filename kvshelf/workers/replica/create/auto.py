@@ -12,13 +12,13 @@ from kvshelf.store.artifact.codecs import Codec
 from kvshelf.workers.engine.decode.generation import Checkpoint, Progress
 from kvshelf.workers.engine.inputs.encode import Document
 from kvshelf.workers.engine.inputs.job import Level, shared
-from kvshelf.workers.engine.quality import CUES, Reference
+from kvshelf.workers.engine.quality import CUES, LEAST, Reference, highest_low
 from kvshelf.workers.model.text import EncodedDocument
 
 if TYPE_CHECKING:  # the engine knows nothing of what is built on it
     from kvshelf.workers.engine.engine import Compression, Engine
 
-MIN_QUALITY: Final = 0.98
+MIN_QUALITY: Final = 0.95
 
 _CHEAP: Final[tuple[tuple[str, float | None, str], ...]] = (
     ("full", None, "none"),
@@ -100,7 +100,7 @@ class Target:
             return (size,)
         if tried.quality is None:  # the full cache of a document on which nothing can be measured
             return (float(level.keeps_all), 0.0, size)
-        return (tried.quality.agreement, -tried.quality.kl, size)
+        return (tried.quality.agreement or 0.0, -tried.quality.kl, size)
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,7 @@ class Selection:
         Raises `QualityBelowFloor` with the details `tried` if no level meets the target, and `PolicyUnsupported` if
         nothing can be measured (see `Engine.probe`) and no level keeps everything.
         """
+        self._require_possible(engine)
         search = _Search(engine, self, checkpoint or (lambda: None))
         for group in shared(self.levels):
             search.try_group(group)
@@ -145,6 +146,19 @@ class Selection:
             raise _none_met(tried, self.target)
         level, _, compression = search.best
         return Choice(level, compression, tried)
+
+    def _require_possible(self, engine: Engine) -> None:
+        """Raises `PolicyUnsupported` for a floor that no cues of this document could show, unless the full cache itself
+        is a level."""
+        floor, probe = self.target.min_quality, engine.probe(self.levels[0].job, self.cues)
+        if floor is None or probe is None or any(level.keeps_all for level in self.levels):
+            return
+        if floor > (most := highest_low(len(probe.places))):
+            raise PolicyUnsupported(
+                f"min_quality {floor:g} cannot be shown: if all {len(probe.places)} cues of this document agree, the "
+                f"lower bound is {most:.3f}; lower min_quality, or add level 0 under codec none, which needs no cues",
+                param="min_quality",
+            )
 
     def known(self, told: Sequence[Tried | None]) -> Level | None:
         """What `run` would choose, or None if earlier outcomes do not determine it. The model does not run.
@@ -164,7 +178,7 @@ class Selection:
         """Whether a level could be better than the best one so far. Under codecs of one name more entries take more
         bytes, except for the few that the codec leaves whole; others do not compare."""
         if self.target.min_quality is None:
-            return best[1].quality is not None and best[1].quality.agreement < 1
+            return best[1].quality is not None and best[1].quality.agreement != 1
         other = Codec.parse(level.codec).name != Codec.parse(best[0].codec).name
         return other or level.job.budget.tokens < best[0].job.budget.tokens
 
@@ -283,10 +297,12 @@ def _none_met(tried: Sequence[Tried], target: Target) -> KvshelfError:
     measured = [one for one in tried if one.quality is not None]
     bounded = [(one.quality.low, one) for one in measured if one.quality is not None and one.quality.low is not None]
     if not bounded:
-        cues = max((one.quality.cues for one in measured if one.quality is not None), default=0)
+        told = next((one.quality.reason for one in measured if one.quality is not None), None)
+        why = told or (
+            f"the document is too short for {LEAST} cues, is read chunk by chunk, or leaves no room behind it"
+        )
         return PolicyUnsupported(
-            f"no quality can be measured of these levels: the document gives {cues} cues, and a bound takes {CUES}; or "
-            "it is read chunk by chunk, or leaves no room behind it; leave min_quality out",
+            f"no quality can be measured of these levels: {why}; leave min_quality out",
             param="min_quality",
             tried=told,
         )
