@@ -268,7 +268,8 @@ class Creations:
             queue=ticket.queue_s, prefill=prefill_s, compress=compress_s, measure=measure_s, store=store_s
         )
         for made in new:
-            self.meter.add(made.tenant, caches_created=1)
+            quality_s = 0.0 if made.quality is None else made.quality.probe_s
+            self.meter.add(made.tenant, caches_created=1, quality_s=quality_s)
             self._rates.add(made.policy, made.policy_params, made.num_tokens, made.timings)
             about: dict[str, float] = {"tokens": made.num_tokens, "kept": made.kept_tokens, "tried": len(made.tried)}
             if made.quality is not None and made.quality.agreement is not None:
