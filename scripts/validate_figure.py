@@ -125,8 +125,10 @@ def report(found: Sequence[Measured]) -> list[str]:
         f"lost with agreement {spearman([one.agreement or 0 for one in telling], lost):.2f}, with low "
         f"{spearman([one.low or 0 for one in telling], lost):.2f}. Above {FLOOR} lie {len(met)}, of which "
         f"{sum(one.lost / one.right > 0.05 for one in met)} lost over 5 %; of {len(whole)} that lost nothing "
-        f"{sum(one in met for one in whole)} lie above. Measuring took "
-        f"{_mean([one.quality_s for one in found]):.2f} s, prefilling {_mean([one.prefill_s for one in found]):.2f} s (means, one processor).",
+        f"{sum(one in met for one in whole)} lie above.",
+        "",
+        f"Measuring took {_mean([one.quality_s for one in found]):.2f} s, prefilling "
+        f"{_mean([one.prefill_s for one in found]):.2f} s (means, one processor).",
     ]
     return lines
 

@@ -188,9 +188,8 @@ class Reference:
         likeliest = full.topk(count, dim=-1).indices
         log_probs, _ = _events(full, likeliest)
         own = torch.tensor(probe.answers, device=full.device).flatten()  # the document's tokens
-        likely = log_probs[:, 0].exp()
-        learnt = likely - _events(before, own[:, None])[0][:, 0].exp() >= _LEARNT
-        decided = ((likeliest[:, 0] == own) & (likely >= _LIKELY) & learnt).view(-1, ANSWER)
+        known = _events(before, own[:, None])[0][:, 0].exp()
+        decided = decides(own, likeliest[:, 0], log_probs[:, 0].exp(), known).view(-1, ANSWER)
         counting = decided.any(dim=1).nonzero().flatten()
         rows = (counting[:, None] * ANSWER + torch.arange(ANSWER, device=full.device)).flatten()
         firsts = decided[counting].int().argmax(dim=1) + torch.arange(len(counting), device=full.device) * ANSWER
@@ -237,6 +236,12 @@ class Reference:
     def told(self) -> str:
         """How many cues count, for people."""
         return f"the document decides {len(self.probe.places) or 'none'} of the {self.asked} cues that it was asked"
+
+
+def decides(own: Tensor, likeliest: Tensor, likely: Tensor, known: Tensor) -> Tensor:
+    """Which of the document's `own` tokens it decides, `[n]` bool: from the token that the full cache gives the highest
+    probability, that probability, and the one that the own token had before."""
+    return (likeliest == own) & (likely >= _LIKELY) & (likely - known >= _LEARNT)
 
 
 def _events(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -69,7 +69,7 @@ def shelf(tmp_path: Path) -> Shelf:
 
 @pytest.fixture
 async def replica(engine: Counting, shelf: Shelf) -> AsyncIterator[Replica]:
-    replica = Replica(engine, shelf, Scheduler(engine))
+    replica = Replica(engine, shelf, Scheduler(engine), quality="full")
     replica.start()
     yield replica
     replica.stop()
@@ -185,7 +185,7 @@ def test_the_oldest_refusals_are_forgotten_first() -> None:
 async def test_a_cache_that_was_never_measured_is_made_again_and_then_known(
     engine: Counting, shelf: Shelf, document: str
 ) -> None:
-    unmeasured = Replica(engine, shelf, Scheduler(engine), cues=0)
+    unmeasured = Replica(engine, shelf, Scheduler(engine), quality=False)
     unmeasured.start()
     try:
         bare = await create(unmeasured, document)

@@ -137,7 +137,6 @@ class Selection:
         Raises `QualityBelowFloor` with the details `tried` if no level meets the target, and `PolicyUnsupported` if
         nothing can be measured (see `Engine.probe`) and no level keeps everything.
         """
-        self._require_possible(engine)
         search = _Search(engine, self, checkpoint or (lambda: None))
         for group in shared(self.levels):
             search.try_group(group)
@@ -146,19 +145,6 @@ class Selection:
             raise _none_met(tried, self.target)
         level, _, compression = search.best
         return Choice(level, compression, tried)
-
-    def _require_possible(self, engine: Engine) -> None:
-        """Raises `PolicyUnsupported` for a floor that no cues of this document could show, unless the full cache itself
-        is a level."""
-        floor, probe = self.target.min_quality, engine.probe(self.levels[0].job, self.cues)
-        if floor is None or probe is None or any(level.keeps_all for level in self.levels):
-            return
-        if floor > (most := highest_low(len(probe.places))):
-            raise PolicyUnsupported(
-                f"min_quality {floor:g} cannot be shown: if all {len(probe.places)} cues of this document agree, the "
-                f"lower bound is {most:.3f}; lower min_quality, or add level 0 under codec none, which needs no cues",
-                param="min_quality",
-            )
 
     def known(self, told: Sequence[Tried | None]) -> Level | None:
         """What `run` would choose, or None if earlier outcomes do not determine it. The model does not run.
@@ -307,11 +293,13 @@ def _none_met(tried: Sequence[Tried], target: Target) -> KvshelfError:
             tried=told,
         )
     low, closest = max(bounded, key=lambda pair: pair[0])
+    most = highest_low(max(one.quality.asked for one in measured if one.quality is not None))
+    never = "" if (target.min_quality or 0) <= most else f" (no cues of this document show more than {most:.3f})"
     within = "" if target.max_bytes is None else f" within {target.max_bytes} bytes"
     return QualityBelowFloor(
         f"no level agrees with the full cache to {target.min_quality:g}{within} (lower bound at 95 %): the closest is "
         f"policy {closest.policy!r} at {closest.compression_ratio:g} removed under codec {closest.codec!r}, with "
-        f"{low:.3f}; lower min_quality, or remove less",
+        f"{low:.3f}; lower min_quality{never}, or remove less",
         param="min_quality",
         tried=told,
     )
