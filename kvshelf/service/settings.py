@@ -149,6 +149,9 @@ class Settings(BaseSettings):
         description="how the quality of every compression is measured: full, fast, or false for only where min_quality "
         "asks; a creation that says quality has its own",
     )
+    tenant_quality: dict[str, Measured] = Field(
+        default_factory=dict, description='the same for single tenants, as JSON: {"law": "full", "logs": false}'
+    )
 
     sweep_interval_s: Seconds = Field(60.0, description="time between two removals of expired caches")
     startup_deadline_s: Seconds = Field(300.0, description="limit for loading the models")

@@ -49,6 +49,7 @@ def _config(settings: Settings, shelf: StoreConfig, model: str, *, local: bool) 
         residents=ResidentLimits(settings.resident_bytes, settings.resident_idle_s),
         intensity=settings.operational_intensity,
         quality=settings.quality_probe,
+        tenant_quality=settings.tenant_quality,
         max_document_tokens=settings.max_document_tokens,
         gpus=settings.gpus_per_replica,
         begin=partial(logs.configure, settings.log_level),

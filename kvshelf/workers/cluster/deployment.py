@@ -10,7 +10,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -43,11 +43,11 @@ class ReplicaConfig:
     """The configuration of each replica of one model.
 
     model: bundled name, folder or hub id. threads: CPU threads for torch; None leaves Ray's choice. quality: how
-    that of each new cache is measured. max_document_tokens: the longest document it compresses; None leaves it to
-    the model. gpus: of the replica. With the device "spread" the layers are spread over them, otherwise as many
-    processes share the model's heads, without GPUs on the CPU. intensity: of the device, as of `Equivalents`; None:
-    what the table says. chat_template: as of `Engine.load`. begin: called first in the replica's process, for example
-    to set up its logs.
+    that of each new cache is measured; tenant_quality: of single tenants. max_document_tokens: the longest document it
+    compresses; None leaves it to the model. gpus: of the replica. With the device "spread" the layers are spread over
+    them, otherwise as many processes share the model's heads, without GPUs on the CPU. intensity: of the device, as of
+    `Equivalents`; None: what the table says. chat_template: as of `Engine.load`. begin: called first in the replica's
+    process, for example to set up its logs.
     """
 
     model: str
@@ -58,6 +58,7 @@ class ReplicaConfig:
     limits: SchedulerLimits = field(default_factory=SchedulerLimits)
     residents: ResidentLimits = field(default_factory=ResidentLimits)
     quality: How = "fast"
+    tenant_quality: Mapping[str, How] = field(default_factory=dict)
     max_document_tokens: int | None = None
     gpus: int = 1
     intensity: float | None = None
@@ -98,6 +99,7 @@ class ServedReplica(Replica):
             Scheduler(engine, config.limits),
             config.residents,
             quality=config.quality,
+            tenant_quality=config.tenant_quality,
             max_document_tokens=config.max_document_tokens,
         )
         self.start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -71,8 +71,8 @@ class NegativeCache:
 class Creations:
     """The creations of one replica.
 
-    `quality`: how that of each new cache is measured, unless its request says; False: only for a `min_quality`.
-    Documents above `max_document_tokens` are refused; None leaves the limit to the model.
+    `quality`: how that of each new cache is measured, unless its request or `tenant_quality` says; False: only
+    for a `min_quality`. Documents above `max_document_tokens` are refused; None leaves the limit to the model.
     """
 
     engine: Engine
@@ -81,8 +81,9 @@ class Creations:
     threads: Threads
     attempts: Attempts
     meter: Meter
-    quality: How
     max_document_tokens: int | None
+    quality: How
+    tenant_quality: Mapping[str, How]
     _singleflight: SingleFlight[Created] = field(default_factory=SingleFlight, init=False)
     _negative_cache: NegativeCache = field(default_factory=NegativeCache, init=False)
     _rates: Rates = field(default_factory=Rates, init=False)
@@ -157,7 +158,12 @@ class Creations:
             parent = await self.threads.run(whole, self.engine, self.store, cache_id, tenant)
             level = await self.threads.run(appended_level, self.engine, parent, spec)
             publisher = Publisher.of(self.store, tenant, spec, [level], cache_id)
-            return await self._once(Levels((level,), self.quality), publisher, deadline_s, Teller(lambda _: None))
+            return await self._once(
+                Levels((level,), self.tenant_quality.get(tenant, self.quality)),
+                publisher,
+                deadline_s,
+                Teller(lambda _: None),
+            )
 
     async def _created(self, spec: CreateCache, tenant: str, deadline_s: float | None, watcher: Watcher) -> Created:
         """The caches on the shelf, compressed if they were not there."""
@@ -185,9 +191,8 @@ class Creations:
     async def _whole(self, spec: CreateCache, tenant: str, deadline_s: float | None, teller: Teller) -> Created:
         """The caches of one document, or of one part."""
         date = await self.threads.run(first_date, self.engine, self.store, spec, tenant)
-        wanted = await self.threads.run(
-            requested_levels, self.engine, spec, self.quality, self.max_document_tokens, date
-        )
+        how, limit = self.tenant_quality.get(tenant, self.quality), self.max_document_tokens
+        wanted = await self.threads.run(requested_levels, self.engine, spec, how, limit, date)
         publisher = Publisher.of(self.store, tenant, spec, wanted.levels)
         return await self._once(wanted, publisher, deadline_s, teller)
 
