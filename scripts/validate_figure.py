@@ -3,9 +3,11 @@
     kvshelf bench quality --model smollm2 --dataset documents.jsonl --ways ... --cues 0 --output results.jsonl
     python -m scripts.validate_figure results.jsonl --dataset documents.jsonl --model smollm2 --output figures.jsonl
     python -m scripts.validate_figure --report figures.jsonl --picture figures.png
+    python -m scripts.validate_figure --dataset documents.jsonl --model smollm2 --lengths 500 2000 8000
 
 The first command asks every cache its questions, the second measures the figure of the same caches, the third shows
-both: a table, and a picture of the share of the full cache's right answers that are lost over the figure.
+both: a table, and a picture of the share of the full cache's right answers that are lost over the figure. The last one
+measures what a figure takes beside the prefill of a document of so many tokens.
 docs/quality.md shows what came out.
 """
 
@@ -21,6 +23,7 @@ from typing import Any, Final
 
 import torch
 
+from kvshelf.api.creation import DEFAULT_CODEC
 from kvshelf.bench.quality.dataset.documents import Document, read_documents
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.inputs.job import Level, shared
@@ -102,6 +105,27 @@ def measured(
     return rows
 
 
+def costs(engine: Engine, documents: Sequence[Document], tokens: int, how: How) -> str:
+    """A line of Markdown: seconds of one processor for the prefill of so many tokens of these documents, kept by the
+    default, and for its figure."""
+    text, count = "\n".join(document.context for document in documents), engine.require_text("document").count_tokens
+    part = text[: int(len(text) * tokens / count(text))]
+    job = engine.prepare(part)
+    level, cues = engine.level(job, DEFAULT_CODEC), cue_count(how, job.num_tokens)
+    engine.run_levels([engine.level(engine.prepare(part[:2000]))], cues=1)  # records the program
+    started = time.process_time()
+    made = engine.prefill([level], cues=cues)
+    took_s = time.process_time() - started
+    assert made.reference is not None
+    share = made.reference.probe_s / (made.reference.probe_s + made.compressions[0].prefill_s)
+    started = time.process_time()
+    found = engine.measure(made.compressions[0].cache, made.reference)
+    quality_s, prefill_s = took_s * share + time.process_time() - started, took_s * (1 - share)
+    cells = (engine.name, job.num_tokens, how, found.asked, found.cues)
+    seconds = (f"{number:.2f}" for number in (prefill_s, quality_s, quality_s / prefill_s))
+    return f"| {' | '.join(map(str, (*cells, *seconds)))} |"
+
+
 def report(found: Sequence[Measured]) -> list[str]:
     """Markdown: each way, and how well the figure orders the caches."""
     lines = ["| model | way | documents | lost of right | agreement, mean (least to most) | low, mean |"]
@@ -167,7 +191,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("figures.jsonl"), help="continued where it exists")
     parser.add_argument("--report", type=Path, nargs="+", help="only show what these files hold")
     parser.add_argument("--picture", type=Path)
+    parser.add_argument("--lengths", type=int, nargs="+", help="only measure what a figure takes")
     given = parser.parse_args()
+    if given.lengths and given.dataset:
+        _costs(given.dataset, given.model, given.lengths)
+        return
     files = given.report or [given.output]
     if given.report is None:
         if given.results is None or given.dataset is None:
@@ -178,6 +206,17 @@ def main() -> None:
     print("\n".join(report(found)))
     if given.picture is not None:
         draw(found, given.picture)
+
+
+def _costs(dataset: Path, model: str, lengths: Sequence[int]) -> None:
+    torch.set_num_threads(1)
+    engine, documents = Engine.load(model), read_documents(dataset)
+    print(
+        "| model | tokens | figure | asked | cues | prefill, s | figure, s | ratio |\n|---|---|---|---|---|---|---|---|"
+    )
+    for tokens in lengths:
+        for how in ("fast", "full"):
+            print(costs(engine, documents, tokens, how), flush=True)
 
 
 def _measure(results: Path, dataset: Path, model: str, how: How, output: Path) -> None:
