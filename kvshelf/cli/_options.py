@@ -50,8 +50,13 @@ Parameters = Annotated[
 ]
 
 Policy = Annotated[
-    str | None, typer.Option(help="A policy of `kvshelf policies`, or auto: it chooses policy, ratio and codec.")
+    str | None,
+    typer.Option(
+        help="A policy of `kvshelf policies`, or auto: it chooses policy, ratio and codec.  [default: full under codec "
+        "int8; keydiff with a ratio, a budget, levels or parameters]"
+    ),
 ]
+AppendedPolicy = Annotated[str | None, typer.Option(help="A policy of `kvshelf policies`.  [default: that of CACHE]")]
 CompressionRatio = Annotated[float | None, typer.Option(help="Fraction of the entries to REMOVE, such as 0.75.")]
 BudgetTokens = Annotated[int | None, typer.Option(help="Entries to keep per layer and head, instead of a ratio.")]
 Levels = Annotated[

@@ -102,7 +102,7 @@ def put(
 def append(
     cache: Cache,
     file: Annotated[Path, typer.Argument(metavar="FILE", help=_ONE_FILE)],
-    policy: _options.Policy = None,
+    policy: _options.AppendedPolicy = None,
     compression_ratio: _options.CompressionRatio = None,
     budget_tokens: _options.BudgetTokens = None,
     param: _options.Parameters = None,
