@@ -161,7 +161,7 @@ def _whole(passes: Passes, job: Job, probe: Probe | None, reducer: SharedReducer
     predicted = probe.predicting(inputs["input_ids"].shape[1] - probe.num_tokens, device)
     logits = passes.causal(inputs, reducer, torch.cat([probe.reading(device), predicted]), soft=job.soft)
     assert logits is not None
-    before, full = logits[0].split(len(predicted))
+    before, full = torch.split(logits[0], len(predicted))
     return Reference.of(job.identity.document, probe, full, before, 0.0)
 
 

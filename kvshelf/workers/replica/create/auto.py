@@ -283,8 +283,8 @@ def _none_met(tried: Sequence[Tried], target: Target) -> KvshelfError:
     measured = [one for one in tried if one.quality is not None]
     bounded = [(one.quality.low, one) for one in measured if one.quality is not None and one.quality.low is not None]
     if not bounded:
-        told = next((one.quality.reason for one in measured if one.quality is not None), None)
-        why = told or (
+        reason = next((one.quality.reason for one in measured if one.quality is not None), None)
+        why = reason or (
             f"the document is too short for {LEAST} cues, is read chunk by chunk, or leaves no room behind it"
         )
         return PolicyUnsupported(
