@@ -8,7 +8,7 @@
 The first command asks every cache its questions, the second measures the figure of the same caches, the third shows
 both: a table, and a picture of the share of the full cache's right answers that are lost over the figure. The last one
 measures what a figure takes beside the prefill of a document of so many tokens.
-docs/quality.md shows what came out.
+docs/internals/probe.md shows what came out.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from kvshelf.api.strict import (
 
 DEFAULT_POLICY = "full"
 DEFAULT_CODEC = "int8"
-"""Of a creation that says neither how much to keep nor how: it loses no answer on real documents (docs/quality.md)."""
+"""Of a creation that says neither how much to keep nor how: it loses no answer on real documents (docs/internals/datasets.md)."""
 
 REMOVING_POLICY = "keydiff"
 """Of a creation that says how much to remove, but no policy."""

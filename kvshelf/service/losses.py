@@ -32,7 +32,7 @@ LOSSES: Final = (
     Loss("keydiff", 0.5, "none", 15, 1.0),
     Loss("snapkv", 0.5, "none", 15, 1.0),
 )
-"""The answers to the questions of docs/datasets.md, by `kvshelf bench quality --dataset`."""
+"""The answers to the questions of docs/internals/datasets.md, by `kvshelf bench quality --dataset`."""
 
 
 def warnings_of(manifest: Manifest) -> list[str]:
