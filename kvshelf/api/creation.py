@@ -35,7 +35,8 @@ from kvshelf.api.strict import (
 
 DEFAULT_POLICY = "full"
 DEFAULT_CODEC = "int8"
-"""Of a creation that says neither how much to keep nor how: it loses no answer on real documents (docs/internals/datasets.md)."""
+"""Of a creation that says neither how much to keep nor how. It loses no answer on real documents: see
+docs/internals/datasets.md."""
 
 REMOVING_POLICY = "keydiff"
 """Of a creation that says how much to remove, but no policy."""
@@ -133,7 +134,7 @@ class CacheOptions(RequestBody, Renewable):
     )
     quality: Measured | None = Field(
         None,
-        description="how the quality of the cache is measured: full by 100 cues, fast by as many as take half the time "
+        description="how the quality of the cache is measured: full by 150 cues, fast by as many as take half the time "
         "of the prefill at most, false not at all; default: as the service is set, and full with a floor or a size",
     )
     expected_questions: Annotated[list[Text], Field(fail_fast=True)] = Field(

@@ -74,7 +74,7 @@ BytesPerToken = Annotated[float | None, typer.Option(help="The same, as bytes fo
 Quality = Annotated[
     Literal["full", "fast"] | None,
     typer.Option(
-        help="How to measure the quality: by 100 cues, or by as many as take half the prefill's time at most."
+        help="How to measure the quality: by 150 cues, or by as many as take half the prefill's time at most."
     ),
 ]
 NoQuality = Annotated[

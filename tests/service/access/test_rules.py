@@ -150,7 +150,7 @@ def test_without_the_probe_quality_is_measured_only_where_it_is_asked_for(
     row = next(line for line in table.splitlines() if line.startswith(cache["id"][:12]))
     assert " - " in row
     measured = created(rules, **long_document(8), compression_ratio=0.75, quality="full")
-    assert (measured["quality"]["asked"], measured["quality"]["agreement"]) == (100, None)
+    assert (measured["quality"]["cues"], measured["quality"]["agreement"]) == (0, None)
     fallen = rules.post("/v1/caches", json={**body, "compression_ratio": 0.95, "min_quality": 0.5})
     assert "decides none" in refused(fallen, 422, "policy_unsupported")["message"]  # the model is random
 

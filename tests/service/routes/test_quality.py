@@ -100,8 +100,8 @@ def test_a_floor_that_nothing_can_show_is_refused_by_name(http: httpx.Client) ->
     half = {"compression_ratio": 0.5, "min_quality": 0.5}
     impossible = {**half, "document": document("floor"), "min_quality": 0.99}
     error = refused(http.post("/v1/caches", json=impossible), 422, "quality_below_floor")
-    assert "no cues of this document show more than 0.97" in error["message"]
-    for text, why in (("Too short.", "too short"), ("word " * 1000, "decides none of the 100 cues")):
+    assert "no cues of this document show more than 0.9" in error["message"]
+    for text, why in (("Too short.", "too short"), ("word " * 1000, "the document decides none of the")):
         error = refused(http.post("/v1/caches", json={**half, "document": text}), 422, "policy_unsupported")
         assert why in error["message"]
     unmeasured = {**half, "document": document("floor"), "quality": False}
@@ -113,7 +113,7 @@ def test_how_much_is_asked(http: httpx.Client) -> None:
     made = {how: created(http, **body, compression_ratio=ratio, quality=how) for how, ratio in (
         ("fast", 0.5), ("full", 0.6), (False, 0.7),
     )}  # fmt: skip
-    assert made["fast"]["quality"]["asked"] < made["full"]["quality"]["asked"] == 100
+    assert made["fast"]["quality"]["asked"] < 50 < made["full"]["quality"]["asked"]
     assert made[False]["quality"] is None
     nothing = created(http, document="word " * 1000, policy="knorm", compression_ratio=0.5)["quality"]
     assert (nothing["agreement"], nothing["low"], nothing["cues"]) == (None, None, 0)

@@ -84,9 +84,10 @@ def test_nothing_removed_costs_nothing(tiny, prose):
     job = tiny.prepare(prose, policy="full")
     made = tiny.prefill([Level(job)], cues=CUES)
     quality = tiny.measure(made.compressions[0].cache, made.reference)
-    assert (quality.agreement, quality.high, quality.asked) == (1.0, 1.0, CUES)
+    assert (quality.agreement, quality.high) == (1.0, 1.0)
+    assert CUES / 2 < quality.asked <= CUES
     assert quality.low == pytest.approx(0.05 ** (1 / quality.cues), abs=1e-6)
-    assert quality.cues >= CUES / 2
+    assert quality.cues >= quality.asked / 2
     assert quality.worst["agreement"] == 1.0
     assert 0 <= quality.kl < 1e-6
     assert quality.probe_s > 0
@@ -105,7 +106,7 @@ def test_for_a_model_that_learns_nothing_from_a_document_there_is_no_figure(orac
 def test_what_repeats_one_word_decides_nothing(tiny):
     kept = measured(tiny, "word " * 1000, policy="keydiff", compression_ratio=0.5)
     assert (kept.agreement, kept.low, kept.high, kept.worst, kept.cues) == (None, None, None, None, 0)
-    assert kept.reason == f"the document decides none of the {CUES} cues that it was asked"
+    assert kept.reason == f"the document decides none of the {kept.asked} cues that it was asked"
 
 
 def by_formula(full, reduced, before, answers):
