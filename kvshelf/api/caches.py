@@ -73,7 +73,8 @@ class Quality(ResponseBody):
     that count, among `asked`. `low` and `high`: the bounds of that share, each at 95 %. Where too few places count,
     `low` is null, where none does, `agreement`, too; `reason` says why, and no `min_quality` is met. Of the full cache
     itself all three are 1, without cues. `worst`: the part of the document with the lowest share. `kl`: divergence of
-    the probabilities, in nats. `probe_s`: what measuring took. Compare only numbers of one `version`.
+    the probabilities, in nats. `full`: whether no more cues could be asked; floors compare no other figure. `probe_s`:
+    what measuring took. Compare only numbers of one `version`.
     """
 
     agreement: float | None
@@ -82,6 +83,7 @@ class Quality(ResponseBody):
     worst: WorstPart | None
     cues: int
     asked: int = 0
+    full: bool = True
     reason: str | None = None
     kl: float
     probe_s: float

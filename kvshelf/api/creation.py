@@ -117,7 +117,9 @@ class CacheOptions(RequestBody, Renewable):
         "keydiff with a ratio, a budget, levels or parameters",
     )
     codec: CodecText = Field(
-        "none", description="default: none; int8 without a policy, a ratio, a budget, levels and parameters"
+        "none",
+        description="none, int8, int4, int2, mixed or klt, with parameters if any: int4:group=64, klt:step=2,steps=kl; "
+        "default: none; int8 without a policy, a ratio, a budget, levels and parameters",
     )
     min_quality: Annotated[float, Field(ge=0, le=1)] | None = Field(
         None,

@@ -109,13 +109,15 @@ class Probe:
     """Cues made from a document, all of one length.
 
     places: where the predicted tokens of each cue begin in the document, ascending. answers: these tokens. passes:
-    without the last of them, which predicts nothing. prefix: the chat template's tokens before the document.
+    without the last of them, which predicts nothing. prefix: the chat template's tokens before the document. full:
+    whether there are `CUES`, or as many as the document has room for.
     """
 
     places: tuple[int, ...]
     answers: tuple[tuple[int, ...], ...]
     passes: tuple[ProbePass, ...]
     prefix: tuple[int, ...]
+    full: bool = True
 
     @classmethod
     def of(cls, document: DocumentView, count: int = CUES) -> Probe | None:
@@ -126,7 +128,8 @@ class Probe:
         ids = document.token_ids
         answers = tuple(tuple(ids[at : at + ANSWER]) for at in places)
         passes = tuple(document.cue(_asked(at), slice(at - GIVEN, at + ANSWER - 1)) for at in places)
-        return cls(places, answers, passes, tuple(ids[: document.protected_prefix]))
+        full = count >= CUES or len(places) < count
+        return cls(places, answers, passes, tuple(ids[: document.protected_prefix]), full)
 
     def only(self, cues: Sequence[int]) -> Probe:
         """These cues."""
@@ -135,6 +138,7 @@ class Probe:
             tuple(self.answers[at] for at in cues),
             tuple(self.passes[at] for at in cues),
             self.prefix,
+            self.full,
         )
 
     @property
@@ -220,6 +224,7 @@ class Reference:
             worst=worst_part(places, agreed),
             cues=cues,
             asked=self.asked,
+            full=self.probe.full,
             reason=None if cues >= LEAST else f"{self.told}, and a bound takes {LEAST}",
             kl=kl if math.isnan(kl) else max(kl, 0.0),
             probe_s=self.probe_s + probe_s,
@@ -230,7 +235,7 @@ class Reference:
         """The quality of any cache where no cue counts."""
         return Quality(
             agreement=None, low=None, high=None, worst=None, cues=0, asked=self.asked, reason=self.told, kl=0.0,
-            probe_s=self.probe_s, version=VERSION,
+            full=self.probe.full, probe_s=self.probe_s, version=VERSION,
         )  # fmt: skip
 
     @property

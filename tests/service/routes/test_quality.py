@@ -20,7 +20,7 @@ from kvshelf.workers.replica.create.auto import candidates
 from tests.service.conftest import created, refused
 from tests.service.scrape import moving
 
-QUALITY = {"agreement", "low", "high", "worst", "cues", "kl", "probe_s", "version", "asked", "reason"}
+QUALITY = {"agreement", "low", "high", "worst", "cues", "kl", "probe_s", "version", "asked", "reason", "full"}
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +115,10 @@ def test_how_much_is_asked(http: httpx.Client) -> None:
     )}  # fmt: skip
     assert made["fast"]["quality"]["asked"] < 50 < made["full"]["quality"]["asked"]
     assert made[False]["quality"] is None
+    floor = {"min_quality": 0.0}
+    again = created(http, **body, compression_ratio=0.5, **floor)  # a few cues show no floor: it is measured once more
+    assert (again["id"], again["existing"]) == (made["fast"]["id"], True)
+    assert again["quality"]["full"] > made["fast"]["quality"]["full"]
     nothing = created(http, document="word " * 1000, policy="knorm", compression_ratio=0.5)["quality"]
     assert (nothing["agreement"], nothing["low"], nothing["cues"]) == (None, None, 0)
     assert "decides none" in nothing["reason"]
