@@ -460,7 +460,7 @@ async def test_what_is_wrong_with_a_split_is_named_and_so_is_the_part_that_fails
     with pytest.raises(InvalidRequest, match=r"max_tokens is 20000, and 'kvshelf-tiny' takes 16384"):
         await create(replica, document, split={"max_tokens": 20000})
     assert engine.prefills == before
-    with pytest.raises(PolicyUnsupported, match=r"part 1/\d of the document: no quality can be measured") as unmeasured:
+    with pytest.raises(QualityBelowFloor, match=r"part 1/\d of the document: no level agrees") as unmeasured:
         await create(replica, document, split={"max_tokens": 300}, compression_ratio=0.95, min_quality=0.99)
     assert unmeasured.value.param == "min_quality"
     with pytest.raises(DocumentTooLong, match="--split"):
