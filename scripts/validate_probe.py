@@ -157,10 +157,11 @@ def measured(engine: Engine, kind: str, number: int, tokens: int, count: int) ->
         answers = engine.answer_all([(made.cache, ask.text) for ask in asks], max_new_tokens=longest)
         right = [bool(score(ask, answer.text).exact) for ask, answer in zip(asks, answers, strict=True)]
         known = known or [at for at, found in enumerate(right) if found]
-        if made.quality is None or way == "full" or not known:
+        if made.quality is None or made.quality.agreement is None or way == "full" or not known:
             continue
         kept, found = sum(right[at] for at in known) / len(known), made.quality
         size = made.cache.nbytes / len(encoded.token_ids)
+        assert found.agreement is not None
         rows.append(Measured(kind, number, way, found.agreement, found.low, found.kl, kept, size))
     return rows
 

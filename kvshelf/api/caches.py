@@ -69,17 +69,22 @@ WorstPart = dict[str, int | float]
 class Quality(ResponseBody):
     """How close a cache is to the full one, on cues made from the document during compression.
 
-    `agreement`, 0 to 1: the share of the cues that it answers as the full cache does. `low` and `high`: the bounds of
-    that share, each at 95 %; `low` is null if the document is too short for enough cues, and then no `min_quality` is
-    met. Of the full cache itself all three are 1, without cues. `worst`: the part of the document with the lowest
-    share. `kl`: divergence of the probabilities, in nats. `probe_s`: duration. Compare only numbers of one `version`.
+    `agreement`, 0 to 1: the share of what the document decides that it answers as the full cache does: of `cues` places
+    that count, among `asked`. `low` and `high`: the bounds of that share, each at 95 %. Where too few places count,
+    `low` is null, where none does, `agreement`, too; `reason` says why, and no `min_quality` is met. Of the full cache
+    itself all three are 1, without cues. `worst`: the part of the document with the lowest share. `kl`: divergence of
+    the probabilities, in nats. `full`: whether no more cues could be asked; floors compare no other figure. `probe_s`:
+    what measuring took. Compare only numbers of one `version`.
     """
 
-    agreement: float
+    agreement: float | None
     low: float | None
-    high: float
-    worst: WorstPart
+    high: float | None
+    worst: WorstPart | None
     cues: int
+    asked: int = 0
+    full: bool = True
+    reason: str | None = None
     kl: float
     probe_s: float
     version: int
@@ -87,6 +92,8 @@ class Quality(ResponseBody):
     @property
     def told(self) -> str:
         """The agreement with its interval, for people; with the number of cues where there is no interval."""
+        if self.agreement is None:
+            return f"none: {self.reason}"
         return f"{self.agreement:.3f} ({self.interval})" if self.cues else "1, nothing is lost"
 
     @property
@@ -154,7 +161,17 @@ class CacheObject(ResponseBody):
     timings: Timings = Timings()
     uses: int = Field(0, description="questions asked so far")
     date: str | None = Field(None, description="the day that the model's chat template wrote before the document")
+    warnings: list[str] = Field(
+        default_factory=list, description="what it may have lost, if it removes entries or agrees below 0.9"
+    )
     existing: bool = False
+
+    @property
+    def entries_told(self) -> str:
+        """The share of the entries that it keeps, and in which form, for people: beside sizes, because half the entries
+        in float32 take as many bytes as all of them in 16 bits."""
+        form = self.dtype if self.codec == "none" else self.codec
+        return f"{self.tokens.kept / max(self.tokens.document, 1):.0%} of the entries in {form}"
 
 
 class SaidMessage(ResponseBody):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
@@ -32,6 +33,33 @@ from kvshelf.api.strict import (
     require_one_expiry,
 )
 
+DEFAULT_POLICY = "full"
+DEFAULT_CODEC = "int8"
+"""Of a creation that says neither how much to keep nor how. It loses no answer on real documents: see
+docs/internals/datasets.md."""
+
+REMOVING_POLICY = "keydiff"
+"""Of a creation that says how much to remove, but no policy."""
+
+_REMOVALS = ("compression_ratio", "budget_tokens", "levels", "policy_params")
+
+
+def default_policy(given: Mapping[str, Any]) -> str:
+    """The policy where none is named, from the other fields of a creation: one that removes entries only where they ask
+    for it."""
+    return REMOVING_POLICY if _removes(given) else DEFAULT_POLICY
+
+
+def default_codec(given: Mapping[str, Any]) -> str:
+    """The codec where none is named. A policy that is named stores numbers as the model makes them: its caches keep
+    the ids that they had before there was another default."""
+    return "none" if given.get("policy") is not None or _removes(given) else DEFAULT_CODEC
+
+
+def _removes(given: Mapping[str, Any]) -> bool:
+    return any(given.get(name) not in (None, {}) for name in _REMOVALS)
+
+
 CHOSEN_BY_AUTO = {"policy_params", "compression_ratio", "budget_tokens", "codec", "levels", "expected_questions"}
 """Fields that the policy "auto" chooses itself."""
 
@@ -61,34 +89,42 @@ KeepSource = Annotated[
 """Whether the source of a cache is kept: true for the text, or the token ids alone."""
 
 Measured = Annotated[
-    Annotated[Literal[False], Tag("(flag)")] | Annotated[Literal["full"], Tag("(form)")], Discriminator(_how_kept)
+    Annotated[Literal[False], Tag("(flag)")] | Annotated[Literal["full", "fast"], Tag("(form)")],
+    Discriminator(_how_kept),
 ]
-"""How the quality of a cache is measured: "full", or false for not at all."""
+"""How the quality of a cache is measured: "full", "fast", or false for not at all."""
 
 
 class CacheOptions(RequestBody, Renewable):
     """How to compress and store a document, without the document.
 
     `compression_ratio` is the fraction of entries REMOVED, `budget_tokens` the mean number of entries kept per layer
-    and KV head. Without either, the policy's default applies.
+    and KV head; a policy that removes entries removes half without either. A creation that names neither a policy nor
+    what to remove keeps all entries, under the codec int8.
     """
 
     model: ModelName | None = Field(None, description="one of /v1/models; default: the first one")
     layout: LayoutName | None = Field(None, description="default: chat if the model has a chat template, else plain")
-    policy: Annotated[str, Field(min_length=1, max_length=64)] = Field(
-        "keydiff", description="one of /v1/policies; auto chooses policy, ratio and codec for the document"
-    )
     policy_params: AnyFields = Field(default_factory=dict, max_length=64)
     compression_ratio: Ratio | None = None
     budget_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    codec: CodecText = "none"
     levels: Annotated[list[Level], Field(min_length=1, max_length=MAX_LEVELS, fail_fast=True)] | None = Field(
         None, description="several compression ratios, or ratios with codecs: one cache each, all from one prefill"
+    )
+    policy: Annotated[str, Field(min_length=1, max_length=64)] = Field(
+        default_factory=default_policy,
+        description="one of /v1/policies; auto chooses policy, ratio and codec for the document; default: full, and "
+        "keydiff with a ratio, a budget, levels or parameters",
+    )
+    codec: CodecText = Field(
+        "none",
+        description="none, int8, int4, int2, mixed or klt, with parameters if any: int4:group=64, klt:step=2,steps=kl; "
+        "default: none; int8 without a policy, a ratio, a budget, levels and parameters",
     )
     min_quality: Annotated[float, Field(ge=0, le=1)] | None = Field(
         None,
         description="lowest acceptable quality.low, a bound of the agreement with the full cache: stores the smallest "
-        "level that reaches it, or none; default with the policy auto, without a size: 0.98",
+        "level that reaches it, or none; default with the policy auto, without a size: 0.95",
     )
     max_bytes: Annotated[int, Field(ge=1, lt=2**50)] | None = Field(
         None,
@@ -99,7 +135,9 @@ class CacheOptions(RequestBody, Renewable):
         None, description="max_bytes as bytes for each token of the document"
     )
     quality: Measured | None = Field(
-        None, description="full measures the quality of the cache, false does not; default: as the service is set"
+        None,
+        description="how the quality of the cache is measured: full by 150 cues, fast by as many as take half the time "
+        "of the prefill at most, false not at all; default: as the service is set, and full with a floor or a size",
     )
     expected_questions: Annotated[list[Text], Field(fail_fast=True)] = Field(
         default_factory=list, max_length=256, description="questions for the policies that score by the prompt's end"
@@ -207,7 +245,8 @@ class CreateCache(CacheOptions):
     """POST /v1/caches: compress a document once. Exactly one of `document`, `messages` and `token_ids` is required.
 
     `compression_ratio` is the fraction of entries REMOVED, `budget_tokens` the mean number of entries kept per layer
-    and KV head. Without either, the policy's default applies.
+    and KV head; a policy that removes entries removes half without either. A creation that names neither a policy nor
+    what to remove keeps all entries, under the codec int8.
     """
 
     model_config = ConfigDict(json_schema_extra=one_of(document="string", messages="array", token_ids="array"))
@@ -233,10 +272,13 @@ class CreateCache(CacheOptions):
 
     @model_validator(mode="before")
     @classmethod
-    def _by_epicache(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("episodes") is not None and data.get("policy") is None:
+    def _settled(cls, data: Any) -> Any:
+        """What is not said and follows from what is."""
+        if not isinstance(data, dict) or data.get("policy") is not None:
+            return data
+        if data.get("episodes") is not None:
             return {**data, "policy": "epicache"}
-        return data
+        return {"codec": default_codec(data), **data}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -344,6 +386,12 @@ class Estimate(CreateCache):
         None, description="one of /v1/policies, or auto; default: all of them"
     )
     codec: CodecText | None = Field(None, description="as in a creation; default: all codecs")  # type: ignore[assignment]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _settled(cls, data: Any) -> Any:
+        """An estimate without a policy is of all of them, and not of the default."""
+        return data
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

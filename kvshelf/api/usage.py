@@ -34,8 +34,8 @@ def today() -> datetime.date:
 
 class Metered(ResponseBody):
     """What was used. `prefill_tokens`: of documents and questions that went through the model. `worker_s`: seconds that
-    workers spent on this. `saved_s`: seconds of prefill that answers did not spend, because their documents were on the
-    shelf."""
+    workers spent on this, `quality_s` of them on measuring quality. `saved_s`: seconds of prefill that answers did not
+    spend, because their documents were on the shelf."""
 
     answers: int = 0
     caches_created: int = 0
@@ -43,6 +43,7 @@ class Metered(ResponseBody):
     prefill_tokens: int = 0
     completion_tokens: int = 0
     worker_s: float = 0.0
+    quality_s: float = 0.0
     saved_s: float = 0.0
 
     def __add__(self, other: Metered) -> Metered:

@@ -215,6 +215,13 @@ def levels(given: Sequence[str] | None) -> list[float | dict[str, Any]] | None:
     return found or None
 
 
+def measured(quality: str | None, no_quality: bool) -> str | bool | None:
+    """The field `quality` of a creation, from --quality and --no-quality."""
+    if quality is not None and no_quality:
+        raise InvalidRequest("--quality says how to measure, and --no-quality not to; give one", param="--quality")
+    return False if no_quality else quality
+
+
 SOURCE_FORMS: Final[dict[str | None, bool | str | None]] = {None: None, "text": True, "tokens": "tokens"}
 """`keep_source` in a request, by the value of the option."""
 

@@ -50,8 +50,13 @@ Parameters = Annotated[
 ]
 
 Policy = Annotated[
-    str | None, typer.Option(help="A policy of `kvshelf policies`, or auto: it chooses policy, ratio and codec.")
+    str | None,
+    typer.Option(
+        help="A policy of `kvshelf policies`, or auto: it chooses policy, ratio and codec.  [default: full under codec "
+        "int8; keydiff with a ratio, a budget, levels or parameters]"
+    ),
 ]
+AppendedPolicy = Annotated[str | None, typer.Option(help="A policy of `kvshelf policies`.  [default: that of CACHE]")]
 CompressionRatio = Annotated[float | None, typer.Option(help="Fraction of the entries to REMOVE, such as 0.75.")]
 BudgetTokens = Annotated[int | None, typer.Option(help="Entries to keep per layer and head, instead of a ratio.")]
 Levels = Annotated[
@@ -66,6 +71,12 @@ MaxBytes = Annotated[
     int | None, typer.Option(help="Most bytes of the cache. Keeps the level of the best quality that fits, or none.")
 ]
 BytesPerToken = Annotated[float | None, typer.Option(help="The same, as bytes for each token of the document.")]
+Quality = Annotated[
+    Literal["full", "fast"] | None,
+    typer.Option(
+        help="How to measure the quality: by 150 cues, or by as many as take half the prefill's time at most."
+    ),
+]
 NoQuality = Annotated[
     bool,
     typer.Option("--no-quality", help="Do not measure the quality of the cache."),
@@ -73,7 +84,7 @@ NoQuality = Annotated[
 MinQuality = Annotated[
     float | None,
     typer.Option(
-        help="Lowest bound of the agreement with the full cache, such as 0.98. Keeps the smallest level that "
+        help="Lowest bound of the agreement with the full cache, such as 0.95. Keeps the smallest level that "
         "reaches it, or none."
     ),
 ]

@@ -42,6 +42,7 @@ def put(
     budget_tokens: _options.BudgetTokens = None,
     level: _options.Levels = None,
     min_quality: _options.MinQuality = None,
+    quality: _options.Quality = None,
     no_quality: _options.NoQuality = False,
     max_bytes: _options.MaxBytes = None,
     bytes_per_token: _options.BytesPerToken = None,
@@ -77,7 +78,7 @@ def put(
             "budget_tokens": budget_tokens,
             "levels": _common.levels(level),
             "min_quality": min_quality,
-            "quality": False if no_quality else None,
+            "quality": _common.measured(quality, no_quality),
             "max_bytes": max_bytes,
             "bytes_per_token": bytes_per_token,
             "model": model,
@@ -101,7 +102,7 @@ def put(
 def append(
     cache: Cache,
     file: Annotated[Path, typer.Argument(metavar="FILE", help=_ONE_FILE)],
-    policy: _options.Policy = None,
+    policy: _options.AppendedPolicy = None,
     compression_ratio: _options.CompressionRatio = None,
     budget_tokens: _options.BudgetTokens = None,
     param: _options.Parameters = None,
@@ -138,7 +139,7 @@ def append(
             _common.print_object(made)
             return
         say(made.id)
-        _common.notes.print(f"{_named(file)}: {_summary(made)}", style="dim", soft_wrap=True)
+        _tell(f"{_named(file)}", made)
 
 
 def _named(file: Path) -> str:
@@ -163,7 +164,7 @@ def _put_one(client: Client, file: Path, fields: Mapping[str, Any], as_json: boo
             _common.print_object(cache)
         else:
             say(cache.id)
-            _common.notes.print(f"{_named(file)}{_part(cache)}: {_summary(cache)}", style="dim", soft_wrap=True)
+            _tell(f"{_named(file)}{_part(cache)}", cache)
     if fields["split"] and not as_json:
         label = shlex.quote(f"document={caches[0].labels['document']}")
         _common.notes.print(f'ask all parts: kvshelf ask --label {label} "QUESTION"', style="dim", soft_wrap=True)
@@ -173,15 +174,18 @@ def _put_one(client: Client, file: Path, fields: Mapping[str, Any], as_json: boo
         _common.notes.print(told, style="dim", soft_wrap=True)
 
 
+def _tell(what: str, cache: CacheObject) -> None:
+    _common.notes.print(f"{what}: {_summary(cache)}", style="dim", soft_wrap=True)
+    for warning in cache.warnings:
+        _common.notes.print(f"{what}: {warning}", style="yellow", soft_wrap=True)
+
+
 def _summary(cache: CacheObject) -> str:
     done = "already on the shelf" if cache.existing else _seconds(cache)
     agreement = "" if cache.quality is None else f", agreement {cache.quality.told}"
-    # Both shares: half of the entries in float32 take as many bytes as all of them in 16 bits.
-    entries = f"{cache.tokens.kept / max(cache.tokens.document, 1):.0%} of the entries"
-    form = cache.dtype if cache.codec == "none" else cache.codec
     return (
         f"{cache.tokens.document} tokens, {cache.tokens.kept} kept by {cache.policy}, "
-        f"{_common.megabytes(cache.bytes.stored)} ({entries} in {form}, {cache.bytes.share:.1%} of the full "
+        f"{_common.megabytes(cache.bytes.stored)} ({cache.entries_told}, {cache.bytes.share:.1%} of the full "
         f"cache in 16 bits){agreement}, {done}"
     )
 
@@ -551,7 +555,9 @@ _CELLS: dict[str, Callable[[CacheObject], str]] = {
     "kept": lambda cache: str(cache.tokens.kept),
     "of": lambda cache: str(cache.tokens.document),
     "size": lambda cache: _common.megabytes(cache.bytes.stored),
-    "quality": lambda cache: "-" if cache.quality is None else f"{cache.quality.agreement:.3f}",
+    "quality": lambda cache: (
+        "-" if cache.quality is None or cache.quality.agreement is None else f"{cache.quality.agreement:.3f}"
+    ),
     "interval": lambda cache: "-" if cache.quality is None else cache.quality.interval,
     "age": lambda cache: _common.duration(time.time() - cache.created_at),
     "expiry": lambda cache: "never" if cache.expires_at is None else _common.duration(cache.expires_at - time.time()),
@@ -619,8 +625,9 @@ def _details(cache: CacheObject) -> Table:
         "policy": f"{cache.policy}{f' ({used})' if used else ''}, {cache.compression_ratio:.0%} removed",
         "tokens": f"{cache.tokens.document}, of which {cache.tokens.kept} kept per layer and head",
         "codec": cache.codec,
-        "size": cache.bytes.told(_common.megabytes),
+        "size": f"{cache.bytes.told(_common.megabytes)}; {cache.entries_told}",
         "quality": _quality(cache),
+        **({"warning": "; ".join(cache.warnings)} if cache.warnings else {}),
         "labels": ", ".join(f"{key}={value}" for key, value in cache.labels.items()) or "-",
         "created": when(cache.created_at),
         "last used": when(cache.last_used_at),
@@ -642,9 +649,11 @@ def _quality(cache: CacheObject) -> str:
     if found is None:
         return "not measured"
     chosen = f"; chosen among {len(cache.tried)}" if cache.tried else ""
+    worst = found.worst
+    if worst is None:
+        return f"no figure: {found.reason}{chosen}"
     if not found.cues:
         return f"the full cache{chosen}"
-    worst = found.worst
     return (
         f"agreement {found.told} with the full cache on {found.cues} cues, lowest {worst['agreement']:.3f} at tokens "
         f"{worst['from']} to {worst['to']}, KL {found.kl:.3g} nats{chosen}"

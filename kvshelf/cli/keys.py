@@ -99,7 +99,17 @@ def usage(
 
 def _print(found: UsageReport) -> None:
     groups = [name for name in ("day", "model", "tenant") if any(getattr(row, name) is not None for row in found.data)]
-    headings = [*map(str.upper, groups), "ANSWERS", "CREATED", "READ", "PREFILLED", "ANSWERED", "WORKER", "SAVED"]
+    headings = [
+        *map(str.upper, groups),
+        "ANSWERS",
+        "CREATED",
+        "READ",
+        "PREFILLED",
+        "ANSWERED",
+        "WORKER",
+        "QUALITY",
+        "SAVED",
+    ]
     rows = [[*(str(getattr(row, name)) for name in groups), *_amounts(row)] for row in found.data]
     numbers = range(len(groups), len(headings))
     _common.print_table(_common.table(headings, rows, numbers=numbers))
@@ -113,5 +123,5 @@ def _amounts(row: UsageRow) -> list[str]:
         str(row.answers),
         str(row.caches_created),
         *(f"{count:,}" for count in tokens),
-        *(f"{seconds:,.1f} s" for seconds in (row.worker_s, row.saved_s)),
+        *(f"{seconds:,.1f} s" for seconds in (row.worker_s, row.quality_s, row.saved_s)),
     ]

@@ -32,10 +32,10 @@ def plan(
     tokens: Annotated[int, typer.Option(min=1, help="Length of each document.")] = 4096,
     lengths: Annotated[Path | None, typer.Option(help="A file: a length, or a length and a count, per line.")] = None,
     model: Annotated[str, typer.Option(help=_MODELS)] = "llama-3.1-8b",
-    policy: Annotated[str, typer.Option(help="As in `kvshelf put`.")] = "keydiff",
+    policy: Annotated[str | None, typer.Option(help="As in `kvshelf put`.")] = None,
     compression_ratio: _options.CompressionRatio = None,
     budget_tokens: _options.BudgetTokens = None,
-    codec: Annotated[str, typer.Option(help="none, int8, int4, int2 ...")] = "none",
+    codec: Annotated[str | None, typer.Option(help="As in `kvshelf put`: none, int8, int4, int2 ...")] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="Number of GPUs; or give --hours.")] = None,
     hours: Annotated[float | None, typer.Option(min=0.01, help="Hours available; the plan says how many GPUs.")] = None,
     tokens_per_s: Annotated[float | None, typer.Option(min=0.001, help="Of one GPU, compression included.")] = None,
@@ -61,6 +61,7 @@ def plan(
     --simulate adds the resources that all GPUs share, the fullest first, and a run with failures.
     """
     with _common.named_errors(as_json=as_json), needs_extra("serve", purpose=f"kvshelf plan --model {model}"):
+        from kvshelf.api.creation import default_codec, default_policy
         from kvshelf.corpus import plan as paper
 
         numbers = {"--tokens-per-s": tokens_per_s, "--hours": hours, "--server-memory-gb": server_memory_gb}
@@ -75,6 +76,8 @@ def plan(
         shape = paper.shape_of(model)
         shared = paper.MEASURED if shared_rates is None else paper.SharedRates.read(shared_rates)
         corpus = paper.read_lengths(lengths, documents) if lengths else ((tokens, documents or 1_000_000),)
+        given = {"policy": policy, "compression_ratio": compression_ratio, "budget_tokens": budget_tokens}
+        policy, codec = policy or default_policy(given), codec or default_codec(given)
         work = paper.Work(policy, compression_ratio, budget_tokens, codec, home)
         speed = paper.Speed.of(shape, policy, tokens_per_s, rates)
         found = paper.make_plan(corpus, shape, work, speed, shared, gpus, hours, gb_month_price)

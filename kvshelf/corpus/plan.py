@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from kvshelf.api.creation import DEFAULT_CODEC, DEFAULT_POLICY
 from kvshelf.errors import InvalidRequest
 from kvshelf.store.artifact.codecs import Codec
 from kvshelf.workers.policies.budgets import Budget
@@ -152,10 +153,10 @@ def object_requests(nbytes: int) -> tuple[int, int]:
 class Work:
     """What is done with each document, fields as in `CreateCache`; home: where its cache goes, one of `HOMES`."""
 
-    policy: str = "keydiff"
+    policy: str = DEFAULT_POLICY
     compression_ratio: float | None = None
     budget_tokens: int | None = None
-    codec: str = "none"
+    codec: str = DEFAULT_CODEC
     home: str = "redis"
 
     def stored_bytes(self, shape: Shape, num_tokens: int) -> int:

@@ -15,7 +15,7 @@ from kvshelf.errors import KvshelfError
 
 ItemT = TypeVar("ItemT")
 
-_CHARS_PER_TOKEN: Final = 4
+CHARS_PER_TOKEN: Final = 4
 _BODY_TYPES: Final[Mapping[str, type[CreateCache | ChatCompletionRequest]]] = {
     "spec": CreateCache,
     "question": ChatCompletionRequest,
@@ -89,7 +89,7 @@ class Row:
             return 0
         if self.spec.messages is not None:
             return sum(len(message.content) for message in self.spec.messages)
-        return len(self.spec.document or "") + _CHARS_PER_TOKEN * len(self.spec.token_ids or ())
+        return len(self.spec.document or "") + CHARS_PER_TOKEN * len(self.spec.token_ids or ())
 
     def failed(self, error: KvshelfError | RowError, *, attempts: int = 0, seconds: float = 0.0) -> Row:
         """This row as it ended with an error."""

@@ -12,6 +12,7 @@ from urllib.parse import quote
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, DotEnvSettingsSource, NoDecode, SettingsConfigDict
 
+from kvshelf.api.creation import Measured
 from kvshelf.api.strict import Ttl
 from kvshelf.errors import InvalidRequest, nearest
 from kvshelf.store.private import without_secret
@@ -143,8 +144,13 @@ class Settings(BaseSettings):
         description="FLOP a byte of the models' devices, for prefill token equivalents; `kvshelf doctor` measures it; "
         "default: what a table says of the device",
     )
-    quality_probe: bool = Field(
-        True, description="measure the quality of every compression; if false, only when min_quality asks"
+    quality_probe: Measured = Field(
+        "fast",
+        description="how the quality of every compression is measured: full, fast, or false for only where min_quality "
+        "asks; a creation that says quality has its own",
+    )
+    tenant_quality: dict[str, Measured] = Field(
+        default_factory=dict, description='the same for single tenants, as JSON: {"law": "full", "logs": false}'
     )
 
     sweep_interval_s: Seconds = Field(60.0, description="time between two removals of expired caches")
@@ -154,6 +160,13 @@ class Settings(BaseSettings):
         None, min_length=1, description="OTLP address for traces, such as http://host:4318/v1/traces; default: none"
     )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @field_validator("quality_probe", mode="before")
+    @classmethod
+    def _probe(cls, given: Any) -> Any:
+        """A flag, as it was before there were two ways to measure, or one of these."""
+        told = given.lower() if isinstance(given, str) else given
+        return {"true": "fast", "1": "fast", True: "fast", "false": False, "0": False}.get(told, told)
 
     @field_validator("encryption_key_file", "api_key_file", "erasure_key_file")
     @classmethod

@@ -20,6 +20,7 @@ from kvshelf.service.http.parsing import Parser
 from kvshelf.service.http.waiting import off_loop
 from kvshelf.service.jobs.background import Background
 from kvshelf.service.jobs.batches import BatchRunner
+from kvshelf.service.losses import warnings_of
 from kvshelf.service.observe.metrics import Metrics
 from kvshelf.service.serving import serving_all
 from kvshelf.service.settings import Settings
@@ -120,7 +121,8 @@ def etag_of(manifest: Manifest) -> str:
 
 def cache_object(manifest: Manifest, *, existing: bool = False) -> CacheObject:
     """A manifest as the API shows it."""
-    same = CacheObject.model_fields.keys() - {"object", "dtype", "tokens", "bytes", "existing", "source", "date"}
+    own = {"object", "dtype", "tokens", "bytes", "existing", "source", "date", "warnings"}
+    same = CacheObject.model_fields.keys() - own
     kept = manifest.source
     return CacheObject.model_validate(
         manifest.model_dump(include=same)
@@ -134,5 +136,6 @@ def cache_object(manifest: Manifest, *, existing: bool = False) -> CacheObject:
             "ttl_s": manifest.ttl_renew_s,
             "existing": existing,
             "date": manifest.identity.get("date"),
+            "warnings": warnings_of(manifest),
         }
     )

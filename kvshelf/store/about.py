@@ -36,9 +36,13 @@ class About(RequestBody):
 
 def _possible(quality: Quality) -> bool:
     low = 0.0 if quality.low is None else quality.low
-    in_order = 0 <= low <= quality.agreement <= quality.high <= 1  # false for NaN
-    rest: Iterable[float] = (quality.kl, quality.probe_s, *quality.worst.values())
-    known = quality.cues > 0 or (quality.cues == 0 and low == 1)  # without cues: the full cache itself
+    agreement, high = quality.agreement, quality.high
+    if agreement is None or high is None:  # nothing counted
+        in_order = agreement is high is quality.low is None and quality.cues == 0
+    else:
+        in_order = 0 <= low <= agreement <= high <= 1  # false for NaN
+    rest: Iterable[float] = (quality.kl, quality.probe_s, *(quality.worst or {}).values())
+    known = quality.cues > 0 or (quality.cues == 0 and (low == 1 or agreement is None))  # 1: the full cache itself
     return in_order and known and quality.version > 0 and all(0 <= n < math.inf for n in rest)
 
 

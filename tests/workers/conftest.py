@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from safetensors import safe_open
 from torch import Tensor
@@ -54,3 +55,11 @@ def oracle(request: pytest.FixtureRequest) -> Oracle:
 def llama() -> Oracle:
     """The recorded Llama, for what does not depend on the architecture."""
     return load_oracle("llama")
+
+
+@pytest.fixture
+def all_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every token counts: a random model learns nothing from a document, so that none would."""
+    monkeypatch.setattr(
+        "kvshelf.workers.engine.quality.decides", lambda own, *_: torch.ones_like(own, dtype=torch.bool)
+    )

@@ -24,6 +24,8 @@ _PAGE: Final = files(__package__).joinpath("report.html").read_text("utf-8")
 _WORKERS: Final = 20
 _EXAMPLES: Final = 3
 """Failed rows shown for each error code."""
+_FLOOR: Final = 0.9
+"""Of an agreement: how many documents lie below it is told."""
 _EXTREMES: Final = 10
 """Documents shown as the slowest, and as the lowest in quality."""
 _LONGEST: Final = 200
@@ -137,7 +139,8 @@ class _Findings:
     """Sums over the results. `seconds`, `slowest` and `repeated` cover documents compressed in this batch only.
 
     stored: what was stored, as a share of 16 bits. examples: (message, result) by code. repeated: documents that took
-    more than one attempt. slowest and worst: (rank, result), lowest rank first.
+    more than one attempt. below: measured documents under `_FLOOR`, which took `quality_s`. slowest and worst: (rank,
+    result), lowest rank first.
     """
 
     tokens: Histogram = field(default_factory=Histogram.doublings)
@@ -149,6 +152,8 @@ class _Findings:
     slowest: list[tuple[float, Row]] = field(default_factory=list)
     worst: list[tuple[float, Row]] = field(default_factory=list)
     policies: Counter[str] = field(default_factory=Counter)
+    below: int = 0
+    quality_s: float = 0.0
     kept: int = 0
     reused_tokens: int = 0
     repeated: int = 0
@@ -164,8 +169,10 @@ class _Findings:
         self.policies[result.policy] += 1
         if result.bytes_full_16bit:
             self.stored.add(result.bytes_stored / result.bytes_full_16bit)
-        if result.quality is not None:
+        if result.quality is not None and result.quality["agreement"] is not None:
             self.agreement.add(result.quality["agreement"])
+            self.below += result.quality["agreement"] < _FLOOR
+            self.quality_s += result.quality.get("probe_s", 0.0)
             _keep(self.worst, result.quality["agreement"], result)
         if result.reused:
             self.reused_tokens += result.tokens
@@ -262,7 +269,15 @@ def _throughput(summary: Summary) -> list[str]:
 def _quality(found: _Findings) -> list[str]:
     if not found.agreement.count:
         return []
-    about = f"Measured on {found.agreement.count:,} documents, by the probe that runs when a cache is made."
+    from kvshelf.workers.engine.quality import bounds  # torch, which a report without figures does without
+
+    count = found.agreement.count
+    low, high = bounds(found.below, count)
+    about = (
+        f"Measured on {count:,} of {found.tokens.count:,} documents, in {found.quality_s:,.1f} s: {found.below:,} are "
+        f"below {_FLOOR}, so of all {_share(low)} to {_share(high)} are, if these are a sample of them (bounds at 95 "
+        "%). --quality full or fast measures every document."
+    )
     rows = []
     for agreement, result in found.worst:
         assert result.quality is not None

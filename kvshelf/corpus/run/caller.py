@@ -18,6 +18,7 @@ from kvshelf.api.openai import ChatCompletionRequest
 from kvshelf.corpus.row import Row, RowError
 from kvshelf.corpus.run.progress import RunOptions
 from kvshelf.corpus.run.runner import Job, Runner, refuse, stored_caches
+from kvshelf.corpus.run.sampling import is_measured
 from kvshelf.errors import (
     Cancelled,
     InternalError,
@@ -188,9 +189,11 @@ class Caller:
         options = self.options
         # The document is part of the id: a corrected line is a new row.
         body = canonical_json(spec.model_dump(mode="json"))
-        named = spec.model_copy(update={"model": model})
+        row_id = PREFIX + digest("kvshelf.row", options.tenant, options.batch_id, row.source, str(row.line), body)
+        sampled = spec.quality is not None or spec.chooses or is_measured(row_id, row.length)
+        named = spec.model_copy(update={"model": model} | ({} if sampled else {"quality": False}))
         return RowJob(
-            id=PREFIX + digest("kvshelf.row", options.tenant, options.batch_id, row.source, str(row.line), body),
+            id=row_id,
             tenant=options.tenant,
             requests=self.store.requests,
             spec=lambda: named,

@@ -89,7 +89,7 @@ class Metrics(QuestionMetrics):
             self._full_bytes.labels(model).inc(manifest.bytes_full)
             self._full_16bit_bytes.labels(model).inc(manifest.bytes["full_16bit"])
             self._stored_bytes.labels(model).inc(manifest.bytes_stored)
-            if manifest.quality is not None:
+            if manifest.quality is not None and manifest.quality.agreement is not None:
                 self._agreement.labels(model, manifest.policy).observe(manifest.quality.agreement)
         _observe(self._creation_s, model, created.phases)
 

@@ -26,6 +26,13 @@ export function size({ stored, full, full_16bit: base }) {
   return `${megabytes(stored)}, ${percent(stored / base)} of ${megabytes(base)} in 16 bits${wider}`;
 }
 
+/** The size of a cache beside the entries that it keeps, and the form in which it does. */
+export function kept(cache) {
+  const { codec, dtype, tokens, bytes } = cache;
+  const entries = percent(tokens.kept / Math.max(tokens.document, 1));
+  return `${size(bytes)}; ${entries} of the entries in ${codec === "none" ? dtype : codec}`;
+}
+
 export const percent = (share) => `${Number((share * 100).toFixed(share > 0.99 && share < 1 ? 2 : 1))} %`;
 
 export const milliseconds = (ms) =>
@@ -43,10 +50,11 @@ export const moment = (unix) => moments.format(new Date(unix * 1000));
 export const expiry = (cache) => (cache.expires_at === null ? "never" : fromNow(cache.expires_at));
 
 /** The share of the cues that agree with the full cache; a dash if it was not measured. */
-export const agreement = ({ quality }) => (quality ? percent(quality.agreement) : "–");
+export const agreement = ({ quality }) => (Number.isFinite(quality?.agreement) ? percent(quality.agreement) : "–");
 
 /** The agreement with its interval, if the document is long enough for one. */
-export const quality = ({ agreement: share, low, high, cues, kl }) => {
+export const quality = ({ agreement: share, low, high, cues, kl, reason }) => {
+  if (share === null) return `none: ${reason}`;
   const interval = low === null ? "" : ` (${percent(low)} to ${percent(high)})`;
   return `${percent(share)}${interval} of ${count(cues)} cues agree with the full cache, KL ${kl.toFixed(3)}`;
 };

@@ -12,7 +12,6 @@ from kvshelf.service.settings import Settings
 from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster import deployment
 from kvshelf.workers.cluster.remote import RemoteEngine
-from kvshelf.workers.engine.quality import CUES
 from kvshelf.workers.replica.queues import SchedulerLimits
 from kvshelf.workers.replica.residents import ResidentLimits
 
@@ -49,7 +48,8 @@ def _config(settings: Settings, shelf: StoreConfig, model: str, *, local: bool) 
         ),
         residents=ResidentLimits(settings.resident_bytes, settings.resident_idle_s),
         intensity=settings.operational_intensity,
-        cues=CUES if settings.quality_probe else 0,
+        quality=settings.quality_probe,
+        tenant_quality=settings.tenant_quality,
         max_document_tokens=settings.max_document_tokens,
         gpus=settings.gpus_per_replica,
         begin=partial(logs.configure, settings.log_level),

@@ -10,7 +10,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -27,7 +27,7 @@ from kvshelf.workers.cluster import orphans, startup
 from kvshelf.workers.cluster.remote import RemoteEngine, running
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.parallel.engine import ParallelEngine
-from kvshelf.workers.engine.quality import CUES
+from kvshelf.workers.engine.quality import How
 from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.residents import ResidentLimits
 from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
@@ -42,12 +42,12 @@ _TELL_S: Final = 10.0
 class ReplicaConfig:
     """The configuration of each replica of one model.
 
-    model: bundled name, folder or hub id. threads: CPU threads for torch; None leaves Ray's choice. cues: how many
-    measure the quality of each new cache. max_document_tokens: the longest document it compresses; None leaves it to
-    the model. gpus: of the replica. With the device "spread" the layers are spread over them, otherwise as many
-    processes share the model's heads, without GPUs on the CPU. intensity: of the device, as of `Equivalents`; None:
-    what the table says. chat_template: as of `Engine.load`. begin: called first in the replica's process, for example
-    to set up its logs.
+    model: bundled name, folder or hub id. threads: CPU threads for torch; None leaves Ray's choice. quality: how
+    that of each new cache is measured; tenant_quality: of single tenants. max_document_tokens: the longest document it
+    compresses; None leaves it to the model. gpus: of the replica. With the device "spread" the layers are spread over
+    them, otherwise as many processes share the model's heads, without GPUs on the CPU. intensity: of the device, as of
+    `Equivalents`; None: what the table says. chat_template: as of `Engine.load`. begin: called first in the replica's
+    process, for example to set up its logs.
     """
 
     model: str
@@ -57,7 +57,8 @@ class ReplicaConfig:
     threads: int | None = None
     limits: SchedulerLimits = field(default_factory=SchedulerLimits)
     residents: ResidentLimits = field(default_factory=ResidentLimits)
-    cues: int = CUES
+    quality: How = "fast"
+    tenant_quality: Mapping[str, How] = field(default_factory=dict)
     max_document_tokens: int | None = None
     gpus: int = 1
     intensity: float | None = None
@@ -97,7 +98,8 @@ class ServedReplica(Replica):
             config.store.open(),
             Scheduler(engine, config.limits),
             config.residents,
-            cues=config.cues,
+            quality=config.quality,
+            tenant_quality=config.tenant_quality,
             max_document_tokens=config.max_document_tokens,
         )
         self.start()

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvshelf.api import Quality
+from kvshelf.api.creation import default_policy
 from kvshelf.errors import DocumentTooLong, InvalidRequest, ModelMismatch, PolicyUnsupported, StateConflict
 from kvshelf.kernels import ans
 from kvshelf.store.artifact.arriving import ArrivingCache
@@ -80,7 +81,7 @@ from kvshelf.workers.model.layers import LayerKind, layer_kinds
 from kvshelf.workers.model.prepacking import prepack
 from kvshelf.workers.model.rope import Rope, changes_with_length, reach
 from kvshelf.workers.model.text import EncodedDocument, TemplateOptions, TextFormat
-from kvshelf.workers.policies import DEFAULT_POLICY, build
+from kvshelf.workers.policies import build
 from kvshelf.workers.policies.base import Policy, ScoringPolicy
 from kvshelf.workers.policies.budgets import Budget
 from kvshelf.workers.policies.epicache import EpiCache
@@ -233,7 +234,7 @@ class Engine:
         self,
         document: Document,
         *,
-        policy: str = DEFAULT_POLICY,
+        policy: str | None = None,
         compression_ratio: float | None = None,
         budget_tokens: int | None = None,
         layout: Layout | None = None,
@@ -295,7 +296,7 @@ class Engine:
         document: Document | EncodedDocument,
         *,
         layout: Layout | None = None,
-        policy: str = DEFAULT_POLICY,
+        policy: str | None = None,
         compression_ratio: float | None = None,
         budget_tokens: int | None = None,
         policy_params: Mapping[str, Any] | None = None,
@@ -304,12 +305,14 @@ class Engine:
         """Check and tokenize; no work of the model. Thread-safe.
 
         `compression_ratio` is the fraction removed, `budget_tokens` the entries kept per KV head; give at most one
-        (default: half is removed). `expected_questions` guide the policies that score by the end of the prompt; any
+        (default: half is removed). Without a policy, `keydiff` for these and for parameters, otherwise `full`, which
+        keeps everything. `expected_questions` guide the policies that score by the end of the prompt; any
         question can be asked later. Raises `InvalidRequest`, `DocumentTooLong`, `DocumentTooShort` or
         `PolicyUnsupported`.
         """
         given = dict(policy_params or {})
-        chosen = build(policy, given)
+        sizes = {"compression_ratio": compression_ratio, "budget_tokens": budget_tokens, "policy_params": given}
+        chosen = build(policy or default_policy(sizes), given)
         require_budget_taken(chosen, compression_ratio, budget_tokens)
         encoded = document if isinstance(document, EncodedDocument) else self._encoder.document(document, layout)
         require_questions_taken(chosen, expected_questions)
@@ -665,9 +668,12 @@ class Engine:
         if cache.identity.document != reference.document:
             raise InvalidRequest("the reference is of another document than the cache; use that of its own prefill")
         started = time.perf_counter()
-        logits = self._answered(cache, reference.probe)
-        quality = reference.compare(logits, time.perf_counter() - started)
-        if not math.isfinite(quality.kl):
+        if reference.probe.places:
+            logits = self._answered(cache, reference.probe)
+            quality = reference.compare(logits, time.perf_counter() - started)
+        else:
+            quality = reference.undecided()
+        if not (reference.finite and math.isfinite(quality.kl)):
             raise PolicyUnsupported(
                 f"behind this document the logits of {self.name!r} are not numbers, so its cache could answer nothing; "
                 "where a model overflows in float16, load it with dtype bfloat16 or float32; otherwise its weights are "

@@ -2,28 +2,30 @@
 
 The real questions are not known yet, so they are made from the document: cues. A cue is ten tokens of the document,
 what the chat template writes before an answer, and in place of the answer the document's tokens from the third on
-behind the ten: like a question, it does not have the very words before the answer. Both caches predict the same four
-tokens of each answer, each token after the right ones before it. The reference is the full cache
-and not the truth: an answer that the model cannot find is no fault of the compression.
+behind the ten: like a question, it does not have the very words before the answer. Four tokens begin the answer, and
+both caches predict the next six, each after the right ones before it. The reference is the full cache and not the
+truth: an answer that the model cannot find is no fault of the compression.
 
-With p the probabilities under the full cache, q under the compressed one, n under none (the chat template's tokens
-alone), and a = argmax p at each predicted token:
+With p the probabilities under the full cache, q under the compressed one, and n those that the model gave at the same
+token of the document when it first read it, for d, the document's own token:
 
-    a token counts where p(a) >= 0.99; it is the document's where also p(a) - n(a) >= 0.5
-    a cue agrees where argmax q = a at each of its tokens that count
-    agreement = share of the cues that agree
-    kl = mean of KL(p || q) over all tokens of the cues that have a token that counts, in nats
+    the document decides a token where argmax p = d, p(d) >= 0.5 and p(d) - n(d) >= 0.3
+    a cue counts if the document decides one of its tokens; it agrees where argmax q = d at the first of them
+    agreement = share of the cues that count and agree
+    kl = mean of KL(p || q) over all predicted tokens of the cues that count, in nats
 
-Cues without such a token agree whatever the cache holds, and are not asked again. Where fewer than a fifth of the cues
-have a token that counts and is the document's, every token counts (every fifth cue is asked without the document).
-KL takes the 64 likeliest tokens one by one and the others together.
+So a token counts that surprised the model at first and does not after it has read the document: what it knows of it
+comes from the cache. What the document does not decide (what the model would have said anyway, and what it is unsure
+of) is in no denominator. The first of a cue's tokens and not all: they are lost together, and cues are independent.
+KL takes the 64 likeliest tokens one by one and the others together. docs/internals/probe.md has the rules that were
+tried.
 
-Cues and not tokens are counted, because the tokens of a cue are lost together. `low` and `high` are the exact bounds of
-a binomial share (Clopper and Pearson, 1934), each on one side, at 95 %. `low` is None below `CUES` cues: a bound from
-so few is no floor.
+`low` and `high` are the exact bounds of a binomial share (Clopper and Pearson, 1934), each on one side, at 95 %. `low`
+is None where fewer than `LEAST` cues count: a bound from so few is no floor. Where none counts there is no agreement.
 
 The full cache answers during the prefill: the cues are probe passes behind the document, and each layer is freed as
-usual. There is never a second cache in memory, but for a model with recurrent states (`prefill.stateful`).
+usual. There is never a second cache in memory, but for a model with recurrent states (`prefill.stateful`). Such a
+model, and appended tokens, have no logits of the document; there n is what the model says to the cue alone.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 from torch import Tensor
@@ -46,22 +48,33 @@ from kvshelf.workers.policies.view import DocumentView, ProbePass
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-VERSION: Final = 2
+VERSION: Final = 3
 """Raised whenever the numbers of an unchanged cache can change."""
 
 CUES: Final = 150
-"""Cues of a probe. If all of them agree, `low` is 0.98."""
+"""Cues of a full probe. On SmolLM2 58 to 74 of 100 count; if 90 count and agree, `low` is 0.967."""
+
+LEAST: Final = 8
+"""Cues that count below which there is no bound."""
+
+_TOKENS_OF_A_CUE: Final = 128
+_FEWEST, _MOST = 10, 48
+"""A fast probe has a cue for so many tokens of the document, within these bounds: at 2,000 tokens it takes half the
+time of their prefill, at 32,000 a tenth."""
+
+How = Literal["full", "fast", False]
+"""How quality is measured; False: not at all."""
 
 ASKED: Final = 10
 SKIPPED: Final = 2
-"""Tokens of the document between those of a cue and the answer. Without a gap one accepted cache in seven had lost
-facts, where with it one in fourteen had (docs/internals/probe.md)."""
-ANSWER: Final = 4
+"""Tokens of the document between those of a cue and the answer."""
+GIVEN: Final = 4
+"""Tokens that begin the answer. A model writes sentences: it seldom begins with the document's own words, and without
+these a fifth of the cues counted in place of four fifths."""
+ANSWER: Final = 6
 
-_SURE: Final = 0.99
-_GIVEN: Final = 0.5
-_LEAST_GIVEN: Final = 1 / 5
-_EVERY_FIFTH: Final = 5
+_LIKELY: Final = 0.5
+_LEARNT: Final = 0.3
 _TIE: Final = 1e-4
 """Log-probabilities closer than this are equal, as in every comparison of answers: rounding decides their order."""
 _LIKELIEST: Final = 64
@@ -71,6 +84,18 @@ _CHUNK: Final = 64
 _PARTS: Final = 8
 _LEAST_OF_PART: Final = 10
 _CONFIDENCE: Final = 0.95
+
+
+def cue_count(how: How, num_tokens: int) -> int:
+    """Cues of a probe of a document of so many tokens."""
+    if how == "fast":
+        return min(max(num_tokens // _TOKENS_OF_A_CUE, _FEWEST), _MOST)
+    return CUES if how else 0
+
+
+def highest_low(cues: int) -> float:
+    """The bound where all of so many cues count and agree: no cache that loses something has a higher one."""
+    return bounds(cues, cues)[0]
 
 
 def exact(num_tokens: int, probe_s: float) -> Quality:
@@ -83,13 +108,16 @@ def exact(num_tokens: int, probe_s: float) -> Quality:
 class Probe:
     """Cues made from a document, all of one length.
 
-    places: where the answer of each cue begins in the document, ascending. passes: without the last token of each
-    answer, which predicts nothing. prefix: the chat template's tokens before the document.
+    places: where the predicted tokens of each cue begin in the document, ascending. answers: these tokens. passes:
+    without the last of them, which predicts nothing. prefix: the chat template's tokens before the document. full:
+    whether there are `CUES`, or as many as the document has room for.
     """
 
     places: tuple[int, ...]
+    answers: tuple[tuple[int, ...], ...]
     passes: tuple[ProbePass, ...]
     prefix: tuple[int, ...]
+    full: bool = True
 
     @classmethod
     def of(cls, document: DocumentView, count: int = CUES) -> Probe | None:
@@ -97,17 +125,21 @@ class Probe:
         places = tuple(cue_places(document, count))
         if not places:
             return None
-        passes = tuple(document.cue(_asked(at), slice(at, at + ANSWER - 1)) for at in places)
-        return cls(places, passes, tuple(document.token_ids[: document.protected_prefix]))
+        ids = document.token_ids
+        answers = tuple(tuple(ids[at : at + ANSWER]) for at in places)
+        passes = tuple(document.cue(_asked(at), slice(at - GIVEN, at + ANSWER - 1)) for at in places)
+        full = count >= CUES or len(places) < count
+        return cls(places, answers, passes, tuple(ids[: document.protected_prefix]), full)
 
     def only(self, cues: Sequence[int]) -> Probe:
         """These cues."""
-        return replace(self, places=tuple(self.places[at] for at in cues), passes=tuple(self.passes[at] for at in cues))
-
-    @property
-    def without(self) -> Probe:
-        """The cues that a model without the document is asked."""
-        return self.only(range(0, len(self.passes), _EVERY_FIFTH))
+        return Probe(
+            tuple(self.places[at] for at in cues),
+            tuple(self.answers[at] for at in cues),
+            tuple(self.passes[at] for at in cues),
+            self.prefix,
+            self.full,
+        )
 
     @property
     def length(self) -> int:
@@ -119,74 +151,103 @@ class Probe:
         """Tokens of all cues together."""
         return self.length * len(self.passes)
 
+    def reading(self, device: torch.device) -> Tensor:
+        """Where the same tokens are predicted while the document is read: `[cues * T]`."""
+        begins = torch.tensor(self.places, device=device)[:, None]
+        return (begins + torch.arange(-1, ANSWER - 1, device=device)).flatten()
+
     def predicting(self, first: int, device: torch.device) -> Tensor:
-        """Where the predictions stand in a sequence in which the first cue begins at token `first`: `[cues * 4]`."""
+        """Where the predictions stand in a sequence in which the first cue begins at token `first`: `[cues * T]`."""
         ends = torch.arange(1, len(self.passes) + 1, device=device)[:, None] * self.length
         return (ends + torch.arange(-ANSWER, 0, device=device)).flatten() + first
 
     def ids(self, device: torch.device, before: Sequence[int] = ()) -> Tensor:
-        """Token ids of the cues, a row each, behind `before`: `[cues, T]`."""
+        """Token ids of the cues, a row each, behind `before`: `[cues, length]`."""
         return torch.tensor([[*before, *cue.token_ids] for cue in self.passes], device=device)
 
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """The full cache's predictions for the cues of a probe that tell something; T = 4 for each.
+    """The full cache's predictions for the cues of a probe that count; T = 6 for each.
 
-    document: the digest of the document's ids, as in an `Identity`. places: of all cues. telling: which of them have
-    tokens that count, and `probe` has only these. likeliest: `[telling * T, 64]` token ids. log_probs: `[telling * T,
-    65]` fp32 of these and of all others together. counted: `[telling, T]`, the tokens that count. probe_s: seconds that
-    the answers without a document took.
+    document: the digest of the document's ids, as in an `Identity`. asked: cues of the whole probe. `probe` has those
+    that count. likeliest: `[cues * T, 64]` token ids. log_probs: `[cues * T, 65]` fp32 of these and of all others
+    together. decided: of each cue, the first token that the document decides, `[cues]` of `cues * T`. finite: whether
+    the model's logits are numbers. probe_s: seconds that the full cache's answers took, those of a shared pass by their
+    share of its tokens.
     """
 
     document: str
-    places: tuple[int, ...]
-    telling: tuple[int, ...]
+    asked: int
     probe: Probe
     likeliest: Tensor
     log_probs: Tensor
-    counted: Tensor
+    decided: Tensor
+    finite: bool
     probe_s: float
 
     @classmethod
-    def of(cls, document: str, probe: Probe, full: Tensor, without: Tensor, probe_s: float) -> Reference:
-        """From logits `[cues * T, vocabulary]` of the full cache, and of the model without the document for the cues of
-        `probe.without`."""
+    def of(cls, document: str, probe: Probe, full: Tensor, before: Tensor, probe_s: float) -> Reference:
+        """From logits `[cues * T, vocabulary]` of the full cache, and of the model before it knew the document."""
         count = min(_LIKELIEST, full.shape[-1])
-        likeliest = full.topk(count, dim=-1).indices.view(-1, ANSWER, count)
-        log_probs = _events(full, likeliest.flatten(0, 1))[0].view(-1, ANSWER, count + 1)
-        sure = log_probs[..., 0].exp()  # [cues, T]
-        counted = sure >= _SURE
-        first = likeliest[::_EVERY_FIFTH, :, :1].flatten(0, 1)
-        alone = _events(without, first)[0][:, 0].exp().view(-1, ANSWER)
-        given = counted[::_EVERY_FIFTH] & (sure[::_EVERY_FIFTH] - alone >= _GIVEN)
-        if given.any(dim=1).float().mean() < _LEAST_GIVEN:
-            counted = torch.ones_like(counted)
-        telling = counted.any(dim=1).nonzero().flatten()
-        asked = tuple(telling.tolist())
-        likeliest, log_probs = (found[telling].flatten(0, 1) for found in (likeliest, log_probs))
-        return cls(document, probe.places, asked, probe.only(asked), likeliest, log_probs, counted[telling], probe_s)
+        likeliest = full.topk(count, dim=-1).indices
+        log_probs, _ = _events(full, likeliest)
+        own = torch.tensor(probe.answers, device=full.device).flatten()  # the document's tokens
+        known = _events(before, own[:, None])[0][:, 0].exp()
+        decided = decides(own, likeliest[:, 0], log_probs[:, 0].exp(), known).view(-1, ANSWER)
+        counting = decided.any(dim=1).nonzero().flatten()
+        rows = (counting[:, None] * ANSWER + torch.arange(ANSWER, device=full.device)).flatten()
+        firsts = decided[counting].int().argmax(dim=1) + torch.arange(len(counting), device=full.device) * ANSWER
+        return cls(
+            document,
+            len(probe.places),
+            probe.only(counting.tolist()),
+            likeliest[rows],
+            log_probs[rows],
+            firsts,
+            bool(log_probs.isfinite().all()),
+            probe_s,
+        )
 
     def compare(self, logits: Tensor, probe_s: float) -> Quality:
-        """The quality of a compressed cache, from its logits `[telling * T, vocabulary]`. `kl` is not finite if they
-        are not."""
+        """The quality of a compressed cache, from its logits `[cues * T, vocabulary]`. `kl` is not finite if they are
+        not."""
         log_probs, highest = _events(logits, self.likeliest)
-        same = (highest - log_probs[:, 0] <= _TIE).view(-1, ANSWER)
-        kept: list[bool] = (same | ~self.counted).all(dim=1).tolist()
-        lost = {cue for cue, agrees in zip(self.telling, kept, strict=True) if not agrees}
-        cues = len(self.places)
+        agreed: list[bool] = (highest - log_probs[:, 0] <= _TIE)[self.decided].tolist()
         kl = float((self.log_probs.exp() * (self.log_probs - log_probs)).sum(dim=-1).mean())
-        low, high = bounds(cues - len(lost), cues)
+        cues, places = len(agreed), self.probe.places
+        low, high = bounds(sum(agreed), cues)
         return Quality(
-            agreement=(cues - len(lost)) / cues,
-            low=low if cues >= CUES else None,
+            agreement=sum(agreed) / cues,
+            low=low if cues >= LEAST else None,
             high=high,
-            worst=worst_part(self.places, [cue not in lost for cue in range(cues)]),
+            worst=worst_part(places, agreed),
             cues=cues,
+            asked=self.asked,
+            full=self.probe.full,
+            reason=None if cues >= LEAST else f"{self.told}, and a bound takes {LEAST}",
             kl=kl if math.isnan(kl) else max(kl, 0.0),
             probe_s=self.probe_s + probe_s,
             version=VERSION,
         )
+
+    def undecided(self) -> Quality:
+        """The quality of any cache where no cue counts."""
+        return Quality(
+            agreement=None, low=None, high=None, worst=None, cues=0, asked=self.asked, reason=self.told, kl=0.0,
+            full=self.probe.full, probe_s=self.probe_s, version=VERSION,
+        )  # fmt: skip
+
+    @property
+    def told(self) -> str:
+        """How many cues count, for people."""
+        return f"the document decides {len(self.probe.places) or 'none'} of the {self.asked} cues that it was asked"
+
+
+def decides(own: Tensor, likeliest: Tensor, likely: Tensor, known: Tensor) -> Tensor:
+    """Which of the document's `own` tokens it decides, `[n]` bool: from the token that the full cache gives the highest
+    probability, that probability, and the one that the own token had before."""
+    return (likeliest == own) & (likely >= _LIKELY) & (likely - known >= _LEARNT)
 
 
 def _events(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -228,12 +289,13 @@ def worst_part(places: Sequence[int], agreed: Sequence[bool]) -> WorstPart:
 
 
 def _asked(at: int) -> slice:
-    """The tokens of the cue whose answer begins at token `at`."""
-    return slice(at - SKIPPED - ASKED, at - SKIPPED)
+    """The tokens of the document that a cue asks with, whose predicted tokens begin at token `at`."""
+    end = at - GIVEN - SKIPPED
+    return slice(end - ASKED, end)
 
 
 def cue_places(document: DocumentView, count: int) -> list[int]:
-    """Where the answers of up to `count` cues begin, in ascending order. Answers do not overlap.
+    """Where the predicted tokens of up to `count` cues begin, in ascending order. They do not overlap.
 
     Answers that begin with a number come first, then those that begin with a name, then all others: people ask for
     numbers and names, and a model that only copies what follows is no witness of what it can find. Of each kind the
@@ -243,7 +305,7 @@ def cue_places(document: DocumentView, count: int) -> list[int]:
     """
     ids = document.token_ids
     prefix, last = document.protected_prefix, document.num_tokens - ANSWER
-    first = prefix + ASKED + SKIPPED
+    first = prefix + ASKED + SKIPPED + GIVEN
     allowed = [at for at in range(first, last + 1) if (at - prefix - kvcues.ASKED) % kvcues.EVERY]
     frequency = Counter(ids)
     rarity = [-math.log(frequency[token]) for token in ids]
@@ -285,7 +347,7 @@ def ask(model: PreTrainedModel, probe: Probe, past: AttachedCache) -> Tensor:
 
 
 def ask_without(model: PreTrainedModel, probe: Probe) -> Tensor:
-    """Logits `[cues * T, vocabulary]` of a model that never saw the document, for the cues of `probe.without`."""
-    ids = probe.without.ids(input_device(model), probe.prefix)
+    """Logits `[cues * T, vocabulary]` of a model that never saw the document."""
+    ids = probe.ids(input_device(model), probe.prefix)
     logits: Tensor = model(ids, use_cache=False, logits_to_keep=ANSWER).logits
     return logits.flatten(0, 1)

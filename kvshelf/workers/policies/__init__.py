@@ -9,15 +9,14 @@ if TYPE_CHECKING:
     from kvshelf.workers.policies.base import Policy, ScoringPolicy, parameter
     from kvshelf.workers.policies.info import PolicyInfo
     from kvshelf.workers.policies.known import catalog
-    from kvshelf.workers.policies.registry import DEFAULT_POLICY, POLICIES, build
+    from kvshelf.workers.policies.registry import POLICIES, build
     from kvshelf.workers.policies.view import LayerView
 
 __all__ = [
-    "DEFAULT_POLICY", "POLICIES", "LayerView", "Policy", "PolicyInfo", "ScoringPolicy", "build", "catalog", "parameter",
+    "POLICIES", "LayerView", "Policy", "PolicyInfo", "ScoringPolicy", "build", "catalog", "parameter",
 ]  # fmt: skip
 
 _HOMES = {
-    "DEFAULT_POLICY": "registry",
     "POLICIES": "registry",
     "LayerView": "view",
     "Policy": "base",

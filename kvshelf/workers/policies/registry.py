@@ -49,8 +49,6 @@ from kvshelf.workers.policies.streaming_llm import StreamingLLM
 from kvshelf.workers.policies.think import Think
 from kvshelf.workers.policies.tova import Tova
 
-DEFAULT_POLICY = "keydiff"
-
 _OURS: Mapping[str, type[Policy]] = {
     cls.name: cls
     for cls in (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from kvshelf.store.base import Store
 from kvshelf.store.jobs.meter import Meter
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.inputs.encode import Document
-from kvshelf.workers.engine.quality import CUES
+from kvshelf.workers.engine.quality import How
 from kvshelf.workers.replica.attempts import Attempts
 from kvshelf.workers.replica.calls import Threads, called_as
 from kvshelf.workers.replica.conversations import Conversations
@@ -39,9 +40,9 @@ layers, so one layer has taken this long: it hangs, or it blocks the replica for
 class Replica:
     """See the module. `start` it on the event loop that will call it, `stop` it once.
 
-    create, watch, append, estimate, cues, max_document_tokens: see `Creations`. query, stream, hint, count: see
-    `Questions`. search: see `Searches`. origin: the id under which the caller logs the request; log lines here carry
-    it, too.
+    create, watch, append, estimate, quality, tenant_quality, max_document_tokens: see `Creations`. query, stream, hint,
+    count: see `Questions`. search: see `Searches`. origin: the id under which the caller logs the request; log lines
+    here carry it, too.
     """
 
     def __init__(
@@ -51,7 +52,8 @@ class Replica:
         scheduler: Scheduler,
         residents: ResidentLimits | None = None,
         *,
-        cues: int = CUES,
+        quality: How = "fast",
+        tenant_quality: Mapping[str, How] | None = None,
         max_document_tokens: int | None = None,
     ) -> None:
         self.name = f"{os.uname().nodename}:{os.getpid()}:{secrets.token_hex(4)}"
@@ -63,7 +65,9 @@ class Replica:
         self._meter = meter = Meter(store.metering, engine.name)
         scheduler.spent = meter.spent
         attempts = Attempts(store.requests, self.name, threads)
-        self._creations = Creations(engine, store, scheduler, threads, attempts, meter, cues, max_document_tokens)
+        self._creations = Creations(
+            engine, store, scheduler, threads, attempts, meter, max_document_tokens, quality, tenant_quality or {}
+        )
         self.create, self.watch = self._creations.create, self._creations.watch
         self.estimate, self.append = self._creations.estimate, self._creations.append
         limits = residents or ResidentLimits()

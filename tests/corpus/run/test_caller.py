@@ -122,12 +122,12 @@ def code(result: Row) -> str | None:
 
 
 async def test_a_row_gets_a_cache_and_its_end_is_in_the_job_table(engine: Flaky, store: Store) -> None:
-    result = await caller(engine, store).settle(row())
+    result = await caller(engine, store).settle(row(quality="fast"))
     assert code(result) is None
     assert result.cache_id is not None
     manifest = store.stat(result.cache_id, tenant="me")
     assert (result.tokens, result.kept, result.attempts) == (manifest.num_tokens, manifest.kept_tokens, 1)
-    assert (result.reused, result.policy) == (False, "keydiff")
+    assert (result.reused, result.policy) == (False, "full")
     assert manifest.quality is not None
     assert result.quality == manifest.quality.model_dump()
     assert result.seconds > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,19 @@ from kvshelf.workers.replica.create.auto import candidates
 from tests.service.conftest import created, refused
 from tests.service.scrape import moving
 
-QUALITY = {"agreement", "low", "high", "worst", "cues", "kl", "probe_s", "version"}
+QUALITY = {"agreement", "low", "high", "worst", "cues", "kl", "probe_s", "version", "asked", "reason", "full"}
+
+
+@pytest.fixture(scope="module")
+def service_url(bundled_service: str) -> str:
+    """Of a model that learns something from a document: of the others none has a figure."""
+    return bundled_service
+
+
+@pytest.fixture(scope="module")
+def http(service_url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=service_url, timeout=120, limits=httpx.Limits()) as client:
+        yield client
 
 
 def document(name: str) -> str:
@@ -50,7 +63,7 @@ def test_every_new_cache_says_what_it_costs(http: httpx.Client) -> None:
     assert cache["tried"] == []
     for found in (http.get(f"/v1/caches/{cache['id']}").json(), again):
         assert (found["id"], found["quality"]) == (cache["id"], cache["quality"])
-    assert by("kvshelf_quality_agreement_count", model="random-tiny", policy="knorm") == 1
+    assert by("kvshelf_quality_agreement_count", model="kvshelf-tiny", policy="knorm") == 1
     full = created(http, document=document("cost"), policy="full")
     assert full["quality"]["agreement"] == 1.0
 
@@ -81,10 +94,35 @@ def test_what_falls_short_of_the_floor_is_refused_and_not_stored(http: httpx.Cli
     kept = created(http, **body, min_quality=tried["quality"]["low"])
     assert kept["quality"]["low"] == tried["quality"]["low"]
     refused(http.post("/v1/caches", json={**body, "min_quality": 1.0}), 422, "quality_below_floor")  # and it stays
-    for text in ("Too short.", document("floor")[:400]):  # nothing to ask about, and too few cues for a bound
-        short = {"document": text, "compression_ratio": 0.5, "min_quality": 0.5}
-        error = refused(http.post("/v1/caches", json=short), 422, "policy_unsupported")
-        assert "a bound takes 150" in error["message"]
+
+
+def test_a_floor_that_nothing_can_show_is_refused_by_name(http: httpx.Client) -> None:
+    half = {"compression_ratio": 0.5, "min_quality": 0.5}
+    impossible = {**half, "document": document("floor"), "min_quality": 0.99}
+    error = refused(http.post("/v1/caches", json=impossible), 422, "quality_below_floor")
+    assert "no cues of this document show more than 0.9" in error["message"]
+    for text, why in (("Too short.", "too short"), ("word " * 1000, "the document decides none of the")):
+        error = refused(http.post("/v1/caches", json={**half, "document": text}), 422, "policy_unsupported")
+        assert why in error["message"]
+    unmeasured = {**half, "document": document("floor"), "quality": False}
+    assert refused(http.post("/v1/caches", json=unmeasured), 400, "invalid_request")["param"] == "quality"
+
+
+def test_how_much_is_asked(http: httpx.Client) -> None:
+    body = {"document": document("how"), "policy": "knorm"}
+    made = {how: created(http, **body, compression_ratio=ratio, quality=how) for how, ratio in (
+        ("fast", 0.5), ("full", 0.6), (False, 0.7),
+    )}  # fmt: skip
+    assert made["fast"]["quality"]["asked"] < 50 < made["full"]["quality"]["asked"]
+    assert made[False]["quality"] is None
+    floor = {"min_quality": 0.0}
+    again = created(http, **body, compression_ratio=0.5, **floor)  # a few cues show no floor: it is measured once more
+    assert (again["id"], again["existing"]) == (made["fast"]["id"], True)
+    assert again["quality"]["full"] > made["fast"]["quality"]["full"]
+    nothing = created(http, document="word " * 1000, policy="knorm", compression_ratio=0.5)["quality"]
+    assert (nothing["agreement"], nothing["low"], nothing["cues"]) == (None, None, 0)
+    assert "decides none" in nothing["reason"]
+    assert "knorm removed 70% of the entries" in made[False]["warnings"][0]
 
 
 def test_of_levels_with_a_floor_one_is_kept_and_found_again(http: httpx.Client) -> None:
@@ -104,7 +142,7 @@ def test_levels_have_codecs_of_their_own(http: httpx.Client) -> None:
     asked = [0.5, {"compression_ratio": 0.5, "codec": "klt"}, {"compression_ratio": 0.75}]
     made = levels_of(http, 201, **body, levels=asked)
     assert [(one["compression_ratio"], one["codec"]) for one in made] == [(0.5, "int8"), (0.5, "klt"), (0.75, "int8")]
-    assert all(one["quality"]["cues"] == 150 for one in made)
+    assert all(10 <= one["quality"]["asked"] < 20 for one in made)
     response = http.post("/v1/estimate", json={**body, "policy": "keydiff", "levels": asked})
     assert [row["bytes_stored"].keys() for row in response.json()["policies"]] == [{"int8", "klt"}, {"int8"}]
     for levels in ([0.5, 0.5], [{"codec": "int4"}], [{"compression_ratio": 0.5, "codec": "zip"}]):
@@ -151,7 +189,7 @@ def test_auto_says_what_it_tried_and_makes_its_choice_once(http: httpx.Client) -
     assert (kept["policy"], kept["codec"]) == (cache["policy"], cache["codec"])
     with moving(http) as by:
         assert created(http, **body)["existing"]
-    assert by("kvshelf_creation_phase_seconds_count", model="random-tiny") == 0
+    assert by("kvshelf_creation_phase_seconds_count", model="kvshelf-tiny") == 0
 
 
 def test_in_the_background(http: httpx.Client) -> None:

@@ -18,11 +18,14 @@ from kvshelf.workers.engine.quality import (
     ANSWER,
     ASKED,
     CUES,
+    GIVEN,
+    LEAST,
     SKIPPED,
     VERSION,
     Probe,
     Reference,
     bounds,
+    cue_count,
     cue_places,
     worst_part,
 )
@@ -81,42 +84,51 @@ def test_nothing_removed_costs_nothing(tiny, prose):
     job = tiny.prepare(prose, policy="full")
     made = tiny.prefill([Level(job)], cues=CUES)
     quality = tiny.measure(made.compressions[0].cache, made.reference)
-    assert (quality.agreement, quality.high, quality.cues) == (1.0, 1.0, CUES)
-    assert quality.low == pytest.approx(0.05 ** (1 / CUES), abs=1e-6)
+    assert (quality.agreement, quality.high) == (1.0, 1.0)
+    assert CUES / 2 < quality.asked <= CUES
+    assert quality.low == pytest.approx(0.05 ** (1 / quality.cues), abs=1e-6)
+    assert quality.cues >= quality.asked / 2
     assert quality.worst["agreement"] == 1.0
     assert 0 <= quality.kl < 1e-6
     assert quality.probe_s > 0
 
 
-def test_random_models_agree_with_themselves_and_not_with_what_is_left(oracle):
+def test_for_a_model_that_learns_nothing_from_a_document_there_is_no_figure(oracle):
+    """Random weights are sure of next to nothing: no bound, and the reason. The full cache is itself."""
     ids = oracle.ids[:TOKENS]
     assert measured(oracle.engine, ids, policy="full").agreement == 1.0
     kept = measured(oracle.engine, ids, policy="streaming_llm", compression_ratio=0.9)
-    assert kept.agreement < 1 or kept.kl > 1e-3
+    assert kept.low is None
+    assert kept.cues < LEAST
+    assert f"of the {kept.asked} cues" in kept.reason
 
 
-def by_formula(full, reduced, without):
-    """Agreement and KL from logits `[cues, 4, vocabulary]` fp64; every fifth cue without the document."""
-    p, q, n = (torch.softmax(logits, dim=-1) for logits in (full, reduced, without))
-    agreed, given, divergences = [], [], []
-    for cue in range(len(p)):
-        lost = counted = gained = False
+def test_what_repeats_one_word_decides_nothing(tiny):
+    kept = measured(tiny, "word " * 1000, policy="keydiff", compression_ratio=0.5)
+    assert (kept.agreement, kept.low, kept.high, kept.worst, kept.cues) == (None, None, None, None, 0)
+    assert kept.reason == f"the document decides none of the {kept.asked} cues that it was asked"
+
+
+def by_formula(full, reduced, before, answers):
+    """Agreement, cues that count and KL, from logits `[cues, T, vocabulary]` fp64."""
+    p, q, n = (torch.softmax(logits, dim=-1) for logits in (full, reduced, before))
+    agreed, divergences = [], []
+    for cue, answer in enumerate(answers):
+        decided = [
+            at
+            for at, token in enumerate(answer)
+            if int(p[cue, at].argmax()) == token and p[cue, at, token] >= max(0.5, n[cue, at, token] + 0.3)
+        ]
+        if not decided:
+            continue
+        agreed.append(int(q[cue, decided[0]].argmax()) == answer[decided[0]])
         for at in range(ANSWER):
-            a = int(p[cue, at].argmax())
-            if p[cue, at, a] >= 0.99:
-                lost |= int(q[cue, at].argmax()) != a
-                counted = True
-                gained |= cue % 5 == 0 and float(p[cue, at, a] - n[cue // 5, at, a]) >= 0.5
-        agreed.append(not lost)
-        given.append(gained)
-        for at in range(ANSWER if counted else 0):
             likeliest = p[cue, at].topk(64).indices
             one, other = (
                 torch.cat([found[likeliest], 1 - found[likeliest].sum()[None]]) for found in (p[cue, at], q[cue, at])
             )
             divergences.append(float((one * (one / other).log()).sum()))
-    assert sum(given) >= len(given[::5]) / 5, "the probe looks at nothing"
-    return sum(agreed) / len(p), sum(divergences) / len(divergences)
+    return sum(agreed) / len(agreed), len(agreed), sum(divergences) / len(divergences)
 
 
 @pytest.mark.slow
@@ -127,21 +139,20 @@ def test_the_numbers_are_those_of_the_formula_by_hand(tiny, prose, policy, remov
     probe = tiny.probe(job, FEW)
     (compression,) = tiny.run_levels([Level(job)], cues=FEW)
     full = tiny.compress(prose, policy="full")
-    rows = {"full": [], "reduced": [], "without": []}
+    rows = {"full": [], "reduced": [], "before": []}
     for cue in probe.passes:
         asked = list(cue.token_ids)
         for name, kept in (("full", full), ("reduced", compression.cache)):
             rows[name].append(logits_after(tiny.model, Prefix.kept(full, kept), asked, job.num_tokens)[-ANSWER:])
-    for cue in probe.passes[::5]:
-        with torch.no_grad():
-            alone = tiny.model(torch.tensor([[*probe.prefix, *cue.token_ids]])).logits[0, -ANSWER:]
-        rows["without"].append(alone.double())
-    agreement, kl = by_formula(*map(torch.stack, rows.values()))
+    with torch.no_grad():
+        read = tiny.model(torch.tensor([list(job.document.token_ids)])).logits[0].double()
+    rows["before"] = [read[at - 1 : at + ANSWER - 1] for at in probe.places]
+    answers = [job.document.token_ids[at : at + ANSWER] for at in probe.places]
+    agreement, cues, kl = by_formula(*map(torch.stack, rows.values()), answers)
     assert compression.quality.agreement == pytest.approx(agreement)
     assert compression.quality.kl == pytest.approx(kl, rel=1e-3)
     assert agreement < 1
-    assert compression.quality.low is None
-    assert compression.quality.cues == FEW
+    assert (compression.quality.cues, compression.quality.asked) == (cues, FEW)
 
 
 @dataclass(frozen=True)
@@ -199,55 +210,61 @@ def logits(*cues):
     return torch.tensor([token for cue in cues for token in cue]).log()
 
 
-def reference(full, alone):
-    """alone: of every fifth cue."""
+def reference(full, before):
+    """Of a document whose own tokens are all number 0."""
     passes = tuple(ProbePass((cue,), 0) for cue in range(len(full)))
-    probe = Probe(places=tuple(range(20, 20 + 4 * len(full), 4)), passes=passes, prefix=())
-    return Reference.of("doc", probe, logits(*full), logits(*alone), 0.0)
+    places = tuple(range(20, 20 + 6 * len(full), 6))
+    probe = Probe(places, answers=((0,) * ANSWER,) * len(full), passes=passes, prefix=())
+    return Reference.of("doc", probe, logits(*full), logits(*before), 0.0)
 
 
-SURE, UNSURE, OTHER, EVEN = [0.998, 0.001, 0.001], [0.6, 0.3, 0.1], [0.1, 0.8, 0.1], [0.34, 0.33, 0.33]
-KNOWN, UNKNOWN, GUESSED = [SURE, UNSURE, SURE, UNSURE], [UNSURE] * 4, [EVEN] * 4
+SURE, LIKELY, OTHER, EVEN = [0.998, 0.001, 0.001], [0.6, 0.3, 0.1], [0.1, 0.8, 0.1], [0.34, 0.33, 0.33]
+KNOWN, UNKNOWN, GUESSED = [EVEN, LIKELY, SURE] * 2, [EVEN, OTHER] * 3, [[0.2, 0.5, 0.3]] * 6
 
 
-def test_a_cue_agrees_where_no_token_is_lost_of_which_the_full_cache_is_sure():
-    found = reference([KNOWN, KNOWN, KNOWN, UNKNOWN], [GUESSED])
-    assert found.telling == (0, 1, 2)  # the fourth is not asked again
-    told = logits([SURE, OTHER, SURE, OTHER], [SURE, OTHER, OTHER, OTHER], [OTHER] * 4)
-    assert found.compare(told, 0.0).agreement == 0.5  # the second lost one, the third two
+def test_a_cue_agrees_where_the_first_token_that_the_document_decides_is_found():
+    found = reference([KNOWN, KNOWN, UNKNOWN, KNOWN], [GUESSED] * 4)
+    assert (found.asked, found.probe.places) == (4, (20, 26, 38))  # the third is not asked again
+    told = logits([OTHER, LIKELY, OTHER] * 2, [SURE, OTHER, SURE] * 2, [OTHER] * 6)
+    assert found.compare(told, 0.0).agreement == pytest.approx(1 / 3)
     assert found.compare(logits(KNOWN, KNOWN, KNOWN), 0.0).kl == pytest.approx(0, abs=1e-6)
 
 
-def test_every_token_counts_where_the_full_cache_is_sure_of_little_because_of_the_document():
-    """A fifth of the cues must have a token that the document gives; what the model knows anyway is none."""
-    same = [UNSURE, UNSURE, OTHER, UNSURE]
-    little = [UNKNOWN, *[KNOWN] * 4] * 5 + [KNOWN] + [UNKNOWN]  # of every fifth, one of six
-    for full, alone in ((little, [GUESSED] * 6), ([KNOWN] * 6, [[SURE] * 4] * 2)):
-        found = reference(full, alone)
-        assert found.telling == tuple(range(len(full)))
-        told = found.compare(logits(*full[:-1], same), 0.0)
-        assert told.agreement == pytest.approx((len(full) - 1) / len(full))
-    enough = reference([KNOWN, *[UNKNOWN] * 4], [GUESSED])
-    assert enough.telling == (0,)
-    assert enough.compare(logits(KNOWN), 0.0).agreement == 1
+def test_what_the_document_does_not_decide_is_in_no_denominator():
+    """What the model foresaw when it first read it, what it is unsure of, and what it takes for something else."""
+    foreseen, slightly = [[SURE] * 6] * 2, [[[0.31, 0.5, 0.19]] * 6] * 2
+    assert reference([[SURE] * 6] * 2, foreseen).undecided().cues == 0
+    assert reference([[LIKELY] * 6] * 2, slightly).probe.places == ()
+    assert reference([[OTHER] * 6] * 2, [GUESSED] * 2).probe.places == ()
+    none = reference([UNKNOWN] * 2, [GUESSED] * 2).undecided()
+    assert (none.agreement, none.low, none.asked) == (None, None, 2)
+
+
+def test_too_few_cues_that_count_have_no_bound():
+    found = reference([KNOWN] * LEAST, [GUESSED] * LEAST).compare(logits(*[KNOWN] * LEAST), 0.0)
+    assert (found.cues, found.reason) == (LEAST, None)
+    assert found.low == pytest.approx(0.05 ** (1 / LEAST), abs=1e-6)
+    fewer = reference([KNOWN] * (LEAST - 1), [GUESSED] * (LEAST - 1)).compare(logits(*[KNOWN] * (LEAST - 1)), 0.0)
+    assert (fewer.agreement, fewer.low) == (1.0, None)
+    assert f"a bound takes {LEAST}" in fewer.reason
 
 
 def test_what_rounding_decides_is_no_disagreement():
-    found = reference([[SURE] * 4], [GUESSED])
-    assert found.compare(logits([[0.33333, 0.33332, 0.33335]] * 4), 0.0).agreement == 1
-    assert found.compare(logits([[0.33, 0.33, 0.34]] * 4), 0.0).agreement == 0
+    found = reference([[SURE] * 6], [GUESSED])
+    assert found.compare(logits([[0.33333, 0.33332, 0.33335]] * 6), 0.0).agreement == 1
+    assert found.compare(logits([[0.33, 0.33, 0.34]] * 6), 0.0).agreement == 0
 
 
 def test_rare_tokens_are_compared_together():
     """KL over the likeliest 64 and the rest as one is the exact one where all rest tokens change alike."""
-    p = torch.cat([torch.full((64,), 0.015), torch.full((400,), 0.0001)])
-    q = torch.cat([torch.full((64,), 0.014), torch.full((400,), 0.00026)])
+    p = torch.cat([torch.tensor([0.6]), torch.full((63,), 0.0055), torch.full((400,), 0.0001)])
+    q = torch.cat([torch.tensor([0.5]), torch.full((63,), 0.006), torch.full((400,), 0.00026)])
     p, q = p / p.sum(), q / q.sum()
     exact = float((p * (p / q).log()).sum())
-    found = Reference.of(
-        "doc", Probe((20,), (ProbePass((1,), 0),), ()), p.log().repeat(4, 1), p.log().repeat(4, 1), 0.0
-    )
-    assert found.compare(q.log().repeat(4, 1), 0.0).kl == pytest.approx(exact, rel=1e-4)
+    before = torch.full((6, len(p)), 1 / len(p)).log()
+    probe = Probe((20,), ((0,) * 6,), (ProbePass((1,), 0),), ())
+    found = Reference.of("doc", probe, p.log().repeat(6, 1), before, 0.0)
+    assert found.compare(q.log().repeat(6, 1), 0.0).kl == pytest.approx(exact, rel=1e-4)
 
 
 @pytest.mark.parametrize(("agreed", "cues", "low", "high"), [
@@ -265,15 +282,19 @@ def test_the_worst_part_is_named():
     worst = worst_part(range(100, 100 + 150 * 8, 8), agreed)
     assert worst["from"] <= 100 + 40 * 8 <= worst["to"]
     assert worst["agreement"] < 0.85
-    assert worst_part([30, 40], [True, False]) == {"from": 30 - ASKED - SKIPPED, "to": 40 + ANSWER, "agreement": 0.5}
+    assert worst_part([30, 40], [True, False]) == {
+        "from": 30 - ASKED - SKIPPED - GIVEN,
+        "to": 40 + ANSWER,
+        "agreement": 0.5,
+    }
 
 
 def test_a_quality_says_which_version_of_the_measurement_it_is_of(tiny, prose):
-    assert measured(tiny, prose).version == VERSION
+    assert measured(tiny, prose, compression_ratio=0.5).version == VERSION
 
 
 def test_measuring_again_gives_the_same_numbers(tiny, prose):
-    first, second = (measured(tiny, prose) for _ in range(2))
+    first, second = (measured(tiny, prose, compression_ratio=0.5) for _ in range(2))
     assert (first.agreement, first.kl) == (second.agreement, second.kl)
 
 
@@ -286,19 +307,19 @@ def test_answers_lie_in_the_document_apart_and_in_order(ids, prefix, count):
     prefix = min(prefix, len(ids))
     places = cue_places(DocumentView(ids, protected_prefix=prefix), count)
     assert len(places) <= count
-    room = len(ids) - prefix - ASKED - SKIPPED - ANSWER
+    room = len(ids) - prefix - ASKED - SKIPPED - GIVEN - ANSWER
     assert bool(places) <= (room >= 0)
     assert bool(places) >= (room >= 1)  # of two neighbours one is off the grid
     assert all(b - a >= ANSWER for a, b in pairwise(places))
-    assert all(prefix + ASKED + SKIPPED <= at <= len(ids) - ANSWER for at in places)
+    assert all(prefix + ASKED + SKIPPED + GIVEN <= at <= len(ids) - ANSWER for at in places)
     grid = range(prefix + kvcues.ASKED, len(ids), kvcues.EVERY)
     assert not any(at in grid for at in places)
 
 
 def test_of_each_part_the_rarest_answer_is_asked_for():
     ids = [1, 2, 3, 4, 5, 6, 7] * 20
-    ids[41:45] = [90, 91, 92, 93]
-    ids[101:105] = [94, 95, 96, 97]
+    ids[41:47] = [90, 91, 92, 93, 80, 81]
+    ids[101:107] = [94, 95, 96, 97, 82, 83]
     assert cue_places(DocumentView(ids), 2) == [41, 101]
 
 
@@ -319,17 +340,26 @@ def test_a_cue_is_in_the_models_own_form(tiny):
     asked, answer = tiny.text.decode(cue.token_ids).split(tiny.text.decode(job.document.suffix))
     assert asked.startswith("\n\n")
     assert "482" in answer
-    assert list(cue.token_ids[-ANSWER + 1 :]) == list(job.document.token_ids[at : at + ANSWER - 1])
+    own = job.document.token_ids
+    assert list(cue.token_ids[-ANSWER - GIVEN + 1 :]) == list(own[at - GIVEN : at + ANSWER - 1])
+    assert probe.answers == (tuple(own[at : at + ANSWER]),)
     assert cue.first_position == job.num_tokens
     assert probe.prefix == tuple(job.document.token_ids[: job.document.protected_prefix])
 
 
 def test_a_document_that_is_too_short_for_a_bound_has_none(tiny):
-    job = tiny.prepare("The access code of the amber falcon is 482913. " * 8, policy="full")
+    job = tiny.prepare("The access code of the amber falcon is 482913. The sky is blue today. " * 2, policy="full")
     (compression,) = tiny.run_levels([Level(job, "int8")])
     quality = compression.quality
-    assert quality.cues < CUES
-    assert (quality.agreement, quality.low, quality.high) == (1.0, None, 1.0)
+    assert quality.cues < LEAST
+    assert quality.low is None
+    assert f"a bound takes {LEAST}" in quality.reason or quality.agreement is None
+
+
+def test_a_fast_probe_grows_with_the_document():
+    assert [cue_count("fast", tokens) for tokens in (100, 2_000, 4_096, 32_000)] == [10, 15, 32, 48]
+    assert cue_count("full", 100) == CUES
+    assert cue_count(False, 2_000) == 0
 
 
 def test_where_nothing_can_be_measured_there_is_no_quality(tiny, prose):
@@ -396,7 +426,7 @@ def test_levels_that_look_behind_the_document_in_other_ways_have_their_own_prefi
 
 @pytest.mark.slow
 def test_two_documents_share_nothing(tiny, prose):
-    levels = [Level(tiny.prepare(text)) for text in (prose, "A" + prose)]
+    levels = [Level(tiny.prepare(text, compression_ratio=0.5)) for text in (prose, "A" + prose)]
     assert len(shared(levels)) == 2
     for level, made in zip(levels, tiny.run_levels(levels), strict=True):
         assert made.cache.to_bytes() == tiny.run(level.job).cache.to_bytes()

@@ -212,6 +212,7 @@ def test_codecs_leave_states_verbatim(engine: Engine, codec: str) -> None:
     assert engine.answer(coded, ids(5), max_new_tokens=4).usage.completion_tokens == 4
 
 
+@pytest.mark.usefixtures("all_decided")
 def test_the_quality_of_a_reduced_cache_is_measured_and_leaves_no_trace(engine: Engine) -> None:
     """Cues and probe passes begin with copies: the cache is the one that is made without them."""
     for policy in ("keydiff", "kvzip", "snapkv"):
@@ -309,6 +310,7 @@ def test_a_model_that_forgets_states_takes_one_token_at_a_time_behind_a_document
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["jamba", "bailing_hybrid"])
+@pytest.mark.usefixtures("all_decided")
 def test_the_quality_of_such_models_is_measured_too(family: str) -> None:
     """The cues behind the full cache, in the prefill and over the stored cache, and what a policy's probes saw."""
     engine = engine_of(family)

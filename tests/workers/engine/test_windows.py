@@ -162,6 +162,7 @@ def test_codecs_leave_windows_verbatim(engine: Engine, codec: str) -> None:
     assert engine.answer(coded, ids(5), max_new_tokens=4).usage.completion_tokens == 4
 
 
+@pytest.mark.usefixtures("all_decided")
 def test_the_quality_of_a_reduced_cache_is_measured(engine: Engine) -> None:
     job = engine.prepare(ids(200), policy="keydiff", compression_ratio=0.5)
     probe = engine.probe(job)

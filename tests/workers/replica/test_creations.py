@@ -69,7 +69,7 @@ def shelf(tmp_path: Path) -> Shelf:
 
 @pytest.fixture
 async def replica(engine: Counting, shelf: Shelf) -> AsyncIterator[Replica]:
-    replica = Replica(engine, shelf, Scheduler(engine))
+    replica = Replica(engine, shelf, Scheduler(engine), quality="full")
     replica.start()
     yield replica
     replica.stop()
@@ -185,7 +185,7 @@ def test_the_oldest_refusals_are_forgotten_first() -> None:
 async def test_a_cache_that_was_never_measured_is_made_again_and_then_known(
     engine: Counting, shelf: Shelf, document: str
 ) -> None:
-    unmeasured = Replica(engine, shelf, Scheduler(engine), cues=0)
+    unmeasured = Replica(engine, shelf, Scheduler(engine), quality=False)
     unmeasured.start()
     try:
         bare = await create(unmeasured, document)
@@ -460,7 +460,7 @@ async def test_what_is_wrong_with_a_split_is_named_and_so_is_the_part_that_fails
     with pytest.raises(InvalidRequest, match=r"max_tokens is 20000, and 'kvshelf-tiny' takes 16384"):
         await create(replica, document, split={"max_tokens": 20000})
     assert engine.prefills == before
-    with pytest.raises(PolicyUnsupported, match=r"part 1/\d of the document: no quality can be measured") as unmeasured:
+    with pytest.raises(QualityBelowFloor, match=r"part 1/\d of the document: no level agrees") as unmeasured:
         await create(replica, document, split={"max_tokens": 300}, compression_ratio=0.95, min_quality=0.99)
     assert unmeasured.value.param == "min_quality"
     with pytest.raises(DocumentTooLong, match="--split"):

@@ -16,7 +16,7 @@ import { Check, Choice, Field } from "../fields.js";
 import { count, fromNow, moment, size } from "../format.js";
 import { Announce, Facts, FailureNote, Progress, useLoaded } from "../parts.js";
 import { useEffect, useState } from "../vendor/hooks.js";
-import { CodecChoice } from "./put-options.js";
+import { CodecChoice, DEFAULTS } from "./put-options.js";
 
 const FIRST_ROWS = 20; // failed rows that are shown; the file of errors has all
 const FIRST_BYTES = 64 * 1024;
@@ -68,9 +68,9 @@ function told({ status, request_counts: counts }) {
 
 function NewBatch({ onCreated }) {
   const [policies] = useLoaded(listPolicies, []);
-  const [policy, setPolicy] = useState("keydiff");
-  const [ratio, setRatio] = useState("0.5");
-  const [codec, setCodec] = useState("none");
+  const [policy, setPolicy] = useState(DEFAULTS.policy);
+  const [ratio, setRatio] = useState(DEFAULTS.ratio);
+  const [codec, setCodec] = useState(DEFAULTS.codec);
   const [source, setSource] = useState(true);
   const [share, setShare] = useState(null);
   const [failure, setFailure] = useState(null);

@@ -4,7 +4,7 @@ import { html } from "../dom.js";
 
 const commands = () => `export KVSHELF_URL=${new URL(".", location.href).href.replace(/\/$/, "")}
 kvshelf sample > report.txt
-kvshelf put report.txt --policy keydiff --compression-ratio 0.75`;
+kvshelf put report.txt`;
 
 export const Begin = () => html`<div class="begin">
   <p>The shelf is empty. Put a document on it, then ask it questions.</p>

@@ -7,12 +7,12 @@ import {
   count,
   expiry,
   fromNow,
+  kept,
   labelLines,
   moment,
   parseLabels,
   percent,
   quality,
-  size,
   summary,
   title,
 } from "../format.js";
@@ -104,18 +104,19 @@ function CacheFacts({ cache, onShow }) {
     Policy: `${cache.policy}, ${percent(cache.compression_ratio)} removed`,
     Codec: cache.codec,
     Tokens: `${count(tokens.kept)} of ${count(tokens.document)} per head`,
-    Size: size(cache.bytes),
+    Size: kept(cache),
     Quality: measured && quality(measured),
+    Warning: cache.warnings.length ? cache.warnings.join(" ") : null,
     Hits: `${count(cache.uses)}${cache.last_used_at ? `, last ${fromNow(cache.last_used_at)}` : ""}`,
     Created: `${moment(cache.created_at)}, ${(timings.prefill_s + timings.compress_s).toFixed(2)} s of work`,
     Expires: cache.expires_at === null ? "never" : `${moment(cache.expires_at)}, ${expiry(cache)}`,
-    Source: kept(cache.source),
+    Source: remade(cache.source),
     Labels: Object.keys(cache.labels).length ? html`<span class="labels">${labelLines(cache.labels)}</span>` : null,
   }} />`;
 }
 
 /** What a cache can be made again from, and until when. */
-function kept(source) {
+function remade(source) {
   if (!source) return "not stored";
   const what = `${source.form === "text" ? "text" : "token ids"} stored with the cache`;
   return source.expires_at === null ? what : `${what}, until ${moment(source.expires_at)}`;

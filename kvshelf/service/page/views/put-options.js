@@ -26,11 +26,11 @@ const AUTO = {
 
 export const DEFAULTS = {
   model: "",
-  policy: "keydiff",
-  takesBudget: true,
+  policy: "full",
+  takesBudget: false,
   takesQuestions: false,
   ratio: "0.5",
-  codec: "none",
+  codec: "int8",
   quality: "",
   ttl: "",
   name: "",
@@ -70,7 +70,7 @@ export function PutOptions({ choices, onChange }) {
   };
   const ids = (things) => things.map(({ id }) => [id, id]);
   const removed = `Removed: ${choices.takesBudget ? percent(Number(choices.ratio)) : "the policy's default"}`;
-  const least = policy === AUTO ? "0.98" : "any";
+  const least = policy === AUTO ? "0.95" : "any";
   return html`
     <${FailureNote} failure=${failure} />
     ${models?.length > 1 && html`<${Choice} label="Model" options=${ids(models)} ...${of("model")} />`}

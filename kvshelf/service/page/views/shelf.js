@@ -25,6 +25,7 @@ const COLUMNS = (ticked, onTick) => [
   { name: "document", title: "Document", cell: title },
   { name: "policy", title: "Policy", cell: (cache) => cache.policy },
   { name: "removed", title: "Removed", cell: (cache) => percent(cache.compression_ratio) },
+  { name: "codec", title: "Codec", cell: (cache) => cache.codec },
   { name: "size", title: "Size", cell: (cache) => megabytes(cache.bytes.stored) },
   { name: "quality", title: "Quality", cell: agreement },
   { name: "hits", title: "Hits", cell: (cache) => count(cache.uses) },
@@ -40,8 +41,8 @@ const ORDERS = {
   oldest: ["Oldest first", (cache) => cache.created_at],
   largest: ["Largest first", (cache) => -cache.bytes.stored],
   smallest: ["Smallest first", (cache) => cache.bytes.stored],
-  best: ["Best quality first", ({ quality }) => quality && -quality.agreement],
-  worst: ["Worst quality first", ({ quality }) => quality && quality.agreement],
+  best: ["Best quality first", ({ quality }) => (Number.isFinite(quality?.agreement) ? -quality.agreement : null)],
+  worst: ["Worst quality first", ({ quality }) => quality?.agreement ?? null],
 };
 const NARROW = matchMedia("(max-width: 52rem)"); // as in the style sheets
 

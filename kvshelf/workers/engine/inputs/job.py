@@ -64,6 +64,11 @@ class Job:
         return self.document.num_tokens
 
     @property
+    def run_tokens(self) -> int:
+        """Of the document and the policy's passes behind it."""
+        return self.num_tokens + sum(len(probe.token_ids) for probe in self.passes)
+
+    @property
     def soft(self) -> Soft | None:
         """The learned tokens among its passes: one of them has some at most."""
         first = self.num_tokens

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,10 +26,6 @@ from kvshelf.workers.engine.summary import KeyCoder, SummaryMaker
 from kvshelf.workers.model.layers import LayerKind, attending, reducible
 from kvshelf.workers.model.rope import Rope
 from kvshelf.workers.policies.full import Full
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 Encode = Callable[[CompressedCache, str], CompressedCache]
 """`Engine.encoded`."""
@@ -84,6 +79,7 @@ def run_prefill(
     started = time.perf_counter()
     with torch.no_grad(), kvshelf_attention(passes.model):
         if absorber is not None:
+            apart = True
             chunked = ChunkedPrefill(jobs[0], num_layers=len(kinds), checkpoint=checkpoint)
             chunked.run(passes.model, jobs[0].document.token_ids)
             reduced, paused_s, reference = [chunked], chunked.paused_s, None
@@ -97,6 +93,11 @@ def run_prefill(
         joined = tuple if passes.ranks is None else passes.ranks.joined
         records = [joined(reducer.records()) for reducer in reduced]
     elapsed = time.perf_counter() - started - paused_s - (reference.probe_s if reference is not None else 0)
+    if reference is not None and not apart:
+        assert probe is not None
+        probe_s = elapsed * probe.num_tokens / (probe.num_tokens + jobs[0].run_tokens)
+        reference = replace(reference, probe_s=reference.probe_s + probe_s)
+        elapsed -= probe_s
     prefill_s = elapsed - sum(reducer.compress_s for reducer in reduced)
     made: dict[int, Compression] = {}
     for job, layers, reducer in zip(jobs, records, reduced, strict=True):
@@ -156,10 +157,12 @@ def _whole(passes: Passes, job: Job, probe: Probe | None, reducer: SharedReducer
         passes.causal(job.inputs(passes.devices.inputs), reducer, soft=job.soft)
         return None
     inputs = job.inputs(passes.devices.inputs, probe.passes)
-    places = probe.predicting(inputs["input_ids"].shape[1] - probe.num_tokens, passes.devices.inputs)
-    logits = passes.causal(inputs, reducer, places, soft=job.soft)
+    device = passes.devices.inputs
+    predicted = probe.predicting(inputs["input_ids"].shape[1] - probe.num_tokens, device)
+    logits = passes.causal(inputs, reducer, torch.cat([probe.reading(device), predicted]), soft=job.soft)
     assert logits is not None
-    return _answered(passes.model, job, probe, logits[0])
+    before, full = torch.split(logits[0], len(predicted))
+    return Reference.of(job.identity.document, probe, full, before, 0.0)
 
 
 def _apart(
@@ -176,17 +179,12 @@ def _apart(
             reducer.after_attention(attended)
         reducer.paused_s, states = document.paused_s, document.states
         if probe is not None:
-            reference = _answered(passes.model, job, probe, document.answered(probe))
+            started = time.perf_counter()
+            full, before = document.answered(probe), ask_without(passes.model, probe)
+            reference = Reference.of(job.identity.document, probe, full, before, time.perf_counter() - started)
     for each in reducer.reducers:
         each.states = states
     return reference
-
-
-def _answered(model: PreTrainedModel, job: Job, probe: Probe, logits: Tensor) -> Reference:
-    """The reference of a full cache that answered these logits."""
-    started = time.perf_counter()
-    without = ask_without(model, probe)
-    return Reference.of(job.identity.document, probe, logits, without, time.perf_counter() - started)
 
 
 def _reducer(passes: Passes, rope: Rope | None, kinds: tuple[LayerKind, ...], job: Job) -> LayerReducer:

@@ -12,13 +12,13 @@ from kvshelf.store.artifact.codecs import Codec
 from kvshelf.workers.engine.decode.generation import Checkpoint, Progress
 from kvshelf.workers.engine.inputs.encode import Document
 from kvshelf.workers.engine.inputs.job import Level, shared
-from kvshelf.workers.engine.quality import CUES, Reference
+from kvshelf.workers.engine.quality import CUES, LEAST, Reference, highest_low
 from kvshelf.workers.model.text import EncodedDocument
 
 if TYPE_CHECKING:  # the engine knows nothing of what is built on it
     from kvshelf.workers.engine.engine import Compression, Engine
 
-MIN_QUALITY: Final = 0.98
+MIN_QUALITY: Final = 0.95
 
 _CHEAP: Final[tuple[tuple[str, float | None, str], ...]] = (
     ("full", None, "none"),
@@ -100,7 +100,7 @@ class Target:
             return (size,)
         if tried.quality is None:  # the full cache of a document on which nothing can be measured
             return (float(level.keeps_all), 0.0, size)
-        return (tried.quality.agreement, -tried.quality.kl, size)
+        return (tried.quality.agreement or 0.0, -tried.quality.kl, size)
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Selection:
         """Whether a level could be better than the best one so far. Under codecs of one name more entries take more
         bytes, except for the few that the codec leaves whole; others do not compare."""
         if self.target.min_quality is None:
-            return best[1].quality is not None and best[1].quality.agreement < 1
+            return best[1].quality is not None and best[1].quality.agreement != 1
         other = Codec.parse(level.codec).name != Codec.parse(best[0].codec).name
         return other or level.job.budget.tokens < best[0].job.budget.tokens
 
@@ -283,19 +283,23 @@ def _none_met(tried: Sequence[Tried], target: Target) -> KvshelfError:
     measured = [one for one in tried if one.quality is not None]
     bounded = [(one.quality.low, one) for one in measured if one.quality is not None and one.quality.low is not None]
     if not bounded:
-        cues = max((one.quality.cues for one in measured if one.quality is not None), default=0)
+        reason = next((one.quality.reason for one in measured if one.quality is not None), None)
+        why = reason or (
+            f"the document is too short for {LEAST} cues, is read chunk by chunk, or leaves no room behind it"
+        )
         return PolicyUnsupported(
-            f"no quality can be measured of these levels: the document gives {cues} cues, and a bound takes {CUES}; or "
-            "it is read chunk by chunk, or leaves no room behind it; leave min_quality out",
+            f"no quality can be measured of these levels: {why}; leave min_quality out",
             param="min_quality",
             tried=told,
         )
     low, closest = max(bounded, key=lambda pair: pair[0])
+    most = highest_low(max(one.quality.asked for one in measured if one.quality is not None))
+    never = "" if (target.min_quality or 0) <= most else f" (no cues of this document show more than {most:.3f})"
     within = "" if target.max_bytes is None else f" within {target.max_bytes} bytes"
     return QualityBelowFloor(
         f"no level agrees with the full cache to {target.min_quality:g}{within} (lower bound at 95 %): the closest is "
         f"policy {closest.policy!r} at {closest.compression_ratio:g} removed under codec {closest.codec!r}, with "
-        f"{low:.3f}; lower min_quality, or remove less",
+        f"{low:.3f}; lower min_quality{never}, or remove less",
         param="min_quality",
         tried=told,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ from kvshelf.store.base import Store
 from kvshelf.store.jobs.meter import Meter
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.engine.quality import How
 from kvshelf.workers.replica.attempts import MAX_ATTEMPTS, Attempts
 from kvshelf.workers.replica.calls import Threads, called_as, named_errors
 from kvshelf.workers.replica.create.auto import Selection
@@ -70,8 +71,8 @@ class NegativeCache:
 class Creations:
     """The creations of one replica.
 
-    `cues` measure the quality of each new cache; 0 measures only requests with a `min_quality`. Documents above
-    `max_document_tokens` are refused; None leaves the limit to the model.
+    `quality`: how that of each new cache is measured, unless its request or `tenant_quality` says; False: only
+    for a `min_quality`. Documents above `max_document_tokens` are refused; None leaves the limit to the model.
     """
 
     engine: Engine
@@ -80,8 +81,9 @@ class Creations:
     threads: Threads
     attempts: Attempts
     meter: Meter
-    cues: int
     max_document_tokens: int | None
+    quality: How
+    tenant_quality: Mapping[str, How]
     _singleflight: SingleFlight[Created] = field(default_factory=SingleFlight, init=False)
     _negative_cache: NegativeCache = field(default_factory=NegativeCache, init=False)
     _rates: Rates = field(default_factory=Rates, init=False)
@@ -156,7 +158,12 @@ class Creations:
             parent = await self.threads.run(whole, self.engine, self.store, cache_id, tenant)
             level = await self.threads.run(appended_level, self.engine, parent, spec)
             publisher = Publisher.of(self.store, tenant, spec, [level], cache_id)
-            return await self._once(Levels((level,), self.cues), publisher, deadline_s, Teller(lambda _: None))
+            return await self._once(
+                Levels((level,), self.tenant_quality.get(tenant, self.quality)),
+                publisher,
+                deadline_s,
+                Teller(lambda _: None),
+            )
 
     async def _created(self, spec: CreateCache, tenant: str, deadline_s: float | None, watcher: Watcher) -> Created:
         """The caches on the shelf, compressed if they were not there."""
@@ -184,7 +191,8 @@ class Creations:
     async def _whole(self, spec: CreateCache, tenant: str, deadline_s: float | None, teller: Teller) -> Created:
         """The caches of one document, or of one part."""
         date = await self.threads.run(first_date, self.engine, self.store, spec, tenant)
-        wanted = await self.threads.run(requested_levels, self.engine, spec, self.cues, self.max_document_tokens, date)
+        how, limit = self.tenant_quality.get(tenant, self.quality), self.max_document_tokens
+        wanted = await self.threads.run(requested_levels, self.engine, spec, how, limit, date)
         publisher = Publisher.of(self.store, tenant, spec, wanted.levels)
         return await self._once(wanted, publisher, deadline_s, teller)
 
@@ -265,10 +273,11 @@ class Creations:
             queue=ticket.queue_s, prefill=prefill_s, compress=compress_s, measure=measure_s, store=store_s
         )
         for made in new:
-            self.meter.add(made.tenant, caches_created=1)
+            quality_s = 0.0 if made.quality is None else made.quality.probe_s
+            self.meter.add(made.tenant, caches_created=1, quality_s=quality_s)
             self._rates.add(made.policy, made.policy_params, made.num_tokens, made.timings)
             about: dict[str, float] = {"tokens": made.num_tokens, "kept": made.kept_tokens, "tried": len(made.tried)}
-            if made.quality is not None:
+            if made.quality is not None and made.quality.agreement is not None:
                 about["agreement"] = made.quality.agreement
             log.info("compressed", cache_id=made.id, **about, **rounded(phases))
         return phases

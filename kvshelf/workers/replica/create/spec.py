@@ -17,7 +17,7 @@ from kvshelf.workers.engine.engine import Compression, Engine
 from kvshelf.workers.engine.inputs.encode import SPLIT_IT, Document
 from kvshelf.workers.engine.inputs.job import Level
 from kvshelf.workers.engine.inputs.requirements import require_budget_taken
-from kvshelf.workers.engine.quality import CUES
+from kvshelf.workers.engine.quality import How, cue_count
 from kvshelf.workers.model.text import EncodedDocument
 from kvshelf.workers.policies import build
 from kvshelf.workers.policies.view import DocumentView
@@ -46,11 +46,11 @@ AUTO: Final = "auto"
 class Levels:
     """Levels of one document, all of them to be made by the thread that owns the model.
 
-    `cues` measure the quality of each, and `progress` is told, see `Engine.run_levels`.
+    quality: how that of each is measured. `progress` is told, see `Engine.run_levels`.
     """
 
     levels: tuple[Level, ...]
-    cues: int = CUES
+    quality: How = "fast"
     progress: Progress = field(default=lambda *_: None, compare=False, repr=False)
 
     @property
@@ -59,15 +59,17 @@ class Levels:
 
     def run(self, engine: Engine, *, checkpoint: Checkpoint | None = None) -> list[Compression]:
         """A compression for each, in their order."""
-        return engine.run_levels(self.levels, cues=self.cues, checkpoint=checkpoint, progress=self.progress)
+        cues = cue_count(self.quality, self.num_tokens)
+        return engine.run_levels(self.levels, cues=cues, checkpoint=checkpoint, progress=self.progress)
 
 
 def requested_levels(
-    engine: Engine, spec: CreateCache, cues: int, max_document_tokens: int | None, date: str = ""
+    engine: Engine, spec: CreateCache, quality: How, max_document_tokens: int | None, date: str = ""
 ) -> Levels | Selection:
     """The levels to keep the document at: all of them, or those to choose one from. The model does not run.
 
-    date: as of `Engine.encode_document`. `cues` measure the quality of each level, unless a `Selection` does. Raises as
+    date: as of `Engine.encode_document`. quality: how that of each level is measured, unless the creation says, or a
+    `Selection` does it. Raises as
     `Engine.prepare` does.
     """
     require_policy(spec)
@@ -89,7 +91,7 @@ def requested_levels(
     levels = tuple(engine.level(jobs[ratio], codec) for ratio, codec in ways)
     if spec.chooses:
         return Selection(levels, _target(spec, len(document.token_ids)))
-    return Levels(levels, cues if spec.quality is None else CUES if spec.quality else 0)
+    return Levels(levels, quality if spec.quality is None else spec.quality)
 
 
 def _target(spec: CreateCache, num_tokens: int) -> Target:

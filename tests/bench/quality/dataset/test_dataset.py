@@ -59,7 +59,7 @@ def test_all_questions_are_asked_at_once_as_one_by_one(tiny, dataset):
     assert list(plain.answers) == alone
     assert sum(plain.exact) >= 3
     assert plain.quality["agreement"] == 1
-    assert plain.quality["cues"] == 30
+    assert plain.quality["asked"] == 30
     (lost,) = protocol(tiny).measure(tiny, blind)
     assert sum(lost.exact) <= 1
     assert lost.quality is None
