@@ -11,9 +11,8 @@ import torch
 from kvshelf.errors import InvalidRequest, ModelMismatch, PolicyUnsupported
 from kvshelf.store.artifact import blob
 from kvshelf.store.artifact.cache import CompressedCache
-from kvshelf.store.artifact.transforms import CAP, KINDS
+from kvshelf.store.artifact.transforms import KINDS
 from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.engine.step_search import equal_slopes
 from kvshelf.workers.engine.transform_search import find_transforms
 from kvshelf.workers.model import calibration
 from tests.conftest import save_random_model
@@ -79,17 +78,6 @@ def test_joint_heads_are_refused_where_heads_keep_different_tokens(engine):
     assert digests(engine, whole, "klt") == digests(engine, whole, "klt:heads=joint")
     assert digests(engine, whole, "klt") != digests(engine, whole, "klt:heads=each")
     assert digests(engine, ragged, "klt") == digests(engine, ragged, "klt:heads=each")
-
-
-def test_multipliers_have_one_slope_and_a_mean_of_1(engine):
-    slopes, channels = torch.tensor([[4.0, 1.0], [0.01, 0.0]]).double(), torch.tensor([[2, 2], [2, 10]])
-    found = equal_slopes(slopes, channels)
-    assert torch.allclose(found / found[0, 0], torch.tensor([[1.0, 2.0], [3.0, 3.0]]).double())
-    assert float((channels * found.log()).sum()) == pytest.approx(0, abs=1e-9)
-    assert torch.equal(equal_slopes(torch.zeros(2, 2).double(), channels), torch.ones(2, 2).double())
-    made = [layer[kind].multiplier for layer in engine.coder.transforms.layers for kind in KINDS]
-    assert max(made) / min(made) <= CAP * 1.001
-    assert len(set(made)) > 1
 
 
 def test_steps_by_kl_are_finer_where_it_matters(engine):
