@@ -46,6 +46,8 @@ _DEAD: Final = 0.15
 """How much further than the next half a coefficient has to be to be rounded away from zero, in steps. Numbers near
 zero are the most frequent: on kvshelf-tiny, 2,048 tokens, this saves an eighth of the bytes at step 1.5 and no answer.
 """
+_DEAD_WEIGHTED: Final = 0.05
+"""The same where all coefficients weigh alike. On SmolLM2, 0.15 has a third more nats at equal bytes."""
 _MAX_CODE: Final = (1 << 30) - 1
 _RUNS_AT_ONCE: Final = 4
 """Runs that are decoded before their rows are made: those that C decodes side by side. Their codes then fit into a
@@ -227,7 +229,8 @@ def encode_rows(
     for group, rows in enumerate(groups):
         mean = transform.mean.flatten() if joint else transform.mean[group]
         basis = transform.analysis(None if joint else group)
-        codes = _rounded((rows - mean) @ (basis / step)).clamp_(-_MAX_CODE, _MAX_CODE).to(torch.int32).T
+        dead = _DEAD if transform.weight is None else _DEAD_WEIGHTED
+        codes = _rounded((rows - mean) @ (basis / step), dead).clamp_(-_MAX_CODE, _MAX_CODE).to(torch.int32).T
         order = transform.order(step_parts, None if joint else group)
         shifts.append(_best_shifts(codes.numpy(), tables, order))
         order = _shifted(order, shifts[-1], tables)
@@ -249,9 +252,9 @@ def encode_rows(
     )
 
 
-def _rounded(coefficients: Tensor) -> Tensor:
-    """The nearest integers, with the borders between two of them moved away from zero by `_DEAD`."""
-    return coefficients.sign() * (coefficients.abs() + (0.5 - _DEAD)).floor_()
+def _rounded(coefficients: Tensor, dead: float) -> Tensor:
+    """The nearest integers, with the borders between two of them moved away from zero by `dead`."""
+    return coefficients.sign() * (coefficients.abs() + (0.5 - dead)).floor_()
 
 
 def _best_shifts(codes: Any, tables: ans.Tables, order: Sequence[int]) -> Any:

@@ -110,6 +110,19 @@ class Transforms:
     def digest(self) -> str:
         return blake3(self.data).hexdigest()
 
+    def bits(self, step: float, *, alone: bool) -> float:
+        """Bits that a number takes at a step, as the tables foretell them. alone: each head by its own transform."""
+        costs, parts = self.tables.entropies, round(step * STEP_PARTS)
+        orders = [
+            order
+            for layer in self.layers
+            for found in layer.values()
+            for order in (
+                [found.order(parts, head) for head in range(len(found.mean))] if alone else [found.order(parts, None)]
+            )
+        ]
+        return sum(costs[table] for order in orders for table in order) / sum(map(len, orders))
+
     def mark(self, identity: Identity) -> Identity:
         """The identity of a cache that was encoded by these."""
         return replace(identity, transforms=self.digest)
