@@ -55,7 +55,7 @@ _EVEN: Final = 0.1
 SmolLM2, a third less than this loses a fifth more."""
 _LEAST_WEIGHT: Final = 1e-4
 """Of a layer's keys or values, beside those that matter most."""
-_COARSEST: Final = 1.4
+_COARSEST: Final = 0.7
 """The codec's own step is at most so many deviations. What nobody's predictions depend on would have none."""
 
 
