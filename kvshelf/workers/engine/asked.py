@@ -18,7 +18,6 @@ from torch import Tensor
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.artifact.coded import FIRST_TOKENS
 from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
-from kvshelf.workers.policies.kvcues import ANSWER, ASKED
 from kvshelf.workers.policies.view import DocumentView
 
 if TYPE_CHECKING:
@@ -29,6 +28,9 @@ if TYPE_CHECKING:
 _CUES: Final = 16
 _NEXT: Final = 128
 """Cues of each text, and tokens of its end that are predicted. Plain text alone hardly reads what is far away."""
+_QUOTED, _SKIPPED, _ANSWER = 10, 2, 4
+"""Tokens of a cue, those of the document behind it that are left out, and those that are predicted then. Without a gap,
+copying word by word decides what matters: on SmolLM2, late layers then have bytes that early ones need."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,9 +56,10 @@ class Asked:
         asked, answers = list(ids[end:]), list[int]()
         following = range(len(asked) - 1)
         for start in starts:
-            answer = start + ASKED
-            asked += job.document.cue(slice(start, answer), slice(answer, answer + ANSWER)).token_ids
-            answers += range(len(asked) - 1 - ANSWER, len(asked) - 1)
+            answer = start + _QUOTED + _SKIPPED
+            quoted = slice(start, start + _QUOTED)
+            asked += job.document.cue(quoted, slice(answer, answer + _ANSWER)).token_ids
+            answers += range(len(asked) - 1 - _ANSWER, len(asked) - 1)
         return cls(engine.run(job).cache, tuple(asked), (following, answers))
 
     def predictions(self, engine: Engine, cache: CompressedCache) -> tuple[Tensor, ...]:
@@ -103,7 +106,7 @@ class Asked:
 
 def _starts(document: DocumentView) -> range:
     """Where the cues of a document begin."""
-    first, last = document.protected_prefix, document.num_tokens - ASKED - ANSWER
+    first, last = document.protected_prefix, document.num_tokens - _QUOTED - _SKIPPED - _ANSWER
     return range(first, last + 1, max(1, (last - first) // _CUES + 1))
 
 

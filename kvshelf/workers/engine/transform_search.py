@@ -43,7 +43,7 @@ _OUTSIDE: Final = 1 / 2048
 """Share of numbers beyond a table. An escape costs a byte or two, and each number in a table at least 2^-12."""
 _MOST_REACH: Final = 1023
 
-_ASKED_ABOUT: Final = 6
+_ASKED_ABOUT: Final = 8
 """Texts whose predictions are measured. A gradient costs about what their prefill does."""
 _TOLD_BY: Final = 2
 """Texts, the last ones, that tell the step."""
