@@ -108,7 +108,7 @@ def test_the_step_found_is_the_coarsest_without_a_loss_and_part_of_the_id(tiny, 
         return sum(found) / len(found)
 
     made = []
-    for lossless in (0.2, 0.05):
+    for lossless in (0.1, 0.04):
         monkeypatch.setattr(step_search, "LOSSLESS", lossless)
         made.append(Transforms.from_bytes(find_transforms(tiny, documents)))
         assert loss(made[-1], "klt") <= lossless * 1.001
@@ -158,8 +158,8 @@ def test_weights_lose_less_of_the_predictions_at_the_same_bytes(tiny, learnt):
         loss = text.divergence(exact, text.predictions(tiny, replace(text.cache, layers=tuple(layers))))
         return sum(layer.values.nbytes for layer in made.layers), loss
 
-    weighted = [coded(learnt, finer) for finer in range(2, 16, 2)]
-    for finer in (0, 2, 4):
+    weighted = [coded(learnt, finer) for finer in range(-2, 12, 2)]
+    for finer in (-4, -2, 0):
         size, loss = coded(alike, finer)
         assert min(nbytes for nbytes, cost in weighted if cost <= loss) < 0.75 * size
 
