@@ -428,10 +428,33 @@ def test_transforms_are_made_from_one_s_own_texts(tmp_path: Path) -> None:
     made = run(*command, str(tmp_path / "made"), "--text", str(text))
     assert made.exit_code == 0, made.output
     assert [path.name for path in (tmp_path / "made").iterdir()] == ["klt.safetensors"]
+    told = " ".join(made.stderr.split())
+    assert "transforms of kvshelf-tiny: 0 of 6, 0 s" in told
+    assert re.search(r"transforms of kvshelf-tiny: done in [0-9]+ s", told)
     text.write_bytes(b"\xff")
     refused = run(*command, str(tmp_path / "no"), "--text", str(text))
     assert refused.exit_code == 2
     assert "cannot be read as UTF-8 text" in " ".join(refused.stderr.split())
+
+
+def test_calibrate_finds_the_folder_that_is_served_under_a_name(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message names the model as it is served, because its path is private."""
+    from kvshelf.workers.model import calibration
+
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    text = tmp_path / "text.txt"
+    text.write_text("The tide turns at noon, and the pilot waits. " * 40)
+    command = ("calibrate", "--model", "my-model", "--only", "chunks", "--device", "cpu", "--text", str(text))
+    assert run(*command).exit_code == 2
+    calibration.note_served("my-model", str(tiny_folder))
+    made = run(*command)
+    assert made.exit_code == 0, made.output
+    assert f"my-model is served from {tiny_folder}" in made.stderr.replace("\n", " ")
+    assert calibration.served("other") is None
+    calibration.note_served("my-model", "my-model")  # what is no path is found by its name
+    assert calibration.served("my-model") is None
 
 
 def test_the_file_that_cannot_be_read_is_the_one_named(tmp_path: Path) -> None:

@@ -3,17 +3,17 @@ frequency chunks for selector fasa. train-gates: train the gates of a policy for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from kvshelf._extras import needs_extra
-from kvshelf.bench.options import counted, progress_bar
 from kvshelf.cli import _common, _options
 from kvshelf.cli.output import say
+from kvshelf.cli.output.progress import searching
 from kvshelf.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 _QUESTIONS = 6
 _TEXTS, _TEXT_TOKENS = 10, 2048
-"""How many texts of the package's own prose are read, and their length."""
+"""How many texts are read, and their length."""
 
 
 def calibrate(
-    model: Annotated[str, typer.Option(help="A bundled name, a folder or a hub id.")],
+    model: Annotated[str, typer.Option(help="A bundled name, a folder, a GGUF file, a hub id, or a name served here.")],
     only: Annotated[
         Literal["heads", "transforms", "chunks"] | None,
         typer.Option(
@@ -41,24 +41,26 @@ def calibrate(
     text: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Make transforms and chunks from this text of yours; repeat it.  [default: prose of the package]"
+            help="Make transforms and chunks from this text of yours, ten parts of it; repeat it.  [default: prose of "
+            "the package, and for transforms Python's reference, too]"
         ),
     ] = None,
     device: _options.Device = "auto",
     dtype: _options.Dtype = "auto",
     as_json: _options.AsJson = False,
 ) -> None:
-    """Make the transforms of codec klt, with its steps=kl, and measure which query heads retrieve, for the policy
-    compresskv, and which frequency chunks do, for the selector fasa.
+    """Make the transforms of codec klt, with the step that loses nothing, and measure which query heads retrieve, for
+    the policy compresskv, and which frequency chunks do, for the selector fasa.
 
     The results hold for these weights in this dtype. Engines look for them in $XDG_DATA_HOME/kvshelf/calibrations and,
-    as klt.safetensors, compresskv.json and fasa.json, in the model's folder.
+    as klt.safetensors, compresskv.json and fasa.json, in the model's folder. A command that was interrupted goes on
+    where it was when it is given again.
     """
     with _common.named_errors(as_json=as_json), needs_extra("serve", purpose="kvshelf calibrate"):
         from kvshelf.workers.engine.engine import Engine
         from kvshelf.workers.model import calibration
 
-        engine = Engine.load(model, device=device, dtype=dtype)
+        engine = Engine.load(served_model(model), device=device, dtype=dtype, shown=model)
         engine.require_text("model")
         paths = calibration.paths(engine.identity.weights, output)
         calibration.require_writable(paths.heads)
@@ -89,8 +91,14 @@ def _heads(engine: Engine, path: Path, documents: int, tokens: int) -> None:
     from kvshelf.workers.model import calibration
 
     count = engine.require_text("model").count_tokens
-    with counted(f"heads of {engine.name}", 2 * documents) as step:
-        found = head_search.calibrate(engine, list(needles(documents, tokens, count)), step)
+    done = itertools.count(1)
+    with searching(f"heads of {engine.name}") as report:
+        found = head_search.calibrate(
+            engine,
+            list(needles(documents, tokens, count)),
+            lambda: report(next(done), 2 * documents),
+            journal=_unfinished(path),
+        )
     calibration.save(found, path)
     _common.notes.print(f"{found.origin.answered:.0%} of the answer tokens came from the sentence asked for")
 
@@ -99,41 +107,72 @@ def _transforms(engine: Engine, path: Path, texts: list[Path]) -> None:
     from kvshelf.atomic import written
     from kvshelf.workers.engine.transform_search import find_transforms
 
-    with _reporting(f"transforms of {engine.name}") as report:
-        data = find_transforms(engine, _documents(engine, texts), report=report)
+    sources = [_read(text) for text in texts] or _reading(engine)
+    documents = pieces(engine, sources)
+    with searching(f"transforms of {engine.name}") as report:
+        data = find_transforms(engine, documents, checkpoint=_unfinished(path), report=report)
     with written(path) as file:
         file.write(data)
+    _unfinished(path).unlink(missing_ok=True)
 
 
 def _chunks(engine: Engine, path: Path, texts: list[Path]) -> None:
     from kvshelf.workers.engine.chunk_search import find_chunks
     from kvshelf.workers.model import calibration
 
-    with _reporting(f"chunks of {engine.name}") as report:
-        found = find_chunks(engine, _documents(engine, texts), report=report)
+    documents = pieces(engine, [_read(text) for text in texts] or _prose(engine, _TEXTS))
+    with searching(f"chunks of {engine.name}") as report:
+        found = find_chunks(engine, documents, journal=_unfinished(path), report=report)
     calibration.save(found, path)
 
 
-@contextmanager
-def _reporting(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar, as what is called with how much is done, and of how much."""
-    with progress_bar() as progress:
-        task = progress.add_task(title, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+def served_model(name: str) -> str:
+    """What a model is loaded from: the folder or file that a service of this user serves under this name, else the name
+    itself."""
+    from kvshelf.workers.model import calibration
+
+    source = calibration.served(name)
+    if source is None:
+        return name
+    _common.notes.print(f"{name} is served from {source}", soft_wrap=True)
+    return source
 
 
-def _documents(engine: Engine, texts: list[Path]) -> list[list[int]]:
-    """The token ids of the user's texts, or of the package's prose."""
+def _unfinished(path: Path) -> Path:
+    """Where a search keeps what it has found, until its result is saved: the same command goes on from there."""
+    return path.with_name(path.name + ".unfinished")
+
+
+def _reading(engine: Engine) -> list[str]:
+    """What transforms are made from: in turns, chapters of Python's reference, which every Python brings as text, and
+    prose of the package. On SmolLM2 and documents of other kinds, prose alone loses three times as many nats."""
+    from pydoc_data.topics import topics
+
+    chapters = sorted(topics.values(), key=len, reverse=True)
+    both = zip(chapters, _prose(engine, _TEXTS // 2), strict=False)
+    return [text for pair in both for text in pair]
+
+
+def _prose(engine: Engine, texts: int) -> list[str]:
     from kvshelf.bench.quality.tasks import haystacks
 
-    format_ = engine.require_text("model")
-    longest = min(_TEXT_TOKENS, engine.max_tokens)
-    sources = [_read(path) for path in texts] or list(haystacks(_TEXTS, longest, format_.count_tokens))
-    return [format_.encode(source)[:longest] for source in sources]
+    return list(haystacks(texts, _longest(engine), engine.require_text("model").count_tokens))
+
+
+def pieces(engine: Engine, sources: Sequence[str]) -> list[list[int]]:
+    """The beginning of each text, as token ids, and what follows in them, until there are `_TEXTS`."""
+    format_, longest = engine.require_text("model"), _longest(engine)
+    ids = [format_.encode(source) for source in sources]
+    more = [each[at : at + longest] for each in ids for at in range(longest, len(each) - longest // 2, longest)]
+    return [each[:longest] for each in ids] + more[: max(0, _TEXTS - len(ids))]
+
+
+def _longest(engine: Engine) -> int:
+    return min(_TEXT_TOKENS, engine.max_tokens // 2)
 
 
 def train_gates(
-    model: Annotated[str, typer.Option(help="A bundled name, a folder or a hub id.")],
+    model: Annotated[str, typer.Option(help="A bundled name, a folder, a GGUF file, a hub id, or a name served here.")],
     family: Annotated[str, typer.Option(help="The policy (kvzip_gate, locret ...), or the family of its gates.")],
     target: Annotated[
         Literal["kvzip", "answers", "distill"] | None,
@@ -169,22 +208,25 @@ def train_gates(
         from kvshelf.workers.policies.gates.file import gate_path
 
         policy = trained_policy(family, target)
-        loaded, tokenizer = models.load(model, device=device, dtype=dtype)
+        loaded, tokenizer = models.load(served_model(model), device=device, dtype=dtype)
         engine = Engine(loaded, tokenizer, name=model)  # not `Engine.load`: gradients go through its plain weights
         path = out or gate_path(engine.identity.weights, policy.name)
         calibration.require_writable(path)
         settings = Settings(steps, length, seed)
-        with progress_bar() as progress:
-            task = progress.add_task(f"{policy.name} of {engine.name}", total=steps)
+        made, lesson = objective(policy, engine, width), lessons(engine, length, seed)
+        with searching(f"{policy.name} of {engine.name}") as show:
+
+            def read(number: int) -> Lesson:
+                if number >= 0:  # the others are held out
+                    show(number, steps)
+                return lesson(number)
 
             def report(line: Mapping[str, Any]) -> None:
-                progress.update(task, completed=line["step"])
                 _common.notes.print(
                     f"step {line['step']}: loss {line['loss']:.4g}, held out {line['held_out']:.3f}", highlight=False
                 )
 
-            made = objective(policy, engine, width), lessons(engine, length, seed)
-            Trainer(engine, *made, settings, Checkpoint(path), report).run(resume=resume)
+            Trainer(engine, made, read, settings, Checkpoint(path), report).run(resume=resume)
     say(path)
 
 

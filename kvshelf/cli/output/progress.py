@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from kvshelf.bench.options import progress_bar
 from kvshelf.cli import _common
 
 if TYPE_CHECKING:
@@ -52,6 +53,30 @@ class _Lines:
             return
         self._state, self._next = progress.state, time.monotonic() + _LINE_EVERY_S
         _common.notes.print(_headline(progress), soft_wrap=True)
+
+
+@contextmanager
+def searching(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Gives a function to call with how many steps of a search are done, and of how many. The time is shown, too."""
+    started = time.monotonic()
+    if _common.notes.is_terminal:
+        with progress_bar() as progress:
+            task = progress.add_task(title, total=None)
+            yield lambda done, total: progress.update(task, completed=done, total=total)
+    else:
+        yield _SearchLines(title, started).show
+    _common.notes.print(f"{title}: done in {time.monotonic() - started:.0f} s", soft_wrap=True)
+
+
+class _SearchLines:
+    def __init__(self, title: str, started: float) -> None:
+        self._title, self._started, self._next = title, started, started
+
+    def show(self, done: int, total: int) -> None:
+        """Print a line, but not more than one in `_PUT_LINE_EVERY_S`."""
+        if (now := time.monotonic()) >= self._next:
+            self._next = now + _PUT_LINE_EVERY_S
+            _common.notes.print(f"{self._title}: {done} of {total}, {now - self._started:.0f} s", soft_wrap=True)
 
 
 @contextmanager

@@ -101,7 +101,7 @@ def found(environment: Mapping[str, str], store: str | None) -> Iterator[Left]:
     units = list(_units())
     every = [environment, *(settings for _, settings in units)]
     data = Path(environment.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "kvshelf"
-    for made in ("calibrations", "gates"):
+    for made in ("calibrations", "gates", "served"):
         yield from _there("calibrations", str(data / made))
     caches = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     yield from _there("models", str(caches / "kvshelf"))

@@ -49,6 +49,12 @@ class Tables:
         return taken
 
     @cached_property
+    def entropies(self) -> list[float]:
+        """Bits that a number of each table takes in the mean."""
+        shares = (found / (1 << BITS) for found in self.frequencies)
+        return [float(-(share * np.log2(share)).sum() + share[-1] * 8) for share in shares]
+
+    @cached_property
     def slots(self) -> Tensor:
         """`[tables, 2^BITS, 2]` int32: the number that each slot stands for, and its frequency << 16 | the slots of the
         same number before it."""

@@ -2,6 +2,9 @@
 
 They belong to the model, not to a document, and are made once by `kvshelf calibrate`. A cache names the digest of its
 transforms and cannot be read without them.
+
+Version 2 weighs errors by what they cost the model's predictions, between the channels of a head (`weight`) and between
+layers, keys and values (`unit`). Of version 1 are files without weights, which stay readable.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -38,11 +41,13 @@ LOWEST, HIGHEST = -48, 96
 STEP_PARTS: Final = 10_000
 """A step is stored as an integer in these parts of a unit."""
 
-CAP: Final = 3.0
-"""The largest ratio of two multipliers. Uncapped, they would be up to 60, and such steps lose far more than small ones
-tell."""
+_CAP: Final = 3.0
+"""The largest ratio of two multipliers, which only version 1 has."""
+_LARGEST_WEIGHT: Final = 1000.0
+"""Ratio of the largest and the smallest factor of a weight. Beyond it, the 16 bits that it is stored in do not tell its
+inverse."""
 
-_FORMAT: Final = "kvshelf.transforms/1"
+_FORMATS: Final = ("kvshelf.transforms/1", "kvshelf.transforms/2")
 _ABOUT: Final = "kvshelf"
 _STEP_EDGES: Final = [round(STEP_PARTS * 2 ** ((eighth + 0.5) / EIGHTHS)) for eighth in range(-49, 49)]
 
@@ -53,7 +58,9 @@ class RowTransform:
 
     mean: `[H, D]`. joint: `[H * D, H * D]` and each: `[H, D, D]`, orthogonal, a coefficient a column, all fp32.
     joint_scales: `[H * D]` and each_scales: `[H, D]`: the deviation of each coefficient, as eighths of an octave above
-    one unit. unit: the length that a step counts. multiplier: of the step under `steps=kl`, from 1 / `CAP` to `CAP`.
+    one unit. unit: the length that a step counts. multiplier: of the step under `steps=kl`; 1 where units differ by
+    layer already. weight: `[H, D, D]` fp32, symmetric: rows are multiplied by it before they are transformed, so that
+    equal errors of coefficients cost the predictions alike; None for the identity.
     """
 
     mean: Tensor
@@ -63,6 +70,25 @@ class RowTransform:
     each_scales: tuple[tuple[int, ...], ...]
     unit: float
     multiplier: float = 1.0
+    weight: Tensor | None = None
+
+    def analysis(self, head: int | None) -> Tensor:
+        """What rows without their mean are multiplied by: `[D, D]` fp32 for one head, or (None) `[H * D, H * D]` for
+        all heads together. A coefficient a column."""
+        basis = self.joint if head is None else self.each[head]
+        if self.weight is None:
+            return basis
+        weight = self.weight if head is None else self.weight[head : head + 1]
+        return torch.matmul(weight, basis.view(len(weight), -1, basis.shape[1])).flatten(0, 1)
+
+    def synthesis(self, head: int | None) -> Tensor:
+        """The inverse of `analysis`. A coefficient a row."""
+        basis = self.joint if head is None else self.each[head]
+        if self.weight is None:
+            return basis.T
+        weight = self.weight if head is None else self.weight[head : head + 1]
+        inverse = torch.linalg.inv(weight.double()).float()
+        return torch.matmul(inverse, basis.view(len(weight), -1, basis.shape[1])).flatten(0, 1).T
 
     def order(self, step_parts: int, head: int | None) -> list[int]:
         """The table of each channel at a step, for one head's transform or (None) that of all heads together."""
@@ -84,6 +110,19 @@ class Transforms:
     def digest(self) -> str:
         return blake3(self.data).hexdigest()
 
+    def bits(self, step: float, *, alone: bool) -> float:
+        """Bits that a number takes at a step, as the tables foretell them. alone: each head by its own transform."""
+        costs, parts = self.tables.entropies, round(step * STEP_PARTS)
+        orders = [
+            order
+            for layer in self.layers
+            for found in layer.values()
+            for order in (
+                [found.order(parts, head) for head in range(len(found.mean))] if alone else [found.order(parts, None)]
+            )
+        ]
+        return sum(costs[table] for order in orders for table in order) / sum(map(len, orders))
+
     def mark(self, identity: Identity) -> Identity:
         """The identity of a cache that was encoded by these."""
         return replace(identity, transforms=self.digest)
@@ -104,10 +143,10 @@ class Transforms:
         try:
             tensors = load_tensors(data)
             about = _about(data)
-            if about.get("format") != _FORMAT:
-                raise ValueError(f"its format is {about.get('format')!r}, not {_FORMAT!r}")
-            numbers = range(about["layers"])
-            layers = tuple({kind: _row_transform(tensors, f"{number}.{kind}") for kind in KINDS} for number in numbers)
+            if about.get("format") not in _FORMATS:
+                raise ValueError(f"its format is {about.get('format')!r}, and this kvshelf reads {', '.join(_FORMATS)}")
+            made = partial(_row_transform, tensors, weighted=about["format"] == _FORMATS[1])
+            layers = tuple({kind: made(f"{number}.{kind}") for kind in KINDS} for number in range(about["layers"]))
             return cls(data, str(about["weights"]), layers, _tables(tensors))
         except (SafetensorError, KeyError, ValueError, TypeError, AssertionError) as error:
             raise InvalidRequest(
@@ -118,8 +157,9 @@ class Transforms:
 def pack(
     weights: str, layers: Sequence[Mapping[Kind, RowTransform]], tables: Sequence[Any], origin: Mapping[str, str]
 ) -> bytes:
-    """The file of these transforms. origin: how they were made, for people."""
+    """The file of these transforms, of version 2 if they have weights. origin: how they were made, for people."""
     tensors: dict[str, Tensor] = {}
+    weighted = all(found.weight is not None for layer in layers for found in layer.values())
     for index, layer in enumerate(layers):
         for kind, found in layer.items():
             tensors |= {
@@ -131,9 +171,11 @@ def pack(
                 f"{index}.{kind}.unit": torch.tensor([found.unit], dtype=torch.float32),
                 f"{index}.{kind}.multiplier": torch.tensor([found.multiplier], dtype=torch.float32),
             }
+            if found.weight is not None and weighted:
+                tensors[f"{index}.{kind}.weight"] = found.weight.half()
     tensors["tables.lengths"] = torch.tensor([len(table) for table in tables], dtype=torch.int32)
     tensors["tables"] = torch.from_numpy(np.concatenate(tables).astype(np.int16))
-    about = {"format": _FORMAT, "weights": weights, "layers": len(layers), **origin}
+    about = {"format": _FORMATS[weighted], "weights": weights, "layers": len(layers), **origin}
     # In one string: safetensors writes several in another order each time, and equal transforms need one digest.
     return save_tensors(
         {name: tensor.contiguous() for name, tensor in tensors.items()}, {_ABOUT: canonical_json(about)}
@@ -147,7 +189,7 @@ def _about(data: bytes) -> dict[str, Any]:
     return found
 
 
-def _row_transform(tensors: Mapping[str, Tensor], name: str) -> RowTransform:
+def _row_transform(tensors: Mapping[str, Tensor], name: str, *, weighted: bool) -> RowTransform:
     mean, joint, each = (tensors[f"{name}.{part}"].float() for part in ("mean", "joint", "each"))
     heads, dim = mean.shape
     joint_scales, each_scales = (tensors[f"{name}.{part}_scales"] for part in ("joint", "each"))
@@ -157,13 +199,23 @@ def _row_transform(tensors: Mapping[str, Tensor], name: str) -> RowTransform:
         raise ValueError(f"{name} has shapes that do not fit together")
     if not (0 < unit < float("inf") and bool(mean.isfinite().all())):
         raise ValueError(f"{name} has numbers that are not finite, or no unit")
-    if not 0.99 / CAP < multiplier < CAP * 1.01:  # of rounding
+    if not 0.99 / _CAP < multiplier < _CAP * 1.01:  # of rounding
         raise ValueError(f"{name} multiplies steps by {multiplier:g}")
     for basis in (joint, *each):
         if not bool(((basis.T @ basis - torch.eye(len(basis))).abs() < 0.02).all()):
             raise ValueError(f"{name} is not orthogonal")
     scales = tuple(joint_scales.tolist()), tuple(map(tuple, each_scales.tolist()))
-    return RowTransform(mean, joint, each, *scales, unit, multiplier)
+    weight = _weight(tensors[f"{name}.weight"].float(), each.shape, name) if weighted else None
+    return RowTransform(mean, joint, each, *scales, unit, multiplier, weight)
+
+
+def _weight(weight: Tensor, shape: torch.Size, name: str) -> Tensor:
+    if weight.shape != shape or not bool(weight.isfinite().all()) or not torch.equal(weight, weight.mT):
+        raise ValueError(f"{name} has a weight that is not symmetric, or of another shape")
+    factors = torch.linalg.eigvalsh(weight.double())  # ascending
+    if not bool((factors[:, 0] * _LARGEST_WEIGHT >= factors[:, -1]).all() and (factors[:, 0] > 0).all()):
+        raise ValueError(f"{name} has a weight that cannot be undone")
+    return weight
 
 
 def _tables(tensors: Mapping[str, Tensor]) -> Tables:

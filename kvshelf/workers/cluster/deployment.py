@@ -28,6 +28,7 @@ from kvshelf.workers.cluster.remote import RemoteEngine, running
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.parallel.engine import ParallelEngine
 from kvshelf.workers.engine.quality import How
+from kvshelf.workers.model import calibration
 from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.residents import ResidentLimits
 from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
@@ -111,6 +112,7 @@ class ServedReplica(Replica):
 
 def _engine(config: ReplicaConfig) -> Engine:
     named, chosen = served_name(config.model), config.chat_template
+    calibration.note_served(named, config.model)
     engine = Engine.load(config.model, device=config.device, dtype=config.dtype, chat_template=chosen, shown=named)
     _ = engine.passes.program  # recorded before the first question waits for it
     return engine
@@ -118,6 +120,7 @@ def _engine(config: ReplicaConfig) -> Engine:
 
 def _shared_engine(config: ReplicaConfig) -> Engine:
     """An engine of several processes. Where one of them ends, this one does, and Serve starts the replica anew."""
+    calibration.note_served(served_name(config.model), config.model)
     engine = ParallelEngine.load(
         config.model,
         device=config.device,

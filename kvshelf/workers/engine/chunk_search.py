@@ -7,13 +7,17 @@ chunks alone name most of the keys that a query attends to.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
 from kvshelf.errors import InvalidRequest
+from kvshelf.store.artifact.identity import canonical_json, digest
 from kvshelf.workers.engine.attention.function import Attended, ForwardContext
+from kvshelf.workers.engine.journal import Journal
 from kvshelf.workers.model.calibration import Chunks, ChunksOrigin
 
 if TYPE_CHECKING:
@@ -59,25 +63,38 @@ def agreement(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 def find_chunks(
-    engine: Engine, documents: Sequence[Sequence[int]], *, report: Callable[[int, int], None] = lambda *_: None
+    engine: Engine,
+    documents: Sequence[Sequence[int]],
+    *,
+    journal: Path | None = None,
+    report: Callable[[int, int], None] = lambda *_: None,
 ) -> Chunks:
     """Measure the chunks of `engine`'s model on documents, given as token ids, of at least `LEAST_TOKENS`.
 
-    report: called with the documents read, and with their number. Raises `InvalidRequest` for shorter ones, and
+    journal: the file from which a search that was interrupted goes on; it is gone in the end. report: called with the
+    documents read, and with their number. Raises `InvalidRequest` for shorter ones, and
     `PolicyUnsupported` for a model whose layers do not all rotate the keys of heads.
     """
     engine.rope_to_undo()
     if min(map(len, documents), default=0) < LEAST_TOKENS:
         raise InvalidRequest(f"chunks are measured on documents of {LEAST_TOKENS} tokens or more", param="text")
+    read = canonical_json([list(ids) for ids in documents])
+    kept = Journal(journal, digest("kvshelf.chunks.search", engine.identity.fingerprint(), read))
     total: list[Tensor] = []
     for number, ids in enumerate(documents):
-        seen = _Agreements()
-        inputs = {"input_ids": torch.tensor([list(ids)]), "position_ids": torch.arange(len(ids)).unsqueeze(0)}
-        engine.passes.causal({name: each.to(engine.passes.devices.inputs) for name, each in inputs.items()}, seen)
-        found = [seen.of_layers[layer] for layer in sorted(seen.of_layers)]
+        found = [torch.tensor(layer) for layer in kept.step(partial(_agreements, engine, ids))]
         total = found if not total else [a + b for a, b in zip(total, found, strict=True)]
         report(number + 1, len(documents))
+    kept.remove()
     agreements = [tuple(map(tuple, (layer / len(documents)).tolist())) for layer in total]
     tokens = sum(map(len, documents))
     origin = ChunksOrigin(model=engine.name, documents=len(documents), tokens=tokens, top=TOP)
     return Chunks(weights=engine.identity.weights, agreement=tuple(agreements), origin=origin)
+
+
+def _agreements(engine: Engine, ids: Sequence[int]) -> list[list[list[float]]]:
+    """Of one document: the agreement of each chunk, by layer and KV head."""
+    seen = _Agreements()
+    inputs = {"input_ids": torch.tensor([list(ids)]), "position_ids": torch.arange(len(ids)).unsqueeze(0)}
+    engine.passes.causal({name: each.to(engine.passes.devices.inputs) for name, each in inputs.items()}, seen)
+    return [seen.of_layers[layer].tolist() for layer in sorted(seen.of_layers)]

@@ -7,8 +7,10 @@ each head is scored by how much it attends to the sentence while the answer is w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -16,8 +18,10 @@ from torch import Tensor
 
 from kvshelf.errors import InvalidRequest
 from kvshelf.kernels.select import select
+from kvshelf.store.artifact.identity import canonical_json, digest
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.inputs.job import Job
+from kvshelf.workers.engine.journal import Journal
 from kvshelf.workers.engine.observing import observe
 from kvshelf.workers.model.calibration import Calibration, Origin
 from kvshelf.workers.policies.budgets import Budget
@@ -58,19 +62,27 @@ class _Sample:
         return [i for i, token in enumerate(self.answer) if token in tokens]
 
 
-def calibrate(engine: Engine, needles: Sequence[Needle], progress: Callable[[], None] = lambda: None) -> Calibration:
-    """Score every query head and every layer of the model. `progress` is called twice per needle.
+def calibrate(
+    engine: Engine,
+    needles: Sequence[Needle],
+    progress: Callable[[], None] = lambda: None,
+    journal: Path | None = None,
+) -> Calibration:
+    """Score every query head and every layer of the model. `progress` is called twice per needle. journal: the file
+    from which a search that was interrupted goes on; it is gone in the end.
 
     Raises `InvalidRequest` where no answer holds a token of its needle: such answers teach nothing.
     """
+    kept = Journal(journal, _digest(engine, needles))
     samples, scores = [], None
     for needle in needles:
-        sample = _sample(engine, needle)
-        samples.append(sample)
-        found = retrieval_scores(engine, sample)
-        scores = found if scores is None else scores + found
+        found = kept.step(partial(_answered, engine, needle))
+        samples.append(_sample(engine, needle, found["asked"], found["answer"]))
+        own = torch.tensor(found["scores"], dtype=torch.float64)
+        scores = own if scores is None else scores + own
         progress()
     if scores is None or not bool(scores.any()):
+        kept.remove()
         raise InvalidRequest(
             f"{engine.name!r} answered none of {len(needles)} questions with words of the sentence asked for, so "
             "nothing shows which heads retrieve; give more documents, shorter ones, or another model",
@@ -84,7 +96,14 @@ def calibrate(engine: Engine, needles: Sequence[Needle], progress: Callable[[], 
         origin=_origin(engine, samples),
     )
     even = made(layer_errors=(1 / layers,) * layers)
-    return made(layer_errors=_layer_errors(engine, samples, even, progress))
+    found = made(layer_errors=_layer_errors(engine, samples, even, progress, kept))
+    kept.remove()
+    return found
+
+
+def _digest(engine: Engine, needles: Sequence[Needle]) -> str:
+    asked = canonical_json([asdict(needle) for needle in needles])
+    return digest("kvshelf.calibration.search", engine.identity.fingerprint(), asked)
 
 
 def retrieval_scores(engine: Engine, sample: _Sample) -> Tensor:
@@ -124,13 +143,19 @@ def layer_errors(engine: Engine, sample: _Sample, calibration: Calibration) -> T
     return torch.tensor([errors[layer] for layer in sorted(errors)], dtype=torch.float64)
 
 
+def _errors(engine: Engine, sample: _Sample, even: Calibration) -> list[float]:
+    found: list[float] = layer_errors(engine, sample, even).tolist()
+    return found
+
+
 def _layer_errors(
-    engine: Engine, samples: Sequence[_Sample], even: Calibration, progress: Callable[[], None]
+    engine: Engine, samples: Sequence[_Sample], even: Calibration, progress: Callable[[], None], kept: Journal
 ) -> tuple[float, ...]:
     """Errors summed over the samples of a data set, made to add up to 1, and averaged over the data sets."""
     sums: dict[str, Tensor] = {}
     for sample in samples:
-        found = layer_errors(engine, sample, even)
+        errors = kept.step(partial(_errors, engine, sample, even))
+        found = torch.tensor(errors, dtype=torch.float64)
         sums[sample.dataset] = found if sample.dataset not in sums else sums[sample.dataset] + found
         progress()
     shares = torch.stack([total / total.sum() for total in sums.values()]).mean(dim=0)
@@ -155,18 +180,24 @@ def _output(layer: LayerView, kept: Tensor) -> Tensor:
     return out[0]
 
 
-def _sample(engine: Engine, needle: Needle) -> _Sample:
-    text = engine.require_text("documents")
+def _answered(engine: Engine, needle: Needle) -> dict[str, Any]:
+    """A question with the model's answer, and the scores of all heads, as a line of the journal."""
     job = engine.prepare(needle.document, policy="full")
     cache = engine.run(job).cache
     query = engine.encode_query(cache, needle.question)
-    answer = engine.answer(cache, query, max_new_tokens=ANSWER_TOKENS).token_ids
+    answer = list(engine.answer(cache, query, max_new_tokens=ANSWER_TOKENS).token_ids)
+    asked = [*query, *answer[:-1]]
+    scores = retrieval_scores(engine, _sample(engine, needle, asked, answer)).tolist()
+    return {"asked": asked, "answer": answer, "scores": scores}
+
+
+def _sample(engine: Engine, needle: Needle, asked: Sequence[int], answer: Sequence[int]) -> _Sample:
+    text = engine.require_text("documents")
+    job = engine.prepare(needle.document, policy="full")
     # The space before a word is part of its token.
     first, last = (text.count_tokens(needle.document[:at].rstrip()) for at in (needle.start, needle.end))
     prefix = job.document.protected_prefix
-    return _Sample(
-        needle.dataset, job, (*query, *answer[:-1]), tuple(answer), slice(prefix + first, prefix + last)
-    )  # fmt: skip
+    return _Sample(needle.dataset, job, tuple(asked), tuple(answer), slice(prefix + first, prefix + last))
 
 
 def _asking(sample: _Sample) -> ProbePass:

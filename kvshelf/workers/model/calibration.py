@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self, TypeVar
 
@@ -138,6 +139,32 @@ def data_folder() -> Path:
     """The folder of a user's calibrations (XDG base directories)."""
     data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
     return Path(data) / "kvshelf" / "calibrations"
+
+
+def note_served(name: str, model: str) -> None:
+    """Remember what a service of this user serves under a name, which messages have in place of a private path: the
+    command in them then finds it. model: a path, or what is no path and has its own name. Where nothing can be written,
+    nothing is remembered."""
+    path, source = _served(name), Path(model).expanduser()
+    with suppress(OSError):
+        if not source.exists():
+            path.unlink(missing_ok=True)
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with written(path) as file:
+            file.write(os.fsencode(source.absolute()))
+
+
+def served(name: str) -> str | None:
+    """The path of the model that was last served under a name, if it was one and is still there."""
+    with suppress(OSError, ValueError):
+        source = Path(os.fsdecode(_served(name).read_bytes()))
+        return str(source) if source.exists() else None
+    return None
+
+
+def _served(name: str) -> Path:
+    return data_folder().with_name("served") / digest("kvshelf.served", name)
 
 
 def find(model: ModelIdentity, folder: str) -> Calibration:

@@ -120,6 +120,12 @@ class Rope:
         square = (cos[:, :1] ** 2 + sin[:, :1] ** 2).mean()
         return self._turned(states, cos / square, -sin / square)
 
+    def transposed(self, gradients: Tensor, positions: Tensor) -> Tensor:
+        """Gradients by rotated states as those by states without rotation, fp32: the transpose of `rotate`, which is
+        its inverse where the tables have no factor."""
+        cos, sin = self.tables(positions)
+        return self._turned(gradients, cos, -sin)
+
     def moved(self, states: Tensor, positions: Tensor, to: Tensor) -> Tensor:
         """`states` `[..., N, D]` rotated to `positions` `[N]`, as if they stood at `to` `[N]`. Rotated once, fp32."""
         return self.rotate(self.unrotate(states, positions), to)

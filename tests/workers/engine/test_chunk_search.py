@@ -123,3 +123,20 @@ def test_chunks_that_are_not_this_model_s_are_refused(engine: Engine, llama):
 def test_short_texts_are_refused(llama):
     with pytest.raises(InvalidRequest, match="64 tokens or more"):
         find_chunks(llama.engine, [llama.ids[:63]])
+
+
+def test_an_interrupted_search_goes_on_behind_the_last_document(llama, tmp_path: Path) -> None:
+    documents, path, told = [llama.ids[at : at + 100] for at in (0, 100, 200)], tmp_path / "unfinished", []
+    whole = find_chunks(llama.engine, documents)
+
+    def report(done: int, _: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        find_chunks(llama.engine, documents, journal=path, report=report)
+    assert len(path.read_text().splitlines()) == 3
+    other = [*documents[:2], llama.ids[50:150]]  # another search does not take it
+    assert find_chunks(llama.engine, other) == find_chunks(llama.engine, other, journal=tmp_path / "another")
+    assert find_chunks(llama.engine, documents, journal=path, report=lambda *each: told.append(each)) == whole
+    assert not path.exists()

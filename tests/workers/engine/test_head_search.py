@@ -19,9 +19,14 @@ from kvshelf.workers.model.calibration import Calibration, Origin
 ORIGIN = Origin(model="made up", documents=1, tokens=1, answered=1.0, compression_ratio=0.5)
 
 
+def sample_of(engine, needle):
+    found = head_search._answered(engine, needle)
+    return head_search._sample(engine, needle, found["asked"], found["answer"])
+
+
 @pytest.fixture(scope="module")
 def samples(tiny):
-    return [head_search._sample(tiny, needle) for needle in needles(3, 300, tiny.text.count_tokens)]
+    return [sample_of(tiny, needle) for needle in needles(3, 300, tiny.text.count_tokens)]
 
 
 def plain(model, ids):
@@ -41,7 +46,7 @@ def test_needles_are_where_they_say(tiny):
     for needle in needles(8, 300, tiny.text.count_tokens):
         sentence = needle.document[needle.start : needle.end]
         assert sentence.endswith(".")
-        sample = head_search._sample(tiny, needle)
+        sample = sample_of(tiny, needle)
         read = tiny.text.decode(sample.job.document.token_ids[sample.needle])
         assert read.strip() == sentence
 
@@ -150,3 +155,27 @@ def test_a_model_that_finds_nothing_teaches_nothing(tiny_folder):
         calibrate(engine, [needle])
     with pytest.raises(InvalidRequest, match="answered none of 0 questions"):
         calibrate(engine, [])
+
+
+@pytest.mark.parametrize("stopped", [1, 5])
+def test_an_interrupted_search_goes_on_from_its_journal(tiny, tmp_path, monkeypatch, stopped):
+    """Among the answers, and among the layers' errors."""
+    asked, path, done = list(needles(3, 200, tiny.text.count_tokens)), tmp_path / "unfinished", []
+    whole = calibrate(tiny, asked)
+
+    def progress():
+        done.append(1)
+        if len(done) == stopped:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(tiny, asked, progress, path)
+    with path.open("a") as file:
+        file.write('[0.1, "torn')
+    worked = []
+    for name in ("retrieval_scores", "layer_errors"):
+        real = getattr(head_search, name)
+        monkeypatch.setattr(head_search, name, lambda *args, real=real: worked.append(1) or real(*args))
+    assert calibrate(tiny, asked, journal=path) == whole
+    assert len(worked) == 2 * len(asked) - stopped
+    assert not path.exists()

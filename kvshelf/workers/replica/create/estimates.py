@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from kvshelf.api import Estimate, EstimateObject, PolicyEstimate, Timings
@@ -77,6 +77,8 @@ def estimate(engine: Engine, rates: Rates, document: EncodedDocument, spec: Esti
     estimated, a refusal becomes a row instead.
     """
     shape = Shape.of(engine.model)
+    if engine.has_transforms:
+        shape = replace(shape, coded=engine.coder.transforms.bits)
     any_codec = spec.codec is None and all(codec is None for _, codec in spec.ways)
     rows = []
     for way in _ways(engine, spec, _codecs(engine, spec)):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from kvshelf.store.artifact.codecs import BITS, RUN_ROWS, Codec, Precision
@@ -29,7 +29,8 @@ class Shape:
     """The dimensions behind a cache's size. `itemsize`: bytes of a number. `flops`: of one token's prefill. recent: the
     layers that see the last tokens alone; `layers` counts the others that attend. value_dim: channels of a value; None:
     as many as a key's, `head_dim`. Latents are keys of one head, and their rotated parts the values. states: bytes of
-    recurrent and convolution states, whatever the length. summarised: whether caches have a summary."""
+    recurrent and convolution states, whatever the length. summarised: whether caches have a summary. coded: what the
+    model's transforms say of codec klt, as `Transforms.bits`; None: as those of kvshelf-tiny."""
 
     layers: int
     kv_heads: int
@@ -41,6 +42,7 @@ class Shape:
     value_dim: int | None = None
     states: int = 0
     summarised: bool = False
+    coded: Callable[..., float] | None = field(default=None, compare=False)
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -135,13 +137,15 @@ class Shape:
 
     def _streams(self, num_tokens: int, kept: int, codec: Codec) -> int:
         """Bytes under codec klt, which depend on the text: about a fifth more or less, and a third where it repeats
-        itself. Up to a third more under `steps=kl` where a policy keeps most in the layers with fine steps. Bits per
-        number fitted to kvshelf-tiny at steps of 0.25 to 8; its heads alone take a third more."""
+        itself. Up to a third more under `steps=kl` where a policy keeps most in the layers with fine steps. Without
+        `coded`, bits per number are fitted to kvshelf-tiny at steps of 0.25 to 8; its heads alone take a third more."""
         alone = codec.heads == "each" or kept < num_tokens
         numbers = self.layers * self.kv_heads * sum(self.dims)  # of a token
         total = float(numbers * 2 * min(kept, _FIRST_ROWS))
         for step, count in _classes(codec, num_tokens, kept):
             bits = 0.42 * math.log2(1 + (2.6 / step) ** 1.6) * (1.37 if alone else 1.0)
+            if self.coded is not None:
+                bits = self.coded(step, alone=alone)
             runs = math.ceil(count / RUN_ROWS)
             total += runs * 2 * self.layers * (self.kv_heads if alone else 1) * _RUN_BYTES
             total += numbers * (runs * _BYTES_PER_FLAG + max(0, count - _FIRST_ROWS) * bits / 8)
