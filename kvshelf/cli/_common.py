@@ -235,14 +235,10 @@ def seconds(text: str | None, option: str = "--ttl") -> float | None:
 
 
 def standard_input() -> str:
-    """All of standard input, decoded as UTF-8."""
-    try:
-        return sys.stdin.buffer.read().decode()
-    except UnicodeDecodeError as error:
-        raise InvalidRequest(
-            f"standard input is not UTF-8 (byte {error.start}: {error.reason}); convert it or name a file instead",
-            param="document",
-        ) from error
+    """All of standard input, as the text of a file is read."""
+    from kvshelf.corpus.input.extract import plain_text
+
+    return plain_text(sys.stdin.buffer.read(), "standard input", "document")
 
 
 def duration(time_s: float) -> str:

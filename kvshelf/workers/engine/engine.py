@@ -145,7 +145,7 @@ class Engine:
         self._attachments: WeakKeyDictionary[CompressedCache | ArrivingCache, Attachment] = WeakKeyDictionary()
         self._joined: WeakValueDictionary[tuple[int, ...], JointAttachment] = WeakValueDictionary()
         self._coders: dict[str, Coder] = {}
-        self._encoder = Encoder(self.name, self.text, self.max_tokens, model.config.vocab_size)
+        self._encoder = Encoder(self.name, self.text, self.max_tokens, model.config.vocab_size, self._longest)
         self._preparer = Preparer(model, self.name, self.identity, self.rope, self.max_tokens, self.kinds)
 
     @classmethod
@@ -277,10 +277,6 @@ class Engine:
         `InvalidRequest`.
         """
         size = self.part_tokens if max_tokens is None else max_tokens
-        if size > self.max_tokens:
-            raise InvalidRequest(
-                f"split: max_tokens is {size}, and {self.name!r} takes {self.max_tokens}", param="split"
-            )
         pause = checkpoint or nothing
         return self._encoder.split(document, layout, size=size, overlap=overlap_tokens, checkpoint=pause)
 
@@ -409,6 +405,8 @@ class Engine:
         encoded = EncodedDocument(token_ids, 0, made.layout, boundary, made.date)
         view = replace(self._encoder.view(encoded, expected_questions), first_position=cache.num_tokens)
         self._require_room(cache, len(token_ids))
+        if not isinstance(more, EncodedDocument):  # a turn that has been answered is kept, though it may be the last
+            self._encoder.require_question(cache.num_tokens, boundary, len(token_ids))
         if not chosen.takes_budget:
             budget = Budget.full(view.num_tokens)
         elif same and compression_ratio is None and budget_tokens is None:
