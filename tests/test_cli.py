@@ -482,3 +482,10 @@ def test_a_plan_is_made_with_numbers(option: str) -> None:
     done = run("plan", option, "inf")
     assert done.exit_code == 2
     assert f"{option} is inf, which is no number to plan with" in done.stderr
+
+
+def test_a_listing_has_the_model_where_there_are_several() -> None:
+    from kvshelf.cli.caches import _narrow
+
+    assert "model" not in _narrow({"one"})
+    assert _narrow({"one", "other"})[-2:] == ("model", "name")

@@ -86,6 +86,11 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Co
     return made
 
 
+def heading(text: str) -> None:
+    """A line on stdout that says what the lines below it are about, whole, however narrow the terminal is."""
+    table_console().print(text, style="bold", soft_wrap=True)
+
+
 def details(rows: Mapping[str, str]) -> Table:
     """A table of one thing's properties."""
     made = Table(box=None, show_header=False, pad_edge=False)

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvshelf.api import Quality
+from kvshelf.api.inspect import BuiltPrompt
 from kvshelf.errors import DocumentTooLong, InvalidRequest, ModelMismatch, PolicyUnsupported, StateConflict
 from kvshelf.store.artifact.arriving import ArrivingCache
 from kvshelf.store.artifact.blob.reading import PartialCache
@@ -67,6 +68,7 @@ from kvshelf.workers.engine.inputs.requirements import (
     require_suffix_fields,
     require_unshared,
 )
+from kvshelf.workers.engine.inputs.shown import built_prompt
 from kvshelf.workers.engine.parallel.ranks import SharedModel
 from kvshelf.workers.engine.prefill.appending import continued
 from kvshelf.workers.engine.prefill.prefill import Compression, Prefill, run_prefill, run_scores
@@ -794,7 +796,25 @@ class Engine:
     def encode_query(self, cache: CompressedCache | Attached, prompt: Prompt) -> list[int]:
         """Token ids that ask `prompt` (a text, messages, or ids to append as they are) after this cache.
         Thread-safe."""
-        return self._encoder.query(cache.identity.boundary, prompt, TemplateOptions(date=cache.identity.date))
+        return self.query_ids(cache.identity, prompt)
+
+    def query_ids(self, identity: Identity, prompt: Prompt) -> list[int]:
+        """As `encode_query`, after the cache with this identity."""
+        return self._encoder.query(identity.boundary, prompt, TemplateOptions(date=identity.date))
+
+    def prompt(self, cache: CompressedCache, prompt: Prompt, document: Document | None = None) -> BuiltPrompt:
+        """The prompt that a question really builds, token by token, without an answer to it. document: that of the
+        cache, which has no text; without it its tokens are counted alone. Raises `StateConflict` for another
+        document, `InvalidRequest` without a tokenizer, and as `encode_query`."""
+        form, made, whole = self.require_text("prompt"), cache.identity, None
+        if document is not None:
+            whole = self.encode_document(document, layout=made.layout, date=made.date)
+            if self.prepare(whole, policy="full").identity.document != made.document:
+                raise StateConflict("this is another document than that of the cache; give its text as it was")
+        said = (
+            [prompt] if isinstance(prompt, str) else [turn["content"] for turn in prompt if isinstance(turn, Mapping)]
+        )
+        return built_prompt(form, made, whole, self.query_ids(made, prompt), said)
 
     def require_own(self, cache: CompressedCache | ArrivingCache | PartialCache) -> None:
         """Raises `ModelMismatch` for a cache of another model, `BlobError` for one that this model cannot have made."""

@@ -60,6 +60,12 @@ class ToolFormat:
         several = _takes_several(form, said)
         return cls(form, tuple(tools), text, opening, closing, name, arguments, special, several)
 
+    @property
+    def about(self) -> str:
+        """How calls are written, in words."""
+        several = "several" if self.several else "one"
+        return f"{several} in an answer, as {self.opening.strip()}{{...}}{self.closing.strip()}"
+
     def intro(self, broken: Broken) -> str:
         """What the template says of the tools, with what is from outside in it broken."""
         said = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in self.tools]
