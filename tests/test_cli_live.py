@@ -504,8 +504,9 @@ def test_the_passages_that_an_answer_read(tmp_path: Path) -> None:
 
 def test_doctor_looks_at_the_service_and_a_store(tmp_path: Path, service_url: str) -> None:
     done = run("doctor", "--url", service_url, "--store", f"disk://{tmp_path}/home")
-    for found in ("ok    model", "ok    store", "ok    service"):
-        assert found in done.stdout
+    for found in ("model", "store", "service", "template", "tools", "klt", "gates", "vllm", "restart"):
+        assert f"ok    {found} " in done.stdout
+    assert " tokens prefilled a second, " in done.stdout
     bad = run("doctor", "--url", "http://127.0.0.1:9", "--model", tmp_path / "no-model", "--json", code=1)
     checks = {check["check"]: check["ok"] for check in map(json.loads, bad.stdout.splitlines())}
     assert (checks["torch"], checks["model"], checks["service"]) == (True, False, False)
