@@ -57,7 +57,9 @@ def _calls(running: LiveService, handbook: str) -> None:
     arguments = json.loads(call.function.arguments)
     assert (choice.finish_reason, call.function.name, set(arguments)) == ("tool_calls", "lend", {"tool", "days"})
     assert 1 <= arguments["days"] <= 14
-    required = client.chat.completions.create(messages=[QUESTION], tool_choice="required", **asked)
+    required = client.chat.completions.create(
+        messages=[QUESTION], tool_choice="required", parallel_tool_calls=False, **asked
+    )
     assert {each.function.name for each in required.choices[0].message.tool_calls or () if each.type == "function"}
     result: Any = {"role": "tool", "tool_call_id": call.id, "content": "Lent until Friday."}
     told = client.chat.completions.create(messages=[QUESTION, choice.message, result], tool_choice="none", **asked)

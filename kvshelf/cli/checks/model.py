@@ -130,7 +130,6 @@ def _asked_again(trial: ModelToTry, made: Put) -> tuple[tuple[int, ...], float]:
 def _features(engine: Engine, text: str) -> Iterator[Finding]:
     """What the model can have. Nothing here fails the check: a model may do without."""
     from kvshelf.api.tools import Tool
-    from kvshelf.integrations.vllm.model import require_pages
     from kvshelf.workers import selectors
     from kvshelf.workers.engine.inputs.tools import ToolFormat
     from kvshelf.workers.policies import POLICIES
@@ -152,7 +151,14 @@ def _features(engine: Engine, text: str) -> Iterator[Finding]:
     yield _told("klt", lambda: f"transforms {engine.coder.transforms.digest[:12]}")
     yield _available("selectors", selectors.names(), lambda name: engine.select(attached, name, question_tokens=8))
     yield _available("suffixes", SUFFIX_POLICIES, partial(_bounded, engine))
-    yield _told("vllm", lambda: require_pages(engine.layer_shapes, engine.name) or "the connector fills its pages")
+    yield _told("vllm", partial(_in_vllm, engine))
+
+
+def _in_vllm(engine: Engine) -> str:
+    from kvshelf.integrations.vllm.model import require_pages
+
+    require_pages(engine.layer_shapes, engine.name)
+    return "the connector reads its caches into vLLM's pages"
 
 
 def _bounded(engine: Engine, policy: str) -> None:

@@ -306,7 +306,7 @@ def test_a_row_that_waits_holds_back_no_other_one(run_cluster: RunCluster) -> No
         shelf.requests.open(held, tenant="me", body=b"")
         attempt = shelf.requests.start(held, worker="another", lease_s=600)
         run = begun(run_cluster, lines, journal, how)
-        until(lambda: run.progress().done == len(lines) - 1)
+        until(lambda: run.progress().done >= len(lines) - 1)
         assert run.wait(0) is None
         assert len(journal.results) == len(lines) - 1
         shelf.requests.fail(held, attempt, code="no_worker", message="let go", final=False, counted=False)
