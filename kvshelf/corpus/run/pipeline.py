@@ -155,7 +155,7 @@ def _opened(config: StoreConfig) -> Store:
 
 
 class Callers:
-    """One process of the pipeline: rows arrive on threads and run on one event loop."""
+    """One process of the pipeline: rows arrive on Ray's event loop and run on one of their own."""
 
     def __init__(self, setup: CallerSetup, slots: int, replicas: float) -> None:
         self._name = secrets.token_hex(8)
@@ -167,10 +167,11 @@ class Callers:
         self._rows: set[asyncio.Task[Row]] = set()
         threading.Thread(target=self._run, daemon=True, name="caller").start()
 
-    def settled(self, data: bytes) -> bytes:
-        """A row as it ended, as JSON; `STOPPED` for a row that was stopped before."""
+    async def settled(self, data: bytes) -> bytes:
+        """A row as it ended, as JSON; `STOPPED` for a row that was stopped before. A coroutine: Ray runs the plain
+        methods of a class that has any one after the other, whatever `max_concurrency` says."""
         row = Row.from_dict(pydantic_core.from_json(data))
-        ended = asyncio.run_coroutine_threadsafe(self._settled(row), self._loop).result()
+        ended = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._settled(row), self._loop))
         return STOPPED if ended is None else pydantic_core.to_json(ended.to_dict())
 
     async def _settled(self, row: Row) -> Row | None:
