@@ -111,7 +111,7 @@ READERS: Final = {
     "kvshelf/store": "records, manifests and headers of the store; sizes are checked before",
     "kvshelf/workers/engine/decode/grammar.py": "a grammar that `Grammar` has written",
     "kvshelf/workers/engine/gates": "headers of files of the operator",
-    "kvshelf/workers/engine/inputs/tools.py": "what the model wrote, and arguments that `CalledFunction` has checked",
+    "kvshelf/workers/engine/inputs/calls.py": "what the model wrote: in calls of tools",
     "kvshelf/workers/model": "configurations of models, and calibrations",
     "kvshelf/workers/policies": "the package's own tables, and headers of gates",
     "kvshelf/workers/replica/conversations.py": "a source that the store kept, checked when it came",

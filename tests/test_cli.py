@@ -463,7 +463,7 @@ def test_calibrate_refuses_an_output_that_cannot_be_written_before_the_search(tm
 def test_standard_input_that_is_no_text_is_refused(command: str) -> None:
     done = CliRunner().invoke(app, [command, "-", "--url", NOBODY], input="Größe".encode("latin-1"))
     assert done.exit_code == 2
-    assert "not UTF-8 (byte 2" in done.stderr
+    assert "byte 2 of standard input is not valid UTF-8" in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize("ttl", ["36600d", "9" * 400])
