@@ -10,11 +10,13 @@
    together with WIDE vectors, as many as registers hold sums of beside a row's number and the vectors of weights. DEPTH:
    inputs whose weights stay in a first-level cache while all rows pass. ASKED: inputs by which memory is asked in
    advance. */
-enum { PANEL = 32, WIDE = 2, DEPTH = 256, ASKED = 64 };
-#ifdef __AVX512F__
-enum { MOST = 12 };
+enum { PANEL = 32, DEPTH = 256, ASKED = 64 };
+#if defined(__AVX512F__)
+enum { MOST = 12, WIDE = 2 };
+#elif defined(__ARM_NEON)
+enum { MOST = 5, WIDE = 4 };
 #else
-enum { MOST = 6 };
+enum { MOST = 6, WIDE = 2 };
 #endif
 
 /* Add to y the products of `rows` rows with as many vectors of a panel, over `depth` inputs. One sum for each output,
@@ -25,23 +27,23 @@ INLINE void add_panel(const float *x, const int64_t x_step, const float *panel, 
     Floats sums[MOST][PANEL / LANES];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int v = 0; v < vectors; v++) sums[r][v] = load(y, r * y_step + v * LANES, FP32);
     for (int64_t k = 0; k < depth; k++) {
         if (ask) __builtin_prefetch(panel + (k + ASKED) * PANEL), __builtin_prefetch(panel + (k + ASKED) * PANEL + 16);
         Floats weights[PANEL / LANES];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int v = 0; v < vectors; v++) weights[v] = load(panel, k * PANEL + v * LANES, FP32);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             const Floats number = spread(x[r * x_step + k]);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int v = 0; v < vectors; v++) sums[r][v] += weights[v] * number;
         }
     }
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int v = 0; v < vectors; v++) *(FloatsAnywhere *)(y + r * y_step + v * LANES) = sums[r][v];
 }
 
@@ -60,7 +62,10 @@ static void add_some(const float *x, int64_t x_step, const float *panel, float *
         else                                                                                      \
             add_panel(x, x_step, panel + at, y + at, y_step, depth, R, WIDE, 0);                  \
         break;
-            SOME(3) SOME(4) SOME(5) SOME(6)
+            SOME(3) SOME(4) SOME(5)
+#ifndef __ARM_NEON
+            SOME(6)
+#endif
 #ifdef __AVX512F__
             SOME(7) SOME(8) SOME(9) SOME(10) SOME(11) SOME(12)
 #endif
@@ -292,7 +297,7 @@ void run_rows(Member *member, const RowProgram *a) {
 /* Products with weights as models have them, [outputs, inputs]: of a head that is the embedding, too. LINES: outputs that
    are worked on together; MOST_TALL: rows beside them. A sum for each lane of inputs and then the sum of these, whatever
    the number of rows. */
-enum { LINES = 4, MOST_TALL = LANES == 16 ? 6 : 3 };
+enum { LINES = 4, MOST_TALL = LANES == 8 ? 3 : 6 };
 
 typedef struct {
     const float *x, *weight;
@@ -355,7 +360,7 @@ static void multiply_group(const Lines *a, int64_t first, int groups) {
             multiply_lines(a, x, lines, y, R, 1, 1);     \
         break;
             TALL(1) TALL(2) TALL(3)
-#if LANES == 16
+#if LANES != 8
             TALL(4) TALL(5) TALL(6)
 #endif
         }
