@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(PYTHON_VERSION)
 
-.PHONY: help setup demo check test test-slow test-fast test-faults test-page test-vllm test-arm gpu soak clean
+.PHONY: help setup demo check test test-slow test-fast test-faults test-page test-real test-vllm test-arm gpu soak clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1|/' | column -t -s '|'
@@ -63,14 +63,18 @@ test: setup  ## all tests that need no fault, no browser and not long, in a quar
 	scripts/test.sh
 
 test-slow: setup  ## wheels, ranks, killed writers, training, pages of the documentation, every bit of a blob; ten minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not service and not faults"
-	$(BIN)/python -m pytest --ignore=tests/page -m "slow and service and not faults"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not service and not faults and not real"
+	$(BIN)/python -m pytest --ignore=tests/page -m "slow and service and not faults and not real"
 
 test-faults: setup  ## killed processes, full disks, stores that are cut off, restarts under load, floods; twelve minutes
 	$(BIN)/python -m pytest -m faults
 
 test-page: setup  ## the page in a real browser; needs Chromium
 	$(BIN)/python -m pytest tests/page
+
+test-real: setup  ## the three jobs, both vendors' clients, tools, policies and codecs on SmolLM2; ten minutes
+	@$(MAKE) --no-print-directory $(SMOLLM2)
+	$(BIN)/python -m pytest -m real tests/real
 
 # vLLM needs versions of its own. Its packages for images and sound are of another torch; it starts without them.
 VLLM := .venv-vllm

@@ -8,12 +8,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset PYTHONDONTWRITEBYTECODE
 
 computing=$(mktemp)
-OMP_NUM_THREADS=1 nice -n 5 .venv/bin/python -m pytest -n 2 --dist loadfile -m "not service and not faults and not slow" > "$computing" 2>&1 &
+OMP_NUM_THREADS=1 nice -n 5 .venv/bin/python -m pytest -n 2 --dist loadfile -m "not service and not faults and not slow and not real" > "$computing" 2>&1 &
 pid=$!
 trap 'kill $pid 2> /dev/null; rm -f "$computing"' EXIT
 
 echo "The tests without a service run at the same time. Their results are printed after these."
-.venv/bin/python -m pytest --ignore=tests/page -m "service and not faults and not slow"
+.venv/bin/python -m pytest --ignore=tests/page -m "service and not faults and not slow and not real"
 services=$?
 wait $pid
 units=$?

@@ -78,6 +78,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     for item in items:
         assert isinstance(item, pytest.Function)
+        if item.location[0].startswith("tests/real/"):
+            item.add_marker(pytest.mark.real)
+            item.add_marker(pytest.mark.timeout(600))
+            continue
         starts = bool(_STARTING & set(item.fixturenames))
         if starts or _OWN_SERVICES.match(item.location[0]):
             item.add_marker(pytest.mark.service)

@@ -113,7 +113,7 @@ READERS: Final = {
     "kvshelf/workers/engine/gates": "headers of files of the operator",
     "kvshelf/workers/engine/journal.py": "what the search itself has written",
     "kvshelf/workers/engine/transform_search.py": "what the search itself has written",
-    "kvshelf/workers/engine/inputs/tools.py": "what the model wrote, and arguments that `CalledFunction` has checked",
+    "kvshelf/workers/engine/inputs/calls.py": "what the model wrote: in calls of tools",
     "kvshelf/workers/model": "configurations of models, and calibrations",
     "kvshelf/workers/policies": "the package's own tables, and headers of gates",
     "kvshelf/workers/replica/conversations.py": "a source that the store kept, checked when it came",

@@ -486,7 +486,7 @@ def test_calibrate_refuses_an_output_that_cannot_be_written_before_the_search(tm
 def test_standard_input_that_is_no_text_is_refused(command: str) -> None:
     done = CliRunner().invoke(app, [command, "-", "--url", NOBODY], input="Größe".encode("latin-1"))
     assert done.exit_code == 2
-    assert "not UTF-8 (byte 2" in done.stderr
+    assert "byte 2 of standard input is not valid UTF-8" in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize("ttl", ["36600d", "9" * 400])
@@ -505,3 +505,10 @@ def test_a_plan_is_made_with_numbers(option: str) -> None:
     done = run("plan", option, "inf")
     assert done.exit_code == 2
     assert f"{option} is inf, which is no number to plan with" in done.stderr
+
+
+def test_a_listing_has_the_model_where_there_are_several() -> None:
+    from kvshelf.cli.caches import _narrow
+
+    assert "model" not in _narrow({"one"})
+    assert _narrow({"one", "other"})[-2:] == ("model", "name")

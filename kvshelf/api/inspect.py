@@ -1,4 +1,5 @@
-"""The types of `/v1/caches/{id}/kept`: which tokens of a document a cache kept."""
+"""The types of `/v1/caches/{id}/kept` and `/prompt`: which tokens of a document a cache kept, and which a question
+builds."""
 
 from __future__ import annotations
 
@@ -64,3 +65,28 @@ class KeptTokens(ResponseBody):
     merged_counts: list[int] | None = None
     layers: list[KeptLayer]
     next_layer: int | None = None
+
+
+PromptPartName = Literal["template", "document", "question"]
+"""Whose text it is: the chat template's; the document's; that of the question's messages, earlier answers included."""
+
+
+class PromptPart(ResponseBody):
+    """Neighbouring tokens of a prompt, `num_tokens` of them. from_shelf: they are read from the shelf; the others go
+    through the model. `token_ids` and `texts`, one for each, are empty for a document that nobody kept."""
+
+    part: PromptPartName
+    from_shelf: bool
+    num_tokens: int
+    token_ids: list[int]
+    texts: list[str]
+
+
+class BuiltPrompt(ResponseBody):
+    """POST /v1/caches/{id}/prompt: what a question builds, as the model reads it. `id`: of the cache that it is asked
+    of, the longest stored beginning of a conversation; null for one in memory."""
+
+    object: Literal["cache.prompt"] = "cache.prompt"
+    id: str | None
+    layout: Literal["chat", "plain"]
+    parts: list[PromptPart]

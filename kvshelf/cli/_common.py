@@ -86,6 +86,11 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Co
     return made
 
 
+def heading(text: str) -> None:
+    """A line on stdout that says what the lines below it are about, whole, however narrow the terminal is."""
+    table_console().print(text, style="bold", soft_wrap=True)
+
+
 def details(rows: Mapping[str, str]) -> Table:
     """A table of one thing's properties."""
     made = Table(box=None, show_header=False, pad_edge=False)
@@ -242,14 +247,10 @@ def seconds(text: str | None, option: str = "--ttl") -> float | None:
 
 
 def standard_input() -> str:
-    """All of standard input, decoded as UTF-8."""
-    try:
-        return sys.stdin.buffer.read().decode()
-    except UnicodeDecodeError as error:
-        raise InvalidRequest(
-            f"standard input is not UTF-8 (byte {error.start}: {error.reason}); convert it or name a file instead",
-            param="document",
-        ) from error
+    """All of standard input, as the text of a file is read."""
+    from kvshelf.corpus.input.extract import plain_text
+
+    return plain_text(sys.stdin.buffer.read(), "standard input", "document")
 
 
 def duration(time_s: float) -> str:

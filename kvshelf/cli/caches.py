@@ -6,8 +6,9 @@ import itertools
 import json
 import re
 import shlex
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +19,7 @@ from rich.table import Table
 from kvshelf.cli import _common, _options, _references
 from kvshelf.cli._common import connected
 from kvshelf.cli.output import say, say_json
-from kvshelf.cli.output.progress import put_shown
+from kvshelf.cli.output.progress import Spent, put_shown
 from kvshelf.errors import CacheNotFound, InvalidRequest, SourceNotKept, nearest
 from kvshelf.names import told
 
@@ -139,7 +140,7 @@ def append(
             _common.print_object(made)
             return
         say(made.id)
-        _tell(f"{_named(file)}", made)
+        _tell(_named(file), made, "already on the shelf" if made.existing else _seconds(made))
 
 
 def _named(file: Path) -> str:
@@ -152,10 +153,12 @@ def _put_one(client: Client, file: Path, fields: Mapping[str, Any], as_json: boo
     document = {"document": _common.standard_input()} if file == STDIN else {"file": file}
     made: CacheObject | list[CacheObject] = []
     watched: Any = {**document, **fields}
+    spent = Spent()
     with put_shown(_named(file)) as show:
         for event in client.caches.create_events(**watched):
             if isinstance(event, CreationProgress):
                 show(event)
+                spent.add(event)
             else:
                 made = event
     caches = made if isinstance(made, list) else [made]
@@ -164,7 +167,10 @@ def _put_one(client: Client, file: Path, fields: Mapping[str, Any], as_json: boo
             _common.print_object(cache)
         else:
             say(cache.id)
-            _tell(f"{_named(file)}{_part(cache)}", cache)
+            done = "already on the shelf" if cache.existing else spent.told(_number(cache)) or _seconds(cache)
+            if len(caches) > 1 and not cache.existing and _number(cache) is None:
+                done = f"all together {done}"
+            _tell(f"{_named(file)}{_part(cache)}", cache, done)
     if fields["split"] and not as_json:
         label = shlex.quote(f"document={caches[0].labels['document']}")
         _common.notes.print(f'ask all parts: kvshelf ask --label {label} "QUESTION"', style="dim", soft_wrap=True)
@@ -174,14 +180,14 @@ def _put_one(client: Client, file: Path, fields: Mapping[str, Any], as_json: boo
         _common.notes.print(told, style="dim", soft_wrap=True)
 
 
-def _tell(what: str, cache: CacheObject) -> None:
-    _common.notes.print(f"{what}: {_summary(cache)}", style="dim", soft_wrap=True)
+def _tell(what: str, cache: CacheObject, done: str) -> None:
+    """done: what it took."""
+    _common.notes.print(f"{what}: {_summary(cache, done)}", style="dim", soft_wrap=True)
     for warning in cache.warnings:
         _common.notes.print(f"{what}: {warning}", style="yellow", soft_wrap=True)
 
 
-def _summary(cache: CacheObject) -> str:
-    done = "already on the shelf" if cache.existing else _seconds(cache)
+def _summary(cache: CacheObject, done: str) -> str:
     agreement = "" if cache.quality is None else f", agreement {cache.quality.told}"
     return (
         f"{cache.tokens.document} tokens, {cache.tokens.kept} kept by {cache.policy}, "
@@ -191,9 +197,15 @@ def _summary(cache: CacheObject) -> str:
 
 
 def _part(cache: CacheObject) -> str:
+    number = _number(cache)
+    return "" if number is None else f" {'part' if _is_part(cache) else 'episode'} {number}"
+
+
+def _number(cache: CacheObject) -> str | None:
+    """Which part or episode of its document a cache is."""
     if cache.policy == "epicache" and "episode" in cache.labels:
-        return f" episode {cache.labels['episode']}"
-    return f" part {cache.labels['part']}" if _is_part(cache) else ""
+        return cache.labels["episode"]
+    return cache.labels["part"] if _is_part(cache) else None
 
 
 def _is_part(cache: CacheObject) -> bool:
@@ -297,6 +309,12 @@ def ask(
             metavar="nearest", help="Of several caches of episodes ask only that which the question is about."
         ),
     ] = None,
+    show_prompt: Annotated[
+        bool,
+        typer.Option(
+            "--show-prompt", help="Answer nothing: print the prompt that each question builds, by its tokens."
+        ),
+    ] = False,
     url: _options.Url = None,
     as_json: _options.AsJson = False,
 ) -> None:
@@ -318,6 +336,8 @@ def ask(
     asked = [cache, *(questions or ())] if label or search_all else questions or []
     if not asked:
         raise typer.BadParameter("a question is missing", param_hint="QUESTION...")
+    if show_prompt and (label or search_all):
+        raise typer.BadParameter("it shows the prompt of one cache: give CACHE", param_hint="--show-prompt")
     with connected(url, as_json=as_json) as client:
         labels = _common.pairs(label, "--label")
         if label and not search_all:
@@ -326,7 +346,10 @@ def ask(
         named = [] if search_all else _references.ids_at(client, cache)
         for question in asked:
             if len(asked) > 1 and not as_json:
-                _common.notes.print(question, style="bold")
+                _common.heading(question)
+            if show_prompt:
+                _show_prompt(client, _references.id_at(client, cache), question, as_json)
+                continue
             of = _best(client, question, labels, best) if search_all else named
             _ask_together(client, of, question, fields, as_json)
 
@@ -351,15 +374,36 @@ def _ask_together(client: Client, named: Sequence[Named], question: str, fields:
         _common.print_object(client.caches.query(ids, question, **fields))
         return
     with client.caches.stream(ids, question, **fields) as stream:
-        for text in stream:
-            say(text, end="")
-        say()
+        if sys.stdout.isatty():
+            for text in stream:
+                say(text, end="")
+            say()
+        else:  # in one piece: a log may be fed by other lines meanwhile
+            say("".join(stream))
     if len(named) > 1:
         _common.print_table(_sources([reference for reference, _ in named], stream.answer), cut="SOURCE")
     if stream.answer.passages is not None:
         references = {id: reference for reference, id in named} if len(named) > 1 else None
         _print_passages(client, stream.answer, references)
-    _common.notes.print(_cost(stream.answer), style="dim")
+    _common.notes.print(_cost(stream.answer), style="dim", soft_wrap=True)
+
+
+_SHOWN = 24
+"""Tokens that are shown of the beginning and of the end of a part of a prompt; --json has all."""
+
+
+def _show_prompt(client: Client, cache_id: str, question: str, as_json: bool) -> None:
+    found = client.caches.prompt(cache_id, question)
+    if as_json:
+        _common.print_object(found)
+        return
+    for part in found.parts:
+        where = "from the shelf" if part.from_shelf else "prefilled"
+        say(f"{part.part}, {part.num_tokens} tokens, {where}:")
+        texts = [json.dumps(text, ensure_ascii=False) for text in part.texts]
+        if len(texts) > 2 * _SHOWN:
+            texts = [*texts[:_SHOWN], f"... {len(texts) - 2 * _SHOWN} more ...", *texts[-_SHOWN:]]
+        say("  " + (" ".join(texts) or "(not known here: `kvshelf put --keep-source text` keeps it)"))
 
 
 def _shape(schema: Path | None, grammar: Path | None, choices: list[str] | None) -> dict[str, Any]:
@@ -442,6 +486,8 @@ def _cost(answer: Answered) -> str:
         f"{usage.read_tokens} entries read, {usage.prefill_tokens} prefilled, {usage.completion_tokens} generated"
     )
     said += f", {usage.suffix_tokens} entries of these kept" if bounded else ""
+    if answer.finish_reason == "length":
+        said = f"cut off after {usage.completion_tokens} tokens (--max-tokens allows more); {said}"
     cost, saved = usage.prefill_token_equivalents, usage.prefill_token_equivalents_saved
     if cost is None or saved is None:
         return said
@@ -453,7 +499,7 @@ def _ask_parts(
 ) -> None:
     for question in questions:
         if len(questions) > 1 and not as_json:
-            _common.notes.print(question, style="bold")
+            _common.heading(question)
         for cache in parts:
             answer = client.caches.query(cache.id, question, **fields)
             if as_json:
@@ -528,10 +574,10 @@ def ls(
     """List the caches on the shelf, with ids as short as `ask`, `show`, `rm` and `export` take them.
 
     With --json ids are whole. Columns: id, policy, kept, of, size, quality, interval, age, expiry, uses, codec, model,
-    name.
+    name; the model by default where there are several.
     """
     with connected(url, as_json=as_json) as client:
-        shown = _columns(columns, wide)
+        chosen = _columns(columns, wide)
         labels = _common.pairs(label, "--label")
         found = client.caches.list(
             policy=policy,
@@ -546,7 +592,11 @@ def ls(
             for cache in caches:
                 _common.print_object(cache)
         else:
-            _common.print_table(_table(list(caches), shown), cut="NAME")
+            listed = list(caches)
+            shown = chosen or _narrow(
+                {*(cache.model for cache in listed), *(model.id for model in client.models.list())}
+            )
+            _common.print_table(_table(listed, shown), cut="NAME")
 
 
 _CELLS: dict[str, Callable[[CacheObject], str]] = {
@@ -566,13 +616,19 @@ _CELLS: dict[str, Callable[[CacheObject], str]] = {
     "model": lambda cache: cache.model,
     "name": lambda cache: cache.name,
 }
-_NARROW = ("id", "policy", "kept", "of", "size", "quality", "name")
+_NARROW = ("id", "policy", "kept", "of", "size", "quality")
 _NUMBERS = {"kept", "of", "size", "quality", "age", "expiry", "uses"}
 
 
-def _columns(given: str | None, wide: bool) -> Sequence[str]:
+def _narrow(models: Collection[str]) -> Sequence[str]:
+    """The columns that are shown by default. models: that are served, and those of the caches."""
+    return (*_NARROW, *(("model",) if len(models) > 1 else ()), "name")
+
+
+def _columns(given: str | None, wide: bool) -> Sequence[str] | None:
+    """The chosen columns; None: the default ones."""
     if given is None:
-        return tuple(_CELLS) if wide else _NARROW
+        return tuple(_CELLS) if wide else None
     if wide:
         raise InvalidRequest("--wide shows all columns and --columns some; give one of them", param="--columns")
     names = [name.strip().lower() for name in given.split(",")]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,14 +18,12 @@ import kvshelf
 from kvshelf._extras import install_command, needs_extra
 from kvshelf.cli import _common, _options
 from kvshelf.cli.checks import stores
+from kvshelf.cli.checks.model import BUNDLED, Finding, findings
 from kvshelf.cli.output import say, say_json
 from kvshelf.errors import InvalidRequest, KvshelfError, MissingExtra, NoWorker
 
 if TYPE_CHECKING:
-    from kvshelf.cli.checks.isolation import Finding
-
-NEEDLE_TOKENS = 1024
-BUNDLED = "kvshelf-tiny"
+    from kvshelf.cli.checks.isolation import Finding as Difference
 
 _WITH_PROGRESS = ("scrub", "reseal")
 """Checks that show their own progress bar."""
@@ -57,6 +56,9 @@ def doctor(
 ) -> None:
     """Check versions, device and model; with --store a store, with --url a service. Exits with 1 if a check fails.
 
+    The model is tried: a document is put on a shelf of its own and asked, and asked again by a new process. Then
+    follows what of kvshelf this model can have: its chat template, tools, thinking, policies, gates and so on.
+
     With --isolation nothing else is checked: two keys of a running service, one tenant each, must get equal answers in
     equal times for what the other one has and for what nobody has. It takes some minutes, and removes what it made.
     """
@@ -66,29 +68,26 @@ def doctor(
     with _common.named_errors(as_json=as_json):
         if store is None and (scrub or reseal):
             raise InvalidRequest("--scrub and --reseal need a store; give its URL as --store", param="--store")
-    checks = [*_checks(model, device, dtype), *_store_checks(store, encryption_key_file, scrub=scrub, reseal=reseal)]
+    checks = [*_checks(device, dtype), *_store_checks(store, encryption_key_file, scrub=scrub, reseal=reseal)]
     if url is not None:
         checks.append(("service", lambda: _service(url)))
     failed = False
-    for name, check in checks:
-        with nullcontext() if name in _WITH_PROGRESS else _common.notes.status(f"checking {name} ..."):
-            ok, finding = _run(check)
-        failed = failed or not ok
+    for finding in chain(_run(checks), _tried(model, device, dtype)):
+        failed = failed or not finding.ok
         if as_json:
-            say_json({"check": name, "ok": ok, "finding": finding})
+            say_json({"check": finding.check, "ok": finding.ok, "finding": finding.said})
         else:
-            say(f"{'ok  ' if ok else 'FAIL'}  {name:<13} {finding}")
+            say(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.check:<13} {finding.said}")
     raise typer.Exit(1 if failed else 0)
 
 
-def _checks(model: str, device: str, dtype: str) -> Iterator[Check]:
+def _checks(device: str, dtype: str) -> Iterator[Check]:
     yield "kvshelf", lambda: f"{kvshelf.__version__} on Python {platform.python_version()}, {platform.machine()}"
     for package in ("torch", "transformers", "ray", "fastapi"):
         yield package, lambda package=package: _installed(package)  # type: ignore[misc]
     yield "device", _device
     yield "intensity", lambda: _intensity(device, dtype)
     yield "kernels", _kernels
-    yield "model", lambda: _model(model, device, dtype)
 
 
 def _store_checks(url: str | None, key_file: Path | None, *, scrub: bool, reseal: bool) -> Iterator[Check]:
@@ -101,14 +100,33 @@ def _store_checks(url: str | None, key_file: Path | None, *, scrub: bool, reseal
         yield "scrub", lambda: stores.scrub(url, key_file)
 
 
-def _run(check: Callable[[], str]) -> tuple[bool, str]:
+def _run(checks: Sequence[Check]) -> Iterator[Finding]:
+    for name, check in checks:
+        with nullcontext() if name in _WITH_PROGRESS else _common.notes.status(f"checking {name} ..."):
+            yield _attempt(name, check)
+
+
+def _attempt(name: str, check: Callable[[], str]) -> Finding:
     try:
-        return True, check()
+        return Finding(name, True, check())
     except KvshelfError as error:
-        return False, error.message
+        return Finding(name, False, error.message)
     except Exception as error:
         # A broken installation can raise anything; the remaining checks are still useful.
-        return False, f"{type(error).__name__}: {error}"
+        return Finding(name, False, f"{type(error).__name__}: {error}")
+
+
+def _tried(name: str, device: str, dtype: str) -> Iterator[Finding]:
+    """What `checks.model` finds, and last what ended it."""
+    with _common.notes.status(f"trying {name} ..."):
+        found = findings(name, device, dtype)
+        try:
+            with needs_extra("serve", purpose="a model"):
+                yield from found
+        except KvshelfError as error:
+            yield Finding("model", False, error.message)
+        except Exception as error:
+            yield Finding("model", False, f"{type(error).__name__}: {error}")
 
 
 def _installed(package: str) -> str:
@@ -167,26 +185,6 @@ def _kernels() -> str:
     )
 
 
-def _model(name: str, device: str, dtype: str) -> str:
-    """Compresses a short document that contains one fact, and asks for that fact."""
-    with needs_extra("serve", purpose="a model"):
-        import transformers
-
-        from kvshelf.bench.quality.tasks import make_document
-        from kvshelf.workers.engine.engine import Engine
-
-    transformers.utils.logging.disable_progress_bar()
-    engine = Engine.load(name, device=device, dtype=dtype)
-    document = make_document("needle", "prose", NEEDLE_TOKENS, 0, lambda text: engine.prepare(text).num_tokens)
-    question = document.questions[0]
-    cache = engine.compress(document.text, policy="full")
-    answer = engine.answer(cache, question.text).text.strip()
-    if name == BUNDLED and answer != question.answer:
-        raise NoWorker(f"{name} answered {answer!r} instead of {question.answer!r}: its weights or torch are broken")
-    template = engine.require_text("model").about_template
-    return f"{name}: {engine.max_tokens} tokens, {cache.num_tokens} prefilled, answered {answer!r}; {template}"
-
-
 def _isolated(url: str, keys: Sequence[str], pairs: int, *, as_json: bool) -> None:
     from kvshelf.cli.checks import isolation
 
@@ -215,7 +213,7 @@ def _key(text: str) -> str:
         raise InvalidRequest(f"--key {text!r} is no key and no file that has one", param="--key") from error
 
 
-def _probe(found: Finding) -> tuple[str, ...]:
+def _probe(found: Difference) -> tuple[str, ...]:
     aucs = ", ".join(f"{value:.3f}" for value in found.aucs) or "-"
     took = f"{found.ms:.2f} ms" if found.aucs else "-"
     return "FAIL" if found.leaks else "ok", found.what, found.owner, took, aucs, "; ".join(found.differences) or "none"

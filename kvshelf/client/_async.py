@@ -157,6 +157,7 @@ class AsyncCaches(_Group):
     import_blob = _awaited(_calls.import_blob)
     verify = _awaited(_calls.verify_cache)
     kept = _awaited(_calls.kept_tokens)
+    prompt = _awaited(_calls.built_prompt)
 
     async def create_events(self, **fields: Unpack[_calls.WatchFields]) -> AsyncIterator[CreationEvent]:
         """As `create`, with `CreationProgress` while it goes on, and last its answer: a cache, or a list of them.

@@ -18,7 +18,7 @@ from urllib.parse import quote
 from pydantic import ValidationError
 
 from kvshelf import api
-from kvshelf.api.inspect import KeptOf, KeptTokens
+from kvshelf.api.inspect import BuiltPrompt, KeptOf, KeptTokens
 from kvshelf.api.strict import RequestBody, parse_request, refusal
 from kvshelf.api.usage import UsageQuery, UsageReport
 from kvshelf.client._exchange import Call, parse_as
@@ -414,6 +414,13 @@ def kept_tokens(id: str, document: str | None = None, *, first_layer: int = 0) -
         return Call("GET", path, parse_as(KeptTokens), params=params)
     body = {"json": checked(KeptOf, {"document": document})}
     return Call("POST", path, parse_as(KeptTokens), params=params, body=body)
+
+
+def built_prompt(id: str, prompt: str | None = None, *, messages: Messages | None = None) -> Call[BuiltPrompt]:
+    """The prompt that this question to a cache builds, token by token, and which of it is on the shelf. Nothing is
+    answered. The document's tokens are listed where its source is kept."""
+    body = {"json": checked(api.Query, {"prompt": prompt, "messages": messages})}
+    return Call("POST", _cache_path(id) + "/prompt", parse_as(BuiltPrompt), body=body)
 
 
 @overload

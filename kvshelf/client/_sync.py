@@ -158,6 +158,7 @@ class Caches(_Group):
     import_blob = _sent(_calls.import_blob)
     verify = _sent(_calls.verify_cache)
     kept = _sent(_calls.kept_tokens)
+    prompt = _sent(_calls.built_prompt)
 
     def create_events(self, **fields: Unpack[_calls.WatchFields]) -> Iterator[CreationEvent]:
         """As `create`, with `CreationProgress` while it goes on, and last its answer: a cache, or a list of them.

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import structlog
 from fastapi import FastAPI
@@ -131,6 +131,7 @@ async def _service(
     described = await asyncio.gather(*(engine.call("describe", limit_s=60.0) for engine in workers.values()))
     for about in described:
         engines[about["id"]].most_characters = about["most_characters"]
+        _tell_of(about)
     identities = {about["id"]: ModelIdentity(**about["identity"]) for about in described}
     waiting = settings.max_queued_requests
     return Service(
@@ -150,6 +151,13 @@ async def _service(
         readiness=SingleFlight(),
         limits=limits,
     )
+
+
+def _tell_of(about: Mapping[str, Any]) -> None:
+    """Logs what a model is served as; a warning where it takes no conversation."""
+    tell = log.warning if about["default_layout"] == "plain" else log.info
+    keys = ("dtype", "device", "max_tokens", "chat_template")
+    tell("a model is served", model=about["id"], **{key: about[key] for key in keys})
 
 
 async def _settle(workers: Iterable[RemoteEngine]) -> None:

@@ -112,6 +112,25 @@ def _step(name: str, event: CreationProgress) -> str:
     return f"{name}{part}: {phase}, {event.done} of {event.total} {counted}, {event.seconds:.2f} s"
 
 
+class Spent:
+    """The seconds of each phase of a creation, as its progress told them: what is said at the end is their sum."""
+
+    def __init__(self) -> None:
+        self._runs: list[CreationProgress] = []  # the last event of each time that a phase ran
+
+    def add(self, event: CreationProgress) -> None:
+        last = self._runs[-1] if self._runs else None
+        if last is not None and (last.phase, last.part) == (event.phase, event.part) and event.done:
+            self._runs.pop()
+        self._runs.append(event)
+
+    def told(self, part: str | None) -> str:
+        """Of one part, or of a document that is not split."""
+        of = [run for run in self._runs if run.part == part]
+        sums = {phase: sum(run.seconds for run in of if run.phase == phase) for phase in _PHASES}
+        return ", ".join(f"{_PHASES[phase][0]} {seconds:.2f} s" for phase, seconds in sums.items() if seconds)
+
+
 def _display(progress: Progress) -> Group:
     bar = ProgressBar(total=1.0, completed=progress.fraction, width=60)
     workers = _workers(progress) if len(progress.workers) > 1 else ""

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 import sys
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -28,8 +30,9 @@ _ANY_TYPE: Final = ("", "application/octet-stream")
 _TEXT_TYPES: Final = ("application/json", "application/xml", "application/javascript", "application/x-ndjson",
     "application/yaml", "application/x-yaml", "application/toml", "application/x-sh", "application/sql")  # fmt: skip
 
+_PDF: Final = b"%PDF-"
 _MAGIC: Final = {
-    b"%PDF-": "a PDF",
+    _PDF: "a PDF",
     b"PK\x03\x04": "a ZIP archive, as office documents and e-books are",
     b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": "an office document of the old kind",
     b"{\\rtf": "rich text (RTF)",
@@ -45,6 +48,12 @@ _MAGIC: Final = {
 }
 """First bytes of files that are not text, whatever media type their sender gives."""
 
+_INSIDE: Final = {_PDF: re.compile(rb"\d \d+ obj\b"), b"{\\rtf": re.compile(rb"\\[a-z]")}
+"""What files of these kinds hold behind their first bytes even where all of them are characters."""
+
+_NO_TEXT: Final = bytes({*range(32), 127} - set(b"\t\n\v\f\r\x1b"))
+"""Control characters that no text has. An escape colours the log of a terminal."""
+
 
 @dataclass(frozen=True)
 class Upload:
@@ -55,17 +64,33 @@ class Upload:
     media_type: str = ""
     charset: str = ""
 
-    @property
+    @cached_property
     def found(self) -> str | None:
-        """What the first bytes say that the file is, with an article; None if it may be text."""
-        return next((what for magic, what in _MAGIC.items() if self.data.startswith(magic)), None)
+        """What the first bytes say that the file is, with an article; None if it may be text, as one is that merely
+        begins with such characters."""
+        magic = next((magic for magic in _MAGIC if self.data.startswith(magic)), None)
+        return None if magic is None or self._is_text_about(magic) else _MAGIC[magic]
+
+    def _is_text_about(self, magic: bytes) -> bool:
+        """Whether these first bytes are characters, as all others are, and nothing says that they are more."""
+        inside = _INSIDE.get(magic)
+        if not magic.isascii() or (inside is not None and inside.search(self.data, len(magic))):
+            return False
+        if len(self.data.translate(None, _NO_TEXT)) < len(self.data):
+            return False
+        try:
+            self.data.decode()
+        except UnicodeDecodeError:
+            return False
+        return True
 
     @property
     def kind(self) -> Kind:
         """The kind by media type and first bytes. Raises `UnsupportedMediaType` if they disagree or are unsupported."""
         found = self.found
-        is_pdf = found == "a PDF"
-        if is_pdf and self.media_type in _PDF_TYPES + _ANY_TYPE:
+        if self.media_type in _PDF_TYPES and self.data.startswith(_PDF):
+            return "pdf"
+        if found == _MAGIC[_PDF] and self.media_type in _ANY_TYPE:
             return "pdf"
         if found is not None or self.media_type in _PDF_TYPES:
             raise _not_taken(f"the file is {found or 'no PDF'}, and was sent as {self.media_type or 'no type'!r:.80}")
@@ -76,6 +101,23 @@ class Upload:
         if self.media_type.endswith(("+json", "+xml")) and not self.media_type.startswith("image/"):
             return "text"
         raise _not_taken(f"the file was sent as {self.media_type!r:.80}")
+
+
+def plain_text(data: bytes, name: str, param: str | None = None) -> str:
+    """The text of a file in UTF-8, without a byte order mark: the same however it is sent, so one file has one id.
+    name: of the file, for messages. Raises `InvalidRequest` about `param`."""
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(
+            f"byte {error.start} of {name} is not valid UTF-8; convert it, or leave it out if it is no text",
+            param=param,
+        ) from error
+    if "\0" in text:
+        raise InvalidRequest(f"{name} holds zero bytes, so it is no text; leave it out", param=param)
+    if not text.strip():
+        raise InvalidRequest(f"{name} is empty; a document has at least one character", param=param)
+    return text
 
 
 def _begins_as_html(data: bytes) -> bool:

@@ -25,7 +25,7 @@ from kvshelf._extras import install_command
 from kvshelf.api import CreateCache
 from kvshelf.client._calls import MEDIA_TYPES
 from kvshelf.corpus.input.defaults import DOCUMENTS
-from kvshelf.corpus.input.extract import ExtractLimits, Upload, extract, missing_library
+from kvshelf.corpus.input.extract import ExtractLimits, Upload, extract, missing_library, plain_text
 from kvshelf.corpus.input.rows import MAX_DOCUMENT_BYTES, MAX_NAME, parse_jsonl, read_row, without_duplicates
 from kvshelf.corpus.objects import is_url, opened
 from kvshelf.corpus.row import Row, Shard, cut
@@ -196,7 +196,7 @@ class DocumentShard(_FileShard):
                 f"{file.name} is {upload.found or 'no PDF'}; give UTF-8 text, PDF or HTML, or leave it out"
             ) from error
         if kind == "text":
-            return _utf8(file.name, data)
+            return plain_text(data, file.name)
         if library := missing_library(kind):
             raise UnsupportedMediaType(
                 f"{file.name}: reading {kind.upper()} needs {library}, which is not installed; run: "
@@ -223,20 +223,6 @@ def _event_loop() -> Iterator[asyncio.AbstractEventLoop]:
 def _media_type(file: InputFile) -> str:
     """That of PDF and HTML, by the file's name; "" for other files, whose first bytes decide."""
     return MEDIA_TYPES.get(PurePosixPath(file.name).suffix.lower(), "")
-
-
-def _utf8(name: str, data: bytes) -> str:
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InvalidRequest(
-            f"byte {error.start} of {name} is not valid UTF-8; convert it, or leave it out if it is no text"
-        ) from error
-    if "\0" in text:
-        raise InvalidRequest(f"{name} holds zero bytes, so it is no text; leave it out")
-    if not text.strip():
-        raise InvalidRequest(f"{name} is empty")
-    return text
 
 
 class JsonlShard(_FileShard):

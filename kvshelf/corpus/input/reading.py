@@ -1,4 +1,4 @@
-"""The reading stage of a run: the rows of a shard in small pieces, long documents first, questions cache by cache.
+"""The reading stage of a run: the rows of a shard one by one, long documents first, questions cache by cache.
 
 It runs in its own processes, which import neither torch nor kvshelf's model side.
 """
@@ -19,10 +19,6 @@ from kvshelf.errors import StoreError
 
 log = structlog.get_logger("kvshelf.corpus")
 
-PIECE_ROWS: Final = 16
-PIECE_CHARS: Final = 256 << 10
-"""Limits of the piece that one caller task gets (at least one row). Small, to keep all replicas busy until the end."""
-
 SORTED_ROWS: Final = 4096
 SORTED_CHARS: Final = 8 << 20
 """Within this many consecutive rows the longest go first, so that no long document runs alone at the end; questions are
@@ -31,10 +27,10 @@ grouped by their caches."""
 _READ_AGAIN_S: Final = 2.0
 
 
-def read_pieces(shard: Shard) -> Iterator[bytes]:
-    """The rows of a shard in pieces for callers, each a JSON list."""
-    for rows in packed(_patiently(shard)):
-        yield pydantic_core.to_json([row.to_dict() for row in rows])
+def read_rows(shard: Shard) -> Iterator[bytes]:
+    """The rows of a shard for callers, each as JSON."""
+    for row in ordered(_patiently(shard)):
+        yield pydantic_core.to_json(row.to_dict())
 
 
 def _patiently(shard: Shard) -> Iterator[Row]:
@@ -51,8 +47,7 @@ def _patiently(shard: Shard) -> Iterator[Row]:
             time.sleep(_READ_AGAIN_S)
 
 
-def packed(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    """The rows in pieces, sorted within `SORTED_CHARS` by `Row.place`."""
-    length = attrgetter("length")
-    for group in cut(rows, length, most=SORTED_ROWS, size=SORTED_CHARS):
-        yield from cut(sorted(group, key=attrgetter("place")), length, most=PIECE_ROWS, size=PIECE_CHARS)
+def ordered(rows: Iterator[Row]) -> Iterator[Row]:
+    """The rows, sorted within `SORTED_CHARS` by `Row.place`."""
+    for group in cut(rows, attrgetter("length"), most=SORTED_ROWS, size=SORTED_CHARS):
+        yield from sorted(group, key=attrgetter("place"))

@@ -311,10 +311,16 @@ def _made(row: Row, manifests: Sequence[Manifest]) -> Row:
         bytes_full_16bit=first.bytes["full_16bit"],
         bytes_stored=sum(each.bytes_stored for each in manifests),
         quality=None if first.quality is None else first.quality.model_dump(),
-        seconds=sum(each.timings.prefill_s + each.timings.compress_s + each.timings.store_s for each in manifests),
+        seconds=sum(map(_worked_s, manifests)),
         policy=first.policy,
         levels=tuple(_level(each) for each in manifests) if len(manifests) > 1 else (),
     )
+
+
+def _worked_s(manifest: Manifest) -> float:
+    """As the phases of a creation count: all but the wait."""
+    times, quality = manifest.timings, manifest.quality
+    return times.prefill_s + times.compress_s + times.store_s + (0.0 if quality is None else quality.probe_s)
 
 
 def _level(manifest: Manifest) -> dict[str, Any]:

@@ -1,9 +1,12 @@
-"""The pipeline of a run on Ray: reader tasks cut shards into pieces of rows, and caller actors send the rows to the
-engines. Keys and values never travel: a row goes in, and it comes out ended, in a few hundred bytes.
+"""The pipeline of a run on Ray: reader tasks give the rows of shards, and caller actors send each row to the engines.
+Keys and values never travel: a row goes in, and it comes out ended, in a few hundred bytes.
 
-Ray repeats the work of a dead process, and assumes that the values it has already seen come back unchanged. So each
-stage yields the same values in the same order each time: a piece gives one value per row, in order. The job table
-records whether a row has ended, so that repeating the row costs one look-up.
+A row is a task of its own: in one task with others it would be told of only when all before it had ended, and one that
+waits, for its next attempt say, would hold back what is on the shelf long since.
+
+Ray repeats the work of a dead process, and assumes that the values it has already seen come back unchanged. So a reader
+yields the same rows in the same order each time. The job table records whether a row has ended, so that repeating the
+row costs one look-up.
 
 (Ray Data would connect the two stages as well. But it keeps the arguments of its actors in the object store, where Ray
 may lose them before it restarts an actor; Ray says so on standard error in each run.)
@@ -16,7 +19,7 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,7 +28,7 @@ import ray
 import ray.exceptions as ray_errors
 import structlog
 
-from kvshelf.corpus.input.reading import read_pieces
+from kvshelf.corpus.input.reading import read_rows
 from kvshelf.corpus.row import Row, Shard
 from kvshelf.corpus.run.caller import Asks, Caller
 from kvshelf.corpus.run.control import Order, Report
@@ -39,15 +42,15 @@ log = structlog.get_logger("kvshelf.corpus")
 
 SLOTS_PER_CALLER: Final = 32
 _READERS: Final = 2
-_QUEUED_PIECES: Final = 2
-"""Pieces that wait at a caller, so that it has the next one when a row ends."""
+_QUEUED_ROWS: Final = 4
+"""Rows that wait at a caller, so that it has the next one when a row ends."""
 
 _OPEN_AGAIN_S: Final = 2.0
 _TELL_S: Final = 0.5
 _WATCH_S: Final = 2.0
 
-_UNSEEN: Final = 8
-"""Values that a task may yield before the run takes the first one. Then the task pauses, so memory stays bounded."""
+_UNSEEN: Final = 16
+"""Rows that a reader may yield before the run takes the first one. Then it pauses, so memory stays bounded."""
 
 STOPPED: Final = b""
 """In place of a row that was stopped."""
@@ -91,21 +94,21 @@ def stream(shards: Sequence[Shard], setup: CallerSetup, *, in_flight: int) -> Ge
 
 
 class _Pipeline:
-    """The tasks of both stages. Ray's `ObjectRefGenerator` stands for a task; it gives references to yielded values."""
+    """The tasks of both stages. Ray's `ObjectRefGenerator` stands for a reader; it gives references to its rows."""
 
     def __init__(self, shards: Sequence[Shard], setup: CallerSetup, *, callers: int, slots: int) -> None:
         local = any(shard.local for shard in shards)
         here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()} if local else None
-        self._read = ray.remote(read_pieces).options(
+        self._read = ray.remote(read_rows).options(
             **_PROCESS, max_retries=-1, label_selector=here, _generator_backpressure_num_objects=_UNSEEN
         )
         actor = ray.remote(Callers).options(**_PROCESS, max_restarts=-1, max_task_retries=-1, max_concurrency=slots)
         replicas = sum(engine.target_replicas for engine in setup.engines.values()) / callers
         self._callers = [actor.remote(setup, slots, replicas) for _ in range(callers)]
-        self._most = callers * (slots + _QUEUED_PIECES)
+        self._most = callers * (slots + _QUEUED_ROWS)
         self._unread = deque(shards)
         self._readers: list[Any] = []
-        self._settling: dict[Any, Any] = {}  # the caller of each piece
+        self._settling: dict[Any, Any] = {}  # the caller of each row
 
     def wait(self) -> list[Any]:
         """Wait until tasks have yielded or ended; returns those. Empty at the end."""
@@ -119,20 +122,18 @@ class _Pipeline:
         return ready
 
     def take(self, task: Any) -> bytes | None:
-        """A row that has ended; None if the task has ended, or has read a piece, which goes to a caller."""
+        """A row that has ended; None if a reader has ended, or has read a row, which goes to a caller."""
+        if self._settling.pop(task, None) is not None:
+            row: bytes = ray.get(task)
+            return row
         try:
             ref = next(task)
         except StopIteration:
-            if self._settling.pop(task, None) is None:
-                self._readers.remove(task)
+            self._readers.remove(task)
             return None
-        if task in self._settling:
-            row: bytes = ray.get(ref)
-            return row
         held = Counter(self._settling.values())
         caller = min(self._callers, key=held.__getitem__)
-        streaming = {"num_returns": "streaming", "_generator_backpressure_num_objects": _UNSEEN}
-        self._settling[caller.settled.options(**streaming).remote(ref)] = caller
+        self._settling[caller.settled.remote(ref)] = caller
         return None
 
     def end(self) -> None:
@@ -154,7 +155,7 @@ def _opened(config: StoreConfig) -> Store:
 
 
 class Callers:
-    """One process of the pipeline: pieces arrive on threads, rows run on one event loop."""
+    """One process of the pipeline: rows arrive on Ray's event loop and run on one of their own."""
 
     def __init__(self, setup: CallerSetup, slots: int, replicas: float) -> None:
         self._name = secrets.token_hex(8)
@@ -166,13 +167,12 @@ class Callers:
         self._rows: set[asyncio.Task[Row]] = set()
         threading.Thread(target=self._run, daemon=True, name="caller").start()
 
-    def settled(self, piece: bytes) -> Iterator[bytes]:
-        """The rows of a piece as they ended, as JSON; `STOPPED` for a row that was stopped before."""
-        rows = map(Row.from_dict, pydantic_core.from_json(piece))
-        ends = [asyncio.run_coroutine_threadsafe(self._settled(row), self._loop) for row in rows]
-        for end in ends:
-            row = end.result()
-            yield STOPPED if row is None else pydantic_core.to_json(row.to_dict())
+    async def settled(self, data: bytes) -> bytes:
+        """A row as it ended, as JSON; `STOPPED` for a row that was stopped before. A coroutine: Ray runs the plain
+        methods of a class that has any one after the other, whatever `max_concurrency` says."""
+        row = Row.from_dict(pydantic_core.from_json(data))
+        ended = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._settled(row), self._loop))
+        return STOPPED if ended is None else pydantic_core.to_json(ended.to_dict())
 
     async def _settled(self, row: Row) -> Row | None:
         """The row as it ended; None if the run was stopped before."""

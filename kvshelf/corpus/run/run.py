@@ -116,6 +116,7 @@ class Run:
     def _follow(self, control: Any) -> None:
         """Give orders and record rows until the pipeline has ended, or was stopped and does not end."""
         stopped: float | None = None
+        began = time.monotonic()
         while True:
             drained = self._drained.is_set()  # read before `_keep`, so that no row can arrive after it
             trouble = self._keep()
@@ -134,7 +135,9 @@ class Run:
                 if since_s > _STOP_S:
                     return
             time.sleep(_TICK_S) if drained else self._drained.wait(_TICK_S)
-            self._tally.tick(_TICK_S if state is RunState.RUNNING else 0.0)
+            ended = time.monotonic()
+            self._tally.tick(ended - began if state is RunState.RUNNING else 0.0)
+            began = ended
 
     def _take(self, setup: CallerSetup) -> None:
         """Take ended rows from the pipeline until it ends."""

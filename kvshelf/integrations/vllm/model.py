@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -21,6 +21,18 @@ from kvshelf.workers.engine.export import Places, plain_parts
 from kvshelf.workers.model.rope import Rope
 
 
+def require_pages(layers: Sequence[LayerShape], name: str) -> None:
+    """Raises `PolicyUnsupported` for a model that vLLM gives other pages. layers: all of its."""
+    for index, layer in enumerate(layers):
+        plain = LayerShape(layer.kv_heads, layer.key_dim, layer.value_dim, layer.dtype)
+        if layer != plain or not layer.kv_heads or layer.key_dim != layer.value_dim:
+            raise PolicyUnsupported(
+                f"layer {index} of {name!r} has a window, chunks, latents, states or no keys, and kvshelf's connector "
+                "fills pages of plain layers only",
+                param="model",
+            )
+
+
 @dataclass(frozen=True, eq=False)
 class ReadingModel:
     """A model without its weights. coders: for caches under codec klt, by the digest of their transforms."""
@@ -36,14 +48,7 @@ class ReadingModel:
         names and converts them. In the checkpoint's dtype they are mapped pages of its files, no memory of their own.
         Raises `PolicyUnsupported` for models that vLLM gives other pages."""
         engine = Engine.load(folder, device="cpu", dtype=dtype)
-        for index, layer in enumerate(engine.layer_shapes):
-            plain = LayerShape(layer.kv_heads, layer.key_dim, layer.value_dim, layer.dtype)
-            if layer != plain or not layer.kv_heads or layer.key_dim != layer.value_dim:
-                raise PolicyUnsupported(
-                    f"layer {index} of {folder!r} has a window, chunks, latents, states or no keys, and kvshelf's "
-                    "connector fills pages of plain layers only",
-                    param="model",
-                )
+        require_pages(engine.layer_shapes, folder)
         coders = {engine.coder.transforms.digest: engine.coder} if engine.has_transforms else {}
         return cls(engine.identity, engine.layer_shapes, engine.rope, coders)
 

@@ -128,7 +128,8 @@ class Questions:
                     "tokenizer from that model's folder",
                     field=part,
                 )
-        encoder = Encoder(cache.model, self._text, cache.num_tokens + MAX_TOKENS, self._vocabulary)
+        most = cache.num_tokens + MAX_TOKENS
+        encoder = Encoder(cache.model, self._text, most, self._vocabulary, lambda _: most)
         question = tuple(encoder.query(cache.identity["boundary"], prompt))
         return ShelfRequest(cache.id, cache.kept_tokens, question, cache.tenant)
 

@@ -20,7 +20,7 @@ from starlette.requests import Request
 
 from kvshelf.api import AppendCache, CreateCache, QueryString
 from kvshelf.api.strict import JsonBounds, RequestT, parse_json, parse_request
-from kvshelf.corpus.input.extract import Upload
+from kvshelf.corpus.input.extract import Upload, plain_text
 from kvshelf.errors import InvalidRequest
 from kvshelf.service.access.keys import Caller
 from kvshelf.service.http.parsing import LARGE_BYTES
@@ -63,7 +63,7 @@ async def read_document(request: Request, service: Service, caller: Caller, mode
     checked = parse_request(model, values | {"document": ""})
     kind = file.kind
     if kind == "text":
-        text = _utf8(file.data, "file")
+        text = plain_text(file.data, "the file", "file")
     else:
         text = await until_hangup(request, service.extractor.text(file, kind, caller.tenant))
     return checked.model_copy(update={"document": text})

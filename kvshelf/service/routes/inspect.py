@@ -1,4 +1,4 @@
-"""/v1/caches/{id}/kept: which tokens of its document a cache kept."""
+"""/v1/caches/{id}/kept and /prompt: which tokens of its document a cache kept, and which a question builds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 
-from kvshelf.api.inspect import KeptOf, KeptTokens
+from kvshelf.api import queries as asked
+from kvshelf.api.inspect import BuiltPrompt, KeptOf, KeptTokens
+from kvshelf.errors import InvalidRequest
 from kvshelf.service.access.keys import Caller, Reader
 from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_json
@@ -15,12 +17,12 @@ from kvshelf.service.state import TAKES_TOKENS, InService, Service
 from kvshelf.workers.engine.inputs.encode import Document
 from kvshelf.workers.replica.create.spec import document_of
 
-router = APIRouter(prefix="/v1/caches/{cache_id}/kept", tags=["caches"], responses=openapi.ERRORS)
+router = APIRouter(prefix="/v1/caches/{cache_id}", tags=["caches"], responses=openapi.ERRORS)
 
 FirstLayer = Annotated[int, Query(ge=0, lt=2**31, description="the first layer to return bitmaps of")]
 
 
-@router.get("")
+@router.get("/kept")
 async def kept(
     cache_id: str, request: Request, service: InService, caller: Reader, first_layer: FirstLayer = 0
 ) -> KeptTokens:
@@ -28,7 +30,7 @@ async def kept(
     return await _kept(request, service, caller, cache_id, None, first_layer)
 
 
-@router.post("", openapi_extra=openapi.body_of(KeptOf), dependencies=[TAKES_TOKENS])
+@router.post("/kept", openapi_extra=openapi.body_of(KeptOf), dependencies=[TAKES_TOKENS])
 async def kept_of(
     cache_id: str, request: Request, service: InService, caller: Reader, first_layer: FirstLayer = 0
 ) -> KeptTokens:
@@ -38,6 +40,22 @@ async def kept_of(
     found = await _kept(request, service, caller, cache_id, document_of(body), first_layer)
     service.limits.spend_tokens(caller.tenant, found.num_tokens)
     return found
+
+
+@router.post("/prompt", openapi_extra=openapi.body_of(asked.Query), dependencies=[TAKES_TOKENS])
+async def prompt(cache_id: str, request: Request, service: InService, caller: Reader) -> BuiltPrompt:
+    """The prompt that one question to a cache builds, token by token, as `/query` would read it: nothing is answered.
+    The document's tokens are listed where its source is kept."""
+    body = await read_json(request, asked.Query, service)
+    if body.several:
+        raise InvalidRequest("one prompt is shown at a time; send one, and leave n out", param="prompt")
+    manifest = await off_loop(service.store.stat, cache_id, tenant=caller.tenant)
+    engine = service.engine_for_all([manifest])
+    limit_s = service.settings.request_deadline_s
+    call = engine.remote.call("prompt", cache_id, body, tenant=caller.tenant, limit_s=limit_s)
+    shown: BuiltPrompt = await until_hangup(request, call)
+    service.limits.spend_tokens(caller.tenant, sum(part.num_tokens for part in shown.parts))
+    return shown
 
 
 async def _kept(

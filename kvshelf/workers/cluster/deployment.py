@@ -86,12 +86,6 @@ class ServedReplica(Replica):
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         engine = _engine(config) if config.gpus == 1 or config.device == "spread" else _shared_engine(config)
-        if engine.default_layout == "plain":
-            log.warning(
-                "the model has no chat template: documents have the layout plain and take no messages; --chat-template "
-                "gives it one",
-                model=engine.name,
-            )
         if config.intensity is not None:
             engine.equivalents = replace(engine.equivalents, intensity=config.intensity)
         super().__init__(

@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 
 from kvshelf.api import Quality
 from kvshelf.api.creation import default_policy
+from kvshelf.api.inspect import BuiltPrompt
 from kvshelf.errors import DocumentTooLong, InvalidRequest, ModelMismatch, PolicyUnsupported, StateConflict
 from kvshelf.kernels import ans
 from kvshelf.store.artifact.arriving import ArrivingCache
@@ -69,6 +70,7 @@ from kvshelf.workers.engine.inputs.requirements import (
     require_suffix_fields,
     require_unshared,
 )
+from kvshelf.workers.engine.inputs.shown import built_prompt
 from kvshelf.workers.engine.parallel.ranks import SharedModel
 from kvshelf.workers.engine.prefill.appending import continued
 from kvshelf.workers.engine.prefill.prefill import Compression, Prefill, run_prefill, run_scores
@@ -147,7 +149,7 @@ class Engine:
         self._attachments: WeakKeyDictionary[CompressedCache | ArrivingCache, Attachment] = WeakKeyDictionary()
         self._joined: WeakValueDictionary[tuple[int, ...], JointAttachment] = WeakValueDictionary()
         self._coders: dict[str, Coder] = {}
-        self._encoder = Encoder(self.name, self.text, self.max_tokens, model.config.vocab_size)
+        self._encoder = Encoder(self.name, self.text, self.max_tokens, model.config.vocab_size, self._longest)
         self._preparer = Preparer(model, self.name, self.identity, self.rope, self.max_tokens, self.kinds)
 
     @classmethod
@@ -279,10 +281,6 @@ class Engine:
         `InvalidRequest`.
         """
         size = self.part_tokens if max_tokens is None else max_tokens
-        if size > self.max_tokens:
-            raise InvalidRequest(
-                f"split: max_tokens is {size}, and {self.name!r} takes {self.max_tokens}", param="split"
-            )
         pause = checkpoint or nothing
         return self._encoder.split(document, layout, size=size, overlap=overlap_tokens, checkpoint=pause)
 
@@ -413,6 +411,8 @@ class Engine:
         encoded = EncodedDocument(token_ids, 0, made.layout, boundary, made.date)
         view = replace(self._encoder.view(encoded, expected_questions), first_position=cache.num_tokens)
         self._require_room(cache, len(token_ids))
+        if not isinstance(more, EncodedDocument):  # a turn that has been answered is kept, though it may be the last
+            self._encoder.require_question(cache.num_tokens, boundary, len(token_ids))
         if not chosen.takes_budget:
             budget = Budget.full(view.num_tokens)
         elif same and compression_ratio is None and budget_tokens is None:
@@ -810,7 +810,25 @@ class Engine:
     def encode_query(self, cache: CompressedCache | Attached, prompt: Prompt) -> list[int]:
         """Token ids that ask `prompt` (a text, messages, or ids to append as they are) after this cache.
         Thread-safe."""
-        return self._encoder.query(cache.identity.boundary, prompt, TemplateOptions(date=cache.identity.date))
+        return self.query_ids(cache.identity, prompt)
+
+    def query_ids(self, identity: Identity, prompt: Prompt) -> list[int]:
+        """As `encode_query`, after the cache with this identity."""
+        return self._encoder.query(identity.boundary, prompt, TemplateOptions(date=identity.date))
+
+    def prompt(self, cache: CompressedCache, prompt: Prompt, document: Document | None = None) -> BuiltPrompt:
+        """The prompt that a question really builds, token by token, without an answer to it. document: that of the
+        cache, which has no text; without it its tokens are counted alone. Raises `StateConflict` for another
+        document, `InvalidRequest` without a tokenizer, and as `encode_query`."""
+        form, made, whole = self.require_text("prompt"), cache.identity, None
+        if document is not None:
+            whole = self.encode_document(document, layout=made.layout, date=made.date)
+            if self.prepare(whole, policy="full").identity.document != made.document:
+                raise StateConflict("this is another document than that of the cache; give its text as it was")
+        said = (
+            [prompt] if isinstance(prompt, str) else [turn["content"] for turn in prompt if isinstance(turn, Mapping)]
+        )
+        return built_prompt(form, made, whole, self.query_ids(made, prompt), said)
 
     def require_own(self, cache: CompressedCache | ArrivingCache | PartialCache) -> None:
         """Raises `ModelMismatch` for a cache of another model, `BlobError` for one that this model cannot have made."""

@@ -198,14 +198,22 @@ class TextFormat:
 
     @property
     def about_template(self) -> str:
-        """What the chat template can do, in words."""
+        """What the chat template is, in words."""
         if not self.has_template:
-            return "no chat template: documents have the layout plain and take no messages"
+            return "none: documents have the layout plain and take no messages; --chat-template gives the model one"
         if not self.template.usable:
             return f"chat templates {', '.join(sorted(self.template.text))} and none the default: take --chat-template"
+        return f"of the family {self.template.family}" + (", writes the date" if self.writes_date else "")
+
+    @property
+    def about_thoughts(self) -> str:
+        """Whether the model thinks, and what turns it off, in words."""
+        if self.thoughts is None:
+            return "no"
         switch = {"enable_thinking", "thinking", "reasoning_effort"} & self.template.variables
-        thinks = "" if self.thoughts is None else f", thinks ({', '.join(sorted(switch)) or 'always'})"
-        return "a chat template" + thinks + (", writes the date" if self.writes_date else "")
+        return f"between {self.thoughts.opening} and {self.thoughts.closing}, " + (
+            f"told by {', '.join(sorted(switch))}" if switch else "always"
+        )
 
     def dated(self, document: EncodedDocument, date: str) -> EncodedDocument:
         """A document that is given as the token ids that were read, with this date among them."""

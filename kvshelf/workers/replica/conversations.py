@@ -23,6 +23,7 @@ from kvshelf.workers.engine.decode.turns import Turn
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.inputs.dialogue import Dialogue, Said, TurnEnd, whole_turn
 from kvshelf.workers.model.text import Broken, TemplateOptions
+from kvshelf.workers.replica.create.publish import name_behind
 from kvshelf.workers.replica.reading import whole
 
 TURN_TTL_S: Final = 7 * 86400.0
@@ -195,6 +196,7 @@ class Conversations:
                 codec=cache.codec,
                 tenant=tenant,
                 **lives,
+                name=name_behind(manifest, "turn"),
                 source=canonical_json(messages),
                 parent_id=cache_id,
             )

@@ -1,4 +1,5 @@
-"""Which tokens of its document a stored cache kept, by layer and head, beside the text of each token.
+"""Which tokens of its document a stored cache kept, by layer and head, beside the text of each token; and which a
+question builds.
 
 A cache holds positions, not text. The kept source or the caller's own text is tokenized again, and shown only if its
 document id matches the cache's.
@@ -15,9 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from pydantic import TypeAdapter, ValidationError
-from tokenizers import Tokenizer
 
-from kvshelf.api.inspect import KeptLayer, KeptTokens
+from kvshelf.api.inspect import BuiltPrompt, KeptLayer, KeptTokens
 from kvshelf.api.strict import JsonBounds, MessageList
 from kvshelf.errors import InvalidRequest, SourceNotKept, StateConflict
 from kvshelf.store.artifact.cache import CompressedCache
@@ -26,9 +26,9 @@ from kvshelf.store.artifact.records import LayerRecord, Merged, Recent, entries_
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.types import TokenIds
-from kvshelf.workers.engine.decode.detokenizer import Detokenizer
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.inputs.encode import Document
+from kvshelf.workers.engine.inputs.shown import built_prompt, pieces
 from kvshelf.workers.model.text import EncodedDocument
 from kvshelf.workers.policies.view import DocumentView
 
@@ -125,17 +125,18 @@ def marks_of(record: LayerRecord, num_tokens: int) -> Marks:
     return Marks(own, in_class & ~own)
 
 
-def pieces(decoder: Tokenizer, token_ids: Sequence[int]) -> list[str]:
-    """The text of each token, with control tokens written out; joined, they are the document. A character that takes
-    several tokens is the text of the last one; the others are empty.
-
-    Tokens that are no text (such as half a character) show as U+FFFD, and a run of U+FFFD in the document may grow.
-    """
-    text = Detokenizer(decoder, skip_special_tokens=False)
-    found = [text.push(token) for token in token_ids]
-    if found:
-        found[-1] += text.rest()
-    return found
+def shown_prompt(
+    engine: Engine, store: Store, manifest: Manifest, behind: Sequence[int], said: Sequence[str], read: int, asked: str
+) -> BuiltPrompt:
+    """The prompt of tokens behind a cache, as of `built_prompt`: with the document's where its source is kept. asked:
+    the id of the cache that has the first `read` of them."""
+    identity = Identity.from_dict(manifest.identity)
+    engine.identity.require_match(identity.model)
+    document = None
+    if manifest.has_source and not identity.parent:
+        source = _kept_source(engine, store, manifest, identity)
+        document = _same_document(engine, store, manifest, identity, source)
+    return built_prompt(engine.require_text("prompt"), identity, document, behind, said, read=read, id=asked)
 
 
 def _kept_source(engine: Engine, store: Store, manifest: Manifest, identity: Identity) -> Document | EncodedDocument:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import structlog
 
-from kvshelf.api import Asking, JointQuery, ReadShares, Source
+from kvshelf.api import Asking, JointQuery, Query, ReadShares, Source
+from kvshelf.api.inspect import BuiltPrompt
 from kvshelf.api.shapes import Logprob, param_of
 from kvshelf.api.texts import texts_of
 from kvshelf.api.tools import ToolAsking, ToolCall, ToolTurn
@@ -34,6 +35,7 @@ from kvshelf.workers.model.templates.thoughts import Thought, Thoughts, ThoughtS
 from kvshelf.workers.model.text import Broken, TemplateOptions
 from kvshelf.workers.replica.calls import Threads, called_as
 from kvshelf.workers.replica.conversations import Conversations, Line
+from kvshelf.workers.replica.inspect import shown_prompt
 from kvshelf.workers.replica.residents import Resident, Residents
 from kvshelf.workers.replica.results import Phase, Reply, rounded
 from kvshelf.workers.replica.scheduler import Scheduler
@@ -79,6 +81,24 @@ class Questions:
             shape = await self.threads.run(self._shape, query)
             form = self.engine.require_text("messages")
             return await self.threads.run(count, form, shape.tools, shape.variables, query, document, boundary)
+
+    async def prompt(self, cache_id: str, query: Query, *, tenant: str, origin: str = "") -> BuiltPrompt:
+        """The prompt that a question builds, without an answer to it. Raises as a question does."""
+        with called_as(origin, tenant):
+            shape = await self.threads.run(self._shape, query)
+            return await self.threads.run(self._prompt, cache_id, query, shape, tenant)
+
+    def _prompt(self, cache_id: str, query: Query, shape: _Shape, tenant: str) -> BuiltPrompt:
+        manifest = self.store.stat(cache_id, tenant=tenant)
+        identity = Identity.from_dict(manifest.identity)
+        if identity.boundary == "text":
+            ids = self.engine.query_ids(identity, prompt_of(query))
+            return shown_prompt(self.engine, self.store, manifest, ids, texts_of(query), 0, cache_id)
+        options = TemplateOptions(shape.variables)
+        line = self.conversations.line(cache_id, messages_of(query), tenant, options, shape.intro)
+        root, ids = self.store.stat(line.root_id, tenant=tenant), line.dialogue.asked.token_ids
+        said = [message["content"] for message in line.dialogue.messages]
+        return shown_prompt(self.engine, self.store, root, ids, said, line.read, line.cache_id)
 
     async def query(
         self,

@@ -41,8 +41,8 @@ class Replica:
     """See the module. `start` it on the event loop that will call it, `stop` it once.
 
     create, watch, append, estimate, quality, tenant_quality, max_document_tokens: see `Creations`. query, stream, hint,
-    count: see `Questions`. search: see `Searches`. origin: the id under which the caller logs the request; log lines
-    here carry it, too.
+    count, prompt: see `Questions`. search: see `Searches`. origin: the id under which the caller logs the request; log
+    lines here carry it, too.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class Replica:
         self._questions = Questions(engine, store, scheduler, threads, held, conversations, meter)
         self.query, self.stream = self._questions.query, self._questions.stream
         self.hint, self.count = self._questions.hint, self._questions.count
+        self.prompt = self._questions.prompt
         self._searches = Searches(engine, store, scheduler, threads)
         self.search = self._searches.search
 
@@ -103,8 +104,8 @@ class Replica:
             await self._threads.run(self._meter.flush)
 
     async def describe(self, *, origin: str = "") -> dict[str, Any]:
-        """The model, for /v1/models, its `ModelIdentity`, the shape of its layers, the digest of its transforms, and
-        the characters above which no text fits it (`most_characters`). JSON types only."""
+        """The model, for /v1/models, its `ModelIdentity`, the shape of its layers, the digest of its transforms, what
+        its chat template is, and the characters above which no text fits it (`most_characters`). JSON types only."""
         with called_as(origin):
             engine = self._engine
             return {
@@ -114,6 +115,7 @@ class Replica:
                 "fingerprint": engine.identity.fingerprint(),
                 "tokenizer": engine.identity.tokenizer,
                 "dtype": engine.identity.dtype,
+                "chat_template": "none" if engine.text is None else engine.text.about_template,
                 "device": ", ".join(map(str, engine.passes.devices.each)),
                 "identity": asdict(engine.identity),
                 "layer_shapes": engine.layer_shapes,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvshelf.corpus.input.reading import PIECE_ROWS, packed
+from kvshelf.corpus.input.reading import ordered
 from kvshelf.corpus.input.rows import parse_jsonl
 from kvshelf.corpus.row import Row
 
@@ -75,8 +75,6 @@ def test_questions_of_one_cache_are_together() -> None:
     caches = [f"kvs_{n % 7}" for n in range(40 * 7)]
     random.Random(1).shuffle(caches)
     given = rows(*(line(str(n), cache_id=cache) for n, cache in enumerate(caches)))
-    pieces = list(packed(iter(given)))
-    assert max(map(len, pieces)) == PIECE_ROWS
-    order = [row.question.cache_id for piece in pieces for row in piece if row.question is not None]
+    order = [row.question.cache_id for row in ordered(iter(given)) if row.question is not None]
     assert sorted(order) == sorted(str(cache) for cache in caches)
     assert len(list(groupby(order))) == 7

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import ray
 
+from kvshelf.corpus.run.caller import Caller
 from kvshelf.corpus.run.control import Order, Report
 from kvshelf.corpus.run.progress import RunOptions, RunState, Summary, Window
 from kvshelf.corpus.run.run import IN_FLIGHT_PER_REPLICA, _told
@@ -283,18 +284,33 @@ def test_a_batch_without_a_success_has_failed(run_cluster: RunCluster) -> None:
     assert "none of the 2 rows" in summary.reason
 
 
-def test_long_documents_come_first_and_pieces_are_small() -> None:
-    from kvshelf.corpus.input.reading import PIECE_CHARS, PIECE_ROWS, packed
+def test_long_documents_come_first() -> None:
+    from kvshelf.corpus.input.reading import ordered
 
     rows = [row for shard in shards(corpus(100, tokens=(1, 5000))) for row in shard.read()]
-    pieces = list(packed(iter(rows)))
-    lengths = [row.length for piece in pieces for row in piece]
+    found = list(ordered(iter(rows)))
+    lengths = [row.length for row in found]
     assert lengths == sorted(lengths, reverse=True)
-    assert all(
-        len(piece) == 1 or (len(piece) <= PIECE_ROWS and sum(row.length for row in piece) <= PIECE_CHARS)
-        for piece in pieces
-    )
-    assert sorted(row.line for piece in pieces for row in piece) == list(range(1, 101))
+    assert sorted(row.line for row in found) == list(range(1, 101))
+
+
+def test_a_row_that_waits_holds_back_no_other_one(run_cluster: RunCluster) -> None:
+    """Another worker has the first row. The progress counts all that are on the shelf meanwhile."""
+    lines = [document(5000, tokens=(200, 201)), *(document(5001 + number) for number in range(12))]
+    how, journal = options(), Remembered()
+    (first, *_) = shards(lines)[0].read()
+    with run_cluster.store.open() as shelf:
+        caller = Caller(run_cluster.engines, shelf, how, 0.0, 1)
+        assert first.spec is not None
+        held = caller.job(first, first.spec).id
+        shelf.requests.open(held, tenant="me", body=b"")
+        attempt = shelf.requests.start(held, worker="another", lease_s=600)
+        run = begun(run_cluster, lines, journal, how)
+        until(lambda: run.progress().done >= len(lines) - 1)
+        assert run.wait(0) is None
+        assert len(journal.results) == len(lines) - 1
+        shelf.requests.fail(held, attempt, code="no_worker", message="let go", final=False, counted=False)
+    assert (ended(run).state, run.progress().done) == (RunState.COMPLETED, len(lines))
 
 
 @pytest.mark.faults

@@ -85,7 +85,8 @@ def test_html_has_its_own_encoding(http: httpx.Client, service: LiveService, dat
     ("media_type", "begin", "kind"),
     [
         ("application/pdf", b"%PDF-1.7", "pdf"),
-        ("", b"%PDF-1.7", "pdf"),
+        ("", b"%PDF-1.7\n1 0 obj", "pdf"),
+        ("", b"%PDF-1.7\n%\xe2\xe3\xcf\xd3", "pdf"),
         ("text/html", b"no tags at all", "html"),
         ("", b"\xef\xbb\xbf \n<!DOCTYPE HTML>", "html"),
         ("", b"plain words", "text"),
@@ -94,14 +95,21 @@ def test_html_has_its_own_encoding(http: httpx.Client, service: LiveService, dat
         ("application/ld+json", b"{}", "text"),
         ("application/json", b"{}", "text"),
         ("application/pdf", b"no PDF", None),
-        ("text/plain", b"%PDF-1.7", None),
-        ("text/html", b"%PDF-1.7", None),
+        ("text/plain", b"%PDF-1.7\n1 0 obj", None),
+        ("text/html", b"%PDF-1.7\n1 0 obj", None),
+        ("text/plain", b"%PDF- is how such a file begins.\nIts objects follow", "text"),
+        ("", b"%PDF- is how such a file begins", "text"),
+        ("text/plain", b"GIF89a has 256 colours", "text"),
+        ("", b"GIF89a\x01\x00\x01\x00", None),
+        ("text/plain", "BZhang's gr\u00f6\u00dfte notes".encode(), "text"),
+        ("text/plain", b"BZh91AY&SY\x86\xb5", None),
         ("text/plain", b"PK\x03\x04", None),
         ("application/octet-stream", b"\x89PNG\r\n", None),
         ("application/vnd.openxmlformats-officedocument.wordprocessingml.document", b"PK\x03\x04", None),
         ("image/svg+xml", b"<svg>", None),
         ("audio/mpeg", b"ID3", None),
-        ("", b"{\\rtf1", None),
+        ("", b"{\\rtf1\\ansi", None),
+        ("", b"{\\rtf is how rich text begins", "text"),
     ],
 )
 def test_a_file_is_what_it_is_called_and_how_it_begins(media_type: str, begin: bytes, kind: str | None) -> None:
@@ -271,6 +279,15 @@ def cmdline(pid: int) -> bytes:
         return b""
 
 
+@pytest.mark.parametrize(
+    ("data", "what"), [(b"a\0b", "zero bytes"), (b" \n\t", "is empty"), ("größe".encode("utf-16"), "UTF-8")]
+)
+def test_a_file_that_no_batch_takes_is_refused_here_too(http: httpx.Client, data: bytes, what: str) -> None:
+    error = refused(put(http, "a.txt", data, "text/plain"), 400, "invalid_request")
+    assert error["param"] == "file"
+    assert what in error["message"]
+
+
 # The clients
 
 
@@ -284,7 +301,14 @@ def test_the_client_and_the_command_line_take_files(service_url: str, http: http
         assert {cache.document_id for cache in made} == {created(http, document=LINE, policy="full")["document_id"]}
         with pytest.raises(UnsupportedMediaType, match="ZIP archive"):
             client.caches.create(file=tmp_path / "lock.docx")
+    (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbf" + LINE.encode())
     command = [sys.executable, "-m", "kvshelf", "put", "--policy", "full", "--url", service_url]
+    given = subprocess.run(
+        [*command, "-"], input=(tmp_path / "marked.txt").read_bytes(), capture_output=True, timeout=120
+    )
+    with Client(service_url) as client:
+        marked = client.caches.create(file=tmp_path / "marked.txt", policy="full")
+    assert {marked.id, given.stdout.decode().strip()} == {made[0].id}, "a byte order mark is no part of the document"
     paths = [str(tmp_path / name) for name in ("lock.pdf", "lock.docx", "lock.HTM")]
     done = subprocess.run([*command, *paths], capture_output=True, text=True, timeout=120)
     assert done.returncode != 0

@@ -32,7 +32,7 @@ def unique(text: str) -> str:
 
 
 def test_a_document_grows_by_text_file_turns_and_ids(http: httpx.Client) -> None:
-    root = created(http, document=unique(facts(0, 20)), policy="full", ttl_s=900)
+    root = created(http, document=unique(facts(0, 20)), policy="full", ttl_s=900, name="gates.txt")
     text = append(http, root, document=facts(20, 10), policy="keydiff", compression_ratio=0.25, labels={"a": "b"})
     assert (text["parent_id"], text["policy"], text["labels"], text["existing"]) == (
         root["id"],
@@ -62,12 +62,16 @@ def test_a_document_grows_by_text_file_turns_and_ids(http: httpx.Client) -> None
     chain = http.get(f"/v1/caches/{talk['id']}/turns").json()["data"]
     assert [each["cache_id"] for each in chain] == [root["id"], text["id"], file["id"], talk["id"]]
     assert chain[0]["children"] == [text["id"]]
+    assert (text["name"], talk["name"]) == ("gates.txt, append 1", "more, append 1")
+    second = append(http, text, token_ids=[5, 6])
+    assert second["name"] == "gates.txt, append 2"
+    assert more["name"] == f"{plain['id'][:12]}, append 1", "a cache without a name is called by its id"
     assert sum(each["tokens"] for each in chain) == talk["tokens"]["document"] == chain[-1]["total_tokens"]
     listed = http.get("/v1/caches", params={"parent_id": root["id"]}).json()["data"]
     assert [each["id"] for each in listed] == [text["id"]]
     answer = http.post(f"/v1/caches/{talk['id']}/query", json={"prompt": "x", "max_tokens": 1}).json()
     assert answer["usage"]["cache_read_tokens"] == talk["tokens"]["document"]
-    for cache in (talk, file, text, root, more, plain):
+    for cache in (second, talk, file, text, root, more, plain):
         assert http.delete(f"/v1/caches/{cache['id']}").status_code == 200
 
 
@@ -146,6 +150,7 @@ def test_a_stored_turn_is_asked_like_any_cache(http: httpx.Client) -> None:
     stored = http.get(f"/v1/caches/{answer['stored_cache_id']}").json()
     assert (stored["parent_id"], stored["policy"], stored["expires_at"]) == (root["id"], "full", root["expires_at"])
     assert stored["timings"]["prefill_s"] == 0, "its keys and values were there already"
+    assert stored["name"] == f"{root['id'][:12]}, turn 1"
     chain = http.get(f"/v1/caches/{stored['id']}/turns").json()["data"]
     assert chain[1]["messages"] == [
         {"role": "user", "content": body["prompt"]}, {"role": "assistant", "content": answer["text"]},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import httpx
 import pytest
@@ -81,3 +82,26 @@ def test_an_empty_document_and_unknown_ids_are_named(http: httpx.Client) -> None
     refused(http.post(f"/v1/caches/{cache['id']}/kept", json={"document": ""}), 422, "document_too_short")
     refused(http.post(f"/v1/caches/{cache['id']}/kept", json={"token_ids": []}), 422, "document_too_short")
     refused(http.get("/v1/caches/kvs_" + "0" * 40 + "/kept"), 404, "cache_not_found")
+
+
+def test_the_prompt_that_is_shown_is_the_one_that_is_read(http: httpx.Client) -> None:
+    made = created(http, document=f"{DOCUMENT} Shown.", policy="full", keep_source=True)
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "What is it?"}]}
+
+    def counted(body: dict[str, Any]) -> tuple[int, int]:
+        response = http.post(f"/v1/caches/{made['id']}/prompt", json=body)
+        assert response.status_code == 200, response.text
+        parts = response.json()["parts"]
+        shelf, read = (sum(p["num_tokens"] for p in parts if p["from_shelf"] is where) for where in (True, False))
+        assert "What is it?" in "".join("".join(p["texts"]) for p in parts if p["part"] == "question")
+        return shelf, read
+
+    first = counted(asked)
+    answer = http.post(f"/v1/caches/{made['id']}/query", json=asked | {"max_tokens": 4, "store": True}).json()
+    assert first == (answer["usage"]["cache_read_tokens"], answer["usage"]["prefill_tokens"])
+    said = {"role": "assistant", "content": answer["text"]}
+    more = {"messages": [*asked["messages"], said, {"role": "user", "content": "And now?"}]}
+    again = http.post(f"/v1/caches/{made['id']}/query", json=more | {"max_tokens": 4}).json()["usage"]
+    assert counted(more) == (again["cache_read_tokens"], again["prefill_tokens"])
+    assert again["cache_read_tokens"] > first[0], "the kept turn is on the shelf"
+    refused(http.post(f"/v1/caches/{made['id']}/prompt", json={"prompt": ["a", "b"]}), 400, "invalid_request")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -169,8 +170,34 @@ def test_ids_may_be_a_tensor(tiny):
     assert tiny.answer(cache, torch.tensor(ids[:9])).token_ids == tiny.answer(cache, ids[:9]).token_ids
 
 
-def test_the_longest_document_is_accepted(tiny):
-    assert tiny.prepare([5] * 16_384).num_tokens == 16_384
+@pytest.mark.parametrize("layout", ["plain", "chat"])
+def test_the_longest_document_is_one_that_can_be_asked(tiny, layout):
+    """One token more is refused before its prefill: no question would have room behind it."""
+    document = tiny.encode_document(TEXT, layout=layout)
+    asked = len(document.token_ids) + len(tiny.text.question(document.boundary, "?"))
+
+    def of(longest):
+        return replace(tiny._encoder, max_tokens=longest, longest=lambda _: longest)
+
+    assert of(asked + 1).document(TEXT, layout) == document
+    with pytest.raises(DocumentTooLong, match="the shortest question with an answer takes"):
+        of(asked).document(TEXT, layout)
+    assert tiny.prepare([5] * 16_382).num_tokens == 16_382
+    with pytest.raises(DocumentTooLong, match="shortest question"):
+        tiny.prepare([5] * 16_383)
+
+
+def test_a_part_that_fills_the_model_is_refused_before_any_is_made(tiny):
+    with pytest.raises(InvalidRequest, match="of them for the shortest question") as refused:
+        tiny.split(TEXT, max_tokens=tiny.max_tokens)
+    assert refused.value.param == "split"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_parts_without_room_beside_the_template_are_refused(tiny, size):
+    prefix = tiny.text.document("", "chat").protected_prefix
+    with pytest.raises(InvalidRequest, match="the chat template of 'kvshelf-tiny' takes"):
+        tiny.split(TEXT, max_tokens=min(size, prefix))
 
 
 def test_identity_is_known_before_the_work_and_is_that_of_the_cache(tiny):

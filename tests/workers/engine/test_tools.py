@@ -87,8 +87,8 @@ def test_what_a_template_says(templated, style):
     form = ToolFormat.of(templated(template), [WEATHER, CLOCK])
     assert form.text.startswith("# Tools\n[")
     assert '"weather"' in form.text
-    assert (form.opening, form.name) == (opening, "name")
-    assert form.arguments == ("parameters" if style == "llama" else "arguments")
+    assert (form.calls.opening, form.calls.name) == (opening, "name")
+    assert form.calls.arguments == ("parameters" if style == "llama" else "arguments")
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -204,10 +204,11 @@ def test_a_required_call_fits_its_grammar_and_nothing_else_does(tiny, templated,
         assert not matcher.is_error(), matcher.get_error()
         return matcher.consume_tokens(text.tokens.encode_marked(written)) and matcher.is_accepting()
 
-    said = json.dumps({form.name: "weather", form.arguments: {"town": "Kiel"}})
-    assert fits(form.opening + said + form.closing)
-    assert not fits(form.opening + said.replace("Kiel", "Oslo") + form.closing)
-    assert not fits(form.opening + said.replace("weather", "clock") + form.closing)
+    calls = form.calls
+    said = json.dumps({calls.name: "weather", calls.arguments: {"town": "Kiel"}})
+    assert fits(calls.opening + said + calls.closing)
+    assert not fits(calls.opening + said.replace("Kiel", "Oslo") + calls.closing)
+    assert not fits(calls.opening + said.replace("weather", "clock") + calls.closing)
     assert not fits("It rains.")
 
 
@@ -234,7 +235,7 @@ def test_what_comes_from_outside_makes_no_control_token(templated):
     assert "Of a town. <|end|>" in text.decode(ids)
 
 
-@pytest.mark.parametrize(("template", "says"), [(None, "has no tools"), (XML, "not supported")])
+@pytest.mark.parametrize(("template", "says"), [(None, "has no tools"), (XML, "neither as JSON nor with tags")])
 def test_a_template_that_has_no_such_tools_is_refused_by_name(tiny, templated, template, says):
     text = tiny.text if template is None else templated(template)
     with pytest.raises(InvalidRequest, match=says) as refused:

@@ -34,7 +34,7 @@ def attached(engine: Engine, document: list[int], question: list[int]) -> torch.
         return engine.model(input_ids=torch.tensor([question]), **{CACHE_ARGUMENT: past}).logits[0, -1].log_softmax(-1)
 
 
-@pytest.mark.parametrize(("document", "question"), [(40, 24), (PLACE - 1, 1), (PLACE + 1, 10), (100, 30)])
+@pytest.mark.parametrize(("document", "question"), [(40, 24), (PLACE - 2, 2), (PLACE + 1, 10), (100, 30)])
 def test_on_one_side_of_the_place_answers_are_the_models_own(engine: Engine, document: int, question: int) -> None:
     both = ids(document + question)
     own = plain(engine, both)

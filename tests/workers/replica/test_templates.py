@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvshelf.api import CreateCache
 from kvshelf.api.tools import Tool
+from kvshelf.errors import InvalidRequest
 from kvshelf.service.recompute import _spec
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.workers.engine.decode.grammar import Grammar
@@ -247,9 +248,91 @@ def test_shapes_are_held_by_real_tokenizers(made) -> None:  # type: ignore[no-un
     calls = ToolFormat.of(form, tools)
     required = Grammar.of_lark(calls.grammar(tools, several=True), "tools")
     said = json.dumps({"name": "weather", "arguments": {"town": "Kiel"}})
-    one = f"{calls.opening}{said}{calls.closing}"
-    assert calls.opening == "<tool_call>\n"
+    one = f"{calls.calls.opening}{said}{calls.calls.closing}"
+    assert calls.calls.opening == "<tool_call>\n"
     assert fits(required, one)
     assert fits(required, f"{one}\n{one}")
     assert not fits(required, one.replace("Kiel", "Oslo"))
     assert [json.loads(call.function.arguments) for call in calls.parsed(f"{one}\n{one}")[1]] == [{"town": "Kiel"}] * 2
+
+
+NOTE = {"type": "function", "function": {"name": "note", "parameters": {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"}, "kind": {"type": "string", "enum": ["work", "home"]}, "count": {"type": "integer"},
+        "tags": {"type": "array", "items": {"type": "string"}}, "short": {"type": "string", "maxLength": 5},
+    },
+    "required": ["text", "kind"],
+}}}  # fmt: skip
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+TAGGED = ("qwen3_5_nothink", "glm4moe", "nemotron_3_nano")
+
+
+@pytest.fixture(scope="module", params=TAGGED)
+def tagged(request) -> ToolFormat:  # type: ignore[no-untyped-def]
+    form = TextFormat(tokenizer_for(templates()[request.param]))
+    return ToolFormat.of(form, [Tool.model_validate(tool) for tool in (NOTE, CLOCK)])
+
+
+def said_by(tools: ToolFormat, *calls: tuple[str, dict[str, object]]) -> str:
+    """Calls as the template writes them, and what stands behind them."""
+    made = [
+        {"type": "function", "id": "kvshelf01", "function": {"name": name, "arguments": given}} for name, given in calls
+    ]
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": made}]
+    text = tools.form.template.write(messages, tools=[tool.model_dump(exclude_none=True) for tool in tools.tools])
+    return text[text.rindex("?") :]
+
+
+ARGUMENTS: list[dict[str, object]] = [
+    {"text": "Buy nails.", "kind": "home"},
+    {"text": 'a\nb <b> {"c": 1} größe', "kind": "work", "count": -3, "tags": ["x", "y z"]},
+    {"text": "17", "kind": "work", "short": "12345"},
+]
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+def test_calls_with_tags_are_read_as_they_are_written(tagged: ToolFormat, arguments: dict[str, object]) -> None:
+    written = said_by(tagged, ("note", arguments), ("clock", {}))
+    calls = tagged.calls
+    begun = written.index(calls.opening)
+    end = written.rindex(calls.closing.rstrip()) + len(calls.closing.rstrip())
+    content, found = tagged.parsed(f"I write it down.\n{written[begun:end]}")
+    assert content == "I write it down."
+    assert [(call.function.name, json.loads(call.function.arguments)) for call in found] == [
+        ("note", arguments),
+        ("clock", {}),
+    ]
+    for cut in range(begun + 1, end):
+        assert tagged.settled(written[begun:cut]) == 0, "a stream holds back what may be a call"
+    assert tagged.parsed(written[begun : end - 3])[1] == [], "half a call is text"
+
+
+def test_calls_with_tags_are_held_to_their_schema(tagged: ToolFormat) -> None:
+    form, (note, clock) = tagged.form, tagged.tools
+    seen = LLTokenizer(form.decoder().to_str(), eos_token=[form.end_id])
+    grammar = Grammar.of_lark(tagged.grammar([note, clock], several=True), "tools")
+
+    def fits(text: str) -> bool:
+        matcher = LLMatcher(seen, grammar.text)
+        assert not matcher.is_error(), matcher.get_error()
+        return bool(matcher.consume_tokens(form.tokens.encode_marked(text)) and matcher.is_accepting())
+
+    def one(name: str, arguments: dict[str, object]) -> str:
+        written = said_by(tagged, (name, arguments))
+        begun = written.index(tagged.calls.opening)
+        return written[begun : written.rindex(tagged.calls.closing) + len(tagged.calls.closing)]
+
+    for arguments in ARGUMENTS:
+        assert fits(one("note", arguments)), arguments
+    assert fits(one("clock", {}))
+    assert fits(one("note", ARGUMENTS[0]) + "\n" + one("clock", {}))
+    home = {"text": "x", "kind": "home"}
+    for wrong in ({"text": "x"}, home | {"kind": "play"}, home | {"count": "many"}, home | {"short": "123456"},
+                  home | {"other": 1}):  # fmt: skip
+        assert not fits(one("note", wrong)), wrong
+    assert not fits("It rains.")
+    pattern = Tool.model_validate({"type": "function", "function": {"name": "find", "parameters": {
+        "type": "object", "properties": {"word": {"type": "string", "pattern": "a+"}}}}})  # fmt: skip
+    with pytest.raises(InvalidRequest, match="find has a text with pattern"):
+        tagged.grammar([pattern], several=False)

@@ -47,13 +47,15 @@ class Encoder:
     """Encodes documents and questions for one model. Thread-safe, because it is immutable.
 
     `name`: the model's, for error messages. `text` is None for an engine without tokenizer. `max_tokens`: the longest
-    sequence of the model. `vocab_size`: the number of token ids.
+    sequence of the model. `vocab_size`: the number of token ids. `longest`: most tokens of a sequence that begins with
+    a document of so many.
     """
 
     name: str
     text: TextFormat | None
     max_tokens: int
     vocab_size: int
+    longest: Callable[[int], int]
 
     @property
     def default_layout(self) -> Layout:
@@ -89,18 +91,47 @@ class Encoder:
         if len(encoded.token_ids) == encoded.protected_prefix:
             raise DocumentTooShort("the document is empty; send at least one token of text", param="document")
         self._require_length(len(encoded.token_ids))
+        self.require_question(len(encoded.token_ids), encoded.boundary)
         return encoded
+
+    def require_question(self, num_tokens: int, boundary: Boundary, appended: int = 0) -> None:
+        """Raises `DocumentTooLong` where no question has room behind a document of `num_tokens` and `appended` more,
+        which end at `boundary`."""
+        longest, question = self.longest(num_tokens), self.least_question(boundary)
+        if num_tokens + appended + question > longest:
+            behind, advice = (f" and {appended} appended", "append less") if appended else ("", SPLIT_IT)
+            raise DocumentTooLong(
+                f"the document has {num_tokens} tokens{behind}, and the shortest question with an answer takes "
+                f"{question} more: together more than the {longest} that {self.name!r} takes; {advice}",
+                param="document",
+            )
+
+    def least_question(self, boundary: Boundary) -> int:
+        """Tokens of the shortest question behind a document that ends at `boundary`, and one of its answer."""
+        if self.text is None or boundary == "text":
+            return 2
+        try:
+            return len(self.text.question(boundary, "?")) + 1
+        except InvalidRequest:  # the template lets no question of a user follow
+            return 2
 
     def split(
         self, text: str, layout: Layout | None, *, size: int, overlap: int | None, checkpoint: Callable[[], None]
     ) -> list[str]:
         """The parts of a text that is too long, each a document of at most `size` tokens; see `split.spans`.
 
-        Raises `InvalidRequest` about `split` where a part has no room beside the template, where a quarter of a part is
-        less than the overlap, and as `split.spans`.
+        Raises `InvalidRequest` about `split` where a part has no room beside the template, or leaves none for a
+        question, where a quarter of a part is less than the overlap, and as `split.spans`.
         """
         written = self.require_text("document")
-        prefix = written.document("", self._checked_layout(layout)).protected_prefix
+        begun = written.document("", self._checked_layout(layout))
+        prefix, question = begun.protected_prefix, self.least_question(begun.boundary)
+        if size + question > self.max_tokens:
+            raise InvalidRequest(
+                f"split: max_tokens is {size}, and {self.name!r} takes {self.max_tokens}, {question} of them for the "
+                "shortest question with an answer; give less",
+                param="split",
+            )
         own = size - prefix
         if own < 1:
             raise InvalidRequest(

