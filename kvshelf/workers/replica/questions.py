@@ -251,7 +251,14 @@ class Questions:
         if query.store:
             assert isinstance(document, Attachment)
             options["turn_of"] = partial(self._turn_ids, document, loaded)
-        return self.scheduler.generate(document, ids, _sampling(query, loaded.shape.grammar), selection, **options)
+        sampling = _sampling(query, loaded.shape.grammar)  # another thread: its grammar may have to be compiled again
+        generate = self.scheduler.generate
+        beginning = asyncio.ensure_future(self.threads.run(generate, document, ids, sampling, selection, **options))
+        try:
+            return await asyncio.shield(beginning)
+        except asyncio.CancelledError:
+            beginning.add_done_callback(_abandon)
+            raise
 
     def _turn_ids(self, document: Attachment, loaded: _Loaded, text: str, token_ids: Sequence[int]) -> list[int]:
         """The tokens of a turn, as `Engine.turn_ids` has them."""
@@ -526,6 +533,12 @@ def _prefill_s(store: Store, cache_id: str, tenant: str) -> float:
     except KvshelfError as error:
         log.info("what a cache saves is known in part", cache_id=cache_id, reason=error.message)
     return seconds
+
+
+def _abandon(beginning: asyncio.Future[Ticket[Answer]]) -> None:
+    """Cancel a question whose caller left while it was being queued."""
+    if not beginning.cancelled() and beginning.exception() is None:
+        beginning.result().cancel()
 
 
 def _touch(store: Store, cache_id: str, tenant: str) -> None:
