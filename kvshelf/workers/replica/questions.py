@@ -32,7 +32,7 @@ from kvshelf.workers.engine.inputs.dialogue import Dialogue, Said
 from kvshelf.workers.engine.inputs.tools import HeldPieces, ToolFormat
 from kvshelf.workers.model.templates.thoughts import Thought, Thoughts, ThoughtStream, told_apart
 from kvshelf.workers.model.text import Broken, TemplateOptions
-from kvshelf.workers.replica.calls import Threads, called_as
+from kvshelf.workers.replica.calls import ReplicaThreads, called_as
 from kvshelf.workers.replica.conversations import Conversations, Line
 from kvshelf.workers.replica.residents import Resident, Residents
 from kvshelf.workers.replica.results import Phase, Reply, rounded
@@ -50,7 +50,7 @@ class Questions:
     engine: Engine
     store: Store
     scheduler: Scheduler
-    threads: Threads
+    threads: ReplicaThreads
     residents: Residents
     conversations: Conversations
     meter: Meter
@@ -75,10 +75,10 @@ class Questions:
         refuses, and more than the model takes."""
         with called_as(origin, tenant):
             said = [*texts_of(query), *([] if document is None else [document])]
-            await self.threads.run(self.engine.require_askable, said, "messages")
+            await self.threads.compute(self.engine.require_askable, said, "messages")
             shape = await self.threads.run(self._shape, query)
             form = self.engine.require_text("messages")
-            return await self.threads.run(count, form, shape.tools, shape.variables, query, document, boundary)
+            return await self.threads.compute(count, form, shape.tools, shape.variables, query, document, boundary)
 
     async def query(
         self,
@@ -147,6 +147,7 @@ class Questions:
         asked = [caches] if isinstance(caches, str) else list(caches)
         routed = isinstance(query, JointQuery) and query.route is not None
         cache_ids = [await self._nearest(asked, query, tenant)] if routed else asked
+        await self.threads.compute(self._require_askable, query)
         shape = await self.threads.run(self._shape, query)  # refused before any work
         if query.store:
             self.engine.require_turns()
@@ -214,7 +215,7 @@ class Questions:
             identity = held[0][0].document.identity
             if identity.boundary == "text" or not identity.parent:
                 return self._begun_line(identity, cache_ids[0], said, shape), held
-        line = await self.threads.run(find)
+        line = await self.threads.compute(find)
         if line.dialogue.boundary == "text":
             return None, await self._entered(stack, cache_ids, query, tenant)
         try:
@@ -244,7 +245,7 @@ class Questions:
     async def _begun(self, loaded: _Loaded, **options: Any) -> Ticket[Answer]:
         """The queued answer. options: of `Scheduler.generate`."""
         document, query = loaded.document, loaded.query
-        ids = await self.threads.run(self._encoded, loaded)
+        ids = await self.threads.compute(self._encoded, loaded)
         passages = query.select is not None and query.select.passages
         options |= {"passages": passages, "reducer": self._bound(query, ids)}
         selection = await self._selected(document, query, ids)
@@ -277,11 +278,13 @@ class Questions:
             return self.engine.encode_query(loaded.document, prompt_of(loaded.query))
         return self._dialogue(identity, messages_of(loaded.query), loaded.shape).asked.token_ids
 
+    def _require_askable(self, query: Asking) -> None:
+        self.engine.require_askable(texts_of(query), "prompt" if query.messages is None else "messages")
+
     def _shape(self, query: Asking) -> _Shape:
         """How the model writes a question's tools, what its template is told, and what the answer must be. Raises
         `InvalidRequest` for tools that the model's template has no room for, for what it is not told, and as
         `Guide.constraint`."""
-        self.engine.require_askable(texts_of(query), "prompt" if query.messages is None else "messages")
         wanted = None if query.response_format is None else query.response_format.model_dump()
         asked = {"response_format": wanted, "grammar": query.grammar, "choices": query.choices}
         grammar = Grammar.of(asked, param_of(query, "response_format"))

@@ -20,7 +20,7 @@ from kvshelf.store.jobs.meter import Meter
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.quality import CUES
 from kvshelf.workers.replica.attempts import Attempts
-from kvshelf.workers.replica.calls import Threads, called_as
+from kvshelf.workers.replica.calls import ReplicaThreads, called_as
 from kvshelf.workers.replica.conversations import Conversations
 from kvshelf.workers.replica.create.creations import Creations
 from kvshelf.workers.replica.create.spec import document_of
@@ -59,7 +59,7 @@ class Replica:
         engine.layer_shapes  # noqa: B018 - measured here, before the scheduler's thread owns the model
         self._store = store
         self._scheduler = scheduler
-        self._threads = threads = Threads()
+        self._threads = threads = ReplicaThreads()
         self._meter = meter = Meter(store.metering, engine.name)
         scheduler.spent = meter.spent
         attempts = Attempts(store.requests, self.name, threads)
@@ -131,4 +131,4 @@ class Replica:
     async def require_source(self, identity: Identity, source: str, *, tenant: str, origin: str = "") -> None:
         """Whether a text is a cache's document, see `kvshelf.workers.replica.inspect`."""
         with called_as(origin, tenant):
-            await self._threads.run(require_source, self._engine, identity, source)
+            await self._threads.compute(require_source, self._engine, identity, source)
