@@ -189,7 +189,7 @@ def test_a_full_redis_is_507_and_nothing_is_half_stored(remote: httpx.Client, va
     finally:
         client.config_set("maxmemory", "64mb")
     assert (ready.status_code, ready.json()["status"], space["ready"]) == (200, "degraded", False)
-    assert space["reason"].startswith(f"the Redis server 127.0.0.1:{valkey.port} is full: it uses 100.")
+    assert space["reason"].startswith(f"the Redis server 127.0.0.1:{valkey.port} is full: it uses 10")
     assert {part["name"] for part in remote.get("/readyz").json()["parts"]} == {"store", "workers:random-tiny"}
     assert not created(remote, document=DOCUMENT + "no room")["existing"]
 

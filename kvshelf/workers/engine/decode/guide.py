@@ -6,8 +6,10 @@ which moves on with its tokens; its mask takes some microseconds.
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Iterable
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -18,7 +20,9 @@ from kvshelf.workers.engine.decode.grammar import Grammar
 from kvshelf.workers.engine.decode.trial import LEXER_STATES, Trials
 
 _COMPILED: Final = 128
-"""Grammars of a tokenizer that stay compiled, those that were used last."""
+_COMPILED_TEXT: Final = 524_288
+"""Grammars of a tokenizer that stay compiled, those that were used last, and the characters of their texts together:
+60,000 of a schema are 11 MB once they are compiled."""
 
 
 class Constraint:
@@ -57,13 +61,14 @@ class Guide:
         self._decoder = decoder
         self._end_ids = sorted(end_ids)
         self._longest_token = longest_token
-        self._compiled = lru_cache(_COMPILED)(self._compile)
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
         self._trials = Trials(decoder.to_str())
 
     def constraint(self, grammar: Grammar, max_tokens: int) -> Constraint:
         """What holds one answer to a grammar. Raises `InvalidRequest` for a grammar that is none, that takes too much
         to compile, or whose shortest answer has more than `max_tokens` tokens."""
-        matcher = self._compiled(grammar).deep_copy()
+        matcher = self._matcher(grammar).deep_copy()
         least_bytes = max(grammar.least_bytes, len(matcher.compute_ff_bytes()))
         if (least := -(-least_bytes // self._longest_token)) > max_tokens:
             raise InvalidRequest(
@@ -82,6 +87,19 @@ class Guide:
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
         return LLTokenizer(self._decoder.to_str(), eos_token=self._end_ids or None)
+
+    def _matcher(self, grammar: Grammar) -> LLMatcher:
+        """The compiled grammar, of which copies share the most. Two threads may compile the same one."""
+        with self._lock:
+            if (known := self._compiled.get(grammar)) is not None:
+                self._compiled.move_to_end(grammar)
+                return known
+        matcher = self._compile(grammar)
+        with self._lock:
+            self._compiled[grammar] = matcher
+            while len(self._compiled) > _COMPILED or sum(len(each.text) for each in self._compiled) > _COMPILED_TEXT:
+                self._compiled.popitem(last=False)
+        return matcher
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         self._trials.require_compiled(grammar)

@@ -82,10 +82,11 @@ class Trials:
         _end(process)
         if code > 0:
             return InternalError(f"the process that compiles grammars ended with {code}")
-        beyond = f"{COMPILE_S} s" if code in (-signal.SIGXCPU, -signal.SIGKILL) else f"{_MEMORY_BYTES >> 30} GiB"
+        late = code in (-signal.SIGXCPU, -signal.SIGKILL)
+        found = f"more than {COMPILE_S} s" if late else f"more than {_MEMORY_BYTES >> 30} GiB, or is nested too deep,"
         return InvalidRequest(
-            f"{grammar.param} takes more than {beyond} to compile ({len(grammar.text.encode())} bytes); give a simpler "
-            "one, with fewer patterns that one text must match",
+            f"{grammar.param} takes {found} to compile ({len(grammar.text.encode())} bytes); give a simpler one, with "
+            "fewer patterns that one text must match",
             param=grammar.param,
         )
 
