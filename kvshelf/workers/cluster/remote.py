@@ -22,7 +22,7 @@ from ray.serve import exceptions as serve_errors
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatusOverview
 
-from kvshelf.api import Asking, SearchCaches
+from kvshelf.api import Asking, CreateCache, SearchCaches
 from kvshelf.api.texts import texts_of
 from kvshelf.errors import (
     Cancelled,
@@ -77,7 +77,7 @@ class RemoteEngine:
         """Raises `DocumentTooLong`, or `InvalidRequest` for a question, for arguments of a call whose texts cannot fit
         the model: before they travel to a replica, which counts what may fit or not. A document that is to be split is
         bounded there, part by part. Callers who wait for a turn first refuse with this before it."""
-        if any(getattr(arg, "split", None) for arg in args):
+        if any(isinstance(arg, CreateCache) and arg.split for arg in args):
             return
         texts = (text for arg in args for text in (texts_of(arg) if isinstance(arg, BaseModel) else [arg]))
         characters = sum(len(text) for text in texts if isinstance(text, str))
