@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext
@@ -12,11 +11,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from opentelemetry.trace import Status, StatusCode, Tracer
-from pydantic import BaseModel
 
 from kvshelf.api import AppendCache, Asking, CreateCache, CreationProgress, Estimate, EstimateObject, SearchCaches
-from kvshelf.api.texts import texts_of
-from kvshelf.errors import DocumentTooLong, InvalidRequest, KvshelfError, RequestTimeout
+from kvshelf.errors import KvshelfError, RequestTimeout
 from kvshelf.service.observe.logs import note
 from kvshelf.service.observe.metrics import Metrics
 from kvshelf.service.observe.questions import result_of
@@ -57,8 +54,6 @@ class EngineClient:
     metrics: Metrics
     tracer: Tracer
     spend: Callable[[str, int], None] = lambda *_: None
-    most_characters: int = sys.maxsize
-    """Of the texts of one request, above which they cannot fit the model, as its replicas say."""
 
     def __post_init__(self, settings: Settings) -> None:
         self.model = self.remote.model
@@ -75,23 +70,9 @@ class EngineClient:
         """How many requests wait, by kind of work."""
         return {kind: queue.waiting for kind, queue in self._queues.items()}
 
-    def _require_bounded(self, body: BaseModel, *others: str | None) -> None:
-        """Raises `DocumentTooLong`, or `InvalidRequest` for a question, for texts of a body and others that cannot fit
-        the model: before they travel to a replica, which counts what may fit or not."""
-        characters = sum(map(len, [*texts_of(body), *filter(None, others)]))
-        if characters <= self.most_characters:
-            return
-        found = (
-            f"the texts of this request have {characters} characters together, and {self.model!r} cannot take more "
-            f"than {self.most_characters}, however they are encoded"
-        )
-        if isinstance(body, Asking | SearchCaches):
-            raise InvalidRequest(f"{found}; ask a shorter question")
-        raise DocumentTooLong(f"{found}; split the document (split=true), or send less", param="document")
-
     async def estimate(self, spec: Estimate, *, tenant: str, deadline_s: float) -> EstimateObject:
         """Costs the document's tokens, as its tokens are made."""
-        self._require_bounded(spec)
+        self.remote.require_bounded(spec)
         async with self._queues["estimate"].turn(tenant, deadline_s) as left_s:
             estimated: EstimateObject = await self.remote.call("estimate", spec, tenant=tenant, limit_s=left_s)
         self.spend(tenant, estimated.tokens)
@@ -101,7 +82,7 @@ class EngineClient:
         self, query: Asking, document: str | None, boundary: Boundary | None, *, tenant: str, deadline_s: float
     ) -> int:
         """As `kvshelf.workers.engine.inputs.counting.count`; takes the turn of a question, and costs what it counts."""
-        self._require_bounded(query, document)
+        self.remote.require_bounded(query, document)
         async with self._queues["question"].turn(tenant, deadline_s) as left_s:
             about: dict[str, Any] = {"tenant": tenant, "limit_s": left_s}
             counted: int = await self.remote.call("count", query, document, boundary, **about)
@@ -110,7 +91,7 @@ class EngineClient:
 
     async def create(self, spec: CreateCache, *, tenant: str, deadline_s: float, **recorded: Any) -> Created:
         """A recorded request (`request_id`, `max_attempts`) skips the queue: it has waited in the background."""
-        self._require_creatable(spec)
+        self.remote.require_bounded(spec)
         turn = nullcontext(deadline_s) if recorded else self._queues["creation"].turn(tenant, deadline_s)
         async with turn as left_s:
             with self.metrics.creating(self.model, spec.policy), self._observed("create") as trace:
@@ -119,14 +100,9 @@ class EngineClient:
         self._created(created, spec.policy, tenant)
         return created
 
-    def _require_creatable(self, spec: CreateCache) -> None:
-        """As `_require_bounded`, but for a document that is to be split, whose parts a replica bounds."""
-        if not spec.split:
-            self._require_bounded(spec)
-
     async def append(self, cache_id: str, spec: AppendCache, policy: str, *, tenant: str, deadline_s: float) -> Created:
         """policy: that reduces what is appended, for the metrics."""
-        self._require_bounded(spec)
+        self.remote.require_bounded(spec)
         async with self._queues["creation"].turn(tenant, deadline_s) as left_s:
             with self.metrics.creating(self.model, policy), self._observed("append") as trace:
                 created: Created = await self.remote.call("append", cache_id, spec, tenant=tenant, deadline_s=left_s)
@@ -138,7 +114,7 @@ class EngineClient:
         self, spec: CreateCache, *, tenant: str, deadline_s: float
     ) -> AsyncGenerator[CreationProgress | Created, None]:
         """As `create`, with events while it goes on, and last the creation. A slow reader holds no slot."""
-        self._require_creatable(spec)
+        self.remote.require_bounded(spec)
 
         async def fetch(events: asyncio.Queue[CreationProgress | Created | None]) -> None:
             async with self._queues["creation"].turn(tenant, deadline_s) as left_s:
@@ -173,7 +149,7 @@ class EngineClient:
 
     async def search(self, spec: SearchCaches, *, tenant: str, deadline_s: float) -> Found:
         """Which documents hold the words of a question; takes the turn of one."""
-        self._require_bounded(spec)
+        self.remote.require_bounded(spec)
         with self.metrics.searching(self.model):
             async with self._turn("search", tenant, deadline_s) as (left_s, trace):
                 found: Found = await self.remote.call("search", spec, tenant=tenant, deadline_s=left_s)
@@ -204,7 +180,7 @@ class EngineClient:
         return replies
 
     async def _ask(self, caches: str | Sequence[str], query: Asking, tenant: str, deadline_s: float) -> Reply:
-        self._require_bounded(query)
+        self.remote.require_bounded(query)
         async with self._turn("query", tenant, deadline_s) as (left_s, trace):
             reply: Reply = await self.remote.call("query", caches, query, tenant=tenant, deadline_s=left_s)
             trace(reply.phases)
@@ -215,7 +191,7 @@ class EngineClient:
         self, caches: str | Sequence[str], query: Asking, *, tenant: str, deadline_s: float
     ) -> AsyncGenerator[str | Reply, None]:
         """The pieces as they come. A slow reader holds no slot; it gets `RequestTimeout` for too many unread pieces."""
-        self._require_bounded(query)
+        self.remote.require_bounded(query)
 
         async def fetch(pieces: asyncio.Queue[str | Reply | None]) -> None:
             used = 0  # a reader that leaves early has used one token for each piece, as far as is known

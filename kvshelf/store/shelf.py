@@ -594,6 +594,7 @@ class Shelf(Store):
             entry = self._index.find(kept.manifest.id, kept.manifest.tenant)
             if entry is None or not entry.live(self._now()):
                 self._sources.remove(kept.manifest.id, kept.manifest.tenant)
+        self._index.purge(at_once=True)
 
     def compact(self) -> int:
         count = 0

@@ -3,6 +3,7 @@ has the memory afterwards that it had, and another tenant's question waits for n
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -119,7 +120,10 @@ def asked_s(client: httpx.Client, cache_id: str) -> float:
     return time.perf_counter() - started
 
 
-HEAVY = [pytest.param(name, marks=pytest.mark.faults) for name in ("estimate", "kept", "listing", "joint")]
+HEAVY = [
+    pytest.param(name, marks=pytest.mark.faults)
+    for name in ("estimate", "kept", "append", "grammar", "listing", "joint")
+]
 
 
 @pytest.mark.parametrize("name", ["count", "search", *HEAVY])
@@ -128,8 +132,9 @@ def test_a_question_waits_for_no_other_tenant_s_work(
 ) -> None:
     """Of texts that fit, as much as may be in flight at once: a question waits for two of them at most. With turns in
     the order of arrival it waits for all that came before."""
-    text, many = "The quay keeper writes 17 in the ledger. " * 1300, 200 if soak else 40
-    other = created(mallory, document=f"{name} " * 90, policy="full")["id"]
+    text, many = "The quay keeper writes 17 in the ledger. " * 900, 200 if soak else 40
+    numbers, document = itertools.count(), text if name == "kept" else f"{name} " * 90
+    other = created(mallory, document=document, policy="full")["id"]
 
     def attack() -> float:
         started = time.perf_counter()
@@ -138,8 +143,19 @@ def test_a_question_waits_for_no_other_tenant_s_work(
         elif name == "joint":
             body = {"cache_ids": [mine, other], "prompt": "x", "max_tokens": 1}
             assert mallory.post("/v1/query", json=body).status_code == 200
+        elif name == "grammar":
+            pattern = f"^[a-z]{{1,50}}{next(numbers)}$"
+            schema = {
+                "type": "object",
+                "properties": {f"p{n}": {"type": "string", "pattern": pattern} for n in range(99)},
+            }
+            shape = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+            body = {"prompt": "x", "max_tokens": 1, "response_format": shape}
+            assert mallory.post(f"/v1/caches/{mine}/query", json=body).status_code == 200
         else:
-            send(mallory, name, "quay " * 400 if name == "search" else text, mine)
+            said = "quay " * 400 if name == "search" else f"{next(numbers)} {text[:9000]}" if name == "append" else text
+            answer = send(mallory, name, said, other if name == "kept" else mine)
+            assert answer.status_code in (200, 201), answer.text
         return time.perf_counter() - started
 
     one, alone = statistics.median(attack() for _ in range(3)), max(asked_s(alice, hers) for _ in range(5))
@@ -149,5 +165,6 @@ def test_a_question_waits_for_no_other_tenant_s_work(
         waited = []
         while not all(each.done() for each in attacks):
             waited.append(asked_s(alice, hers))
+        assert [each.exception() for each in attacks if each.exception()] == []
     print(f"{name}: alone {alone:.3f}, one {one:.3f}, {len(waited)} asked, longest {max(waited, default=0):.3f} s")
     assert max(waited, default=0) <= alone + 2 * one + NOISE_S

@@ -14,8 +14,6 @@ from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_json
 from kvshelf.service.http.waiting import off_loop, until_hangup
 from kvshelf.service.state import TAKES_TOKENS, InService, Service
-from kvshelf.workers.engine.inputs.encode import Document
-from kvshelf.workers.replica.create.spec import document_of
 
 router = APIRouter(prefix="/v1/caches/{cache_id}", tags=["caches"], responses=openapi.ERRORS)
 
@@ -37,7 +35,7 @@ async def kept_of(
     """As GET, with the caller's own copy of the document. `state_conflict` if that is a different document. Its
     tokens count as used."""
     body = await read_json(request, KeptOf, service)
-    found = await _kept(request, service, caller, cache_id, document_of(body), first_layer)
+    found = await _kept(request, service, caller, cache_id, body, first_layer)
     service.limits.spend_tokens(caller.tenant, found.num_tokens)
     return found
 
@@ -59,14 +57,15 @@ async def prompt(cache_id: str, request: Request, service: InService, caller: Re
 
 
 async def _kept(
-    request: Request, service: Service, caller: Caller, cache_id: str, document: Document | None, first_layer: int
+    request: Request, service: Service, caller: Caller, cache_id: str, body: KeptOf | None, first_layer: int
 ) -> KeptTokens:
     manifest = await off_loop(service.store.stat, cache_id, tenant=caller.tenant)
     engine = service.engine_for_all([manifest], others_too=True)
+    engine.remote.require_bounded(body)
     # A replica reads the whole cache and holds it until it has answered.
     async with service.whole.turn(caller.tenant, service.settings.request_deadline_s) as left_s:
         about = {"tenant": caller.tenant, "first_layer": first_layer}
         kept: KeptTokens = await until_hangup(
-            request, engine.remote.call("inspect", cache_id, document, **about, limit_s=left_s)
+            request, engine.remote.call("inspect", cache_id, body, **about, limit_s=left_s)
         )
         return kept

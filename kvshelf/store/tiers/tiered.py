@@ -286,8 +286,8 @@ class TieredStore(Store):
     def sweep(self, now: float | None = None) -> Swept:
         """As `Store.sweep`. Also drops copies that the home no longer has, and gives back what it lost."""
         swept = self._home.sweep(now)
-        self._tiers.each(lambda tier: tier.sweep(now))
         self._tiers.each(self._compare)
+        self._tiers.each(lambda tier: tier.sweep(now))  # last: it also empties the WAL of what was dropped
         return swept
 
     def _compare(self, tier: Tier) -> None:

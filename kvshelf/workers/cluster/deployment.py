@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,10 @@ log = structlog.get_logger("kvshelf.workers")
 
 _TELL_S: Final = 10.0
 """Seconds between two log lines about a model that is not up yet."""
+
+_SWITCH_S: Final = 0.001
+"""After which a thread that runs Python gives way, a fifth of Python's own: the model's thread waits so long for each
+other one whenever it comes back from a kernel."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,7 @@ class ServedReplica(Replica):
         startup.begin()
         config.begin()
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # batches are of one text
+        sys.setswitchinterval(_SWITCH_S)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         engine = _engine(config) if config.gpus == 1 or config.device == "spread" else _shared_engine(config)

@@ -6,6 +6,7 @@ The one place where Ray's exceptions are translated.
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,15 +16,20 @@ from typing import Any
 
 import ray.exceptions as ray_errors
 import structlog
+from pydantic import BaseModel
 from ray import serve
 from ray.serve import exceptions as serve_errors
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatusOverview
 
+from kvshelf.api import Asking, CreateCache, SearchCaches
+from kvshelf.api.texts import texts_of
 from kvshelf.errors import (
     Cancelled,
     DeadlineExceeded,
+    DocumentTooLong,
     InternalError,
+    InvalidRequest,
     KvshelfError,
     NoWorker,
     QueueFull,
@@ -48,7 +54,8 @@ class RemoteEngine:
 
     running: replicas that take requests, as last reported by Ray; `watch` updates it. While it is 0, requests are
     refused, because Ray would let them wait for ever. target_replicas: how many Ray is to run. gpus: that each
-    takes; without GPUs, its processes. app, handle: Ray's.
+    takes; without GPUs, its processes. app, handle: Ray's. most_characters: of the texts of one call, above which they
+    cannot fit the model, as its replicas say.
     """
 
     def __init__(self, model: str, app: str, handle: DeploymentHandle, target_replicas: int, gpus: int = 1) -> None:
@@ -58,6 +65,7 @@ class RemoteEngine:
         self.target_replicas = target_replicas
         self.gpus = gpus
         self.running = 1
+        self.most_characters = sys.maxsize
         self._pace = Pace()
         self._counting: Future[int] | None = None
 
@@ -65,12 +73,31 @@ class RemoteEngine:
     def _streaming(self) -> DeploymentHandle:
         return self.handle.options(stream=True)
 
+    def require_bounded(self, *args: Any) -> None:
+        """Raises `DocumentTooLong`, or `InvalidRequest` for a question, for arguments of a call whose texts cannot fit
+        the model: before they travel to a replica, which counts what may fit or not. A document that is to be split is
+        bounded there, part by part. Callers who wait for a turn first refuse with this before it."""
+        if any(isinstance(arg, CreateCache) and arg.split for arg in args):
+            return
+        texts = (text for arg in args for text in (texts_of(arg) if isinstance(arg, BaseModel) else [arg]))
+        characters = sum(len(text) for text in texts if isinstance(text, str))
+        if characters <= self.most_characters:
+            return
+        found = (
+            f"the texts of this request have {characters} characters together, and {self.model!r} cannot take more "
+            f"than {self.most_characters}, however they are encoded"
+        )
+        if any(isinstance(arg, Asking | SearchCaches) for arg in args):
+            raise InvalidRequest(f"{found}; ask a shorter question")
+        raise DocumentTooLong(f"{found}; split the document (split=true), or send less", param="document")
+
     async def call(self, method: str, *args: Any, limit_s: float | None = None, **kwargs: Any) -> Any:
-        """The result of a method of `Replica`, which runs under the caller's log id.
+        """The result of a method of `Replica`, which runs under the caller's log id. Raises as `require_bounded`.
 
         limit_s: seconds until `DeadlineExceeded`. By default a little more than the `deadline_s` among the arguments,
         which the replica itself enforces.
         """
+        self.require_bounded(*args)
         limit_s = kwargs["deadline_s"] + _GRACE_S if limit_s is None else limit_s
         started = time.monotonic()
         with self._translated():
@@ -93,7 +120,9 @@ class RemoteEngine:
         return results
 
     async def stream(self, method: str, *args: Any, tenant: str, deadline_s: float) -> AsyncGenerator[Any, None]:
-        """What a method of `Replica` yields, which runs under the caller's log id: `stream` or `watch`."""
+        """What a method of `Replica` yields, which runs under the caller's log id: `stream` or `watch`. Raises as
+        `require_bounded`."""
+        self.require_bounded(*args)
         about = {"tenant": tenant, "deadline_s": deadline_s, "origin": _origin()}
         with self._translated():
             response = getattr(self._streaming, method).remote(*args, **about)

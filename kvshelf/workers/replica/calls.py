@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,16 +27,16 @@ tenant_at_work: ContextVar[str] = ContextVar("kvshelf.tenant", default="")
 
 
 class Threads(ThreadPoolExecutor):
-    """Threads for blocking work: tokenization, the store, searches. Tenants take turns, whatever the work is, and one
-    alone takes half of the threads at most, so that the next one's work finds a thread.
+    """Threads for blocking work: the store, searches. Tenants take turns, whatever the work is, and one alone takes
+    half of the threads at most, or `most`, so that the next one's work finds a thread.
 
     The tenant is `tenant_at_work` of the caller, so that `asyncio.to_thread` takes turns too where these are the
     default threads of a loop.
     """
 
-    def __init__(self, max_workers: int = 8, thread_name_prefix: str = "replica") -> None:
+    def __init__(self, max_workers: int = 8, thread_name_prefix: str = "replica", most: int | None = None) -> None:
         super().__init__(max_workers, thread_name_prefix)
-        self._most = max(1, max_workers // 2)
+        self._most = max(1, max_workers // 2) if most is None else most
         self._lock = threading.Lock()
         self._waiting: Rounds[tuple[str, Future[Any], Callable[[], Any]]] = Rounds()
         self._working: Counter[str] = Counter()
@@ -101,6 +102,24 @@ class Threads(ThreadPoolExecutor):
             future.set_result(call())
         except BaseException as error:  # as of any executor: it is the caller's
             future.set_exception(error)
+
+
+class ReplicaThreads(Threads):
+    """The threads of a replica. What computes, as tokenization does, has threads of its own, of which one tenant takes
+    half as many as there are processors: the others' work and the model keep the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        processors = len(os.sched_getaffinity(0))
+        self._computing = Threads(max(2, processors), "computing", most=max(1, processors // 2))
+
+    async def compute(self, call: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
+        """As `run`, for a call that computes and waits for nothing."""
+        return await self._computing.run(call, *args, **kwargs)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._computing.shutdown(wait, cancel_futures=cancel_futures)
+        super().shutdown(wait, cancel_futures=cancel_futures)
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from kvshelf.workers.engine.inputs.dialogue import Dialogue, Said
 from kvshelf.workers.engine.inputs.tools import HeldPieces, ToolFormat
 from kvshelf.workers.model.templates.thoughts import Thought, Thoughts, ThoughtStream, told_apart
 from kvshelf.workers.model.text import Broken, TemplateOptions
-from kvshelf.workers.replica.calls import Threads, called_as
+from kvshelf.workers.replica.calls import ReplicaThreads, called_as
 from kvshelf.workers.replica.conversations import Conversations, Line
 from kvshelf.workers.replica.inspect import shown_prompt
 from kvshelf.workers.replica.residents import Resident, Residents
@@ -52,7 +52,7 @@ class Questions:
     engine: Engine
     store: Store
     scheduler: Scheduler
-    threads: Threads
+    threads: ReplicaThreads
     residents: Residents
     conversations: Conversations
     meter: Meter
@@ -77,16 +77,16 @@ class Questions:
         refuses, and more than the model takes."""
         with called_as(origin, tenant):
             said = [*texts_of(query), *([] if document is None else [document])]
-            await self.threads.run(self.engine.require_askable, said, "messages")
+            await self.threads.compute(self.engine.require_askable, said, "messages")
             shape = await self.threads.run(self._shape, query)
             form = self.engine.require_text("messages")
-            return await self.threads.run(count, form, shape.tools, shape.variables, query, document, boundary)
+            return await self.threads.compute(count, form, shape.tools, shape.variables, query, document, boundary)
 
     async def prompt(self, cache_id: str, query: Query, *, tenant: str, origin: str = "") -> BuiltPrompt:
         """The prompt that a question builds, without an answer to it. Raises as a question does."""
         with called_as(origin, tenant):
             shape = await self.threads.run(self._shape, query)
-            return await self.threads.run(self._prompt, cache_id, query, shape, tenant)
+            return await self.threads.compute(self._prompt, cache_id, query, shape, tenant)
 
     def _prompt(self, cache_id: str, query: Query, shape: _Shape, tenant: str) -> BuiltPrompt:
         manifest = self.store.stat(cache_id, tenant=tenant)
@@ -167,6 +167,7 @@ class Questions:
         asked = [caches] if isinstance(caches, str) else list(caches)
         routed = isinstance(query, JointQuery) and query.route is not None
         cache_ids = [await self._nearest(asked, query, tenant)] if routed else asked
+        await self.threads.compute(self._require_askable, query)
         shape = await self.threads.run(self._shape, query)  # refused before any work
         if query.store:
             self.engine.require_turns()
@@ -234,7 +235,7 @@ class Questions:
             identity = held[0][0].document.identity
             if identity.boundary == "text" or not identity.parent:
                 return self._begun_line(identity, cache_ids[0], said, shape), held
-        line = await self.threads.run(find)
+        line = await self.threads.compute(find)
         if line.dialogue.boundary == "text":
             return None, await self._entered(stack, cache_ids, query, tenant)
         try:
@@ -264,14 +265,21 @@ class Questions:
     async def _begun(self, loaded: _Loaded, **options: Any) -> Ticket[Answer]:
         """The queued answer. options: of `Scheduler.generate`."""
         document, query = loaded.document, loaded.query
-        ids = await self.threads.run(self._encoded, loaded)
+        ids = await self.threads.compute(self._encoded, loaded)
         passages = query.select is not None and query.select.passages
         options |= {"passages": passages, "reducer": self._bound(query, ids)}
         selection = await self._selected(document, query, ids)
         if query.store:
             assert isinstance(document, Attachment)
             options["turn_of"] = partial(self._turn_ids, document, loaded)
-        return self.scheduler.generate(document, ids, _sampling(query, loaded.shape.grammar), selection, **options)
+        sampling = _sampling(query, loaded.shape.grammar)  # another thread: its grammar may have to be compiled again
+        generate = self.scheduler.generate
+        beginning = asyncio.ensure_future(self.threads.run(generate, document, ids, sampling, selection, **options))
+        try:
+            return await asyncio.shield(beginning)
+        except asyncio.CancelledError:
+            beginning.add_done_callback(_abandon)
+            raise
 
     def _turn_ids(self, document: Attachment, loaded: _Loaded, text: str, token_ids: Sequence[int]) -> list[int]:
         """The tokens of a turn, as `Engine.turn_ids` has them."""
@@ -290,11 +298,13 @@ class Questions:
             return self.engine.encode_query(loaded.document, prompt_of(loaded.query))
         return self._dialogue(identity, messages_of(loaded.query), loaded.shape).asked.token_ids
 
+    def _require_askable(self, query: Asking) -> None:
+        self.engine.require_askable(texts_of(query), "prompt" if query.messages is None else "messages")
+
     def _shape(self, query: Asking) -> _Shape:
         """How the model writes a question's tools, what its template is told, and what the answer must be. Raises
         `InvalidRequest` for tools that the model's template has no room for, for what it is not told, and as
         `Guide.constraint`."""
-        self.engine.require_askable(texts_of(query), "prompt" if query.messages is None else "messages")
         wanted = None if query.response_format is None else query.response_format.model_dump()
         asked = {"response_format": wanted, "grammar": query.grammar, "choices": query.choices}
         grammar = Grammar.of(asked, param_of(query, "response_format"))
@@ -546,6 +556,12 @@ def _prefill_s(store: Store, cache_id: str, tenant: str) -> float:
     except KvshelfError as error:
         log.info("what a cache saves is known in part", cache_id=cache_id, reason=error.message)
     return seconds
+
+
+def _abandon(beginning: asyncio.Future[Ticket[Answer]]) -> None:
+    """Cancel a question whose caller left while it was being queued."""
+    if not beginning.cancelled() and beginning.exception() is None:
+        beginning.result().cancel()
 
 
 def _touch(store: Store, cache_id: str, tenant: str) -> None:

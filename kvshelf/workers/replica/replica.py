@@ -13,18 +13,18 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from kvshelf.api.inspect import KeptTokens
+from kvshelf.api.inspect import KeptOf, KeptTokens
 from kvshelf.errors import InternalError
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.meter import Meter
 from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.engine.inputs.encode import Document
 from kvshelf.workers.engine.quality import How
 from kvshelf.workers.replica.attempts import Attempts
-from kvshelf.workers.replica.calls import Threads, called_as
+from kvshelf.workers.replica.calls import ReplicaThreads, called_as
 from kvshelf.workers.replica.conversations import Conversations
 from kvshelf.workers.replica.create.creations import Creations
+from kvshelf.workers.replica.create.spec import document_of
 from kvshelf.workers.replica.inspect import kept_tokens, require_source
 from kvshelf.workers.replica.questions import Questions
 from kvshelf.workers.replica.reading import attached
@@ -61,7 +61,7 @@ class Replica:
         engine.layer_shapes  # noqa: B018 - measured here, before the scheduler's thread owns the model
         self._store = store
         self._scheduler = scheduler
-        self._threads = threads = Threads()
+        self._threads = threads = ReplicaThreads()
         self._meter = meter = Meter(store.metering, engine.name)
         scheduler.spent = meter.spent
         attempts = Attempts(store.requests, self.name, threads)
@@ -124,10 +124,12 @@ class Replica:
             }
 
     async def inspect(
-        self, cache_id: str, document: Document | None, *, tenant: str, first_layer: int = 0, origin: str = ""
+        self, cache_id: str, body: KeptOf | None, *, tenant: str, first_layer: int = 0, origin: str = ""
     ) -> KeptTokens:
-        """Which tokens of its document a cache kept, see `kvshelf.workers.replica.inspect`."""
+        """Which tokens of its document a cache kept, see `kvshelf.workers.replica.inspect`. body: the
+        caller's own copy of it; None stands for the kept source."""
         with called_as(origin, tenant):
+            document = None if body is None else document_of(body)
             return await self._threads.run(
                 kept_tokens, self._engine, self._store, cache_id, document, tenant=tenant, first_layer=first_layer
             )
@@ -135,4 +137,4 @@ class Replica:
     async def require_source(self, identity: Identity, source: str, *, tenant: str, origin: str = "") -> None:
         """Whether a text is a cache's document, see `kvshelf.workers.replica.inspect`."""
         with called_as(origin, tenant):
-            await self._threads.run(require_source, self._engine, identity, source)
+            await self._threads.compute(require_source, self._engine, identity, source)

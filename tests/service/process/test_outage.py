@@ -184,8 +184,13 @@ def test_a_full_redis_is_507_and_nothing_is_half_stored(remote: httpx.Client, va
     client.config_set("maxmemory", client.info("memory")["used_memory"])
     try:
         refused(remote.post("/v1/caches", json={"document": DOCUMENT + "no room"}), 507, "storage_full")
+        ready = remote.get("/readyz")
+        (space,) = [part for part in ready.json()["parts"] if part["name"] == "space"]
     finally:
         client.config_set("maxmemory", "64mb")
+    assert (ready.status_code, ready.json()["status"], space["ready"]) == (200, "degraded", False)
+    assert space["reason"].startswith(f"the Redis server 127.0.0.1:{valkey.port} is full: it uses 10")
+    assert {part["name"] for part in remote.get("/readyz").json()["parts"]} == {"store", "workers:random-tiny"}
     assert not created(remote, document=DOCUMENT + "no room")["existing"]
 
 

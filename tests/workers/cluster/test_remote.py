@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 from concurrent.futures import Future
 
@@ -9,7 +10,9 @@ import pytest
 import ray.exceptions as ray_errors
 from ray.serve import exceptions as serve_errors
 
-from kvshelf.errors import by_code
+from kvshelf.api import CreateCache, Query
+from kvshelf.api.inspect import KeptOf
+from kvshelf.errors import DocumentTooLong, InvalidRequest, KvshelfError, by_code
 from kvshelf.workers.cluster.remote import RemoteEngine
 
 
@@ -54,3 +57,27 @@ def test_ray_s_errors_become_ours(remote: RemoteEngine, foreign: Exception, code
 def test_an_engine_goes_to_another_process_while_it_asks_ray(remote: RemoteEngine) -> None:
     remote._counting = Future()
     assert pickle.loads(pickle.dumps(remote)).model == "m"
+
+
+@pytest.mark.parametrize(
+    ("argument", "error"),
+    [
+        (CreateCache(document="x" * 101), DocumentTooLong),
+        (KeptOf(document="x" * 101), DocumentTooLong),
+        (Query(prompt="x" * 101), InvalidRequest),
+        ("x" * 101, DocumentTooLong),
+    ],
+    ids=["creation", "kept", "question", "source"],
+)
+def test_texts_that_cannot_fit_go_to_no_replica(
+    remote: RemoteEngine, argument: object, error: type[KvshelfError]
+) -> None:
+    """Texts of `kept`, of imports and of batches did, however long they were."""
+    remote.most_characters = 100
+    for engine in (remote, pickle.loads(pickle.dumps(remote))):
+        with pytest.raises(error, match="have 101 characters together, and 'm' cannot take more than 100"):
+            asyncio.run(engine.call("any", argument, limit_s=1.0))
+        with pytest.raises(error):
+            asyncio.run(anext(engine.stream("any", argument, tenant="t", deadline_s=1.0)))  # type: ignore[arg-type]
+    remote.require_bounded(CreateCache(document="x" * 101, split=True))
+    remote.require_bounded(None, CreateCache(document="x" * 100))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import random
 import re
+import time
 from contextlib import suppress
 
 import jsonschema
@@ -17,6 +20,7 @@ from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.workers.engine.decode.batch import _mask
 from kvshelf.workers.engine.decode.generation import Sampling
 from kvshelf.workers.engine.decode.grammar import Grammar, least_json_bytes
+from kvshelf.workers.engine.decode.guide import Guide
 
 DOCUMENT = "The harbour opens at six. " * 20 + "The access code of the amber falcon is 482913. " + "Boats wait. " * 20
 QUESTION = "What is the access code of the amber falcon?"
@@ -254,3 +258,78 @@ def test_padding_of_the_vocabulary_never_comes(tiny):
     assert logits[1, :size].isfinite().any()
     assert not logits[1, size:].isfinite().any()
     assert not logits[[0, 2]].any()
+
+
+TOGETHER = {"allOf": [{"type": "string", "pattern": f"^.*[a-z]{{{n}}}.*$"} for n in range(1, 60)]}
+LATE = "start: /(.*a.{30}|.*b.{25}c)*/"
+"""A text of it may go on in so many ways that each step finds thousands of new ones."""
+
+
+@pytest.mark.parametrize(
+    ("shape", "param"),
+    [
+        (of_schema(TOGETHER), "response_format"),
+        ({"grammar": "start: A\nA: /.*a.{30}/ & /.*b.{29}/ & ~/.*c.{20}/"}, "grammar"),
+    ],
+    ids=["schema", "grammar"],
+)
+def test_a_grammar_that_takes_minutes_to_compile_is_refused_after_its_limit(tiny, cache, shape, param):
+    """3 kB of schema took minutes, in a thread that nothing could end."""
+    before = time.process_time()
+    with pytest.raises(InvalidRequest, match=r"takes more than 2 s to compile \(\d+ bytes\)") as refused:
+        tiny.answer(cache, QUESTION, shape=shape)
+    assert refused.value.param == param
+    assert time.process_time() - before < 1, "this process compiled nothing of it"
+    assert tiny.answer(cache, QUESTION, shape={"choices": ["175206", "482913"]}).text == "482913"
+
+
+def test_what_is_compiled_has_a_limit_of_bytes():
+    """Choices of 1 MB and tools of any size were compiled."""
+    with pytest.raises(InvalidRequest, match=r"choices makes a grammar of \d+ bytes, and at most 262144") as refused:
+        Grammar.of({"choices": [f"{n}" + "x" * 1000 for n in range(1024)]})
+    assert refused.value.param == "choices"
+
+
+def test_an_answer_s_grammar_has_a_limit_of_states(tiny):
+    """It took 6.5 s of masks, 1 s of it for one token: all answers of a replica wait for that."""
+    constraint, mask = tiny.guide.constraint(Grammar.of({"grammar": LATE}), 4000), bytearray(1 << 12)
+    at, nbytes = (ctypes.c_char * len(mask)).from_buffer(mask), -(-constraint.vocabulary // 32) * 4
+    ids, draw, began = [tiny.text.encode(letter)[0] for letter in "ab"], random.Random(1), time.process_time()
+
+    def go_on():
+        for _ in range(4000):
+            constraint.fill(ctypes.addressof(at), nbytes)
+            constraint.take(draw.choice(ids))
+
+    with pytest.raises(InvalidRequest, match="too many states"):
+        go_on()
+    assert time.process_time() - began < 10
+
+
+def test_compiled_grammars_take_bounded_memory(tiny):
+    """128 stayed, whatever their size: 5.8 GB of the largest."""
+    guide = Guide(tiny.text.decoder(), tiny._end_ids(), tiny.text.longest_token)
+    for number in range(6):
+        texts = [f"{number} {place} " + "x" * 900 for place in range(128)]
+        guide.constraint(Grammar.of({"choices": texts}), 2000)
+    assert len(guide._compiled) == 4
+    kept = next(reversed(guide._compiled.values()))
+    guide.constraint(Grammar.of({"choices": texts}), 2000)
+    assert next(reversed(guide._compiled.values())) is kept
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"grammar": "start: " + "(" * 30_000 + '"a"' + ")" * 30_000},
+        {"grammar": "start: /" + "(" * 30_000 + "a" + ")" * 30_000 + "/"},
+        of_schema({"type": "string", "pattern": "(" * 30_000 + "a" + ")" * 30_000}),
+        of_schema({"type": "string", "pattern": "foo**["}),
+        {"grammar": "".join(f"r{n}: r{n + 1}\n" for n in range(4000)) + 'r4000: "a"\nstart: r0'},
+    ],
+    ids=["groups", "groups of a pattern", "groups of a schema's pattern", "no pattern", "a chain of rules"],
+)
+def test_no_grammar_ends_the_process(tiny, shape):
+    """Of other servers such grammars have ended the process, with one request."""
+    with suppress(InvalidRequest):
+        tiny.guide.constraint(Grammar.of(shape), 64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvshelf.workers.replica.calls import Threads, tenant_at_work
+from kvshelf.workers.replica.calls import ReplicaThreads, Threads, tenant_at_work
 from kvshelf.workers.replica.fair_queue import FairCondition
 from kvshelf.workers.replica.queues import Passing, Queues, SchedulerLimits
 from kvshelf.workers.replica.ticket import Ticket
@@ -52,6 +53,33 @@ def test_one_tenant_leaves_threads_to_the_next() -> None:
         assert [event.is_set() for event in begun] == [True] * 2 + [False] * 7
         go.set()
         assert all(each.result(60) for each in waiting)
+
+
+def test_what_computes_leaves_processors_to_the_others_and_to_the_model() -> None:
+    """Four threads that tokenize on two processors made another tenant's question wait for five of their texts."""
+
+    async def work() -> None:
+        go, begun = threading.Event(), list[str]()
+        most = max(1, len(os.sched_getaffinity(0)) // 2)
+
+        def compute(tenant: str) -> None:
+            begun.append(tenant)
+            go.wait(60)
+
+        with ReplicaThreads() as threads:
+            with working_for("many"):
+                many = [asyncio.ensure_future(threads.compute(compute, "many")) for _ in range(most + 5)]
+                await asyncio.sleep(0.2)
+                assert begun == ["many"] * most
+                assert await threads.run(lambda: "a store") == "a store"
+            with working_for("next"):
+                following = asyncio.ensure_future(threads.compute(compute, "next"))
+                await asyncio.sleep(0.2)
+            assert begun == ["many"] * most + ["next"]
+            go.set()
+            await asyncio.gather(*many, following)
+
+    asyncio.run(work())
 
 
 def test_work_that_nobody_waits_for_is_not_begun() -> None:

@@ -13,6 +13,10 @@ from kvshelf.errors import InvalidRequest
 WRITTEN: Final = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 """Of a schema: one way to write JSON, as Python's `json.dumps` does and as templates show calls of tools, so that a
 model cannot fill an answer with white space."""
+MAX_COMPILED_BYTES: Final = 262_144
+"""Of one grammar as it is compiled, whatever it is made of: a schema, Lark, choices, or the schemas of all tools that
+an answer may call."""
+
 _SEPARATOR_BYTES: Final = 2
 _DEEPEST: Final = 64
 
@@ -25,6 +29,15 @@ class Grammar:
     text: str
     param: str
     least_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises `InvalidRequest` for more than `MAX_COMPILED_BYTES`."""
+        if (size := len(self.text.encode())) > MAX_COMPILED_BYTES:
+            raise InvalidRequest(
+                f"{self.param} makes a grammar of {size} bytes, and at most {MAX_COMPILED_BYTES} are compiled; give "
+                "less",
+                param=self.param,
+            )
 
     @classmethod
     def of(cls, shape: Mapping[str, Any], format_param: str = "response_format") -> Grammar | None:

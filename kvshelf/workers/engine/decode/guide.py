@@ -1,23 +1,28 @@
 """Answers held to a grammar: which tokens may come next, by llguidance, as a mask over the model's logits.
 
-A grammar is compiled once for a tokenizer. Each answer has a matcher of its own, which moves on with its tokens; its
-mask takes some microseconds.
+A grammar is compiled once for a tokenizer, after a trial of what that takes. Each answer has a matcher of its own,
+which moves on with its tokens; its mask takes some microseconds.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Iterable
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Final
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.engine.decode.grammar import Grammar
+from kvshelf.workers.engine.decode.trial import LEXER_STATES, Trials
 
 _COMPILED: Final = 128
-"""Grammars of a tokenizer that stay compiled, those that were used last."""
+_COMPILED_TEXT: Final = 524_288
+"""Grammars of a tokenizer that stay compiled, those that were used last, and the characters of their texts together:
+60,000 of a schema are 11 MB once they are compiled."""
 
 
 class Constraint:
@@ -56,12 +61,14 @@ class Guide:
         self._decoder = decoder
         self._end_ids = sorted(end_ids)
         self._longest_token = longest_token
-        self._compiled = lru_cache(_COMPILED)(self._compile)
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+        self._trials = Trials(decoder.to_str())
 
     def constraint(self, grammar: Grammar, max_tokens: int) -> Constraint:
-        """What holds one answer to a grammar. Raises `InvalidRequest` for a grammar that is none, that is too complex,
-        or whose shortest answer has more than `max_tokens` tokens."""
-        matcher = self._compiled(grammar).deep_copy()
+        """What holds one answer to a grammar. Raises `InvalidRequest` for a grammar that is none, that takes too much
+        to compile, or whose shortest answer has more than `max_tokens` tokens."""
+        matcher = self._matcher(grammar).deep_copy()
         least_bytes = max(grammar.least_bytes, len(matcher.compute_ff_bytes()))
         if (least := -(-least_bytes // self._longest_token)) > max_tokens:
             raise InvalidRequest(
@@ -81,8 +88,23 @@ class Guide:
     def _tokenizer(self) -> LLTokenizer:
         return LLTokenizer(self._decoder.to_str(), eos_token=self._end_ids or None)
 
+    def _matcher(self, grammar: Grammar) -> LLMatcher:
+        """The compiled grammar, of which copies share the most. Two threads may compile the same one."""
+        with self._lock:
+            if (known := self._compiled.get(grammar)) is not None:
+                self._compiled.move_to_end(grammar)
+                return known
+        matcher = self._compile(grammar)
+        with self._lock:
+            self._compiled[grammar] = matcher
+            while len(self._compiled) > _COMPILED or sum(len(each.text) for each in self._compiled) > _COMPILED_TEXT:
+                self._compiled.popitem(last=False)
+        return matcher
+
     def _compile(self, grammar: Grammar) -> LLMatcher:
-        matcher = LLMatcher(self._tokenizer, grammar.text, log_level=0)
+        self._trials.require_compiled(grammar)
+        limits = LLParserLimits(max_lexer_states=LEXER_STATES)
+        matcher = LLMatcher(self._tokenizer, grammar.text, log_level=0, limits=limits)
         if matcher.is_error():
             raise InvalidRequest(f"{grammar.param} cannot be used: {matcher.get_error()[:500]}", param=grammar.param)
         return matcher

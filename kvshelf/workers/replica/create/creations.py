@@ -20,7 +20,7 @@ from kvshelf.store.manifest import Manifest
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.quality import How
 from kvshelf.workers.replica.attempts import MAX_ATTEMPTS, Attempts
-from kvshelf.workers.replica.calls import Threads, called_as, named_errors
+from kvshelf.workers.replica.calls import ReplicaThreads, called_as, named_errors
 from kvshelf.workers.replica.create.auto import Selection
 from kvshelf.workers.replica.create.estimates import Rates, estimate
 from kvshelf.workers.replica.create.progress import Teller, Watcher
@@ -78,7 +78,7 @@ class Creations:
     engine: Engine
     store: Store
     scheduler: Scheduler
-    threads: Threads
+    threads: ReplicaThreads
     attempts: Attempts
     meter: Meter
     max_document_tokens: int | None
@@ -91,8 +91,8 @@ class Creations:
     async def estimate(self, spec: Estimate, *, tenant: str, origin: str = "") -> EstimateObject:
         """The bytes and seconds of this creation, at the speed that this replica has measured."""
         with called_as(origin, tenant):
-            document = await self.threads.run(encode, self.engine, spec, self.max_document_tokens)
-            return await self.threads.run(estimate, self.engine, self._rates, document, spec)
+            document = await self.threads.compute(encode, self.engine, spec, self.max_document_tokens)
+            return await self.threads.compute(estimate, self.engine, self._rates, document, spec)
 
     async def watch(
         self, spec: CreateCache, *, tenant: str, deadline_s: float | None = None, origin: str = ""
@@ -156,7 +156,7 @@ class Creations:
             if spec.ttl_s is None and spec.expires_at is None:
                 spec = spec.model_copy(update=lifetime_of(manifest))
             parent = await self.threads.run(whole, self.engine, self.store, cache_id, tenant)
-            level = await self.threads.run(appended_level, self.engine, parent, spec)
+            level = await self.threads.compute(appended_level, self.engine, parent, spec)
             publisher = Publisher.of(self.store, tenant, spec, [level], manifest)
             return await self._once(
                 Levels((level,), self.tenant_quality.get(tenant, self.quality)),
@@ -184,15 +184,17 @@ class Creations:
         ticket: Ticket[Any] = Ticket(deadline_s)
         limits = {"tenant": tenant, "checkpoint": ticket.check}
         try:
-            return await self.threads.run(parts_of, self.engine, self.store, spec, self.max_document_tokens, **limits)
+            return await self.threads.compute(
+                parts_of, self.engine, self.store, spec, self.max_document_tokens, **limits
+            )
         finally:
             ticket.cancel()
 
     async def _whole(self, spec: CreateCache, tenant: str, deadline_s: float | None, teller: Teller) -> Created:
         """The caches of one document, or of one part."""
-        date = await self.threads.run(first_date, self.engine, self.store, spec, tenant)
+        date = await self.threads.compute(first_date, self.engine, self.store, spec, tenant)
         how, limit = self.tenant_quality.get(tenant, self.quality), self.max_document_tokens
-        wanted = await self.threads.run(requested_levels, self.engine, spec, how, limit, date)
+        wanted = await self.threads.compute(requested_levels, self.engine, spec, how, limit, date)
         publisher = Publisher.of(self.store, tenant, spec, wanted.levels)
         return await self._once(wanted, publisher, deadline_s, teller)
 

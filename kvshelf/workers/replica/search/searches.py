@@ -22,7 +22,7 @@ from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.summary import Block, Codes, scores, unpacked
-from kvshelf.workers.replica.calls import Threads, called_as
+from kvshelf.workers.replica.calls import ReplicaThreads, called_as
 from kvshelf.workers.replica.results import Found, in_sequence, rounded
 from kvshelf.workers.replica.scheduler import Scheduler
 from kvshelf.workers.replica.search.summaries import Choice, Places, Record, Shelved, Summary
@@ -58,7 +58,7 @@ class Searches:
     engine: Engine
     store: Store
     scheduler: Scheduler
-    threads: Threads
+    threads: ReplicaThreads
     held_bytes: int = HELD_BYTES
     shelved: OrderedDict[str, Shelved] = field(default_factory=OrderedDict, init=False)
 
@@ -75,7 +75,7 @@ class Searches:
         `PolicyUnsupported` for a model whose documents have no summaries; all before the model runs.
         """
         with called_as(origin, tenant):
-            token_ids = await self.threads.run(self._encoded, spec.query)
+            token_ids = await self.threads.compute(self._encoded, spec.query)
             ticket: Ticket[Any] = Ticket(deadline_s)
             try:
                 return await self._found(spec, token_ids, tenant, ticket, deadline_s)
@@ -108,7 +108,7 @@ class Searches:
             compared, blocks, places = await self.threads.finished(_placed, shelved, choice, aside)
             skipped["without_summary"] = len(choice.records) - len(compared) - skipped["unreadable"]
             rank = partial(self._ranked, compared, question, blocks, places, spec, tenant, ticket.check)
-            rank_s, best = await _timed(self.threads.run(rank) if compared and question else _nothing())
+            rank_s, best = await _timed(self.threads.compute(rank) if compared and question else _nothing())
             self._make_room(shelved)
         phases = in_sequence(list=list_s, read=read_s, code=code_s, rank=rank_s)
         log.info("searched", searched=len(compared), skipped=sum(skipped.values()), **rounded(phases))
