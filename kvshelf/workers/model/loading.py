@@ -64,7 +64,7 @@ def load(
     if dtype != "auto" and dtype not in _DTYPES:
         raise InvalidRequest(f"unknown dtype {dtype!r}; one of auto, {', '.join(_DTYPES)}", param="dtype")
     placed = _placed(device, ranks)
-    source = _readable(name)
+    source = readable(name)
     try:
         with nullcontext() if progress else _without_bars():
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
@@ -92,7 +92,7 @@ def load(
         ) from error
 
 
-def _readable(name: str, *, weights: bool = True) -> str:
+def readable(name: str, *, weights: bool = True) -> str:
     """What transformers loads for a model's name: a folder or a hub id. weights: as in `require_available`. A GGUF file
     is converted first. Raises `InvalidRequest`."""
     source = source_of(name)
@@ -192,7 +192,7 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> Any:
     """The tokenizer of a model, named as for `load`, with its chat template. No weights are downloaded or read."""
     from transformers import AutoTokenizer
 
-    source = _readable(name, weights=False)
+    source = readable(name, weights=False)
     try:
         with _without_bars():
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
@@ -264,7 +264,7 @@ def skeleton(name: str) -> PreTrainedModel:
     """A model without its weights, for estimates from its configuration alone. Names as in `load`."""
     from transformers import AutoConfig
 
-    source = _readable(name, weights=False)
+    source = readable(name, weights=False)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         with torch.device("meta"):  # where tensors take no memory

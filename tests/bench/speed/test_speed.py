@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from kvshelf.bench.cli import app
-from kvshelf.bench.speed import decode, kvpress_worker, serving
+from kvshelf.bench.speed import decode
 from kvshelf.bench.speed.codecs import codec_costs, codec_ways
 from kvshelf.bench.speed.compression import compress, compression_costs, plain_prefill
 from kvshelf.bench.speed.first_token import _ways, first_tokens
-from kvshelf.bench.speed.peer import Peer, open_kvpress
+from kvshelf.bench.speed.peers.peer import Peer, open_kvpress
 from kvshelf.bench.speed.subject import (
     QUESTION_TOKENS,
     Subject,
