@@ -120,6 +120,12 @@ Models = Annotated[
 ]
 ServiceDevice = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or spread.")]
 ServiceDtype = Annotated[str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
+ServiceWeights = Annotated[
+    str | None,
+    typer.Option(
+        "--weights", help="plain or int8: rounded to a byte each, on a CPU; another model than the plain one."
+    ),
+]
 Replicas = Annotated[int | None, typer.Option(help="Replicas of each model.")]
 GpusPerReplica = Annotated[
     int | None,

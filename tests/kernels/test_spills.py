@@ -10,7 +10,7 @@ from kvshelf.kernels.compiling import FOLDER, compiler, levels, library_path
 from tests.compilers import needs_compiler
 from tests.kernels.disassembly import loops, needs_objdump
 
-PRODUCTS = {"add_some"}
+PRODUCTS = {"add_floats", "add_bytes"}
 ATTENTION = {"attend", "attend_many", "raise_logits", "cap_logits", "weigh"}
 COLUMN_SUMS = {"multiply", "multiply_pairs", "sum_rows", "sum_columns", "add_to_row"}
 QUANTIZATION = {"copy_rows", "dequantize"}

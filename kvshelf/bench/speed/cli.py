@@ -12,7 +12,19 @@ import typer
 from rich.table import Table
 
 from kvshelf._extras import needs_extra
-from kvshelf.bench.options import Device, Dtype, Json, Model, Output, Threads, choices, numbers, progress_bar, publish
+from kvshelf.bench.options import (
+    Device,
+    Dtype,
+    Json,
+    Model,
+    Output,
+    Threads,
+    Weights,
+    choices,
+    numbers,
+    progress_bar,
+    publish,
+)
 
 if TYPE_CHECKING:
     from kvshelf.store.base import Store
@@ -31,6 +43,7 @@ def speed(
     model: Model = "kvshelf-tiny",
     device: Device = "auto",
     dtype: Dtype = "auto",
+    weights: Weights = "plain",
     threads: Threads = 1,
     parts: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(_DEFAULT_PARTS),
     lengths: Annotated[
@@ -92,8 +105,8 @@ def speed(
     compared = [name.strip() for name in policies.split(",")] if policies else list(ONE_PASS)
     asked = numbers(questions, "--questions")
     where, tables, notes = machine(), list[Table](), list[str]()
-    report: dict[str, Any] = {"bench": "speed", "model": model, "rounds": rounds}
-    with load_subject(model, device, dtype, threads) as subject, progress_bar() as progress:
+    report: dict[str, Any] = {"bench": "speed", "model": model, "weights": weights, "rounds": rounds}
+    with load_subject(model, device, dtype, threads, weights) as subject, progress_bar() as progress:
         report |= {"dtype": subject.dtype, "machine": where | {"threads": torch.get_num_threads()}}
         if "compression" in chosen:
             with open_kvpress(kvpress_python, subject, threads) as peer:

@@ -17,6 +17,7 @@ from kvshelf.bench.engines import EngineOptions
 from kvshelf.bench.measure import chosen_dtype
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.model.int8 import require_int8, round_to_int8
 from kvshelf.workers.model.loading import chosen_device, readable
 from kvshelf.workers.model.prepacking import prepack
 from kvshelf.workers.model.source import source_of
@@ -54,13 +55,13 @@ class Subject:
 
 
 @contextmanager
-def load_subject(name: str, device: str, dtype: str, threads: int) -> Iterator[Subject]:
+def load_subject(name: str, device: str, dtype: str, threads: int, weights: str = "plain") -> Iterator[Subject]:
     """`name` is a bundled model, a local folder, a hub id, or "random:8" for a random Llama of 8 layers.
 
     `threads` is for torch; 0 leaves its own choice. The model is prepacked as in replicas, for everything that is
     measured, including what kvshelf is compared with.
     """
-    options, layers = EngineOptions(name, device, dtype, threads), random_layers(name)
+    options, layers = EngineOptions(name, device, dtype, threads, weights), random_layers(name)
     with tempfile.TemporaryDirectory(prefix="kvshelf-bench-") as folder:
         if layers is None:
             engine, origin = options.load(), source_of(name)
@@ -69,9 +70,12 @@ def load_subject(name: str, device: str, dtype: str, threads: int) -> Iterator[S
         else:
             options.configure()
             save_random_model(Path(folder), layers)
-            engine, source = Engine(load_random_model(Path(folder), chosen_device(device), dtype), name=name), folder
-            gguf = None
-            prepack(engine.model)
+            model = load_random_model(Path(folder), chosen_device(device), dtype)
+            if weights == "int8":
+                require_int8(model, name, device=device, dtype=dtype)
+                round_to_int8(model, name)
+            engine, source, gguf = Engine(model, name=name), folder, None
+            prepack(engine.model, weights)
         yield Subject(engine, source, gguf)
 
 
