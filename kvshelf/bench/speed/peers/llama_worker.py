@@ -41,6 +41,8 @@ class Model:
 
     def __init__(self, file: str, threads: int, longest: int, answers: int) -> None:
         self._of = of = importlib.import_module("llama_cpp")  # not installed where the types are checked
+        self._silent = of.llama_log_callback(lambda *_: None)  # its log of a load is hundreds of lines
+        of.llama_log_set(self._silent, None)
         of.llama_backend_init()
         self._model = of.llama_model_load_from_file(file.encode(), of.llama_model_default_params())
         if not self._model:
