@@ -89,7 +89,7 @@ test-fast: setup  ## the tests of units, in two minutes
 
 # Needs no set-up: a machine with a card may have no network. Its own Python may be the one that has torch.
 GPU_OUT ?= gpu-results
-gpu:  ## check and measure everything on a GPU, in 8 minutes, from the checkout alone (docs/gpu.md)
+gpu:  ## check and measure everything on a GPU, in 8 minutes, from the checkout alone (docs/internals/gpu.md)
 	$(or $(wildcard $(BIN)/python),python3) scripts/gpu.py --out $(GPU_OUT)
 
 soak: setup  ## all tests with their full counts: kill loops, fuzzing, load

@@ -165,7 +165,7 @@ class CacheCorrupt(CacheError):
 
 
 class BlobError(CacheCorrupt):
-    """A blob was refused while being read. `reason` is one word from the list in docs/format.md."""
+    """A blob was refused while being read. `reason` is one word from the list in docs/internals/format.md."""
 
     def __init__(self, message: str, *, reason: str = "malformed", param: str | None = None, **details: Any) -> None:
         super().__init__(message, param=param, reason=reason, **details)

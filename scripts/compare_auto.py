@@ -4,7 +4,7 @@
 
 Every candidate of "auto" is made and measured on documents of the ten kinds of `validate_probe.py`. "auto" takes the
 smallest that reaches the floor on the document; a fixed choice is one candidate for all documents, and is allowed only
-if it reaches the floor on each. docs/quality.md shows what came out.
+if it reaches the floor on each. docs/internals/probe.md shows what came out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measure and check everything on a GPU in a few minutes, from a checkout alone: see docs/gpu.md.
+"""Measure and check everything on a GPU in a few minutes, from a checkout alone: see docs/internals/gpu.md.
 
     python scripts/gpu.py --out FOLDER [--budget SECONDS] [--toy] [--parts NAMES] [--wheels FOLDER]
     python scripts/gpu.py --record
@@ -93,7 +93,7 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measure and check everything on a GPU; see docs/gpu.md")
+    parser = argparse.ArgumentParser(description="Measure and check everything on a GPU; see docs/internals/gpu.md")
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder of the report")
     parser.add_argument("--budget", type=float, help=f"seconds of everything together, {_BUDGET_S} unless given")
     parser.add_argument("--toy", action="store_true", help="every part on the CPU, small: whether the script runs")

@@ -1,5 +1,5 @@
-"""Questions a second in a batch and one by one, and what a user's question takes beside a batch: docs/batch.md has the
-numbers.
+"""Questions a second in a batch and one by one, and what a user's question takes beside a batch:
+docs/internals/scale.md has the numbers.
 
     python -m scripts.measure_batch_questions http://localhost:8711
 """

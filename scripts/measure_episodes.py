@@ -1,4 +1,5 @@
-"""Caches of episodes beside one cache of as many bytes, on generated conversations: docs/ask.md has the numbers.
+"""Caches of episodes beside one cache of as many bytes, on generated conversations: docs/internals/answers.md has the
+numbers.
 
     python -m scripts.measure_episodes
 

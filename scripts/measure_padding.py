@@ -1,4 +1,5 @@
-"""What vLLM's pages would take if heads with fewer entries than the longest were padded: docs/vllm.md has the numbers.
+"""What vLLM's pages would take if heads with fewer entries than the longest were padded: docs/internals/engines.md has
+the numbers.
 
     python -m scripts.measure_padding
 

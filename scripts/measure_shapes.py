@@ -1,4 +1,5 @@
-"""What a shape costs and what it gives (docs/ask.md): answers held to a schema beside answers that are not.
+"""What a shape costs and what it gives (docs/internals/answers.md): answers held to a schema beside answers that are
+not.
 
 python scripts/measure_shapes.py      # kvshelf-tiny, one thread
 """

@@ -1,4 +1,5 @@
-"""What a kept source takes on the shelf, and what making a cache again from it costs beside a hit (docs/put.md).
+"""What a kept source takes on the shelf, and what making a cache again from it costs beside a hit
+(docs/internals/creation.md).
 
 Asks a running service that keeps its shelf in a folder of this machine: `kvshelf serve --store disk:///tmp/shelf`, then
 `python scripts/measure_sources.py http://127.0.0.1:8765 /tmp/shelf`.

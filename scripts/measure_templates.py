@@ -1,4 +1,5 @@
-"""Which chat templates work: the matrix of docs/models.md, made with kvshelf-tiny's weights and each template's tokens.
+"""Which chat templates work: the matrix of docs/internals/model-types.md, made with kvshelf-tiny's weights and each
+template's tokens.
 
     pip install --no-deps trl            # its chat templates are data; the package is not imported
     python scripts/measure_templates.py                       # every template, as a Markdown table: some two minutes
@@ -458,7 +459,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names of templates, with commas")
     parser.add_argument("--cells", default=",".join(CELLS), help="columns, with commas")
     parser.add_argument("--tokens", action="store_true", help="show what was expected where other tokens ran")
-    parser.add_argument("--short", action="store_true", help="of each cell its verdict alone, as in docs/models.md")
+    parser.add_argument(
+        "--short", action="store_true", help="each cell's verdict alone, as in docs/internals/model-types.md"
+    )
     parser.add_argument("--width", type=int, default=90, help="characters of a cell")
     chosen = parser.parse_args()
     torch.set_num_threads(1)

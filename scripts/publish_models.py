@@ -1,4 +1,4 @@
-"""Write what `kvshelf bench models` found into docs/models.md.
+"""Write what `kvshelf bench models` found into docs/internals/model-types.md.
 
     kvshelf bench models --output report.json
     python scripts/publish_models.py report.json
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+PAGE = Path(__file__).parents[1] / "docs" / "internals" / "model-types.md"
 BEGIN, END = "<!-- from here on written by scripts/publish_models.py -->", "<!-- up to here -->"
 SAID = {"exact": "taken", "refused": "refused", "not built": "not tried"}
 

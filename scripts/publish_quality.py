@@ -1,4 +1,4 @@
-"""Write what `kvshelf bench quality` measured into the package and into docs/policies.md.
+"""Write what `kvshelf bench quality` measured into the package and into docs/internals/policies.md.
 
     python scripts/publish_quality.py report.json     # the report written by --output, with or without selectors
     python scripts/publish_quality.py suffix.json     # that of `kvshelf bench speed --parts suffix`
@@ -7,9 +7,9 @@
 The numbers of the package (kvshelf/models/kvshelf-tiny/quality.json) are what `kvshelf policies` prints. With them it
 prints what the policies' classes say, which this script writes to kvshelf/workers/policies/catalog.json, and what the
 selectors' classes say to kvshelf/workers/selectors/catalog.json, and those of suffix policies to
-kvshelf/workers/suffixes/catalog.json, so that no torch is needed to read them. The pages docs/policies.md,
-docs/selectors.md and docs/suffix.md keep everything outside their two marks; the text between them is generated from
-docstrings and these numbers. Tests compare all of them.
+kvshelf/workers/suffixes/catalog.json, so that no torch is needed to read them. The pages docs/internals/policies.md,
+docs/internals/selectors.md and docs/internals/suffix.md keep everything outside their two marks; the text between them
+is generated from docstrings and these numbers. Tests compare all of them.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ SUFFIX_NUMBERS = NUMBERS.parent / "suffix.json"
 CATALOG = ROOT / "kvshelf" / "workers" / "policies" / "catalog.json"
 SUFFIXES = ROOT / "kvshelf" / "workers" / "suffixes" / "catalog.json"
 SELECTORS = ROOT / "kvshelf" / "workers" / "selectors" / "catalog.json"
-PAGE = ROOT / "docs" / "policies.md"
-SUFFIXES_PAGE = ROOT / "docs" / "suffix.md"
-SELECTORS_PAGE = ROOT / "docs" / "selectors.md"
+PAGE = ROOT / "docs" / "internals" / "policies.md"
+SUFFIXES_PAGE = ROOT / "docs" / "internals" / "suffix.md"
+SELECTORS_PAGE = ROOT / "docs" / "internals" / "selectors.md"
 BEGIN, END = "<!-- from here on written by scripts/publish_quality.py -->", "<!-- up to here -->"
 REMOVED = (0.5, 0.75, 0.875, 0.9375)
 _SORTED_BY = 0.0625  # selectors, by what they measured where an answer reads this part

@@ -5,7 +5,7 @@
 
 Each document is compressed in a dozen ways, drawn among all policies, ratios and codecs. Each cache is measured by the
 probe, which knows nothing of the facts, and asked for each of them. Only facts that the full cache answers count.
-docs/quality.md shows what came out.
+docs/internals/probe.md shows what came out.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def save_transforms(folder: Path) -> None:
 
     engine = Engine.load(str(folder), device="cpu")
     assert engine.text is not None
-    pages = [(DOCS / name).read_text()[:4000] for name in ("put.md", "secure.md")]
+    pages = [(DOCS / "use" / name).read_text()[:4000] for name in ("put.md", "secure.md")]
     data = find_transforms(engine, [engine.text.encode(page) for page in pages])
     (folder / TRANSFORMS_BESIDE_THE_WEIGHTS).write_bytes(data)
 

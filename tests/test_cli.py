@@ -77,7 +77,7 @@ def test_help_documents_the_exit_codes() -> None:
     text = " ".join(run("--help").stdout.split())
     for meaning in ("0 done", "1 failed", "2 refused", "3 not on the shelf", "4 the service cannot be reached", "5 "):
         assert meaning in text
-    documented = (Path(__file__).parent.parent / "docs" / "operate.md").read_text()
+    documented = (Path(__file__).parent.parent / "docs" / "use" / "operate.md").read_text()
     for code in (0, 1, 2, 3, 4, 5, 6, 130):
         assert f"{code} " in text
         assert f"| {code} |" in documented

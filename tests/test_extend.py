@@ -1,5 +1,5 @@
-"""docs/extend.md and docs/selectors.md: their files are written down as they say, and their commands run as if their
-packages were installed."""
+"""docs/internals/extend.md and docs/internals/selectors.md: their files are written down as they say, and their
+commands run as if their packages were installed."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from kvshelf.workers.selectors import UnitSelector, names
 from kvshelf.workers.selectors.info import GROUP as SELECTORS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-PAGE = DOCS / "extend.md"
-SELECTORS_PAGE = DOCS / "selectors.md"
+PAGE = DOCS / "internals" / "extend.md"
+SELECTORS_PAGE = DOCS / "internals" / "selectors.md"
 FILE = re.compile(r"^```\w+\n# ([\w.]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHELL = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

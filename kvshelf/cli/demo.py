@@ -21,8 +21,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.table import Table
 from rich.text import Text
 
@@ -121,9 +122,13 @@ class Shelf:
     asked: list[Asked]
 
 
-def sample() -> None:
+def sample(
+    plain: Annotated[
+        bool, typer.Option("--handbook", help="A handbook in plain English, for a model that talks.")
+    ] = False,
+) -> None:
     """Print a document to try kvshelf with: prose with six facts, such as the access code of the amber falcon."""
-    say(sample_document().text)
+    say(handbook().document if plain else sample_document().text)
 
 
 def demo() -> None:

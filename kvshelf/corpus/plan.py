@@ -68,7 +68,8 @@ class SharedRates:
     redis_document_s, redis_mb_s: of the Redis server, per document and per megabyte of blob. disk_document_s: of a
     writer to a folder, per document. *_document_bytes: kept besides the blob. controller_replica_s, gcs_replica_s: of
     Serve's controller and Ray's GCS, per replica and second. driver_result_s: of the process that runs a batch, to
-    record one result; the pipeline's own work excluded. docs/scale.md describes the measurement behind the defaults.
+    record one result; the pipeline's own work excluded. docs/internals/scale.md describes the measurement
+    behind the defaults.
     """
 
     redis_document_s: float = 1.55e-3
@@ -284,7 +285,7 @@ def make_plan(
         speed.basis,
         "A GPU's tokens per second do not depend on the length: longer documents than those measured take longer.",
         f"{index / documents:,.0f} bytes of index, manifest and job table for each document: {rates.basis}",
-        "Sizes are those of docs/format.md; every head keeps as many entries.",
+        "Sizes are those of docs/internals/format.md; every head keeps as many entries.",
         "No document fails, none is a copy of another, and GPUs never wait: `--simulate` tells what stands in the way.",
     ]
     if puts:

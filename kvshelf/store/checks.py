@@ -43,7 +43,7 @@ def require_id_prefix(prefix: str) -> None:
 
 
 def corrupt(cache_id: str, problem: str, reason: str) -> CacheCorrupt:
-    """`reason` is one word: a reason of docs/format.md, `missing`, `wrong_identity` or `quarantined`."""
+    """`reason` is one word: a reason of docs/internals/format.md, `missing`, `wrong_identity` or `quarantined`."""
     return CacheCorrupt(
         f"cache {cache_id} is corrupt ({problem}); it is never used. Compress its document again.",
         param="cache_id",

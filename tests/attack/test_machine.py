@@ -102,7 +102,7 @@ def test_ray_s_folder_is_the_user_s_own_and_its_ports_are_those_that_the_docs_na
     found = listening(pids)
     print({place: title[:200] for place, title in found.items()})
     beyond = [place for place in found if place[0] not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")]
-    assert all(found[place].startswith("ray::ServeReplica") for place in beyond), "docs/secure.md names this one alone"
+    assert all(found[place].startswith("ray::ServeReplica") for place in beyond), "docs/use/secure.md names it alone"
     for _, port in beyond:
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel, pytest.raises(grpc.RpcError) as refused:
             channel.unary_unary("/ray.serve.ASGIService/HandleRequest")(b"", timeout=30)

@@ -1,4 +1,5 @@
-"""`kvshelf plan`: sums computed by hand, invariants of the simulation, and the output that docs/scale.md shows."""
+"""`kvshelf plan`: sums computed by hand, invariants of the simulation, and the output that
+docs/internals/scale.md shows."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ from tests.store.objects.faulty import FaultyProxy
 from tests.store.objects.servers import BUCKET, S3Server
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PAGE = ROOT / "docs" / "scale.md"
+PAGE = ROOT / "docs" / "internals" / "scale.md"
 
 LLAMA = Shape(layers=32, kv_heads=8, head_dim=128, itemsize=2, device="meta", flops=1.5e10)
 SPEED = Speed(10_000.0, "as given")

@@ -1,4 +1,4 @@
-"""docs/vllm.md as it stands, also the block that needs vLLM (`py`, which tests/test_docs.py leaves alone)."""
+"""docs/use/engines.md as it stands, also the block that needs vLLM (`py`, which tests/test_docs.py leaves alone)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.test_docs import FACT, ROOT, blocks
 
 
 def test_the_page_ends_with_the_answer(tmp_path: Path) -> None:
-    page = ROOT / "docs" / "vllm.md"
+    page = ROOT / "docs" / "use" / "engines.md"
     code = "\n".join([*blocks(page, "python"), *blocks(page, "py")])
     report = write_document(random.Random(0), [FACT], "prose", 900, lambda text: len(text.split()))
     (tmp_path / "report.txt").write_text(report.text)

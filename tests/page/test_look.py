@@ -192,7 +192,7 @@ def test_nothing_moves_while_a_view_is_filled(open_page: OpenPage, shelf: Shelf)
 
 
 def test_pictures(open_page: OpenPage, shelf: Shelf, tmp_path: Path) -> None:
-    """Those of docs/page.md; with PICTURES=docs/images in the environment they are renewed."""
+    """Those of docs/use/clients.md; with PICTURES=docs/images in the environment they are renewed."""
     folder = Path(os.environ.get("PICTURES", tmp_path))
     small: dict[str, Any] = {"viewport": {"width": 1360, "height": 680}}
     for name, view, scheme in (

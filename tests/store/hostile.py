@@ -82,7 +82,7 @@ class Parts:
         self.header = self.packed().replace(msgpack.packb("here"), value)
 
     def array(self, record: int, name: str) -> memoryview:
-        """One array of the first layer, found by walking all before it as docs/format.md says; it may be written to."""
+        """One array of the first layer, found by walking to it (docs/internals/format.md); it may be written to."""
         start = self.first["offset"]
         for index, fields in enumerate(self.first["records"]):
             for found, size in zip(_names(fields), fields["sizes"], strict=True):
@@ -114,7 +114,7 @@ class Parts:
 
 
 def rows_in_runs(layer: Fields) -> list[tuple[int, int]]:
-    """Where a segment has rows that are in runs, by docs/format.md; nowhere, if the header says nonsense."""
+    """Where a segment has rows that are in runs, by docs/internals/format.md; nowhere, if the header says nonsense."""
     start, found = 0, []
     try:
         for record in layer["records"]:
@@ -144,7 +144,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def _names(record: Fields) -> list[str]:
-    """The arrays of a record, in the order of docs/format.md."""
+    """The arrays of a record, in the order of docs/internals/format.md."""
     names = ["keys", "values"]
     if record["codec"] == "klt":
         names = [f"{rows} coded" for rows in names]
@@ -262,7 +262,7 @@ def varied_blob(codec: str) -> bytes:
 
 
 def boundaries(data: bytes) -> list[int]:
-    """Where the regions of a blob begin and end, found without the reader's help as docs/format.md says."""
+    """Where the regions of a blob begin and end, found without the reader's help as docs/internals/format.md says."""
     parts = Parts(data)
     header = struct.unpack_from("<I", data, 12)[0]
     body, trailer = aligned(16 + header), len(data) - 40

@@ -1,4 +1,4 @@
-"""The table of docs/secure.md, walked: everything that has text, and every way to its end, on every home.
+"""The table of docs/internals/attacks.md, walked: everything that has text, and every way to its end, on every home.
 
 Each text holds a word of its own. After an end and one sweep, no byte of the home may hold a word that the table does
 not allow: not the folder, nor its WAL, nor a value in Redis, nor an object of the bucket.

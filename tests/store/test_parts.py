@@ -139,7 +139,7 @@ def test_a_record_has_runs_once_one_does_not_hold_it(lengths: tuple[int, ...], r
 
 
 def test_records_that_are_read_whole() -> None:
-    """Merged ones and residuals; of windows, chunks and klt see docs/format.md."""
+    """Merged ones and residuals; of windows, chunks and klt see docs/internals/format.md."""
     merged = make_merged((1400,), 3000, generator=torch.Generator().manual_seed(1))
     cache = replace(make_cache(num_tokens=3000, lengths=((3000,),)), layers=(merged,))
     assert opened(cache.to_bytes())[0].layer(0).runs == (range(0),)

@@ -111,7 +111,7 @@ def framed(*parts: bytes) -> bytes:
 
 
 def sealed_by_hand(key: bytes, salt: bytes, tenant: str, subject: str, parts: Sequence[bytes]) -> bytes:
-    """docs/format.md, written a second time: HKDF as RFC 5869 has it, GCM in one call per part."""
+    """docs/internals/format.md, written a second time: HKDF as RFC 5869 has it, GCM in one call per part."""
     header = b"KVSEALED" + struct.pack("<HH", 1, 0)
     header += blake3(framed(b"kvshelf.key", key)).digest()[:8] + salt
     header += struct.pack(f"<I{len(parts)}Q", len(parts), *map(len, parts))

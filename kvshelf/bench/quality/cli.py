@@ -58,7 +58,9 @@ def quality(
     processes: Annotated[int, typer.Option(min=0, help="0: one per core, or one for a GPU.")] = 0,
     size: Annotated[
         str,
-        typer.Option(help="small (minutes), core (the cells of docs/policies.md), default (an hour) or large (a day)."),
+        typer.Option(
+            help="small (minutes), core (the cells of docs/internals/policies.md), default (an hour) or large (a day)."
+        ),
     ] = "default",
     policies: Annotated[str, typer.Option(help="Such as ems,lagkv:lag=64,sink=8.  [default: all]")] = "",
     ratios: Annotated[str, typer.Option(help="Fractions removed, comma-separated.")] = "",

@@ -1,4 +1,4 @@
-"""vLLM answers from stored caches: a KV connector, and what builds its requests (docs/vllm.md).
+"""vLLM answers from stored caches: a KV connector, and what builds its requests (docs/use/engines.md).
 
 Names are imported on first use, because whoever builds requests needs no vLLM.
 """

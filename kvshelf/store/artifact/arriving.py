@@ -1,7 +1,7 @@
 """A stored cache while it is being read: layers can be used as soon as their own digests are checked.
 
 The header alone describes the cache, and the manifest's root digest verifies it before the first segment is read
-(docs/format.md). So a question's forward pass can run layer 0 while layer 1 is still being read and hashed.
+(docs/internals/format.md). So a question's forward pass can run layer 0 while layer 1 is still being read and hashed.
 """
 
 from __future__ import annotations

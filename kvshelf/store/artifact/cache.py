@@ -158,7 +158,8 @@ class CompressedCache:
         return self.next_position != self.num_tokens
 
     def to_bytes(self, codec: str | None = None) -> bytes:
-        """The blob of docs/format.md. `codec` None keeps the encoding the cache has; equal caches give equal bytes.
+        """The blob of docs/internals/format.md. `codec` None keeps the encoding the cache has; equal caches give equal
+        bytes.
 
         Raises `InvalidRequest` as `encoded` does, and for a cache that the format cannot hold.
         """

@@ -1,4 +1,4 @@
-"""Encryption at rest: a blob sealed with AES-256-GCM, part by part. docs/format.md describes the bytes.
+"""Encryption at rest: a blob sealed with AES-256-GCM, part by part. docs/internals/format.md describes the bytes.
 
     fixed part   magic, version, flags, key id, salt, number of parts       56 bytes
     lengths      of each part, plain                                        8 bytes each

@@ -1,4 +1,5 @@
-"""A cache that extends another one, stored as the bytes that the other lacks. docs/format.md describes the table.
+"""A cache that extends another one, stored as the bytes that the other lacks. docs/internals/format.md describes
+the table.
 
     table    magic, version, length, msgpack, then zeros up to a multiple of 64
     bytes    those of the cache's blob that lie in no base, in their order

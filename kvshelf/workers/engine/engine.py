@@ -165,7 +165,7 @@ class Engine:
         (`state_dict`) but not changed or trained.
 
         device: "auto" takes a GPU where there is one, "spread" all GPUs that this process sees and then the CPU's
-        memory (accelerate's `device_map="auto"`). dtype: "auto" (the checkpoint's, see docs/models.md), float32,
+        memory (accelerate's `device_map="auto"`). dtype: "auto" (the checkpoint's, see docs/use/models.md), float32,
         bfloat16 or float16. progress: whether transformers and the hub may show their progress bars. chat_template: the
         name of one of the model's, where it has several, or a file with another one. shown: the engine's name, where it
         is another than the model's. weights: "plain", or "int8": rounded to a byte each, on a CPU, which is another

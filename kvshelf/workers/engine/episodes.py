@@ -6,8 +6,8 @@ windows nearest a cluster's centroid, in time order, are the text of an episode.
 attends to.
 
 Departure: no embedding model is loaded. A window is its distinct tokens, each weighed by how few windows have it
-(inverse document frequency), at length 1. It finds shared words, and no paraphrases. docs/ask.md has the measurement
-that rejected the mean of the model's input embeddings, and that of its last hidden states.
+(inverse document frequency), at length 1. It finds shared words, and no paraphrases. docs/internals/answers.md has the
+measurement that rejected the mean of the model's input embeddings, and that of its last hidden states.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ CUES: Final = 150
 ASKED: Final = 10
 SKIPPED: Final = 2
 """Tokens of the document between those of a cue and the answer. Without a gap one accepted cache in seven had lost
-facts, where with it one in fourteen had (docs/quality.md)."""
+facts, where with it one in fourteen had (docs/internals/probe.md)."""
 ANSWER: Final = 4
 
 _SURE: Final = 0.99

@@ -33,7 +33,7 @@ from kvshelf.workers.model.rope import Rope
 Codes = npt.NDArray[np.uint64]
 
 LAYERS: Final = 2
-"""How many layers, from the first on, give codes. Measured on kvshelf-tiny alone (docs/ask.md)."""
+"""How many layers, from the first on, give codes. Measured on kvshelf-tiny alone (docs/internals/answers.md)."""
 
 _AT_ONCE: Final = 4096
 """Keys of a document in fp32 at once: a whole layer of them would take more memory than the layer."""

@@ -39,8 +39,9 @@ class EpiCache(BlockPolicy):
     that is left is scored anew at each, and the KV cache of a layer never has more entries than budget, chunk and pass
     together.
 
-    A creation with `episodes` finds the episodes and makes the caches, with `prefill` "chunked" (docs/ask.md). Their
-    `centroid` says what each is about: a question is sent to the nearest. It changes nothing of what stays.
+    A creation with `episodes` finds the episodes and makes the caches, with `prefill` "chunked"
+    (docs/internals/answers.md). Their `centroid` says what each is about: a question is sent to the nearest. It changes
+    nothing of what stays.
 
     Departures: the first `sink` tokens and the chat template's always stay. The authors' code starts the pass one
     position early, within the chunk's last token, and weighs the layers' budgets by how much their keys change under a

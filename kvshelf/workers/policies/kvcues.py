@@ -37,7 +37,7 @@ class KVcues(KVzip):
     """
 
     name: ClassVar[str] = "kvcues"
-    source: ClassVar[str] = "KVzip, arXiv 2505.23416, and cues (docs/policies.md)"
+    source: ClassVar[str] = "KVzip, arXiv 2505.23416, and cues (docs/internals/policies.md)"
     advice: ClassVar[str] = (
         "for the smallest caches that still answer: keeps what questions read, for up to ten times the prefill."
     )

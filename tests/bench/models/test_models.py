@@ -1,4 +1,5 @@
-"""`kvshelf bench models`: each outcome by its name, the time limit, the table of docs/models.md that it makes."""
+"""`kvshelf bench models`: each outcome by its name, the time limit, the table that it makes for
+docs/internals/model-types.md."""
 
 from __future__ import annotations
 

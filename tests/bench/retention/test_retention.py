@@ -14,7 +14,7 @@ from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.replica.retention import by_recency
 
 DIGEST = "cf8aa28b56b6dea3"
-"""Of the trace of the table in docs/operate.md."""
+"""Of the trace of the table in docs/internals/memory.md."""
 
 
 def test_the_trace_is_the_one_of_the_documentation() -> None:

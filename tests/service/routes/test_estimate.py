@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tests.conftest import LiveService
 
 ROOT = Path(__file__).resolve().parents[3]
-DOCUMENT = (ROOT / "docs" / "secure.md").read_text()[:3000]
+DOCUMENT = (ROOT / "docs" / "use" / "secure.md").read_text()[:3000]
 
 
 def estimate(http: httpx.Client, **body: Any) -> dict[str, Any]:
@@ -91,7 +91,7 @@ STREAMS = ["klt:step=0.5", "klt", "klt:step=4", "klt:steps=kl", "klt:classes=1/3
 @pytest.mark.parametrize("removed", [0.0, 0.5, 0.9])
 def test_the_size_of_streams_is_told_within_a_fifth(tiny: Engine, codec: str, removed: float) -> None:
     """It depends on the text. Text that repeats itself takes a third of what is said."""
-    cache = reduced(tiny, (ROOT / "docs" / "secure.md").read_text()[:9000], removed)
+    cache = reduced(tiny, (ROOT / "docs" / "use" / "secure.md").read_text()[:9000], removed)
     said = Shape.of(tiny.model).stored_bytes(cache.num_tokens, cache.kept_tokens, codec)
     assert said == pytest.approx(len(tiny.encoded(cache, codec).to_bytes()), rel=0.2)
 
@@ -156,7 +156,7 @@ def test_a_policy_that_nobody_measured_is_unknown_until_it_has_run() -> None:
 
 def test_an_estimate_knows_what_each_policy_adds(http: httpx.Client) -> None:
     rows = {row["policy"]: row for row in estimate(http, compression_ratio=0.5)["policies"]}
-    assert rows["kvzip"]["compress_share"] == pytest.approx(4.01, abs=0.01)  # docs/policies.md: 401 %
+    assert rows["kvzip"]["compress_share"] == pytest.approx(4.01, abs=0.01)  # docs/internals/policies.md: 401 %
     told = {name: row["compress_share"] for name, row in rows.items() if row["refused"] is None}
     assert len(told) > 20
     assert told == {name: added(name) for name in told}
@@ -216,7 +216,7 @@ def test_the_client_and_the_command(service_url: str, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert f"{said.tokens} tokens" in done.stderr
     assert f" {said.policies[0].kept} " in done.stdout
-    assert " 4% " in done.stdout  # keydiff's, of docs/policies.md
+    assert " 4% " in done.stdout  # keydiff's, of docs/internals/policies.md
     unknown = ["estimate", str(file), "--url", service_url, "--policy", "ada", "--param", "base=kvzip"]
     assert CliRunner().invoke(app, unknown).stdout.count(" unknown ") == 2
     (row,) = said.policies

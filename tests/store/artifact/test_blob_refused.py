@@ -121,7 +121,8 @@ def test_every_reason_is_tested_and_documented() -> None:
     named = set(re.findall(r'reason="(\w+)"', source))
     elsewhere = {"digest_mismatch", "wrong_shape", "coded_malformed"}  # see test_shape.py and test_klt.py
     tested = {reason for reason, _, _ in CASES.values()} | elsewhere
-    section = (ROOT / "docs/format.md").read_text().partition("\n## What is refused\n")[2].partition("\n## ")[0]
+    page = (ROOT / "docs/internals/format.md").read_text()
+    section = page.partition("\n## What is refused\n")[2].partition("\n## ")[0]
     documented = set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
     assert tested == documented
     assert named <= tested

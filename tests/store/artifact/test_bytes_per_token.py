@@ -42,7 +42,7 @@ def test_bytes_per_document_token_of_llama_8b(home: Path) -> None:
         nbytes = file.stat().st_size / TOKENS
         found = store.get(cache_id)
     assert nbytes <= 4_750
-    assert 4_640 < nbytes < 4_641, "docs/format.md says where these bytes go"
+    assert 4_640 < nbytes < 4_641, "docs/internals/format.md says where these bytes go"
     assert found.codec == CODEC
     assert all(
         torch.equal(a.entry_positions, b.entry_positions) for a, b in zip(found.layers, cache.layers, strict=True)

@@ -1,4 +1,5 @@
-"""Which of transformers' model types kvshelf takes, as docs/models.md lists them: a small random model of each."""
+"""Which of transformers' model types kvshelf takes, as docs/internals/model-types.md lists them: a small
+random model of each."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from kvshelf.errors import PolicyUnsupported
 from kvshelf.workers.engine.engine import Engine
 from tests.amounts import amount
 
-PAGE: Final = (Path(__file__).resolve().parents[3] / "docs" / "models.md").read_text()
+PAGE: Final = (Path(__file__).resolve().parents[3] / "docs" / "internals" / "model-types.md").read_text()
 OUTCOMES: Final = {"taken": EXACT, "refused": REFUSED, "not tried": NOT_BUILT}
 ROWS: Final = [
     (OUTCOMES[said], why, re.findall(r"`(\S+?)`", types))

@@ -1,4 +1,4 @@
-"""Blob format 1: a compressed cache as bytes. docs/format.md describes it byte by byte, with the reasons.
+"""Blob format 1: a compressed cache as bytes. docs/internals/format.md describes it byte by byte, with the reasons.
 
     fixed part   magic, major, minor, header length                          16 bytes
     header       msgpack, then zeros up to a multiple of 64

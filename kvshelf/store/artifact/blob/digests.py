@@ -1,4 +1,5 @@
-"""The digests of a segment: of its head, of all rows of runs, and of each run. docs/format.md says what they cover.
+"""The digests of a segment: of its head, of all rows of runs, and of each run. docs/internals/format.md says what they
+cover.
 
 A whole read checks the first two, so it hashes each byte once and in long pieces: a run consists of pieces of a few
 KiB, and hashing those takes twice as long. A partial read checks the head and the runs that it reads.

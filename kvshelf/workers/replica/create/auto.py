@@ -47,7 +47,7 @@ _TOO_LARGE: Final = "not measured: it takes more bytes than asked for"
 
 
 def candidates(transforms: bool) -> tuple[tuple[str, float | None, str], ...]:
-    """Policy, fraction removed and codec of each candidate: the best of their sizes in docs/policies.md.
+    """Policy, fraction removed and codec of each candidate: the best of their sizes in docs/internals/policies.md.
 
     The first ones need no probe pass and share one prefill. `kvzip` and then `kvcues` keep their quality longest, but
     each needs a prefill of its own, which costs several plain ones. A model without `transforms` has `int4` in place

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 ASSUMED_FLOPS: Final[Mapping[str, float]] = {"cpu": 5e10, "cuda": 1e14}
 """Floating-point operations per second of a device that has compressed nothing yet. Low on purpose."""
 
-_FIRST_ROWS, _RUN_BYTES, _BYTES_PER_FLAG = 4, 16, 1 / 8  # of codec klt, which docs/format.md describes
+_FIRST_ROWS, _RUN_BYTES, _BYTES_PER_FLAG = 4, 16, 1 / 8  # of codec klt, which docs/internals/format.md describes
 
 _DIGEST_BYTES, _CHANNEL_BYTES = 32, 2
 _ASSUMED_SHARE = 0.5  # of entries in more bits, where a policy will say it
-_LAYER_BYTES, _PIECE_BYTES = 250, 175  # of header, padding and trailer, which docs/format.md describes
+_LAYER_BYTES, _PIECE_BYTES = 250, 175  # of header, padding and trailer, which docs/internals/format.md describes
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Shape:
         return replace(self, itemsize=2).full_bytes(num_tokens)
 
     def stored_bytes(self, num_tokens: int, kept: int, codec: str) -> int:
-        """Approximate bytes of the blob of a cache with `kept` entries in each head; `docs/format.md` has the sum."""
+        """Approximate bytes of the blob of a cache with `kept` entries in each head (docs/internals/format.md)."""
         chosen, verbatim = Codec.parse(codec), self._recent(num_tokens) + self.states + self._summary(num_tokens)
         if chosen.name == "klt":
             return self._streams(num_tokens, kept, chosen) + verbatim
