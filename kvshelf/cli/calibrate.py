@@ -46,6 +46,7 @@ def calibrate(
     ] = None,
     device: _options.Device = "auto",
     dtype: _options.Dtype = "auto",
+    weights: _options.Weights = "plain",
     as_json: _options.AsJson = False,
 ) -> None:
     """Make the transforms of codec klt, with its steps=kl, and measure which query heads retrieve, for the policy
@@ -58,7 +59,7 @@ def calibrate(
         from kvshelf.workers.engine.engine import Engine
         from kvshelf.workers.model import calibration
 
-        engine = Engine.load(model, device=device, dtype=dtype)
+        engine = Engine.load(model, device=device, dtype=dtype, weights=weights)
         engine.require_text("model")
         paths = calibration.paths(engine.identity.weights, output)
         calibration.require_writable(paths.heads)

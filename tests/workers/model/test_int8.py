@@ -19,6 +19,8 @@ from transformers import (
 
 from kvshelf.errors import InvalidRequest, ModelMismatch, PolicyUnsupported
 from kvshelf.kernels.rowwise import available
+from kvshelf.store.url import StoreConfig
+from kvshelf.workers.cluster.deployment import ReplicaConfig, ServedReplica
 from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.parallel.engine import ParallelEngine
 from kvshelf.workers.model import loading as models
@@ -76,6 +78,15 @@ def test_neither_answers_from_the_others_caches(engines):
         assert engines[own].answer(cache, [7, 8], max_new_tokens=3).token_ids
         with pytest.raises(ModelMismatch, match="weights differs"):
             engines[other].answer(cache, [7, 8], max_new_tokens=3)
+
+
+def test_a_replica_has_the_weights_of_its_configuration(tiny_folder, engines, tmp_path):
+    config = ReplicaConfig(str(tiny_folder), StoreConfig(f"disk://{tmp_path}/home"), device="cpu", weights="int8")
+    replica = ServedReplica(config)
+    try:
+        assert replica._engine.identity == engines["int8"].identity
+    finally:
+        replica.stop()
 
 
 def test_without_a_compiled_form_torch_answers_as_the_same_model(tiny_folder, engines, monkeypatch):
