@@ -6,15 +6,17 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from pathlib import Path
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
 
 from kvshelf.bench.measure import Cost, cost
 from kvshelf.bench.speed.decode import endless_answers
 from kvshelf.bench.speed.peers.peer import Peer
-from kvshelf.bench.speed.subject import Subject
+from kvshelf.bench.speed.subject import Subject, load_random_model
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.workers.engine.decode.generation import Checkpoint, Sampling
@@ -63,33 +65,34 @@ class PlainTransformers:
 
     def __init__(self, subject: Subject) -> None:
         self._device = subject.device
-        self._model, _ = models.load(subject.source, device=str(subject.device), dtype=subject.dtype)
-        self._cache: Any = None
+        self._model: PreTrainedModel
+        if subject.engine.text is None:
+            self._model = load_random_model(Path(subject.source), subject.device, subject.dtype)
+        else:
+            self._model, _ = models.load(subject.source, device=str(subject.device), dtype=subject.dtype)
+        self._cache = DynamicCache(config=self._model.config)
 
     def prefilled(self, document: Ids) -> Cost:
-        self._cache = None
-        return self._timed(lambda: self._pass(torch.tensor([document]), None))
+        self._cache = cache = DynamicCache(config=self._model.config)
+        return self._timed(lambda: self._pass(torch.tensor([document]), cache))
 
     def answered(self, questions: Sequence[Ids], new_tokens: int) -> Cost:
-        document, cache = self._cache, copy.deepcopy(self._cache)  # an answer writes to the cache that it is given
-        taken = self._timed(lambda: self._answer(cache, torch.tensor(questions), new_tokens))
-        self._cache = document
-        return taken
+        cache = copy.deepcopy(self._cache)  # an answer writes to the cache that it is given
+        return self._timed(lambda: self._answer(cache, torch.tensor(questions), new_tokens))
 
     def _timed(self, run: Callable[[], object]) -> Cost:
         with torch.no_grad():
             return cost(run, self._device)
 
-    def _answer(self, cache: Any, questions: Tensor, new_tokens: int) -> None:
+    def _answer(self, cache: DynamicCache, questions: Tensor, new_tokens: int) -> None:
         if len(questions) > 1:
             cache.batch_repeat_interleave(len(questions))
         chosen = self._pass(questions, cache)
         for _ in range(new_tokens - 1):
-            chosen = self._pass(chosen, self._cache)
+            chosen = self._pass(chosen, cache)
 
-    def _pass(self, ids: Tensor, cache: Any) -> Tensor:
+    def _pass(self, ids: Tensor, cache: DynamicCache) -> Tensor:
         out = self._model(ids.to(self._device), use_cache=True, logits_to_keep=1, **{CACHE_ARGUMENT: cache})
-        self._cache = out.past_key_values
         chosen: Tensor = out.logits[:, -1:].argmax(-1)
         return chosen
 

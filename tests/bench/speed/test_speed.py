@@ -167,6 +167,13 @@ def test_serving_has_a_row_for_each_work_and_tells_it_when_it_is_measured(subjec
 
 
 @pytest.mark.usefixtures("without_rest")
+def test_serving_measures_a_random_model_without_a_tokenizer():
+    with load_subject("random:1", "cpu", "float32", 1, "int8") as subject:
+        found = serving.serving(subject, [96], 1, 60.0, {"vLLM": None, "llama.cpp": None}, 1)
+    assert [row.rounds for row in found.rows] == [1] * 4
+
+
+@pytest.mark.usefixtures("without_rest")
 def test_serving_stands_beside_a_peer(subject):
     with measuring(subject, [96], 60.0) as run:
         assert all(run.measure_first(work) for work in run.works)
