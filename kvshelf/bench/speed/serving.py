@@ -27,6 +27,7 @@ _ABSENT: Final = {
 }
 
 _WARM_TOKENS: Final = 256
+_WARM_ANSWER: Final = 8
 _GROWTH: Final = 1.6
 """A prefill takes this power of its tokens, or less: products take the first, attention the second."""
 
@@ -142,7 +143,8 @@ class _Run:
             self.turn(f"{name}: warming up")
             for _ in range(2):
                 self._prefilled[name] = tokens, way.prefilled(self._ids(tokens)).wall_s
-                self._token_s[name] = way.answered([self._ids(QUESTION_TOKENS)], 2).wall_s / 2
+                warm = way.answered([self._ids(QUESTION_TOKENS)], _WARM_ANSWER)
+                self._token_s[name] = warm.wall_s / _WARM_ANSWER
 
     def measure_first(self, work: Work) -> bool:
         """Give a work to the ways that have time for it, and for questions their document. Whether any had."""
@@ -179,14 +181,15 @@ class _Run:
             self._prefilled[name] = work.document, cost.wall_s
         else:
             cost = way.answered(questions, work.new_tokens)
-            self._token_s[name] = cost.wall_s / (work.answers * work.new_tokens)
+            if work.new_tokens >= _WARM_ANSWER:  # of fewer the question is most
+                self._token_s[name] = cost.wall_s / (work.answers * work.new_tokens)
         self.taken[work.name].setdefault(name, []).append(cost)
 
     def _expected(self, name: str, work: Work) -> float:
         if known := self.taken[work.name].get(name):
             return known[-1].wall_s
         if not work.document:
-            return self._token_s[name] * work.answers * work.new_tokens
+            return self._token_s[name] * work.answers * max(work.new_tokens, _WARM_ANSWER)
         tokens, seconds = self._prefilled[name]
         return seconds * float((work.document / tokens) ** _GROWTH)
 
