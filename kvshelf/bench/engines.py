@@ -18,6 +18,7 @@ class EngineOptions:
     device: str = "auto"
     dtype: str = "auto"
     threads: int = 1
+    weights: str = "plain"
 
     def configure(self) -> None:
         """Sets the threads of this process, and hides the bars of transformers: the bench has its own."""
@@ -27,4 +28,4 @@ class EngineOptions:
     def load(self) -> Engine:
         """An engine in this process, after `configure`."""
         self.configure()
-        return Engine.load(self.model, device=self.device, dtype=self.dtype)
+        return Engine.load(self.model, device=self.device, dtype=self.dtype, weights=self.weights)

@@ -46,6 +46,7 @@ def _obstacle(path: Path) -> str | None:
 Model = Annotated[str, typer.Option("--model", help="Bundled name, local folder or hub id.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda:0 ...")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
+Weights = Annotated[str, typer.Option("--weights", help="plain or int8: rounded to a byte each, on a CPU.")]
 Threads = Annotated[int, typer.Option("--threads", min=0, help="Threads of torch; 0 leaves its own choice.")]
 Output = Annotated[
     Path | None, typer.Option("--output", callback=writable, help="Write the result as JSON to this file.")

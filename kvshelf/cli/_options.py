@@ -43,6 +43,7 @@ KeyFile = Annotated[
 ]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or spread.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
+Weights = Annotated[str, typer.Option("--weights", help="plain or int8: rounded to a byte each, on a CPU.")]
 Labels = Annotated[list[str] | None, typer.Option("--label", metavar="KEY=VALUE", help="A label. May be repeated.")]
 
 Parameters = Annotated[
@@ -131,6 +132,12 @@ Models = Annotated[
 ]
 ServiceDevice = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or spread.")]
 ServiceDtype = Annotated[str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
+ServiceWeights = Annotated[
+    str | None,
+    typer.Option(
+        "--weights", help="plain or int8: rounded to a byte each, on a CPU; another model than the plain one."
+    ),
+]
 Replicas = Annotated[int | None, typer.Option(help="Replicas of each model.")]
 GpusPerReplica = Annotated[
     int | None,

@@ -62,7 +62,7 @@ _Url = Annotated[
 ]
 
 
-_OF_ITS_OWN = ("store", "encryption_key_file", "device", "dtype", "replicas", "gpus_per_replica", "address")
+_OF_ITS_OWN = ("store", "encryption_key_file", "device", "dtype", "weights", "replicas", "gpus_per_replica", "address")
 """Options of a batch that runs here. A service has its own settings."""
 
 
@@ -100,6 +100,7 @@ def batch(
     model: _options.Models = None,
     device: _options.ServiceDevice = None,
     dtype: _options.ServiceDtype = None,
+    weights: _options.ServiceWeights = None,
     replicas: _options.Replicas = None,
     gpus_per_replica: _options.GpusPerReplica = None,
     address: _options.Address = None,
@@ -158,6 +159,7 @@ def batch(
         here = {
             "device": device,
             "dtype": dtype,
+            "weights": weights,
             "replicas": replicas,
             "gpus_per_replica": gpus_per_replica,
             "address": address,
@@ -208,6 +210,8 @@ class _Job:
         corpus = self.corpus()
         shards = corpus.shards()
         about = {**self._about(), "dtype": loaded.dtype}
+        if loaded.weights != "plain":  # older journals have none
+            about["weights"] = loaded.weights
         # The run's id depends on the models' fingerprints, and the store holds its job table.
         models = list(loaded.models)
         with journal_of(self.output, {**about, "models": models, "store": without_secret(loaded.store)}) as journal:

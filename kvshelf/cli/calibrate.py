@@ -47,6 +47,7 @@ def calibrate(
     ] = None,
     device: _options.Device = "auto",
     dtype: _options.Dtype = "auto",
+    weights: _options.Weights = "plain",
     as_json: _options.AsJson = False,
 ) -> None:
     """Make the transforms of codec klt, with the step that loses nothing, and measure which query heads retrieve, for
@@ -60,7 +61,7 @@ def calibrate(
         from kvshelf.workers.engine.engine import Engine
         from kvshelf.workers.model import calibration
 
-        engine = Engine.load(served_model(model), device=device, dtype=dtype, shown=model)
+        engine = Engine.load(served_model(model), device=device, dtype=dtype, weights=weights, shown=model)
         engine.require_text("model")
         paths = calibration.paths(engine.identity.weights, output)
         calibration.require_writable(paths.heads)

@@ -35,6 +35,7 @@ OTHER_VARIABLES = frozenset(
 _CHOICES = {
     "device": (r"auto|cpu|cuda(:\d+)?|spread", "auto, cpu, cuda, spread"),
     "dtype": (r"auto|float32|bfloat16|float16", "auto, float32, bfloat16, float16"),
+    "weights": (r"plain|int8", "plain, int8"),
 }
 
 Seconds = Annotated[float, Field(gt=0, le=30 * 86400)]
@@ -81,6 +82,7 @@ class Settings(BaseSettings):
     )
     device: str = Field("auto", description="auto, cpu, cuda or spread")
     dtype: str = Field("auto", description="auto, float32, bfloat16 or float16")
+    weights: str = Field("plain", description="plain or int8: rounded to a byte each, on a CPU")
     replicas: int = Field(1, ge=1, le=1024, description="replicas of each model")
     gpus_per_replica: int = Field(
         1, ge=1, le=64, description="GPUs of each replica, each with some of its heads, or layers with device spread"
@@ -187,13 +189,20 @@ class Settings(BaseSettings):
     def _split(cls, value: Any) -> Any:
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
-    @field_validator("device", "dtype")
+    @field_validator("device", "dtype", "weights")
     @classmethod
     def _known(cls, value: str, info: ValidationInfo) -> str:
         # Checked here, without torch: a replica would refuse it too, but only once Ray is up.
         pattern, names = _CHOICES[info.field_name or ""]
         if not re.fullmatch(pattern, value):
             raise ValueError(f"{value!r} is none of {names}")
+        return value
+
+    @field_validator("gpus_per_replica")
+    @classmethod
+    def _one_process_of_bytes(cls, value: int, info: ValidationInfo) -> int:
+        if info.data.get("weights") == "int8" and value > 1:
+            raise ValueError("weights in int8 are of one process; take 1, or plain weights")
         return value
 
     @field_validator("models")

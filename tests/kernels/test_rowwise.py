@@ -75,18 +75,34 @@ def test_products_are_those_of_torch_and_a_row_has_no_neighbours(rows):
             assert torch.equal(linear(x[row : row + 1], packed, own)[0], made[row])
 
 
+@pytest.mark.parametrize("rows", ROWS)
+def test_products_of_bytes_are_those_of_their_numbers_times_scales_and_a_row_has_no_neighbours(rows):
+    """Over more inputs than a depth has; zero and the ends of the range are among the bytes."""
+    torch.manual_seed(rows)
+    numbers, scales = torch.randint(-127, 128, (96, 300), dtype=torch.int8), torch.rand(96) / 1000
+    bias, x, packed = torch.randn(96), torch.randn(rows, 300), pack_weight(numbers)
+    for own in (bias, None):
+        made = linear(x, packed, own, scales)
+        exact = F.linear(x.double(), numbers.double() * scales[:, None], None if own is None else own.double())
+        torch.testing.assert_close(made.double(), exact, atol=4e-6, rtol=1e-5)
+        for row in range(0, rows, 31):
+            assert torch.equal(linear(x[row : row + 1], packed, own, scales)[0], made[row])
+
+
 @pytest.mark.skipif(len(levels()) < 2, reason="there is one level")
 @pytest.mark.parametrize("rows", [1, 2, 3, 6, 8, 13, 97])
-def test_a_product_has_the_same_bits_at_every_level(rows, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_a_product_has_the_same_bits_at_every_level(rows, dtype, monkeypatch):
     """Over more inputs than a depth has. Where an answer is computed does not show in it."""
     torch.manual_seed(rows)
-    packed, bias, x = pack_weight(torch.randn(64, 700)), torch.randn(64), torch.randn(rows, 700)
+    packed, bias, x = pack_weight(torch.randn(64, 700).mul(40).to(dtype)), torch.randn(64), torch.randn(rows, 700)
+    scales = torch.rand(64) if dtype == torch.int8 else None
     made = []
     for level in levels():
         monkeypatch.setenv(LEVEL, level)
         library.cache_clear()
         if library() is not None:
-            made.append(linear(x, packed, bias))
+            made.append(linear(x, packed, bias, scales))
     library.cache_clear()
     assert all(torch.equal(each, made[0]) for each in made)
 
@@ -96,6 +112,9 @@ def test_a_product_of_other_numbers_is_refused():
     for x in (torch.randn(2, 7), torch.randn(2, 8, dtype=torch.float64)):
         with pytest.raises(InvalidTensor, match="fp32"):
             linear(x, packed, None)
+    for weight, scales in ((packed, torch.ones(32)), (packed.to(torch.int8), None)):
+        with pytest.raises(InvalidTensor, match="with scales in int8"):
+            linear(torch.randn(2, 8), weight, None, scales)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 300])

@@ -14,6 +14,7 @@ from torch.nn import functional
 from kvshelf.bench.kernels.kernels import Ceilings
 from kvshelf.errors import InvalidRequest
 from kvshelf.kernels.rowwise import available, linear, pack_weight, plain_linear
+from kvshelf.workers.model.int8 import as_int8
 
 SHAPES: Final = {
     "smollm2-135m": ((576, 576), (192, 576), (1536, 576), (576, 1536), (49152, 576)),
@@ -30,13 +31,15 @@ _MOST_FLOPS: Final = 4e10
 
 @dataclass(frozen=True)
 class ProductTime:
-    """Seconds of one product by each way, the smallest of several; `ours` in panels, `plain` of the weight as it lies.
-    read_s: of reading the weight once. of_limit: the least time that this machine needs, over that of `ours`."""
+    """Seconds of one product by each way, the smallest of several; `ours` in panels, `int8` in panels of bytes, `plain`
+    of the weight as it lies. read_s: of reading the weight once. of_limit: the least time that this machine needs, over
+    that of `ours`."""
 
     outputs: int
     inputs: int
     rows: int
     ours: float
+    int8: float
     plain: float
     onednn: float
     torch: float
@@ -57,9 +60,9 @@ def product_times(model: str, rounds: int, limits: Ceilings) -> Iterator[Product
         for rows in ROWS:
             flops = 2.0 * rows * weight.numel()
             if flops <= _MOST_FLOPS:
-                ours, plain, onednn, torchs, read_s = _smallest(ways, torch.randn(rows, inputs), rounds)
+                ours, int8, plain, onednn, torchs, read_s = _smallest(ways, torch.randn(rows, inputs), rounds)
                 least_s = max(read_s, flops / limits.matmul_flops)
-                yield ProductTime(outputs, inputs, rows, ours, plain, onednn, torchs, read_s, least_s / ours)
+                yield ProductTime(outputs, inputs, rows, ours, int8, plain, onednn, torchs, read_s, least_s / ours)
 
 
 _Way = Callable[[Tensor], object]
@@ -68,9 +71,12 @@ _Way = Callable[[Tensor], object]
 def _ways(weight: Tensor) -> list[_Way]:
     """In the order of the fields of `ProductTime`, each a function of the rows."""
     packed, flat = pack_weight(weight), weight.flatten()
+    numbers, scales = as_int8(weight)
+    byte_panels = pack_weight(numbers)
     ordered = torch.ops.mkldnn._reorder_linear_weight.default(weight, 32)
     return [
         lambda x: linear(x, packed, None),
+        lambda x: linear(x, byte_panels, None, scales),
         lambda x: plain_linear(x, weight),
         lambda x: torch.ops.mkldnn._linear_pointwise.default(x, ordered, None, "none", [], ""),
         lambda x: functional.linear(x, weight),

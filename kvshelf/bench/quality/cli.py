@@ -24,6 +24,7 @@ from kvshelf.bench.options import (
     Model,
     Output,
     Threads,
+    Weights,
     choices,
     counted,
     decimals,
@@ -52,6 +53,7 @@ def quality(
     model: Model = "kvshelf-tiny",
     device: Device = "auto",
     dtype: Dtype = "auto",
+    weights: Weights = "plain",
     threads: Threads = 1,
     processes: Annotated[int, typer.Option(min=0, help="0: one per core, or one for a GPU.")] = 0,
     size: Annotated[
@@ -107,7 +109,7 @@ def quality(
         from kvshelf.bench.quality.grid import make_grid
         from kvshelf.bench.quality.tables import notes, quality_tables
 
-    options = EngineOptions(model, device, dtype, threads)
+    options = EngineOptions(model, device, dtype, threads, weights)
     crossed: dict[str, Any] = {
         "policies": _split(policies),
         "ratios": decimals(ratios, "--ratios", 0, 1) if ratios else (),
@@ -134,7 +136,14 @@ def quality(
     with _bar(grid.units()) as done:
         summary = bench.run(grid, options, resume, processes=processes, progress=done)
     title = f"{model}: exact answers, the question unknown at compression"
-    report: dict[str, Any] = {"bench": "quality", "model": model, "size": size, "seed": seed, "machine": machine()}
+    report: dict[str, Any] = {
+        "bench": "quality",
+        "model": model,
+        "weights": weights,
+        "size": size,
+        "seed": seed,
+        "machine": machine(),
+    }
     report |= summary.to_dict()
     publish(report, quality_tables(summary, title), output, as_json, notes=notes(summary))
     if picture is not None:
@@ -181,6 +190,7 @@ def _over_dataset(
     with _dataset_bar(len(documents) * len({(row.variant, row.removed) for row in rows})) as done:
         summary = run(documents, rows, options, resume, processes=processes, progress=done, **asking)
     report: dict[str, Any] = {"bench": "quality", "dataset": path.name, "model": options.model, **part, **asking}
+    report["weights"] = options.weights
     report |= {"machine": machine(), **summary.to_dict()}
     title = f"{options.model} on {path.name}: {len(documents)} documents, the question unknown at compression"
     return report, dataset_tables(summary, title), notes(summary)

@@ -5,14 +5,26 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from kvshelf._extras import needs_extra
-from kvshelf.bench.options import Device, Dtype, Json, Model, Output, Threads, choices, numbers, progress_bar, publish
+from kvshelf.bench.options import (
+    Device,
+    Dtype,
+    Json,
+    Model,
+    Output,
+    Threads,
+    Weights,
+    choices,
+    numbers,
+    progress_bar,
+    publish,
+)
 
 if TYPE_CHECKING:
     from kvshelf.store.base import Store
@@ -31,12 +43,14 @@ def speed(
     model: Model = "kvshelf-tiny",
     device: Device = "auto",
     dtype: Dtype = "auto",
+    weights: Weights = "plain",
     threads: Threads = 1,
     parts: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(_DEFAULT_PARTS),
     lengths: Annotated[
         str,
         typer.Option(
-            help="Tokens per document.  [default: 2k to 8k, codecs 8k, from the shelf to 16k, others 32k]",
+            help="Tokens per document.  [default: 2k to 8k, codecs 8k, from the shelf to 16k, serving 2,048 and 8,000, "
+            "others 32k, as far as the model takes them]",
         ),
     ] = "",
     policies: Annotated[str, typer.Option(help="To compress with.  [default: all of one pass]")] = "",
@@ -47,7 +61,16 @@ def speed(
         str | None,
         typer.Option(help="Interpreter with kvpress.  [default: this one, if it has it]"),
     ] = None,
-    vllm_python: Annotated[str | None, typer.Option(help="Interpreter with vLLM, for the part serving.")] = None,
+    vllm_python: Annotated[
+        str | None, typer.Option(help="Interpreter with vLLM, for the part serving.  [default: this one, if it has it]")
+    ] = None,
+    llama_python: Annotated[
+        str | None,
+        typer.Option(
+            help="Interpreter with llama-cpp-python, for the part serving.  [default: this one, if it has it]"
+        ),
+    ] = None,
+    budget: Annotated[float, typer.Option(min=1, help="Seconds that the part serving may take.")] = 270.0,
     ranks: Annotated[int, typer.Option(min=2, help="Processes that share the model, for the part ranks.")] = 2,
     stores: Annotated[
         list[str] | None, typer.Option("--store", help="URL of one more store to answer from; may be repeated.")
@@ -69,11 +92,11 @@ def speed(
         from kvshelf.bench.speed.compression import ONE_PASS, compression_costs
         from kvshelf.bench.speed.decode import decodings
         from kvshelf.bench.speed.first_token import first_tokens
-        from kvshelf.bench.speed.peer import open_kvpress, open_vllm
+        from kvshelf.bench.speed.peers.peer import open_kvpress
         from kvshelf.bench.speed.ranks import sharings
         from kvshelf.bench.speed.selecting import SELECTORS, selectings
-        from kvshelf.bench.speed.serving import LONGEST, servings
-        from kvshelf.bench.speed.subject import load_subject
+        from kvshelf.bench.speed.serving import LENGTHS, serving
+        from kvshelf.bench.speed.subject import fitting, load_subject
         from kvshelf.bench.speed.suffixes import bounded_answers
         from kvshelf.workers.suffixes.registry import SUFFIX_POLICIES
 
@@ -81,26 +104,30 @@ def speed(
     at = numbers(lengths) if lengths else None
     compared = [name.strip() for name in policies.split(",")] if policies else list(ONE_PASS)
     asked = numbers(questions, "--questions")
-    where, tables = machine(), list[Table]()
-    report: dict[str, Any] = {"bench": "speed", "model": model, "rounds": rounds}
-    with load_subject(model, device, dtype, threads) as subject, progress_bar() as progress:
+    where, tables, notes = machine(), list[Table](), list[str]()
+    report: dict[str, Any] = {"bench": "speed", "model": model, "weights": weights, "rounds": rounds}
+    with load_subject(model, device, dtype, threads, weights) as subject, progress_bar() as progress:
         report |= {"dtype": subject.dtype, "machine": where | {"threads": torch.get_num_threads()}}
         if "compression" in chosen:
             with open_kvpress(kvpress_python, subject, threads) as peer:
-                steps = progress.track(at or _COMPRESSION_LENGTHS, description="compression")
+                steps = progress.track(
+                    fitting(subject, at, _COMPRESSION_LENGTHS, "compression", notes), description="compression"
+                )
                 costs = [compression_costs(subject, peer, tokens, rounds, compared, removed) for tokens in steps]
                 report["kvpress"] = peer.versions if peer is not None else None
             report["compression"] = costs
             tables += map(show.compression_table, costs)
         if "codecs" in chosen:
             with _opened([]) as homes:
-                steps = progress.track(at or _CODECS_LENGTHS, description="codecs")
+                steps = progress.track(fitting(subject, at, _CODECS_LENGTHS, "codecs", notes), description="codecs")
                 encoded = [codec_costs(subject, homes["disk"], tokens, rounds) for tokens in steps]
             report["codecs"] = encoded
             tables += map(show.codecs_table, encoded)
         if "first-token" in chosen:
             with _opened(stores or []) as homes:
-                steps = progress.track(at or _SHELF_LENGTHS, description="first token")
+                steps = progress.track(
+                    fitting(subject, at, _SHELF_LENGTHS, "first token", notes), description="first token"
+                )
                 firsts = [first_tokens(subject, homes, tokens, rounds) for tokens in steps]
             report["first_token"] = firsts
             tables += map(show.first_token_table, firsts)
@@ -110,14 +137,14 @@ def speed(
             report["decode"] = found
             tables.append(show.decode_table(found))
         if "select" in chosen:
-            of_lengths = at or _SELECT_LENGTHS
+            of_lengths = fitting(subject, at, _SELECT_LENGTHS, "select", notes)
             bar = progress.add_task("selecting", total=len(of_lengths) * len(SELECTORS) * len(_SELECT_ROWS))
             selected = selectings(subject, of_lengths, _SELECT_ROWS, rounds, lambda: progress.advance(bar))
             report["select"] = selected
             tables.append(show.selecting_table(selected))
         if "cold" in chosen:
             with _opened(stores or []) as homes:
-                of_lengths = at or _SELECT_LENGTHS
+                of_lengths = fitting(subject, at, _SELECT_LENGTHS, "cold", notes)
                 bar = progress.add_task("reading", total=len(of_lengths) * (len(homes) + 1))
                 report["cold"] = read = colds(subject, homes, of_lengths, rounds, lambda: progress.advance(bar))
             tables.append(show.cold_table(read))
@@ -126,14 +153,28 @@ def speed(
             report["suffix"] = bounded = bounded_answers(subject, progress=lambda: progress.advance(bar))
             tables.append(show.suffix_table(bounded))
         if "serving" in chosen:
-            with open_vllm(vllm_python, subject, threads, LONGEST) if vllm_python else nullcontext() as vllm:
-                served = servings(subject, vllm, rounds, removed)
-                report |= {"serving": served, "vllm": vllm.versions if vllm is not None else None}
+            of_lengths = fitting(subject, at, LENGTHS, "serving", notes)
+            bar = progress.add_task("serving", total=None)
+            served = serving(
+                subject,
+                of_lengths,
+                rounds,
+                budget,
+                {"vLLM": vllm_python, "llama.cpp": llama_python},
+                threads,
+                tell=lambda row: progress.console.print(show.serving_line(row), soft_wrap=True, highlight=False),
+                turn=lambda said: progress.update(bar, description=said),
+            )
+            progress.remove_task(bar)
+            report["serving"] = served
+            notes += served.missing
             tables.append(show.serving_table(served))
         if "ranks" in chosen:
-            report["ranks"] = shared = sharings(subject, ranks, threads, at or _COMPRESSION_LENGTHS, rounds)
+            of_lengths = fitting(subject, at, _COMPRESSION_LENGTHS, "ranks", notes)
+            report["ranks"] = shared = sharings(subject, ranks, threads, of_lengths, rounds)
             tables.append(show.sharing_table(shared))
-    publish(report, tables, output, as_json, notes=load_warning(where))
+    said = [f"not measured: {each}" for each in notes] + [load_warning(where)]
+    publish(report, tables, output, as_json, notes="\n".join(filter(None, said)))
 
 
 @contextmanager

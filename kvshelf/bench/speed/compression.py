@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from kvshelf.bench.measure import Cost, Spread, cost, interleaved, ratios
-from kvshelf.bench.speed.peer import Peer
+from kvshelf.bench.speed.peers.peer import Peer
 from kvshelf.bench.speed.subject import Subject
 from kvshelf.workers.engine.prefill.prefill import Compression
 

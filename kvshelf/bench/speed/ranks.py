@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvshelf.bench.measure import Spread, ratios
-from kvshelf.bench.speed.peer import Peer, running
+from kvshelf.bench.speed.peers.peer import Peer, running
 from kvshelf.bench.speed.subject import Subject
 from kvshelf.workers.model.source import bundled_folder
 

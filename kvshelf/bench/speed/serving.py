@@ -1,206 +1,215 @@
-"""Documents prefilled and questions answered beside vLLM: same weights, token ids, dtype and threads, in wall time."""
+"""A document prefilled and questions on it answered, by kvshelf and by others, in wall time and within a budget.
+
+Works come in rounds, each in the same order, and each work is given to all ways in turn. What one way has taken tells
+what the next work will take it, and a work that would go beyond the budget is left to a larger one.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
 
-from kvshelf.bench.measure import Cost, Spread, cost, interleaved, ratios
-from kvshelf.bench.speed.decode import DOCUMENT_TOKENS, NEW_TOKENS, endless_answers
-from kvshelf.bench.speed.peer import Peer
-from kvshelf.bench.speed.subject import QUESTION_TOKENS, Subject
-from kvshelf.store.artifact.cache import CompressedCache
-from kvshelf.workers.engine.decode.generation import Sampling
-from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
+from kvshelf.bench.measure import Cost, Spread, ratios
+from kvshelf.bench.speed.peers.peer import open_llama, open_vllm
+from kvshelf.bench.speed.subject import ANSWER_TOKENS, QUESTION_TOKENS, Subject
+from kvshelf.bench.speed.ways import MOST_ANSWERS, OfPeer, Way, own_ways
 
-DOCUMENTS = 32
-LONG_TOKENS = 8192
-LONGEST = LONG_TOKENS + QUESTION_TOKENS + NEW_TOKENS
-"""Tokens of the longest sequence, for which vLLM has to be set up."""
+LENGTHS: Final = (2048, 8000)
+"""Tokens of the documents; questions are asked on one of the first length."""
 
-_REST_S = 0.5
-"""Before each turn: threads of the engine before it may still look for work, on the cores of whoever is next."""
+REPLICA: Final = "replica"
 
-Ask = Callable[[Sequence[int], Sequence[Sequence[int]], int], Cost]
-"""The cost of answers to questions on these documents, by number, all at once, of so many tokens each."""
+_ABSENT: Final = {
+    "vLLM": "no interpreter has it; --vllm-python names one",
+    "llama.cpp": "the model is no GGUF file, or no interpreter has llama-cpp-python; --llama-python names one",
+}
 
+_WARM_TOKENS: Final = 256
+_WARM_ANSWER: Final = 8
+_GROWTH: Final = 1.6
+"""A prefill takes this power of its tokens, or less: products take the first, attention the second."""
 
-@dataclass(frozen=True)
-class ServingRow:
-    """rates: of each way, wall seconds or new tokens a second, as `unit` says. beside_vllm: how many times as fast as
-    vLLM in the same round, in wall time; processor_beside_vllm: in processor time, which neighbours disturb less.
-    equivalents, saved: of each of our ways, prefill token equivalents of one answer, and how many more it would cost
-    without the shelf; empty for prefills, and on a device whose intensity is unknown."""
-
-    work: str
-    unit: str
-    rates: dict[str, Spread]
-    beside_vllm: dict[str, Spread]
-    processor_beside_vllm: dict[str, Spread]
-    equivalents: dict[str, float] = field(default_factory=dict)
-    saved: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Serving:
-    """ways: "full", "keydiff" and, if it was given, "vllm"."""
-
-    removed: float
-    rows: list[ServingRow]
-
-
-def servings(subject: Subject, vllm: Peer | None, rounds: int, removed: float) -> Serving:
-    """Every way in turn, the same ids for all; new ids in every round, so that no cache has seen them.
-
-    The documents of the questions are prefilled once, so of that there is one measurement: vLLM takes them in one go,
-    and kvshelf each in turn under every policy.
-    """
-    engine = subject.engine
-    documents = [subject.tokens(DOCUMENT_TOKENS, seed=10 + i) for i in range(DOCUMENTS)]
-    documents.append(subject.tokens(LONG_TOKENS, seed=9))
-    engine.compress(subject.tokens(DOCUMENT_TOKENS, seed=1))  # nothing is made for the first time where it is measured
-    most = max(len(work.documents) for work in WORKS)
-    scheduler = Scheduler(engine, SchedulerLimits(max_open=most, max_waiting=most))
-    scheduler.start()
-    try:
-        with endless_answers(subject):
-            caches, prefills = _prefilled(subject, documents, removed)
-            taken = {way: [_together(each[:-1])] for way, each in prefills.items()}
-            asks: dict[str, Ask] = {way: _ours(scheduler, kept) for way, kept in caches.items()}
-            if vllm is not None:
-                taken["vllm"] = [_asked(vllm, documents[:-1], 1)]
-                _asked(vllm, documents[-1:], 1)
-                asks["vllm"] = _theirs(vllm, documents)
-            rows = [_row(f"{DOCUMENTS} documents of {DOCUMENT_TOKENS:,} tokens prefilled", taken, 0)]
-            rows.append(_long_prefill(subject, vllm, rounds, removed))
-            rows += [_costed(subject, caches, work, _answers(subject, asks, rounds, work)) for work in WORKS]
-    finally:
-        scheduler.stop()
-    return Serving(removed, rows)
-
-
-def _prefilled(
-    subject: Subject, documents: Sequence[Sequence[int]], removed: float
-) -> tuple[dict[str, list[CompressedCache]], dict[str, list[Cost]]]:
-    """The documents' caches under each policy, and what each took."""
-    caches: dict[str, list[CompressedCache]] = {}
-    taken: dict[str, list[Cost]] = {}
-    for ids in documents:
-        for way, options in _ways(removed).items():
-            kept = caches.setdefault(way, [])
-            once = cost(lambda: kept.append(subject.engine.compress(ids, **options)))  # noqa: B023
-            taken.setdefault(way, []).append(once)
-    return caches, taken
-
-
-def _together(costs: Sequence[Cost]) -> Cost:
-    return Cost(sum(each.seconds for each in costs), sum(each.wall_s for each in costs))
-
-
-def _ways(removed: float) -> dict[str, dict[str, Any]]:
-    return {"full": {"policy": "full"}, "keydiff": {"policy": "keydiff", "compression_ratio": removed}}
+_REST_S: Final = 0.5
+"""Before each turn: threads of the way before it may still look for work, on the cores of whoever is next."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Questions on documents, by number; `new_tokens` of each answer."""
+    """A document of `document` tokens prefilled, or so many answers of `new_tokens` to questions on the last one."""
 
     name: str
-    documents: list[int]
-    new_tokens: int
+    document: int = 0
+    answers: int = 0
+    new_tokens: int = 0
 
 
-WORKS = (
-    Work(f"first token of a question on {LONG_TOKENS:,} tokens", [DOCUMENTS], 1),
-    Work(f"{DOCUMENTS} questions on {DOCUMENTS} documents", list(range(DOCUMENTS)), NEW_TOKENS),
-    Work(f"{DOCUMENTS} questions on one document", [0] * DOCUMENTS, NEW_TOKENS),
-    Work("one question alone", [0], NEW_TOKENS),
-)
+@dataclass(frozen=True)
+class Row:
+    """seconds: wall time of each way that was measured, processor_s: of its process. beside: how many times as fast as
+    each other way the replica was in wall time, within a round. rounds: how often it was measured."""
+
+    work: str
+    rounds: int
+    seconds: dict[str, Spread]
+    processor_s: dict[str, Spread]
+    beside: dict[str, Spread]
 
 
-def _long_prefill(subject: Subject, vllm: Peer | None, rounds: int, removed: float) -> ServingRow:
-    turn = {"seed": 0}
+@dataclass(frozen=True)
+class Serving:
+    """missing: what was not measured, and why. versions: of the packages of each peer."""
 
-    def fresh() -> list[int]:
+    ways: list[str]
+    rows: list[Row]
+    missing: list[str]
+    versions: dict[str, dict[str, str]]
+
+
+def works(lengths: Sequence[int]) -> list[Work]:
+    """In the order in which they run: a question needs its document."""
+    prefills = [Work(f"{tokens:,} tokens prefilled", tokens) for tokens in lengths]
+    asked = [
+        Work(f"first token of a question of {QUESTION_TOKENS} on {lengths[0]:,}", answers=1, new_tokens=1),
+        Work(f"one answer of {ANSWER_TOKENS}", answers=1, new_tokens=ANSWER_TOKENS),
+        Work(f"{MOST_ANSWERS} answers of 24 on one document", answers=MOST_ANSWERS, new_tokens=24),
+    ]
+    return [prefills[0], *asked, *prefills[1:]]
+
+
+def serving(
+    subject: Subject,
+    lengths: Sequence[int],
+    rounds: int,
+    budget_s: float,
+    interpreters: Mapping[str, str | None],
+    threads: int,
+    tell: Callable[[Row], None] = lambda _: None,
+    turn: Callable[[str], None] = lambda _: None,
+) -> Serving:
+    """Up to `rounds` rounds, as far as they end within the budget. interpreters: of vLLM and llama.cpp; None for this
+    one. tell: is given each row of the first round as soon as it is measured; turn: what is measured next."""
+    ends = time.monotonic() + budget_s
+    longest = max(lengths) + QUESTION_TOKENS + ANSWER_TOKENS
+    turn("starting peers")
+    with (
+        open_vllm(interpreters["vLLM"], subject, threads, longest) as vllm,
+        open_llama(interpreters["llama.cpp"], subject, threads, longest, MOST_ANSWERS) as llama,
+        own_ways(subject) as own,
+    ):
+        peers = {"vLLM": vllm, "llama.cpp": llama}
+        ways = own | {name: OfPeer(peer) for name, peer in peers.items() if peer is not None}
+        versions = {name: peer.versions for name, peer in peers.items() if peer is not None}
+        run = _Run(subject, ways, works(lengths), ends, turn)
+        run.warm()
+        for work in run.works:
+            if run.measure_first(work):
+                tell(run.row(work))
+        for number in range(1, rounds):
+            if not all(run.measure_again(work, number) or work is not run.works[0] for work in run.works):
+                break  # without its document, questions would be on the one before
+    missing = [f"{name}: {_ABSENT[name]}" for name, peer in peers.items() if peer is None]
+    rows = [run.row(work) for work in run.works if run.taken[work.name]]
+    return Serving([*ways], rows, [*missing, *run.missing(rounds)], versions)
+
+
+@dataclass
+class _Run:
+    subject: Subject
+    ways: Mapping[str, Way]
+    works: Sequence[Work]
+    ends: float
+    turn: Callable[[str], None]
+    taken: dict[str, dict[str, list[Cost]]] = field(default_factory=dict)
+    _prefilled: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Of each way, the tokens and seconds of its last prefill."""
+
+    _token_s: dict[str, float] = field(default_factory=dict)
+    """Of each way, the seconds of a token of its last answers."""
+
+    _left_out: dict[tuple[str, str], float] = field(default_factory=dict)
+    """What each way would take for a work that it was not given."""
+
+    _seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.taken = {work.name: {} for work in self.works}
+
+    def warm(self) -> None:
+        """Nothing is made for the first time where it is measured; the second time tells what the first work takes."""
+        tokens = min(_WARM_TOKENS, self.works[0].document)
+        for name, way in self.ways.items():
+            self.turn(f"{name}: warming up")
+            for _ in range(2):
+                self._prefilled[name] = tokens, way.prefilled(self._ids(tokens)).wall_s
+                warm = way.answered([self._ids(QUESTION_TOKENS)], _WARM_ANSWER)
+                self._token_s[name] = warm.wall_s / _WARM_ANSWER
+
+    def measure_first(self, work: Work) -> bool:
+        """Give a work to the ways that have time for it, and for questions their document. Whether any had."""
+        document, questions = self._given(work)
+        for name in self.ways:
+            expected = self._expected(name, work)
+            asked_of_nothing = not work.document and name not in self.taken[self.works[0].name]
+            if asked_of_nothing or time.monotonic() + expected > self.ends:
+                self._left_out[work.name, name] = expected
+            else:
+                self._take_turn(name, work, document, questions, 0)
+        return bool(self.taken[work.name])
+
+    def measure_again(self, work: Work, number: int) -> bool:
+        """Give a work to all ways that were measured before, or to none. Whether they had time for it."""
+        ways = [*self.taken[work.name]]
+        if not ways or time.monotonic() + sum(self._expected(name, work) for name in ways) > self.ends:
+            return False
+        document, questions = self._given(work)
+        for name in ways:
+            self._take_turn(name, work, document, questions, number)
+        return True
+
+    def _given(self, work: Work) -> tuple[list[int], list[list[int]]]:
+        """A document and questions that nobody has seen."""
+        return self._ids(work.document), [self._ids(QUESTION_TOKENS) for _ in range(work.answers)]
+
+    def _take_turn(self, name: str, work: Work, document: list[int], questions: list[list[int]], number: int) -> None:
+        self.turn(f"{work.name}: {name}, round {number + 1}")
         time.sleep(_REST_S)
-        return subject.tokens(LONG_TOKENS, seed=100_000 + turn["seed"])
+        way = self.ways[name]
+        if work.document:
+            cost = way.prefilled(document)
+            self._prefilled[name] = work.document, cost.wall_s
+        else:
+            cost = way.answered(questions, work.new_tokens)
+            if work.new_tokens >= _WARM_ANSWER:  # of fewer the question is most
+                self._token_s[name] = cost.wall_s / (work.answers * work.new_tokens)
+        self.taken[work.name].setdefault(name, []).append(cost)
 
-    def compressed(options: dict[str, Any]) -> Cost:
-        ids = fresh()
-        return cost(lambda: subject.engine.compress(ids, **options))
+    def _expected(self, name: str, work: Work) -> float:
+        if known := self.taken[work.name].get(name):
+            return known[-1].wall_s
+        if not work.document:
+            return self._token_s[name] * work.answers * max(work.new_tokens, _WARM_ANSWER)
+        tokens, seconds = self._prefilled[name]
+        return seconds * float((work.document / tokens) ** _GROWTH)
 
-    runs: dict[str, Callable[[], Cost | None]] = {"next": lambda: turn.update(seed=turn["seed"] + 1)}
-    runs |= {way: lambda options=options: compressed(options) for way, options in _ways(removed).items()}  # type: ignore[misc]
-    if vllm is not None:
-        runs["vllm"] = lambda: _asked(vllm, [fresh()], 1)
-    found = interleaved(runs, rounds)
-    del found["next"]
-    return _row(f"{LONG_TOKENS:,} tokens prefilled", found, 0)  # type: ignore[arg-type]
+    def _ids(self, count: int) -> list[int]:
+        self._seed += 1
+        return self.subject.tokens(count, seed=self._seed)
 
+    def row(self, work: Work) -> Row:
+        taken = self.taken[work.name]
+        wall = {name: [cost.wall_s for cost in costs] for name, costs in taken.items()}
+        processor = {name: Spread.of([cost.seconds for cost in costs]) for name, costs in taken.items()}
+        beside = {name: ratios(own, wall[REPLICA]) for name, own in wall.items() if REPLICA in wall and name != REPLICA}
+        seconds = {name: Spread.of(own) for name, own in wall.items()}
+        return Row(work.name, max(map(len, wall.values())), seconds, processor, beside)
 
-def _answers(subject: Subject, asks: dict[str, Ask], rounds: int, work: Work) -> ServingRow:
-    count, turn = len(work.documents), {"seed": 0}
-
-    def run(ask: Ask) -> Cost:
-        time.sleep(_REST_S)
-        first = 1000 + turn["seed"] * count
-        questions = [subject.tokens(QUESTION_TOKENS, seed=first + i) for i in range(count)]
-        return ask(work.documents, questions, work.new_tokens)
-
-    runs: dict[str, Callable[[], Cost | None]] = {"next": lambda: turn.update(seed=turn["seed"] + 1)}
-    runs |= {way: lambda ask=ask: run(ask) for way, ask in asks.items()}  # type: ignore[misc]
-    found = interleaved(runs, rounds)
-    del found["next"]
-    return _row(work.name, found, count * work.new_tokens if work.new_tokens > 1 else 0)  # type: ignore[arg-type]
-
-
-def _costed(subject: Subject, caches: dict[str, list[CompressedCache]], work: Work, row: ServingRow) -> ServingRow:
-    engine, document = subject.engine, work.documents[0]
-    found = {
-        way: engine.equivalents.answered(engine.attach(kept[document]), 1.0, QUESTION_TOKENS, work.new_tokens)
-        for way, kept in caches.items()
-    }
-    costs, saved = ({way: each[place] for way, each in found.items() if each[place] is not None} for place in range(2))
-    return replace(row, equivalents=costs, saved=saved)  # type: ignore[arg-type]
-
-
-def _row(work: str, costs: dict[str, list[Cost]], tokens: int) -> ServingRow:
-    walls = {way: [cost.wall_s for cost in taken] for way, taken in costs.items()}
-    seconds = {way: [cost.seconds for cost in taken] for way, taken in costs.items()}
-    rates = {way: Spread.of([tokens / wall if tokens else wall for wall in taken]) for way, taken in walls.items()}
-    return ServingRow(work, "tokens/s" if tokens else "s", rates, _beside(walls), _beside(seconds))
-
-
-def _beside(taken: dict[str, list[float]]) -> dict[str, Spread]:
-    """How many times as fast as vLLM each other way is, within a round."""
-    return {way: ratios(taken["vllm"], own) for way, own in taken.items() if way != "vllm" and "vllm" in taken}
-
-
-def _ours(scheduler: Scheduler, caches: Sequence[CompressedCache]) -> Ask:
-    def ask(documents: Sequence[int], questions: Sequence[Sequence[int]], new_tokens: int) -> Cost:
-        def answer() -> None:
-            sampling = Sampling(max_tokens=new_tokens)
-            asked = zip(documents, questions, strict=True)
-            tickets = [scheduler.generate(caches[document], question, sampling) for document, question in asked]
-            told = [len(ticket.future.result().token_ids) for ticket in tickets]
-            assert told == [new_tokens] * len(questions), "no token ends an answer"
-
-        return cost(answer)
-
-    return ask
-
-
-def _theirs(vllm: Peer, prefixes: Sequence[Sequence[int]]) -> Ask:
-    def ask(documents: Sequence[int], questions: Sequence[Sequence[int]], new_tokens: int) -> Cost:
-        asked = zip(documents, questions, strict=True)
-        return _asked(vllm, [[*prefixes[document], *question] for document, question in asked], new_tokens)
-
-    return ask
-
-
-def _asked(vllm: Peer, prompts: Sequence[Sequence[int]], new_tokens: int) -> Cost:
-    found = vllm.ask(prompts=prompts, new_tokens=new_tokens)
-    assert found["tokens"] == new_tokens * len(prompts), "no token ends an answer"
-    return Cost(found["seconds"], found["wall_s"])
+    def missing(self, rounds: int) -> list[str]:
+        """What the budget left out, one line each."""
+        said = [f"{work} by {name} (about {seconds:,.0f} s)" for (work, name), seconds in self._left_out.items()]
+        for work in self.works:
+            measured = max(map(len, self.taken[work.name].values()), default=rounds)
+            if measured < rounds:
+                said.append(f"{work.name}: {measured} of {rounds} rounds")
+        return said

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +17,16 @@ from kvshelf.bench.engines import EngineOptions
 from kvshelf.bench.measure import chosen_dtype
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.model.loading import chosen_device
+from kvshelf.workers.model.int8 import require_int8, round_to_int8
+from kvshelf.workers.model.loading import chosen_device, readable
 from kvshelf.workers.model.prepacking import prepack
-from kvshelf.workers.model.source import BUNDLED, bundled_folder
+from kvshelf.workers.model.source import source_of
 
 QUESTION_TOKENS = 32
 """Tokens of every question that a bench of speed asks."""
+
+ANSWER_TOKENS = 64
+"""Tokens of its longest answers, but for those of the part `suffix`."""
 
 
 _NAME = re.compile(r"random:(\d+)")
@@ -30,10 +34,12 @@ _NAME = re.compile(r"random:(\d+)")
 
 @dataclass(frozen=True)
 class Subject:
-    """An engine, and the source from which another process loads the same model: a local folder or a hub id."""
+    """An engine, and the source from which another process loads the same model: a local folder or a hub id. gguf: the
+    file that the folder was converted from."""
 
     engine: Engine
     source: str
+    gguf: str | None = None
 
     @property
     def device(self) -> torch.device:
@@ -49,22 +55,49 @@ class Subject:
 
 
 @contextmanager
-def load_subject(name: str, device: str, dtype: str, threads: int) -> Iterator[Subject]:
+def load_subject(name: str, device: str, dtype: str, threads: int, weights: str = "plain") -> Iterator[Subject]:
     """`name` is a bundled model, a local folder, a hub id, or "random:8" for a random Llama of 8 layers.
 
     `threads` is for torch; 0 leaves its own choice. The model is prepacked as in replicas, for everything that is
     measured, including what kvshelf is compared with.
     """
-    options, layers = EngineOptions(name, device, dtype, threads), random_layers(name)
+    options, layers = EngineOptions(name, device, dtype, threads, weights), random_layers(name)
     with tempfile.TemporaryDirectory(prefix="kvshelf-bench-") as folder:
         if layers is None:
-            engine, source = options.load(), bundled_folder(name) if name in BUNDLED else name
+            engine, origin = options.load(), source_of(name)
+            source = readable(name)
+            gguf = origin if origin != source else None
         else:
             options.configure()
             save_random_model(Path(folder), layers)
-            engine, source = Engine(load_random_model(Path(folder), chosen_device(device), dtype), name=name), folder
-            prepack(engine.model)
-        yield Subject(engine, source)
+            model = load_random_model(Path(folder), chosen_device(device), dtype)
+            if weights == "int8":
+                require_int8(model, name, device=device, dtype=dtype)
+                round_to_int8(model, name)
+            engine, source, gguf = Engine(model, name=name), folder, None
+            prepack(engine.model, weights)
+        yield Subject(engine, source, gguf)
+
+
+def fitting(
+    subject: Subject, given: Sequence[int] | None, usual: Sequence[int], part: str, left_out: list[str]
+) -> list[int]:
+    """The lengths of documents for a part of the bench: those that were `given`, or the `usual` ones that the model
+    takes with a question and an answer, and at least its longest. left_out: gets a line for the usual ones that it does
+    not take. Raises `InvalidRequest` for one that was given."""
+    engine = subject.engine
+    most = engine.max_tokens - QUESTION_TOKENS - ANSWER_TOKENS
+    if given and max(given) > most:
+        raise InvalidRequest(
+            f"--lengths {max(given)}: {engine.name!r} takes {engine.max_tokens:,} tokens, and a question and an answer "
+            f"need {QUESTION_TOKENS + ANSWER_TOKENS} of them; give {most} at most",
+            param="lengths",
+        )
+    if given:
+        return list(given)
+    if longer := [f"{length:,}" for length in usual if length > most]:
+        left_out.append(f"{part} of {' and '.join(longer)} tokens: {engine.name!r} takes {engine.max_tokens:,}")
+    return [length for length in usual if length <= most] or [most]
 
 
 def random_layers(name: str) -> int | None:

@@ -15,7 +15,7 @@ from kvshelf.bench.speed.decode import Decodings
 from kvshelf.bench.speed.first_token import FirstTokens
 from kvshelf.bench.speed.ranks import Sharing
 from kvshelf.bench.speed.selecting import Selecting
-from kvshelf.bench.speed.serving import Serving, ServingRow
+from kvshelf.bench.speed.serving import Row, Serving
 from kvshelf.bench.speed.suffixes import BoundedAnswer
 
 
@@ -133,19 +133,24 @@ def suffix_table(rows: Sequence[BoundedAnswer]) -> Table:
 
 
 def serving_table(serving: Serving) -> Table:
-    """One row for each piece of work: seconds, or new tokens a second, and how many times as fast as vLLM."""
-    ways = [way for way in serving.rows[0].rates if way != "vllm"]
-    table = Table("", "", "vLLM", *(column for way in ways for column in (way, "of vLLM", "in processor time", "PTE")))
-    table.title = f"wall time; answers of 64 tokens to questions of 32; keydiff removes {serving.removed:.1%}"
-    table.caption = "PTE: prefill token equivalents of an answer, and without the shelf"
+    """One row for each work: seconds of each way, and how many times as fast the replica was."""
+    table = Table("", *serving.ways, "rounds")
+    table.title = "wall time; in brackets how many times as fast the replica was"
     for row in serving.rows:
-        cells = [_rate(row.rates[way].median) if way in row.rates else "" for way in ("vllm", *ways)]
-        found = (row.beside_vllm, row.processor_beside_vllm)
-        beside = [[ratio(each[way]) if way in each else "" for way in ways] for each in found]
-        costs = [_equivalents(row, way) for way in ways]
-        own = [cell for four in zip(cells[1:], *beside, costs, strict=True) for cell in four]
-        table.add_row(row.work, row.unit, cells[0], *own)
+        table.add_row(row.work, *(_cell(row, way) for way in serving.ways), str(row.rounds))
     return table
+
+
+def serving_line(row: Row) -> str:
+    """A row before the table is whole."""
+    return f"{row.work}: " + ", ".join(f"{way} {_cell(row, way)}" for way in row.seconds)
+
+
+def _cell(row: Row, way: str) -> str:
+    if way not in row.seconds:
+        return ""
+    seconds, beside = row.seconds[way].median, row.beside.get(way)
+    return f"{seconds:.3g} s" + (f" ({beside.median:.2f})" if beside else "")
 
 
 def sharing_table(rows: Sequence[Sharing]) -> Table:
@@ -159,15 +164,6 @@ def sharing_table(rows: Sequence[Sharing]) -> Table:
         for work, seconds, faster, memory in both:
             table.add_row(f"{row.tokens:,}", work, _ms(seconds["one"]), _ms(seconds["shared"]), ratio(faster), memory)
     return table
-
-
-def _equivalents(row: ServingRow, way: str) -> str:
-    cost = row.equivalents.get(way)
-    return "" if cost is None else f"{cost:,.0f} of {cost + row.saved[way]:,.0f}"
-
-
-def _rate(rate: float) -> str:
-    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def _ms(spread: Spread) -> str:

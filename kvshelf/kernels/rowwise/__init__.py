@@ -64,27 +64,31 @@ def unpack_weight(packed: Tensor) -> Tensor:
 _LIBRARY: Final = torch.library.Library("kvshelf", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-def linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """x `[..., inputs]` times a packed weight, and the bias `[outputs]`: `[..., outputs]`, fp32 on the CPU.
+def linear(x: Tensor, packed: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> Tensor:
+    """x `[..., inputs]` times a packed weight, and the bias `[outputs]`: `[..., outputs]`, fp32 on the CPU. scales:
+    `[outputs]` fp32, of a weight in int8, whose numbers are its own times these.
 
     Sums of a row go from the first input to the last, whatever the other rows. Bytes: weights once. FLOPs: 2 * rows *
     inputs * outputs.
     """
-    product: Tensor = torch.ops.kvshelf.linear.default(x, packed, bias)
+    product: Tensor = torch.ops.kvshelf.linear.default(x, packed, bias, scales)
     return product
 
 
-def _linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+def _linear(x: Tensor, packed: Tensor, bias: Tensor | None, scales: Tensor | None) -> Tensor:
     panels, inputs, _ = packed.shape
     require(
-        x.dtype == packed.dtype == torch.float32 and x.device.type == "cpu" and x.shape[-1] == inputs,
+        x.dtype == torch.float32
+        and packed.dtype == (torch.float32 if scales is None else torch.int8)
+        and x.device.type == "cpu"
+        and x.shape[-1] == inputs,
         "linear",
-        "x must be [..., inputs] in fp32 on the CPU",
+        "x must be [..., inputs] in fp32 on the CPU, and a weight with scales in int8",
         x=x,
         packed=packed,
     )
     out = x.new_empty(*x.shape[:-1], panels * PANEL)
-    multiply(x.contiguous(), packed, bias, out)
+    multiply(x.contiguous(), packed, scales, bias, out)
     return out
 
 
@@ -126,9 +130,9 @@ def _define(schema: str, run: Callable[..., Tensor], shaped: Callable[..., Tenso
 
 
 _define(
-    "linear(Tensor x, Tensor packed, Tensor? bias) -> Tensor",
+    "linear(Tensor x, Tensor packed, Tensor? bias, Tensor? scales) -> Tensor",
     _linear,
-    lambda x, packed, _: x.new_empty(*x.shape[:-1], packed.shape[0] * PANEL),
+    lambda x, packed, _, __: x.new_empty(*x.shape[:-1], packed.shape[0] * PANEL),
 )
 _define(
     "plain_linear(Tensor x, Tensor weight) -> Tensor",

@@ -19,21 +19,53 @@ enum { MOST = 5, WIDE = 4 };
 enum { MOST = 6, WIDE = 2 };
 #endif
 
+/* Weights of a byte are whole numbers, and each output has a scale, which its sums are multiplied by at the end. What is
+   summed is the same whether bytes become fp32 as they are read, or rows before have left them as fp32. */
+enum { INT8 = 2 };
+
+INLINE Floats load_weights(const void *panel, const int64_t at, const int type) {
+    if (type == FP32) return load(panel, at, FP32);
+    const int8_t *bytes = (const int8_t *)panel + at;
+#if defined(__AVX512F__)
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)bytes)));
+#elif defined(__AVX2__)
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)bytes)));
+#elif defined(__ARM_NEON)
+    uint32_t four;
+    memcpy(&four, bytes, sizeof four);
+    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(four)))));
+#else
+    Floats whole;
+    for (int l = 0; l < LANES; l++) whole[l] = bytes[l];
+    return whole;
+#endif
+}
+
+INLINE const void *at_weight(const void *panel, const int64_t at, const int type) {
+    return (const char *)panel + at * (type == INT8 ? 1 : sizeof(float));
+}
+
 /* Add to y the products of `rows` rows with as many vectors of a panel, over `depth` inputs. One sum for each output,
    from the first input to the last, whatever the number of rows and wherever a depth ends: the answer of a row must not
-   depend on its neighbours. ask: whether these weights come from memory. */
-INLINE void add_panel(const float *x, const int64_t x_step, const float *panel, float *y, const int64_t y_step,
-                      const int64_t depth, const int rows, const int vectors, const int ask) {
+   depend on its neighbours. ask: whether these weights come from memory. wide: where these weights are left as fp32; or
+   0. */
+INLINE void add_panel(const float *x, const int64_t x_step, const void *panel, const int type, float *y,
+                      const int64_t y_step, const int64_t depth, const int rows, const int vectors, const int ask,
+                      float *wide) {
     Floats sums[MOST][PANEL / LANES];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int v = 0; v < vectors; v++) sums[r][v] = load(y, r * y_step + v * LANES, FP32);
     for (int64_t k = 0; k < depth; k++) {
-        if (ask) __builtin_prefetch(panel + (k + ASKED) * PANEL), __builtin_prefetch(panel + (k + ASKED) * PANEL + 16);
+        if (ask) __builtin_prefetch(at_weight(panel, (k + ASKED) * PANEL, type));
+        if (ask && type == FP32) __builtin_prefetch(at_weight(panel, (k + ASKED) * PANEL + 16, type));
         Floats weights[PANEL / LANES];
 #pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++) weights[v] = load(panel, k * PANEL + v * LANES, FP32);
+        for (int v = 0; v < vectors; v++) {
+            weights[v] = load_weights(panel, k * PANEL + v * LANES, type);
+            if (wide) *(Floats *)(wide + k * PANEL + v * LANES) = weights[v];
+        }
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             const Floats number = spread(x[r * x_step + k]);
@@ -49,43 +81,80 @@ INLINE void add_panel(const float *x, const int64_t x_step, const float *panel, 
 
 /* As `add_panel`, with all of a panel's outputs, for up to MOST rows. The weights of one row or two are only read, and
    more vectors of them keep the units busy. */
-static void add_some(const float *x, int64_t x_step, const float *panel, float *y, int64_t y_step, int64_t depth,
-                     int64_t rows, int ask) {
-    if (rows == 1) return add_panel(x, x_step, panel, y, y_step, depth, 1, PANEL / LANES, 1);
-    if (rows == 2) return add_panel(x, x_step, panel, y, y_step, depth, 2, PANEL / LANES, 1);
+static void add_floats(const float *x, int64_t x_step, const float *panel, float *y, int64_t y_step, int64_t depth,
+                       int64_t rows, int ask) {
+    if (rows == 1) return add_panel(x, x_step, panel, FP32, y, y_step, depth, 1, PANEL / LANES, 1, 0);
+    if (rows == 2) return add_panel(x, x_step, panel, FP32, y, y_step, depth, 2, PANEL / LANES, 1, 0);
     for (int at = 0; at < PANEL; at += WIDE * LANES, ask = 0)
         switch (rows) {
-#define SOME(R)                                                                                   \
-    case R:                                                                                       \
-        if (ask)                                                                                  \
-            add_panel(x, x_step, panel + at, y + at, y_step, depth, R, WIDE, 1);                  \
-        else                                                                                      \
-            add_panel(x, x_step, panel + at, y + at, y_step, depth, R, WIDE, 0);                  \
+#define SOME(R)                                                                                    \
+    case R:                                                                                        \
+        if (ask)                                                                                   \
+            add_panel(x, x_step, panel + at, FP32, y + at, y_step, depth, R, WIDE, 1, 0);          \
+        else                                                                                       \
+            add_panel(x, x_step, panel + at, FP32, y + at, y_step, depth, R, WIDE, 0, 0);          \
         break;
-            SOME(3) SOME(4) SOME(5)
-#ifndef __ARM_NEON
-            SOME(6)
+#define EACH_SOME SOME(3) SOME(4) SOME(5) MORE
+#if defined(__AVX512F__)
+#define MORE SOME(6) SOME(7) SOME(8) SOME(9) SOME(10) SOME(11) SOME(12)
+#elif defined(__ARM_NEON)
+#define MORE
+#else
+#define MORE SOME(6)
 #endif
-#ifdef __AVX512F__
-            SOME(7) SOME(8) SOME(9) SOME(10) SOME(11) SOME(12)
-#endif
+            EACH_SOME
+#undef SOME
         }
 }
 
+/* As `add_floats`, of bytes. From three rows on they are left in `wide` as fp32, for rows that follow: that is hidden
+   behind the sums of these. */
+static void add_bytes(const float *x, int64_t x_step, const int8_t *panel, float *y, int64_t y_step, int64_t depth,
+                      int64_t rows, float *wide) {
+    if (rows == 1) return add_panel(x, x_step, panel, INT8, y, y_step, depth, 1, PANEL / LANES, 1, 0);
+    if (rows == 2) return add_panel(x, x_step, panel, INT8, y, y_step, depth, 2, PANEL / LANES, 1, 0);
+    for (int at = 0; at < PANEL; at += WIDE * LANES) switch (rows) {
+#define SOME(R) case R: add_panel(x, x_step, panel + at, INT8, y + at, y_step, depth, R, WIDE, 1, wide + at); break;
+            EACH_SOME
+#undef SOME
+        }
+}
+
+/* A packed weight. scales: of its outputs, where its numbers are bytes; else 0. bias: of its outputs, or 0. */
+typedef struct {
+    const void *numbers;
+    const float *scales, *bias;
+} Weight;
+
 /* Rows of similar numbers go together: a single one left behind would read all weights for itself. */
-static void multiply_rows(const float *x, int64_t x_step, const float *panel, const float *bias, float *y,
-                          int64_t y_step, int64_t inner, int64_t rows) {
+static void multiply_rows(const float *x, int64_t x_step, const Weight *panel, float *y, int64_t y_step, int64_t inner,
+                          int64_t rows) {
+    float wide[DEPTH * PANEL] __attribute__((aligned(64)));
     const int64_t groups = (rows + MOST - 1) / MOST;
+    const int bytes = panel->scales != 0;
     for (int64_t r = 0; r < rows; r++)
-        if (bias)
-            memcpy(y + r * y_step, bias, PANEL * sizeof *y);
+        if (panel->bias && !bytes)
+            memcpy(y + r * y_step, panel->bias, PANEL * sizeof *y);
         else
             memset(y + r * y_step, 0, PANEL * sizeof *y);
     for (int64_t k = 0; k < inner; k += DEPTH)
         for (int64_t g = 0; g < groups; g++) {
-            const int64_t from = g * rows / groups, to = (g + 1) * rows / groups;
-            add_some(x + from * x_step + k, x_step, panel + k * PANEL, y + from * y_step, y_step,
-                     inner - k < DEPTH ? inner - k : DEPTH, to - from, g == 0);
+            const int64_t from = g * rows / groups, some = (g + 1) * rows / groups - from;
+            const int64_t depth = inner - k < DEPTH ? inner - k : DEPTH;
+            const float *part = x + from * x_step + k;
+            if (!bytes)
+                add_floats(part, x_step, (const float *)panel->numbers + k * PANEL, y + from * y_step, y_step, depth,
+                           some, g == 0);
+            else if (g == 0)
+                add_bytes(part, x_step, (const int8_t *)panel->numbers + k * PANEL, y, y_step, depth, some, wide);
+            else
+                add_floats(part, x_step, wide, y + from * y_step, y_step, depth, some, 0);
+        }
+    for (int64_t r = 0; r < rows && bytes; r++)
+        for (int at = 0; at < PANEL; at += LANES) {
+            Floats scaled = load(y, r * y_step + at, FP32) * load(panel->scales, at, FP32);
+            if (panel->bias) scaled += load(panel->bias, at, FP32);
+            *(FloatsAnywhere *)(y + r * y_step + at) = scaled;
         }
 }
 
@@ -96,12 +165,12 @@ typedef struct {
     int64_t buffer, offset, strides[3];
 } Value;
 
-/* sizes: of a row of the result, of MEAN of what it is the mean of, of LINEAR the panels and the inputs. weight, bias:
-   addresses, of LINEAR alone; bias may be 0. */
+/* sizes: of a row of the result, of MEAN of what it is the mean of, of LINEAR the panels and the inputs. weight: of
+   LINEAR alone. */
 typedef struct {
     int64_t op, sizes[3];
     Value out, a, b;
-    int64_t weight, bias;
+    Weight weight;
 } Instruction;
 
 /* A value that outlives the list, or a constant: `base`, and elements from row to row. Any other: 0, the elements of a
@@ -202,12 +271,15 @@ INLINE void map_rows(const Block *block, const Instruction *now, const int64_t f
 
 static void multiply_block(const Block *block, const Instruction *now, int64_t first, int64_t end) {
     int64_t x_row, y_row;
-    const float *x = at(block, &now->a, &x_row), *weights = (const float *)now->weight;
+    const float *x = at(block, &now->a, &x_row);
     float *y = at(block, &now->out, &y_row);
     const int64_t inner = now->sizes[1];
+    const Weight *of = &now->weight;
     for (int64_t p = first; p < end; p++) {
-        const float *bias = now->bias ? (const float *)now->bias + p * PANEL : 0;
-        multiply_rows(x, x_row, weights + p * inner * PANEL, bias, y + p * PANEL, y_row, inner, block->rows);
+        const int64_t from = p * PANEL;
+        const Weight panel = {at_weight(of->numbers, from * inner, of->scales ? INT8 : FP32),
+                              of->scales ? of->scales + from : 0, of->bias ? of->bias + from : 0};
+        multiply_rows(x, x_row, &panel, y + from, y_row, inner, block->rows);
     }
 }
 
@@ -383,10 +455,10 @@ EXPORT void kvshelf_multiply_lines(const float *x, const float *weight, float *y
 }
 
 /* x [rows, inputs] times a packed weight, and the bias, into y. sizes: rows, panels, inputs, and the rows of a block. */
-EXPORT void kvshelf_multiply(float *x, const float *packed, const float *bias, float *y, const int64_t *sizes,
-                             int threads) {
+EXPORT void kvshelf_multiply(float *x, const void *packed, const float *scales, const float *bias, float *y,
+                             const int64_t *sizes, int threads) {
     const Value from = {.buffer = 0}, to = {.buffer = 1};
-    const Instruction product = {LINEAR, {sizes[1], sizes[2], 1}, to, from, from, (int64_t)packed, (int64_t)bias};
+    const Instruction product = {LINEAR, {sizes[1], sizes[2], 1}, to, from, from, {packed, scales, bias}};
     const Buffer buffers[] = {{x, sizes[2], 0}, {y, sizes[1] * PANEL, 0}};
     const RowProgram rows = {&product, buffers, 1, sizes[0], sizes[3], 0, 0};
     kvshelf_run(&(Part){&rows, 0}, 1, threads);

@@ -27,8 +27,6 @@ BLOCK_ROWS: Final = 96
 """Rows that a thread takes through all instructions at a time: a multiple of how many registers hold sums of, and few
 enough for what lies between to stay in a second-level cache of a megabyte."""
 
-_WORDS: Final = 21  # int64 numbers of an instruction
-
 
 @dataclass(frozen=True)
 class Place:
@@ -44,7 +42,7 @@ class Instruction:
     """One operation of `OPERATIONS` on every row.
 
     sizes: of a row of the result, of "mean" of what it is the mean of over the last, of "linear" the panels, the inputs
-    and 1. `b` of an operation on one value is `a`. weight, bias: of "linear".
+    and 1. `b` of an operation on one value is `a`. weight, scales, bias: of "linear"; scales where the weight is int8.
     """
 
     operation: str
@@ -53,6 +51,7 @@ class Instruction:
     a: Place
     b: Place
     weight: Tensor | None = None
+    scales: Tensor | None = None
     bias: Tensor | None = None
 
     @property
@@ -122,17 +121,19 @@ class RowProgram:
 
     def _words(self, each: Instruction) -> list[int]:
         places = [word for p in each.places for word in (self._at[p.buffer], p.offset, *p.strides)]
-        weight, bias = (0 if tensor is None else tensor.data_ptr() for tensor in (each.weight, each.bias))
-        return [OPERATIONS.index(each.operation), *each.sizes, *places, weight, bias]
+        given = (each.weight, each.scales, each.bias)
+        weight = [0 if tensor is None else tensor.data_ptr() for tensor in given]
+        return [OPERATIONS.index(each.operation), *each.sizes, *places, *weight]
 
 
-def multiply(x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """x `[..., inputs]` times a packed weight into `out` `[..., outputs]`, both contiguous."""
+def multiply(x: Tensor, packed: Tensor, scales: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
+    """x `[..., inputs]` times a packed weight into `out` `[..., outputs]`, both contiguous. scales: `[outputs]`, of a
+    weight in int8."""
     (panels, inputs, _), threads = packed.shape, torch.get_num_threads()
     rows = out.numel() // (panels * PANEL)
     sizes = (ctypes.c_int64 * 4)(rows, panels, inputs, _block_rows(rows, threads))
-    given = None if bias is None else pointer(bias)
-    compiled().kvshelf_multiply(pointer(x), pointer(packed), given, pointer(out), sizes, threads)
+    given = (None if each is None else pointer(each) for each in (scales, bias))
+    compiled().kvshelf_multiply(pointer(x), pointer(packed), *given, pointer(out), sizes, threads)
 
 
 def multiply_lines(x: Tensor, weight: Tensor, out: Tensor) -> None:

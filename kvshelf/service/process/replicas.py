@@ -39,6 +39,7 @@ def _config(settings: Settings, shelf: StoreConfig, model: str, *, local: bool) 
         store=shelf,
         device=settings.device,
         dtype=settings.dtype,
+        weights=settings.weights,
         chat_template=settings.chat_template,
         threads=settings.threads or share_of_cpus if local else settings.threads,
         limits=SchedulerLimits(

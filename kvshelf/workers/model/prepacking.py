@@ -29,6 +29,7 @@ from kvshelf.kernels.rowwise import (
     unpack_weight,
 )
 from kvshelf.workers.model.devices import hooked
+from kvshelf.workers.model.int8 import as_int8, linear_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,10 +54,22 @@ class PackedLinear(nn.Module, abc.ABC):
         self._dtype = weight.dtype  # another one later (`model.double()`) is torch's own to multiply
 
     @staticmethod
-    def of(weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        """The layer of a weight `[out_features, in_features]`, with its own copy of it."""
-        kind = PanelLinear if PanelLinear.takes(weight) else PrepackedLinear
-        return kind(kind._packed(weight.detach()), bias)
+    def of(weight: Tensor, bias: Tensor | None, weights: str = "plain") -> PackedLinear:
+        """The layer of a weight `[out_features, in_features]`, with its own copy of it. weights: "int8" where it was
+        rounded so, as `loading.load` does."""
+        kind: type[PackedLinear] = PrepackedLinear
+        if PanelLinear.takes(weight):
+            kind = Int8Linear if weights == "int8" else PanelLinear
+        return kind._of(weight.detach(), bias)
+
+    @classmethod
+    def _of(cls, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        return cls(cls._packed(weight), bias)
+
+    @property
+    def _numbers(self) -> Tensor:
+        """Whose dtype is that of the weight."""
+        return self.weight
 
     @property
     @abc.abstractmethod
@@ -72,14 +85,13 @@ class PackedLinear(nn.Module, abc.ABC):
 
     def forward(self, x: Tensor) -> Tensor:
         """The product, in the dtype of `x`, which must be that of the weight."""
-        if (x.requires_grad and torch.is_grad_enabled()) or self.weight.dtype != self._dtype:
+        if (x.requires_grad and torch.is_grad_enabled()) or self._numbers.dtype != self._dtype:
             return nn.functional.linear(x, self.unpacked, self.bias)
         return self._product(x)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedLinear:
         """torch cannot copy a weight that oneDNN has ordered."""
-        made = type(self)(self._packed(self.unpacked), copy.deepcopy(self.bias, memo))
-        return made.train(self.training)
+        return self._of(self.unpacked, copy.deepcopy(self.bias, memo)).train(self.training)
 
     def extra_repr(self) -> str:
         """The shape, printed as `nn.Linear` prints it."""
@@ -132,6 +144,33 @@ class PanelLinear(PackedLinear):
         return linear(x, self.weight, self.bias)
 
 
+class Int8Linear(PanelLinear):
+    """With weights that were rounded to int8 (`int8.round_to_int8`): panels of bytes, and a scale for every output."""
+
+    scales: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, scales: Tensor) -> None:
+        super().__init__(weight, bias)
+        self.register_buffer("scales", scales, persistent=False)  # not in the state dict, where `unpacked` is
+        self._dtype = scales.dtype
+
+    @classmethod
+    def _of(cls, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        numbers, scales = as_int8(weight)
+        return cls(pack_weight(numbers), bias, scales)
+
+    @property
+    def _numbers(self) -> Tensor:
+        return self.scales
+
+    @property
+    def unpacked(self) -> Tensor:
+        return unpack_weight(self.weight) * self.scales[:, None]
+
+    def _product(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias, self.scales)
+
+
 class TiedLinear(nn.Module):
     """As `nn.Linear` without a bias, with a weight that another module has, too: a head tied to the
     embedding. kvshelf's own C form multiplies it as it is, so that it takes no memory of its own."""
@@ -171,14 +210,15 @@ class SummedLinear(nn.Module):
         return product if self.bias is None else product + self.bias
 
 
-def prepack(model: PreTrainedModel) -> None:
+def prepack(model: PreTrainedModel, weights: str = "plain") -> None:
     """Replace the linear layers of `model`, in place, where that makes them faster: on x86 CPUs. Where processes share
     the model, each replaces its parts.
 
-    Old weights are freed one by one, so peak memory grows by one weight. Weights that two modules share (a head tied to
-    the embedding) stay as they are, multiplied by another product in fp32. Dtypes without a fast product in oneDNN,
-    subclasses of `nn.Linear`, and models on other devices, or on several, stay unchanged. Do not use it on a model that
-    is trained or whose weights change.
+    weights: as of `loading.load`, which the model comes from. Old weights are freed one by one, so peak memory grows by
+    one weight. Weights that two modules share (a head tied to the embedding) stay as they are, multiplied by another
+    product in fp32; in int8 the head has bytes of its own beside the embedding. Dtypes without a fast product in
+    oneDNN, subclasses of `nn.Linear`, and models on other devices, or on several, stay unchanged. Do not use it on a
+    model that is trained or whose weights change.
     """
     if hooked(model):
         return
@@ -186,18 +226,20 @@ def prepack(model: PreTrainedModel) -> None:
         return
     plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    rounded = {name for name, _ in linear_layers(model)} if weights == "int8" else set()
     for name in [name for name, _ in model.named_modules()]:  # names alone: a list of modules would keep all weights
         module = model.get_submodule(name)
         if type(module) is not nn.Linear or not _is_fast(module.weight):
             continue
-        if uses[id(module.weight)] > 1:
+        if uses[id(module.weight)] > 1 and not (name in rounded and PanelLinear.takes(module.weight)):
             if TiedLinear.takes(module):
                 model.set_submodule(name, TiedLinear(module.weight).train(module.training))
             continue
         style = plan.get(re.sub(r"\d+", "*", name), "")
         weight, bias = _own(module.weight), _own(module.bias)
         if weight is module.weight or style == "colwise":
-            model.set_submodule(name, PackedLinear.of(weight, bias).train(module.training))
+            kind = "int8" if name in rounded else "plain"
+            model.set_submodule(name, PackedLinear.of(weight, bias, kind).train(module.training))
         elif style == "rowwise":
             model.set_submodule(name, SummedLinear(PackedLinear.of(weight, None), bias).train(module.training))
 

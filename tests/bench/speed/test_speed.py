@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from contextlib import ExitStack, closing, contextmanager
 
 import pytest
@@ -14,14 +15,16 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from kvshelf.bench.cli import app
-from kvshelf.bench.speed import decode, kvpress_worker, serving
+from kvshelf.bench.speed import decode, serving
 from kvshelf.bench.speed.codecs import codec_costs, codec_ways
 from kvshelf.bench.speed.compression import compress, compression_costs, plain_prefill
 from kvshelf.bench.speed.first_token import _ways, first_tokens
-from kvshelf.bench.speed.peer import Peer, open_kvpress
+from kvshelf.bench.speed.peers import kvpress_worker
+from kvshelf.bench.speed.peers.peer import Peer, open_kvpress
 from kvshelf.bench.speed.subject import (
     QUESTION_TOKENS,
     Subject,
+    fitting,
     load_random_model,
     load_subject,
     random_layers,
@@ -29,6 +32,7 @@ from kvshelf.bench.speed.subject import (
 )
 from kvshelf.bench.speed.suffixes import bounded_answers
 from kvshelf.bench.speed.tables import codecs_table, serving_table, suffix_table
+from kvshelf.bench.speed.ways import OfPeer, own_ways
 from kvshelf.errors import InvalidRequest, StoreUnavailable, WorkerCrashed
 from kvshelf.kernels.quantize.rows import plain
 from kvshelf.store.url import open_store
@@ -126,35 +130,91 @@ import json, sys
 print(json.dumps({"versions": {"vllm": "1"}}), flush=True)
 for line in sys.stdin:
     asked = json.loads(line)
-    tokens = len(asked["prompts"]) * asked["new_tokens"]
-    print(json.dumps({"wall_s": 2.0, "seconds": 4.0, "tokens": tokens}), flush=True)
+    count, longest = len(asked["prompts"]), max(map(len, asked["prompts"]))
+    seconds = 2.0 if longest < 150 else 1000.0
+    print(json.dumps({"wall_s": seconds, "seconds": 4.0, "tokens": count * asked["new_tokens"]}), flush=True)
 """
 
 
-def test_serving_has_a_row_for_each_work_beside_the_peer_and_without_one(subject, monkeypatch):
-    for name, small in {"DOCUMENT_TOKENS": 96, "LONG_TOKENS": 160, "DOCUMENTS": 2, "NEW_TOKENS": 3}.items():
-        monkeypatch.setattr(serving, name, small)
-    works = (serving.Work("first token", [2], 1), serving.Work("two", [0, 1], 3), serving.Work("one", [0], 3))
-    monkeypatch.setattr(serving, "WORKS", works)
+@pytest.fixture
+def without_rest(monkeypatch):
     monkeypatch.setattr(serving, "_REST_S", 0.0)
-    with speaking(SERVING, "vLLM") as peer:
-        beside = serving.servings(subject, peer, 1, 0.75)
-    alone = serving.servings(subject, None, 1, 0.75)
-    assert [row.unit for row in beside.rows] == ["s", "s", "s", "tokens/s", "tokens/s"]
-    assert [row.rates["vllm"].median for row in beside.rows] == [2.0, 2.0, 2.0, 3.0, 1.5]
-    for row, without in zip(beside.rows, alone.rows, strict=True):
-        assert set(row.rates) == {"full", "keydiff", "vllm"}
-        assert set(without.rates) == {"full", "keydiff"}
-        assert without.beside_vllm == {}
-        own = row.rates["full"].median
-        assert row.beside_vllm["full"].median == pytest.approx(
-            2.0 / own if row.unit == "s" else own / row.rates["vllm"].median
-        )
-        assert row.processor_beside_vllm["full"].median > 0
-        assert set(row.equivalents) == set(row.saved) == (set() if "prefilled" in row.work else {"full", "keydiff"})
-        assert all(row.equivalents["keydiff"] < row.equivalents["full"] for _ in row.equivalents)
-        assert all(row.saved["full"] == pytest.approx(160 if row.work == "first token" else 96) for _ in row.saved)
-    assert serving_table(beside).row_count == 5
+
+
+@contextmanager
+def measuring(subject, lengths, budget_s):
+    """The run of a serving part beside a peer that says it takes 2 s, and 1,000 for what is longer than 150 tokens."""
+    with speaking(SERVING, "vLLM") as peer, own_ways(subject) as ways:
+        ends = time.monotonic() + budget_s
+        run = serving._Run(subject, ways | {"vLLM": OfPeer(peer)}, serving.works(lengths), ends, lambda _: None)
+        run.warm()
+        yield run
+
+
+@pytest.mark.usefixtures("without_rest")
+def test_serving_has_a_row_for_each_work_and_tells_it_when_it_is_measured(subject):
+    told = []
+    interpreters = {"vLLM": None, "llama.cpp": None}
+    found = serving.serving(subject, [96, 160], 2, 60.0, interpreters, 1, tell=lambda row: told.append(row.work))
+    assert told == [row.work for row in found.rows] == [work.name for work in serving.works([96, 160])]
+    assert [row.rounds for row in found.rows] == [2] * 5
+    for row in found.rows:
+        assert set(row.seconds) == set(row.processor_s) == {"transformers", "Engine.load", "replica"}
+        assert set(row.beside) == {"transformers", "Engine.load"}
+        assert all(each.low > 0 for each in row.seconds.values())
+    assert [line.split(":")[0] for line in found.missing] == ["vLLM", "llama.cpp"]
+    assert serving_table(found).row_count == 5
+
+
+@pytest.mark.usefixtures("without_rest")
+def test_serving_measures_a_random_model_without_a_tokenizer():
+    with load_subject("random:1", "cpu", "float32", 1, "int8") as subject:
+        found = serving.serving(subject, [96], 1, 60.0, {"vLLM": None, "llama.cpp": None}, 1)
+    assert [row.rounds for row in found.rows] == [1] * 4
+
+
+@pytest.mark.usefixtures("without_rest")
+def test_serving_stands_beside_a_peer(subject):
+    with measuring(subject, [96], 60.0) as run:
+        assert all(run.measure_first(work) for work in run.works)
+        row = run.row(run.works[0])
+    assert row.seconds["vLLM"].median == 2.0
+    assert row.processor_s["vLLM"].median == 4.0
+    assert row.beside["vLLM"].median == pytest.approx(2.0 / row.seconds["replica"].median)
+
+
+@pytest.mark.usefixtures("without_rest")
+def test_what_would_go_beyond_the_budget_is_left_out_by_name(subject):
+    """A peer for which 100 tokens take 2 s cannot prefill 3,000 in a minute. Later rounds are left out as a whole."""
+    with measuring(subject, [96, 3000], 60.0) as run:
+        for work in run.works:
+            run.measure_first(work)
+        assert "vLLM" not in run.taken["3,000 tokens prefilled"]
+        assert "3,000 tokens prefilled by vLLM (about 493 s)" in run.missing(1)
+        run.ends = time.monotonic() + 1.0
+        assert not run.measure_again(run.works[0], 1)
+        assert "96 tokens prefilled: 1 of 2 rounds" in run.missing(2)
+
+
+@pytest.mark.usefixtures("without_rest")
+def test_no_question_is_asked_of_a_document_that_was_not_prefilled(subject):
+    with measuring(subject, [100], 3.0) as run:
+        run.ends = time.monotonic() + 1.5
+        for work in run.works:
+            run.measure_first(work)
+    assert all("vLLM" not in taken for taken in run.taken.values())
+    assert len([line for line in run.missing(1) if "by vLLM" in line]) == 4
+
+
+def test_lengths_fit_the_model(subject):
+    left_out = []
+    most = subject.engine.max_tokens - 96
+    assert fitting(subject, None, [2048, 32768], "cold", left_out) == [2048]
+    assert left_out == [f"cold of 32,768 tokens: 'kvshelf-tiny' takes {subject.engine.max_tokens:,}"]
+    assert fitting(subject, None, [32768], "cold", []) == [most]
+    assert fitting(subject, [64, most], [2048], "cold", []) == [64, most]
+    with pytest.raises(InvalidRequest, match=f"give {most} at most"):
+        fitting(subject, [most + 1], [2048], "cold", [])
 
 
 def test_an_answer_that_is_too_short_is_no_measurement():
@@ -162,7 +222,7 @@ def test_an_answer_that_is_too_short_is_no_measurement():
         speaking(SERVING.replace('asked["new_tokens"]', "0"), "vLLM") as peer,
         pytest.raises(AssertionError, match="no token ends"),
     ):
-        serving._asked(peer, [[1]], 3)
+        OfPeer(peer).prefilled([1])
 
 
 def test_an_interpreter_without_kvpress_is_named(subject, tmp_path):
@@ -385,6 +445,19 @@ def test_speed_command(tmp_path):
     assert [[row["policy"] for row in length["rows"]] for length in found["compression"]] == [["snapkv", "lagkv"]] * 2
     assert [length["tokens"] for length in found["first_token"]] == [256, 384]
     assert "decode" not in found
+
+
+@pytest.mark.slow
+def test_serving_command(tmp_path):
+    report = tmp_path / "speed.json"
+    arguments = ["speed", "--parts", "serving", "--lengths", "256", "--rounds", "1", "--budget", "60"]
+    result = CliRunner().invoke(app, [*arguments, "--weights", "int8", "--output", str(report)])
+    assert result.exit_code == 0, result.output
+    assert "256 tokens prefilled: transformers" in result.stderr  # told before the table
+    assert "not measured: vLLM" in result.output
+    found = json.loads(report.read_text())
+    assert found["weights"] == "int8"
+    assert len(found["serving"]["rows"]) == 4
 
 
 @pytest.mark.slow

@@ -56,6 +56,20 @@ def test_a_file_of_variables_that_makes_no_sense_is_refused(tmp_path: Path, text
         load_settings(tmp_path / "kvshelf.env")
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"weights": "int4"}, "'int4' is none of plain, int8"),
+        ({"weights": "int8", "gpus_per_replica": 2}, "gpus_per_replica: .*weights in int8 are of one process"),
+    ],
+)
+def test_weights_are_plain_or_int8_of_one_process(given: dict[str, Any], said: str) -> None:
+    assert load_settings(weights="int8").weights == "int8"
+    assert load_settings(gpus_per_replica=2).weights == "plain"
+    with pytest.raises(InvalidRequest, match=said):
+        load_settings(**given)
+
+
 def test_the_shelf_is_among_the_user_s_data_unless_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "my data"))
     with open_store(load_settings().store):

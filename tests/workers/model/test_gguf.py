@@ -194,7 +194,7 @@ def test_auto_takes_16_bits_on_a_cpu_only_where_it_multiplies_them(
     expected: torch.dtype,
 ) -> None:  # fmt: skip
     file = write(tmp_path / "small.gguf", model)
-    folder = Path(loading._readable(str(file)))
+    folder = Path(loading.readable(str(file)))
     copy = Qwen2ForCausalLM.from_pretrained(folder, dtype=saved)
     copy.save_pretrained(folder)
     monkeypatch.setattr(loading, "multiplies_bfloat16", lambda: native)

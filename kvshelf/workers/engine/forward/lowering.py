@@ -254,18 +254,19 @@ class _Lowering:
         _require(all(part.layout.stride(part.at) == row for part in parts), f"{node.target} mixes tokens")
         return parts if isinstance(made, list | tuple) else parts[0]
 
-    def _linear(self, x: fx.Node, packed: fx.Node, bias: fx.Node | None) -> Value:
+    def _linear(self, x: fx.Node, packed: fx.Node, bias: fx.Node | None, scales: fx.Node | None) -> Value:
         value = self._contiguous(self._rows(x))
         weight: Tensor = self._values[packed]
         panels, inputs, panel = weight.shape
         _require(value.layout.numel() == TOKENS * inputs, "a product of several rows a token")
         out = self._fresh(torch.Size([*value.layout.shape[:-1], panels * panel]))
+        beside = (None if node is None else self._values[node] for node in (scales, bias))
         line = (0, 0, 1)
         from_ = Place(value.buffer, int(value.layout.storage_offset()), line)
         self._done.segments[-1].append(
             Instruction(
                 "linear", (panels, inputs, 1), Place(out.buffer, 0, line), from_, from_, weight,
-                None if bias is None else self._values[bias],
+                *beside,
             )
         )  # fmt: skip
         return out

@@ -62,12 +62,13 @@ class ParallelEngine(Engine):
         ranks: int = 2,
         shown: str | None = None,
         chat_template: str | None = None,
+        weights: str = "plain",
     ) -> ParallelEngine:
         """As `Engine.load`, by this process and `ranks` - 1 others that it starts, each on a GPU of its own, or all on
         the CPU. shown: the engine's name, where it is another than the model's. A process can have one such engine at a
         time. Raises `InvalidRequest` and `PolicyUnsupported` before the others start where the model cannot be shared
-        by so many."""
-        models.require_shared(name, ranks, device)
+        by so many, as with weights in int8."""
+        models.require_shared(name, ranks, device, weights)
         if dist.is_initialized():
             raise InvalidRequest(
                 "this process is in a group of torch.distributed already, as with another ParallelEngine; close that "

@@ -52,29 +52,44 @@ def open_kvpress(interpreter: str | None, subject: Subject, threads: int) -> Abs
     """kvpress with the model, dtype, device and threads of `subject`, under `interpreter`. See `kvpress_worker.py`.
 
     None means this interpreter if it has kvpress, whose pin of transformers seldom allows this, and otherwise no peer.
-    Raises as `open_vllm`.
+    Raises as `running`.
     """
-    if interpreter is None and find_spec("kvpress") is not None:
-        interpreter = sys.executable
-    if interpreter is None:
-        return nullcontext()
     given = (subject.source, subject.dtype, str(subject.device), str(threads))
-    return running(interpreter, "kvpress", given, "kvpress")
+    return _found(interpreter, "kvpress", "kvpress", given, "kvpress")
 
 
-def open_vllm(interpreter: str, subject: Subject, threads: int, longest: int) -> AbstractContextManager[Peer]:
-    """vLLM on a CPU with the model, dtype and threads of `subject`, for up to `longest` tokens, under `interpreter`.
+def open_vllm(
+    interpreter: str | None, subject: Subject, threads: int, longest: int
+) -> AbstractContextManager[Peer | None]:
+    """As `open_kvpress`, vLLM on a CPU, for up to `longest` tokens. See `vllm_worker.py`."""
+    given = (subject.source, subject.dtype, str(threads), str(longest))
+    return _found(interpreter, "vllm", "vllm", given, "vLLM")
 
-    Raises `InvalidRequest` if the interpreter does not exist, `WorkerCrashed` if the worker dies, as it does without
-    vLLM.
-    """
-    return running(interpreter, "vllm", (subject.source, subject.dtype, str(threads), str(longest)), "vLLM")
+
+def open_llama(
+    interpreter: str | None, subject: Subject, threads: int, longest: int, answers: int
+) -> AbstractContextManager[Peer | None]:
+    """As `open_kvpress`, llama.cpp on the CPU, for up to `longest` tokens and `answers` at once; no peer for a model
+    that is no GGUF file. See `llama_worker.py`."""
+    if subject.gguf is None:
+        return nullcontext()
+    return _found(
+        interpreter, "llama_cpp", "llama", (subject.gguf, str(threads), str(longest), str(answers)), "llama.cpp"
+    )
+
+
+def _found(
+    interpreter: str | None, package: str, worker: str, given: Sequence[str], name: str
+) -> AbstractContextManager[Peer | None]:
+    if interpreter is None and find_spec(package) is not None:
+        interpreter = sys.executable
+    return nullcontext() if interpreter is None else running(interpreter, worker, given, name)
 
 
 @contextmanager
 def running(interpreter: str, worker: str, given: Sequence[str], name: str) -> Iterator[Peer]:
     """A worker of this folder; errors call its process `name`. Raises `InvalidRequest` for an interpreter that does not
-    exist."""
+    exist, and `WorkerCrashed` if the worker dies, as it does without its package."""
     # -I: neither this process's PYTHONPATH nor the folder of the worker, whose modules have names of their own.
     command = [interpreter, "-I", str(Path(__file__).with_name(f"{worker}_worker.py")), *given]
     try:
