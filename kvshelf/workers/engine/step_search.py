@@ -14,8 +14,8 @@ from kvshelf.workers.engine.asked import Asked
 if TYPE_CHECKING:
     from kvshelf.workers.engine.engine import Engine
 
-LOSSLESS: Final = 0.01
-"""Nats of KL at which no loss is seen."""
+LOSSLESS: Final = 0.005
+"""Nats of KL at which no loss is seen. At 0.01, SmolLM2 lost 9 of 38 right answers on real documents, and won 6."""
 
 QUARTERS: Final = 19
 """Quarters of an octave by which the step found may be finer than the codec's own."""

@@ -23,7 +23,7 @@ class Full(Policy):
     name: ClassVar[str] = "full"
     source: ClassVar[str] = "the model itself"
     advice: ClassVar[str] = (
-        "when nothing may be lost; under int4 it takes a third of a 16-bit cache, under klt a seventh on SmolLM2 and a "
+        "when nothing may be lost; under int4 it takes a third of a 16-bit cache, under klt a sixth on SmolLM2 and a "
         "twentieth on kvshelf-tiny."
     )
     takes_budget: ClassVar[bool] = False
