@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(PYTHON_VERSION)
 
-.PHONY: help setup demo check test test-slow test-fast test-faults test-page test-vllm gpu soak clean
+.PHONY: help setup demo check test test-slow test-fast test-faults test-page test-vllm test-arm gpu soak clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1|/' | column -t -s '|'
@@ -84,6 +84,9 @@ $(VLLM)/.installed-$(PYTHON_VERSION): pyproject.toml
 test-vllm: $(VLLM)/.installed-$(PYTHON_VERSION)  ## vLLM answers from the shelf; in an environment of its own of 3.5 GB
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/integrations_vllm
 
+test-arm: setup  ## the C forms for ARM under qemu: tests of each operation; ten minutes, and 1 GB in .arm
+	scripts/arm.sh
+
 test-fast: setup  ## the tests of units, in two minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m unit
 
@@ -96,4 +99,4 @@ soak: setup  ## all tests with their full counts: kill loops, fuzzing, load
 	KVSHELF_SOAK=1 $(BIN)/python -m pytest --timeout 7200
 
 clean:  ## remove the environments, all caches and what was compiled
-	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist kvshelf/kernels/compiled-*
+	rm -rf $(VENV) .venv-* .arm .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist kvshelf/kernels/compiled-*

@@ -21,11 +21,11 @@ typedef struct {
     const uint16_t *scales, *zeros;
 } HeadRows;
 
-/* A vector of codes from channel `c` on, a multiple of 8. A lane takes its code out of 4 bytes. */
+/* A vector of codes from channel `c` on, a multiple of LANES. A lane takes its code out of 4 bytes. */
 INLINE Floats codes_of(const uint8_t *row, const int64_t c, const int bits) {
     typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
     const uint8_t *from = row + c * bits / 8;
-    if (bits == 8) {
+    if (bits == 8 && LANES > 4) {
 #if defined(__AVX512F__)
         return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)from)));
 #elif defined(__AVX2__)
@@ -42,6 +42,10 @@ INLINE Floats codes_of(const uint8_t *row, const int64_t c, const int bits) {
     if (bits == 4) memcpy(&high, from + sizeof low, sizeof high);
     const Words lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, second = (Words)(lane * bits >= 32);
     const Words word = (((Words){0} + low) & ~second) | (((Words){0} + high) & second);
+#elif LANES == 4
+    uint32_t low = 0;
+    memcpy(&low, from, LANES * bits / 8);
+    const Words lane = {0, 1, 2, 3}, word = (Words){0} + low;
 #else
     uint16_t half;
     uint32_t low;

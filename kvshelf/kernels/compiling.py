@@ -23,9 +23,8 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 
-_LEVELS = {"x86_64": {"avx512": "x86-64-v4", "avx2": "x86-64-v3"}}
-"""The highest first. Not ARM: its vectors of 16 bytes are untested, and GCC keeps wider ones in memory: see
-`native.h`."""
+_LEVELS = {"x86_64": {"avx512": "x86-64-v4", "avx2": "x86-64-v3"}, "aarch64": {"neon": "armv8-a"}}
+"""The highest first."""
 
 _FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno",
           "-fno-trapping-math", "-Wno-psabi")  # fmt: skip

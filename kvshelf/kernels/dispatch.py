@@ -4,7 +4,7 @@ torch's own operations elsewhere, and for operations without such a form.
 `KVSHELF_KERNELS` forces one form for every operation of a process: `eager`, torch's own; `native`, the C form; or
 `triton`, which without a GPU runs under Triton's interpreter (`TRITON_INTERPRET=1`, set before the first import). The
 interpreter is for finding faults: it is thousands of times slower. `KVSHELF_CPU_LEVEL` forces the C form of one level
-of processors, `avx2` or `avx512`; where that cannot run, torch's own operations do.
+of processors, `avx2`, `avx512` or `neon`; where that cannot run, torch's own operations do.
 """
 
 from __future__ import annotations

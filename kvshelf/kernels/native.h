@@ -10,8 +10,10 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef __AVX2__
+#if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 #define EXPORT __attribute__((visibility("default")))
@@ -20,8 +22,10 @@
 #define LOG2_E 1.44269504f
 #define LN_2 0.693147181f
 
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
 #define LANES 16
+#elif defined(__ARM_NEON)
+#define LANES 4
 #else
 #define LANES 8
 #endif
@@ -55,6 +59,7 @@ INLINE float number_at(const void *data, int64_t at, int64_t type) {
     return number;
 }
 
+#if LANES >= 8
 /* Eight numbers of a vector, from `at` on. By a copy where there is no instruction known: GCC before 12 has no
    __builtin_shufflevector. */
 INLINE Eight eight_of(const Floats x, const int at) {
@@ -74,6 +79,9 @@ INLINE float sum(Floats x) {
     for (int at = 8; at < LANES; at += 8) low += eight_of(x, at);
     return ((low[0] + low[4]) + (low[2] + low[6])) + ((low[1] + low[5]) + (low[3] + low[7]));
 }
+#else
+INLINE float sum(Floats x) { return (x[0] + x[2]) + (x[1] + x[3]); }
+#endif
 
 /* `yes` where the mask is set (all bits, as comparisons give it), elsewhere `no`. */
 INLINE Floats choose(Ints mask, Floats yes, Floats no) { return (Floats)((mask & (Ints)yes) | (~mask & (Ints)no)); }
@@ -84,6 +92,8 @@ INLINE int any(Ints mask) {
     return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
 #elif defined(__AVX2__)
     return _mm256_movemask_ps((__m256)mask) != 0;
+#elif defined(__ARM_NEON)
+    return vmaxvq_u32((uint32x4_t)mask) != 0;
 #else
     int32_t found = 0;
     for (int i = 0; i < LANES; i++) found |= mask[i];
@@ -97,6 +107,8 @@ INLINE Floats spread(float x) {
     return _mm512_set1_ps(x);
 #elif defined(__AVX2__)
     return _mm256_set1_ps(x);
+#elif defined(__ARM_NEON)
+    return vdupq_n_f32(x);
 #else
     return (Floats){0} + x;
 #endif
@@ -140,6 +152,10 @@ INLINE Floats power_of_2(Floats y) {
     y = _mm256_min_ps(spread(128), y); /* the second where either is NaN */
     const Ints whole = (Ints)_mm256_cvtps_epi32(y);
     const Floats n = _mm256_cvtepi32_ps((__m256i)whole);
+#elif defined(__ARM_NEON)
+    y = choose(y > 128, spread(128), y);
+    const Ints whole = vcvtnq_s32_f32(y);
+    const Floats n = vcvtq_f32_s32(whole);
 #else
     y = choose(y > 128, spread(128), y);
     const Ints whole = __builtin_convertvector(y + choose(y < 0, spread(-0.5f), spread(0.5f)), Ints);

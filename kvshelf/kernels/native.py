@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import platform
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -30,7 +31,7 @@ WIDTHS = range(LANES, 257, LANES)
 
 
 LEVEL: Final = "KVSHELF_CPU_LEVEL"
-"""Forces the library of one level, avx2 or avx512, for every operation of a process."""
+"""Forces the library of one level, avx2 or avx512 on x86, neon on ARM, for every operation of a process."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -45,7 +46,11 @@ def architecture() -> str | None:
 
 
 def capability() -> str:
-    """The level that torch found, which ATEN_CPU_CAPABILITY can lower; a level without C forms may have any name."""
+    """The highest level that this CPU can run. On x86 the one that torch found, which ATEN_CPU_CAPABILITY can lower; a
+    level without C forms may have any name. On ARM what each of its 64-bit CPUs has: torch names its own levels there
+    by vectors that the C forms do not use."""
+    if platform.machine() == "aarch64":
+        return "neon"
     return torch.backends.cpu.get_cpu_capability().lower()
 
 

@@ -29,22 +29,30 @@ INLINE Floats part_of(const char *row, const int64_t c, const int64_t dim, const
 /* Eight sums, each product rounded before it is added, and then one sum after the other: so does torch on x86, and of
    rows of a multiple of 8 every bit is torch's. Repeated tokens have norms that differ in the last bit only, and some
    of them are kept by it. */
-INLINE Eight add_squares(Eight sums, const Floats part) {
-    for (int at = 0; at < LANES; at += 8) {
-        Eight squares = eight_of(part * part, at);
-#ifdef __x86_64__
-        __asm__("" : "+x"(squares)); /* nothing: but what has passed it is not fused with the sum */
-#endif
-        sums += squares;
-    }
-    return sums;
-}
-
 INLINE float norm_of(const char *row, const int64_t dim, const int type) {
+    float total = 0;
+#if LANES >= 8
     Eight sums = {0};
-    for (int64_t c = 0; c < dim; c += LANES) sums = add_squares(sums, part_of(row, c, dim, type));
-    float total = sums[0];
-    for (int i = 1; i < 8; i++) total += sums[i];
+    for (int64_t c = 0; c < dim; c += LANES) {
+        const Floats part = part_of(row, c, dim, type);
+        for (int at = 0; at < LANES; at += 8) {
+            Eight squares = eight_of(part * part, at);
+#ifdef __x86_64__
+            __asm__("" : "+x"(squares)); /* nothing: but what has passed it is not fused with the sum */
+#endif
+            sums += squares;
+        }
+    }
+    for (int i = 0; i < 8; i++) total += sums[i];
+#else
+    Floats sums[2] = {{0}};
+    for (int64_t c = 0; c < dim; c += 2 * LANES) {
+        const Floats low = part_of(row, c, dim, type);
+        const Floats high = c + LANES < dim ? part_of(row, c + LANES, dim, type) : (Floats){0};
+        sums[0] += low * low, sums[1] += high * high;
+    }
+    for (int i = 0; i < 8; i++) total += sums[i / LANES][i % LANES];
+#endif
     return sqrtf(total);
 }
 

@@ -26,7 +26,7 @@ INLINE void add_products(OfRows sums[ABREAST], const float *numbers, const int64
 #pragma GCC unroll 8
         for (int i = 0; i < ABREAST; i++) {
             const Floats number = spread(numbers[i * across + n * along]);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int v = 0; v < VECTORS; v++) total[i][v] += rows[n][v] * number;
         }
     memcpy(sums, total, sizeof total);

@@ -8,23 +8,53 @@ place from the stack or frame pointer is a spill.
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
-import pytest
 
-needs_objdump = pytest.mark.skipif(shutil.which("objdump") is None, reason="there is no objdump (binutils)")
+@dataclass(frozen=True)
+class Processor:
+    """How `objdump` writes the instructions of one kind of processor: patterns of an operation and its operands.
 
-_FUNCTION = re.compile(r"^[0-9a-f]+ <(.+)>:$")
-_INSTRUCTION = re.compile(r"^\s*([0-9a-f]+):\s+(\S+)\s*(.*)$")
-_TARGET = re.compile(r"^([0-9a-f]+) <")
-_FUSED = re.compile(r"^vfn?m(add|sub)\d+p|^vdpbf16ps")
-_DECODES = re.compile(r"^imul")
-_SINGLE = {"vmovss", "vmovsd"}
-"""One number, which a call in a loop makes the compiler keep."""
+    jump: with the address it goes to. fused: a product of vectors that is added to another. decodes: a product of
+    integers. framed: what makes a frame pointer, where the compiler makes one only where it needs it. spill: a vector
+    that is read from or written to a fixed place of the stack; framed_spill: also from a frame pointer. One number,
+    which a call in a loop makes the compiler keep, is none.
+    """
+
+    objdump: str
+    jump: str
+    fused: str
+    decodes: str
+    framed: str
+    spill: str
+    framed_spill: str
+
+
+_X86_SPILL = r"(?!vmovs[sd] )(?=.*mm).*[ ,]-?(0x[0-9a-f]+)?\(%r{}\)"
+_ARM_SPILL = r"(ld|st)u?[rp] q.*\[(sp|x29)[,\]]"
+
+X86: Final = Processor(
+    objdump="objdump",
+    jump=r"j\w+ ([0-9a-f]+) <",
+    fused=r"vfn?m(add|sub)\d+p|vdpbf16ps",
+    decodes="imul",
+    framed="mov %rsp,%rbp",
+    spill=_X86_SPILL.format("sp"),
+    framed_spill=_X86_SPILL.format("(sp|bp)"),
+)
+ARM: Final = Processor(
+    objdump="aarch64-linux-gnu-objdump",
+    jump=r"(?:b(?:\.\w+)?|cbn?z|tbn?z) (?:.*, )?([0-9a-f]+) <",
+    fused=r"fml[as] v\d+\.4s",
+    decodes="mul|madd",
+    framed="mov x29, sp",
+    spill=_ARM_SPILL,
+    framed_spill=_ARM_SPILL,
+)
 
 
 @dataclass(frozen=True)
@@ -38,46 +68,43 @@ class Loop:
     spills: tuple[str, ...]
 
 
-def loops(library: Path) -> list[Loop]:
+def loops(library: Path, processor: Processor) -> list[Loop]:
     """The innermost loops of all functions."""
-    words = ["objdump", "-d", "--no-show-raw-insn", str(library)]
+    words = [processor.objdump, "-d", "--no-show-raw-insn", str(library)]
     shown = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    return [loop for name, lines in _functions(shown) for loop in _loops(name, lines)]
+    return [loop for name, lines in _functions(shown) for loop in _loops(name, lines, processor)]
 
 
-_Line = tuple[int, str, str]
-"""Address, operation and operands."""
+_FUNCTION = re.compile(r"^[0-9a-f]+ <(.+)>:$")
+_INSTRUCTION = re.compile(r"^\s*([0-9a-f]+):\s+(\S+)\s*(.*)$")
 
 
-def _functions(shown: str) -> Iterator[tuple[str, list[_Line]]]:
-    name, lines = "", list[_Line]()
+def _functions(shown: str) -> Iterator[tuple[str, dict[int, str]]]:
+    """Name and instructions by their addresses."""
+    name, lines = "", dict[int, str]()
     for text in shown.splitlines():
         if heading := _FUNCTION.match(text):
             yield name, lines
-            name, lines = heading[1].partition(".")[0], []
+            name, lines = heading[1].partition(".")[0], {}
         elif line := _INSTRUCTION.match(text):
-            lines.append((int(line[1], 16), line[2], line[3]))
+            lines[int(line[1], 16)] = f"{line[2]} {line[3]}"
     yield name, lines
 
 
-def _loops(name: str, lines: list[_Line]) -> Iterator[Loop]:
-    places = {address: i for i, (address, _, _) in enumerate(lines)}
-    jumps = [(i, _TARGET.match(operands)) for i, (_, word, operands) in enumerate(lines) if word.startswith("j")]
-    targets = [(places.get(int(target[1], 16), len(lines)), i) for i, target in jumps if target]
+def _loops(name: str, lines: dict[int, str], processor: Processor) -> Iterator[Loop]:
+    places = {address: i for i, address in enumerate(lines)}
+    code = list(lines.values())
+    jumps = [(re.match(processor.jump, line), i) for i, line in enumerate(code)]
+    targets = [(places.get(int(jump[1], 16), len(code)), i) for jump, i in jumps if jump]
     back = [(begin, end) for begin, end in targets if begin <= end]
-    framed = any(word == "mov" and operands == "%rsp,%rbp" for _, word, operands in lines)
-    fixed = re.compile(rf"(^|,)-?(0x[0-9a-f]+)?\(%r(sp{'|bp' if framed else ''})\)")
+    spill = processor.framed_spill if any(line.startswith(processor.framed) for line in code) else processor.spill
     for begin, end in back:
         if any((begin, end) != (first, last) and begin <= first and last <= end for first, last in back):
             continue
-        body = [(word, operands) for _, word, operands in lines[begin : end + 1]]
+        body = code[begin : end + 1]
         yield Loop(
             name,
-            sum(_FUSED.match(word) is not None for word, _ in body),
-            any(_DECODES.match(word) for word, _ in body),
-            tuple(
-                f"{word} {operands}"
-                for word, operands in body
-                if "mm" in operands and word not in _SINGLE and fixed.search(operands)
-            ),
+            fused=sum(re.match(processor.fused, line) is not None for line in body),
+            decodes=any(re.match(processor.decodes, line) for line in body),
+            spills=tuple(line for line in body if re.match(spill, line)),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from kvshelf.kernels import ans
 from kvshelf.kernels.ans import eager, native
 from kvshelf.kernels.native import library
 from tests.kernels.references import ans as reference
+
+STREAMS = Path(__file__).parents[1] / "oracles" / "ans_streams.npz"
 
 FORMS = [eager, reference, pytest.param(native, marks=pytest.mark.skipif(library() is None, reason="not compiled"))]
 
@@ -53,6 +56,16 @@ def test_what_was_encoded_comes_back(module, rows: list[int], channels: int) -> 
     out, sound = decoded(module, runs, rows, order)
     assert all(sound)
     assert np.array_equal(out.numpy(), numbers)
+
+
+@pytest.mark.parametrize("module", FORMS)
+def test_streams_of_an_earlier_day_and_another_machine_are_read(module) -> None:
+    """Made once, on x86: `ans.encode` of `drawn([channel % 4 ...], rows)`. ARM can read them without constriction."""
+    with np.load(STREAMS) as kept:
+        runs = np.split(kept["bytes"], np.cumsum(kept["sizes"])[:-1])
+        out, sound = decoded(module, [run.tobytes() for run in runs], list(kept["rows"]), list(kept["order"]))
+        assert all(sound)
+        assert np.array_equal(out.numpy(), kept["numbers"])
 
 
 @pytest.mark.parametrize("module", FORMS)

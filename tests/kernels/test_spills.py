@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import platform
+import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
-from kvshelf.kernels.compiling import FOLDER, compiler, levels, library_path
+from kvshelf.kernels.compiling import FOLDER, compile_all, compiler, levels, library_path
 from tests.compilers import needs_compiler
-from tests.kernels.disassembly import loops, needs_objdump
+from tests.kernels.disassembly import ARM, X86, Processor, loops
+
+ARM_COMPILER = "aarch64-linux-gnu-gcc"
+
+
+def needs(processor: Processor) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(shutil.which(processor.objdump) is None, reason=f"there is no {processor.objdump}")
+
 
 PRODUCTS = {"add_floats", "multiply_rows"}
 """The second has the loops of bytes."""
@@ -19,13 +29,27 @@ QUANTIZATION = {"copy_rows", "dequantize"}
 ANS = {"channel", "channels", "decode_group"}
 
 
-@needs_objdump
+@needs(X86)
 @pytest.mark.parametrize("level", levels())
 def test_loops_keep_their_vectors_in_registers(level):
     path = library_path(levels()[level])
     if not path.exists():
         pytest.skip("no library was compiled: python -m kvshelf.kernels.compiling")
-    own = [loop for loop in loops(path) if loop.fused or (loop.decodes and loop.function in ANS)]
+    require_registers(path, X86)
+
+
+@pytest.mark.slow
+@needs(ARM)
+@pytest.mark.skipif(shutil.which(ARM_COMPILER) is None, reason=f"there is no {ARM_COMPILER}")
+def test_loops_for_arm_keep_their_vectors_in_registers(tmp_path, monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setenv("CC", ARM_COMPILER)
+    (path,) = compile_all(tmp_path)
+    require_registers(path, ARM)
+
+
+def require_registers(path: Path, processor: Processor) -> None:
+    own = [loop for loop in loops(path, processor) if loop.fused or (loop.decodes and loop.function in ANS)]
     for names in (PRODUCTS, ATTENTION, COLUMN_SUMS, QUANTIZATION, ANS):
         kind = [loop for loop in own if loop.function in names]
         assert names != PRODUCTS or {loop.function for loop in kind} == names
@@ -46,7 +70,7 @@ EXPORT void many(const float *x, float *y, int64_t count) {
 
 
 @needs_compiler
-@needs_objdump
+@needs(X86)
 @pytest.mark.parametrize("level", levels())
 def test_what_spills_is_seen(level, tmp_path):
     """More sums than either level has registers."""
@@ -54,6 +78,6 @@ def test_what_spills_is_seen(level, tmp_path):
     source.write_text(SPILLING)
     flags = ["-O2", "-fPIC", "-shared", "-Wno-psabi", f"-march={levels()[level]}", f"-I{FOLDER}"]
     subprocess.run([*compiler(), *flags, str(source), "-o", str(made)], check=True)
-    (loop,) = [loop for loop in loops(made) if loop.fused]
+    (loop,) = [loop for loop in loops(made, X86) if loop.fused]
     assert loop.function == "many"
     assert len(loop.spills) > 40

@@ -142,7 +142,7 @@ def _ratio(seconds: list[float] | None, others: list[float] | None) -> Spread | 
 def codec_ways(engine: Engine, cache: CompressedCache) -> dict[str, Way]:
     """The codecs of kvshelf that encode a plain cache, and Zstandard on its numbers in bfloat16."""
     ways = {}
-    for codec in _ENCODED if engine.has_transforms else _ENCODED[:-1]:
+    for codec in _ENCODED if engine.writes_klt else _ENCODED[:-1]:
         coded = engine.encoded(cache, codec)
         decode = partial(_plain_rows, coded, engine.coder if codec == "klt" else None)
         ways[codec] = Way(coded.pack().nbytes, partial(engine.encoded, cache, codec), decode)

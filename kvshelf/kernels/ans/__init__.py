@@ -15,17 +15,34 @@ Between a stream and its numbers there are only integers: every machine decodes 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.ans import eager
 from kvshelf.kernels.ans.tables import BITS, ESCAPE, Ints, Tables
 from kvshelf.kernels.checks import require
 from kvshelf.kernels.dispatch import implementation
 
-__all__ = ["BITS", "ESCAPE", "Tables", "decode", "encode"]
+__all__ = ["BITS", "ESCAPE", "Tables", "can_encode", "decode", "encode", "require_encoder"]
+
+
+def can_encode() -> bool:
+    """Whether the library that encodes is here. It has no build for ARM under Linux, where caches are read by C."""
+    return find_spec("constriction") is not None
+
+
+def require_encoder() -> None:
+    """Raises `PolicyUnsupported` where `can_encode` is not so."""
+    if not can_encode():
+        raise PolicyUnsupported(
+            "codec klt is written by the library constriction, which is not installed here (it has no build for ARM "
+            "under Linux); use int4",
+            param="codec",
+        )
 
 
 def encode(numbers: Ints, tables: Tables, order: Sequence[int]) -> bytes:

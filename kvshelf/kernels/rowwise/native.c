@@ -10,11 +10,13 @@
    together with WIDE vectors, as many as registers hold sums of beside a row's number and the vectors of weights. DEPTH:
    inputs whose weights stay in a first-level cache while all rows pass. ASKED: inputs by which memory is asked in
    advance. */
-enum { PANEL = 32, WIDE = 2, DEPTH = 256, ASKED = 64 };
-#ifdef __AVX512F__
-enum { MOST = 12 };
+enum { PANEL = 32, DEPTH = 256, ASKED = 64 };
+#if defined(__AVX512F__)
+enum { MOST = 12, WIDE = 2 };
+#elif defined(__ARM_NEON)
+enum { MOST = 5, WIDE = 4 };
 #else
-enum { MOST = 6 };
+enum { MOST = 6, WIDE = 2 };
 #endif
 
 /* Weights of a byte are whole numbers, and each output has a scale, which its sums are multiplied by at the end. What is
@@ -28,6 +30,10 @@ INLINE Floats load_weights(const void *panel, const int64_t at, const int type) 
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)bytes)));
 #elif defined(__AVX2__)
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)bytes)));
+#elif defined(__ARM_NEON)
+    int32_t four;
+    memcpy(&four, bytes, sizeof four);
+    return (Floats)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four))))));
 #else
     Floats whole;
     for (int l = 0; l < LANES; l++) whole[l] = bytes[l];
@@ -49,13 +55,13 @@ INLINE void add_panel(const float *x, const int64_t x_step, const void *panel, c
     Floats sums[MOST][PANEL / LANES];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int v = 0; v < vectors; v++) sums[r][v] = load(y, r * y_step + v * LANES, FP32);
     for (int64_t k = 0; k < depth; k++) {
         if (ask) __builtin_prefetch(at_weight(panel, (k + ASKED) * PANEL, type));
         if (ask && type == FP32) __builtin_prefetch(at_weight(panel, (k + ASKED) * PANEL + 16, type));
         Floats weights[PANEL / LANES];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int v = 0; v < vectors; v++) {
             weights[v] = load_weights(panel, k * PANEL + v * LANES, type);
             if (wide) *(Floats *)(wide + k * PANEL + v * LANES) = weights[v];
@@ -63,13 +69,13 @@ INLINE void add_panel(const float *x, const int64_t x_step, const void *panel, c
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             const Floats number = spread(x[r * x_step + k]);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int v = 0; v < vectors; v++) sums[r][v] += weights[v] * number;
         }
     }
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int v = 0; v < vectors; v++) *(FloatsAnywhere *)(y + r * y_step + v * LANES) = sums[r][v];
 }
 
@@ -88,11 +94,13 @@ static void add_floats(const float *x, int64_t x_step, const float *panel, float
         else                                                                                       \
             add_panel(x, x_step, panel + at, FP32, y + at, y_step, depth, R, WIDE, 0, 0);          \
         break;
-#define EACH_SOME SOME(3) SOME(4) SOME(5) SOME(6) MORE
-#ifdef __AVX512F__
-#define MORE SOME(7) SOME(8) SOME(9) SOME(10) SOME(11) SOME(12)
-#else
+#define EACH_SOME SOME(3) SOME(4) SOME(5) MORE
+#if defined(__AVX512F__)
+#define MORE SOME(6) SOME(7) SOME(8) SOME(9) SOME(10) SOME(11) SOME(12)
+#elif defined(__ARM_NEON)
 #define MORE
+#else
+#define MORE SOME(6)
 #endif
             EACH_SOME
 #undef SOME
@@ -361,7 +369,7 @@ void run_rows(Member *member, const RowProgram *a) {
 /* Products with weights as models have them, [outputs, inputs]: of a head that is the embedding, too. LINES: outputs that
    are worked on together; MOST_TALL: rows beside them. A sum for each lane of inputs and then the sum of these, whatever
    the number of rows. */
-enum { LINES = 4, MOST_TALL = LANES == 16 ? 6 : 3 };
+enum { LINES = 4, MOST_TALL = LANES == 8 ? 3 : 6 };
 
 typedef struct {
     const float *x, *weight;
@@ -424,7 +432,7 @@ static void multiply_group(const Lines *a, int64_t first, int groups) {
             multiply_lines(a, x, lines, y, R, 1, 1);     \
         break;
             TALL(1) TALL(2) TALL(3)
-#if LANES == 16
+#if LANES != 8
             TALL(4) TALL(5) TALL(6)
 #endif
         }

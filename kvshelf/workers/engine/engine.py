@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 
 from kvshelf.api import Quality
 from kvshelf.errors import DocumentTooLong, InvalidRequest, ModelMismatch, PolicyUnsupported, StateConflict
+from kvshelf.kernels import ans
 from kvshelf.store.artifact.arriving import ArrivingCache
 from kvshelf.store.artifact.blob.reading import PartialCache
 from kvshelf.store.artifact.cache import CompressedCache
@@ -531,6 +532,8 @@ class Engine:
             chosen.require_blocks(job.policy.block)
         if job.policy.prunes:
             chosen.require_pruned()
+        if chosen.name == "klt":
+            ans.require_encoder()
         return Level(job, codec, self.coder.transforms if chosen.name == "klt" else None)
 
     def run(self, job: Job, *, checkpoint: Checkpoint | None = None) -> Compression:
@@ -718,6 +721,11 @@ class Engine:
                 param="codec",
             )
         return self.rope
+
+    @property
+    def writes_klt(self) -> bool:
+        """Whether caches can be made under codec klt here."""
+        return ans.can_encode() and self.has_transforms
 
     @property
     def has_transforms(self) -> bool:

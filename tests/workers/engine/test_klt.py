@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from dataclasses import replace
 
 import pytest
@@ -105,6 +106,16 @@ def test_shares_of_more_than_is_kept_are_refused_before_the_prefill(engine):
     engine.level(job, "klt:classes=1/2,shares=20/20")
     with pytest.raises(InvalidRequest, match="add up to 50 % of the document's entries, and the policy keeps"):
         engine.level(job, "klt:classes=1/2,shares=20/30")
+
+
+def test_where_nothing_can_encode_klt_is_refused_before_any_prefill_and_read_all_the_same(engine, monkeypatch):
+    """As on ARM under Linux, for which constriction has no build."""
+    coded = engine.encoded(engine.compress(TEXT, policy="full"), "klt")
+    monkeypatch.setitem(sys.modules, "constriction", None)
+    with pytest.raises(PolicyUnsupported, match="written by the library constriction, which is not installed here"):
+        engine.level(engine.prepare(TEXT, policy="full"), "klt")
+    assert not engine.writes_klt
+    assert engine.decoded(coded).num_tokens == coded.num_tokens
 
 
 def test_transforms_that_nobody_has_are_a_mismatch_that_names_them(engine):

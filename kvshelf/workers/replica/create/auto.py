@@ -190,7 +190,7 @@ def auto(engine: Engine, document: Document | EncodedDocument, *, target: Target
     """
     encoded = document if isinstance(document, EncodedDocument) else engine.encode_document(document)
     levels, refused = [], []
-    for policy, ratio, codec in candidates(engine.has_transforms):
+    for policy, ratio, codec in candidates(engine.writes_klt):
         try:
             levels.append(engine.level(engine.prepare(encoded, policy=policy, compression_ratio=ratio), codec))
         except KvshelfError as error:  # what a policy refuses, others may take

@@ -119,7 +119,7 @@ class _Way:
 def _codecs(engine: Engine, spec: Estimate) -> tuple[str, ...]:
     if spec.codec is not None:
         return (str(Codec.parse(spec.codec)),)
-    return CODECS if engine.has_transforms else CODECS[:-1]
+    return CODECS if engine.writes_klt else CODECS[:-1]
 
 
 def _taken(engine: Engine, job: Job, codecs: Iterable[str]) -> tuple[str, ...]:
@@ -134,7 +134,7 @@ def _taken(engine: Engine, job: Job, codecs: Iterable[str]) -> tuple[str, ...]:
 def _ways(engine: Engine, spec: Estimate, codecs: tuple[str, ...]) -> list[_Way]:
     """The candidates of "auto", or the levels of one policy or of all policies."""
     if spec.policy == AUTO:
-        tried = candidates(engine.has_transforms)
+        tried = candidates(engine.writes_klt)
         ways = dict.fromkeys((policy, ratio) for policy, ratio, _ in tried)
         return [_Way(*way, tuple(codec for *other, codec in tried if tuple(other) == way)) for way in ways]
     each: dict[float | None, tuple[str, ...]] = {}
