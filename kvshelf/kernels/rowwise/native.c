@@ -31,9 +31,9 @@ INLINE Floats load_weights(const void *panel, const int64_t at, const int type) 
 #elif defined(__AVX2__)
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)bytes)));
 #elif defined(__ARM_NEON)
-    uint32_t four;
+    int32_t four;
     memcpy(&four, bytes, sizeof four);
-    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(four)))));
+    return (Floats)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four))))));
 #else
     Floats whole;
     for (int l = 0; l < LANES; l++) whole[l] = bytes[l];
