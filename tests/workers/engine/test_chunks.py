@@ -160,6 +160,7 @@ def test_codecs_leave_chunks_verbatim(engine: Engine, codec: str) -> None:
     assert engine.answer(coded, ids(5), max_new_tokens=4).usage.completion_tokens == 4
 
 
+@pytest.mark.usefixtures("all_decided")
 @pytest.mark.parametrize("tokens", [192, 200])
 def test_the_quality_of_a_cache_is_measured_at_the_positions_of_its_cues(engine: Engine, tokens: int) -> None:
     """The prefill has many passes behind the document, each from the document's end on."""
