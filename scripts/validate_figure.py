@@ -3,7 +3,7 @@
     kvshelf bench quality --model smollm2 --dataset documents.jsonl --ways ... --cues 0 --output results.jsonl
     python -m scripts.validate_figure results.jsonl --dataset documents.jsonl --model smollm2 --output figures.jsonl
     python -m scripts.validate_figure --report figures.jsonl --picture figures.png
-    python -m scripts.validate_figure --dataset documents.jsonl --model smollm2 --lengths 500 2000 8000
+    python -m scripts.validate_figure --dataset documents.jsonl --model smollm2 --lengths 500 2000 6000
 
 The first command asks every cache its questions, the second measures the figure of the same caches, the third shows
 both: a table, and a picture of the share of the full cache's right answers that are lost over the figure. The last one

@@ -204,7 +204,7 @@ def test_measured_rates_are_used_and_foreign_files_refused(tmp_path: Path) -> No
     speed = {"model": "m", "dtype": "bfloat16", "machine": {"gpu": "a GPU", "processor": "x"}}
     (tmp_path / "speed.json").write_text(json.dumps(speed | {"compression": [{"rows": [row]}]}))
     words = ("--rates", str(tmp_path / "speed.json"), "--json", "--model", "kvshelf-tiny")
-    plan = json.loads(run(*words))["plan"]
+    plan = json.loads(run(*words, "--policy", "keydiff"))["plan"]
     assert plan["tokens_per_s"] == pytest.approx(8192 / 2.1)
     assert any("keydiff on m in bfloat16 on a GPU" in line for line in plan["assumptions"])
     refused = CliRunner().invoke(app, ["plan", *words, "--policy", "snapkv"])

@@ -151,6 +151,7 @@ def test_without_the_probe_quality_is_measured_only_where_it_is_asked_for(
     assert " - " in row
     measured = created(rules, **long_document(8), compression_ratio=0.75, quality="full")
     assert (measured["quality"]["cues"], measured["quality"]["agreement"]) == (0, None)
+    rules.delete(f"/v1/caches/{measured['id']}")  # of the quota's three
     fallen = rules.post("/v1/caches", json={**body, "compression_ratio": 0.95, "min_quality": 0.5})
     assert "decides none" in refused(fallen, 422, "policy_unsupported")["message"]  # the model is random
 
