@@ -114,7 +114,7 @@ class ReplicaThreads(Threads):
         self._computing = Threads(max(2, processors), "computing", most=max(1, processors // 2))
 
     async def compute(self, call: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
-        """As `run`, for a call that computes and waits for nothing."""
+        """As `run`, for a call that computes for longer than it waits."""
         return await self._computing.run(call, *args, **kwargs)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

@@ -130,7 +130,7 @@ class Replica:
         caller's own copy of it; None stands for the kept source."""
         with called_as(origin, tenant):
             document = None if body is None else document_of(body)
-            return await self._threads.run(
+            return await self._threads.compute(
                 kept_tokens, self._engine, self._store, cache_id, document, tenant=tenant, first_layer=first_layer
             )
 
