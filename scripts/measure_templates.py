@@ -122,7 +122,7 @@ class Subject:
         model.generation_config.eos_token_id = model.config.eos_token_id = self.tokenizer.eos_token_id
         self.engine = Recording(model.eval(), self.tokenizer, name="tiny")
         self.store = DiskStore.open(folder)
-        self.replica = Replica(self.engine, self.store, Scheduler(self.engine), cues=0)
+        self.replica = Replica(self.engine, self.store, Scheduler(self.engine), quality=False)
         self.parts = not self._takes_texts()
 
     def _takes_texts(self) -> bool:
@@ -293,6 +293,7 @@ class Subject:
         forced: Sequence[Any] = ("required", {"type": "function", "function": {"name": "weather"}})
         if self.thought_end:  # a random model never ends its thoughts, behind which a forced call stands
             forced = ()
+            await self.ask(cache.id, [question], tool_choice="auto", max_tokens=1, **offered)
         for choice in forced:
             reply = await self.ask(cache.id, [question], tool_choice=choice, parallel_tool_calls=False, **offered)
             if [call.function.name for call in reply.tool_calls] != ["weather"]:

@@ -86,7 +86,8 @@ def test_put_tells_how_far_it_is_in_lines_and_prints_nothing_but_its_result(repo
     assert lines[0].startswith(f"{report}: prefill and policy, 2 of 2 layers, ")
     assert [line.split(": ")[-1].split(",")[0] for line in lines] == ["prefill and policy", "quality", "store"]
     again = run("put", report, "--policy", "knorm", "--compression-ratio", "0.25")
-    *told, summary = again.stderr.splitlines()
+    *told, summary, warning = again.stderr.splitlines()
+    assert "removed 25% of the entries" in warning
     for line in told:
         phase, seconds = line.split(": ")[-1].split(", ")[0], line.split(", ")[-1]
         assert f"{phase} {seconds}" in summary, "the summary counts the seconds that the progress counted"

@@ -53,6 +53,7 @@ NEEDS = {
     ("POST", "/v1/caches/search"): "read",
     ("GET", "/v1/caches/{cache_id}/kept"): "read",
     ("POST", "/v1/caches/{cache_id}/kept"): "read",
+    ("POST", "/v1/caches/{cache_id}/prompt"): "read",
     ("GET", "/v1/requests/{request_id}"): "read",
     ("POST", "/v1/chat/completions"): "read",
     ("POST", "/v1/responses"): "read",

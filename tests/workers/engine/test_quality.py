@@ -365,7 +365,7 @@ def test_a_fast_probe_grows_with_the_document():
 def test_where_nothing_can_be_measured_there_is_no_quality(tiny, prose):
     assert measured(tiny, "Too short.", policy="full") is None
     assert measured(tiny, prose, policy="lagkv", policy_params={"prefill": "chunked"}) is None
-    assert tiny.probe(tiny.prepare([5, 6, 7] * 5_461 + [8])) is None  # 16,384 tokens: no room behind them
+    assert tiny.probe(tiny.prepare([5, 6, 7] * 5_460)) is None  # of 16,384 tokens: no room for a cue behind them
     assert tiny.probe(tiny.prepare([5, 6, 7] * 5_000)) is not None
     assert tiny.probe(tiny.prepare(prose), 0) is None
 

@@ -51,7 +51,7 @@ def scheduler(engine: Engine) -> Iterator[Scheduler]:
 
 def alone(job: Job) -> Levels:
     """The work of one level, not measured."""
-    return Levels((Level(job),), cues=0)
+    return Levels((Level(job),), quality=False)
 
 
 class Gate:
