@@ -186,7 +186,7 @@ def test_two_at_once_do_not_meet(place: Place, clock: Clock, monkeypatch: pytest
 
 def erased(place: Place, clock: Clock, count: int) -> None:
     with place.open(now=clock) as shelf:
-        die_after(shelf, count)
+        die_after(count, shelf)
         shelf.erase(ME)
 
 

@@ -13,7 +13,7 @@ DOCUMENT = "The gate code is 482913. " * 40
 
 @pytest.fixture(scope="module")
 def cache(tiny):
-    return tiny.compress(DOCUMENT)
+    return tiny.compress(DOCUMENT, policy="keydiff", compression_ratio=0.5)
 
 
 @pytest.fixture

@@ -96,7 +96,7 @@ async def test_what_is_created_is_on_the_shelf_and_is_not_made_again(replica: Re
     created = await replica.create(spec(labels={"kind": "log"}, name="tides"), tenant="default")
     assert not created.existing
     stored = replica._store.get(created.manifest.id)
-    assert stored.to_bytes() == engine.compress(DOCUMENT).to_bytes()
+    assert stored.to_bytes() == engine.encoded(engine.compress(DOCUMENT), "int8").to_bytes()
     assert created.manifest.labels == {"kind": "log"}
     assert created.manifest.timings.prefill_s > 0
     runs = engine.runs
@@ -214,7 +214,7 @@ async def test_what_cannot_be_compressed_is_refused_before_any_work(
 
 
 async def test_answers_at_once_are_those_that_each_prompt_gets(replica: Replica, engine: Watched) -> None:
-    cache_id = (await replica.create(spec(), tenant="default")).manifest.id
+    cache_id = (await replica.create(spec(policy="keydiff", compression_ratio=0.5), tenant="default")).manifest.id
     cache = replica._store.get(cache_id)
     prompts = ("tide", "Who keeps the green book?", "1984", "a b c d")
     asking = (replica.query(cache_id, asked(prompt), tenant="default") for prompt in prompts)
