@@ -127,8 +127,9 @@ class Spent:
     def told(self, part: str | None) -> str:
         """Of one part, or of a document that is not split."""
         of = [run for run in self._runs if run.part == part]
-        sums = {phase: sum(run.seconds for run in of if run.phase == phase) for phase in _PHASES}
-        return ", ".join(f"{_PHASES[phase][0]} {seconds:.2f} s" for phase, seconds in sums.items() if seconds)
+        ran = {run.phase for run in of}
+        sums = {phase: sum(run.seconds for run in of if run.phase == phase) for phase in _PHASES if phase in ran}
+        return ", ".join(f"{_PHASES[phase][0]} {seconds:.2f} s" for phase, seconds in sums.items())
 
 
 def _display(progress: Progress) -> Group:
