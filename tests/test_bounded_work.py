@@ -109,6 +109,7 @@ READERS: Final = {
     "kvshelf/service/recompute.py": "a source that the store kept, checked when it came",
     "kvshelf/service/routes/growth.py": "a source that the store kept, checked when it came",
     "kvshelf/store": "records, manifests and headers of the store; sizes are checked before",
+    "kvshelf/workers/engine/decode/trial.py": "what its own child has written",
     "kvshelf/workers/engine/decode/grammar.py": "a grammar that `Grammar` has written",
     "kvshelf/workers/engine/gates": "headers of files of the operator",
     "kvshelf/workers/engine/journal.py": "what the search itself has written",

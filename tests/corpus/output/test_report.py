@@ -102,7 +102,7 @@ def test_it_says_what_happened(tmp_path: Path) -> None:
         "8.00 kB, 50.0% of 16.00 kB uncompressed in 16 bits; 32.00 kB in the model's dtype",
         "from 1,000 to 1,006", "2,000 tokens were not prefilled",
         "One took 0.88 s of a replica", "more than one attempt: 1.",
-        "Measured on 8 documents",
+        "Measured on 8 of 8 documents",
     ):  # fmt: skip
         assert words in text, words
     assert all(found["width"] == "100%" for name, found in tags.found if name == "svg" and "role" in found)

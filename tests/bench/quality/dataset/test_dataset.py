@@ -118,7 +118,7 @@ def test_the_command_shows_what_each_way_lost_and_goes_on_where_it_stopped(tmp_p
     assert (full["lost"], full["won"]) == (0, 0)
     assert blind["lost"] >= 4
     assert blind["agreement"] < full["agreement"] == 1
-    assert full["agreement_low"] is None, "20 cues are too few for a bound"
+    assert full["agreement_low"] < 1
     assert set(refused["refused"]) == {"number 0", "number 1"}
     assert "lag 512" in refused["refused"]["number 0"]
     answered = full["outcomes"][1]
