@@ -270,13 +270,18 @@ def bounds(agreed: int, cues: int) -> tuple[float, float]:
 
 
 def _highest_rate(count: int, of: int) -> float:
-    """The rate at which at most `count` of `of` happen in 5 % of all cases."""
+    """The rate at which at most `count` of `of` happen in 5 % of all cases. By logarithms: a batch has a hundred
+    thousand documents."""
+    if count == of:
+        return 1.0
+    happen = torch.arange(count + 1, dtype=torch.float64)
+    ways = math.lgamma(of + 1) - torch.lgamma(happen + 1) - torch.lgamma(of - happen + 1)
     low, high = 0.0, 1.0
     for _ in range(50):
         rate = (low + high) / 2
-        tail = sum(math.comb(of, k) * rate**k * (1 - rate) ** (of - k) for k in range(count + 1))
+        tail = (ways + happen * math.log(rate) + (of - happen) * math.log1p(-rate)).logsumexp(0).exp()
         low, high = (rate, high) if tail > 1 - _CONFIDENCE else (low, rate)
-    return round(high, 6) if count < of else 1.0
+    return round(high, 6)
 
 
 def worst_part(places: Sequence[int], agreed: Sequence[bool]) -> WorstPart:

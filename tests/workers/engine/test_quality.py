@@ -270,6 +270,7 @@ def test_rare_tokens_are_compared_together():
 @pytest.mark.parametrize(("agreed", "cues", "low", "high"), [
     (150, 150, 0.980227, 1.0), (149, 150, 0.968766, 0.999658), (0, 150, 0.0, 0.019773), (10, 10, 0.741134, 1.0),
     (5, 10, 0.222441, 0.777559), (95, 100, 0.897751, 0.980103),
+    (40_000, 100_000, 0.397449, 0.402555),
 ])  # fmt: skip
 def test_the_bounds_are_those_of_clopper_and_pearson(agreed, cues, low, high):
     """Quantiles of the beta distribution: low = B(5 %; a, n - a + 1), high = B(95 %; a + 1, n - a)."""
