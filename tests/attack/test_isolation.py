@@ -58,7 +58,7 @@ def leaking(url: str, known: set[str], leak: Change) -> Iterator[str]:
 
 
 def slower(answer: httpx.Response) -> tuple[int, dict[str, str], bytes]:
-    time.sleep(0.002)
+    time.sleep(0.02)
     return plain(answer)
 
 

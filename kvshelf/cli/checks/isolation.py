@@ -214,6 +214,7 @@ def lookups(owner: Party, model: str) -> Iterator[tuple[Lookup, str, str]]:
         ("turns", "GET", "/v1/caches/{}/turns", None),
         ("blob", "GET", "/v1/caches/{}/blob", None),
         ("query", "POST", "/v1/caches/{}/query", {"prompt": "What is the word?", "max_tokens": 1}),
+        ("prompt", "POST", "/v1/caches/{}/prompt", {"prompt": "What is the word?"}),
         ("append", "POST", "/v1/caches/{}/append", {"document": " And so on."}),
         ("extensions", "GET", "/v1/caches?parent_id={}", None),
         ("next page", "GET", "/v1/caches?after={}", None),
