@@ -61,7 +61,7 @@ class OptionFields(ReducedFields, total=False):
     model: str | None
     layout: str | None
     codec: str | None
-    quality: Literal["full", False] | None
+    quality: Literal["full", "fast", False] | None
     keep_source: bool | Literal["tokens"] | None
     source_ttl_s: float | None
 

@@ -207,9 +207,14 @@ async def _upload(part: UploadFile) -> Upload:
 
 def _is_text(schema: Mapping[str, Any], name: str, value: str) -> bool:
     """Whether a field of the request takes this value as text. Unknown fields do; validation refuses them."""
-    field = schema["properties"].get(name, {"type": "string"})
-    options = field.get("anyOf") or field.get("oneOf") or [field]
-    return any(option.get("type") == "string" and option.get("const", value) == value for option in options)
+    return _has_text(schema["properties"].get(name, {"type": "string"}), value)
+
+
+def _has_text(field: Mapping[str, Any], value: str) -> bool:
+    if options := field.get("anyOf") or field.get("oneOf"):
+        return any(_has_text(option, value) for option in options)
+    texts = [field["const"]] if "const" in field else field.get("enum", [value])
+    return field.get("type") == "string" and value in texts
 
 
 def _json(text: str, name: str, bounds: JsonBounds) -> Any:

@@ -50,6 +50,15 @@ def taken(http: httpx.Client, service: LiveService, name: str, data: bytes, medi
 # What is taken
 
 
+@pytest.mark.parametrize("quality", ["full", "fast", "false"])
+def test_a_form_says_how_quality_is_measured(http: httpx.Client, quality: str) -> None:
+    made = put(http, "lock.txt", (f"{quality} {LINE} " * 20).encode(), "text/plain", policy="lagkv", quality=quality)
+    assert made.status_code == 201, made.text
+    assert (made.json()["quality"] is None) == (quality == "false")
+    error = refused(put(http, "lock.txt", LINE.encode(), "text/plain", quality="deep"), 400, "invalid_request")
+    assert error["param"] == "quality"
+
+
 @pytest.mark.parametrize("media_type", ["application/pdf", "application/octet-stream", "Application/PDF; x=y"])
 def test_a_pdf_is_its_text(http: httpx.Client, service: LiveService, media_type: str) -> None:
     data = files.pdf(LINE, "A second page (short).")
