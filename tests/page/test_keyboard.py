@@ -45,6 +45,8 @@ def test_all_of_it_by_keyboard_alone(open_page: OpenPage, http: httpx.Client) ->
     page.keyboard.press("Enter")
     tab_to(page, "Or paste a text")
     page.keyboard.insert_text(document(81))
+    tab_to(page, "Policy")
+    page.keyboard.type("keyd")  # the default removes nothing
     tab_to(page, "Removed")
     page.keyboard.press("Home")
     tab_to(page, "Name, labels")

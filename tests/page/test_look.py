@@ -80,7 +80,7 @@ def show(page: Page, view: str, shelf: Shelf) -> None:
     if view == "shelf":
         page.locator(".grid [aria-selected=true]").wait_for()
     elif view == "put":
-        page.get_by_text("Keep the keys least like").wait_for()
+        page.get_by_text("Keep every entry").wait_for()
     elif view == "ask":
         page.get_by_label("Question").fill(QUESTION)
         page.get_by_label("Read").select_option("quest")

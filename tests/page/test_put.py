@@ -103,7 +103,7 @@ def test_chosen_files_can_be_removed_and_an_ended_one_chosen_again(open_page: Op
     send(page)
     page.locator(".job", has_text="is on the shelf").nth(1).wait_for()
     shelved = [cache for cache in http.get("/v1/caches").json()["data"] if cache["name"] in ("a.txt", "b.txt")]
-    assert [(cache["name"], cache["policy"]) for cache in shelved] == [("b.txt", "knorm"), ("b.txt", "keydiff")]
+    assert [(cache["name"], cache["policy"]) for cache in shelved] == [("b.txt", "knorm"), ("b.txt", "full")]
 
 
 def test_on_a_phone_what_is_on_its_way_comes_into_view(open_page: OpenPage) -> None:
@@ -130,7 +130,7 @@ def test_what_is_refused_is_told_with_its_code(open_page: OpenPage) -> None:
     page = open_page("put")
     drop(page, "empty.txt", "")
     send(page)
-    page.locator(".job", has_text="empty.txt").get_by_text("document_too_short").wait_for()
+    page.locator(".job", has_text="empty.txt").get_by_text("invalid_request").wait_for()
     open_more(page)
     page.get_by_label("Labels").fill("nothing")
     drop(page, "labelled.txt", document(43))

@@ -69,7 +69,8 @@ export function PutOptions({ choices, onChange }) {
     onChange({ ...choices, policy: id, takesBudget, takesQuestions });
   };
   const ids = (things) => things.map(({ id }) => [id, id]);
-  const removed = `Removed: ${choices.takesBudget ? percent(Number(choices.ratio)) : "the policy's default"}`;
+  const fixed = choices.policy === "full" ? "nothing" : "what it chooses";
+  const removed = `Removed: ${choices.takesBudget ? percent(Number(choices.ratio)) : fixed}`;
   const least = policy === AUTO ? "0.95" : "any";
   return html`
     <${FailureNote} failure=${failure} />
