@@ -137,7 +137,7 @@ def in_order(page: Page) -> list[str]:
 
 
 WIDEST = {
-    "removed": "87.5 %", "size": "99.99 MB", "quality": "99.08 %", "hits": "999", "age": "26 min. ago",
+    "codec": "mixed", "removed": "87.5 %", "size": "99.99 MB", "quality": "99.08 %", "hits": "999", "age": "26 min. ago",
     "expiry": "in 29 days", "pinned": "pinned",
 }  # fmt: skip
 
@@ -152,6 +152,7 @@ def test_only_long_names_of_documents_are_cut(width: int, open_page: OpenPage, p
     policies = [policy["id"] for policy in http.get("/v1/policies").json()["data"]]
     assert [name for name in [*policies, "x" * 60] if row.locator(".policy").evaluate(cut, name)] == ["x" * 60]
     row.locator(".policy").evaluate(cut, "")
+    assert row.locator(".codec").is_visible() == (width > 1000)
     assert [name for name, text in WIDEST.items() if row.locator(f".{name}").evaluate(cut, text)] == []
     assert page.locator(".grid").evaluate("(grid) => grid.scrollWidth <= grid.clientWidth")
 

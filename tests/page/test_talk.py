@@ -148,7 +148,7 @@ def test_what_is_not_kept_or_refused_is_told(open_page: OpenPage, root: dict[str
     ask(page, "word " * 70_000)
     page.get_by_role("alert").get_by_text("invalid_request").wait_for()
     drop(page, "empty.txt", "text/plain", "")
-    page.get_by_role("alert").get_by_text("document_too_short").wait_for()
+    page.get_by_role("alert").get_by_text("is empty").wait_for()
     page.goto(page.url.replace(root["id"], "kvs_" + "0" * 40))
     page.get_by_text("cache_not_found").wait_for()
 

@@ -25,7 +25,7 @@ const COLUMNS = (ticked, onTick) => [
   { name: "document", title: "Document", cell: title },
   { name: "policy", title: "Policy", cell: (cache) => cache.policy },
   { name: "removed", title: "Removed", cell: (cache) => percent(cache.compression_ratio) },
-  { name: "codec", title: "Codec", cell: (cache) => cache.codec },
+  { name: "codec", title: "Codec", cell: (cache) => cache.codec.split(":")[0] },
   { name: "size", title: "Size", cell: (cache) => megabytes(cache.bytes.stored) },
   { name: "quality", title: "Quality", cell: agreement },
   { name: "hits", title: "Hits", cell: (cache) => count(cache.uses) },
