@@ -137,7 +137,8 @@ def in_order(page: Page) -> list[str]:
 
 
 WIDEST = {
-    "codec": "mixed", "removed": "87.5 %", "size": "99.99 MB", "quality": "99.08 %", "hits": "999", "age": "26 min. ago",
+    "codec": "mixed",
+    "removed": "87.5 %", "size": "99.99 MB", "quality": "99.08 %", "hits": "999", "age": "26 min. ago",
     "expiry": "in 29 days", "pinned": "pinned",
 }  # fmt: skip
 
