@@ -85,7 +85,8 @@ def test_compression_has_a_row_per_policy_and_no_peer_where_there_is_none(subjec
         ("lagkv", 300, None),
         ("ems", 300, None),
     ]
-    assert all(row.whole.median > row.share.median > 0 for row in found.rows)
+    # Each is over another prefill, the plain model's and its own run's: neither bounds the other.
+    assert all(row.whole.median > 0 and row.share.median > 0 for row in found.rows)
     assert found.same.low <= found.same.median <= found.same.high
 
 
