@@ -50,8 +50,8 @@ def calibrate(
     weights: _options.Weights = "plain",
     as_json: _options.AsJson = False,
 ) -> None:
-    """Make the transforms of codec klt, with the step that loses nothing, and measure which query heads retrieve, for
-    the policy compresskv, and which frequency chunks do, for the selector fasa.
+    """Make the transforms of codec klt, with the coarsest step that hardly changes predictions, and measure which query
+    heads retrieve, for the policy compresskv, and which frequency chunks do, for the selector fasa.
 
     The results hold for these weights in this dtype. Engines look for them in $XDG_DATA_HOME/kvshelf/calibrations and,
     as klt.safetensors, compresskv.json and fasa.json, in the model's folder. A command that was interrupted goes on

@@ -13,7 +13,7 @@ const CODECS = {
   int4: "4 bits per number",
   int2: "2 bits per number",
   mixed: "8 bits for important entries, 2 bits for the others",
-  klt: "transform coding: the fewest bytes at which no loss was seen",
+  klt: "transform coding: the fewest bytes of all entries",
 };
 const SPANS = { "": "never", 3600: "in an hour", 86400: "in a day", 604800: "in a week", 2592000: "in 30 days" };
 const AUTO = {
