@@ -34,7 +34,8 @@ Phase = Literal["during", "cascade", "after"]
 
 class Observes(Flag):
     """What a policy needs of the prefill besides keys and values. The engine refuses the policy before the prefill if
-    the model cannot provide it."""
+    the model cannot provide it. SUMS: that `LayerView.column_sums` uses the attention's own log-sum-exps;
+    without it the last layer's attention is not computed."""
 
     NOTHING = 0
     QUERIES = auto()
@@ -43,6 +44,7 @@ class Observes(Flag):
     WEIGHTS = auto()
     CALIBRATION = auto()
     GATES = auto()
+    SUMS = auto()
 
 
 def parameter(

@@ -56,7 +56,7 @@ class D2O(Policy):
     name: ClassVar[str] = "d2o"
     source: ClassVar[str] = "D2O, arXiv 2406.13035"
     advice: ClassVar[str] = "to see what merging by key similarity is worth beside h2o; ems keeps more of what merges."
-    observes: ClassVar[Observes] = Observes.QUERIES
+    observes: ClassVar[Observes] = Observes.QUERIES | Observes.SUMS
     merges: ClassVar[bool] = True
 
     recent: float = parameter(0.5, "part of a layer's budget for its last tokens", minimum=0, maximum=1)

@@ -63,7 +63,7 @@ class EMS(TailPolicy):
 
     @property
     def observes(self) -> Observes:
-        return super().observes | (Observes.ROPE if self.unrotated else Observes.NOTHING)
+        return super().observes | Observes.SUMS | (Observes.ROPE if self.unrotated else Observes.NOTHING)
 
     @property
     def unrotated(self) -> bool:

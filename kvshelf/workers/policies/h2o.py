@@ -33,7 +33,7 @@ class H2O(ScoringPolicy):
     name: ClassVar[str] = "h2o"
     source: ClassVar[str] = "H2O, arXiv 2306.14048"
     advice: ClassVar[str] = "as the baseline of eviction by attention; it favours early tokens."
-    observes: ClassVar[Observes] = Observes.QUERIES
+    observes: ClassVar[Observes] = Observes.QUERIES | Observes.SUMS
 
     recent: int | None = parameter(None, "last tokens always kept; null: half of the budget", minimum=0)
     normalize: str = parameter("none", "divide a column's sum by its rows, or not", choices=("none", "rows"))

@@ -34,7 +34,7 @@ class InfLLM(Policy):
     name: ClassVar[str] = "infllm"
     source: ClassVar[str] = "InfLLM, arXiv 2402.04617"
     advice: ClassVar[str] = "with selector infllm, which reads a long document in part from disk or Redis."
-    observes: ClassVar[Observes] = Observes.QUERIES | Observes.ROPE
+    observes: ClassVar[Observes] = Observes.QUERIES | Observes.SUMS | Observes.ROPE
     takes_budget: ClassVar[bool] = False
     by_position: ClassVar[bool] = True
     indexes: ClassVar[bool] = True

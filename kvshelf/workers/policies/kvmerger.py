@@ -43,7 +43,7 @@ class KVMerger(Policy):
     advice: ClassVar[str] = (
         "to see what merging neighbours is worth; in text whose neighbours say different things, little."
     )
-    observes: ClassVar[Observes] = Observes.QUERIES
+    observes: ClassVar[Observes] = Observes.QUERIES | Observes.SUMS
     merges: ClassVar[bool] = True
 
     heavy: float = parameter(0.25, "part of the budget for heavy hitters", minimum=0, maximum=1)

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kvshelf.kernels.prefix_attention import attention_part
 from kvshelf.kernels.rowwise import available
+from kvshelf.workers.engine.attention import function
 from kvshelf.workers.engine.decode import batch as batch_module
 from kvshelf.workers.engine.decode.generation import Sampling
 from kvshelf.workers.engine.engine import Engine
@@ -127,6 +128,22 @@ def test_caches_and_answers_are_those_of_the_modules():
     asked = [(ours, question) for question in questions]
     told, expected = (engine.answer_all(asked, max_new_tokens=6) for engine in (packed, plain))
     assert [answer.token_ids for answer in told] == [answer.token_ids for answer in expected]
+
+
+@pytest.mark.parametrize(
+    ("policy", "computed"), [("full", 2), ("lagkv", 2), ("snapkv", 2), ("h2o", 3), ("ems", 3), ("d2o", 3)]
+)
+def test_the_last_of_three_attentions_is_computed_where_a_policy_reads_its_log_sum_exps(policy, computed, monkeypatch):
+    calls, compute = [], function._causal
+    monkeypatch.setattr(function, "_causal", lambda *given: calls.append(1) or compute(*given))
+    engine = Engine(made("llama"), name="m")
+    prepack(engine.model)
+    assert engine.passes.program is not None
+    removed = {} if policy == "full" else {"compression_ratio": 0.5}
+    for _ in range(2):  # the first one looks at the model, too
+        calls.clear()
+        engine.compress([i * 7 % 130 for i in range(100)], policy=policy, **removed)
+    assert len(calls) == computed
 
 
 def test_the_answer_of_a_row_has_no_neighbours():

@@ -173,7 +173,7 @@ def _apart(
     if probe is None and not job.passes:
         states = stateful.read(passes, kinds, job, reducer)
     else:
-        document = stateful.Read.of(passes, kinds, job, reducer.checkpoint, queries=reducer.reads_attention)
+        document = stateful.Read.of(passes, kinds, job, reducer.checkpoint, queries=reducer.sees_queries)
         reducer.checkpoint = nothing  # it was called while the document was read
         for attended in document.probed(job.passes):
             reducer.after_attention(attended)

@@ -197,6 +197,10 @@ class SharedReducer(ForwardContext):
 
     @property
     def reads_attention(self) -> bool:
+        return any(Observes.SUMS in reducer.policy.observes for reducer in self.reducers)
+
+    @property
+    def sees_queries(self) -> bool:
         return any(reducer.sees_queries for reducer in self.reducers)
 
     def after_attention(self, layer: Attended) -> None:
