@@ -46,7 +46,7 @@ static const void *tile_of(const Columns *a, int64_t first, char copy[KEYS * MOS
 
 INLINE void multiply_fp32(const float *keys, const OfRows *rows, const int64_t dim, OfRows out[KEYS]) {
     memset(out, 0, KEYS * sizeof *out);
-    for (int k = 0; k < KEYS; k += ABREAST) add_products(out + k, keys + k * dim, dim, 1, rows, dim);
+    add_products(out, KEYS, keys, dim, 1, rows, dim);
 }
 
 #if defined(__AVX512F__) && defined(__linux__)

@@ -250,7 +250,7 @@ static void multiply(const float *keys, int64_t stride, int64_t dim, int count, 
         stride = dim;
     }
     memset(logits, 0, TILE * sizeof *logits);
-    for (int j = 0; j < TILE; j += ABREAST) add_products(logits + j, keys + j * stride, stride, 1, query, dim);
+    add_products(logits, TILE, keys, stride, 1, query, dim);
     for (int j = 0; j < TILE; j++)
         for (int v = 0; v < VECTORS; v++) logits[j][v] = j < count ? logits[j][v] * scale : spread(-INFINITY);
 }
@@ -310,8 +310,7 @@ static void attend_many(const Call *a, const Run *run) {
             top[v] = highest;
         }
         ask_for(keys + TILE * key_tile.stride, key_tile.stride, key_dim);
-        for (int64_t c = 0; c < dim; c += ABREAST)
-            add_products(total + c, values + c, 1, value_tile.stride, weights, count);
+        add_products(total, dim, values, 1, value_tile.stride, weights, count);
     }
     for (int64_t r = 0; r < run->rows; r++) {
         const int64_t to = result_of(a, run, r);
