@@ -22,9 +22,12 @@ LENGTHS: Final = (2048, 8000)
 REPLICA: Final = "replica"
 
 _ABSENT: Final = {
-    "vLLM": "no interpreter has it; --vllm-python names one",
+    "vLLM": "no interpreter has it (--vllm-python names one), or it was not ready after half of the budget",
     "llama.cpp": "the model is no GGUF file, or no interpreter has llama-cpp-python; --llama-python names one",
 }
+
+_START: Final = 0.5
+"""Of the budget, what a peer may take until it is ready."""
 
 _WARM_TOKENS: Final = 256
 _WARM_ANSWER: Final = 8
@@ -90,12 +93,12 @@ def serving(
 ) -> Serving:
     """Up to `rounds` rounds, as far as they end within the budget. interpreters: of vLLM and llama.cpp; None for this
     one. tell: is given each row of the first round as soon as it is measured; turn: what is measured next."""
-    ends = time.monotonic() + budget_s
+    ends, started = time.monotonic() + budget_s, time.monotonic() + _START * budget_s
     longest = max(lengths) + QUESTION_TOKENS + ANSWER_TOKENS
     turn("starting peers")
     with (
-        open_vllm(interpreters["vLLM"], subject, threads, longest) as vllm,
         open_llama(interpreters["llama.cpp"], subject, threads, longest, MOST_ANSWERS) as llama,
+        open_vllm(interpreters["vLLM"], subject, threads, longest, started) as vllm,
         own_ways(subject) as own,
     ):
         peers = {"vLLM": vllm, "llama.cpp": llama}

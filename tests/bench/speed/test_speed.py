@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from kvshelf.bench.speed.codecs import codec_costs, codec_ways
 from kvshelf.bench.speed.compression import compress, compression_costs, plain_prefill
 from kvshelf.bench.speed.first_token import _ways, first_tokens
 from kvshelf.bench.speed.peers import kvpress_worker
-from kvshelf.bench.speed.peers.peer import Peer, open_kvpress
+from kvshelf.bench.speed.peers.peer import Peer, open_kvpress, open_vllm
 from kvshelf.bench.speed.subject import (
     QUESTION_TOKENS,
     Subject,
@@ -124,6 +125,15 @@ def test_a_peer_that_dies_is_an_error_and_not_a_wait():
         pytest.raises(WorkerCrashed, match="exit code 3"),
     ):
         peer.ask(method="lagkv", removed=0.5, token_ids=[1])
+
+
+def test_a_peer_that_is_not_ready_in_time_is_left_out_and_ended(subject, tmp_path):
+    slow, number = tmp_path / "python", tmp_path / "number"
+    slow.write_text(f"#!/bin/sh\necho $$ > {number}\nexec sleep 600\n")
+    slow.chmod(0o700)
+    with open_vllm(str(slow), subject, 1, 100, time.monotonic() + 2) as peer:
+        assert peer is None
+    assert not Path(f"/proc/{int(number.read_text())}").exists()
 
 
 SERVING = """

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import select
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
@@ -59,11 +61,12 @@ def open_kvpress(interpreter: str | None, subject: Subject, threads: int) -> Abs
 
 
 def open_vllm(
-    interpreter: str | None, subject: Subject, threads: int, longest: int
+    interpreter: str | None, subject: Subject, threads: int, longest: int, ends: float
 ) -> AbstractContextManager[Peer | None]:
-    """As `open_kvpress`, vLLM on a CPU, for up to `longest` tokens. See `vllm_worker.py`."""
+    """As `open_kvpress`, vLLM on a CPU, for up to `longest` tokens; no peer either where it is not ready when the
+    monotonic clock says `ends`, because it compiles the model first. See `vllm_worker.py`."""
     given = (subject.source, subject.dtype, str(threads), str(longest))
-    return _found(interpreter, "vllm", "vllm", given, "vLLM")
+    return _found(interpreter, "vllm", "vllm", given, "vLLM", ends)
 
 
 def open_llama(
@@ -79,17 +82,36 @@ def open_llama(
 
 
 def _found(
-    interpreter: str | None, package: str, worker: str, given: Sequence[str], name: str
+    interpreter: str | None, package: str, worker: str, given: Sequence[str], name: str, ends: float | None = None
 ) -> AbstractContextManager[Peer | None]:
     if interpreter is None and find_spec(package) is not None:
         interpreter = sys.executable
-    return nullcontext() if interpreter is None else running(interpreter, worker, given, name)
+    if interpreter is None:
+        return nullcontext()
+    of = interpreter, worker, given, name
+    return running(*of) if ends is None else _ready_by(ends, *of)
 
 
 @contextmanager
 def running(interpreter: str, worker: str, given: Sequence[str], name: str) -> Iterator[Peer]:
     """A worker of this folder; errors call its process `name`. Raises `InvalidRequest` for an interpreter that does not
     exist, and `WorkerCrashed` if the worker dies, as it does without its package."""
+    with _process(interpreter, worker, given) as process:
+        yield Peer(process, name)
+
+
+@contextmanager
+def _ready_by(ends: float, interpreter: str, worker: str, given: Sequence[str], name: str) -> Iterator[Peer | None]:
+    """As `running`; None, and no process, if the worker is not ready when the monotonic clock says `ends`."""
+    with _process(interpreter, worker, given) as process:
+        ready, _, _ = select.select([process.stdout], [], [], max(0.0, ends - time.monotonic()))
+        if not ready:
+            process.kill()
+        yield Peer(process, name) if ready else None
+
+
+@contextmanager
+def _process(interpreter: str, worker: str, given: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
     # -I: neither this process's PYTHONPATH nor the folder of the worker, whose modules have names of their own.
     command = [interpreter, "-I", str(Path(__file__).with_name(f"{worker}_worker.py")), *given]
     try:
@@ -98,7 +120,7 @@ def running(interpreter: str, worker: str, given: Sequence[str], name: str) -> I
         raise InvalidRequest(f"--{worker}-python {interpreter}: {error}", param=f"{worker}_python") from error
     with process:  # closes the worker's standard input, which ends the worker
         try:
-            yield Peer(process, name)
+            yield process
         except BaseException:
             process.kill()
             raise
