@@ -104,6 +104,7 @@ def running(interpreter: str, worker: str, given: Sequence[str], name: str) -> I
 def _ready_by(ends: float, interpreter: str, worker: str, given: Sequence[str], name: str) -> Iterator[Peer | None]:
     """As `running`; None, and no process, if the worker is not ready when the monotonic clock says `ends`."""
     with _process(interpreter, worker, given) as process:
+        assert process.stdout is not None
         ready, _, _ = select.select([process.stdout], [], [], max(0.0, ends - time.monotonic()))
         if not ready:
             process.kill()
