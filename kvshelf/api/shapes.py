@@ -82,7 +82,10 @@ TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 TemplateKwargs = Annotated[
-    dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")], bool | int | float | str | None],
+    dict[
+        Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")],
+        bool | int | float | Annotated[str, Field(max_length=8192)] | None,
+    ],
     Field(max_length=16),
 ]
 
