@@ -10,7 +10,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -35,7 +35,7 @@ _TEXT: Final = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 _ESCAPE: Final = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
 _ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "\n": ""}
 _NUMBER: Final = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
-_ARGUMENT: Final = re.compile(r"([^\W\d]\w*)\s*=")
+_ARGUMENT: Final = re.compile(r"([^\W\d]\w*+)\s*+=")
 _WORD: Final = re.compile(r"[A-Za-z]+")
 _WORDS: Final[Mapping[str, Any]] = {
     "True": True,
@@ -137,8 +137,8 @@ class _Reader:
         if not self.took(sign):
             raise ValueError(f"{sign} is missing")
 
-    def matched(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        found = pattern.match(self.text, self.skip())
+    def matched(self, match: Callable[[str, int], re.Match[str] | None]) -> re.Match[str] | None:
+        found = match(self.text, self.skip())
         self.at = found.end() if found else self.at
         return found
 
@@ -151,7 +151,7 @@ class _Reader:
                 self.require(",")
                 if self.took(")"):
                     break
-            if (name := self.matched(_ARGUMENT)) is None or name[1] in arguments:
+            if (name := self.matched(_ARGUMENT.match)) is None or name[1] in arguments:
                 raise ValueError("an argument has no name of its own")
             arguments[name[1]] = self.value()
         return arguments
@@ -159,9 +159,9 @@ class _Reader:
     def value(self, depth: int = 0) -> Any:
         if depth > _DEEPEST:
             raise ValueError("it is too deep")
-        if found := self.matched(_TEXT):
+        if found := self.matched(_TEXT.match):
             return _unquoted(found[0])
-        if found := self.matched(_NUMBER):
+        if found := self.matched(_NUMBER.match):
             number = json.loads(found[0])
             if not math.isfinite(number):
                 raise ValueError("it is too large")
@@ -171,7 +171,7 @@ class _Reader:
                 return self._items(closing, depth)
         if self.took("{"):
             return self._fields(depth)
-        word = self.matched(_WORD)
+        word = self.matched(_WORD.match)
         if word is None or word[0] not in _WORDS:
             raise ValueError("it is no literal")
         return _WORDS[word[0]]
@@ -193,7 +193,7 @@ class _Reader:
                 self.require(",")
                 if self.took("}"):
                     break
-            if (name := self.matched(_TEXT)) is None:
+            if (name := self.matched(_TEXT.match)) is None:
                 raise ValueError("a field has no name")
             self.require(":")
             fields[_unquoted(name[0])] = self.value(depth + 1)

@@ -7,7 +7,6 @@ no control token.
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -85,10 +84,12 @@ class ToolFormat:
         begins = self.calls.begins
         if begins == ("",):
             return len(text) - len(text.lstrip()), ""
-        longest_first = "|".join(map(re.escape, sorted(begins, key=len, reverse=True)))
-        for found in re.finditer(longest_first, text):
-            if self.calls.may_follow(text[found.end() :], self.tools):
-                return found.start(), found[0]
+        start = 0
+        while found := [(at, -len(each), each) for each in begins if (at := text.find(each, start)) >= 0]:
+            at, _, opening = min(found)  # of several at one place the longest
+            if self.calls.may_follow(text[at + len(opening) :], self.tools):
+                return at, opening
+            start = at + 1
         return -1, begins[0]
 
     def grammar(self, tools: Sequence[Tool], *, several: bool) -> str:
