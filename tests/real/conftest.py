@@ -44,7 +44,9 @@ class Plain:
         inputs = torch.tensor([token_ids])
         settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": 2}
         pairs = zip(self._read, token_ids[:-1], strict=False)
-        self._past.crop(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if (other := self._past.get_seq_length() - same) > 0:
+            self._past.crop(-other)
         self._read = token_ids
         with torch.no_grad():
             made = self.model.generate(

@@ -182,6 +182,13 @@ async def test_a_document_is_given_its_day(tmp_path: Path) -> None:
         subject.replica.stop()
 
 
+@pytest.mark.parametrize("value", [[1], {"a": 1}, "y" * 8193, float("nan")])
+def test_a_variable_that_is_no_scalar_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidRequest, match="a variable of a chat template is a text of at most 8192") as refused:
+        parse_request(CreateCache, {"document": "x", "chat_template_kwargs": {"effort": value}})
+    assert refused.value.param == "chat_template_kwargs"
+
+
 @pytest.mark.parametrize("date", ["today", "2031-13-01", "07.03.2031", "", "2031-03-07T00:00"])
 def test_a_day_that_is_none_is_refused(date: str) -> None:
     with pytest.raises(InvalidRequest, match="write a day as YYYY-MM-DD"):
