@@ -53,6 +53,13 @@ TOOLS: Final[list[dict[str, Any]]] = [
         "parameters": {"type": "object", "properties": {"town": {"type": "string", "enum": ["Bergen", "Kiel"]}},
                        "required": ["town"], "additionalProperties": False}}},
 ]  # fmt: skip
+VARIABLES: Final[Sequence[tuple[str, Any]]] = (
+    ("enable_thinking", False), ("enable_thinking", True), ("preserve_thinking", True), ("thinking", False),
+    ("reasoning_effort", "low"), ("reasoning_effort", "medium"), ("reasoning_strength", "low"), ("low_effort", True),
+    ("medium_effort", True), ("date_string", "07 Mar 2031"), ("knowledge_cutoff", "2030-01"),
+    ("model_identity", "You are a parrot"),
+)  # fmt: skip
+"""What documents are put with, where the template reads it."""
 _MARKS: Final = re.compile(
     r"<\|[^|<>\s'\"{}]+\|>|<\uff5c[^\uff5c]+\uff5c>|<\|/?[a-z_]+>|</?[a-z_]+\|>|</?(?:think|tool_call|tool_response|bos|eos"
     r"|start_of_turn|end_of_turn|end_of_utterance|start_of_image|image|s|sop)>|\[/?[A-Z_]+\]|\[gMASK\]"
@@ -389,6 +396,44 @@ class Subject:
         opened = self.plain([question])
         return "" if opened.rstrip().endswith("<think>") else "<think>\n", "\n</think>\n\n"
 
+    async def variables(self) -> str:
+        """Documents that are put with each variable alone: what runs is the whole conversation with it."""
+        question, told = [{"role": "user", "content": "Where?"}], 0
+        usual = (await self.put()).id
+        for name, value in VARIABLES:
+            if name not in self.engine.require_text("messages").template.variables:
+                continue
+            given = {name: value}
+            expected = self.whole(question, **given)
+            made = (await self.replica.create(
+                CreateCache(document=DOCUMENT, policy="full", chat_template_kwargs=given), tenant="default"
+            )).manifest  # fmt: skip
+            before, behind = (self.plain([{"role": "user", "content": "KVMARK"}], **each).partition("KVMARK")[::2]
+                              for each in ({}, given))  # fmt: skip
+            if (made.id == usual) != (before[0] == behind[0]):
+                raise Wrong(f"{name}: the id does not follow what is before the document")
+            if made.identity.get("variables", {}) != ({} if made.id == usual else given):
+                raise Wrong(f"{name}: the cache keeps {made.identity.get('variables')}")
+            again = {} if made.id != usual else {"chat_template_kwargs": given}
+            reply = await self.ask(made.id, question, max_tokens=2, **again)
+            self.require_ran(reply.cache_id, expected, f"{name} {value}")
+            if made.id != usual:
+                self._require_refused(await self._tried(usual, question, given), name)
+            told += 1
+        return "yes" if told else "none"
+
+    async def _tried(self, cache_id: str, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> str:
+        try:
+            await self.ask(cache_id, messages, max_tokens=2, chat_template_kwargs=given)
+        except KvshelfError as error:
+            return error.message
+        return ""
+
+    @staticmethod
+    def _require_refused(message: str, name: str) -> None:
+        if name not in message or "before the document" not in message:
+            raise Wrong(f"{name}: asked of a cache without it: {message or 'answered'}")
+
     async def date(self) -> str:
         if "strftime_now" not in self.template:
             return "none"
@@ -425,6 +470,7 @@ CELLS: Final[dict[str, Callable[[Subject], Any]]] = {
     "responses": Subject.responses,
     "tools": Subject.tools,
     "thinking": Subject.thinking,
+    "variables": Subject.variables,
     "date": Subject.date,
 }
 

@@ -115,6 +115,8 @@ READERS: Final = {
     "kvshelf/workers/engine/journal.py": "what the search itself has written",
     "kvshelf/workers/engine/transform_search.py": "what the search itself has written",
     "kvshelf/workers/engine/inputs/calls.py": "what the model wrote: in calls of tools",
+    "kvshelf/workers/engine/inputs/harmony.py": "what the model wrote: in calls of tools",
+    "kvshelf/workers/engine/inputs/pythonic.py": "what the model wrote: in calls of tools",
     "kvshelf/workers/model": "configurations of models, and calibrations",
     "kvshelf/workers/policies": "the package's own tables, and headers of gates",
     "kvshelf/workers/replica/conversations.py": "a source that the store kept, checked when it came",

@@ -57,8 +57,8 @@ def name(page: Path) -> str:
 
 
 FIRST = (ROOT / "README.md", DOCS / "use" / "put.md")
-REAL = (DOCS / "use" / "start.md",)
-"""Pages that serve SmolLM2."""
+REAL = tuple(DOCS / "use" / page for page in ("start.md", "models.md", "grow.md"))
+"""Pages that serve SmolLM2: those that speak of a model of the reader's, and of conversations."""
 LIMIT_S = 480
 """For the program of a page. Those of `REAL` take a minute or two on a machine that does nothing else."""
 SAID = {
@@ -66,7 +66,10 @@ SAID = {
         **dict.fromkeys(("README.md", "use/ask.md", "use/clients.md"), FACT.value),
         "use/start.md": "Maren Oduya",
     },
-    "bash": {**dict.fromkeys(("README.md", "use/ask.md"), FACT.value), "use/start.md": "Maren Oduya"},
+    "bash": {
+        **dict.fromkeys(("README.md", "use/ask.md"), FACT.value),
+        **dict.fromkeys(("use/start.md", "use/models.md"), "Maren Oduya"),
+    },
 }
 """What the answers of a page contain, by language and page."""
 

@@ -161,6 +161,9 @@ class CacheObject(ResponseBody):
     timings: Timings = Timings()
     uses: int = Field(0, description="questions asked so far")
     date: str | None = Field(None, description="the day that the model's chat template wrote before the document")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="those of the creation that changed what the template wrote there"
+    )
     warnings: list[str] = Field(
         default_factory=list, description="what it may have lost, if it removes entries or agrees below 0.9"
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
+from kvshelf.api.shapes import TemplateKwargs
 from kvshelf.api.strict import (
     MAX_EPISODES,
     MAX_LEVELS,
@@ -88,6 +90,14 @@ KeepSource = Annotated[
 ]
 """Whether the source of a cache is kept: true for the text, or the token ids alone."""
 
+
+def _day(date: str) -> str:
+    try:
+        return datetime.datetime.strptime(date, "%Y-%m-%d").date().isoformat()
+    except ValueError:
+        raise misuse("date", f"date is {date!r:.80}; write a day as YYYY-MM-DD") from None
+
+
 Measured = Annotated[
     Annotated[Literal[False], Tag("(flag)")] | Annotated[Literal["full", "fast"], Tag("(form)")],
     Discriminator(_how_kept),
@@ -141,6 +151,16 @@ class CacheOptions(RequestBody, Renewable):
     )
     expected_questions: Annotated[list[Text], Field(fail_fast=True)] = Field(
         default_factory=list, max_length=256, description="questions for the policies that score by the prompt's end"
+    )
+    chat_template_kwargs: TemplateKwargs | None = Field(
+        None,
+        description="what the model's chat template is told, as `reasoning_effort`: kept with the cache where it "
+        "changes what stands before the document, and told again behind it",
+    )
+    date: Annotated[str, AfterValidator(_day)] | None = Field(
+        None,
+        description="the day that the model's chat template is told, YYYY-MM-DD; default: that of the document's first "
+        "cache, or today",
     )
     ttl_s: Ttl | None = Field(None, description="seconds until the cache expires")
     expires_at: ExpiresAt | None = Field(None, description="Unix seconds, instead of ttl_s")

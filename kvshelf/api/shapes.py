@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
 
 from kvshelf.api.strict import AnyFields, RequestBody, ResponseBody, misuse
 
@@ -81,8 +82,33 @@ TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+_LONGEST_VALUE = 8192
+
+
+def _scalar(value: Any) -> Any:
+    if isinstance(value, str) and len(value) <= _LONGEST_VALUE:
+        return value
+    if value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    said = f"a text of {len(value)} characters" if isinstance(value, str) else f"{value!r:.80}"
+    raise misuse(
+        "chat_template_kwargs",
+        f"it is {said}; a variable of a chat template is a text of at most {_LONGEST_VALUE} characters, a finite "
+        "number, true, false or null",
+    )
+
+
+_SCALAR = {
+    "anyOf": [
+        {"type": "string", "maxLength": _LONGEST_VALUE},
+        *({"type": each} for each in ("number", "boolean", "null")),
+    ]
+}
 TemplateKwargs = Annotated[
-    dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")], bool | int | float | str | None],
+    dict[
+        Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")],
+        Annotated[Any, AfterValidator(_scalar), WithJsonSchema(_SCALAR)],
+    ],
     Field(max_length=16),
 ]
 

@@ -195,9 +195,9 @@ def pairs(texts: Sequence[str] | None, option: str) -> dict[str, str]:
     return found
 
 
-def parameters(texts: Sequence[str] | None) -> Mapping[str, Any]:
+def parameters(texts: Sequence[str] | None, option: str = "--param") -> Mapping[str, Any]:
     """`--param window=64 --param pooling=max`: a value that parses as JSON is JSON, any other value is text."""
-    return {name: json_or_text(value) for name, value in pairs(texts, "--param").items()}
+    return {name: json_or_text(value) for name, value in pairs(texts, option).items()}
 
 
 _UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}

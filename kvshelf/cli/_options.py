@@ -124,6 +124,15 @@ SourceTtl = Annotated[
 ExpectedQuestions = Annotated[
     list[str] | None, typer.Option("--expected-question", help="For policies that use questions. May be repeated.")
 ]
+TemplateVariables = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--chat-template-kwarg",
+        metavar="NAME=VALUE",
+        help="A variable of the model's chat template, such as reasoning_effort=low. May be repeated.",
+    ),
+]
+Date = Annotated[str | None, typer.Option(help="The day that the chat template is told: YYYY-MM-DD.  [default: today]")]
 ServiceModel = Annotated[str | None, typer.Option("--model", help="One of the service's models.  [default: its first]")]
 
 Models = Annotated[

@@ -88,6 +88,8 @@ def batch(
     keep_source: _options.KeepSource = None,
     source_ttl: _options.SourceTtl = None,
     expected_question: _options.ExpectedQuestions = None,
+    chat_template_kwarg: _options.TemplateVariables = None,
+    date: _options.Date = None,
     window: _Window = None,
     max_gpu_hours: _MaxGpuHours = None,
     document_timeout: _DocumentTimeout = "1h",
@@ -134,6 +136,8 @@ def batch(
             "keep_source": _common.SOURCE_FORMS[keep_source],
             "source_ttl_s": _common.seconds(source_ttl, "--source-ttl"),
             "expected_questions": expected_question or None,
+            "chat_template_kwargs": _common.parameters(chat_template_kwarg, "--chat-template-kwarg") or None,
+            "date": date,
         }
         given = {name: value for name, value in fields.items() if value is not None}
         options = {

@@ -58,6 +58,8 @@ def put(
     keep_source: _options.KeepSource = None,
     source_ttl: _options.SourceTtl = None,
     expected_question: _options.ExpectedQuestions = None,
+    chat_template_kwarg: _options.TemplateVariables = None,
+    date: _options.Date = None,
     split: _options.Split = False,
     part_tokens: _options.PartTokens = None,
     overlap_tokens: _options.OverlapTokens = None,
@@ -86,6 +88,8 @@ def put(
             "layout": layout,
             "codec": codec,
             "expected_questions": expected_question,
+            "chat_template_kwargs": _common.parameters(chat_template_kwarg, "--chat-template-kwarg") or None,
+            "date": date,
             "ttl_s": _common.seconds(ttl),
             "ttl_renew": ttl_renew or None,
             "labels": _common.pairs(label, "--label"),
@@ -309,6 +313,7 @@ def ask(
             metavar="nearest", help="Of several caches of episodes ask only that which the question is about."
         ),
     ] = None,
+    chat_template_kwarg: _options.TemplateVariables = None,
     show_prompt: Annotated[
         bool,
         typer.Option(
@@ -326,6 +331,7 @@ def ask(
     """
     fields: Any = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
     fields["tool"] = tool
+    fields["chat_template_kwargs"] = _common.parameters(chat_template_kwarg, "--chat-template-kwarg") or None
     fields |= _shape(schema, grammar, choice)
     fields["select"] = _select(select, select_tokens, select_param, passages)
     fields["suffix"] = _suffix(suffix, suffix_budget, suffix_param)
@@ -678,6 +684,11 @@ def _details(cache: CacheObject) -> Table:
         "name": cache.name or "-",
         "model": f"{cache.model} ({cache.layout})",
         **({"date told": cache.date} if cache.date else {}),
+        **(
+            {"template told": json.dumps(variables, ensure_ascii=False)}
+            if (variables := cache.chat_template_kwargs)
+            else {}
+        ),
         "policy": f"{cache.policy}{f' ({used})' if used else ''}, {cache.compression_ratio:.0%} removed",
         "tokens": f"{cache.tokens.document}, of which {cache.tokens.kept} kept per layer and head",
         "codec": cache.codec,

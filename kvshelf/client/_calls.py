@@ -62,6 +62,8 @@ class OptionFields(ReducedFields, total=False):
     layout: str | None
     codec: str | None
     quality: Literal["full", "fast", False] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    date: str | None
     keep_source: bool | Literal["tokens"] | None
     source_ttl_s: float | None
 
@@ -270,8 +272,9 @@ def create_cache(
     `policy`, `policy_params`, `compression_ratio` (the fraction removed) or `budget_tokens`, `codec`, `quality` (False:
     not measured), `ttl_s` or `expires_at`, `ttl_renew` (each question moves the end to `ttl_s` from then), `name`,
     `labels`, and `keep_source` to keep the text (or "tokens", the token ids alone) for `source_ttl_s`, so that a query
-    with `on_miss="recompute"` makes the cache again if it is lost. With `respond_async` the request comes back at once,
-    for `client.requests.retrieve`.
+    with `on_miss="recompute"` makes the cache again if it is lost. `chat_template_kwargs` is what the model's chat
+    template is told ({"reasoning_effort": "low"}), and `date` the day. With `respond_async` the request comes back at
+    once, for `client.requests.retrieve`.
 
     `levels` are several compression ratios at once, or mappings of `compression_ratio` and `codec`, whose caches come
     back in a list, from one prefill. With `min_quality` only the smallest cache that agrees enough with the full one is

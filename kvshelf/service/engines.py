@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass
 from functools import partial
@@ -79,13 +79,20 @@ class EngineClient:
         return estimated
 
     async def count(
-        self, query: Asking, document: str | None, boundary: Boundary | None, *, tenant: str, deadline_s: float
+        self,
+        query: Asking,
+        document: str | None,
+        boundary: Boundary | None,
+        cached: Mapping[str, Any],
+        *,
+        tenant: str,
+        deadline_s: float,
     ) -> int:
         """As `kvshelf.workers.engine.inputs.counting.count`; takes the turn of a question, and costs what it counts."""
         self.remote.require_bounded(query, document)
         async with self._queues["question"].turn(tenant, deadline_s) as left_s:
             about: dict[str, Any] = {"tenant": tenant, "limit_s": left_s}
-            counted: int = await self.remote.call("count", query, document, boundary, **about)
+            counted: int = await self.remote.call("count", query, document, boundary, cached, **about)
         self.spend(tenant, counted)
         return counted
 

@@ -256,7 +256,7 @@ def _document(manifest: Manifest, source: Source) -> dict[str, Any]:
     """The fields of a creation that say what is compressed."""
     identity = manifest.identity
     fields: dict[str, Any] = {"layout": identity["layout"], "boundary": identity["boundary"]}
-    fields["date"] = identity.get("date", "")
+    fields |= {"date": identity.get("date"), "chat_template_kwargs": identity.get("variables")}
     if isinstance(source, TokenIds):
         return fields | {"token_ids": list(source.ids), "protected_prefix": source.protected_prefix}
     if identity["boundary"] in ("text", "document"):

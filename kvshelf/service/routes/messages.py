@@ -52,13 +52,14 @@ async def count_tokens(request: Request, service: InService, caller: Reader) -> 
 
 
 async def _counted(service: Service, caller: Caller, body: CountTokensRequest) -> int:
-    engine, cached, boundary = service.engine(body.model, NotFound), 0, None
+    engine, cached, boundary, variables = service.engine(body.model, NotFound), 0, None, {}
     if body.cache_id is not None:
         question = await question_to(service, caller, [body.cache_id], body.asking, body.model)
         manifest = question.caches[0].manifest
         cached, boundary = manifest.num_tokens, manifest.identity["boundary"]
-    deadline_s = service.settings.request_deadline_s
-    added = await engine.count(body.asking, body.document, boundary, tenant=caller.tenant, deadline_s=deadline_s)
+        variables = manifest.identity.get("variables", {})
+    limits: dict[str, Any] = {"tenant": caller.tenant, "deadline_s": service.settings.request_deadline_s}
+    added = await engine.count(body.asking, body.document, boundary, variables, **limits)
     return cached + added
 
 
@@ -102,6 +103,6 @@ async def _beginning(service: Service, caller: Caller, body: MessagesRequest) ->
     engine = service.engine(body.model, NotFound)
     limits: dict[str, Any] = {"tenant": caller.tenant, "deadline_s": service.settings.request_deadline_s}
     if body.tools or body.output_config:  # what the model cannot do is refused before its cache is made
-        await engine.count(body.asking, None, "document", **limits)
+        await engine.count(body.asking, None, "document", {}, **limits)
     created = await engine.create(spec, **limits)
     return created.manifest.id, not created.existing

@@ -115,7 +115,8 @@ class Identity:
     that was compressed as one. Then the policy and what is said of it are those of the appended tokens, `num_tokens`
     and `budget_tokens` count those of the parent, too, and `document` follows from its document and the tokens. `date`
     is the day, as YYYY-MM-DD, that a chat template wrote into the document's tokens, "" where it writes none;
-    `document` is the same whatever the day.
+    `document` is the same whatever the day. `variables` are those that the chat template was told and that changed
+    what it wrote into these tokens.
     """
 
     model: ModelIdentity
@@ -134,20 +135,21 @@ class Identity:
     transforms: str = ""
     parent: str = ""
     date: str = ""
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # 0 and 0.0 are equal and must have one content address; JSON and msgpack write them differently.
         object.__setattr__(self, "compression_ratio", float(self.compression_ratio))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types, for the blob header and the manifest. Without a date there is no such field."""
+        """Plain JSON types, for the blob header and the manifest. Without a date or variables there are no such fields,
+        so that caches keep the ids that they had before there were any."""
         made = asdict(self) | {
             "policy_params": dict(self.policy_params),
             "expected_questions": list(self.expected_questions),
+            "variables": dict(self.variables),
         }
-        if not self.date:
-            del made["date"]
-        return made
+        return {name: value for name, value in made.items() if value or name not in ("date", "variables")}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Identity:

@@ -245,6 +245,7 @@ class Engine:
         budget_tokens: int | None = None,
         layout: Layout | None = None,
         expected_questions: Sequence[str] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **policy_params: Any,
     ) -> CompressedCache:
         """Prefill `document` and reduce its KV cache. The arguments are those of `prepare`."""
@@ -252,6 +253,7 @@ class Engine:
             document,
             layout=layout,
             expected_questions=expected_questions,
+            chat_template_kwargs=chat_template_kwargs,
             policy=policy,
             compression_ratio=compression_ratio,
             budget_tokens=budget_tokens,
@@ -260,12 +262,17 @@ class Engine:
         return self.run(job).cache
 
     def encode_document(
-        self, document: Document | EncodedDocument, *, layout: Layout | None = None, date: str = ""
+        self,
+        document: Document | EncodedDocument,
+        *,
+        layout: Layout | None = None,
+        date: str = "",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> EncodedDocument:
         """Check and tokenize a document that `prepare` is given more than once, or check one that is encoded. date:
         that a chat template writes which writes the date, as YYYY-MM-DD; "": today. Thread-safe. Raises as `prepare`
         does."""
-        return self._encoder.document(document, layout, date)
+        return self._encoder.document(document, layout, date, chat_template_kwargs)
 
     def split(
         self,
@@ -275,6 +282,7 @@ class Engine:
         max_tokens: int | None = None,
         overlap_tokens: int | None = None,
         checkpoint: Checkpoint | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """The parts of a text that is longer than this model takes, in order. A text that fits is one. Thread-safe.
 
@@ -284,9 +292,14 @@ class Engine:
         is whole in one part. `checkpoint` is called before each part; it may raise to end the work. Raises
         `InvalidRequest`.
         """
-        size = self.part_tokens if max_tokens is None else max_tokens
-        pause = checkpoint or nothing
-        return self._encoder.split(document, layout, size=size, overlap=overlap_tokens, checkpoint=pause)
+        return self._encoder.split(
+            document,
+            layout,
+            size=self.part_tokens if max_tokens is None else max_tokens,
+            overlap=overlap_tokens,
+            checkpoint=checkpoint or nothing,
+            variables=chat_template_kwargs,
+        )
 
     @property
     def part_tokens(self) -> int:
@@ -303,20 +316,24 @@ class Engine:
         budget_tokens: int | None = None,
         policy_params: Mapping[str, Any] | None = None,
         expected_questions: Sequence[str] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Job:
         """Check and tokenize; no work of the model. Thread-safe.
 
         `compression_ratio` is the fraction removed, `budget_tokens` the entries kept per KV head; give at most one
         (default: half is removed). Without a policy, `keydiff` for these and for parameters, otherwise `full`, which
         keeps everything. `expected_questions` guide the policies that score by the end of the prompt; any
-        question can be asked later. Raises `InvalidRequest`, `DocumentTooLong`, `DocumentTooShort` or
-        `PolicyUnsupported`.
+        question can be asked later. `chat_template_kwargs` are variables of the chat template, as `reasoning_effort`:
+        those that change what it writes before the document are kept with the cache, and are told again behind it.
+        Raises `InvalidRequest`, `DocumentTooLong`, `DocumentTooShort` or `PolicyUnsupported`.
         """
         given = dict(policy_params or {})
         sizes = {"compression_ratio": compression_ratio, "budget_tokens": budget_tokens, "policy_params": given}
         chosen = build(policy or default_policy(sizes), given)
         require_budget_taken(chosen, compression_ratio, budget_tokens)
-        encoded = document if isinstance(document, EncodedDocument) else self._encoder.document(document, layout)
+        encoded = document
+        if not isinstance(encoded, EncodedDocument):
+            encoded = self._encoder.document(encoded, layout, variables=chat_template_kwargs)
         require_questions_taken(chosen, expected_questions)
         view = self._encoder.view(encoded, expected_questions)
         if chosen.takes_budget:
@@ -406,17 +423,17 @@ class Engine:
         self.require_own(cache)
         require_growing(cache, self.name, ranks=self.passes.ranks is not None)
         made = cache.identity
-        token_ids, boundary = self._encoder.appended(made.layout, made.boundary, more, made.date)
+        token_ids, boundary = self._encoder.appended(made, more)
         given = dict(policy_params or {})
         same = policy is None or policy == made.policy
         chosen = build(policy or made.policy, given)
         require_budget_taken(chosen, compression_ratio, budget_tokens)
         require_questions_taken(chosen, expected_questions)
-        encoded = EncodedDocument(token_ids, 0, made.layout, boundary, made.date)
+        encoded = EncodedDocument(token_ids, 0, made.layout, boundary, made.date, variables=made.variables)
         view = replace(self._encoder.view(encoded, expected_questions), first_position=cache.num_tokens)
         self._require_room(cache, len(token_ids))
         if not isinstance(more, EncodedDocument):  # a turn that has been answered is kept, though it may be the last
-            self._encoder.require_question(cache.num_tokens, boundary, len(token_ids))
+            self._encoder.require_question(cache.num_tokens, boundary, encoded.told, len(token_ids))
         if not chosen.takes_budget:
             budget = Budget.full(view.num_tokens)
         elif same and compression_ratio is None and budget_tokens is None:
@@ -450,7 +467,7 @@ class Engine:
         elif text:
             asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
             turn: Any = [*asked, {"role": "assistant", "content": text}]
-            said, _ = self._encoder.appended(identity.layout, identity.boundary, turn, identity.date)
+            said, _ = self._encoder.appended(identity, turn)
         else:
             raise InvalidRequest("the answer is empty, and a turn of a conversation needs some text", param="store")
         return self.require_turn(document, said)
@@ -494,7 +511,7 @@ class Engine:
     ) -> Identity:
         """The identity of a cache after a turn, as `with_turns` gives it, from what a shelf knows of the cache before.
         Thread-safe. Raises `InvalidRequest` for a turn that cannot follow."""
-        ids, boundary = self._encoder.appended(parent.layout, parent.boundary, turn, parent.date)
+        ids, boundary = self._encoder.appended(parent, turn)
         own = replace(
             parent,
             num_tokens=len(ids),
@@ -818,7 +835,7 @@ class Engine:
 
     def query_ids(self, identity: Identity, prompt: Prompt) -> list[int]:
         """As `encode_query`, after the cache with this identity."""
-        return self._encoder.query(identity.boundary, prompt, TemplateOptions(date=identity.date))
+        return self._encoder.query(identity.boundary, prompt, TemplateOptions.behind(identity))
 
     def prompt(self, cache: CompressedCache, prompt: Prompt, document: Document | None = None) -> BuiltPrompt:
         """The prompt that a question really builds, token by token, without an answer to it. document: that of the
@@ -826,7 +843,9 @@ class Engine:
         document, `InvalidRequest` without a tokenizer, and as `encode_query`."""
         form, made, whole = self.require_text("prompt"), cache.identity, None
         if document is not None:
-            whole = self.encode_document(document, layout=made.layout, date=made.date)
+            whole = self.encode_document(
+                document, layout=made.layout, date=made.date, chat_template_kwargs=made.variables
+            )
             if self.prepare(whole, policy="full").identity.document != made.document:
                 raise StateConflict("this is another document than that of the cache; give its text as it was")
         said = (
@@ -887,6 +906,12 @@ class Engine:
             raise InvalidRequest(
                 f"the documents end as {' and '.join(boundaries)}, which one question cannot continue; ask documents "
                 "of one layout together",
+                param="cache_ids",
+            )
+        if any(document.identity.variables != documents[0].identity.variables for document in documents):
+            raise InvalidRequest(
+                "the documents were put with different chat_template_kwargs, and a question has one; ask documents "
+                "with the same together",
                 param="cache_ids",
             )
         return self._joined.setdefault(key, JointAttachment(documents))
@@ -1036,7 +1061,7 @@ class Engine:
         entries = stored_entries(document, self.kinds)
         if budget >= entries:
             return None
-        view = self._preparer.of_model(self._encoder.stored_view(document.identity.layout, entries))
+        view = self._preparer.of_model(self._encoder.stored_view(document.identity, entries))
         view = self._preparer.calibrated(view, policy)
         fitted = policy.fitted(view, Budget.resolve(entries, compression_ratio=None, budget_tokens=budget), given)
         return PolicySelection(fitted, document, budget, self.kinds, view)

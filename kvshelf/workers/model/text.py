@@ -13,12 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, Self, cast
 
 from tokenizers import Tokenizer
 
 from kvshelf.errors import InvalidRequest
-from kvshelf.store.artifact.identity import Boundary, Layout, canonical_json, digest
+from kvshelf.store.artifact.identity import Boundary, Identity, Layout, canonical_json, digest
 from kvshelf.workers.model.bounds import TokenBound
 from kvshelf.workers.model.templates.template import ANY_DATE, ChatTemplate, Said
 from kvshelf.workers.model.templates.thoughts import Thoughts
@@ -35,6 +35,7 @@ TOOL_ROLES = (*ROLES, "tool")
 
 _NO_CHARACTER = "\ufffd"  # what the decoder writes for bytes that are not a whole character
 _SEAMS: Final = 64
+_LATER: Final = "2001-02-03"
 _TEXTS: Final = ("content", "reasoning_content", "tool_call_id", "name")
 _FOLLOWS: Final = {"assistant": "user", "user": "assistant", "system": "user", "tool": "assistant"}
 """The role of the message that mostly follows one of each role."""
@@ -48,10 +49,22 @@ Broken = Callable[[Any], Any]
 @dataclass(frozen=True)
 class TemplateOptions:
     """What a template is told besides messages. variables: that it reads, as `enable_thinking`. date: the day of the
-    document, as YYYY-MM-DD; "" where the template writes none."""
+    document, as YYYY-MM-DD; "" where the template writes none. cached: those of the variables that the document was
+    written with."""
 
     variables: Mapping[str, Any] = field(default_factory=dict)
     date: str = ""
+    cached: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def behind(cls, made: Identity, variables: Mapping[str, Any] | None = None) -> Self:
+        """What it is told behind a cache: as for its document, and these variables."""
+        return cls({**made.variables, **(variables or {})}, made.date, made.variables)
+
+    @property
+    def of_document(self) -> TemplateOptions:
+        """What it was told for the document."""
+        return TemplateOptions(self.cached, self.date, self.cached)
 
     @property
     def key(self) -> tuple[str, str]:
@@ -82,7 +95,7 @@ class _Signs(NamedTuple):
 class EncodedDocument:
     """Token ids to prefill. The first `protected_prefix` of them come from the template, not from the document. date:
     that the template wrote among them, "" if it writes none; then `named_ids` are the same with `ANY_DATE`, by which
-    the document is known on any day."""
+    the document is known on any day. variables: that the template was told and that changed what it wrote."""
 
     token_ids: list[int]
     protected_prefix: int
@@ -90,6 +103,12 @@ class EncodedDocument:
     boundary: Boundary
     date: str = ""
     named_ids: list[int] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def told(self) -> TemplateOptions:
+        """What the template was told."""
+        return TemplateOptions(self.variables, self.date, self.variables)
 
 
 class TextFormat:
@@ -162,22 +181,44 @@ class TextFormat:
         """The place of the first character of each token of a text by itself, without template or BOS."""
         return [start for start, _ in self.tokens.spans(text)]
 
-    def document(self, text: str, layout: Layout, date: str = "") -> EncodedDocument:
+    def document(self, text: str, layout: Layout, options: TemplateOptions | None = None) -> EncodedDocument:
         """Chat: the template up to the end of the document inside an open user turn. Plain: the text, after the BOS
-        token where the tokenizer adds one. date: that the template writes, if it writes one."""
+        token where the tokenizer adds one. options: what the template is told."""
         if layout == "plain":
             prefix = self._bos()
             return EncodedDocument(prefix + self.tokens.encode(text, "first"), len(prefix), "plain", "text")
-        ids, before = self._begun(text, date)
-        named = self._begun(text, ANY_DATE)[0] if self.template.dated else None
-        return EncodedDocument(ids, before, "chat", "document", self._date(date), named)
+        told = self._settled(options or TemplateOptions(), self._before_document)
+        ids, before = self._begun(text, told)
+        named = self._begun(text, replace(told, date=ANY_DATE))[0] if told.date else None
+        return EncodedDocument(ids, before, "chat", "document", told.date, named, told.variables)
 
-    def _begun(self, text: str, date: str) -> tuple[list[int], int]:
+    def _settled(self, options: TemplateOptions, written: Callable[[TemplateOptions], Any]) -> TemplateOptions:
+        """Those of the options that change what the template writes. written: into the tokens of a document."""
+        kept = dict(options.variables)
+        whole = written(TemplateOptions(kept, ANY_DATE)) if kept else None
+        for name in sorted(options.variables):
+            fewer = {other: value for other, value in kept.items() if other != name}
+            with suppress(InvalidRequest):  # without the variable the template refuses
+                if written(TemplateOptions(fewer, ANY_DATE)) == whole:
+                    kept = fewer
+        return TemplateOptions(kept, options.date if self._dates(kept) else "", kept)
+
+    def _dates(self, variables: Mapping[str, Any]) -> bool:
+        """Whether the template writes the date, told these variables: one of them may be a date to write instead."""
+        if not self.template.dated or not variables:
+            return self.template.dated
+        first, second = (self._asked("?", TemplateOptions(variables, day)) for day in (ANY_DATE, _LATER))
+        return first != second
+
+    def _begun(self, text: str, options: TemplateOptions) -> tuple[list[int], int]:
         """The ids of a document behind what the template writes before it, and how many are of that."""
-        before = self._before_document(TemplateOptions(date=date))
-        runs = list(self.tokens.runs(before))
+        said = [value for value in options.variables.values() if isinstance(value, str)]
+        breaker = unused_characters(said, 1)[0] if any(map(self.tokens.has_marks, said)) else ""
+        before = self._before_document(options, breaker)
+        runs = list(self.tokens.runs(before, breaker))
         ids = [token for run in runs for token in run.token_ids]
         last = before[runs[-1].start :] if runs else ""
+        last = last.replace(breaker, "") if breaker else last
         marked = bool(runs) and runs[-1].is_mark
         if not last or marked or last.endswith("\n"):
             # A line's end stays a token of its own, and the document's ids are those of the document alone.
@@ -187,9 +228,6 @@ class TextFormat:
         own, joined = len(ids) - len(runs[-1].token_ids), self.tokens.encode(last + text, place)
         spans = self.tokens.spans(last + text, place)
         return ids[:own] + joined, own + sum(end <= len(last) for _, end in spans)
-
-    def _date(self, date: str) -> str:
-        return date if self.template.dated else ""
 
     @property
     def writes_date(self) -> bool:
@@ -219,20 +257,21 @@ class TextFormat:
         """A document that is given as the token ids that were read, with this date among them."""
         if document.boundary != "document":
             return replace(document, date=date, named_ids=None)
-        named = self.document("", "chat", ANY_DATE).token_ids + document.token_ids[document.protected_prefix :]
-        return replace(document, date=date, named_ids=named)
+        before = self._begun("", replace(document.told, date=ANY_DATE))[0]
+        return replace(document, date=date, named_ids=before + document.token_ids[document.protected_prefix :])
 
-    def conversation(self, messages: Sequence[Message], date: str = "") -> EncodedDocument:
-        """A document of whole turns; a query appends more turns."""
+    def conversation(self, messages: Sequence[Message], options: TemplateOptions | None = None) -> EncodedDocument:
+        """A document of whole turns; a query appends more turns. options: what the template is told."""
         turns = check_messages(messages)
         boundary = cast(Boundary, f"after_{turns[-1]['role']}")
-        ids, first = self._whole_turns(turns, date)
-        named = self._whole_turns(turns, ANY_DATE)[0] if self.template.dated else None
-        return EncodedDocument(ids, first, "chat", boundary, self._date(date), named)
 
-    def _whole_turns(self, turns: Sequence[Said], date: str) -> tuple[list[int], int]:
-        said = self.prompt(None, turns, followed=True, options=TemplateOptions(date=date))
-        return said.token_ids, said.first
+        def whole(told: TemplateOptions) -> Prompt:
+            return self.prompt(None, turns, followed=True, options=told)
+
+        told = self._settled(options or TemplateOptions(), lambda told: whole(told).token_ids)
+        said = whole(told)
+        named = whole(replace(told, date=ANY_DATE)).token_ids if told.date else None
+        return EncodedDocument(said.token_ids, said.first, "chat", boundary, told.date, named, told.variables)
 
     def question(self, boundary: Boundary, prompt: str, options: TemplateOptions | None = None) -> list[int]:
         """The ids that ask `prompt`: a question in the document's own turn, or a turn of its own."""
@@ -290,21 +329,26 @@ class TextFormat:
             return script.prompt(opening=False)
         return Prompt(more.token_ids[:end], more.ends, more.first)
 
-    def suffix(self, boundary: Boundary) -> list[int]:
+    def suffix(self, boundary: Boundary, options: TemplateOptions | None = None) -> list[int]:
         """The tokens that the template writes between the cached tokens and the model's answer; none where a question
-        must come first, or without a template."""
+        must come first, or without a template. options: of the document."""
+        told = options or TemplateOptions()
         match boundary:
             case "document":
                 place = "kvshelf_document"
-                text = self.template.write([{"role": "user", "content": place}], opening=True)
+                text = self._asked(place, told)
                 return self.tokens.encode_marked(text.rpartition(place)[2], place="behind text")
             case "after_user":
                 place = "kvshelf_question"
-                text = self.template.write([{"role": "user", "content": place}], opening=True)
-                end = self.seam("user", "assistant", False, TemplateOptions().key)[0]
+                text = self._asked(place, told)
+                end = self.seam("user", "assistant", False, told.key)[0]
                 return self.tokens.encode_marked(text.rpartition(place)[2].removeprefix(end), place="behind text")
             case _:
                 return []
+
+    def _asked(self, text: str, options: TemplateOptions) -> str:
+        said: list[Said] = [{"role": "user", "content": text}]
+        return self.template.write(said, opening=True, options=options.variables, date=options.date)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text behind another; control tokens in it are text."""
@@ -351,10 +395,11 @@ class TextFormat:
         """The control tokens, which an answer's text lacks, and their ids."""
         return {mark.text: mark.id for mark in self.tokens.marks.values() if mark.special}
 
-    def _before_document(self, options: TemplateOptions) -> str:
-        """What the template writes before the text of a first message."""
-        (place,) = unused_characters([], 1)
-        text = self.template.write([{"role": "user", "content": place}], options=options.variables, date=options.date)
+    def _before_document(self, options: TemplateOptions, breaker: str = "") -> str:
+        """What the template writes before the text of a first message. breaker: breaks marks in the variables."""
+        place = unused_characters([breaker], 1)[0]
+        safe = _nested(options.variables, lambda value: self.tokens.broken(value, breaker) if breaker else value)
+        text = self.template.write([{"role": "user", "content": place}], options=safe, date=options.date)
         return self._parted(text, place)[0]
 
     def _parted(self, text: str, place: str) -> list[str]:
@@ -451,21 +496,42 @@ class _Script:
     def _behind_document(self, said: list[dict[str, Any]], signs: _Signs, *, opening: bool) -> str:
         said[0]["content"] = signs.document + QUESTION_SEPARATOR + said[0]["content"]
         before, behind = self.form._parted(self._template(said, signs, opening=opening), signs.document)
-        if before != self.form._before_document(TemplateOptions(date=self.options.date)):
-            names = ", ".join(self.options.variables)
-            raise InvalidRequest(
-                f"with {names or 'these messages'} the chat template of this model writes something else before the "
-                "document, which is in the cache already; leave "
-                + ("them out" if names else "out what is not a plain turn"),
-                param="chat_template_kwargs" if names else "messages",
-            )
+        if (before.replace(signs.breaker, "") if signs.breaker else before) != self.form._before_document(
+            self.options.of_document
+        ):
+            if not self._differing:
+                raise InvalidRequest(
+                    "with these messages the chat template of this model writes something else before the document, "
+                    "which is in the cache already; leave out what is not a plain turn",
+                    param="messages",
+                )
+            raise self._other_variables()
         return behind
+
+    @property
+    def _differing(self) -> dict[str, Any]:
+        """The variables that the document was not written with."""
+        cached = self.options.cached
+        return {name: value for name, value in self.options.variables.items() if (name, value) not in cached.items()}
+
+    def _other_variables(self) -> InvalidRequest:
+        told, cached = (
+            ", ".join(f"{name} {json.dumps(value, ensure_ascii=False):.80}" for name, value in variables.items())
+            for variables in (self._differing, self.options.cached)
+        )
+        return InvalidRequest(
+            f"with {told} the chat template of this model writes something else before the document, which is in "
+            f"the cache already, made with {cached or 'none of them'}; leave them out, or put the document with them",
+            param="chat_template_kwargs",
+        )
 
     def _behind_turn(self, said: list[dict[str, Any]], signs: _Signs, *, opening: bool) -> tuple[str, Place]:
         # The cached turns are not known. A stand-in with the same last role shows what the template writes after it.
         last = str(self.boundary).removeprefix("after_")
         before: list[Said] = [{"role": "user", "content": "?"}] if last in ("assistant", "tool") else []
         stand_in = [*before, {"role": last, "content": signs.document}]
+        if self._begins_otherwise(stand_in, signs.document):
+            raise self._other_variables()
         behind = self.form._parted(self._template([*stand_in, *said], signs, opening=opening), signs.document)[1]
         end = self.form.seam(last, _FOLLOWS[last], False, self.options.key)[0]
         if not behind.startswith(end):
@@ -476,6 +542,20 @@ class _Script:
             )
         marked = [run.is_mark for run in self.form.tokens.runs(end)][-1:] == [True]
         return behind.removeprefix(end), "behind mark" if marked else "behind text"
+
+    def _begins_otherwise(self, turns: Sequence[Said], place: str) -> bool:
+        """Whether the cached turns, of which these stand for the last, would begin otherwise with the variables of this
+        question. With a system message and without, because nobody knows whether they have one."""
+        if not self._differing:
+            return False
+        both = (self.options, self.options.of_document)
+        for system in ([], [{"role": "system", "content": "?"}] if turns[0]["role"] != "system" else []):
+            with suppress(InvalidRequest):  # the template takes no system message
+                written = (self.form._plain([*system, *turns], told.variables, told.date) for told in both)
+                now, made = (text.partition(place)[0] for text in written)
+                if now != made:
+                    return True
+        return False
 
     def _template(self, said: Sequence[Said], signs: _Signs, *, opening: bool) -> str:
         safe = _nested(self.options.variables, self._breaking({}, signs, True))

@@ -8,7 +8,7 @@ cache follows from the cache before it and the turn's tokens, so finding it take
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
@@ -92,16 +92,16 @@ class Conversations:
         cache_id: str,
         messages: Sequence[Said],
         tenant: str,
-        options: TemplateOptions,
+        variables: Mapping[str, Any],
         intro: Callable[[Broken], str] | None,
     ) -> Line:
         """The conversation that these messages go on with behind a cache, and the cache behind the longest beginning of
-        it that is on the shelf. options: without the date, which is that of the root. Raises as `Store.stat` for that
+        it that is on the shelf. variables: of the question, beside those of the root. Raises as `Store.stat` for that
         cache, and `InvalidRequest` for messages that the template does not write."""
         chain, said = self._chain(self._store.stat(cache_id, tenant=tenant))
         root, before = Identity.from_dict(chain[0].identity), [message for turn in said for message in turn]
         form = self._engine.require_text("messages")
-        told = TemplateOptions(options.variables, root.date)
+        told = TemplateOptions.behind(root, variables)
         dialogue = Dialogue(form, root.boundary, [*before, *messages], told, intro)
         at = self._read(dialogue, chain, said)
         while (further := self._next(dialogue, *at[:2])) is not None:

@@ -156,7 +156,8 @@ def _same_document(
 ) -> DocumentView:
     """The tokens of a document, which must be the cache's own."""
     of_ids = not isinstance(document, str | EncodedDocument) and not (len(document) and isinstance(document[0], dict))
-    encoded = engine.encode_document(document, layout=None if of_ids else identity.layout, date=identity.date)
+    layout, told = (None, None) if of_ids else (identity.layout, identity.variables)
+    encoded = engine.encode_document(document, layout=layout, date=identity.date, chat_template_kwargs=told)
     job = engine.prepare(encoded, policy="full")
     document_id = store.document_id(job.identity, tenant=manifest.tenant)
     if document_id != manifest.document_id:
@@ -181,7 +182,9 @@ def require_source(engine: Engine, identity: Identity, source: str) -> None:
             document = [message.model_dump() for message in TypeAdapter(MessageList).validate_json(source)]
         except ValidationError as error:
             raise InvalidRequest("the source is no list of messages, as the cache's is", param="source") from error
-    found = engine.prepare(document, layout=identity.layout, policy="full").identity
+    found = engine.prepare(
+        document, layout=identity.layout, policy="full", chat_template_kwargs=identity.variables
+    ).identity
     if (found.document, found.boundary) != (identity.document, identity.boundary):
         raise StateConflict(
             f"the source is another document than the cache's: it has {found.num_tokens} tokens with the digest "

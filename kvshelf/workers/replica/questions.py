@@ -71,7 +71,14 @@ class Questions:
             return self.residents.take_counts()
 
     async def count(
-        self, query: Asking, document: str | None, boundary: Boundary | None, *, tenant: str, origin: str = ""
+        self,
+        query: Asking,
+        document: str | None,
+        boundary: Boundary | None,
+        cached: Mapping[str, Any],
+        *,
+        tenant: str,
+        origin: str = "",
     ) -> int:
         """As `kvshelf.workers.engine.inputs.counting.count`. Refuses what a question with these tools and this shape
         refuses, and more than the model takes."""
@@ -79,8 +86,8 @@ class Questions:
             said = [*texts_of(query), *([] if document is None else [document])]
             await self.threads.compute(self.engine.require_askable, said, "messages")
             shape = await self.threads.run(self._shape, query)
-            form = self.engine.require_text("messages")
-            return await self.threads.compute(count, form, shape.tools, shape.variables, query, document, boundary)
+            form, variables = self.engine.require_text("messages"), shape.variables
+            return await self.threads.compute(count, form, shape.tools, variables, query, document, boundary, cached)
 
     async def prompt(self, cache_id: str, query: Query, *, tenant: str, origin: str = "") -> BuiltPrompt:
         """The prompt that a question builds, without an answer to it. Raises as a question does."""
@@ -94,8 +101,7 @@ class Questions:
         if identity.boundary == "text":
             ids = self.engine.query_ids(identity, prompt_of(query))
             return shown_prompt(self.engine, self.store, manifest, ids, texts_of(query), 0, cache_id)
-        options = TemplateOptions(shape.variables)
-        line = self.conversations.line(cache_id, messages_of(query), tenant, options, shape.intro)
+        line = self.conversations.line(cache_id, messages_of(query), tenant, shape.variables, shape.intro)
         root, ids = self.store.stat(line.root_id, tenant=tenant), line.dialogue.asked.token_ids
         said = [message["content"] for message in line.dialogue.messages]
         return shown_prompt(self.engine, self.store, root, ids, said, line.read, line.cache_id)
@@ -189,6 +195,8 @@ class Questions:
             for cache_id in cache_ids:
                 self.threads.submit(_touch, self.store, cache_id, tenant)
             document = self.engine.joined([resident.document for resident, _ in held])
+            if document.identity.variables:
+                shape = await self.threads.run(self._shape, query, document.identity.variables)
             found = dict(zip(cache_ids, held, strict=True))
             found_s, counts = time.monotonic() - started, self.residents.take_counts()
             named = asked if routed else cache_ids
@@ -229,7 +237,7 @@ class Questions:
         said, intro = messages_of(query), shape.intro
         if len(cache_ids) > 1 or self.engine.default_layout == "plain":
             return None, await self._entered(stack, cache_ids, query, tenant)
-        find = partial(self.conversations.line, cache_ids[0], said, tenant, TemplateOptions(shape.variables), intro)
+        find = partial(self.conversations.line, cache_ids[0], said, tenant, shape.variables, intro)
         if len(said) == 1:  # most questions are; only of a turn is there more to know
             held = await self._entered(stack, cache_ids, query, tenant)
             identity = held[0][0].document.identity
@@ -253,7 +261,8 @@ class Questions:
 
     def _dialogue(self, identity: Identity, said: list[Said], shape: _Shape) -> Dialogue:
         form = self.engine.require_text("messages")
-        return Dialogue(form, identity.boundary, said, TemplateOptions(shape.variables, identity.date), shape.intro)
+        options = TemplateOptions.behind(identity, shape.variables)
+        return Dialogue(form, identity.boundary, said, options, shape.intro)
 
     async def _entered(
         self, stack: AsyncExitStack, cache_ids: list[str], query: Asking, tenant: str
@@ -301,8 +310,9 @@ class Questions:
     def _require_askable(self, query: Asking) -> None:
         self.engine.require_askable(texts_of(query), "prompt" if query.messages is None else "messages")
 
-    def _shape(self, query: Asking) -> _Shape:
-        """How the model writes a question's tools, what its template is told, and what the answer must be. Raises
+    def _shape(self, query: Asking, cached: Mapping[str, Any] | None = None) -> _Shape:
+        """How the model writes a question's tools, what its template is told, and what the answer must be. cached: the
+        variables that the document was written with. Raises
         `InvalidRequest` for tools that the model's template has no room for, for what it is not told, and as
         `Guide.constraint`."""
         wanted = None if query.response_format is None else query.response_format.model_dump()
@@ -318,7 +328,7 @@ class Questions:
             if query.callable:
                 lark = tools.grammar(query.callable, several=query.parallel_tool_calls)
                 grammar = Grammar.of_lark(lark, "tools")
-        options = TemplateOptions(variables)
+        options = TemplateOptions({**(cached or {}), **variables})
         last = messages_of(query)[-1]["role"] if query.messages is not None else "user"
         opened = form is not None and form.has_template and form.opens_thought(options, last)
         if grammar is not None:

@@ -54,6 +54,7 @@ CHANGES: dict[str, Any] = {
     "transforms": "0f" * 32,
     "parent": "0e" * 20,
     "date": "2031-03-07",
+    "variables": {"reasoning_effort": "low"},
 }
 
 

@@ -31,20 +31,22 @@ def form_of(template):
 
 def test_a_document_has_one_name_and_the_date_that_it_was_given():
     form = form_of(DATED)
-    first, later = (form.document("The book.", "chat", day) for day in ("2031-03-07", "2031-12-24"))
+    first, later = (
+        form.document("The book.", "chat", TemplateOptions(date=day)) for day in ("2031-03-07", "2031-12-24")
+    )
     assert "Today: 07 Mar 2031" in form.decode(first.token_ids)
     assert "Today: 24 Dec 2031" in form.decode(later.token_ids)
     assert first.named_ids == later.named_ids
     assert first.token_ids != later.token_ids
     assert (first.date, later.date) == ("2031-03-07", "2031-12-24")
     said = [{"role": "user", "content": "The book?"}]
-    assert form.conversation(said, "2031-03-07").named_ids == form.conversation(said, "2031-12-24").named_ids
+    assert form.conversation(said, first.told).named_ids == form.conversation(said, later.told).named_ids
     again = form.dated(first, "2031-03-07")
     assert again.named_ids == first.named_ids, "from its tokens, too"
 
 
 def test_a_template_without_a_date_gives_none():
-    document = form_of(PLAIN).document("The book.", "chat", "2031-03-07")
+    document = form_of(PLAIN).document("The book.", "chat", TemplateOptions(date="2031-03-07"))
     assert (document.date, document.named_ids) == ("", None)
 
 
@@ -71,8 +73,11 @@ def test_what_a_template_is_told():
     on, quiet = (form.decode(form.prompt("document", question, opening=True, options=options).token_ids)
                  for options in (TemplateOptions(), off))  # fmt: skip
     assert quiet == on + "<think></think>"
-    for name in ("tokenize", "chat_template", "messages", "continue_final_message", "bos_token", "namespace"):
+    for name in ("bos_token", "namespace", "effort"):
         with pytest.raises(InvalidRequest, match=f"reads no {name}; it reads enable_thinking"):
+            form.template.told({name: "x"}, None)
+    for name in ("tokenize", "chat_template", "messages", "tools", "documents", "strftime_now"):
+        with pytest.raises(InvalidRequest, match=f"has {name}, which kvshelf tells the chat template itself"):
             form.template.told({name: "x"}, None)
     with pytest.raises(InvalidRequest, match="nothing that turns thinking off"):
         form_of(PLAIN + "{{ '</think>' if false }}").template.told({}, "none")
@@ -88,6 +93,50 @@ def test_what_would_change_the_cached_text_is_refused_by_name():
     assert refused.value.param == "chat_template_kwargs"
     usual = TemplateOptions(form.template.told({}, "medium"))
     assert form.prompt("document", question, options=usual) == form.prompt("document", question)
+    said = [{"role": "user", "content": "The book?"}, {"role": "assistant", "content": "It is."}]
+    with pytest.raises(InvalidRequest, match=r"with reasoning_effort .* before the document"):
+        form.prompt("after_assistant", question, opening=True, options=high)
+    assert form.prompt("after_assistant", question, options=usual) == form.prompt("after_assistant", question)
+    assert form.conversation(said, high).token_ids != form.conversation(said).token_ids
+
+
+@pytest.mark.parametrize("given", [{"reasoning_effort": "high"}, {"reasoning_effort": "<|im_end|>"}])
+def test_a_document_is_written_with_the_variables_that_it_is_put_with(given):
+    form = form_of(EFFORT + "{{ more if more is defined and add_generation_prompt }}")
+    made = form.document("The book.", "chat", TemplateOptions(given))
+    assert made.variables == given
+    decoded = form.decode(made.token_ids)
+    assert decoded.startswith(f"Effort: {given['reasoning_effort']}<|im_end|>"), "and the rest as without"
+    marks = {mark.text: mark.id for mark in form.tokens.marks.values()}
+    assert made.token_ids.count(marks["<|im_end|>"]) == 1, "a value is text"
+    question = [{"role": "user", "content": "Where?"}]
+    asked = form.prompt("document", question, opening=True, options=made.told).token_ids
+    assert asked == form.prompt("document", question, opening=True).token_ids
+    for effort in ("low", "medium"):
+        told = TemplateOptions({"reasoning_effort": effort}, cached=made.variables)
+        with pytest.raises(InvalidRequest, match=f'with reasoning_effort "{effort}" .* made with reasoning_effort'):
+            form.prompt("document", question, opening=True, options=told)
+
+
+def test_variables_that_change_nothing_before_the_document_are_not_kept():
+    form, plain = form_of(EFFORT + "{{ more }}"), form_of(THINKING)
+    usual = form.document("The book.", "chat")
+    for given in ({"reasoning_effort": "medium"}, {"reasoning_effort": ""}, {"reasoning_effort": None}):
+        assert form.document("The book.", "chat", TemplateOptions(given)) == usual
+    off = TemplateOptions({"enable_thinking": False})
+    assert plain.document("The book.", "chat", off) == plain.document("The book.", "chat")
+    said = [{"role": "user", "content": "The book?"}, {"role": "assistant", "content": "It is."}]
+    assert plain.conversation(said, off) == plain.conversation(said)
+
+
+def test_a_date_among_the_variables_stands_for_the_day():
+    form = form_of("{% if not date is defined %}{% set date = strftime_now('%d %b %Y') %}{% endif %}{{ date }}" + PLAIN)
+    given = {"date": "07 Mar 2031"}
+    first, later = (
+        form.document("The book.", "chat", TemplateOptions(given, date=day)) for day in ("2031-03-07", "2031-12-24")
+    )
+    assert first == later
+    assert (first.date, first.variables, first.named_ids) == ("", given, None)
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from kvshelf.api import CreateCache
+from kvshelf.api import AppendCache, CreateCache, JointQuery
+from kvshelf.api.strict import parse_request
 from kvshelf.api.tools import Tool
 from kvshelf.errors import InvalidRequest
 from kvshelf.service.recompute import _spec
@@ -114,6 +115,84 @@ async def test_a_document_with_a_date_is_itself_on_another_day(tmp_path: Path) -
                 assert other.identity["date"] == "2031-12-24"
     finally:
         replica.stop()
+
+
+@pytest.mark.anyio
+async def test_what_a_document_is_put_with_lasts(tmp_path: Path) -> None:
+    """Kept turns, what is appended, a cache that is made again, an export with its text, and an estimate."""
+    subject = Subject(templates()["gptoss"], tmp_path)
+    replica, store = subject.replica, subject.store
+    given, question = {"reasoning_effort": "low"}, {"role": "user", "content": "Where?"}
+    replica.start()
+    try:
+        for keep in (True, "tokens"):
+            document = f"{DOCUMENT} {keep}"
+            spec = CreateCache(document=document, policy="full", keep_source=keep, chat_template_kwargs=given)
+            made = (await replica.create(spec, tenant="default")).manifest
+            assert made.identity["variables"] == given
+            source = store.source(made.id)
+            if isinstance(source, str):
+                await replica.require_source(Identity.from_dict(made.identity), source, tenant="default")
+            again = _spec(made, source, keep=False, now=time.time())
+            store.delete(made.id)
+            assert (await replica.create(again, tenant="default")).manifest.id == made.id
+            asked = await subject.ask(made.id, [question], store=True, **subject.answer(1))
+            turn = store.stat(str(asked.stored_cache_id))
+            assert turn.identity["variables"] == given
+            said = [question, {"role": "assistant", "content": asked.text}, {"role": "user", "content": "And now?"}]
+            later = await subject.ask(turn.id, said[2:], max_tokens=2)
+            assert (later.cache_id, later.usage.cache_read_tokens) == (turn.id, turn.num_tokens)
+            first = dict(question, content=f"{document}\n\n{question['content']}")
+            whole = subject.ids(subject.plain([first, *said[1:]], **given))
+            assert subject.engine.asked[-1][1] == whole[turn.num_tokens :]
+            more = (await replica.append(made.id, AppendCache(document=" More."), tenant="default")).manifest
+            assert more.identity["variables"] == given
+            for cache in (made, turn, more):
+                with pytest.raises(InvalidRequest, match=r'with reasoning_effort "high" .* made with reasoning_effort'):
+                    await subject.ask(cache.id, [question], reasoning_effort="high", max_tokens=2)
+                await subject.ask(cache.id, [question], reasoning_effort="low", max_tokens=2)
+        both = [made.id, (await subject.put()).id]
+        with pytest.raises(InvalidRequest, match="put with different chat_template_kwargs"):
+            await replica.query(both, JointQuery(cache_ids=both, prompt="Where?"), tenant="default")
+        for wrong, reason in (({"effort": "low"}, "reads no effort"), ({"tools": "x"}, "has tools, which kvshelf")):
+            with pytest.raises(InvalidRequest, match=reason):
+                await replica.create(CreateCache(document=DOCUMENT, chat_template_kwargs=wrong), tenant="default")
+        for fields in ({"document": DOCUMENT, "layout": "plain"}, {"token_ids": [5, 6]}):
+            with pytest.raises(InvalidRequest, match="leave chat_template_kwargs out"):
+                await replica.create(CreateCache(**fields, chat_template_kwargs=given), tenant="default")
+    finally:
+        replica.stop()
+
+
+@pytest.mark.anyio
+async def test_a_document_is_given_its_day(tmp_path: Path) -> None:
+    subject = Subject(templates()["gptoss"], tmp_path)
+    subject.replica.start()
+    try:
+        spec = CreateCache(document=DOCUMENT, date="2031-03-07")
+        made = (await subject.replica.create(spec, tenant="default")).manifest
+        assert made.identity["date"] == "2031-03-07"
+        with on_day(datetime.date(2031, 3, 7)):
+            again = await subject.replica.create(CreateCache(document=DOCUMENT), tenant="default")
+            assert again.manifest.id == made.id
+        undated = Subject(templates()["phi3"], tmp_path / "undated")
+        with pytest.raises(InvalidRequest, match="nothing writes a date before this document"):
+            await undated.replica.create(spec, tenant="default")
+    finally:
+        subject.replica.stop()
+
+
+@pytest.mark.parametrize("value", [[1], {"a": 1}, "y" * 8193, float("nan")])
+def test_a_variable_that_is_no_scalar_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidRequest, match="a variable of a chat template is a text of at most 8192") as refused:
+        parse_request(CreateCache, {"document": "x", "chat_template_kwargs": {"effort": value}})
+    assert refused.value.param == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize("date", ["today", "2031-13-01", "07.03.2031", "", "2031-03-07T00:00"])
+def test_a_day_that_is_none_is_refused(date: str) -> None:
+    with pytest.raises(InvalidRequest, match="write a day as YYYY-MM-DD"):
+        parse_request(CreateCache, {"document": "x", "date": date})
 
 
 @pytest.mark.anyio

@@ -94,14 +94,13 @@ class IdentityHeader(Strict):
     transforms: Text
     parent: Text
     date: Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")] | None = None
+    variables: Annotated[dict[str, JsonValue], Field(min_length=1, max_length=16)] | None = None
 
     @model_serializer(mode="wrap")
     def _without_none(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A document without a date has no such field, rather than one that says so."""
+        """A document without a date or variables has no such fields, rather than ones that say so."""
         said: dict[str, Any] = fields(self)
-        if self.date is None:
-            del said["date"]
-        return said
+        return {name: value for name, value in said.items() if value is not None}
 
 
 class Header(Strict):

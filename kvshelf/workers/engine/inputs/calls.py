@@ -1,6 +1,6 @@
-"""How a chat template writes one call of a tool, read off what it writes: as a JSON object with a name and arguments
+"""How a chat template writes calls of tools, read off what it writes: as a JSON object with a name and arguments
 (Hermes, Qwen 2.5 and 3, Llama 3), or with tags around the name and each argument (Qwen 3.5 and Coder, GLM, Nemotron).
-The same description gives the grammar of a forced call and reads the calls in an answer.
+Other ways are beside this module. The same description gives the grammar of a forced call and reads those in an answer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvshelf.workers.engine.decode.grammar import WRITTEN
 from kvshelf.workers.model.text import TextFormat, same_beginning
 
 NAME: Final = "kvshelf_name"
-_ONE: Final = {"kvshelf_argument": 1}
+ONE: Final = {"kvshelf_argument": 1}
 _TEXTS: Final = {"kvshelf_one": "kvshelf_first", "kvshelf_two": "kvshelf_second"}
 _VALUES: Final = {"kvshelf_one": 1.5, "kvshelf_two": ["kvshelf"]}
 _HELD: Final = {"type", "title", "description", "default", "examples", "enum", "const", "minLength", "maxLength"}
@@ -29,9 +29,9 @@ Write = Callable[[Mapping[str, Any]], str]
 
 
 class Read(NamedTuple):
-    """A call in a text, and the text behind it."""
+    """Calls in a text, and the text behind them."""
 
-    call: ToolCall
+    calls: list[ToolCall]
     rest: str
 
 
@@ -60,6 +60,11 @@ class CallFormat(abc.ABC):
         return text.strip()
 
     @property
+    def begins(self) -> tuple[str, ...]:
+        """What calls begin with in the text of an answer; "" where only their own first character tells."""
+        return (self.plain(self.opening),)
+
+    @property
     @abc.abstractmethod
     def about(self) -> str:
         """What a call looks like."""
@@ -70,22 +75,18 @@ class CallFormat(abc.ABC):
 
     @abc.abstractmethod
     def read(self, text: str, tools: Sequence[Tool]) -> Read | None:
-        """The call that a text behind an opening is, up to what closes it; None where it is none of these tools."""
+        """The calls that a text behind an opening is, up to what closes them; None where they are none of these
+        tools."""
 
     @abc.abstractmethod
     def rules(self, tools: Sequence[Tool]) -> list[str]:
         """Rules in llguidance's Lark dialect, one of which is `call`: any of these. Raises `InvalidRequest` for a
         schema that such calls cannot be held to."""
 
-
-def call_format(form: TextFormat, write: Write) -> CallFormat:
-    """How a template writes calls. Raises `InvalidRequest` for another way than these."""
-    written = write(_ONE)
-    if (found := _as_json(form, written)) is not None:
-        return found
-    if (tagged := _as_tags(form, write)) is not None:
-        return tagged
-    raise unsupported("writes calls of tools neither as JSON nor with tags around each argument")
+    def grammar(self, tools: Sequence[Tool], *, several: bool) -> str:
+        """In llguidance's Lark dialect: one call of one of these tools, or `several`."""
+        again = '("\\n" call)*' if several else ""
+        return "\n".join([f"start: call {again}", *self.rules(tools), ""])
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class JsonCalls(CallFormat):
             found, length = json.JSONDecoder().raw_decode(text)
             if found.get(self.name) not in names or not isinstance(found.get(self.arguments), dict):
                 return None
-            return _read(found[self.name], found[self.arguments], text[length:])
+            return Read([called(found[self.name], found[self.arguments])], text[length:])
         except (AttributeError, ValueError, RecursionError):  # no object; no JSON, or not that of a call; too deep
             return None
 
@@ -120,8 +121,7 @@ class JsonCalls(CallFormat):
         return [f"call: {one}", f"object: %json {json.dumps(schema | WRITTEN)}"]
 
     def _schema(self, tool: Tool) -> dict[str, Any]:
-        nothing = {"type": "object", "properties": {}, "additionalProperties": False}
-        arguments = tool.function.parameters or nothing
+        arguments = tool.function.parameters or no_arguments()
         return {
             "type": "object",
             "properties": {self.name: {"const": tool.function.name}, self.arguments: arguments},
@@ -150,14 +150,11 @@ class TaggedCalls(CallFormat):
         return "".join(part.strip() for part in parts)
 
     def may_follow(self, text: str, tools: Sequence[Tool]) -> bool:
-        begun = text.lstrip()
-        return any(tool.function.name.startswith(begun) or begun.startswith(tool.function.name) for tool in tools)
+        return may_be_named(text.lstrip(), tools)
 
     def read(self, text: str, tools: Sequence[Tool]) -> Read | None:
         text = text.lstrip()
-        longest_first = sorted(tools, key=lambda tool: -len(tool.function.name))
-        tool = next((each for each in longest_first if text.startswith(each.function.name)), None)
-        if tool is None:
+        if (tool := named_in(text, tools)) is None:
             return None
         rest = text[len(tool.function.name) :].lstrip()
         if not rest.startswith(self.plain(self.named)):
@@ -171,7 +168,9 @@ class TaggedCalls(CallFormat):
                 return None
             arguments[name.strip()] = _value(self._unframed(value), properties.get(name.strip()))
             rest = rest.lstrip()
-        return _read(tool.function.name, arguments, rest) if rest.startswith(self.plain(self.closing)) else None
+        if not rest.startswith(self.plain(self.closing)):
+            return None
+        return Read([called(tool.function.name, arguments)], rest)
 
     def _unframed(self, value: str) -> str:
         """A value without the line breaks that the template writes around it."""
@@ -189,7 +188,7 @@ class TaggedCalls(CallFormat):
         literal, schema = self.form.tokens.literal, tool.function.parameters or {}
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if not set(required) <= set(properties):
-            raise _cannot_hold(tool, "requires arguments that it does not describe")
+            raise cannot_hold(tool, "requires arguments that it does not describe")
         parts, made = [literal(self.opening), _quoted(tool.function.name), literal(self.named)], list[str]()
         for at, (name, said) in enumerate(properties.items()):
             parts.append(f"arg_{number}_{at}" + ("" if name in required else "?"))
@@ -206,7 +205,7 @@ class TaggedCalls(CallFormat):
             schema |= {name: root[name] for name in ("$defs", "definitions") if name in root}
             return [f"value_{number} {end}", f"value_{number}: %json {json.dumps(schema)}"]
         if unheld := set(said) - _HELD:
-            raise _cannot_hold(tool, f"has a text with {', '.join(sorted(unheld))}")
+            raise cannot_hold(tool, f"has a text with {', '.join(sorted(unheld))}")
         if choices := [said["const"]] if "const" in said else said.get("enum"):
             return [f"({' | '.join(map(_quoted, choices))}) {end}"]
         text = f"/(?s:.{{{said.get('minLength', 0)},{said.get('maxLength', '')}}})/"
@@ -216,7 +215,9 @@ class TaggedCalls(CallFormat):
         return [f"value_{number} {self.form.tokens.literal(self.end.lstrip())}", f"value_{number}: {text}"]
 
 
-def _as_json(form: TextFormat, written: str) -> JsonCalls | None:
+def as_json(form: TextFormat, write: Write) -> JsonCalls | None:
+    """Calls as JSON objects; None for another way."""
+    written = write(ONE)
     at = written.rfind("{", 0, max(written.find(NAME), 0))
     if at < 0:
         return None
@@ -224,13 +225,13 @@ def _as_json(form: TextFormat, written: str) -> JsonCalls | None:
         found, length = json.JSONDecoder().raw_decode(written[at:])
     except ValueError:
         return None
-    keys = [key for wanted in (NAME, _ONE) for key, value in found.items() if value == wanted]
+    keys = [key for wanted in (NAME, ONE) for key, value in found.items() if value == wanted]
     if len(keys) != 2:
         raise unsupported("writes calls of tools without a name and arguments")
     return JsonCalls(form, written[:at], written[at + length :], *keys)
 
 
-def _as_tags(form: TextFormat, write: Write) -> TaggedCalls | None:
+def as_tags(form: TextFormat, write: Write) -> TaggedCalls | None:
     """With two arguments a template writes all of its tags; without any, what follows the name is known apart."""
     with_texts = _between(write(_TEXTS), [NAME, *(each for pair in _TEXTS.items() for each in pair)])
     texts = [each for name, value in _VALUES.items() for each in (name, json.dumps(value))]
@@ -284,20 +285,36 @@ def _value(text: str, schema: Any) -> Any:
         return text
 
 
-def _read(name: str, arguments: Mapping[str, Any], rest: str) -> Read:
+def no_arguments() -> dict[str, Any]:
+    """The schema of a tool that describes none."""
+    return {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def may_be_named(text: str, tools: Sequence[Tool]) -> bool:
+    """Whether a text begins with the name of one of these tools, or may once more of it is there."""
+    return any(tool.function.name.startswith(text) or text.startswith(tool.function.name) for tool in tools)
+
+
+def named_in(text: str, tools: Sequence[Tool]) -> Tool | None:
+    """The tool with whose name a text begins."""
+    longest_first = sorted(tools, key=lambda tool: -len(tool.function.name))
+    return next((tool for tool in longest_first if text.startswith(tool.function.name)), None)
+
+
+def called(name: str, arguments: Mapping[str, Any]) -> ToolCall:
     """With all characters as they are, but half a surrogate pair, which no text may have, as its escape."""
     said = json.dumps(arguments, ensure_ascii=False).encode(errors="backslashreplace").decode()
-    return Read(ToolCall(function=CalledFunction(name=name, arguments=said)), rest)
+    return ToolCall(function=CalledFunction(name=name, arguments=said))
 
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _cannot_hold(tool: Tool, why: str) -> InvalidRequest:
+def cannot_hold(tool: Tool, why: str) -> InvalidRequest:
     return InvalidRequest(
-        f"the chat template of this model writes arguments without quotes, and {tool.function.name} {why}, which such "
-        "a call cannot be held to; take tool_choice auto, or a plainer schema",
+        f"the chat template of this model writes arguments in a way of its own, and {tool.function.name} {why}, which "
+        "such a call cannot be held to; take tool_choice auto, or a plainer schema",
         param="tools",
     )
 

@@ -19,11 +19,12 @@ def count(
     query: Asking,
     document: str | None,
     boundary: Boundary | None,
+    cached: Mapping[str, Any],
 ) -> int:
     """The tokens of a document, if there is one, and of the messages behind it. tools: of the query. variables: that
-    the template is told. boundary: of the
-    cache that the messages are behind instead; None: they begin the conversation. Raises `InvalidRequest` for messages
-    that the template refuses there."""
+    the template is told. boundary: of the cache that the messages are behind instead, and `cached` the variables of its
+    document; None: they begin the conversation. Raises `InvalidRequest` for messages that the template refuses
+    there."""
     before = 0
     if document is not None:
         encoded = form.document(document, "chat")
@@ -32,5 +33,5 @@ def count(
         messages = [turn.said for turn in query.messages]
     else:
         messages = [message.model_dump() for message in query.messages or ()]
-    options, intro = TemplateOptions(variables), None if tools is None else tools.intro
+    options, intro = TemplateOptions({**cached, **variables}, cached=cached), None if tools is None else tools.intro
     return before + len(form.prompt(boundary, messages, opening=True, options=options, intro=intro).token_ids)

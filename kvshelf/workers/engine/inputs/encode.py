@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from kvshelf.errors import DocumentTooLong, DocumentTooShort, InvalidRequest
-from kvshelf.store.artifact.identity import Boundary, Layout
+from kvshelf.store.artifact.identity import Boundary, Identity, Layout
 from kvshelf.workers.model import split
 from kvshelf.workers.model.text import (
     QUESTION_SEPARATOR,
@@ -68,36 +68,65 @@ class Encoder:
             raise InvalidRequest("this engine has no tokenizer; give token ids", param=param)
         return self.text
 
-    def document(self, document: Document | EncodedDocument, layout: Layout | None, date: str = "") -> EncodedDocument:
+    def document(
+        self,
+        document: Document | EncodedDocument,
+        layout: Layout | None,
+        date: str = "",
+        variables: Mapping[str, Any] | None = None,
+    ) -> EncodedDocument:
         """The token ids of a document; those of an encoded one are checked, and no layout counts. date: for a template
-        that writes it; "": today. Raises `InvalidRequest`, `DocumentTooLong` or `DocumentTooShort`."""
-        date = date or datetime.datetime.now().date().isoformat()  # as transformers, local time
+        that writes it; "": today. variables: that the template is told. Raises `InvalidRequest`, `DocumentTooLong` or
+        `DocumentTooShort`."""
+        told = self.options(layout, date, variables)
         if isinstance(document, EncodedDocument):
             encoded = replace(document, token_ids=self._checked_ids(document.token_ids, "token_ids"))
         elif isinstance(document, str):
             self._require_fits([document], "document")
-            encoded = self.require_text("document").document(document, self._checked_layout(layout), date)
+            encoded = self.require_text("document").document(document, self._checked_layout(layout), told)
         elif not isinstance(document, Tensor) and document and isinstance(document[0], Mapping):
             if layout == "plain":
                 raise InvalidRequest("messages need the layout 'chat'", param="layout")
             text = self.require_text("messages")
             turns = check_messages(document)  # type: ignore[arg-type]
             self._require_fits([turn["content"] for turn in turns], "document")
-            encoded = text.conversation(document, date)  # type: ignore[arg-type]
+            encoded = text.conversation(document, told)  # type: ignore[arg-type]
         else:
             if layout == "chat":
                 raise InvalidRequest("token_ids are taken as they are, in the layout 'plain'", param="layout")
+            if variables:
+                raise InvalidRequest(
+                    "token_ids are taken as they are, without a chat template; leave chat_template_kwargs out",
+                    param="chat_template_kwargs",
+                )
             encoded = EncodedDocument(self._checked_ids(document, "token_ids"), 0, "plain", "text")
         if len(encoded.token_ids) == encoded.protected_prefix:
             raise DocumentTooShort("the document is empty; send at least one token of text", param="document")
         self._require_length(len(encoded.token_ids))
-        self.require_question(len(encoded.token_ids), encoded.boundary)
+        self.require_question(len(encoded.token_ids), encoded.boundary, encoded.told)
         return encoded
 
-    def require_question(self, num_tokens: int, boundary: Boundary, appended: int = 0) -> None:
+    def options(
+        self, layout: Layout | None, date: str = "", variables: Mapping[str, Any] | None = None
+    ) -> TemplateOptions:
+        """What the template is told for a document. Raises `InvalidRequest` for variables that it does not read, or is
+        not told."""
+        date = date or datetime.datetime.now().date().isoformat()  # as transformers, local time
+        if not variables:
+            return TemplateOptions(date=date)
+        if self._checked_layout(layout) == "plain":
+            raise InvalidRequest(
+                "the layout 'plain' has no chat template to be told anything; leave chat_template_kwargs out",
+                param="chat_template_kwargs",
+            )
+        return TemplateOptions(self.require_text("chat_template_kwargs").template.told(variables, None), date)
+
+    def require_question(
+        self, num_tokens: int, boundary: Boundary, told: TemplateOptions | None = None, appended: int = 0
+    ) -> None:
         """Raises `DocumentTooLong` where no question has room behind a document of `num_tokens` and `appended` more,
-        which end at `boundary`."""
-        longest, question = self.longest(num_tokens), self.least_question(boundary)
+        which end at `boundary`. told: what its template was."""
+        longest, question = self.longest(num_tokens), self.least_question(boundary, told)
         if num_tokens + appended + question > longest:
             behind, advice = (f" and {appended} appended", "append less") if appended else ("", SPLIT_IT)
             raise DocumentTooLong(
@@ -106,17 +135,24 @@ class Encoder:
                 param="document",
             )
 
-    def least_question(self, boundary: Boundary) -> int:
+    def least_question(self, boundary: Boundary, told: TemplateOptions | None = None) -> int:
         """Tokens of the shortest question behind a document that ends at `boundary`, and one of its answer."""
         if self.text is None or boundary == "text":
             return 2
         try:
-            return len(self.text.question(boundary, "?")) + 1
+            return len(self.text.question(boundary, "?", told)) + 1
         except InvalidRequest:  # the template lets no question of a user follow
             return 2
 
     def split(
-        self, text: str, layout: Layout | None, *, size: int, overlap: int | None, checkpoint: Callable[[], None]
+        self,
+        text: str,
+        layout: Layout | None,
+        *,
+        size: int,
+        overlap: int | None,
+        checkpoint: Callable[[], None],
+        variables: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """The parts of a text that is too long, each a document of at most `size` tokens; see `split.spans`.
 
@@ -124,8 +160,8 @@ class Encoder:
         question, where a quarter of a part is less than the overlap, and as `split.spans`.
         """
         written = self.require_text("document")
-        begun = written.document("", self._checked_layout(layout))
-        prefix, question = begun.protected_prefix, self.least_question(begun.boundary)
+        begun = written.document("", self._checked_layout(layout), self.options(layout, variables=variables))
+        prefix, question = begun.protected_prefix, self.least_question(begun.boundary, begun.told)
         if size + question > self.max_tokens:
             raise InvalidRequest(
                 f"split: max_tokens is {size}, and {self.name!r} takes {self.max_tokens}, {question} of them for the "
@@ -177,15 +213,13 @@ class Encoder:
             return self.require_text("messages").encode(said)
         return self._checked_ids(prompt, "prompt")
 
-    def appended(
-        self, layout: Layout, boundary: Boundary, more: Document | EncodedDocument, date: str = ""
-    ) -> tuple[list[int], Boundary]:
-        """The token ids that `more` appends to a cache that ends at `boundary`, and where it ends with them. date: of
-        that cache's document.
+    def appended(self, made: Identity, more: Document | EncodedDocument) -> tuple[list[int], Boundary]:
+        """The token ids that `more` appends to the cache with this identity, and where it ends with them.
 
         A text goes on where the document ends, just as it is; messages are whole turns behind it. Raises
         `InvalidRequest`.
         """
+        boundary = made.boundary
         if isinstance(more, EncodedDocument):
             ids, boundary = more.token_ids, more.boundary
         elif isinstance(more, str):
@@ -197,19 +231,18 @@ class Encoder:
             self._require_fits([more], "document")
             ids = self.require_text("document").encode(more)
         elif not isinstance(more, Tensor) and more and isinstance(more[0], Mapping):
-            if layout == "plain":
+            if made.layout == "plain":
                 raise InvalidRequest(
                     "this cache has the layout 'plain' and no turns; append a text to it", param="messages"
                 )
             turns = check_messages(more, TOOL_ROLES)  # type: ignore[arg-type]
             self._require_fits([turn["content"] for turn in turns], "messages")
-            options = TemplateOptions(date=date)
             ids = self.require_text("messages").turns(
                 boundary,
                 more,  # type: ignore[arg-type]
                 opening=False,
                 roles=TOOL_ROLES,
-                options=options,
+                options=TemplateOptions.behind(made),
             )
             boundary = cast(Boundary, f"after_{turns[-1]['role']}")
         else:
@@ -251,17 +284,20 @@ class Encoder:
         return DocumentView(
             token_ids=encoded.token_ids,
             protected_prefix=encoded.protected_prefix,
-            suffix=tuple(self.text.suffix(encoded.boundary)) if self.text is not None else (),
-            questions=tuple(tuple(ask(encoded.boundary, text)) for text in expected_questions) if ask else (),
+            suffix=tuple(self.text.suffix(encoded.boundary, encoded.told)) if self.text is not None else (),
+            questions=tuple(tuple(ask(encoded.boundary, text, encoded.told)) for text in expected_questions)
+            if ask
+            else (),
             text=self.text,
             max_tokens=self.max_tokens,
         )
 
-    def stored_view(self, layout: Layout, entries: int) -> DocumentView:
+    def stored_view(self, made: Identity, entries: int) -> DocumentView:
         """The entries of a KV head of a stored cache as policies see them: as many tokens, of which nobody knows the
         text, behind those of the chat template."""
-        chat = self.text is not None and layout == "chat"
-        prefix = self.text.document("", layout).protected_prefix if self.text is not None and chat else 0
+        told, prefix = TemplateOptions.behind(made), 0
+        if self.text is not None and made.layout == "chat":
+            prefix = self.text.document("", "chat", told).protected_prefix
         return DocumentView(token_ids=range(entries), protected_prefix=prefix, max_tokens=self.max_tokens)
 
     def require_askable(self, texts: Sequence[str], param: str, room: int | None = None) -> None:

@@ -102,6 +102,7 @@ class Preparer:
             probe=policy.probe_text(document) if passes else "",
             expected_questions=tuple(questions),
             date=encoded.date,
+            variables=encoded.variables,
         )
         if parent is not None:
             before = parent.cache

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from kvshelf.api.inspect import BuiltPrompt, PromptPart, PromptPartName
 from kvshelf.store.artifact.identity import Identity
 from kvshelf.workers.engine.decode.detokenizer import Detokenizer
-from kvshelf.workers.model.text import EncodedDocument, TextFormat
+from kvshelf.workers.model.text import EncodedDocument, TemplateOptions, TextFormat
 from kvshelf.workers.policies.view import DocumentView
 
 
@@ -48,7 +48,11 @@ def _document(
     form: TextFormat, identity: Identity, document: EncodedDocument | DocumentView | None
 ) -> Iterator[PromptPart]:
     if document is None:
-        before = form.document("", "chat", identity.date).token_ids if identity.boundary == "document" else []
+        before = (
+            form.document("", "chat", TemplateOptions.behind(identity)).token_ids
+            if identity.boundary == "document"
+            else []
+        )
         whole, prefix = before, len(before)
     else:
         whole, prefix = list(document.token_ids), document.protected_prefix

@@ -15,7 +15,8 @@ from typing import Any, Final, Self
 from kvshelf.api.tools import Tool, ToolAsking, ToolCall
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.engine.decode.detokenizer import may_begin
-from kvshelf.workers.engine.inputs.calls import NAME, CallFormat, call_format, unsupported
+from kvshelf.workers.engine.inputs.calls import NAME, CallFormat, unsupported
+from kvshelf.workers.engine.inputs.forms import call_format
 from kvshelf.workers.model.text import Broken, TextFormat, same_beginning
 
 _ID: Final = "kvshelf01"  # nine letters and digits, which some templates insist on
@@ -61,38 +62,39 @@ class ToolFormat:
 
     def parsed(self, text: str) -> tuple[str, list[ToolCall]]:
         """The text of an answer before its calls, and the calls; all of it as text where it is none."""
-        opening, closing = self._begins, self.calls.plain(self.calls.closing)
-        start = max(self._start(text), 0)
-        content, rest, calls = text[:start].rstrip(), text[start:], []
-        while rest.strip().startswith(opening or "{") and (
-            found := self.calls.read(rest.strip().removeprefix(opening), self.tools)
-        ):
-            calls.append(found.call)
-            rest = found.rest.strip().removeprefix(closing).lstrip(" \n;,")
+        start, opening = self._start(text)
+        content, rest = text[: max(start, 0)].rstrip(), text[max(start, 0) :].strip()
+        closing, calls = self.calls.plain(self.calls.closing), list[ToolCall]()
+        while rest.startswith(opening or "{") and (found := self.calls.read(rest.removeprefix(opening), self.tools)):
+            calls += found.calls
+            rest = found.rest.strip().removeprefix(closing).strip(" \n;,")
         return (text, []) if not calls or rest.strip() else (content, calls)
 
     def settled(self, text: str) -> int:
         """How much of the beginning of an answer is text before any call, whatever follows it."""
-        start, opening = self._start(text), self._begins
+        start, opening = self._start(text)
         if start < 0:
-            start = len(text) - may_begin(text, [opening])
-        elif not self.calls.may_follow(text[start + len(opening) :], self.tools):
+            start = len(text) - may_begin(text, self.calls.begins)
+        elif not opening and not self.calls.may_follow(text[start:], self.tools):
             return len(text)
         return len(text[:start].rstrip())
 
-    @property
-    def _begins(self) -> str:
-        """What the text of a call begins with."""
-        return self.calls.plain(self.calls.opening)
-
-    def _start(self, text: str) -> int:
-        """Where the first call of an answer begins if there is one; -1 where none does."""
-        return text.find(self._begins) if self._begins else len(text) - len(text.lstrip())
+    def _start(self, text: str) -> tuple[int, str]:
+        """Where the first call of an answer begins if there is one, and with what; -1 where none does."""
+        begins = self.calls.begins
+        if begins == ("",):
+            return len(text) - len(text.lstrip()), ""
+        start = 0
+        while found := [(at, -len(each), each) for each in begins if (at := text.find(each, start)) >= 0]:
+            at, _, opening = min(found)  # of several at one place the longest
+            if self.calls.may_follow(text[at + len(opening) :], self.tools):
+                return at, opening
+            start = at + 1
+        return -1, begins[0]
 
     def grammar(self, tools: Sequence[Tool], *, several: bool) -> str:
         """In llguidance's Lark dialect: one call of one of these tools, or `several`."""
-        again = '("\\n" call)*' if several and self.several else ""
-        return "\n".join([f"start: call {again}", *self.calls.rules(tools), ""])
+        return self.calls.grammar(tools, several=several and self.several)
 
 
 class HeldPieces:
@@ -192,11 +194,11 @@ def _call_of(form: TextFormat, tools: Sequence[Any], arguments: Mapping[str, Any
 
 def _takes_several(form: TextFormat, tools: Sequence[Any]) -> bool:
     call = {"type": "function", "id": _ID, "function": {"name": NAME, "arguments": {"kvshelf_argument": 1}}}
+    called = {"role": "assistant", "content": "", "tool_calls": [call, call]}
     try:
-        form.template.write([*_ASKED, {"role": "assistant", "content": "", "tool_calls": [call, call]}], tools=tools)
+        return form.template.write([*_ASKED, called], tools=tools).count(NAME) > 1
     except InvalidRequest:
         return False
-    return True
 
 
 def _until_turn(form: TextFormat, text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from jinja2 import TemplateError, meta, nodes
 from jinja2.defaults import DEFAULT_NAMESPACE
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers import PreTrainedTokenizerBase
 
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.model.templates.thoughts import Thoughts
@@ -27,7 +29,11 @@ ANY_DATE: Final = "2000-01-01"
 _DATES: Final = '{%- macro strftime_now(format) -%}{{ kvshelf_dates[format] }}{%- endmacro %}{{ "" }}'
 """Before a template: tells it a day of ours. transformers takes no function for a variable."""
 
-_OURS: Final = frozenset({"messages", "tools", "add_generation_prompt", "documents", "strftime_now", "raise_exception"})
+_OURS: Final = frozenset({
+    "messages", "strftime_now", "raise_exception", "kvshelf_dates",
+    *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+})  # fmt: skip
+"""What a template reads and no caller may tell it: transformers has each of these for something else."""
 _MARK: Final = "\ue000"
 _FAMILIES: Final = (
     ("<|im_start|>", "ChatML"),
@@ -96,6 +102,12 @@ class ChatTemplate:
         """The variables to tell the template. named: by a caller. effort: to think with; "none" and "minimal" ask not
         to think. Raises `InvalidRequest` for a variable that the template does not read, and where thinking cannot be
         turned off."""
+        if ours := sorted(set(named) & _OURS):
+            raise InvalidRequest(
+                f"chat_template_kwargs has {', '.join(ours)}, which kvshelf tells the chat template itself; leave them "
+                "out",
+                param="chat_template_kwargs",
+            )
         unknown = sorted(set(named) - self.variables)
         if unknown:
             known = ", ".join(sorted(self.variables)) or "none"
@@ -185,11 +197,12 @@ class ChatTemplate:
         options: Mapping[str, Any] | None = None,
         date: str = "",
     ) -> str:
-        """What the template writes for these messages. options: variables that it reads. date: the day that it is told,
-        as YYYY-MM-DD. Raises `InvalidRequest` for what it refuses."""
+        """What the template writes for these messages. options: variables, of which it is told those that it reads.
+        date: the day that it is told, as YYYY-MM-DD. Raises `InvalidRequest` for what it refuses."""
         self.require()
         messages = [self._message(message) for message in messages]
-        told = {"add_generation_prompt": opening, "tools": tools} | dict(options or {})
+        known = {name: value for name, value in (options or {}).items() if name in self.variables}
+        told = known | {"add_generation_prompt": opening, "tools": tools}
         if self.dated:
             day = datetime.datetime.strptime(date or ANY_DATE, "%Y-%m-%d")
             told |= {

@@ -39,7 +39,9 @@ _KNOWN: Final = (
         "<|end|>",
         "<|start|>assistant<|channel|>final<|message|>",
         "<|channel|>final<|message|>",
-    ),  # gpt-oss
+        "<|start|>assistant<|channel|>commentary<|message|>",
+        "<|channel|>commentary<|message|>",
+    ),  # gpt-oss, which may tell what it is about to do in its channel of calls
     ("<|channel>thought", "<channel|>"),  # Gemma 4
     ("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>"),  # Command A
     ("[THINK]", "[/THINK]"),  # Magistral

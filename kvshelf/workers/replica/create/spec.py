@@ -28,12 +28,10 @@ class Recreation(CreateCache):
     """A creation from a kept source. No request is one: the service makes it.
 
     Of token ids the first `protected_prefix` were written by the chat template. boundary: where the document ends.
-    date: that the template wrote, "" if it writes none.
     """
 
     protected_prefix: int = 0
     boundary: Boundary = "text"
-    date: str = ""
 
 
 _MOST_OF_DOCUMENT: Final = 100
@@ -112,14 +110,16 @@ def require_policy(spec: CreateCache) -> None:
 
 
 def first_date(engine: Engine, store: Store, spec: CreateCache, tenant: str) -> str:
-    """The date of a document whose chat template writes one: of the first of its caches on the shelf, so that the same
-    document has the same caches on another day; "" where there is none, and where nothing is written. Raises as
-    `Engine.prepare`."""
-    if isinstance(spec, Recreation):
-        return spec.date
+    """The date of a document whose chat template writes one: of the creation, or of the first of its caches on the
+    shelf, so that the same document has the same caches on another day; "" where there is none, and where nothing is
+    written. Raises as `Engine.prepare`."""
+    if spec.date is not None or isinstance(spec, Recreation):
+        return spec.date or ""
     if spec.token_ids is not None or engine.text is None or not engine.text.writes_date or spec.layout == "plain":
         return ""
-    identity = engine.prepare(document_of(spec), layout=spec.layout, policy="full").identity
+    identity = engine.prepare(
+        document_of(spec), layout=spec.layout, policy="full", chat_template_kwargs=spec.chat_template_kwargs
+    ).identity
     document_id = store.document_id(identity, tenant=tenant)
     found = store.list(tenant=tenant, document_id=document_id, limit=_MOST_OF_DOCUMENT).data
     dates = [manifest.identity.get("date", "") for manifest in sorted(found, key=lambda each: each.created_at)]
@@ -132,12 +132,19 @@ def encode(
     """The document's token ids. Raises as `Engine.encode_document`, and `DocumentTooLong` above `max_document_tokens`,
     the service's own limit, below the model's."""
     document: Document | EncodedDocument = document_of(spec)
-    if isinstance(spec, Recreation) and spec.token_ids is not None:
-        ids, layout = list(spec.token_ids), cast(Layout, spec.layout)
-        document = EncodedDocument(ids, spec.protected_prefix, layout, spec.boundary)
-        if spec.date:
-            document = engine.require_text("token_ids").dated(document, spec.date)
-    found = engine.encode_document(document, layout=spec.layout, date=date)
+    variables = spec.chat_template_kwargs
+    if isinstance(spec, Recreation):
+        if spec.token_ids is not None:
+            ids, layout = list(spec.token_ids), cast(Layout, spec.layout)
+            document = EncodedDocument(
+                ids, spec.protected_prefix, layout, spec.boundary, variables=dict(variables or {})
+            )
+            if spec.date:
+                document = engine.require_text("token_ids").dated(document, spec.date)
+    elif spec.date is not None:
+        _require_dated(engine, spec)
+        date = spec.date
+    found = engine.encode_document(document, layout=spec.layout, date=date, chat_template_kwargs=variables)
     if max_document_tokens is not None and len(found.token_ids) > max_document_tokens:
         raise DocumentTooLong(
             f"the document has {len(found.token_ids)} tokens, and this service takes {max_document_tokens} "
@@ -145,6 +152,12 @@ def encode(
             param="document",
         )
     return found
+
+
+def _require_dated(engine: Engine, spec: CreateCache | Estimate) -> None:
+    dated = engine.text is not None and engine.text.writes_date
+    if not dated or spec.layout == "plain" or spec.token_ids is not None:
+        raise InvalidRequest("nothing writes a date before this document; leave date out", param="date")
 
 
 def appended_level(engine: Engine, parent: CompressedCache, spec: AppendCache) -> Level:

@@ -49,6 +49,7 @@ def parts_of(
         max_tokens=size,
         overlap_tokens=options.overlap_tokens,
         checkpoint=checkpoint,
+        chat_template_kwargs=spec.chat_template_kwargs,
     )
     split_id = _split_id(engine, store, spec, tenant)
     own = {"document": spec.name or split_id} | spec.labels
