@@ -27,6 +27,7 @@ from kvshelf.service.http.receiving import read_body
 from kvshelf.service.observe import logs
 from kvshelf.service.process.supervisor import Place, bound
 from kvshelf.service.settings import Settings, is_loopback, load_settings
+from kvshelf.workers.replica.calls import Computing
 
 _MOST_KNOWN: Final = 4096
 
@@ -70,7 +71,7 @@ class BoundedMessages:
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app = app
         self._settings = settings
-        self._parser = Parser(settings)
+        self._parser = Parser(settings, Computing())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
