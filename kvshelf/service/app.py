@@ -128,9 +128,8 @@ async def _service(
     limits: TenantLimits,
 ) -> Service:
     """The state that the routes share. Asks each worker to describe its model."""
-    described = await asyncio.gather(*(engine.call("describe", limit_s=60.0) for engine in workers.values()))
+    described = await asyncio.gather(*(engine.described(limit_s=60.0) for engine in workers.values()))
     for about in described:
-        workers[about["id"]].most_characters = about["most_characters"]
         _tell_of(about)
     identities = {about["id"]: ModelIdentity(**about["identity"]) for about in described}
     waiting, computing = settings.max_queued_requests, Computing()

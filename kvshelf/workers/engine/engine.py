@@ -275,8 +275,9 @@ class Engine:
         max_tokens: int | None = None,
         overlap_tokens: int | None = None,
         checkpoint: Checkpoint | None = None,
-    ) -> list[str]:
-        """The parts of a text that is longer than this model takes, in order. A text that fits is one. Thread-safe.
+    ) -> Sequence[str]:
+        """The parts of a text that is longer than this model takes, in order, each cut out when it is asked for. A text
+        that fits is one. Thread-safe.
 
         A part has at most `max_tokens` (default: `part_tokens`), with those of the chat template, and ends with a
         paragraph where one ends in its second half, otherwise with a line, a sentence or a word. The next part begins
