@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -147,6 +148,8 @@ class Engine:
         plain = all(own_keys) and not any(kind.states or kind.latents for kind in self.kinds)
         self.passes = Passes(model, recordable=self._alike and plain and ranks is None, ranks=ranks)
         self._attachments: WeakKeyDictionary[CompressedCache | ArrivingCache, Attachment] = WeakKeyDictionary()
+        self.driver = threading.Lock()
+        """Held by what runs the model for others: two threads in one model corrupt its memory."""
         self._joined: WeakValueDictionary[tuple[int, ...], JointAttachment] = WeakValueDictionary()
         self._coders: dict[str, Coder] = {}
         self._encoder = Encoder(self.name, self.text, self.max_tokens, model.config.vocab_size, self._longest)
