@@ -361,7 +361,7 @@ def test_token_ids_are_kept_and_make_a_lost_cache_again(report: Path) -> None:
     assert "tokens kept" in run("show", id).stdout
     with Client() as client:
         # Once made again it has as long as it had: enough to be asked, however busy the machine is.
-        ends_at = max(time.time() + 0.2, client.caches.get(id).created_at + 4)
+        ends_at = max(time.time() + 0.2, client.caches.retrieve(id).created_at + 4)
         client.caches.update(id, expires_at=ends_at)
     while time.time() <= ends_at:
         time.sleep(0.1)
