@@ -71,7 +71,8 @@ class BoundedMessages:
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app = app
         self._settings = settings
-        self._parser = Parser(settings, Computing())
+        self._computing = Computing()
+        self._parser = Parser(settings, self._computing)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
@@ -93,7 +94,7 @@ class BoundedMessages:
     async def _bounded(self, request: Request) -> bytes | bytearray:
         body = await read_body(request, self._settings)
         if len(body) <= LARGE_BYTES:
-            JsonBounds().take(body)
+            await self._computing.run(JsonBounds().take, body)
             return body
         apart = await self._parser.parsed(PutMessage, body, request.state.caller.tenant)
         if len(apart.message) > LARGE_BYTES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Final, Protocol
 
 import structlog
@@ -190,7 +191,8 @@ class Access:
         try:
             with self._limits.request(caller.tenant) as hold:
                 scope["state"]["hold"] = hold
-                await self._turns.turn(caller.tenant)
+                scope["state"]["turn"] = turn = partial(self._turns.turn, caller.tenant)
+                await turn()
                 await self._app(scope, receive, send_with_rate)
         except RateLimited as error:  # raised by these limits; errors of routes are already answered
             await error_response(error, scope)(scope, receive, send_with_rate)

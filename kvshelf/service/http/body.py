@@ -6,7 +6,6 @@ Starlette and uvicorn limit neither, so both limits apply here, before parsing. 
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager
@@ -170,7 +169,7 @@ async def _form(request: Request, body: bytearray) -> FormData:
     async def chunks() -> AsyncGenerator[bytes, None]:
         for start in range(0, len(body), _SLICE_BYTES):
             yield bytes(body[start : start + _SLICE_BYTES])
-            await asyncio.sleep(0)  # the parser may take its time for each byte; others get a turn
+            await request.state.turn()  # the parser may take its time for each byte
 
     parser = _StrictParser(request.headers, chunks(), max_files=1, max_fields=64, max_part_size=_MAX_FIELD_BYTES)
     parser.spool_max_size = len(body) + 1

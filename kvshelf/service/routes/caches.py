@@ -86,10 +86,11 @@ async def create(
     deadline_s = service.settings.request_deadline_s
     if EVENT_STREAM in request.headers.get("accept", ""):
         watched = engine.watch(spec, tenant=caller.tenant, deadline_s=deadline_s)
-        return await event_stream(request, _events(watched, body))
+        return await event_stream(request, _events(service, watched, body))
     created = await until_hangup(request, engine.create(spec, tenant=caller.tenant, deadline_s=deadline_s))
     if _makes_several(body):
-        return JSONResponse(_cache_list(created), status_code=200 if created.existing else 201)
+        status = 200 if created.existing else 201
+        return await service.computing.run(lambda: JSONResponse(_cache_list(created), status_code=status))
     return cache_response(created.manifest, existing=created.existing)
 
 
@@ -103,14 +104,14 @@ def _cache_list(created: Created) -> dict[str, Any]:
 
 
 async def _events(
-    watched: AsyncGenerator[CreationProgress | Created, None], body: CreateCache
+    service: Service, watched: AsyncGenerator[CreationProgress | Created, None], body: CreateCache
 ) -> AsyncGenerator[dict[str, Any], None]:
     async with aclosing(watched) as events:
         async for event in events:
             if isinstance(event, CreationProgress):
                 yield event.model_dump(mode="json")
             elif _makes_several(body):
-                yield _cache_list(event)
+                yield await service.computing.run(_cache_list, event)
             else:
                 yield cache_object(event.manifest, existing=event.existing).model_dump(mode="json")
 
