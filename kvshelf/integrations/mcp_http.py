@@ -27,6 +27,7 @@ from kvshelf.service.http.receiving import read_body
 from kvshelf.service.observe import logs
 from kvshelf.service.process.supervisor import Place, bound
 from kvshelf.service.settings import Settings, is_loopback, load_settings
+from kvshelf.workers.replica.calls import Computing
 
 _MOST_KNOWN: Final = 4096
 
@@ -70,7 +71,8 @@ class BoundedMessages:
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app = app
         self._settings = settings
-        self._parser = Parser(settings)
+        self._computing = Computing()
+        self._parser = Parser(settings, self._computing)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
@@ -92,7 +94,7 @@ class BoundedMessages:
     async def _bounded(self, request: Request) -> bytes | bytearray:
         body = await read_body(request, self._settings)
         if len(body) <= LARGE_BYTES:
-            JsonBounds().take(body)
+            await self._computing.run(JsonBounds().take, body)
             return body
         apart = await self._parser.parsed(PutMessage, body, request.state.caller.tenant)
         if len(apart.message) > LARGE_BYTES:

@@ -51,7 +51,7 @@ from kvshelf.store.artifact.identity import ModelIdentity
 from kvshelf.store.artifact.shape import LayerShape
 from kvshelf.store.base import Store
 from kvshelf.workers.cluster.remote import RemoteEngine, watch
-from kvshelf.workers.replica.calls import Threads
+from kvshelf.workers.replica.calls import Computing, Threads
 from kvshelf.workers.replica.fair_queue import FairQueue
 from kvshelf.workers.replica.singleflight import SingleFlight
 
@@ -128,12 +128,11 @@ async def _service(
     limits: TenantLimits,
 ) -> Service:
     """The state that the routes share. Asks each worker to describe its model."""
-    described = await asyncio.gather(*(engine.call("describe", limit_s=60.0) for engine in workers.values()))
+    described = await asyncio.gather(*(engine.described(limit_s=60.0) for engine in workers.values()))
     for about in described:
-        workers[about["id"]].most_characters = about["most_characters"]
         _tell_of(about)
     identities = {about["id"]: ModelIdentity(**about["identity"]) for about in described}
-    waiting = settings.max_queued_requests
+    waiting, computing = settings.max_queued_requests, Computing()
     return Service(
         settings=settings,
         store=store,
@@ -147,7 +146,8 @@ async def _service(
         metrics=numbers,
         whole=FairQueue("whole caches", WHOLE_CACHES, waiting),
         extractor=Extractor(settings),
-        parser=Parser(settings),
+        parser=Parser(settings, computing),
+        computing=computing,
         readiness=SingleFlight(),
         limits=limits,
     )

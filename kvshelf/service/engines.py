@@ -168,29 +168,34 @@ class EngineClient:
 
     async def query(self, caches: str | Sequence[str], query: Asking, *, tenant: str, deadline_s: float) -> list[Reply]:
         """The answers of a cache, or of several together: `query.n` to each prompt, in their order. Each answer takes a
-        turn of its own; the first error ends all."""
-        alone = list(each_alone(query))
-        places = asyncio.Semaphore(self._queues["question"].slots)  # a long list leaves others room in the queue
-
-        async def ask(query: Asking) -> Reply:
-            async with places:
-                return await self._ask(caches, query, tenant, deadline_s)
-
+        turn of its own, for which the next one does not wait before: a long list has one place in the queue. The first
+        error ends all."""
+        asked: list[asyncio.Task[Reply]] = []
         with self.metrics.asking():
             try:
                 async with asyncio.TaskGroup() as group:
-                    asked = [group.create_task(ask(each)) for each in alone]
+                    for each in each_alone(query):
+                        begun = asyncio.Event()
+                        asked.append(group.create_task(self._ask(caches, each, tenant, deadline_s, begun)))
+                        await begun.wait()
             except ExceptionGroup as errors:
                 raise errors.exceptions[0] from None
             replies = [task.result() for task in asked]
             self._answered(replies)
         return replies
 
-    async def _ask(self, caches: str | Sequence[str], query: Asking, tenant: str, deadline_s: float) -> Reply:
-        self.remote.require_bounded(query)
-        async with self._turn("query", tenant, deadline_s) as (left_s, trace):
-            reply: Reply = await self.remote.call("query", caches, query, tenant=tenant, deadline_s=left_s)
-            trace(reply.phases)
+    async def _ask(
+        self, caches: str | Sequence[str], query: Asking, tenant: str, deadline_s: float, begun: asyncio.Event
+    ) -> Reply:
+        """begun: is set when it has its turn, or has failed."""
+        try:
+            self.remote.require_bounded(query)
+            async with self._turn("query", tenant, deadline_s) as (left_s, trace):
+                begun.set()
+                reply: Reply = await self.remote.call("query", caches, query, tenant=tenant, deadline_s=left_s)
+                trace(reply.phases)
+        finally:
+            begun.set()
         self.spend(tenant, _used(reply))
         return reply
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
-from fastapi import Depends, Request
+from fastapi import Depends, Request, Response
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 
 from kvshelf.api import CacheObject, ModelObject
 from kvshelf.api.service import Readiness
@@ -28,6 +29,7 @@ from kvshelf.store.artifact.identity import ModelIdentity
 from kvshelf.store.artifact.shape import LayerShape
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
+from kvshelf.workers.replica.calls import Computing
 from kvshelf.workers.replica.fair_queue import FairQueue
 from kvshelf.workers.replica.singleflight import SingleFlight
 
@@ -45,8 +47,9 @@ class Service:
     """The parts of a running front end. The mappings and `models` are in the order of the settings.
 
     transforms: the digest of each model's own, "" without. whole: the queue of calls that read or write whole caches.
-    extractor: reads uploaded files that are not plain text. parser: parses JSON bodies. limits: what each tenant
-    may ask, and how much of it is left. readiness: concurrent questions whether the service is ready share one look.
+    extractor: reads uploaded files that are not plain text. parser: parses JSON bodies. computing: makes and writes
+    answers that may be long. limits: what each tenant may ask, and how much of it is left. readiness: concurrent
+    questions whether the service is ready share one look.
     """
 
     settings: Settings
@@ -62,6 +65,7 @@ class Service:
     whole: FairQueue
     extractor: Extractor
     parser: Parser
+    computing: Computing
     readiness: SingleFlight[Readiness]
     limits: TenantLimits
 
@@ -106,6 +110,11 @@ async def in_turn(service: Service, caller: Caller, call: Callable[..., ResultT]
     """As `off_loop`, for whole caches, in fair turns. Raises `QueueFull`, or `DeadlineExceeded` if no turn comes."""
     async with service.whole.turn(caller.tenant, service.settings.request_deadline_s):
         return await off_loop(call, *args, **kwargs)
+
+
+def written(answer: BaseModel) -> Response:
+    """An answer as JSON. It takes time in proportion to its length: for `Service.computing` where that may be long."""
+    return Response(answer.model_dump_json(by_alias=True), media_type="application/json")
 
 
 def cache_response(manifest: Manifest, *, existing: bool) -> JSONResponse:

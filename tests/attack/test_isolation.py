@@ -57,9 +57,20 @@ def leaking(url: str, known: set[str], leak: Change) -> Iterator[str]:
         server.shutdown()
 
 
-def slower(answer: httpx.Response) -> tuple[int, dict[str, str], bytes]:
-    time.sleep(0.02)
-    return plain(answer)
+class Slower(httpx.HTTPTransport):
+    """Answers come 2 ms later where the path has a known id. It is in the client and not in a proxy, whose own times
+    on a busy machine would hide ten times as much; a look-up takes 1.5 to 5 ms at load 16 on two processors."""
+
+    def __init__(self, known: set[str]) -> None:
+        super().__init__()
+        self._known = known
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        answer = super().handle_request(request)
+        answer.read()
+        if any(id in request.url.path for id in self._known):
+            time.sleep(0.002)
+        return answer
 
 
 def other_header(answer: httpx.Response) -> tuple[int, dict[str, str], bytes]:
@@ -77,7 +88,28 @@ def other_status(answer: httpx.Response) -> tuple[int, dict[str, str], bytes]:
     return 403, headers, content
 
 
-@pytest.mark.parametrize("leak", [slower, other_header, other_word, other_status, plain])
+@pytest.mark.parametrize("known", [True, False], ids=["delayed", "as fast"])
+def test_a_planted_delay_of_two_milliseconds_is_found(attacked: Attacked, known: bool) -> None:
+    with parties(attacked.url, [*attacked.keys.values()]) as (owner, stranger):
+        lookup, theirs, nothing = next(lookups(owner, owner.get("/v1/models")["data"][0]["id"]))
+        plainly = stranger.http
+        about = {"base_url": plainly.base_url, "headers": plainly.headers, "timeout": plainly.timeout}
+        with httpx.Client(**about, transport=Slower({theirs} if known else set())) as stranger.http:
+            # More pairs only where 40 have left it open.
+            found = next(
+                (
+                    found
+                    for pairs in (40, 200)
+                    if (found := probe(owner, stranger, lookup, theirs, nothing, pairs)).leaks
+                ),
+                None,
+            )
+        stranger.http = plainly
+    assert (found is not None) is known, found
+    assert found is None or not found.differences
+
+
+@pytest.mark.parametrize("leak", [other_header, other_word, other_status, plain])
 def test_a_planted_leak_is_found(attacked: Attacked, leak: Change) -> None:
     known: set[str] = set()
     with leaking(attacked.url, known, leak) as url, parties(url, [*attacked.keys.values()]) as (owner, stranger):
@@ -87,7 +119,7 @@ def test_a_planted_leak_is_found(attacked: Attacked, leak: Change) -> None:
         known.add(theirs)
         found = probe(owner, stranger, lookup, theirs, nothing, 40)
     assert found.leaks is (leak is not plain), found
-    assert bool(found.differences) is (leak not in (plain, slower))
+    assert bool(found.differences) is (leak is not plain)
 
 
 def doctor(attacked: Attacked, *options: str) -> Result:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,7 +18,7 @@ import pytest
 from tests.attack.conftest import Attacked
 from tests.service.conftest import created
 
-pytestmark = pytest.mark.faults  # both keep all processors busy for some time
+pytestmark = pytest.mark.faults  # they keep all processors busy for some time
 
 DOCUMENT = "The harbour master keeps the tide tables in a green book. " * 20
 PROMPTS, SLOTS = 256, 64
@@ -62,6 +65,82 @@ def test_many_prompts_of_one_request_delay_another_tenant_by_two_slots(
     assert {status for status, _ in beside} == {200}
     assert middle_s < 2 * slot_s
     assert longest_s < 4 * slot_s  # the machine does other things, too
+
+
+LONG = "The quay keeper writes 17 in the ledger of the lamp. " * 400
+
+SCHEMA = {"type": "object", "properties": {f"p{at}_%N": {"type": "string"} for at in range(60)}}
+
+WORK: dict[str, tuple[str, str, Any]] = {
+    "kept": ("GET", "/v1/caches/%C/kept", None),
+    "kept of a text": ("POST", "/v1/caches/%C/kept", {"document": LONG}),
+    "prompt": ("POST", "/v1/caches/%C/prompt", {"prompt": "Who %N?"}),
+    "grammar": (
+        "POST",
+        "/v1/caches/%C/query",
+        {
+            "prompt": "Who?",
+            "max_tokens": 400,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
+            "stop": "{",
+        },
+    ),
+    "prompts": ("POST", "/v1/caches/%C/query", {"prompt": [f"Which {at} %N?" for at in range(256)], "max_tokens": 1}),
+    "search": ("POST", "/v1/caches/search", {"query": "Where is the keeper of the lamp %N?"}),
+    "count": ("POST", "/v1/messages/count_tokens", {"model": "%M", "messages": [{"role": "user", "content": LONG}]}),
+    "estimate": ("POST", "/v1/estimate", {"document": LONG + "%N"}),
+    "append": ("POST", "/v1/caches/%C/append", {"document": DOCUMENT + "%N"}),
+    "creation": ("POST", "/v1/caches", {"document": DOCUMENT + "%N", "policy": "streaming_llm"}),
+    "list": ("GET", "/v1/caches?limit=1000", None),
+    "export": ("GET", "/v1/caches/%C/blob?about=true", None),
+    "verify": ("POST", "/v1/caches/%C/verify", None),
+    "a body of 240 KB": ("POST", "/v1/caches", {"policy_params": {"a": [0] * 80_000}}),
+    "batches": ("GET", "/v1/batches?limit=100", None),
+}
+"""Kinds of work: method, path and body of a request. `%C` is a cache of who attacks, `%M` its model, `%N` a number."""
+
+
+@pytest.fixture(scope="module")
+def shelved(attacked: Attacked) -> str:
+    """A cache of mallory's with its source, beside 100 more; its id."""
+    with attacked.client("mallory") as client:
+        for number in range(100):
+            created(client, document=f"Ship {number} is at sea. " * 8, policy="streaming_llm")
+        found: str = created(client, document=LONG, policy="full", keep_source=True)["id"]
+    return found
+
+
+@pytest.mark.parametrize("kind", WORK)
+def test_work_of_one_tenant_delays_anothers_question_by_two_slots(
+    attacked: Attacked, shelved: str, alice: httpx.Client, kind: str, soak: bool
+) -> None:
+    """48 lists delayed it by 50, bodies by 170, prompts by 3. A slot is one of them alone, or one question."""
+    hers = created(alice, document=DOCUMENT)
+    method, path, body = WORK[kind]
+    told = {"url": attacked.url, "key": attacked.keys["mallory"], "method": method, "path": path, "body": body}
+    told |= {"at_once": 48 if soak else 24, "seconds": 8 if soak else 3}
+    sent = json.dumps(told).replace("%C", shelved).replace("%M", hers["model"])
+    alone = sorted(ask(alice, hers["id"], "Who keeps it?", 1)[1] for _ in range(15))
+    flood = [sys.executable, str(Path(__file__).with_name("flood.py"))]
+    with subprocess.Popen(flood, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as flooding:
+        assert flooding.stdin is not None
+        assert flooding.stdout is not None
+        flooding.stdin.write(sent)
+        flooding.stdin.close()
+        assert flooding.stdout.readline() == "begun\n"
+        time.sleep(0.3)
+        beside, ends_at = list[tuple[int, float]](), time.monotonic() + told["seconds"] - 0.5
+        while time.monotonic() < ends_at:
+            beside.append(ask(alice, hers["id"], "Who keeps it?", 1))
+        ended = json.loads(flooding.stdout.readline())
+    slot_s = max(ended["alone_s"], statistics.median(alone))
+    delays = sorted(seconds - statistics.median(alone) for _, seconds in beside)
+    slots = [
+        round(delay / slot_s, 1) for delay in (statistics.median(delays), delays[len(delays) * 9 // 10], delays[-1])
+    ]
+    print(f"{kind}: a slot {slot_s:.3f} s; median, 9 of 10 and longest of {len(delays)} in slots {slots}; {ended}")
+    assert {status for status, _ in beside} == {200}
+    assert slots[0] < 2
 
 
 def begun(client: httpx.Client, rows: list[dict[str, Any]]) -> str:

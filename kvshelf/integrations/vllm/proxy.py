@@ -41,6 +41,7 @@ from kvshelf.service.process.supervisor import Place, bound
 from kvshelf.service.settings import Settings
 from kvshelf.service.storage import store_config
 from kvshelf.workers.model.loading import load_tokenizer
+from kvshelf.workers.replica.calls import Computing
 
 log = structlog.get_logger("kvshelf.vllm")
 
@@ -196,7 +197,7 @@ def create_app(
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
     app.state.settings, app.state.asking, app.state.upstreams, app.state.metrics = settings, asking, upstreams, metrics
-    app.state.parser = Parser(settings)
+    app.state.parser = Parser(settings, Computing())
     app.include_router(router)
     limits = TenantLimits(settings.tenant_max_concurrent, None, max_held_bytes=settings.max_held_bytes)
     app.add_middleware(Access, keys=keys, allowed_hosts=settings.allowed_hosts, limits=limits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Final, Protocol
 
 import structlog
@@ -19,6 +20,7 @@ from kvshelf.service.access.limits import TenantLimits
 from kvshelf.service.http.errors import error_response
 from kvshelf.service.settings import is_loopback
 from kvshelf.workers.replica.calls import tenant_at_work
+from kvshelf.workers.replica.fair_queue import LoopTurns
 
 log = structlog.get_logger("kvshelf.service")
 
@@ -156,7 +158,8 @@ def require_local(headers: Headers, allowed_hosts: Collection[str]) -> None:
 
 
 class Access:
-    """Admits requests: identifies the caller and applies the tenant's limits. Plain ASGI, like `RequestIds`."""
+    """Admits requests, tenants in turn: identifies the caller and applies the tenant's limits. Plain ASGI, like
+    `RequestIds`."""
 
     def __init__(
         self, app: ASGIApp, *, keys: KeyHolders | None, allowed_hosts: Collection[str], limits: TenantLimits
@@ -165,6 +168,7 @@ class Access:
         self._keys = keys
         self._allowed_hosts = allowed_hosts
         self._limits = limits
+        self._turns = LoopTurns()
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS or scope["path"].startswith(PAGE_FILES):
@@ -187,6 +191,8 @@ class Access:
         try:
             with self._limits.request(caller.tenant) as hold:
                 scope["state"]["hold"] = hold
+                scope["state"]["turn"] = turn = partial(self._turns.turn, caller.tenant)
+                await turn()
                 await self._app(scope, receive, send_with_rate)
         except RateLimited as error:  # raised by these limits; errors of routes are already answered
             await error_response(error, scope)(scope, receive, send_with_rate)

@@ -6,7 +6,6 @@ Starlette and uvicorn limit neither, so both limits apply here, before parsing. 
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager
@@ -58,9 +57,11 @@ async def read_document(request: Request, service: Service, caller: Caller, mode
     body = await read_body(request, service.settings)
     if not is_form:
         return await service.parser.parsed(model, body, caller.tenant)
-    values, file = await _form_values(request, body, model.model_json_schema())
+    form = await _form(request, body)
+    values, part = await service.computing.run(_form_values, form, model.model_json_schema())
     # Validate the other fields before extracting text from the file, which is expensive.
-    checked = parse_request(model, values | {"document": ""})
+    checked: DocumentT = await service.computing.run(parse_request, model, values | {"document": ""})
+    file = await _upload(part)
     kind = file.kind
     if kind == "text":
         text = plain_text(file.data, "the file", "file")
@@ -163,20 +164,23 @@ class _StrictParser(MultiPartParser):
             super().on_part_end()
 
 
-async def _form_values(request: Request, body: bytearray, schema: Mapping[str, Any]) -> tuple[dict[str, Any], Upload]:
-    """The fields of a request from a form, and its `file`. Fields that are text in its schema are text, all others
-    JSON."""
+async def _form(request: Request, body: bytearray) -> FormData:
 
     async def chunks() -> AsyncGenerator[bytes, None]:
         for start in range(0, len(body), _SLICE_BYTES):
             yield bytes(body[start : start + _SLICE_BYTES])
-            await asyncio.sleep(0)  # the parser may take its time for each byte; others get a turn
+            await request.state.turn()  # the parser may take its time for each byte
 
     parser = _StrictParser(request.headers, chunks(), max_files=1, max_fields=64, max_part_size=_MAX_FIELD_BYTES)
     parser.spool_max_size = len(body) + 1
-    form = await parser.parsed()
+    return await parser.parsed()
+
+
+def _form_values(form: FormData, schema: Mapping[str, Any]) -> tuple[dict[str, Any], UploadFile]:
+    """The fields of a request from a form, and its `file`. Fields that are text in its schema are text, all others
+    JSON."""
     values: dict[str, Any] = {}
-    file: Upload | None = None
+    file: UploadFile | None = None
     bounds = JsonBounds()
     size = sum(len(value) for _, value in form.multi_items() if isinstance(value, str))
     if size > _MAX_FIELD_BYTES:  # they are parsed here, so all together are a body that is not large
@@ -190,7 +194,7 @@ async def _form_values(request: Request, body: bytearray, schema: Mapping[str, A
         if isinstance(value, UploadFile) != (name == "file") or name in _INSTEAD_OF_FILE:
             raise InvalidRequest(f"{name}: a form has the document as one file part named file", param=name)
         if isinstance(value, UploadFile):
-            file = await _upload(value)
+            file = value
         else:
             values[name] = value if _is_text(schema, name, value) else _json(value, name, bounds)
     if file is None:

@@ -1,4 +1,5 @@
-"""Parses JSON bodies: a large one in its own process, so that the front end stays responsive."""
+"""Parses JSON bodies beside the event loop, and a large one in its own process, so that the front end stays
+responsive."""
 
 from __future__ import annotations
 
@@ -12,7 +13,11 @@ from kvshelf.api.strict import CHECKED, RequestT, parse_request
 from kvshelf.corpus.input.expendable import run
 from kvshelf.errors import DeadlineExceeded, InternalError, InvalidRequest, NoWorker
 from kvshelf.service.settings import Settings
+from kvshelf.workers.replica.calls import Computing
 from kvshelf.workers.replica.fair_queue import FairQueue
+
+SMALL_BYTES: Final = 4 << 10
+"""Up to so many are parsed at once, in 0.2 ms at most."""
 
 LARGE_BYTES: Final = 256 << 10
 """Longer bodies are parsed in their own process, which takes 0.2 s to start. The worst of this length takes 0.04 s."""
@@ -28,15 +33,18 @@ _CHILD: Final = "kvshelf.service.http.parse_child"
 class Parser:
     """Parses request bodies. One per service, used on its event loop."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, computing: Computing) -> None:
+        self._computing = computing
         self._deadline_s = settings.request_deadline_s
         self._most = 2 * settings.max_body_bytes  # msgpack's integers may be longer than JSON's: 5 bytes for "65536,"
         self._turns = FairQueue("parsing of large bodies", AT_ONCE, settings.max_queued_requests)
 
     async def parsed(self, model: type[RequestT], body: bytes | bytearray, tenant: str) -> RequestT:
         """The validated body. Raises `InvalidRequest`, and for a large body also `QueueFull` and `DeadlineExceeded`."""
-        if len(body) <= LARGE_BYTES:
+        if len(body) <= SMALL_BYTES:
             return parse_request(model, body)
+        if len(body) <= LARGE_BYTES:
+            return await self._computing.run(parse_request, model, body)
         command = [
             sys.executable,
             "-PB",
@@ -60,9 +68,8 @@ class Parser:
             raise InvalidRequest(
                 f"to parse the body takes more than {_MEMORY_BYTES >> 30} GiB or {_CPU_S} s; send a smaller one"
             )
-        told = msgpack.unpackb(said)
+        told = await self._computing.run(msgpack.unpackb, said)
         if "refused" in told:
             message, param = told["refused"]
             raise InvalidRequest(message, param=param)
-        await asyncio.sleep(0)  # both steps take time in proportion to a long text; others get a turn between them
-        return model.model_validate(told["fields"], context=CHECKED)
+        return await self._computing.run(model.model_validate, told["fields"], context=CHECKED)

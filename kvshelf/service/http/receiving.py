@@ -86,6 +86,8 @@ async def arriving(request: Request, settings: Settings, cap: Cap) -> AsyncGener
             received += len(chunk)
             if received > cap.nbytes:
                 raise cap.refuse("is longer")
+            if received > len(chunk):  # forms are parsed as they arrive
+                await request.state.turn()
             yield chunk
     except TimeoutError as exc:
         raise RequestTimeout(

@@ -97,8 +97,7 @@ class Background:
 
         Raises `QueueFull` and `QuotaExceeded` for a new request: without limits, waiting bodies would fill the store.
         """
-        body = canonical_msgpack(spec.model_dump(mode="json", exclude_defaults=True))
-        key = _Key(self.store.requests.request_id(body, tenant=tenant), tenant, spec.model or "")
+        body, key = await asyncio.to_thread(self._named, spec, tenant)
         note(request=key.id)
         record = await asyncio.to_thread(self._there, key, spec)
         if record is None:
@@ -107,6 +106,10 @@ class Background:
         if record.state in ("queued", "running"):
             self._enqueue(key)
         return record
+
+    def _named(self, spec: CreateCache, tenant: str) -> tuple[bytes, _Key]:
+        body = canonical_msgpack(spec.model_dump(mode="json", exclude_defaults=True))
+        return body, _Key(self.store.requests.request_id(body, tenant=tenant), tenant, spec.model or "")
 
     def _there(self, key: _Key, spec: CreateCache) -> RequestRecord | None:
         """The request's record; None if the request is new or must be done again. Caches that it made have what it says

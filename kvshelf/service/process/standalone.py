@@ -71,7 +71,7 @@ def _made_under(engines: Mapping[str, RemoteEngine], about: Mapping[str, Any]) -
     """The identity of a batch. It includes models and version, because rows done under other ones must be redone."""
 
     async def fingerprints() -> list[str]:
-        described = [await engine.call("describe", limit_s=_DESCRIBE_S) for engine in engines.values()]
+        described = [await engine.described(limit_s=_DESCRIBE_S) for engine in engines.values()]
         return [each["fingerprint"] for each in described]
 
     return {**about, "models": asyncio.run(fingerprints()), "version": kvshelf.__version__}

@@ -30,7 +30,7 @@ from kvshelf.service.http.server import LEAVING
 from kvshelf.service.http.waiting import off_loop
 from kvshelf.service.jobs.batch_work import rest_reason
 from kvshelf.service.routes.files import KEEP_S
-from kvshelf.service.state import InService, Service
+from kvshelf.service.state import InService, Service, written
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.batches import BatchRecord
 from kvshelf.workers.replica.create.spec import require_policy
@@ -80,15 +80,17 @@ def _seconds(completion_window: str) -> float:
     return float(completion_window[:-1]) * _UNITS_S[completion_window[-1]]
 
 
-@router.get("", openapi_extra=openapi.query_of(ListBatches))
-async def list_batches(request: Request, service: InService, caller: Reader) -> BatchList:
+@router.get("", response_model=BatchList, openapi_extra=openapi.query_of(ListBatches))
+async def list_batches(request: Request, service: InService, caller: Reader) -> Response:
     """Batches, newest first. A batch is listed until 30 days after its end."""
-    asked = read_query(request, ListBatches)
-    list_ = service.store.batches.list
-    found, has_more = await off_loop(list_, tenant=caller.tenant, limit=asked.limit, after=asked.after)
-    data = [batch_object(record, service.store.now()) for record in found]
+    return await service.computing.run(_listed, service.store, read_query(request, ListBatches), caller.tenant)
+
+
+def _listed(store: Store, asked: ListBatches, tenant: str) -> Response:
+    found, has_more = store.batches.list(tenant=tenant, limit=asked.limit, after=asked.after)
+    data = [batch_object(record, store.now()) for record in found]
     first, last = (data[0].id, data[-1].id) if data else (None, None)
-    return BatchList(data=data, has_more=has_more, first_id=first, last_id=last)
+    return written(BatchList(data=data, has_more=has_more, first_id=first, last_id=last))
 
 
 @router.get("/{batch_id}")

@@ -28,7 +28,8 @@ from kvshelf.service.http.body import read_document, read_json, read_query
 from kvshelf.service.http.events import EVENT_STREAM, event_stream
 from kvshelf.service.http.waiting import off_loop, until_hangup
 from kvshelf.service.routes.requests import request_json
-from kvshelf.service.state import TAKES_TOKENS, InService, Service, cache_object, cache_response, etag_of
+from kvshelf.service.state import TAKES_TOKENS, InService, Service, cache_object, cache_response, etag_of, written
+from kvshelf.store.base import Store
 from kvshelf.store.checks import require_revision
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.replica.create.spec import require_policy
@@ -85,10 +86,11 @@ async def create(
     deadline_s = service.settings.request_deadline_s
     if EVENT_STREAM in request.headers.get("accept", ""):
         watched = engine.watch(spec, tenant=caller.tenant, deadline_s=deadline_s)
-        return await event_stream(request, _events(watched, body))
+        return await event_stream(request, _events(service, watched, body))
     created = await until_hangup(request, engine.create(spec, tenant=caller.tenant, deadline_s=deadline_s))
     if _makes_several(body):
-        return JSONResponse(_cache_list(created), status_code=200 if created.existing else 201)
+        status = 200 if created.existing else 201
+        return await service.computing.run(lambda: JSONResponse(_cache_list(created), status_code=status))
     return cache_response(created.manifest, existing=created.existing)
 
 
@@ -102,14 +104,14 @@ def _cache_list(created: Created) -> dict[str, Any]:
 
 
 async def _events(
-    watched: AsyncGenerator[CreationProgress | Created, None], body: CreateCache
+    service: Service, watched: AsyncGenerator[CreationProgress | Created, None], body: CreateCache
 ) -> AsyncGenerator[dict[str, Any], None]:
     async with aclosing(watched) as events:
         async for event in events:
             if isinstance(event, CreationProgress):
                 yield event.model_dump(mode="json")
             elif _makes_several(body):
-                yield _cache_list(event)
+                yield await service.computing.run(_cache_list, event)
             else:
                 yield cache_object(event.manifest, existing=event.existing).model_dump(mode="json")
 
@@ -125,13 +127,17 @@ def require_tokenizer(service: Service, model: str, body: CreateCache | AppendCa
         )
 
 
-@router.get("", openapi_extra=openapi.query_of(ListCaches))
-async def list_caches(request: Request, service: InService, caller: Reader) -> CacheList:
+@router.get("", response_model=CacheList, openapi_extra=openapi.query_of(ListCaches))
+async def list_caches(request: Request, service: InService, caller: Reader) -> Response:
     """Caches on the shelf, newest first. `label.<key>=<value>` filters by label and may be repeated."""
     filters = read_query(request, ListCaches)
-    page = await off_loop(service.store.list, tenant=caller.tenant, **dict(filters))
+    return await service.computing.run(_listed, service.store, filters, caller.tenant)
+
+
+def _listed(store: Store, filters: ListCaches, tenant: str) -> Response:
+    page = store.list(tenant=tenant, **dict(filters))
     data = [cache_object(manifest) for manifest in page.data]
-    return CacheList(data=data, has_more=page.has_more, last_id=data[-1].id if data else None)
+    return written(CacheList(data=data, has_more=page.has_more, last_id=data[-1].id if data else None))
 
 
 @router.get(
@@ -169,17 +175,18 @@ async def update_cache(
     return _tagged(manifest)
 
 
-@router.delete("/{cache_id}")
+@router.delete("/{cache_id}", response_model=Deleted)
 async def delete_cache(
     cache_id: str, service: InService, caller: Writer, cascade: Cascade = False, if_match: Annotated[str, Header()] = ""
-) -> Deleted:
+) -> Response:
     """Delete a cache. Downloads and answers in progress are completed.
 
     A cache that others extend is deleted with these, by `cascade`, or not at all: they have its bytes.
     """
     condition = {"tenant": caller.tenant, "if_revision": _seen(if_match)}
     receipt = await off_loop(service.store.delete, cache_id, cascade=cascade, **condition)
-    return Deleted(id=receipt.id, descendants=list(receipt.descendants))
+    deleted = Deleted(id=receipt.id, descendants=list(receipt.descendants))
+    return await service.computing.run(written, deleted)
 
 
 def _tagged(manifest: Manifest) -> Response:

@@ -41,9 +41,8 @@ async def complete(request: Request, service: InService, caller: Reader) -> Resp
         pieces = _pieces(question.each_alone(), together=together)
         return await event_stream(request, completion.chunks(pieces, with_usage=wants_usage(body)))
     question, replies = await until_hangup(request, question.answered())
-    return JSONResponse(
-        completion.whole([(reply.text, ending_of(reply, question.remade, together=together)) for reply in replies])
-    )
+    answers = [(reply.text, ending_of(reply, question.remade, together=together)) for reply in replies]
+    return await service.computing.run(lambda: JSONResponse(completion.whole(answers)))
 
 
 def _pieces(questions: Sequence[Question], *, together: bool) -> AsyncGenerator[tuple[int, str | Ending], None]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
 from kvshelf.api.erasures import CreateErasure, Erasure
 from kvshelf.errors import InvalidRequest
 from kvshelf.service.access.keys import Writer
 from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_json
-from kvshelf.service.state import InService, in_turn
+from kvshelf.service.state import InService, in_turn, written
 from kvshelf.store.base import Store
 from kvshelf.store.erasure.eraser import Subject
 from kvshelf.store.erasure.signing import Signer, sealed
@@ -22,8 +22,8 @@ _LIMIT_S: Final = 20.0
 """How long one request erases before it answers `in_progress`."""
 
 
-@router.post("/v1/erasures", openapi_extra=openapi.body_of(CreateErasure))
-async def create_erasure(request: Request, service: InService, caller: Writer) -> Erasure:
+@router.post("/v1/erasures", response_model=Erasure, openapi_extra=openapi.body_of(CreateErasure))
+async def create_erasure(request: Request, service: InService, caller: Writer) -> Response:
     """Erase everything of a subject among the caller's tenant's own things: caches with these labels and this name, and
     those that extend them; their sources and responses; waiting requests and batches that ask for them; lines of
     files and journals that name them. Sent again, the same request goes on, and gives the same receipt for a day.
@@ -35,7 +35,8 @@ async def create_erasure(request: Request, service: InService, caller: Writer) -
         raise InvalidRequest("tenant: a key erases the things of its own tenant alone", param="tenant")
     subject = Subject(tenant=caller.tenant, labels=body.labels, name=body.name or None)
     key_file = service.settings.erasure_key_file
-    return await in_turn(service, caller, _erased, service.store, subject, key_file, dry_run=body.dry_run)
+    receipt = await in_turn(service, caller, _erased, service.store, subject, key_file, dry_run=body.dry_run)
+    return await service.computing.run(written, receipt)
 
 
 def _erased(store: Store, subject: Subject, key_file: str | None, *, dry_run: bool) -> Erasure:

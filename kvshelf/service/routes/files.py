@@ -14,7 +14,7 @@ from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_query, received_file
 from kvshelf.service.http.downloads import InDownload, download
 from kvshelf.service.http.waiting import off_loop
-from kvshelf.service.state import InService, in_turn
+from kvshelf.service.state import InService, in_turn, written
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.files import FileRecord
 
@@ -50,16 +50,17 @@ async def create_file(request: Request, service: InService, caller: Writer) -> F
     return file_object(record)
 
 
-@router.get("", openapi_extra=openapi.query_of(ListFiles))
-async def list_files(request: Request, service: InService, caller: Reader) -> FileList:
+@router.get("", response_model=FileList, openapi_extra=openapi.query_of(ListFiles))
+async def list_files(request: Request, service: InService, caller: Reader) -> Response:
     """Uploaded files and result files of batches, newest first."""
-    asked = read_query(request, ListFiles)
-    found, has_more = await off_loop(
-        service.store.files.list, tenant=caller.tenant, limit=asked.limit, after=asked.after, purpose=asked.purpose
-    )
+    return await service.computing.run(_listed, service.store, read_query(request, ListFiles), caller.tenant)
+
+
+def _listed(store: Store, asked: ListFiles, tenant: str) -> Response:
+    found, has_more = store.files.list(tenant=tenant, limit=asked.limit, after=asked.after, purpose=asked.purpose)
     data = [file_object(record) for record in found]
     first, last = (data[0].id, data[-1].id) if data else (None, None)
-    return FileList(data=data, has_more=has_more, first_id=first, last_id=last)
+    return written(FileList(data=data, has_more=has_more, first_id=first, last_id=last))
 
 
 @router.get("/{file_id}")

@@ -18,7 +18,7 @@ from kvshelf.service.http.body import read_document, read_json
 from kvshelf.service.http.waiting import off_loop, until_hangup
 from kvshelf.service.recompute import remade
 from kvshelf.service.routes.caches import require_tokenizer
-from kvshelf.service.state import TAKES_TOKENS, InService, cache_response
+from kvshelf.service.state import TAKES_TOKENS, InService, cache_response, written
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 
@@ -65,17 +65,18 @@ async def remake(cache_id: str, request: Request, service: InService, caller: Wr
     return cache_response(manifest, existing=existing)
 
 
-@router.get("/turns")
-async def turns(cache_id: str, service: InService, caller: Reader) -> TurnList:
+@router.get("/turns", response_model=TurnList)
+async def turns(cache_id: str, service: InService, caller: Reader) -> Response:
     """The caches that one grew from, the oldest first and itself last, with what each appended. A cache whose parent
     has expired or was evicted begins the list."""
-    return TurnList(data=await off_loop(_turns, service.store, cache_id, caller.tenant))
+    return await service.computing.run(_turns, service.store, cache_id, caller.tenant)
 
 
-def _turns(store: Store, cache_id: str, tenant: str) -> list[StoredTurn]:
+def _turns(store: Store, cache_id: str, tenant: str) -> Response:
     chain = list(_chain(store, store.stat(cache_id, tenant=tenant)))[::-1]
     before = [0, *(manifest.num_tokens for manifest in chain)]
-    return [_turn(store, manifest, shorter) for manifest, shorter in zip(chain, before, strict=False)]
+    data = [_turn(store, manifest, shorter) for manifest, shorter in zip(chain, before, strict=False)]
+    return written(TurnList(data=data))
 
 
 def _chain(store: Store, manifest: Manifest) -> Iterator[Manifest]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query, Request, Response
 
 from kvshelf.api import queries as asked
 from kvshelf.api.inspect import BuiltPrompt, KeptOf, KeptTokens
@@ -13,35 +13,38 @@ from kvshelf.service.access.keys import Caller, Reader
 from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_json
 from kvshelf.service.http.waiting import off_loop, until_hangup
-from kvshelf.service.state import TAKES_TOKENS, InService, Service
+from kvshelf.service.state import TAKES_TOKENS, InService, Service, written
 
 router = APIRouter(prefix="/v1/caches/{cache_id}", tags=["caches"], responses=openapi.ERRORS)
 
 FirstLayer = Annotated[int, Query(ge=0, lt=2**31, description="the first layer to return bitmaps of")]
 
 
-@router.get("/kept")
+@router.get("/kept", response_model=KeptTokens)
 async def kept(
     cache_id: str, request: Request, service: InService, caller: Reader, first_layer: FirstLayer = 0
-) -> KeptTokens:
+) -> Response:
     """Which tokens of its document a cache kept, by layer and head. `source_not_kept` if the source is not stored."""
-    return await _kept(request, service, caller, cache_id, None, first_layer)
+    found = await _kept(request, service, caller, cache_id, None, first_layer)
+    return await service.computing.run(written, found)
 
 
-@router.post("/kept", openapi_extra=openapi.body_of(KeptOf), dependencies=[TAKES_TOKENS])
+@router.post("/kept", response_model=KeptTokens, openapi_extra=openapi.body_of(KeptOf), dependencies=[TAKES_TOKENS])
 async def kept_of(
     cache_id: str, request: Request, service: InService, caller: Reader, first_layer: FirstLayer = 0
-) -> KeptTokens:
+) -> Response:
     """As GET, with the caller's own copy of the document. `state_conflict` if that is a different document. Its
     tokens count as used."""
     body = await read_json(request, KeptOf, service)
     found = await _kept(request, service, caller, cache_id, body, first_layer)
     service.limits.spend_tokens(caller.tenant, found.num_tokens)
-    return found
+    return await service.computing.run(written, found)
 
 
-@router.post("/prompt", openapi_extra=openapi.body_of(asked.Query), dependencies=[TAKES_TOKENS])
-async def prompt(cache_id: str, request: Request, service: InService, caller: Reader) -> BuiltPrompt:
+@router.post(
+    "/prompt", response_model=BuiltPrompt, openapi_extra=openapi.body_of(asked.Query), dependencies=[TAKES_TOKENS]
+)
+async def prompt(cache_id: str, request: Request, service: InService, caller: Reader) -> Response:
     """The prompt that one question to a cache builds, token by token, as `/query` would read it: nothing is answered.
     The document's tokens are listed where its source is kept."""
     body = await read_json(request, asked.Query, service)
@@ -53,7 +56,7 @@ async def prompt(cache_id: str, request: Request, service: InService, caller: Re
     call = engine.remote.call("prompt", cache_id, body, tenant=caller.tenant, limit_s=limit_s)
     shown: BuiltPrompt = await until_hangup(request, call)
     service.limits.spend_tokens(caller.tenant, sum(part.num_tokens for part in shown.parts))
-    return shown
+    return await service.computing.run(written, shown)
 
 
 async def _kept(

@@ -30,7 +30,7 @@ from kvshelf.service.http.body import read_json
 from kvshelf.service.http.events import event_stream
 from kvshelf.service.http.waiting import until_hangup
 from kvshelf.service.recompute import Question
-from kvshelf.service.state import TAKES_TOKENS, InService
+from kvshelf.service.state import TAKES_TOKENS, InService, Service
 from kvshelf.workers.engine.decode.logprobs import Piece
 from kvshelf.workers.model.templates.thoughts import Thought
 from kvshelf.workers.replica.results import Reply
@@ -59,8 +59,9 @@ async def query(cache_id: str, request: Request, service: InService, caller: Rea
         body = body.model_copy(update={"seed": secrets.randbits(63)})
     question = await Question.find(service, caller, [cache_id], body, compare=body.compare)
     if body.compare:
-        return _response(question, await until_hangup(request, _compared(question)))
-    return await _answered(request, question, _alone)
+        answers = await until_hangup(request, _compared(question))
+        return await service.computing.run(_response, question, answers)
+    return await _answered(request, service, question, _alone)
 
 
 @router.post(
@@ -74,7 +75,7 @@ async def joint_query(request: Request, service: InService, caller: Reader) -> R
     """Answer one or more prompts from several stored caches together, and say what part each document had in it."""
     body = await read_json(request, JointQuery, service)
     question = await Question.find(service, caller, body.cache_ids, body)
-    return await _answered(request, question, _together)
+    return await _answered(request, service, question, _together)
 
 
 @router.post("/caches/search", openapi_extra=openapi.body_of(SearchCaches), dependencies=[TAKES_TOKENS])
@@ -87,11 +88,12 @@ async def search(request: Request, service: InService, caller: Reader) -> Search
     return await until_hangup(request, work)
 
 
-async def _answered(request: Request, question: Question, shape: Shape) -> Response:
+async def _answered(request: Request, service: Service, question: Question, shape: Shape) -> Response:
     if question.asking.stream:
         return await event_stream(request, _events(question, shape))
     question, replies = await until_hangup(request, question.answered())
-    return _response(question, [shape(question, reply) for reply in replies])
+    answers = [shape(question, reply) for reply in replies]
+    return await service.computing.run(_response, question, answers)
 
 
 def _response(question: Question, answers: Sequence[Answered]) -> Response:

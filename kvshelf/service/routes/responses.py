@@ -49,8 +49,10 @@ async def respond(request: Request, service: InService, caller: Reader) -> Respo
         events = responding.events(pieces_of(question, together=together))
         return await event_stream(request, _keeping(service.store, caller.tenant, events))
     question, (reply,) = await until_hangup(request, question.answered())
-    response = responding.whole(reply.text, ending_of(reply, question.remade, together=together))
-    return JSONResponse(await off_loop(_kept, service.store, caller.tenant, response))
+    ending = ending_of(reply, question.remade, together=together)
+    response = await service.computing.run(responding.whole, reply.text, ending)
+    kept = await off_loop(_kept, service.store, caller.tenant, response)
+    return await service.computing.run(JSONResponse, kept)
 
 
 @router.get("/{response_id}", response_class=JSONResponse, responses={200: {"model": ResponseObject}})

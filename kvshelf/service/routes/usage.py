@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
 from kvshelf.api.usage import Metered, TenantStored, UsageQuery, UsageReport, UsageRow
 from kvshelf.service.access.keys import AnyCaller
 from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_query
-from kvshelf.service.http.waiting import off_loop
-from kvshelf.service.state import InService
+from kvshelf.service.state import InService, written
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.metering import DayUsed
 
 router = APIRouter(tags=["service"], responses=openapi.ERRORS)
 
 
-@router.get("/v1/usage", openapi_extra=openapi.query_of(UsageQuery))
-async def usage(request: Request, service: InService, caller: AnyCaller) -> UsageReport:
+@router.get("/v1/usage", response_model=UsageReport, openapi_extra=openapi.query_of(UsageQuery))
+async def usage(request: Request, service: InService, caller: AnyCaller) -> Response:
     """What the caller's tenant has used, by day of UTC, model and tenant, and what it has on the shelf now. With
     `all_tenants`, which needs the scope `admin`, of each tenant that has used anything in the window.
 
@@ -27,19 +26,20 @@ async def usage(request: Request, service: InService, caller: AnyCaller) -> Usag
     """
     wanted = read_query(request, UsageQuery)
     caller.require("admin" if wanted.all_tenants else "read")
-    return await off_loop(_report, service.store, wanted, None if wanted.all_tenants else caller.tenant)
+    return await service.computing.run(_report, service.store, wanted, None if wanted.all_tenants else caller.tenant)
 
 
-def _report(store: Store, wanted: UsageQuery, tenant: str | None) -> UsageReport:
+def _report(store: Store, wanted: UsageQuery, tenant: str | None) -> Response:
     used = store.metering.days(wanted.first_day, wanted.last_day, tenant=tenant)
     tenants = sorted({each.tenant for each in used}) if tenant is None else [tenant]
     stored = {name: store.usage(tenant=name) for name in tenants}
-    return UsageReport(
+    report = UsageReport(
         first_day=wanted.first_day,
         last_day=wanted.last_day,
         data=_rows(used, wanted.groups),
         stored=[TenantStored(tenant=name, caches=each.caches, bytes=each.bytes) for name, each in stored.items()],
     )
+    return written(report)
 
 
 def _rows(used: Iterable[DayUsed], groups: list[str]) -> list[UsageRow]:

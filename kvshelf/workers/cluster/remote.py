@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import ray.exceptions as ray_errors
 import structlog
@@ -23,7 +23,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatusOverview
 
 from kvshelf.api import Asking, CreateCache, SearchCaches
-from kvshelf.api.texts import texts_of
+from kvshelf.api.texts import size_of, texts_of
 from kvshelf.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -35,7 +35,11 @@ from kvshelf.errors import (
     QueueFull,
     WorkerCrashed,
 )
+from kvshelf.workers.model.split import MOST_PARTS, too_many_parts
 from kvshelf.workers.replica.queues import Pace
+
+MOST_BESIDE: Final = 1 << 20
+"""Bytes of one call beside its texts and token ids."""
 
 RESTART_S = 5.0
 """About how long Ray needs to replace a dead replica; callers are told to wait this long."""
@@ -54,8 +58,8 @@ class RemoteEngine:
 
     running: replicas that take requests, as last reported by Ray; `watch` updates it. While it is 0, requests are
     refused, because Ray would let them wait for ever. target_replicas: how many Ray is to run. gpus: that each
-    takes; without GPUs, its processes. app, handle: Ray's. most_characters: of the texts of one call, above which they
-    cannot fit the model, as its replicas say.
+    takes; without GPUs, its processes. app, handle: Ray's. most_tokens: that the model takes, as its replicas say.
+    token_characters: that one token stands for at most.
     """
 
     def __init__(self, model: str, app: str, handle: DeploymentHandle, target_replicas: int, gpus: int = 1) -> None:
@@ -65,7 +69,7 @@ class RemoteEngine:
         self.target_replicas = target_replicas
         self.gpus = gpus
         self.running = 1
-        self.most_characters = sys.maxsize
+        self.most_tokens = self.token_characters = sys.maxsize
         self._pace = Pace()
         self._counting: Future[int] | None = None
 
@@ -73,23 +77,57 @@ class RemoteEngine:
     def _streaming(self) -> DeploymentHandle:
         return self.handle.options(stream=True)
 
+    @property
+    def most_characters(self) -> int:
+        """Of the texts of one call, above which they cannot fit the model."""
+        return self.most_tokens * self.token_characters
+
+    async def described(self, limit_s: float) -> dict[str, Any]:
+        """What `Replica.describe` says, which bounds what is sent from now on."""
+        about: dict[str, Any] = await self.call("describe", limit_s=limit_s)
+        self.most_tokens, self.token_characters = about["max_tokens"], about["token_bytes"]
+        return about
+
     def require_bounded(self, *args: Any) -> None:
         """Raises `DocumentTooLong`, or `InvalidRequest` for a question, for arguments of a call whose texts cannot fit
-        the model: before they travel to a replica, which counts what may fit or not. A document that is to be split is
-        bounded there, part by part. Callers who wait for a turn first refuse with this before it."""
-        if any(isinstance(arg, CreateCache) and arg.split for arg in args):
-            return
-        texts = (text for arg in args for text in (texts_of(arg) if isinstance(arg, BaseModel) else [arg]))
+        the model: before they travel to a replica, which counts what may fit or not. Raises `InvalidRequest` for more
+        than `MOST_BESIDE` bytes beside them. Callers who wait for a turn first refuse with this before it.
+
+        A document that is to be split fits into the most parts that it may have."""
+        texts = [text for arg in args for text in (texts_of(arg) if isinstance(arg, BaseModel) else [arg])]
         characters = sum(len(text) for text in texts if isinstance(text, str))
+        ids = sum(len(getattr(arg, "token_ids", None) or ()) for arg in args)
+        for split in (arg.split_options for arg in args if isinstance(arg, CreateCache)):
+            if split is not None:
+                self._require_parts(characters, min(split.max_tokens or self.most_tokens, self.most_tokens))
+                break
+        else:
+            self._require_fitting(characters, ids, question=any(isinstance(arg, Asking | SearchCaches) for arg in args))
+        if (beside := size_of(args) - characters - 8 * ids) > MOST_BESIDE:
+            raise InvalidRequest(
+                f"beside its texts this request has {beside} bytes, as of parameters, schemas and grammars, and at "
+                f"most {MOST_BESIDE} are taken; send less"
+            )
+
+    def _require_fitting(self, characters: int, ids: int, *, question: bool) -> None:
+        if ids > self.most_tokens:
+            raise DocumentTooLong(
+                f"the document has {ids} token ids, and {self.model!r} takes {self.most_tokens} tokens; send less",
+                param="token_ids",
+            )
         if characters <= self.most_characters:
             return
         found = (
             f"the texts of this request have {characters} characters together, and {self.model!r} cannot take more "
             f"than {self.most_characters}, however they are encoded"
         )
-        if any(isinstance(arg, Asking | SearchCaches) for arg in args):
+        if question:
             raise InvalidRequest(f"{found}; ask a shorter question")
         raise DocumentTooLong(f"{found}; split the document (split=true), or send less", param="document")
+
+    def _require_parts(self, characters: int, size: int) -> None:
+        if characters > MOST_PARTS * size * self.token_characters:
+            raise too_many_parts(size)
 
     async def call(self, method: str, *args: Any, limit_s: float | None = None, **kwargs: Any) -> Any:
         """The result of a method of `Replica`, which runs under the caller's log id. Raises as `require_bounded`.
@@ -114,6 +152,7 @@ class RemoteEngine:
     async def broadcast(self, method: str, *args: Any, deadline_s: float, **kwargs: Any) -> list[Any]:
         """The results of a method of `Replica`, called on every replica that runs. Ray makes such calls at once, past
         all queues: they must be short."""
+        self.require_bounded(*args)
         with self._translated():
             response = self.handle.broadcast(method, *args, **kwargs, origin=_origin())
             results: list[Any] = await response.results_async(timeout_s=deadline_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -147,6 +148,8 @@ class Engine:
         plain = all(own_keys) and not any(kind.states or kind.latents for kind in self.kinds)
         self.passes = Passes(model, recordable=self._alike and plain and ranks is None, ranks=ranks)
         self._attachments: WeakKeyDictionary[CompressedCache | ArrivingCache, Attachment] = WeakKeyDictionary()
+        self.driver = threading.Lock()
+        """Held by what runs the model for others: two threads in one model corrupt its memory."""
         self._joined: WeakValueDictionary[tuple[int, ...], JointAttachment] = WeakValueDictionary()
         self._coders: dict[str, Coder] = {}
         self._encoder = Encoder(self.name, self.text, self.max_tokens, model.config.vocab_size, self._longest)
@@ -283,8 +286,9 @@ class Engine:
         overlap_tokens: int | None = None,
         checkpoint: Checkpoint | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[str]:
-        """The parts of a text that is longer than this model takes, in order. A text that fits is one. Thread-safe.
+    ) -> Sequence[str]:
+        """The parts of a text that is longer than this model takes, in order, each cut out when it is asked for. A text
+        that fits is one. Thread-safe.
 
         A part has at most `max_tokens` (default: `part_tokens`), with those of the chat template, and ends with a
         paragraph where one ends in its second half, otherwise with a line, a sentence or a word. The next part begins

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
-from typing import Final, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, overload
 
 from kvshelf.errors import InvalidRequest
 
@@ -27,15 +27,37 @@ _ENDS: Final = tuple(
 _CHARACTERS_PER_TOKEN: Final = 4
 """A guess for the first part, as tokens are found only by encoding the text; later parts take the last one's length."""
 
-TokenStarts = Callable[[str], list[int]]
-"""The place of the first character of each token of a text."""
-
 
 class Span(NamedTuple):
     """The characters of one part, from `start` to before `end`."""
 
     start: int
     end: int
+
+
+class Parts(Sequence[str]):
+    """The parts of a text, each cut out when it is asked for: together they take more room than the text."""
+
+    def __init__(self, text: str, spans: Sequence[Span]) -> None:
+        self._text, self._spans = text, spans
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Parts: ...
+
+    def __getitem__(self, index: int | slice) -> str | Parts:
+        if isinstance(index, slice):
+            return Parts(self._text, self._spans[index])
+        return self._text[slice(*self._spans[index])]
+
+
+TokenStarts = Callable[[str], list[int]]
+"""The place of the first character of each token of a text."""
 
 
 def spans(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import structlog
 
@@ -24,6 +25,8 @@ ResultT = TypeVar("ResultT")
 
 tenant_at_work: ContextVar[str] = ContextVar("kvshelf.tenant", default="")
 """The tenant of the request that the current task or thread works for; "" for the service's own work."""
+
+_LONGEST_PAUSE_S: Final = 1.0
 
 
 class Threads(ThreadPoolExecutor):
@@ -96,12 +99,24 @@ class Threads(ThreadPoolExecutor):
                 self._working[item[0]] += 1
             return item
 
-    @staticmethod
-    def _finish(future: Future[Any], call: Callable[[], Any]) -> None:
+    def _finish(self, future: Future[Any], call: Callable[[], Any]) -> None:
         try:
             future.set_result(call())
         except BaseException as error:  # as of any executor: it is the caller's
             future.set_exception(error)
+
+
+class Computing(Threads):
+    """Threads that compute beside an event loop, as parsing and writing JSON do. They have one interpreter together,
+    and the loop needs it for everybody: a tenant has one of them, which pauses as long as it has computed."""
+
+    def __init__(self, tenants_at_once: int = 8) -> None:
+        super().__init__(tenants_at_once, "computing", most=1)
+
+    def _finish(self, future: Future[Any], call: Callable[[], Any]) -> None:
+        began = time.thread_time()
+        super()._finish(future, call)
+        time.sleep(min(time.thread_time() - began, _LONGEST_PAUSE_S))
 
 
 class ReplicaThreads(Threads):

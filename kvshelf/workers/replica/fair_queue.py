@@ -88,6 +88,36 @@ class FairQueue:
             newest.set_exception(refusal)
 
 
+class LoopTurns:
+    """Turns on an event loop: each of its rounds begins one task that waits here, the next tenant's. What one tenant's
+    many requests do before they first wait for something is then one wait for the next tenant's."""
+
+    def __init__(self) -> None:
+        self._waiting: Rounds[asyncio.Future[None]] = Rounds()
+        self._goes_on = False
+
+    async def turn(self, tenant: str) -> None:
+        """Wait for the turn."""
+        loop = asyncio.get_running_loop()
+        place = loop.create_future()
+        self._waiting.add(tenant, place)
+        if not self._goes_on:
+            self._goes_on = True
+            loop.call_soon(self._begin_next, loop)
+        try:
+            await place
+        finally:
+            self._waiting.remove(tenant, place)
+
+    def _begin_next(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._goes_on = bool(self._waiting)
+        if self._goes_on:
+            place = self._waiting.take()
+            if not place.done():  # else it was cancelled just now
+                place.set_result(None)
+            loop.call_soon(self._begin_next, loop)  # in the next round: what has arrived meanwhile takes part
+
+
 class FairCondition:
     """A lock, and waiting for what others change under it, as of `asyncio.Condition`: those who wait are woken in turns
     of their tenants, so that what one tenant's many wait for is not theirs before it is the next tenant's."""

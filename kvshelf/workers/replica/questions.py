@@ -85,14 +85,14 @@ class Questions:
         with called_as(origin, tenant):
             said = [*texts_of(query), *([] if document is None else [document])]
             await self.threads.compute(self.engine.require_askable, said, "messages")
-            shape = await self.threads.run(self._shape, query)
+            shape = await self.threads.compute(self._shape, query)
             form, variables = self.engine.require_text("messages"), shape.variables
             return await self.threads.compute(count, form, shape.tools, variables, query, document, boundary, cached)
 
     async def prompt(self, cache_id: str, query: Query, *, tenant: str, origin: str = "") -> BuiltPrompt:
         """The prompt that a question builds, without an answer to it. Raises as a question does."""
         with called_as(origin, tenant):
-            shape = await self.threads.run(self._shape, query)
+            shape = await self.threads.compute(self._shape, query)
             return await self.threads.compute(self._prompt, cache_id, query, shape, tenant)
 
     def _prompt(self, cache_id: str, query: Query, shape: _Shape, tenant: str) -> BuiltPrompt:
@@ -174,7 +174,7 @@ class Questions:
         routed = isinstance(query, JointQuery) and query.route is not None
         cache_ids = [await self._nearest(asked, query, tenant)] if routed else asked
         await self.threads.compute(self._require_askable, query)
-        shape = await self.threads.run(self._shape, query)  # refused before any work
+        shape = await self.threads.compute(self._shape, query)  # refused before any work
         if query.store:
             self.engine.require_turns()
             await self.threads.run(self.store.admit, tenant)
@@ -221,7 +221,7 @@ class Questions:
         def nearest() -> str:
             return cache_ids[self.engine.nearest(list(map(params, cache_ids)), prompt_of(query))]
 
-        return await self.threads.run(nearest)
+        return await self.threads.compute(nearest)
 
     def _keep_house(self) -> None:
         """Begun by the first call: its event loop is the one that will run it."""

@@ -105,7 +105,7 @@ class Replica:
 
     async def describe(self, *, origin: str = "") -> dict[str, Any]:
         """The model, for /v1/models, its `ModelIdentity`, the shape of its layers, the digest of its transforms, what
-        its chat template is, and the characters above which no text fits it (`most_characters`). JSON types only."""
+        its chat template is, and the bytes that a token stands for at most. JSON types only."""
         with called_as(origin):
             engine = self._engine
             return {
@@ -119,7 +119,7 @@ class Replica:
                 "device": ", ".join(map(str, engine.passes.devices.each)),
                 "identity": asdict(engine.identity),
                 "layer_shapes": engine.layer_shapes,
-                "most_characters": engine.max_tokens * engine.token_bytes,
+                "token_bytes": engine.token_bytes,
                 "transforms": engine.coder.transforms.digest if engine.has_transforms else "",
             }
 

@@ -22,7 +22,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvshelf.errors import InternalError, InvalidRequest, KvshelfError
+from kvshelf.errors import InternalError, InvalidRequest, KvshelfError, StateConflict
 from kvshelf.workers.engine.attention.attachment import block
 from kvshelf.workers.engine.attention.function import kvshelf_attention
 from kvshelf.workers.engine.decode.reduction import SuffixReducer
@@ -61,6 +61,12 @@ class Scheduler:
         """Told for which tenant the model worked, and how many seconds; set before `start`."""
 
     def start(self) -> None:
+        """Raises `StateConflict` while another scheduler runs this engine."""
+        if not self._engine.driver.acquire(blocking=False):
+            raise StateConflict(
+                f"{self._engine.name!r} is run by another scheduler, and two threads in one model corrupt its memory; "
+                "stop that one first, or load the model again for this one"
+            )
         self._queues.accepting = True
         self._thread.start()
 
@@ -152,6 +158,7 @@ class Scheduler:
                     self._generate_for(0.0)
                     self._compress_next()
         finally:
+            self._engine.driver.release()
             self._refuse_rest()
 
     def _compress_next(self) -> None:

@@ -20,6 +20,7 @@ from kvshelf.errors import DeadlineExceeded, InvalidRequest, KvshelfError
 from kvshelf.service.http import parsing
 from kvshelf.service.http.parsing import LARGE_BYTES, Parser
 from kvshelf.service.settings import Settings
+from kvshelf.workers.replica.calls import Computing
 from tests.attack.bodies import CALLS, CREATIONS, route_of
 
 MEGABYTE = 1 << 20
@@ -113,7 +114,7 @@ def longest_silence(work: Callable[[], Any]) -> tuple[Any, float]:
 )
 def test_a_large_bad_body_does_not_hold_the_loop(body: bytes) -> None:
     """They held it for up to 17.8 s."""
-    found, silence = longest_silence(lambda: Parser(Settings()).parsed(CreateCache, body, "acme"))
+    found, silence = longest_silence(lambda: Parser(Settings(), Computing()).parsed(CreateCache, body, "acme"))
     assert isinstance(found, InvalidRequest)
     assert "to parse" not in found.message
     assert silence < 0.3
@@ -135,7 +136,7 @@ def test_a_large_bad_body_does_not_hold_the_loop(body: bytes) -> None:
 def test_a_large_body_means_what_a_small_one_means(fields: dict[str, Any]) -> None:
     body = json.dumps(fields).encode()
     assert len(body) > LARGE_BYTES
-    found, _ = longest_silence(lambda: Parser(Settings()).parsed(CreateCache, body, "acme"))
+    found, _ = longest_silence(lambda: Parser(Settings(), Computing()).parsed(CreateCache, body, "acme"))
     expected = CreateCache.model_validate_json(body)
     assert found == expected
     assert found.model_fields_set == expected.model_fields_set
@@ -143,7 +144,7 @@ def test_a_large_body_means_what_a_small_one_means(fields: dict[str, Any]) -> No
 
 def test_an_error_of_a_large_body_names_its_field() -> None:
     body = json.dumps({"prompt": "x" * 2 * MEGABYTE, "max_tokens": 0}).encode()
-    found, _ = longest_silence(lambda: Parser(Settings()).parsed(Query, body, "acme"))
+    found, _ = longest_silence(lambda: Parser(Settings(), Computing()).parsed(Query, body, "acme"))
     assert isinstance(found, InvalidRequest)
     assert found.param == "max_tokens"
 
@@ -151,14 +152,16 @@ def test_an_error_of_a_large_body_names_its_field() -> None:
 def test_a_body_that_needs_too_much_to_parse_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parsing, "_MEMORY_BYTES", 256 * MEGABYTE)
     body = json.dumps({"document": "x" * 60 * MEGABYTE + "😀"}, ensure_ascii=False).encode()
-    found, _ = longest_silence(lambda: Parser(Settings()).parsed(CreateCache, body, "acme"))
+    found, _ = longest_silence(lambda: Parser(Settings(), Computing()).parsed(CreateCache, body, "acme"))
     assert isinstance(found, InvalidRequest)
     assert "takes too much memory" in found.message
 
 
 def test_a_body_that_is_parsed_too_late_is_refused() -> None:
     body = json.dumps({"document": "x" * 2 * MEGABYTE}).encode()
-    found, _ = longest_silence(lambda: Parser(Settings(request_deadline_s=0.01)).parsed(CreateCache, body, "acme"))
+    found, _ = longest_silence(
+        lambda: Parser(Settings(request_deadline_s=0.01), Computing()).parsed(CreateCache, body, "acme")
+    )
     assert isinstance(found, DeadlineExceeded)
 
 
@@ -233,7 +236,9 @@ def test_a_body_takes_time_in_proportion_to_its_length(name: str) -> None:
 def test_what_a_child_has_read_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     body = CALLS["chat: arguments of zeros"](2 * MEGABYTE).replace(b"kvs_0", b"a")
     monkeypatch.setattr(json, "loads", None)
-    found, silence = longest_silence(lambda: Parser(Settings()).parsed(ChatCompletionRequest, body, "acme"))
+    found, silence = longest_silence(
+        lambda: Parser(Settings(), Computing()).parsed(ChatCompletionRequest, body, "acme")
+    )
     assert isinstance(found, ChatCompletionRequest)
     assert found.asking.messages is not None
     assert silence < 0.1

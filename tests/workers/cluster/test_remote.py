@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import pickle
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 import ray.exceptions as ray_errors
 from ray.serve import exceptions as serve_errors
 
+import kvshelf
 from kvshelf.api import CreateCache, Query
+from kvshelf.api.creation import SplitOptions
 from kvshelf.api.inspect import KeptOf
+from kvshelf.api.queries import Select
 from kvshelf.errors import DocumentTooLong, InvalidRequest, KvshelfError, by_code
-from kvshelf.workers.cluster.remote import RemoteEngine
+from kvshelf.workers.cluster.remote import MOST_BESIDE, RemoteEngine
+
+SELECT = Select(method="quest", params={"page": "x" * MOST_BESIDE})
 
 
 @pytest.fixture
@@ -66,18 +72,36 @@ def test_an_engine_goes_to_another_process_while_it_asks_ray(remote: RemoteEngin
         (KeptOf(document="x" * 101), DocumentTooLong),
         (Query(prompt="x" * 101), InvalidRequest),
         ("x" * 101, DocumentTooLong),
+        (CreateCache(document="x" * 1_000_001, split=True), InvalidRequest),
+        (CreateCache(document="x" * 640_001, split=SplitOptions(max_tokens=64)), InvalidRequest),
+        (CreateCache(token_ids=[1] * 101), DocumentTooLong),
+        (CreateCache(document="x", policy="snapkv", policy_params={"window": "x" * MOST_BESIDE}), InvalidRequest),
+        (Query(prompt="x", select=SELECT), InvalidRequest),
+        ([*["x" * 64] * (MOST_BESIDE >> 6), "x"], InvalidRequest),
     ],
-    ids=["creation", "kept", "question", "source"],
+    ids=["creation", "kept", "question", "source", "parts", "small parts", "ids", "parameters", "selector", "caches"],
 )
-def test_texts_that_cannot_fit_go_to_no_replica(
-    remote: RemoteEngine, argument: object, error: type[KvshelfError]
-) -> None:
-    """Texts of `kept`, of imports and of batches did, however long they were."""
-    remote.most_characters = 100
+def test_what_cannot_fit_goes_to_no_replica(remote: RemoteEngine, argument: object, error: type[KvshelfError]) -> None:
+    """Documents to be split did, however long they were, and what is beside the texts of any request."""
+    remote.most_tokens, remote.token_characters = 100, 1
     for engine in (remote, pickle.loads(pickle.dumps(remote))):
-        with pytest.raises(error, match="have 101 characters together, and 'm' cannot take more than 100"):
+        with pytest.raises(error, match=r"more than|together|takes 100 tokens|at most"):
             asyncio.run(engine.call("any", argument, limit_s=1.0))
         with pytest.raises(error):
+            asyncio.run(engine.broadcast("any", argument, deadline_s=1.0))
+        with pytest.raises(error):
             asyncio.run(anext(engine.stream("any", argument, tenant="t", deadline_s=1.0)))  # type: ignore[arg-type]
-    remote.require_bounded(CreateCache(document="x" * 101, split=True))
+
+
+def test_what_may_fit_is_for_the_replica_to_count(remote: RemoteEngine) -> None:
+    remote.most_tokens, remote.token_characters = 100, 1
     remote.require_bounded(None, CreateCache(document="x" * 100))
+    remote.require_bounded(CreateCache(document="x" * 1_000_000, split=True), {"x": [1, 2.0, None, True]})
+    remote.require_bounded(CreateCache(token_ids=[1] * 100))
+
+
+def test_replicas_are_called_in_one_place() -> None:
+    """Where what travels is bounded."""
+    package = Path(kvshelf.__file__).parent
+    callers = {path.name for path in package.rglob("*.py") if "DeploymentHandle" in path.read_text()}
+    assert callers == {"remote.py"}

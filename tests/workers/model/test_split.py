@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import tracemalloc
 from itertools import pairwise
 
 import pytest
@@ -14,7 +15,7 @@ from transformers import AutoTokenizer
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.model import split
 from kvshelf.workers.model.source import bundled_folder
-from kvshelf.workers.model.split import Span, spans
+from kvshelf.workers.model.split import Parts, Span, spans
 from kvshelf.workers.model.text import TextFormat
 
 FORMAT = TextFormat(AutoTokenizer.from_pretrained(bundled_folder("kvshelf-tiny")))
@@ -137,3 +138,18 @@ def test_more_parts_than_anybody_compresses_are_refused(monkeypatch: pytest.Monk
     with pytest.raises(InvalidRequest, match=f"more than {len(made) - 1} parts") as refusal:
         spans(text, FORMAT.token_starts, size=8, overlap=0)
     assert refusal.value.param == "split"
+
+
+def test_parts_are_cut_out_one_at_a_time() -> None:
+    """As a list they took as much as the text once more, and more with what they repeat."""
+    text = "The quay keeper writes. " * 100_000
+    found = Parts(text, [Span(start, min(start + 10_000, len(text))) for start in range(0, len(text), 9_000)])
+    tracemalloc.start()
+    try:
+        lengths = [len(part) for part in found]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 100_000 < sum(lengths)
+    assert (len(found), found[1][:9], found[-1]) == (len(lengths), text[9_000:9_009], list(found)[-1])
+    assert list(found[1:3]) == [text[9_000:19_000], text[18_000:28_000]]

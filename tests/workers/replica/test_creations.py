@@ -335,10 +335,12 @@ async def test_a_source_is_not_kept_longer_than_the_shelf_allows(
     strict = Replica(engine, DiskStore.open(tmp_path / "strict", rules=Rules(max_ttl_s=100)), Scheduler(engine))
     strict.start()
     before = engine.prefills
-    with pytest.raises(InvalidRequest, match="source_ttl_s: caches are kept for 100 s at most") as refusal:
-        await create(strict, document, keep_source="tokens", source_ttl_s=101.0, ttl_s=50.0)
+    try:
+        with pytest.raises(InvalidRequest, match="source_ttl_s: caches are kept for 100 s at most") as refusal:
+            await create(strict, document, keep_source="tokens", source_ttl_s=101.0, ttl_s=50.0)
+    finally:
+        strict.stop()
     assert (refusal.value.param, engine.prefills) == ("source_ttl_s", before), "before any work"
-    strict.stop()
 
 
 async def test_a_cache_that_is_there_gets_the_labels_and_the_name_of_its_newest_creation(

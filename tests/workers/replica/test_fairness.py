@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
+from itertools import pairwise
 
 import pytest
 
-from kvshelf.workers.replica.calls import ReplicaThreads, Threads, tenant_at_work
-from kvshelf.workers.replica.fair_queue import FairCondition
+from kvshelf.workers.replica.calls import Computing, ReplicaThreads, Threads, tenant_at_work
+from kvshelf.workers.replica.fair_queue import FairCondition, LoopTurns
 from kvshelf.workers.replica.queues import Passing, Queues, SchedulerLimits
 from kvshelf.workers.replica.ticket import Ticket
 
@@ -80,6 +82,59 @@ def test_what_computes_leaves_processors_to_the_others_and_to_the_model() -> Non
             await asyncio.gather(*many, following)
 
     asyncio.run(work())
+
+
+def test_a_thread_that_computes_beside_a_loop_pauses_as_long_as_it_has_computed() -> None:
+    """Else many bodies of one tenant would hold the interpreter while another's request goes through the loop."""
+    spans: list[tuple[float, float]] = []
+
+    def compute() -> None:
+        began, until = time.monotonic(), time.thread_time() + 0.05
+        while time.thread_time() < until:
+            pass
+        spans.append((began, time.monotonic()))
+
+    with Computing() as threads, working_for("many"):
+        for each in [threads.submit(compute) for _ in range(4)]:
+            each.result(60)
+    pauses = [after[0] - before[1] for before, after in pairwise(spans)]
+    assert min(pauses) >= 0.05, "one at a time, and as long a pause"
+
+
+def test_a_thread_that_waits_beside_a_loop_does_not_pause() -> None:
+    with Computing() as threads, working_for("many"):
+        began = time.monotonic()
+        for each in [threads.submit(time.sleep, 0.05) for _ in range(8)]:
+            each.result(60)
+        assert time.monotonic() - began < 0.75
+
+
+async def _begun_in_turn() -> list[str]:
+    """Requests that each take the loop for some time, and one more that arrives while the first one does."""
+    turns, begun = LoopTurns(), list[str]()
+
+    async def request(tenant: str) -> None:
+        await turns.turn(tenant)
+        begun.append(tenant)
+        if len(begun) == 1:
+            tasks.append(asyncio.ensure_future(request("next")))
+
+    tasks = [asyncio.ensure_future(request("many")) for _ in range(20)]
+    gone = asyncio.ensure_future(request("gone"))
+    await asyncio.sleep(0)
+    gone.cancel()
+    while len(begun) < 21:
+        await asyncio.sleep(0)
+    await asyncio.gather(*tasks)
+    begun.append("again")
+    await turns.turn("next")
+    return begun
+
+
+def test_requests_begin_on_a_loop_in_turns_of_tenants() -> None:
+    begun = asyncio.run(asyncio.wait_for(_begun_in_turn(), 60))
+    assert begun.index("next") <= 3, "behind 20 of another tenant"
+    assert begun.count("many") == 20
 
 
 def test_work_that_nobody_waits_for_is_not_begun() -> None:

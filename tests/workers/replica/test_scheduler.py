@@ -6,12 +6,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvshelf.errors import Cancelled, DeadlineExceeded, InvalidRequest, NoWorker, QueueFull, StoreUnavailable
+from kvshelf.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    NoWorker,
+    QueueFull,
+    StateConflict,
+    StoreUnavailable,
+)
 from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.url import open_store
 from kvshelf.workers.engine.decode.generation import Sampling
@@ -45,8 +54,43 @@ def cache(engine: Engine, job: Job) -> CompressedCache:
 def scheduler(engine: Engine) -> Iterator[Scheduler]:
     scheduler = Scheduler(engine, SchedulerLimits(max_open=4, max_waiting=4, max_compressions=2))
     scheduler.start()
-    yield scheduler
+    try:
+        yield scheduler
+    finally:
+        scheduler.stop()
+
+
+Started = Callable[[Engine, SchedulerLimits], Scheduler]
+
+
+@pytest.fixture
+def started() -> Iterator[Started]:
+    """Starts schedulers that end with the test, whatever its end: a thread that is left would hold the engine."""
+    with ExitStack() as stack:
+
+        def start(engine: Engine, limits: SchedulerLimits) -> Scheduler:
+            scheduler = Scheduler(engine, limits)
+            scheduler.start()
+            stack.callback(scheduler.stop)
+            return scheduler
+
+        yield start
+
+
+def test_one_scheduler_runs_an_engine(scheduler: Scheduler, engine: Engine, cache: CompressedCache) -> None:
+    """Two corrupted the heap. A scheduler that was refused may start once the first one has stopped."""
+    other = Scheduler(engine)
+    with pytest.raises(StateConflict, match="is run by another scheduler"):
+        other.start()
+    assert not other.alive
+    with pytest.raises(NoWorker):
+        other.generate(cache, engine.encode_query(cache, "What?"), Sampling(max_tokens=2))
     scheduler.stop()
+    other.start()
+    try:
+        assert other.generate(cache, engine.encode_query(cache, "What?"), Sampling(max_tokens=2)).future.result(WAIT_S)
+    finally:
+        other.stop()
 
 
 def alone(job: Job) -> Levels:
@@ -310,9 +354,8 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(
     assert scheduler.generate(cache, query, Sampling(max_tokens=2)).future.result(WAIT_S)
 
 
-def test_stopping_leaves_nobody_waiting(engine: Engine, job: Job, cache: CompressedCache) -> None:
-    scheduler = Scheduler(engine, SchedulerLimits(max_open=1))
-    scheduler.start()
+def test_stopping_leaves_nobody_waiting(started: Started, engine: Engine, job: Job, cache: CompressedCache) -> None:
+    scheduler = started(engine, SchedulerLimits(max_open=1))
     query = engine.encode_query(cache, "Go on")
     tickets = [scheduler.generate(cache, query, Sampling(max_tokens=5000)) for _ in range(3)]
     tickets += [scheduler.compress(alone(job)) for _ in range(3)]  # type: ignore[misc]  # their futures are looked at
@@ -324,9 +367,10 @@ def test_stopping_leaves_nobody_waiting(engine: Engine, job: Job, cache: Compres
     assert not scheduler.alive
 
 
-def test_stopping_with_time_to_drain_finishes_what_was_taken(engine: Engine, job: Job, cache: CompressedCache) -> None:
-    scheduler = Scheduler(engine)
-    scheduler.start()
+def test_stopping_with_time_to_drain_finishes_what_was_taken(
+    started: Started, engine: Engine, job: Job, cache: CompressedCache
+) -> None:
+    scheduler = started(engine, SchedulerLimits())
     answer = scheduler.generate(cache, engine.encode_query(cache, "What?"), Sampling(max_tokens=30))
     compression = scheduler.compress(alone(job))
     scheduler.stop(drain_s=WAIT_S)

@@ -153,7 +153,7 @@ class Encoder:
         overlap: int | None,
         checkpoint: Callable[[], None],
         variables: Mapping[str, Any] | None = None,
-    ) -> list[str]:
+    ) -> split.Parts:
         """The parts of a text that is too long, each a document of at most `size` tokens; see `split.spans`.
 
         Raises `InvalidRequest` about `split` where a part has no room beside the template, or leaves none for a
@@ -185,7 +185,7 @@ class Encoder:
                 param="split",
             )
         found = split.spans(text, written.token_starts, size=own, overlap=overlap, checkpoint=checkpoint)
-        return [text[span.start : span.end] for span in found]
+        return split.Parts(text, found)
 
     def query(self, boundary: Boundary, prompt: Prompt, options: TemplateOptions | None = None) -> list[int]:
         """The token ids that ask `prompt` of a cache that ends at `boundary`. options: those of the cache's document,

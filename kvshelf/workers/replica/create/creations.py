@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -179,7 +179,7 @@ class Creations:
                 made.append(await self._whole(part, tenant, left_s, Teller(watcher, part.labels[kind])))
         return joined(made)
 
-    async def _parts(self, spec: CreateCache, tenant: str, deadline_s: float | None) -> list[CreateCache]:
+    async def _parts(self, spec: CreateCache, tenant: str, deadline_s: float | None) -> Iterator[CreateCache]:
         """The creation of each part. The thread that looks for them ends with its caller, and at its deadline."""
         ticket: Ticket[Any] = Ticket(deadline_s)
         limits = {"tenant": tenant, "checkpoint": ticket.check}

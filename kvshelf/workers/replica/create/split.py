@@ -31,14 +31,14 @@ def parts_of(
     *,
     tenant: str,
     checkpoint: Checkpoint | None = None,
-) -> list[CreateCache]:
-    """The creation of each part or episode of a document, with the labels that join them. The model does not run.
-    checkpoint: as of `Engine.split`.
+) -> Iterator[CreateCache]:
+    """The creation of each part or episode of a document, with the labels that join them, one at a time: the work is
+    done before the first, and of texts one part is copied. The model does not run. checkpoint: as of `Engine.split`.
 
     Raises as `Engine.split` and `Engine.find_episodes`.
     """
     if spec.episodes is not None:
-        return _episodes_of(engine, store, spec, max_document_tokens, tenant)
+        return iter(_episodes_of(engine, store, spec, max_document_tokens, tenant))
     options = spec.split_options
     assert options is not None
     assert spec.document is not None
@@ -53,7 +53,7 @@ def parts_of(
     )
     split_id = _split_id(engine, store, spec, tenant)
     own = {"document": spec.name or split_id} | spec.labels
-    return [
+    return (
         spec.model_copy(
             update={
                 "document": text,
@@ -62,7 +62,7 @@ def parts_of(
             }
         )
         for number, text in enumerate(texts, 1)
-    ]
+    )
 
 
 def _episodes_of(
