@@ -673,10 +673,11 @@ class Engine:
             raise InvalidRequest("the reference is of another document than the cache; use that of its own prefill")
         started = time.perf_counter()
         if reference.probe.places:
-            logits = self._answered(cache, reference.probe)
-            quality = reference.compare(logits, time.perf_counter() - started)
+            with torch.no_grad(), self.attached_to(self.attach(cache)) as past:
+                quality = reference.compare(ask(self.model, reference.probe, past))
         else:
             quality = reference.undecided()
+        quality = quality.model_copy(update={"probe_s": reference.probe_s + time.perf_counter() - started})
         if not (reference.finite and math.isfinite(quality.kl)):
             raise PolicyUnsupported(
                 f"behind this document the logits of {self.name!r} are not numbers, so its cache could answer nothing; "
@@ -685,11 +686,6 @@ class Engine:
                 param="model",
             )
         return quality
-
-    def _answered(self, cache: CompressedCache, probe: Probe) -> Tensor:
-        """Logits of the probe's predictions behind a cache."""
-        with torch.no_grad(), self.attached_to(self.attach(cache)) as past:
-            return ask(self.model, probe, past)
 
     # Encoding
 

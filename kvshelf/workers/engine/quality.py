@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -79,6 +79,8 @@ _TIE: Final = 1e-4
 """Log-probabilities closer than this are equal, as in every comparison of answers: rounding decides their order."""
 _LIKELIEST: Final = 64
 """A vocabulary has 150,000 tokens: whole distributions of 600 predictions would take as much memory as a document."""
+_LOGITS: Final = 1 << 24
+"""Logits that are in memory at a time: of 112 predictions, or 18 cues, where the vocabulary has 150,000 tokens."""
 _CHUNK: Final = 64
 """Predictions whose probabilities are computed at a time, in fp32."""
 _PARTS: Final = 8
@@ -187,17 +189,20 @@ class Reference:
     probe_s: float
 
     @classmethod
-    def of(cls, document: str, probe: Probe, full: Tensor, before: Tensor, probe_s: float) -> Reference:
-        """From logits `[cues * T, vocabulary]` of the full cache, and of the model before it knew the document."""
-        count = min(_LIKELIEST, full.shape[-1])
-        likeliest = full.topk(count, dim=-1).indices
-        log_probs, _ = _events(full, likeliest)
-        own = torch.tensor(probe.answers, device=full.device).flatten()  # the document's tokens
+    def of(cls, document: str, probe: Probe, full: Iterable[Tensor], before: Iterable[Tensor]) -> Reference:
+        """From logits of the full cache, and of the model before it knew the document: `[cues * T, vocabulary]` each,
+        in parts `[rows, vocabulary]`. probe_s: 0, as only the caller knows it."""
+        told = []
+        for part in full:
+            tokens = part.topk(min(_LIKELIEST, part.shape[-1]), dim=-1).indices
+            told.append((tokens, _events([part], tokens)[0]))
+        likeliest, log_probs = (torch.cat(parts) for parts in zip(*told, strict=True))
+        own = torch.tensor(probe.answers, device=likeliest.device).flatten()  # the document's tokens
         known = _events(before, own[:, None])[0][:, 0].exp()
         decided = decides(own, likeliest[:, 0], log_probs[:, 0].exp(), known).view(-1, ANSWER)
         counting = decided.any(dim=1).nonzero().flatten()
-        rows = (counting[:, None] * ANSWER + torch.arange(ANSWER, device=full.device)).flatten()
-        firsts = decided[counting].int().argmax(dim=1) + torch.arange(len(counting), device=full.device) * ANSWER
+        rows = (counting[:, None] * ANSWER + torch.arange(ANSWER, device=own.device)).flatten()
+        firsts = decided[counting].int().argmax(dim=1) + torch.arange(len(counting), device=own.device) * ANSWER
         return cls(
             document,
             len(probe.places),
@@ -206,12 +211,12 @@ class Reference:
             log_probs[rows],
             firsts,
             bool(log_probs.isfinite().all()),
-            probe_s,
+            0.0,
         )
 
-    def compare(self, logits: Tensor, probe_s: float) -> Quality:
-        """The quality of a compressed cache, from its logits `[cues * T, vocabulary]`. `kl` is not finite if they are
-        not."""
+    def compare(self, logits: Iterable[Tensor]) -> Quality:
+        """The quality of a compressed cache, from its logits `[cues * T, vocabulary]`, in parts `[rows, vocabulary]`.
+        `kl` is not finite if they are not. probe_s: of the full cache's answers."""
         log_probs, highest = _events(logits, self.likeliest)
         agreed: list[bool] = (highest - log_probs[:, 0] <= _TIE)[self.decided].tolist()
         kl = float((self.log_probs.exp() * (self.log_probs - log_probs)).sum(dim=-1).mean())
@@ -227,7 +232,7 @@ class Reference:
             full=self.probe.full,
             reason=None if cues >= LEAST else f"{self.told}, and a bound takes {LEAST}",
             kl=kl if math.isnan(kl) else max(kl, 0.0),
-            probe_s=self.probe_s + probe_s,
+            probe_s=self.probe_s,
             version=VERSION,
         )
 
@@ -250,11 +255,12 @@ def decides(own: Tensor, likeliest: Tensor, likely: Tensor, known: Tensor) -> Te
     return (likeliest == own) & (likely >= _LIKELY) & (likely - known >= _LEARNT)
 
 
-def _events(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """From logits `[n, vocabulary]` and token ids `[n, k]`: log-probabilities `[n, k + 1]` fp32 of these tokens and of
-    all others together, and the largest of any token `[n]`."""
-    found, highest = [], []
-    for rows, chosen in zip(torch.split(logits, _CHUNK), torch.split(tokens, _CHUNK), strict=True):
+def _events(logits: Iterable[Tensor], tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """From logits `[n, vocabulary]`, in parts, and token ids `[n, k]`: log-probabilities `[n, k + 1]` fp32 of these
+    tokens and of all others together, and the largest of any token `[n]`."""
+    found, highest, done = [], [], 0
+    for rows in (rows for part in logits for rows in torch.split(part, _CHUNK)):
+        chosen, done = tokens[done : done + len(rows)], done + len(rows)
         log_probs = rows.float().log_softmax(dim=-1)
         highest.append(log_probs.amax(dim=-1))
         named = log_probs.gather(-1, chosen)
@@ -341,18 +347,22 @@ def _groups(items: Sequence[int], most: int) -> Iterator[Sequence[int]]:
         yield items[len(items) * part // parts : len(items) * (part + 1) // parts]
 
 
-def ask(model: PreTrainedModel, probe: Probe, past: AttachedCache) -> Tensor:
-    """Logits `[cues * T, vocabulary]` behind an attached cache."""
-    found = []
-    for ids in torch.split(probe.ids(input_device(model)), past.rows_at_once):
+def rows_at_once(model: PreTrainedModel) -> int:
+    """Predictions whose logits are in memory at a time."""
+    return max(ANSWER, _LOGITS // model.config.vocab_size)
+
+
+def ask(model: PreTrainedModel, probe: Probe, past: AttachedCache) -> Iterator[Tensor]:
+    """Logits `[cues * T, vocabulary]` behind an attached cache, in parts."""
+    cues = min(past.rows_at_once, rows_at_once(model) // ANSWER)
+    for ids in torch.split(probe.ids(input_device(model)), cues):
         past.reset()
         pieces = [model(each, logits_to_keep=ANSWER, **{CACHE_ARGUMENT: past}).logits for each in past.pieces(ids)]
-        found.append(torch.cat(pieces, dim=1)[:, -ANSWER:])
-    return torch.cat(found).flatten(0, 1)
+        yield torch.cat(pieces, dim=1)[:, -ANSWER:].flatten(0, 1)
 
 
-def ask_without(model: PreTrainedModel, probe: Probe) -> Tensor:
-    """Logits `[cues * T, vocabulary]` of a model that never saw the document."""
-    ids = probe.ids(input_device(model), probe.prefix)
-    logits: Tensor = model(ids, use_cache=False, logits_to_keep=ANSWER).logits
-    return logits.flatten(0, 1)
+def ask_without(model: PreTrainedModel, probe: Probe) -> Iterator[Tensor]:
+    """Logits `[cues * T, vocabulary]` of a model that never saw the document, in parts."""
+    for ids in torch.split(probe.ids(input_device(model), probe.prefix), rows_at_once(model) // ANSWER):
+        logits: Tensor = model(ids, use_cache=False, logits_to_keep=ANSWER).logits
+        yield logits.flatten(0, 1)

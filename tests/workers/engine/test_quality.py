@@ -215,7 +215,7 @@ def reference(full, before):
     passes = tuple(ProbePass((cue,), 0) for cue in range(len(full)))
     places = tuple(range(20, 20 + 6 * len(full), 6))
     probe = Probe(places, answers=((0,) * ANSWER,) * len(full), passes=passes, prefix=())
-    return Reference.of("doc", probe, logits(*full), logits(*before), 0.0)
+    return Reference.of("doc", probe, [logits(*full)], [logits(*before)])
 
 
 SURE, LIKELY, OTHER, EVEN = [0.998, 0.001, 0.001], [0.6, 0.3, 0.1], [0.1, 0.8, 0.1], [0.34, 0.33, 0.33]
@@ -226,8 +226,8 @@ def test_a_cue_agrees_where_the_first_token_that_the_document_decides_is_found()
     found = reference([KNOWN, KNOWN, UNKNOWN, KNOWN], [GUESSED] * 4)
     assert (found.asked, found.probe.places) == (4, (20, 26, 38))  # the third is not asked again
     told = logits([OTHER, LIKELY, OTHER] * 2, [SURE, OTHER, SURE] * 2, [OTHER] * 6)
-    assert found.compare(told, 0.0).agreement == pytest.approx(1 / 3)
-    assert found.compare(logits(KNOWN, KNOWN, KNOWN), 0.0).kl == pytest.approx(0, abs=1e-6)
+    assert found.compare([told]).agreement == pytest.approx(1 / 3)
+    assert found.compare([logits(KNOWN, KNOWN, KNOWN)]).kl == pytest.approx(0, abs=1e-6)
 
 
 def test_what_the_document_does_not_decide_is_in_no_denominator():
@@ -241,18 +241,18 @@ def test_what_the_document_does_not_decide_is_in_no_denominator():
 
 
 def test_too_few_cues_that_count_have_no_bound():
-    found = reference([KNOWN] * LEAST, [GUESSED] * LEAST).compare(logits(*[KNOWN] * LEAST), 0.0)
+    found = reference([KNOWN] * LEAST, [GUESSED] * LEAST).compare([logits(*[KNOWN] * LEAST)])
     assert (found.cues, found.reason) == (LEAST, None)
     assert found.low == pytest.approx(0.05 ** (1 / LEAST), abs=1e-6)
-    fewer = reference([KNOWN] * (LEAST - 1), [GUESSED] * (LEAST - 1)).compare(logits(*[KNOWN] * (LEAST - 1)), 0.0)
+    fewer = reference([KNOWN] * (LEAST - 1), [GUESSED] * (LEAST - 1)).compare([logits(*[KNOWN] * (LEAST - 1))])
     assert (fewer.agreement, fewer.low) == (1.0, None)
     assert f"a bound takes {LEAST}" in fewer.reason
 
 
 def test_what_rounding_decides_is_no_disagreement():
     found = reference([[SURE] * 6], [GUESSED])
-    assert found.compare(logits([[0.33333, 0.33332, 0.33335]] * 6), 0.0).agreement == 1
-    assert found.compare(logits([[0.33, 0.33, 0.34]] * 6), 0.0).agreement == 0
+    assert found.compare([logits([[0.33333, 0.33332, 0.33335]] * 6)]).agreement == 1
+    assert found.compare([logits([[0.33, 0.33, 0.34]] * 6)]).agreement == 0
 
 
 def test_rare_tokens_are_compared_together():
@@ -263,8 +263,8 @@ def test_rare_tokens_are_compared_together():
     exact = float((p * (p / q).log()).sum())
     before = torch.full((6, len(p)), 1 / len(p)).log()
     probe = Probe((20,), ((0,) * 6,), (ProbePass((1,), 0),), ())
-    found = Reference.of("doc", probe, p.log().repeat(6, 1), before, 0.0)
-    assert found.compare(q.log().repeat(6, 1), 0.0).kl == pytest.approx(exact, rel=1e-4)
+    found = Reference.of("doc", probe, [p.log().repeat(6, 1)], [before])
+    assert found.compare([q.log().repeat(6, 1)]).kl == pytest.approx(exact, rel=1e-4)
 
 
 @pytest.mark.parametrize(("agreed", "cues", "low", "high"), [
