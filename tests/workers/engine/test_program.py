@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kvshelf.kernels.prefix_attention import attention_part
 from kvshelf.kernels.rowwise import available
+from kvshelf.workers.engine.attention.function import Attended, ForwardContext
 from kvshelf.workers.engine.decode import batch as batch_module
 from kvshelf.workers.engine.decode.generation import Sampling
 from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.engine.attention.function import Attended, ForwardContext
 from kvshelf.workers.engine.forward.passes import Passes
 from kvshelf.workers.engine.forward.program import ForwardProgram
 from kvshelf.workers.engine.forward.tracing import AttentionCall

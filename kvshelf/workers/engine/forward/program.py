@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Logits = Callable[[Tensor], Tensor]
-"""Makes the logits `[1, kept, vocabulary]` of those tokens of a pass that are numbered in a tensor `[kept]`. A vocabulary
-has 150,000 tokens: whoever wants many rows asks for some at a time."""
+"""Makes the logits `[1, kept, vocabulary]` of the tokens of a pass that a tensor `[kept]` numbers. A vocabulary has
+150,000 tokens: whoever wants many rows asks for some at a time."""
 
 Attend = Callable[[AttentionCall, Tensor, Tensor, Tensor], Tensor | None]
 """An attention: of queries `[1, q_heads, N, D]`, keys `[1, kv_heads, N, D]` and values `[1, kv_heads, N, Dv]` of the
@@ -83,8 +83,9 @@ class ForwardProgram:
     def run_planned(
         self, token_ids: Tensor, positions: Tensor, plan: PlanAttention, kept: Tensor, checkpoint: Callable[[], None]
     ) -> Tensor | None:
-        """Logits `[1, kept, vocabulary]` as of `run`, but few tokens pass through all layers in one call of C, because Python between two layers takes as
-        long as they do; and more in a call a layer. None, before anything has run, where `plan` gives None."""
+        """Logits `[1, kept, vocabulary]`, as of `run`, but few tokens pass through all layers in one call of C, because
+        Python between two layers takes as long as they do; and more in a call a layer. None, before anything has run,
+        where `plan` gives None."""
         tokens = token_ids.shape[1]
         held, attended = self._room.laid_out(tokens)
         attentions: list[Part] = []
