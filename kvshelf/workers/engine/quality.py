@@ -380,7 +380,8 @@ def _groups(items: Sequence[int], most: int) -> Iterator[Sequence[int]]:
 
 def rows_at_once(model: PreTrainedModel) -> int:
     """Predictions whose logits are in memory at a time."""
-    return max(ANSWER, _LOGITS // model.config.vocab_size)
+    vocabulary: int = model.config.vocab_size
+    return max(ANSWER, _LOGITS // vocabulary)
 
 
 def ask(model: PreTrainedModel, probe: Probe, past: AttachedCache) -> Iterator[Tensor]:

@@ -162,7 +162,8 @@ def _whole(passes: Passes, job: Job, probe: Probe | None, reducer: SharedReducer
     logits = passes.causal(inputs, reducer, logits=True, soft=job.soft)
     assert logits is not None
     rows = rows_at_once(passes.model)
-    full, before = ((logits(part)[0] for part in each.split(rows)) for each in (predicting, probe.reading(device)))
+    wanted = predicting, probe.reading(device)
+    full, before = ((logits(part)[0] for part in torch.split(each, rows)) for each in wanted)
     return Reference.of(job.identity.document, probe, full, before)
 
 
