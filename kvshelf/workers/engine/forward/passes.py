@@ -88,6 +88,12 @@ class Passes:
         self._recordable = recordable and not self._counts_by_cache and not self._hooked
 
     @cached_property
+    def _decoder(self) -> Module:
+        """The model without its head. For Llama 4's text model transformers takes the whole for its base."""
+        base: Module = self.model.base_model
+        return base if base is not self.model else self.model.get_submodule("model")
+
+    @cached_property
     def absorbed(self) -> dict[int, Absorbed]:
         """The layers that have latents, once weights are read. Raises `PolicyUnsupported` for those of another kind
         than `Absorbed` can be."""
@@ -144,7 +150,7 @@ class Passes:
         with torch.no_grad(), kvshelf_attention(self.model), learned:
             if self.program is None or soft is not None:
                 given = {**inputs, CONTEXT: context, **self._without_past(inputs["position_ids"], cache)}
-                states = self.model.base_model(**given)
+                states = self._decoder(**given)
                 return partial(self._head, states.last_hidden_state) if logits else None
 
             def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
@@ -167,7 +173,7 @@ class Passes:
 
         device = self.devices.inputs
         ids, positions = torch.zeros(2, 1, 1, dtype=torch.long, device=device)
-        hook = self.model.base_model.register_forward_hook(put)
+        hook = self._decoder.register_forward_hook(put)
         try:
             with torch.no_grad(), kvshelf_attention(self.model):
                 given = self._without_past(positions, None)
