@@ -71,10 +71,11 @@ class Quality(ResponseBody):
 
     `agreement`, 0 to 1: the share of what the document decides that it answers as the full cache does: of `cues` places
     that count, among `asked`. `low` and `high`: the bounds of that share, each at 95 %. Where too few places count,
-    `low` is null, where none does, `agreement`, too; `reason` says why, and no `min_quality` is met. Of the full cache
-    itself all three are 1, without cues. `worst`: the part of the document with the lowest share. `kl`: divergence of
-    the probabilities, in nats. `full`: whether no more cues could be asked; floors compare no other figure. `probe_s`:
-    what measuring took. Compare only numbers of one `version`.
+    `low` is null, where none does, `agreement`, too; `reason` says why, and no `min_quality` is met. It also says that
+    fewer places were asked because a `min_quality` was out of reach. Of the full cache itself all three are 1, without
+    cues. `worst`: the part of the document with the lowest share. `kl`: divergence of the probabilities, in nats.
+    `full`: whether no more cues could be asked; floors compare no other figure. `probe_s`: what measuring took. Compare
+    only numbers of one `version`.
     """
 
     agreement: float | None

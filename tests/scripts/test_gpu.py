@@ -9,12 +9,16 @@ import sys
 import time
 import zipfile
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from kvshelf.bench.measure import CPU
+from kvshelf.workers.engine.asked import Asked
+from kvshelf.workers.engine.engine import Engine
 from scripts import gpu
 from scripts.gpu_parts.answers import Result
 from scripts.gpu_parts.part import OutOfTime, Part, mapped
@@ -157,16 +161,29 @@ def test_mapped_makes_other_tensors_of_whatever_holds_them():
     assert torch.equal(found[1][0].dequantize(), rows.dequantize())
 
 
+def by_the_cpu(information):
+    """`Asked.information` of a model with the same weights on the CPU."""
+
+    def found(asked, engine):
+        model = AutoModelForCausalLM.from_config(engine.model.config).eval()
+        model.load_state_dict({name: weight.cpu() for name, weight in engine.model.state_dict().items()})
+        return information(replace(asked, cache=asked.cache.to(CPU)), Engine(model, name=engine.name))
+
+    return found
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["prefill", "first_token", "decode"])  # klt takes gradients, as no such device can
+@pytest.mark.parametrize("name", ["prefill", "first_token", "decode", "klt"])
 def test_parts_put_their_tensors_where_the_model_is(name, tmp_path):
-    """On a device that is none: it computes on the CPU, and refuses tensors of two devices as a card does."""
+    """On a device that is none: it computes on the CPU, and refuses tensors of two devices as a card does. It has no
+    gradients: those of a search for transforms are taken on the CPU, and all else of it runs there."""
     from importlib import import_module
 
     from kvshelf.bench import measure
 
     with devices(), pytest.MonkeyPatch.context() as patch:
         patch.setitem(measure._BUFFER_BYTES, ONE.type, 1 << 20)
+        patch.setattr(Asked, "information", by_the_cpu(Asked.information))
         part = part_in(tmp_path, name, device=ONE, seconds=600)
         import_module(f"scripts.gpu_parts.{name}").measure(part)
     found = rows_in(tmp_path)

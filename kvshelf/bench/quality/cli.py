@@ -187,7 +187,7 @@ def _over_dataset(
         crossed = crossed | {"policies": crossed["policies"] or FEATURED, "ratios": crossed["ratios"] or (0.5,)}
     rows = make_rows(ways) if ways else make_grid("small", **crossed).rows()
     documents = chosen(read_documents(path), **part)
-    with _dataset_bar(len(documents) * len({(row.variant, row.removed) for row in rows})) as done:
+    with _dataset_bar(len(documents) * len({row.variant for row in rows})) as done:
         summary = run(documents, rows, options, resume, processes=processes, progress=done, **asking)
     report: dict[str, Any] = {"bench": "quality", "dataset": path.name, "model": options.model, **part, **asking}
     report["weights"] = options.weights

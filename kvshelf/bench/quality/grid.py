@@ -163,22 +163,22 @@ class Row:
 
 @dataclass(frozen=True)
 class Unit:
-    """One prefill of a document, and the rows measured from its cache."""
+    """One prefill of a document, and the rows measured from its caches."""
 
     variant: Variant
-    removed: float
     rows: tuple[Row, ...]
 
     @property
     def about(self) -> dict[str, Any]:
-        """What people read in the resume file."""
-        return {"policy": self.variant.label, "removed": self.removed}
+        """What people read in the resume file, beside what a row says."""
+        return {"policy": self.variant.label}
 
 
 @dataclass(frozen=True)
 class MadeUnit(Unit):
-    """Of a made document: the one of this number in a cell."""
+    """Of a made document: the one of this number in a cell. All rows have one share removed."""
 
+    removed: float
     cell: Cell
     document: int
 
@@ -249,7 +249,7 @@ class Grid:
                 for cell, row in product(block.cells(), block.rows(export=self.export)):
                     planned.setdefault((document, cell, row.variant, row.removed), {})[row] = None
         return [
-            MadeUnit(variant, removed, tuple(rows), cell, document)
+            MadeUnit(variant, tuple(rows), removed, cell, document)
             for (document, cell, variant, removed), rows in planned.items()
         ]
 

@@ -15,6 +15,7 @@ from kvshelf.bench.quality.retrieval import EVALUATION_SEED, counter
 from kvshelf.bench.quality.suite import Ask, make_case, score
 from kvshelf.errors import KvshelfError
 from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.store.artifact.codecs import Codec
 from kvshelf.store.artifact.identity import canonical_json, digest
 from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.workers.engine.engine import Compression, Engine
@@ -60,25 +61,35 @@ class Protocol:
     device: str  # "cpu" or "cuda"
     questions: int
     seed: int
+    transforms: str | None = None  # digest of those of codec klt
 
     @classmethod
     def of(cls, engine: Engine, questions: int, seed: int) -> Protocol:
-        return cls(engine.identity.fingerprint(), engine.model.device.type, questions, seed)
+        device = engine.model.device.type
+        return cls(engine.identity.fingerprint(), device, questions, seed, transforms_of(engine))
 
     def key(self, unit: MadeUnit, row: Row) -> str:
         """A digest of all that the result depends on: model, document and the settings of the row."""
-        settings = {
-            "revision": REVISION,
-            "protocol": asdict(self),
-            "cell": asdict(unit.cell),
-            "document": unit.document,
-            **row.settings,
-        }
-        return digest("kvshelf.bench.quality.quality", canonical_json(settings))
+        settings = {"cell": asdict(unit.cell), "document": unit.document, **shared_settings(self, row)}
+        return digest("kvshelf.bench.quality.quality", canonical_json({"revision": REVISION, **settings}))
 
     def measure(self, engine: Engine, unit: MadeUnit) -> list[Outcome]:
         """The outcomes of the unit's rows."""
         return measure_unit(engine, unit, self)
+
+
+def transforms_of(engine: Engine) -> str | None:
+    """The digest of the transforms that a run writes codec klt with; None where the model has none."""
+    return engine.coder.transforms.digest if engine.writes_klt else None
+
+
+def shared_settings(protocol: Any, row: Row) -> dict[str, Any]:
+    """What a key has of a run's protocol and of a row. Of transforms only where the row's codec takes them: a new
+    calibration makes those results anew, and no others."""
+    settings = asdict(protocol)
+    transforms = settings.pop("transforms")
+    of_codec = {"transforms": transforms} if Codec.parse(row.codec).name == "klt" and transforms else {}
+    return {"protocol": settings, **of_codec, **row.settings}
 
 
 def measure_unit(engine: Engine, unit: MadeUnit, protocol: Protocol) -> list[Outcome]:

@@ -75,7 +75,7 @@ from kvshelf.workers.engine.inputs.shown import built_prompt
 from kvshelf.workers.engine.parallel.ranks import SharedModel
 from kvshelf.workers.engine.prefill.appending import continued
 from kvshelf.workers.engine.prefill.prefill import Compression, Prefill, run_prefill, run_scores
-from kvshelf.workers.engine.quality import CUES, Probe, Reference, ask, exact
+from kvshelf.workers.engine.quality import CUES, Answered, Probe, Reference, ask, exact
 from kvshelf.workers.engine.summary import LAYERS, Codes, KeyCoder, require_summarised
 from kvshelf.workers.model import calibration
 from kvshelf.workers.model import loading as models
@@ -684,20 +684,26 @@ class Engine:
             return None
         return probe
 
-    def measure(self, cache: CompressedCache, reference: Reference) -> Quality:
+    def measure(self, cache: CompressedCache, reference: Reference, floor: float | None = None) -> Quality:
         """How close `cache` is to the full cache of its document; `reference` is from the prefill of that document.
 
+        floor: the `low` that is wanted. Asking ends early where a share as high as that is out of reach: where even
+        `high` is below it. It does not where `low` is above it: a bound that is looked at after each batch is none.
         Raises `InvalidRequest` for a cache of another document, `ModelMismatch` for one of another model, and
         `PolicyUnsupported` where the model's logits are not numbers: no policy would help.
         """
         if cache.identity.document != reference.document:
             raise InvalidRequest("the reference is of another document than the cache; use that of its own prefill")
         started = time.perf_counter()
-        if reference.probe.places:
-            logits = self._answered(cache, reference.probe)
-            quality = reference.compare(logits, time.perf_counter() - started)
-        else:
-            quality = reference.undecided()
+        quality = reference.undecided()
+        document, answered = self.attach(cache), list[Answered]()
+        for cues in reference.batches(floor) if reference.probe.places else ():
+            with self._answering(document, reference.probe.only(cues)) as logits:
+                answered += reference.answered(cues, logits)
+            quality = reference.quality(answered)
+            if floor is not None and quality.high is not None and quality.high < floor:
+                break
+        quality = quality.model_copy(update={"probe_s": reference.probe_s + time.perf_counter() - started})
         if not (reference.finite and math.isfinite(quality.kl)):
             raise PolicyUnsupported(
                 f"behind this document the logits of {self.name!r} are not numbers, so its cache could answer nothing; "
@@ -707,10 +713,11 @@ class Engine:
             )
         return quality
 
-    def _answered(self, cache: CompressedCache, probe: Probe) -> Tensor:
-        """Logits of the probe's predictions behind a cache."""
-        with torch.no_grad(), self.attached_to(self.attach(cache)) as past:
-            return ask(self.model, probe, past)
+    @contextmanager
+    def _answering(self, document: Attachment, probe: Probe) -> Iterator[Iterator[Tensor]]:
+        """The logits of the probe's predictions behind a cache, in parts, made inside the block."""
+        with torch.no_grad(), self.attached_to(document) as past:
+            yield ask(self.model, probe, past)
 
     # Encoding
 

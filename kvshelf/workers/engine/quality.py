@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -79,8 +79,13 @@ _TIE: Final = 1e-4
 """Log-probabilities closer than this are equal, as in every comparison of answers: rounding decides their order."""
 _LIKELIEST: Final = 64
 """A vocabulary has 150,000 tokens: whole distributions of 600 predictions would take as much memory as a document."""
+_LOGITS: Final = 1 << 24
+"""Logits that are in memory at a time: of 112 predictions, or 18 cues, where the vocabulary has 150,000 tokens."""
 _CHUNK: Final = 64
 """Predictions whose probabilities are computed at a time, in fp32."""
+_BATCH: Final = 24
+"""Cues that are asked at a time where a floor may end the asking: of a cache that agrees on two thirds, so many show
+that it is below 0.95."""
 _PARTS: Final = 8
 _LEAST_OF_PART: Final = 10
 _CONFIDENCE: Final = 0.95
@@ -166,6 +171,15 @@ class Probe:
         return torch.tensor([[*before, *cue.token_ids] for cue in self.passes], device=device)
 
 
+@dataclass(frozen=True)
+class Answered:
+    """One cue that counts, by number: whether a compressed cache agrees, and the mean KL of its predictions."""
+
+    cue: int
+    agreed: bool
+    kl: float
+
+
 @dataclass(frozen=True, eq=False)
 class Reference:
     """The full cache's predictions for the cues of a probe that count; T = 6 for each.
@@ -187,17 +201,20 @@ class Reference:
     probe_s: float
 
     @classmethod
-    def of(cls, document: str, probe: Probe, full: Tensor, before: Tensor, probe_s: float) -> Reference:
-        """From logits `[cues * T, vocabulary]` of the full cache, and of the model before it knew the document."""
-        count = min(_LIKELIEST, full.shape[-1])
-        likeliest = full.topk(count, dim=-1).indices
-        log_probs, _ = _events(full, likeliest)
-        own = torch.tensor(probe.answers, device=full.device).flatten()  # the document's tokens
+    def of(cls, document: str, probe: Probe, full: Iterable[Tensor], before: Iterable[Tensor]) -> Reference:
+        """From logits of the full cache, and of the model before it knew the document: `[cues * T, vocabulary]` each,
+        in parts `[rows, vocabulary]`. probe_s: 0, as only the caller knows it."""
+        told = []
+        for part in full:
+            tokens = part.topk(min(_LIKELIEST, part.shape[-1]), dim=-1).indices
+            told.append((tokens, _events([part], tokens)[0]))
+        likeliest, log_probs = (torch.cat(parts) for parts in zip(*told, strict=True))
+        own = torch.tensor(probe.answers, device=likeliest.device).flatten()  # the document's tokens
         known = _events(before, own[:, None])[0][:, 0].exp()
         decided = decides(own, likeliest[:, 0], log_probs[:, 0].exp(), known).view(-1, ANSWER)
         counting = decided.any(dim=1).nonzero().flatten()
-        rows = (counting[:, None] * ANSWER + torch.arange(ANSWER, device=full.device)).flatten()
-        firsts = decided[counting].int().argmax(dim=1) + torch.arange(len(counting), device=full.device) * ANSWER
+        rows = (counting[:, None] * ANSWER + torch.arange(ANSWER, device=own.device)).flatten()
+        firsts = decided[counting].int().argmax(dim=1) + torch.arange(len(counting), device=own.device) * ANSWER
         return cls(
             document,
             len(probe.places),
@@ -206,28 +223,47 @@ class Reference:
             log_probs[rows],
             firsts,
             bool(log_probs.isfinite().all()),
-            probe_s,
+            0.0,
         )
 
-    def compare(self, logits: Tensor, probe_s: float) -> Quality:
-        """The quality of a compressed cache, from its logits `[cues * T, vocabulary]`. `kl` is not finite if they are
-        not."""
-        log_probs, highest = _events(logits, self.likeliest)
-        agreed: list[bool] = (highest - log_probs[:, 0] <= _TIE)[self.decided].tolist()
-        kl = float((self.log_probs.exp() * (self.log_probs - log_probs)).sum(dim=-1).mean())
-        cues, places = len(agreed), self.probe.places
+    def batches(self, floor: float | None) -> list[range]:
+        """The cues that count in the order of asking, by number: all at once, or, where a floor may end the asking,
+        `_BATCH` at a time, each batch spread over the document."""
+        cues = len(self.probe.places)
+        count = 1 if floor is None else -(-cues // _BATCH)
+        return [range(first, cues, count) for first in range(count)]
+
+    def answered(self, cues: Sequence[int], logits: Iterable[Tensor]) -> list[Answered]:
+        """How a compressed cache answers some cues, by its logits `[cues * T, vocabulary]`, in parts `[rows,
+        vocabulary]`."""
+        numbers = torch.tensor(cues, device=self.decided.device)
+        rows = (numbers[:, None] * ANSWER + torch.arange(ANSWER, device=numbers.device)).flatten()
+        log_probs, highest = _events(logits, self.likeliest[rows])
+        same = (highest - log_probs[:, 0] <= _TIE).view(-1, ANSWER)
+        agreed = same.gather(1, (self.decided[numbers] - numbers * ANSWER)[:, None])[:, 0]
+        full = self.log_probs[rows]
+        kl = (full.exp() * (full - log_probs)).sum(dim=-1).view(-1, ANSWER).mean(dim=1)
+        return list(map(Answered, cues, agreed.tolist(), kl.tolist()))
+
+    def quality(self, answered: Sequence[Answered]) -> Quality:
+        """Of a compressed cache, from cues that count: all, or those before a floor was out of reach. `kl` is not
+        finite where its logits are not. probe_s: of the full cache's answers."""
+        known = sorted(answered, key=lambda one: one.cue)
+        agreed, kl = [one.agreed for one in known], sum(one.kl for one in known) / len(known)
+        cues, most = len(known), len(self.probe.places)
         low, high = bounds(sum(agreed), cues)
+        reason = None if cues == most else f"{cues} of the {most} cues that count show that the floor is out of reach"
         return Quality(
             agreement=sum(agreed) / cues,
             low=low if cues >= LEAST else None,
             high=high,
-            worst=worst_part(places, agreed),
+            worst=worst_part([self.probe.places[one.cue] for one in known], agreed),
             cues=cues,
             asked=self.asked,
             full=self.probe.full,
-            reason=None if cues >= LEAST else f"{self.told}, and a bound takes {LEAST}",
+            reason=reason if cues >= LEAST else f"{self.told}, and a bound takes {LEAST}",
             kl=kl if math.isnan(kl) else max(kl, 0.0),
-            probe_s=self.probe_s + probe_s,
+            probe_s=self.probe_s,
             version=VERSION,
         )
 
@@ -250,11 +286,12 @@ def decides(own: Tensor, likeliest: Tensor, likely: Tensor, known: Tensor) -> Te
     return (likeliest == own) & (likely >= _LIKELY) & (likely - known >= _LEARNT)
 
 
-def _events(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """From logits `[n, vocabulary]` and token ids `[n, k]`: log-probabilities `[n, k + 1]` fp32 of these tokens and of
-    all others together, and the largest of any token `[n]`."""
-    found, highest = [], []
-    for rows, chosen in zip(torch.split(logits, _CHUNK), torch.split(tokens, _CHUNK), strict=True):
+def _events(logits: Iterable[Tensor], tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """From logits `[n, vocabulary]`, in parts, and token ids `[n, k]`: log-probabilities `[n, k + 1]` fp32 of these
+    tokens and of all others together, and the largest of any token `[n]`."""
+    found, highest, done = [], [], 0
+    for rows in (rows for part in logits for rows in torch.split(part, _CHUNK)):
+        chosen, done = tokens[done : done + len(rows)], done + len(rows)
         log_probs = rows.float().log_softmax(dim=-1)
         highest.append(log_probs.amax(dim=-1))
         named = log_probs.gather(-1, chosen)
@@ -341,18 +378,23 @@ def _groups(items: Sequence[int], most: int) -> Iterator[Sequence[int]]:
         yield items[len(items) * part // parts : len(items) * (part + 1) // parts]
 
 
-def ask(model: PreTrainedModel, probe: Probe, past: AttachedCache) -> Tensor:
-    """Logits `[cues * T, vocabulary]` behind an attached cache."""
-    found = []
-    for ids in torch.split(probe.ids(input_device(model)), past.rows_at_once):
+def rows_at_once(model: PreTrainedModel) -> int:
+    """Predictions whose logits are in memory at a time."""
+    vocabulary: int = model.config.vocab_size
+    return max(ANSWER, _LOGITS // vocabulary)
+
+
+def ask(model: PreTrainedModel, probe: Probe, past: AttachedCache) -> Iterator[Tensor]:
+    """Logits `[cues * T, vocabulary]` behind an attached cache, in parts."""
+    cues = min(past.rows_at_once, rows_at_once(model) // ANSWER)
+    for ids in torch.split(probe.ids(input_device(model)), cues):
         past.reset()
         pieces = [model(each, logits_to_keep=ANSWER, **{CACHE_ARGUMENT: past}).logits for each in past.pieces(ids)]
-        found.append(torch.cat(pieces, dim=1)[:, -ANSWER:])
-    return torch.cat(found).flatten(0, 1)
+        yield torch.cat(pieces, dim=1)[:, -ANSWER:].flatten(0, 1)
 
 
-def ask_without(model: PreTrainedModel, probe: Probe) -> Tensor:
-    """Logits `[cues * T, vocabulary]` of a model that never saw the document."""
-    ids = probe.ids(input_device(model), probe.prefix)
-    logits: Tensor = model(ids, use_cache=False, logits_to_keep=ANSWER).logits
-    return logits.flatten(0, 1)
+def ask_without(model: PreTrainedModel, probe: Probe) -> Iterator[Tensor]:
+    """Logits `[cues * T, vocabulary]` of a model that never saw the document, in parts."""
+    for ids in torch.split(probe.ids(input_device(model), probe.prefix), rows_at_once(model) // ANSWER):
+        logits: Tensor = model(ids, use_cache=False, logits_to_keep=ANSWER).logits
+        yield logits.flatten(0, 1)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,10 @@ def test_the_key_changes_with_whatever_the_result_depends_on(tiny):
         Protocol("other weights", "cpu", 4, 0).key(unit, row),
         protocol.key(unit, Row(row.variant, row.removed, "int4")),
         protocol.key(unit, Row(row.variant, row.removed, exported=True)),
+        protocol.key(unit, Row(row.variant, row.removed, "klt")),
+        replace(protocol, transforms="0f" * 32).key(unit, Row(row.variant, row.removed, "klt")),
     ]
+    assert replace(protocol, transforms="0f" * 32).key(unit, row) == protocol.key(unit, row)
     for changed in (
         make_grid("small", tasks=["needle"], haystacks=["prose"], lengths=[301], policies=["keydiff"], ratios=[0.5]),
         make_grid("small", tasks=["needle"], haystacks=["prose"], lengths=[300], policies=["keydiff"], ratios=[0.6]),

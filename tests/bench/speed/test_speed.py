@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from kvshelf.bench.cli import app
-from kvshelf.bench.speed import decode, serving
+from kvshelf.bench.measure import Cost
+from kvshelf.bench.speed import compression, decode, serving
 from kvshelf.bench.speed.codecs import codec_costs, codec_ways
-from kvshelf.bench.speed.compression import compress, compression_costs, plain_prefill
+from kvshelf.bench.speed.compression import Hooked, compress, compression_costs, plain_prefill
 from kvshelf.bench.speed.first_token import _ways, first_tokens
 from kvshelf.bench.speed.peers import kvpress_worker
 from kvshelf.bench.speed.peers.peer import Peer, open_kvpress, open_vllm
@@ -86,9 +87,24 @@ def test_compression_has_a_row_per_policy_and_no_peer_where_there_is_none(subjec
         ("lagkv", 300, None),
         ("ems", 300, None),
     ]
-    # Each is over another prefill, the plain model's and its own run's: neither bounds the other.
-    assert all(row.whole.median > 0 and row.share.median > 0 for row in found.rows)
+    assert all(0 < row.hook_s.high < row.whole.high * row.plain_s.high for row in found.rows), "a part of its own run"
     assert found.same.low <= found.same.median <= found.same.high
+
+
+def test_each_share_is_of_the_prefill_of_its_own_round(subject, monkeypatch):
+    """The plain model's, of the whole; its own run's, of the policy's part."""
+    plain, again, ours = (
+        [Hooked(Cost(seconds, wall_s), hook_s) for seconds, wall_s, hook_s in rounds]
+        for rounds in ([(1, 10, 0), (2, 20, 0)], [(1.5, 1, 0), (2, 1, 0)], [(3, 11, 1), (4, 40, 1)])
+    )
+    measured = {("plain", "first"): plain, ("plain", "second"): again, ("ours", "lagkv"): ours}
+    monkeypatch.setattr(compression, "interleaved", lambda *_: measured)
+    found = compression_costs(subject, None, 64, 2, ["lagkv"], 0.5)
+    (row,) = found.rows
+    assert (row.whole.low, row.whole.median, row.whole.high) == (2, 2.5, 3)
+    assert (row.whole_wall.low, row.whole_wall.high) == pytest.approx((1.1, 2))
+    assert (row.share.low, row.share.high) == pytest.approx((1 / 3, 1 / 2))
+    assert (row.plain_s.median, row.hook_s.median, found.same.high) == (1.5, 1, 1.5)
 
 
 ANSWERING = """

@@ -15,9 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from kvshelf.kernels.prefix_attention import attention_part
 from kvshelf.kernels.rowwise import available
 from kvshelf.workers.engine.attention import function
+from kvshelf.workers.engine.attention.function import Attended, ForwardContext
 from kvshelf.workers.engine.decode import batch as batch_module
 from kvshelf.workers.engine.decode.generation import Sampling
 from kvshelf.workers.engine.engine import Engine
+from kvshelf.workers.engine.forward.passes import Passes
 from kvshelf.workers.engine.forward.program import ForwardProgram
 from kvshelf.workers.engine.forward.tracing import AttentionCall
 from kvshelf.workers.model.prepacking import prepack
@@ -62,10 +64,35 @@ def test_logits_are_those_of_the_models_modules(family):
             assert program is None  # its norms are made of operations that a program does not know
             return
         assert program is not None
+        logits = program.run(ids, positions, attend)
         for kept in ([12], [3, 5], list(range(13))):
-            logits = program.run(ids, positions, attend, torch.tensor(kept))
-            torch.testing.assert_close(logits, expected[:, kept], atol=2e-6, rtol=1e-4)
-        assert program.run(ids, positions, attend, None) is None
+            torch.testing.assert_close(logits(torch.tensor(kept)), expected[:, kept], atol=2e-6, rtol=1e-4)
+        assert program.run(ids, positions, lambda *_: None) is None
+
+
+class Seeing(ForwardContext):
+    def after_attention(self, attended: Attended) -> None:
+        """Needs nothing of a layer."""
+
+
+@pytest.mark.parametrize(("family", "more"), [
+    ("llama", {}), ("gemma2", {"final_logit_softcapping": 0.5, "query_pre_attn_scalar": 16}),
+    ("granite", {"logits_scaling": 4.0}), ("cohere", {"logit_scale": 0.25}), ("llama4_text", {}),
+])  # fmt: skip
+@pytest.mark.parametrize("recorded", [False, True])
+def test_logits_are_made_in_parts_as_the_model_makes_them_at_once(family, more, recorded):
+    """Granite and Cohere scale them behind the head, Gemma 2 caps them, and the base of Llama 4 has the head, too."""
+    model, ids, positions = made(family, **more), torch.randint(3, 120, (1, 40)), torch.arange(40)[None]
+    with torch.no_grad():
+        expected = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    if recorded:
+        prepack(model)
+    passes = Passes(model, recordable=recorded)
+    assert (passes.program is not None) == (recorded and family != "llama4_text")
+    logits = passes.causal({"input_ids": ids, "position_ids": positions}, Seeing(), logits=True)
+    for kept in ([39], [3, 5, 20], list(range(40))):
+        torch.testing.assert_close(logits(torch.tensor(kept)), expected[:, kept], atol=1e-5, rtol=1e-4)
+    assert passes.causal({"input_ids": ids, "position_ids": positions}, Seeing()) is None
 
 
 class Remembering(nn.Module):

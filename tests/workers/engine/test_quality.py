@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from kvshelf.bench.quality.tasks import make_document
 from kvshelf.errors import Cancelled, InvalidRequest, ModelMismatch
+from kvshelf.workers.engine import quality
 from kvshelf.workers.engine.decode.generation import Sampling
+from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.engine.inputs.job import Level, shared
 from kvshelf.workers.engine.quality import (
     ANSWER,
@@ -215,7 +217,11 @@ def reference(full, before):
     passes = tuple(ProbePass((cue,), 0) for cue in range(len(full)))
     places = tuple(range(20, 20 + 6 * len(full), 6))
     probe = Probe(places, answers=((0,) * ANSWER,) * len(full), passes=passes, prefix=())
-    return Reference.of("doc", probe, logits(*full), logits(*before), 0.0)
+    return Reference.of("doc", probe, [logits(*full)], [logits(*before)])
+
+
+def compared(found, logits):
+    return found.quality(found.answered(range(len(found.probe.places)), logits))
 
 
 SURE, LIKELY, OTHER, EVEN = [0.998, 0.001, 0.001], [0.6, 0.3, 0.1], [0.1, 0.8, 0.1], [0.34, 0.33, 0.33]
@@ -226,8 +232,8 @@ def test_a_cue_agrees_where_the_first_token_that_the_document_decides_is_found()
     found = reference([KNOWN, KNOWN, UNKNOWN, KNOWN], [GUESSED] * 4)
     assert (found.asked, found.probe.places) == (4, (20, 26, 38))  # the third is not asked again
     told = logits([OTHER, LIKELY, OTHER] * 2, [SURE, OTHER, SURE] * 2, [OTHER] * 6)
-    assert found.compare(told, 0.0).agreement == pytest.approx(1 / 3)
-    assert found.compare(logits(KNOWN, KNOWN, KNOWN), 0.0).kl == pytest.approx(0, abs=1e-6)
+    assert compared(found, [told]).agreement == pytest.approx(1 / 3)
+    assert compared(found, [logits(KNOWN, KNOWN, KNOWN)]).kl == pytest.approx(0, abs=1e-6)
 
 
 def test_what_the_document_does_not_decide_is_in_no_denominator():
@@ -241,18 +247,18 @@ def test_what_the_document_does_not_decide_is_in_no_denominator():
 
 
 def test_too_few_cues_that_count_have_no_bound():
-    found = reference([KNOWN] * LEAST, [GUESSED] * LEAST).compare(logits(*[KNOWN] * LEAST), 0.0)
+    found = compared(reference([KNOWN] * LEAST, [GUESSED] * LEAST), [logits(*[KNOWN] * LEAST)])
     assert (found.cues, found.reason) == (LEAST, None)
     assert found.low == pytest.approx(0.05 ** (1 / LEAST), abs=1e-6)
-    fewer = reference([KNOWN] * (LEAST - 1), [GUESSED] * (LEAST - 1)).compare(logits(*[KNOWN] * (LEAST - 1)), 0.0)
+    fewer = compared(reference([KNOWN] * (LEAST - 1), [GUESSED] * (LEAST - 1)), [logits(*[KNOWN] * (LEAST - 1))])
     assert (fewer.agreement, fewer.low) == (1.0, None)
     assert f"a bound takes {LEAST}" in fewer.reason
 
 
 def test_what_rounding_decides_is_no_disagreement():
     found = reference([[SURE] * 6], [GUESSED])
-    assert found.compare(logits([[0.33333, 0.33332, 0.33335]] * 6), 0.0).agreement == 1
-    assert found.compare(logits([[0.33, 0.33, 0.34]] * 6), 0.0).agreement == 0
+    assert compared(found, [logits([[0.33333, 0.33332, 0.33335]] * 6)]).agreement == 1
+    assert compared(found, [logits([[0.33, 0.33, 0.34]] * 6)]).agreement == 0
 
 
 def test_rare_tokens_are_compared_together():
@@ -263,8 +269,8 @@ def test_rare_tokens_are_compared_together():
     exact = float((p * (p / q).log()).sum())
     before = torch.full((6, len(p)), 1 / len(p)).log()
     probe = Probe((20,), ((0,) * 6,), (ProbePass((1,), 0),), ())
-    found = Reference.of("doc", probe, p.log().repeat(6, 1), before, 0.0)
-    assert found.compare(q.log().repeat(6, 1), 0.0).kl == pytest.approx(exact, rel=1e-4)
+    found = Reference.of("doc", probe, [p.log().repeat(6, 1)], [before])
+    assert compared(found, [q.log().repeat(6, 1)]).kl == pytest.approx(exact, rel=1e-4)
 
 
 @pytest.mark.parametrize(("agreed", "cues", "low", "high"), [
@@ -492,3 +498,48 @@ def test_a_caller_who_went_away_ends_it(tiny, prose):
     with pytest.raises(Cancelled):
         tiny.run_levels([Level(tiny.prepare(prose))], checkpoint=gone)
     assert measured(tiny, prose) is not None  # and the engine still works
+
+
+def test_asking_ends_where_the_floor_is_out_of_reach(tiny, prose, monkeypatch):
+    """And nowhere else: the quality of a cache that may reach it is the one that all cues give."""
+    levels = [Level(tiny.prepare(prose, compression_ratio=ratio)) for ratio in (0.25, 0.9375)]
+    made = tiny.prefill(levels, cues=CUES)
+    asked = []
+    ask = Engine._answering
+    monkeypatch.setattr(Engine, "_answering", lambda *given: asked.append(len(given[2].places)) or ask(*given))
+    good, bad = (tiny.measure(one.cache, made.reference) for one in made.compressions)
+    assert asked == [good.cues, bad.cues] == [len(made.reference.probe.places)] * 2
+    asked.clear()
+    stopped = tiny.measure(made.compressions[1].cache, made.reference, 0.95)
+    assert sum(asked) == stopped.cues < bad.cues / 2
+    assert max(asked) <= 24
+    assert stopped.high < 0.95
+    assert "out of reach" in stopped.reason
+    assert abs(stopped.agreement - bad.agreement) < 0.3
+    for floor in (good.low, 0.5):
+        again = tiny.measure(made.compressions[0].cache, made.reference, floor)
+        assert replace_s(again) == replace_s(good)
+
+
+def replace_s(quality):
+    return quality.model_copy(update={"probe_s": 0.0, "kl": round(quality.kl, 5)})
+
+
+def test_the_figure_is_the_same_whatever_number_of_logits_is_held(tiny, prose, monkeypatch):
+    """No call makes more than a part of them: 1,800 rows of a vocabulary of 150,000 are a gigabyte."""
+    whole = measured(tiny, prose, compression_ratio=0.5)
+    monkeypatch.setattr(quality, "_LOGITS", 12 * tiny.model.config.vocab_size)
+    sizes = []
+    events = quality._events
+    monkeypatch.setattr(quality, "_events", lambda parts, tokens: events(map(noted(sizes), parts), tokens))
+    assert replace_s(measured(tiny, prose, compression_ratio=0.5)) == replace_s(whole)
+    assert max(sizes) == 12
+    assert sum(sizes) >= 12 * whole.cues
+
+
+def noted(sizes):
+    def note(part):
+        sizes.append(len(part))
+        return part
+
+    return note

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from kvshelf.bench import scorers
 from kvshelf.bench.quality.dataset.documents import Document
-from kvshelf.bench.quality.grid import Row, Unit
-from kvshelf.bench.quality.outcome import Outcome, selecting
+from kvshelf.bench.quality.grid import Row, Unit, Variant
+from kvshelf.bench.quality.outcome import Outcome, selecting, shared_settings, transforms_of
 from kvshelf.errors import KvshelfError
 from kvshelf.store.artifact.identity import canonical_json, digest
-from kvshelf.workers.engine.engine import Compression, Engine, Prefill
+from kvshelf.workers.engine.engine import Compression, Engine
+from kvshelf.workers.engine.inputs.job import Level, shared
+from kvshelf.workers.engine.quality import Reference
 
 REVISION: Final = 1
 """Raised whenever the outcome of the same document, questions and settings changes."""
@@ -31,14 +33,12 @@ class DocumentUnit(Unit):
 
 
 def make_units(documents: Sequence[Document], rows: Sequence[Row]) -> list[DocumentUnit]:
-    """Document by document through all rows: a run that is stopped has all rows of some documents."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
+    """Document by document through all policies: a run that is stopped has all rows of some documents."""
+    groups: dict[Variant, list[Row]] = {}
     for row in rows:
-        groups.setdefault((row.variant, row.removed), []).append(row)
+        groups.setdefault(row.variant, []).append(row)
     return [
-        DocumentUnit(variant, removed, tuple(group), document)
-        for document in documents
-        for (variant, removed), group in groups.items()
+        DocumentUnit(variant, tuple(group), document) for document in documents for variant, group in groups.items()
     ]
 
 
@@ -50,38 +50,67 @@ class DatasetProtocol:
     device: str  # "cpu" or "cuda"
     max_new_tokens: int
     cues: int
+    transforms: str | None = None  # digest of those of codec klt
+
+    @classmethod
+    def of(cls, engine: Engine, max_new_tokens: int, cues: int) -> DatasetProtocol:
+        device = engine.model.device.type
+        return cls(engine.identity.fingerprint(), device, max_new_tokens, cues, transforms_of(engine))
 
     def key(self, unit: DocumentUnit, row: Row) -> str:
         """A digest of all that the result depends on: model, document, questions and the settings of the row."""
         document = {"context": unit.document.context, "questions": [asdict(one) for one in unit.document.questions]}
-        settings = {"revision": REVISION, "protocol": asdict(self), **document, **row.settings}
+        settings = {"revision": REVISION, **document, **shared_settings(self, row)}
         return digest("kvshelf.bench.quality.dataset", canonical_json(settings))
 
     def measure(self, engine: Engine, unit: DocumentUnit) -> list[Outcome]:
-        """The outcomes of the unit's rows: the document compressed once, without its questions."""
-        ratio, params = unit.removed if unit.variant.takes_budget else None, dict(unit.variant.params)
-        try:
-            job = engine.prepare(
+        """The outcomes of the unit's rows: the document compressed once, without its questions, for all shares
+        removed."""
+        levels: dict[float, Level] = {}
+        refused: dict[float, str] = {}
+        for removed in dict.fromkeys(row.removed for row in unit.rows):
+            try:
+                levels[removed] = self._level(engine, unit, removed)
+            except KvshelfError as error:
+                refused[removed] = error.message
+        made: dict[float, tuple[Compression, Reference | None]] = {}
+        for group in shared(list(levels.values())):
+            of_group = [removed for removed, level in levels.items() if any(level is one for one in group)]
+            try:
+                prefill = engine.prefill(group, cues=self.cues)
+                made |= {at: (one, prefill.reference) for at, one in zip(of_group, prefill.compressions, strict=True)}
+            except KvshelfError as error:
+                refused |= dict.fromkeys(of_group, error.message)
+        return [
+            Outcome(self.key(unit, row), refused=refused[row.removed])
+            if row.removed in refused
+            else self._measured(engine, unit, row, *made[row.removed])
+            for row in unit.rows
+        ]
+
+    def _level(self, engine: Engine, unit: DocumentUnit, removed: float) -> Level:
+        ratio, params = removed if unit.variant.takes_budget else None, dict(unit.variant.params)
+        return engine.level(
+            engine.prepare(
                 unit.document.context, policy=unit.variant.policy, compression_ratio=ratio, policy_params=params
             )
-            made = engine.prefill([engine.level(job)], cues=self.cues)
+        )
+
+    def _measured(
+        self, engine: Engine, unit: DocumentUnit, row: Row, compression: Compression, reference: Reference | None
+    ) -> Outcome:
+        try:
+            return self._row(engine, unit, row, compression, reference)
         except KvshelfError as error:
-            return [Outcome(self.key(unit, row), refused=error.message) for row in unit.rows]
-        return list(self._measured(engine, unit, made))
+            return Outcome(self.key(unit, row), refused=error.message)
 
-    def _measured(self, engine: Engine, unit: DocumentUnit, made: Prefill) -> Iterator[Outcome]:
-        (compression,) = made.compressions
-        for row in unit.rows:
-            try:
-                yield self._row(engine, unit, row, compression, made)
-            except KvshelfError as error:
-                yield Outcome(self.key(unit, row), refused=error.message)
-
-    def _row(self, engine: Engine, unit: DocumentUnit, row: Row, compression: Compression, made: Prefill) -> Outcome:
+    def _row(
+        self, engine: Engine, unit: DocumentUnit, row: Row, compression: Compression, reference: Reference | None
+    ) -> Outcome:
         started = time.perf_counter()
         cache = engine.encoded(compression.cache, row.codec)
         encoded = time.perf_counter()
-        quality = None if made.reference is None else engine.measure(cache, made.reference)
+        quality = None if reference is None else engine.measure(cache, reference)
         asked = time.perf_counter()
         answers = engine.answer_all(
             [(cache, question.text) for question in unit.document.questions],

@@ -31,7 +31,7 @@ def run(
     """
     require_resumable(resume)
     engine = options.load()
-    protocol = DatasetProtocol(engine.identity.fingerprint(), engine.model.device.type, max_new_tokens, cues)
+    protocol = DatasetProtocol.of(engine, max_new_tokens, cues)
     units = make_units(documents, rows)
     known = outcomes(units, protocol, engine, options, resume, processes=processes, progress=progress)
     found = {(unit.document.id, row): known[protocol.key(unit, row)] for unit in units for row in unit.rows}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from transformers.cache_utils import Cache
 
 from kvshelf.kernels.native import Part
@@ -33,7 +34,7 @@ from kvshelf.workers.engine.attention.function import (
 )
 from kvshelf.workers.engine.attention.inspection import tokens_at_once
 from kvshelf.workers.engine.attention.latents import Absorbed, Handover, absorbed_layers
-from kvshelf.workers.engine.forward.program import ForwardProgram, PlanAttention
+from kvshelf.workers.engine.forward.program import ForwardProgram, Logits, PlanAttention
 from kvshelf.workers.engine.forward.soft import Soft, soft_tokens
 from kvshelf.workers.engine.forward.tracing import TOKENS, AttentionCall
 from kvshelf.workers.engine.parallel.ranks import SharedModel
@@ -87,6 +88,12 @@ class Passes:
         self._recordable = recordable and not self._counts_by_cache and not self._hooked
 
     @cached_property
+    def _decoder(self) -> Module:
+        """The model without its head. For Llama 4's text model transformers takes the whole for its base."""
+        base: Module = self.model.base_model
+        return base if base is not self.model else self.model.get_submodule("model")
+
+    @cached_property
     def absorbed(self) -> dict[int, Absorbed]:
         """The layers that have latents, once weights are read. Raises `PolicyUnsupported` for those of another kind
         than `Absorbed` can be."""
@@ -122,7 +129,8 @@ class Passes:
 
         with torch.no_grad(), kvshelf_attention(self.model):
             own = self.model(input_ids=ids, position_ids=positions, **self._without_past(positions, None)).logits
-            made = program.run(ids, positions, _attention_of, torch.arange(tokens))
+            logits = program.run(ids, positions, _attention_of)
+            made = None if logits is None else logits(torch.arange(tokens))
         scale = own.nan_to_num().abs().max().item()
         return made is not None and torch.allclose(made, own, rtol=1e-3, atol=1e-3 * scale, equal_nan=True)
 
@@ -130,30 +138,49 @@ class Passes:
         self,
         inputs: Mapping[str, Tensor],
         context: ForwardContext,
-        kept: Tensor | None = None,
+        *,
+        logits: bool = False,
         cache: Callable[[Handover], Cache] | None = None,
         soft: Soft | None = None,
-    ) -> Tensor | None:
-        """One pass over `input_ids` at `position_ids`, `[1, N]`. Logits `[1, kept, vocabulary]` of the tokens numbered
-        in `kept`; None without it, and then nothing runs that only logits need. cache: makes an empty one,
-        for a model whose modules leave states there; such a model has no program. soft: learned tokens among those
-        of the pass, for which the model runs by its own modules."""
+    ) -> Logits | None:
+        """One pass over `input_ids` at `position_ids`, `[1, N]`. Without `logits` nothing runs that only these need.
+        cache: makes an empty one, for a model whose modules leave states there; such a model has no program. soft:
+        learned tokens among those of the pass, for which the model runs by its own modules."""
         learned = nullcontext() if soft is None else soft_tokens(self.model, soft)
         with torch.no_grad(), kvshelf_attention(self.model), learned:
             if self.program is None or soft is not None:
                 given = {**inputs, CONTEXT: context, **self._without_past(inputs["position_ids"], cache)}
-                if kept is None:
-                    self.model.base_model(**given)
-                    return None
-                logits: Tensor = self.model(**given, logits_to_keep=self._to_keep(kept)).logits
-                return logits
+                states = self._decoder(**given)
+                return partial(self._head, states.last_hidden_state) if logits else None
 
             def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
-                if kept is None and self._ends_at(call, query, key, value, context):
+                if not logits and self._ends_at(call, query, key, value, context):
                     return None
                 return _attention_of(call, query, key, value, **{CONTEXT: context})
 
-            return self.program.run(inputs["input_ids"], inputs["position_ids"], attend, kept)
+            made = self.program.run(inputs["input_ids"], inputs["position_ids"], attend)
+            return made if logits else None
+
+    def _head(self, states: Tensor, kept: Tensor) -> Tensor:
+        """What the model makes of the last layer's states `[1, N, width]` of some tokens: logits `[1, kept,
+        vocabulary]`. Its own code does so, at the end of a pass over one token, because some models scale or cap their
+        logits behind the head."""
+        rows = states.index_select(1, kept.to(states.device))
+
+        def put(_module: Module, _given: Any, output: Any) -> Any:
+            output.last_hidden_state = rows
+            return output
+
+        device = self.devices.inputs
+        ids, positions = torch.zeros(2, 1, 1, dtype=torch.long, device=device)
+        hook = self._decoder.register_forward_hook(put)
+        try:
+            with torch.no_grad(), kvshelf_attention(self.model):
+                given = self._without_past(positions, None)
+                logits: Tensor = self.model(input_ids=ids, position_ids=positions, **given).logits
+        finally:
+            hook.remove()
+        return logits
 
     def behind(self, token_ids: Tensor, positions: Tensor, past: AttachedCache, context: ForwardContext) -> None:
         """One pass over tokens `[rows, T]` that continue an attached cache, under the eyes of `context`. No logits, and
@@ -170,7 +197,7 @@ class Passes:
                 return None
             return _attention_of(call, query, states, states, **{CONTEXT: context})
 
-        self.program.run(token_ids, positions, attend, None)
+        self.program.run(token_ids, positions, attend)
 
     def _ends_at(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext) -> bool:
         """Whether a pass without logits ends before this attention, the last, which `context` does not read. Then
@@ -244,9 +271,9 @@ class Passes:
             states, _ = past.cache.layers[call.layer].update(key, value)
             return _attention_of(call, query, states, states, **given)
 
-        made = self.program.run(token_ids, positions, attend, kept)
+        made = self.program.run(token_ids, positions, attend)
         assert made is not None
-        return made
+        return made(kept)
 
 
 def _attention_of(call: AttentionCall, query: Tensor, key: Any, value: Any, **given: Any) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,10 @@ from kvshelf.workers.model.prepacking import PanelLinear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+Logits = Callable[[Tensor], Tensor]
+"""Makes the logits `[1, kept, vocabulary]` of the tokens of a pass that a tensor `[kept]` numbers. A vocabulary has
+150,000 tokens: whoever wants many rows asks for some at a time."""
 
 Attend = Callable[[AttentionCall, Tensor, Tensor, Tensor], Tensor | None]
 """An attention: of queries `[1, q_heads, N, D]`, keys `[1, kv_heads, N, D]` and values `[1, kv_heads, N, Dv]` of the
@@ -61,9 +66,8 @@ class ForwardProgram:
             _LOG.info("%s runs by its own modules, which is slower: %s", type(model).__name__, exc)
             return None
 
-    def run(self, token_ids: Tensor, positions: Tensor, attend: Attend, kept: Tensor | None) -> Tensor | None:
-        """Logits `[1, kept, vocabulary]` of the tokens numbered in `kept` `[kept]`; None without `kept`, when all ends
-        with the last attention. token_ids, positions: `[1, N]`."""
+    def run(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Logits | None:
+        """One pass, whose logits can be asked for. None where `attend` ended it. token_ids, positions: `[1, N]`."""
         tokens, lowered = token_ids.shape[1], self._lowered
         held = dict(self._entered(token_ids, positions))
         for segment, call, (*given, out) in zip(self._segments[:-1], self._calls, lowered.attended, strict=True):
@@ -74,13 +78,14 @@ class ForwardProgram:
             held[out.buffer] = found.view(tokens, -1)
             segment.forget(held)
             del found
-        return None if kept is None else self._logits(held, kept)
+        return partial(self._logits, held)
 
     def run_planned(
         self, token_ids: Tensor, positions: Tensor, plan: PlanAttention, kept: Tensor, checkpoint: Callable[[], None]
     ) -> Tensor | None:
-        """As `run`, but few tokens pass through all layers in one call of C, because Python between two layers takes as
-        long as they do; and more in a call a layer. None, before anything has run, where `plan` gives None."""
+        """Logits `[1, kept, vocabulary]`, as of `run`, but few tokens pass through all layers in one call of C, because
+        Python between two layers takes as long as they do; and more in a call a layer. None, before anything has run,
+        where `plan` gives None."""
         tokens = token_ids.shape[1]
         held, attended = self._room.laid_out(tokens)
         attentions: list[Part] = []

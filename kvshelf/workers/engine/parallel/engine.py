@@ -152,11 +152,11 @@ class ParallelEngine(Engine):
         if (number := self._answers.get(generation)) is not None:
             self.lead.leave(number)
 
-    def _answered(self, cache: CompressedCache, probe: Probe) -> Tensor:
-        document = self.attach(cache)
+    @contextmanager
+    def _answering(self, document: Attachment, probe: Probe) -> Iterator[Iterator[Tensor]]:
         self.share(document)
-        with self.lead.together(Ask(document.number, probe)):
-            return super()._answered(cache, probe)
+        with self.lead.together(Ask(document.number, probe)), super()._answering(document, probe) as logits:
+            yield logits
 
 
 class _SharedBatch(DecodeBatch):

@@ -130,7 +130,8 @@ class Follower:
                 self._documents[number] = document
             case Ask(number, probe):
                 with torch.no_grad(), self._engine.attached_to(self._documents[number]) as past:
-                    ask(self._engine.model, probe, past)
+                    for _ in ask(self._engine.model, probe, past):
+                        pass  # the first rank reads the logits
             case Step(answers):
                 self._batch.step([self._continued(each) for each in answers])
 

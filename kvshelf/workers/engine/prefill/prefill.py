@@ -21,7 +21,7 @@ from kvshelf.workers.engine.prefill import stateful
 from kvshelf.workers.engine.prefill.appending import continued
 from kvshelf.workers.engine.prefill.chunked import ChunkedPrefill
 from kvshelf.workers.engine.prefill.reducing import LayerReducer, Scorer, SharedReducer
-from kvshelf.workers.engine.quality import Probe, Reference, ask_without
+from kvshelf.workers.engine.quality import Probe, Reference, ask, ask_without, rows_at_once
 from kvshelf.workers.engine.summary import KeyCoder, SummaryMaker
 from kvshelf.workers.model.layers import LayerKind, attending, reducible
 from kvshelf.workers.model.rope import Rope
@@ -158,11 +158,13 @@ def _whole(passes: Passes, job: Job, probe: Probe | None, reducer: SharedReducer
         return None
     inputs = job.inputs(passes.devices.inputs, probe.passes)
     device = passes.devices.inputs
-    predicted = probe.predicting(inputs["input_ids"].shape[1] - probe.num_tokens, device)
-    logits = passes.causal(inputs, reducer, torch.cat([probe.reading(device), predicted]), soft=job.soft)
+    predicting = probe.predicting(inputs["input_ids"].shape[1] - probe.num_tokens, device)
+    logits = passes.causal(inputs, reducer, logits=True, soft=job.soft)
     assert logits is not None
-    before, full = torch.split(logits[0], len(predicted))
-    return Reference.of(job.identity.document, probe, full, before, 0.0)
+    rows = rows_at_once(passes.model)
+    wanted = predicting, probe.reading(device)
+    full, before = ((logits(part)[0] for part in torch.split(each, rows)) for each in wanted)
+    return Reference.of(job.identity.document, probe, full, before)
 
 
 def _apart(
@@ -180,8 +182,10 @@ def _apart(
         reducer.paused_s, states = document.paused_s, document.states
         if probe is not None:
             started = time.perf_counter()
-            full, before = document.answered(probe), ask_without(passes.model, probe)
-            reference = Reference.of(job.identity.document, probe, full, before, time.perf_counter() - started)
+            with document.asked() as past:
+                full, before = ask(passes.model, probe, past), ask_without(passes.model, probe)
+                reference = Reference.of(job.identity.document, probe, full, before)
+            reference = replace(reference, probe_s=time.perf_counter() - started)
     for each in reducer.reducers:
         each.states = states
     return reference

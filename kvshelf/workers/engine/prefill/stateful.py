@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -29,7 +30,6 @@ from kvshelf.workers.engine.decode.generation import Checkpoint, nothing
 from kvshelf.workers.engine.forward.passes import Passes
 from kvshelf.workers.engine.inputs.job import Job, Parent
 from kvshelf.workers.engine.prefill.reducing import LayerReducer
-from kvshelf.workers.engine.quality import Probe, ask
 from kvshelf.workers.model.caches import cache_class
 from kvshelf.workers.model.layers import LayerKind
 from kvshelf.workers.policies.budgets import Budget
@@ -112,12 +112,12 @@ class Read:
         full = CompressedCache(layers, job.document.end, job.document.end, job.identity)
         return cls(passes, states, held.attended, full, held.paused_s)
 
-    def answered(self, probe: Probe) -> Tensor:
-        """The full cache's logits for the cues of a probe, as `ask` gives them."""
-        model = self.passes.model
+    @contextmanager
+    def asked(self) -> Iterator[AttachedCache]:
+        """The full cache, to be asked inside the block."""
         past = self.passes.attached(Attachment(self.full, self.passes.devices.layers, None))
-        with past.begun_by(model.base_model):
-            return ask(model, probe, past)
+        with past.begun_by(self.passes.model.base_model):
+            yield past
 
     def probed(self, probes: Sequence[ProbePass]) -> Iterator[Attended]:
         """What each layer saw of the document and of the probe passes behind it, as in one sequence."""

@@ -248,7 +248,8 @@ class _Search:
             tried = self._note(level, tried, UNMEASURABLE)
         else:
             self._selection.progress("quality", 0, 1)
-            compression = replace(compression, quality=self._engine.measure(compression.cache, reference))
+            quality = self._engine.measure(compression.cache, reference, target.min_quality)
+            compression = replace(compression, quality=quality)
             self._selection.progress("quality", 1, 1)
             tried = self._note(level, tried.model_copy(update={"quality": compression.quality}))
         best = self._best

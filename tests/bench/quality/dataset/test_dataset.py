@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def dataset(tiny, tmp_path_factory) -> Path:
 
 
 def protocol(engine, *, cues: int = 0, max_new_tokens: int = 16) -> DatasetProtocol:
-    return DatasetProtocol(engine.identity.fingerprint(), "cpu", max_new_tokens, cues)
+    return DatasetProtocol.of(engine, max_new_tokens, cues)
 
 
 def test_all_questions_are_asked_at_once_as_one_by_one(tiny, dataset):
@@ -76,6 +77,12 @@ def test_the_key_changes_with_whatever_the_result_depends_on(tiny):
     assert len(set(keys)) == len(keys)
     (renamed,) = make_units([Document("two", "A text.", asked)], [PLAIN])
     assert protocol(tiny).key(renamed, PLAIN) == keys[0], "the name of a document changes nothing"
+    own = DatasetProtocol.of(tiny, 16, 0)
+    calibrated = replace(own, transforms="0f" * 32)
+    assert own.transforms == tiny.coder.transforms.digest
+    for codec, measured_anew in (("none", False), ("int4", False), ("klt", True), ("klt:step=1", True)):
+        row = Row(PLAIN.variant, 0.0, codec)
+        assert (own.key(unit, row) != calibrated.key(unit, row)) == measured_anew, codec
 
 
 def outcome(*exact: int, agreement: float | None = None, refused: str | None = None) -> Outcome:
