@@ -12,11 +12,11 @@ from kvshelf import errors
 from kvshelf._extras import needs_extra
 
 if TYPE_CHECKING:
+    from kvshelf.artifact.cache import CompressedCache
     from kvshelf.client import AsyncClient, Client
-    from kvshelf.store.artifact.cache import CompressedCache
+    from kvshelf.engine.engine import Engine
+    from kvshelf.engine.parallel.engine import ParallelEngine
     from kvshelf.store.url import open_store
-    from kvshelf.workers.engine.engine import Engine
-    from kvshelf.workers.engine.parallel.engine import ParallelEngine
 
 __version__ = "0.1.0"
 
@@ -34,9 +34,9 @@ __all__ = [
 _HOMES = {
     "AsyncClient": "kvshelf.client",
     "Client": "kvshelf.client",
-    "CompressedCache": "kvshelf.store.artifact.cache",
-    "Engine": "kvshelf.workers.engine.engine",
-    "ParallelEngine": "kvshelf.workers.engine.parallel.engine",
+    "CompressedCache": "kvshelf.artifact.cache",
+    "Engine": "kvshelf.engine.engine",
+    "ParallelEngine": "kvshelf.engine.parallel.engine",
     "open_store": "kvshelf.store.url",
 }
 

@@ -18,9 +18,9 @@ from statistics import fmean
 import torch
 from validate_probe import BENCH, TEXTS, make
 
-from kvshelf.bench.quality.retrieval import counter
-from kvshelf.workers.engine.engine import Engine
+from kvshelf.engine.engine import Engine
 from kvshelf.workers.replica.create.auto import MIN_QUALITY, Target, auto
+from kvshelf_bench.quality.retrieval import counter
 
 SEED = 30_261_125
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Final
 
-from kvshelf.bench.quality import vocabulary as words
-from kvshelf.bench.quality.tasks import SHORT_VALUE_DIGITS, CountTokens, Fact, Question, make_facts, written
+from kvshelf.samples import vocabulary as words
+from kvshelf.samples.tasks import SHORT_VALUE_DIGITS, CountTokens, Fact, Question, make_facts, written
 
 _THINGS: Final = 4
 """Of a topic, one fact each."""

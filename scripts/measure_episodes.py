@@ -19,9 +19,9 @@ from conversations import Conversation, make_conversation
 from numpy.typing import NDArray
 
 from kvshelf import CompressedCache, Engine
-from kvshelf.bench.measure import wilson
-from kvshelf.bench.quality.retrieval import counter
-from kvshelf.workers.engine.episodes import UTTERANCES, kmeans, windows_of
+from kvshelf.engine.episodes import UTTERANCES, kmeans, windows_of
+from kvshelf_bench.measure import wilson
+from kvshelf_bench.quality.retrieval import counter
 
 TOKENS = 2048
 TOPICS = 4

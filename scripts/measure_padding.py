@@ -12,8 +12,8 @@ import random
 from statistics import mean
 
 from kvshelf import Engine
-from kvshelf.bench.quality.tasks import make_facts, write_document
-from kvshelf.store.artifact.records import entries_of
+from kvshelf.artifact.records import entries_of
+from kvshelf.samples.tasks import make_facts, write_document
 
 POLICIES = ("ada", "defensivekv", "cake", "kvcues", "kvzip")
 RATIOS = (0.5, 0.75, 0.9)

@@ -14,13 +14,13 @@ from typing import Any
 
 import jsonschema
 
-from kvshelf.bench.quality.suite import Case, make_case, score
-from kvshelf.bench.speed.decode import endless_answers
-from kvshelf.bench.speed.subject import Subject, load_subject
-from kvshelf.store.artifact.cache import CompressedCache
-from kvshelf.workers.engine.decode.generation import Answer, Sampling
-from kvshelf.workers.engine.decode.grammar import Grammar
-from kvshelf.workers.engine.engine import Engine
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.engine.decode.generation import Answer, Sampling
+from kvshelf.engine.decode.grammar import Grammar
+from kvshelf.engine.engine import Engine
+from kvshelf.samples.suite import Case, make_case, score
+from kvshelf_bench.speed.decode import endless_answers
+from kvshelf_bench.speed.subject import Subject, load_subject
 
 DOCUMENTS, QUESTIONS, TOKENS = 25, 8, 1024
 SCHEMA = {

@@ -13,10 +13,10 @@ from pathlib import Path
 from statistics import median
 
 from kvshelf import Client
-from kvshelf.bench.quality.tasks import make_document
+from kvshelf.engine.engine import Engine
+from kvshelf.samples.tasks import make_document
 from kvshelf.store import housekeeping
 from kvshelf.store.disk import DiskStore
-from kvshelf.workers.engine.engine import Engine
 
 REPEATS = 7
 ASKED = "What is the access code of the amber falcon?"

@@ -34,13 +34,13 @@ from transformers.utils import logging as transformers_logging
 
 from kvshelf.api import CreateCache
 from kvshelf.api.openai import ChatCompletionRequest
+from kvshelf.artifact.identity import digest
+from kvshelf.engine.decode.grammar import Grammar
+from kvshelf.engine.engine import Engine
+from kvshelf.engine.inputs.prepare import as_bytes
 from kvshelf.errors import KvshelfError
-from kvshelf.store.artifact.identity import digest
+from kvshelf.model.source import bundled_folder
 from kvshelf.store.disk import DiskStore
-from kvshelf.workers.engine.decode.grammar import Grammar
-from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.engine.inputs.prepare import as_bytes
-from kvshelf.workers.model.source import bundled_folder
 from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.scheduler import Scheduler
 

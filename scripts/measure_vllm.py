@@ -23,14 +23,14 @@ from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
 from kvshelf import Engine, open_store
-from kvshelf.bench.speed.subject import save_random_model
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.engine.decode.generation import Sampling
 from kvshelf.integrations.vllm.request import ShelfRequest
-from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.model.source import bundled_folder
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
-from kvshelf.workers.engine.decode.generation import Sampling
-from kvshelf.workers.model.source import bundled_folder
 from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
+from kvshelf_bench.speed.subject import save_random_model
 
 Draw = Callable[[int], list[int]]
 

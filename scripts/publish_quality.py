@@ -4,10 +4,11 @@
     python scripts/publish_quality.py suffix.json     # that of `kvshelf bench speed --parts suffix`
     python scripts/publish_quality.py                 # the pages again, from the numbers in the package
 
-The numbers of the package (kvshelf/models/kvshelf-tiny/quality.json) are what `kvshelf policies` prints. With them it
-prints what the policies' classes say, which this script writes to kvshelf/workers/policies/catalog.json, and what the
-selectors' classes say to kvshelf/workers/selectors/catalog.json, and those of suffix policies to
-kvshelf/workers/suffixes/catalog.json, so that no torch is needed to read them. The pages docs/internals/policies.md,
+The numbers of the package (kvshelf/model/bundled/kvshelf-tiny/quality.json) are what `kvshelf policies` prints.
+With them it prints what the policies' classes say, which this script writes to
+kvshelf/methods/policies/catalog.json, and what the
+selectors' classes say to kvshelf/methods/selectors/catalog.json, and those of suffix policies to
+kvshelf/methods/suffixes/catalog.json, so that no torch is needed to read them. The pages docs/internals/policies.md,
 docs/internals/selectors.md and docs/internals/suffix.md keep everything outside their two marks; the text between them
 is generated from docstrings and these numbers. Tests compare all of them.
 """
@@ -21,19 +22,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvshelf.workers.policies.info import PolicyInfo
-from kvshelf.workers.policies.registry import POLICIES, info_of
-from kvshelf.workers.selectors import registry as selectors
-from kvshelf.workers.selectors.info import SelectorInfo
-from kvshelf.workers.suffixes import registry as suffixes
-from kvshelf.workers.suffixes.info import SuffixPolicyInfo
+from kvshelf.methods.policies.info import PolicyInfo
+from kvshelf.methods.policies.registry import POLICIES, info_of
+from kvshelf.methods.selectors import registry as selectors
+from kvshelf.methods.selectors.info import SelectorInfo
+from kvshelf.methods.suffixes import registry as suffixes
+from kvshelf.methods.suffixes.info import SuffixPolicyInfo
 
 ROOT = Path(__file__).parents[1]
-NUMBERS = ROOT / "kvshelf" / "models" / "kvshelf-tiny" / "quality.json"
+NUMBERS = ROOT / "kvshelf" / "model" / "bundled" / "kvshelf-tiny" / "quality.json"
 SUFFIX_NUMBERS = NUMBERS.parent / "suffix.json"
-CATALOG = ROOT / "kvshelf" / "workers" / "policies" / "catalog.json"
-SUFFIXES = ROOT / "kvshelf" / "workers" / "suffixes" / "catalog.json"
-SELECTORS = ROOT / "kvshelf" / "workers" / "selectors" / "catalog.json"
+CATALOG = ROOT / "kvshelf" / "methods" / "policies" / "catalog.json"
+SUFFIXES = ROOT / "kvshelf" / "methods" / "suffixes" / "catalog.json"
+SELECTORS = ROOT / "kvshelf" / "methods" / "selectors" / "catalog.json"
 PAGE = ROOT / "docs" / "internals" / "policies.md"
 SUFFIXES_PAGE = ROOT / "docs" / "internals" / "suffix.md"
 SELECTORS_PAGE = ROOT / "docs" / "internals" / "selectors.md"

@@ -38,7 +38,7 @@ from train_tiny import (
 from transformers import AttentionInterface, LlamaForCausalLM
 from transformers.cache_utils import Cache
 
-from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT, PassingLayer
+from kvshelf.engine.attention.attached import CACHE_ARGUMENT, PassingLayer
 
 FOLDER: Final = WORK_FOLDER / "routed"
 BATCHES: Final = 10**6  # numbers of steps that the training of kvshelf-tiny never came to

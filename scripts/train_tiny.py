@@ -13,7 +13,7 @@ serves that end. What holds on both, of other depth, heads and seed, is more lik
   (`point_heads_back`). Copying needs exactly that, and finding the name in the question needs the second; without them
   a model this small spends thousands of steps before it retrieves anything.
 - Part of the batches repeat random tokens (`repeated_tokens`), which teaches copying by content within minutes.
-- The other batches are documents of `kvshelf.bench.quality.tasks` with several questions each, and only answers are
+- The other batches are documents of `kvshelf.samples.tasks` with several questions each, and only answers are
   scored (`questioned_document`). Document and questions are tokenized apart, as when a stored cache is queried.
 - Lengths grow from 96 to 5,120 (2,560) tokens by the stages of a plan; every stage keeps some of the shorter lengths.
 
@@ -42,7 +42,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
-from kvshelf.bench.quality.tasks import (
+from kvshelf.engine.attention.attached import CACHE_ARGUMENT
+from kvshelf.samples.tasks import (
     HAYSTACKS,
     TASKS,
     Haystack,
@@ -52,10 +53,9 @@ from kvshelf.bench.quality.tasks import (
     make_facts,
     write_document,
 )
-from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-MODEL_FOLDER: Final = ROOT / "kvshelf" / "models" / "kvshelf-tiny"
+MODEL_FOLDER: Final = ROOT / "kvshelf" / "model" / "bundled" / "kvshelf-tiny"
 WORK_FOLDER: Final = ROOT / ".train"
 NUM_SPECIAL_TOKENS: Final = 5
 IGNORED: Final = -100

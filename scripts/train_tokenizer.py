@@ -20,9 +20,9 @@ from typing import Any, Final
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from kvshelf.bench.quality.tasks import HAYSTACKS, make_facts, write_document
+from kvshelf.samples.tasks import HAYSTACKS, make_facts, write_document
 
-MODEL_FOLDER: Final = Path(__file__).resolve().parents[1] / "kvshelf" / "models" / "kvshelf-tiny"
+MODEL_FOLDER: Final = Path(__file__).resolve().parents[1] / "kvshelf" / "model" / "bundled" / "kvshelf-tiny"
 SPECIAL_TOKENS: Final = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 NUM_MERGES: Final = 2048
 NUM_DOCUMENTS: Final = 2000

@@ -24,10 +24,10 @@ from typing import Any, Final
 import torch
 
 from kvshelf.api.creation import DEFAULT_CODEC
-from kvshelf.bench.quality.dataset.documents import Document, read_documents
-from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.engine.inputs.job import Level, shared
-from kvshelf.workers.engine.quality import How, cue_count
+from kvshelf.engine.engine import Engine
+from kvshelf.engine.inputs.job import Level, shared
+from kvshelf.engine.quality import How, cue_count
+from kvshelf_bench.quality.dataset.documents import Document, read_documents
 from scripts.validate_probe import spearman
 
 FLOOR: Final = 0.95

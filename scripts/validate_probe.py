@@ -22,12 +22,12 @@ from typing import Final
 
 import torch
 
-from kvshelf.bench.quality.retrieval import counter
-from kvshelf.bench.quality.suite import Ask, score
-from kvshelf.bench.quality.tasks import Fact, distinct_facts, haystack_pieces, make_facts, spread
+from kvshelf.engine.engine import Engine
 from kvshelf.errors import KvshelfError
-from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.policies import POLICIES
+from kvshelf.methods.policies import POLICIES
+from kvshelf.samples.suite import Ask, score
+from kvshelf.samples.tasks import Fact, distinct_facts, haystack_pieces, make_facts, spread
+from kvshelf_bench.quality.retrieval import counter
 
 FACTS: Final = 30
 FLOOR: Final = 0.98

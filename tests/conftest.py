@@ -23,7 +23,7 @@ import structlog
 from kvshelf.workers.cluster.connect import prepare_environment
 
 if TYPE_CHECKING:
-    from kvshelf.workers.engine.engine import Engine
+    from kvshelf.engine.engine import Engine
     from tests.collector import Collector
     from tests.store.objects.servers import S3Server
 
@@ -52,12 +52,12 @@ structlog.configure(
 # A unit test starts no service, no Ray and no browser, and interprets no kernel.
 _STARTING = {"run_cluster", "bundled_service", "service", "start_service", "browser", "begin"}
 _NO_UNITS = re.compile(
-    r"tests/(bench/|kernels/|corpus/run/|workers/(cluster|engine|policies)/|test_(demo|docs|extend)|client/test_typing"
+    r"tests/(bench/|kernels/|corpus/run/|(engine|methods|training|workers/cluster)/|(cli/)?test_(demo|docs|extend)|client/test_typing"
     r"|deploy/test_(wheel|address|compose|image)|service/process/test_rolling|store/test_(crash|state_machine|sealing|life)"
-    r"|store/artifact/test_fuzz|store/redis/)"
+    r"|artifact/test_fuzz|store/redis/)"
 )
 _OWN_SERVICES = re.compile(
-    r"tests/(corpus/(test_command|run/)|deploy/test_(address|image)|test_(cli_live|demo|docs|extend)"
+    r"tests/(corpus/(test_command|run/)|deploy/test_(address|image)|(cli/)?test_(cli_live|demo|docs|extend)"
     r"|service/process/test_(rolling|supervisor)|client/test_live|bench/batches/)"
 )
 
@@ -103,7 +103,7 @@ def seeded(soak: bool) -> None:
 
 
 DOCS = Path(__file__).parent.parent / "docs"
-TOKENIZER = Path(__file__).parent.parent / "kvshelf" / "models" / "kvshelf-tiny"
+TOKENIZER = Path(__file__).parent.parent / "kvshelf" / "model" / "bundled" / "kvshelf-tiny"
 
 
 def save_random_model(folder: Path, *, layers: int = 2, width: int = 64, positions: int = 16384, seed: int = 0) -> Path:
@@ -139,8 +139,8 @@ def copy_tokenizer(folder: Path) -> None:
 def save_transforms(folder: Path) -> None:
     """Transforms of a saved model, from two pages of the documentation, beside its weights."""
     from kvshelf import Engine
-    from kvshelf.workers.engine.transform_search import find_transforms
-    from kvshelf.workers.model.calibration import TRANSFORMS_BESIDE_THE_WEIGHTS
+    from kvshelf.model.calibration import TRANSFORMS_BESIDE_THE_WEIGHTS
+    from kvshelf.training.transform_search import find_transforms
 
     engine = Engine.load(str(folder), device="cpu")
     assert engine.text is not None
@@ -311,6 +311,6 @@ def bundled_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def tiny() -> Engine:
     """The bundled model on the CPU, in this process."""
-    from kvshelf.workers.engine.engine import Engine
+    from kvshelf.engine.engine import Engine
 
     return Engine.load("kvshelf-tiny", device="cpu")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvshelf.api import Quality, WorstPart
-from kvshelf.workers.engine.quality import VERSION
+from kvshelf.engine.quality import VERSION
 
 
 def quality_of(agreement: float, version: int = VERSION) -> Quality:

@@ -19,10 +19,10 @@ MUCH_S: Final = 0.01
 
 
 KNOWN_BY_A_RUN: Final = {
-    ("kvshelf/workers/model/split.py", "pattern"): "the operator's plan of a model",
-    ("kvshelf/workers/model/tokens.py", "'|'.join(map(re.escape, longest_first))"): "the words of a tokenizer's marks",
+    ("kvshelf/model/split.py", "pattern"): "the operator's plan of a model",
+    ("kvshelf/model/tokens.py", "'|'.join(map(re.escape, longest_first))"): "the words of a tokenizer's marks",
     ("kvshelf/service/settings.py", "pattern"): "the operator's settings; two short patterns",
-    ("kvshelf/bench/quality/suite.py", "pattern"): "the words of a benchmark's own questions",
+    ("kvshelf/samples/suite.py", "pattern"): "the words of a benchmark's own questions",
     ("kvshelf/corpus/input/files.py", repr("[*\\[]") + " if url else " + repr("[*?\\[]")): "one of two characters",
     ("kvshelf/corpus/input/files.py", "glob_translate(pattern or '**')"): "the file pattern of who runs the command",
 }
@@ -93,7 +93,7 @@ READERS: Final = {
     "kvshelf/api/strict.py": "`parse_request`, `parse_json`, arguments of calls: after the bounds of `JsonBounds`",
     "kvshelf/_extras.py": "a file of this installation",
     "kvshelf/api/tools.py": "arguments of a call that `CalledFunction` has checked, for a chat template",
-    "kvshelf/bench": "our own workers, journals and files",
+    "kvshelf_bench": "our own workers, journals and files",
     "kvshelf/cli/caches.py": "a file that the caller names",
     "kvshelf/cli/checks/isolation.py": "what the check itself sends",
     "kvshelf/cli/demo.py": "the package's own questions",
@@ -104,24 +104,26 @@ READERS: Final = {
     "kvshelf/corpus/run": "journals and values of our own processes",
     "kvshelf/integrations/vllm/asking.py": "the answers of vLLM",
     "kvshelf/service/access/keyfile.py": "the operator's file, at most 1 MiB",
-    "kvshelf/service/http/messages.py": "a call that the model wrote: `CalledFunction` has checked it",
+    "kvshelf/service/dialects/messages.py": "a call that the model wrote: `CalledFunction` has checked it",
     "kvshelf/service/jobs/batch_files.py": "lines and ids, from our own process",
-    "kvshelf/service/recompute.py": "a source that the store kept, checked when it came",
+    "kvshelf/service/questions.py": "a source that the store kept, checked when it came",
     "kvshelf/service/routes/growth.py": "a source that the store kept, checked when it came",
     "kvshelf/store": "records, manifests and headers of the store; sizes are checked before",
-    "kvshelf/workers/engine/decode/trial.py": "what its own child has written",
-    "kvshelf/workers/engine/decode/grammar.py": "a grammar that `Grammar` has written",
-    "kvshelf/workers/engine/gates": "headers of files of the operator",
-    "kvshelf/workers/engine/journal.py": "what the search itself has written",
-    "kvshelf/workers/engine/transform_search.py": "what the search itself has written",
-    "kvshelf/workers/engine/inputs/calls.py": "what the model wrote: in calls of tools",
-    "kvshelf/workers/engine/inputs/harmony.py": "what the model wrote: in calls of tools",
-    "kvshelf/workers/engine/inputs/pythonic.py": "what the model wrote: in calls of tools",
-    "kvshelf/workers/model": "configurations of models, and calibrations",
-    "kvshelf/workers/policies": "the package's own tables, and headers of gates",
+    "kvshelf/artifact": "headers of blobs and of files of transforms; sizes are checked before",
+    "kvshelf/terminal.py": "an option of a command",
+    "kvshelf/engine/decode/trial.py": "what its own child has written",
+    "kvshelf/engine/decode/grammar.py": "a grammar that `Grammar` has written",
+    "kvshelf/training/gates": "headers of files of the operator",
+    "kvshelf/training/journal.py": "what the search itself has written",
+    "kvshelf/training/transform_search.py": "what the search itself has written",
+    "kvshelf/engine/tools/calls.py": "what the model wrote: in calls of tools",
+    "kvshelf/engine/tools/harmony.py": "what the model wrote: in calls of tools",
+    "kvshelf/engine/tools/pythonic.py": "what the model wrote: in calls of tools",
+    "kvshelf/model": "configurations of models, and calibrations",
+    "kvshelf/methods/policies": "the package's own tables, and headers of gates",
     "kvshelf/workers/replica/conversations.py": "a source that the store kept, checked when it came",
     "kvshelf/workers/replica/inspect.py": "a kept source, or that of an export after `JsonBounds`",
-    "kvshelf/workers/suffixes": "the package's own tables",
+    "kvshelf/methods/suffixes": "the package's own tables",
 }
 """Every place that reads JSON, or a folder of them, with what it reads and what bounds it. What a caller sends is read
 by the first one alone."""
@@ -132,7 +134,7 @@ JSON_CALLS: Final = {"from_json", "model_validate_json", "validate_json", "raw_d
 def json_readers() -> set[str]:
     return {
         str(file.relative_to(ROOT))
-        for file in (ROOT / "kvshelf").rglob("*.py")
+        for file in ROOT.glob("kvshelf*/**/*.py")
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Attribute)
         and (node.attr in JSON_CALLS or ast.unparse(node) in ("json.loads", "json.load"))

@@ -29,14 +29,14 @@ from typing import Any
 import pytest
 import typer
 
-from kvshelf.bench.quality.tasks import Fact, write_document
 from kvshelf.cli import app
 from kvshelf.client import DEFAULT_URL
-from kvshelf.workers import selectors
-from kvshelf.workers.policies import POLICIES, catalog
-from kvshelf.workers.policies.registry import info_of
-from kvshelf.workers.selectors.registry import info_of as selector_info
-from kvshelf.workers.selectors.registry import names as selector_names
+from kvshelf.methods import selectors
+from kvshelf.methods.policies import POLICIES, catalog
+from kvshelf.methods.policies.registry import info_of
+from kvshelf.methods.selectors.registry import info_of as selector_info
+from kvshelf.methods.selectors.registry import names as selector_names
+from kvshelf.samples.tasks import Fact, write_document
 from tests.conftest import LiveService
 from tests.test_import_rule import FLOORS
 

@@ -10,10 +10,10 @@ from pydantic import ValidationError
 from kvshelf.api.creation import CreateCache
 from kvshelf.api.strict import refusal
 from kvshelf.errors import InvalidRequest, KvshelfError, as_share, nearest
+from kvshelf.methods.policies import build
+from kvshelf.methods.policies.budgets import Budget
 from kvshelf.service.settings import load_settings
 from kvshelf.store.url import open_store
-from kvshelf.workers.policies import build
-from kvshelf.workers.policies.budgets import Budget
 
 
 def test_the_nearest_name_is_offered_whatever_the_case() -> None:

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from kvshelf.errors import InvalidRequest
-from kvshelf.workers.policies import POLICIES, Policy
-from kvshelf.workers.policies.info import GROUP
-from kvshelf.workers.policies.installed import installed
-from kvshelf.workers.selectors import UnitSelector, names
-from kvshelf.workers.selectors.info import GROUP as SELECTORS
+from kvshelf.methods.policies import POLICIES, Policy
+from kvshelf.methods.policies.info import GROUP
+from kvshelf.methods.policies.installed import installed
+from kvshelf.methods.selectors import UnitSelector, names
+from kvshelf.methods.selectors.info import GROUP as SELECTORS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = DOCS / "internals" / "extend.md"
@@ -120,9 +120,9 @@ def test_the_selector_of_the_page_is_installed_and_used(selector_package: Path) 
 STRANGERS = """
 from dataclasses import dataclass
 
-from kvshelf.workers.policies.keydiff import KeyDiff
-from kvshelf.workers.selectors import UnitSelector
-from kvshelf.workers.selectors.quest import Quest
+from kvshelf.methods.policies.keydiff import KeyDiff
+from kvshelf.methods.selectors import UnitSelector
+from kvshelf.methods.selectors.quest import Quest
 
 class NoPolicy:
     name = "odd"
@@ -170,7 +170,7 @@ def test_a_policy_that_cannot_be_used_is_refused_by_name(
     ("entries", "problem"),
     [
         ({"odd": "no_such_module:X"}, "ModuleNotFoundError"),
-        ({"odd": "strangers:NoPolicy"}, "no subclass of kvshelf.workers.selectors.base.UnitSelector"),
+        ({"odd": "strangers:NoPolicy"}, "no subclass of kvshelf.methods.selectors.base.UnitSelector"),
         ({"keydiff": "strangers:KeyDiff"}, "no subclass"),
         ({"odd": "strangers:Unitless"}, "its class lacks units"),
         ({"odd": "strangers:Quest"}, "has the name 'quest'"),

@@ -19,35 +19,36 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "kvshelf"
 
 FLOORS: list[set[str]] = [
-    {"errors", "atomic", "backoff", "names", "workers"},  # of `workers` itself there is only a docstring
-    {"_extras", "api", "kernels"},
-    {"client", "store.artifact"},
-    {"store", "workers.model"},
-    {"workers.policies"},
-    {"workers.selectors", "workers.suffixes"},
-    {"workers.engine"},
-    {"workers.replica"},
-    {"workers.cluster"},
+    {"errors", "atomic", "backoff", "names", "workers", "methods"},  # of the last two themselves only docstrings
+    {"_extras", "terminal", "api", "kernels"},
+    {"client", "artifact"},
+    {"store", "model"},
+    {"methods.policies"},
+    {"methods.selectors", "methods.suffixes"},
+    {"engine"},
+    {"training", "workers.replica", "workers.policies", "workers.selectors"},  # the last two: old names
+    {"workers.cluster", "samples"},
     {"corpus"},
     {""},  # kvshelf/__init__.py: the public names, loaded lazily
-    {"service", "bench"},
+    {"service"},
     {"integrations"},  # vLLM's proxy speaks HTTP as the service does
     {"cli"},
     {"__main__"},
+    {"kvshelf_bench"},  # a package of its own, beside kvshelf
 ]
 """From the lowest to the highest. Packages of one floor do not import each other."""
 
 LEVEL = {package: level for level, floor in enumerate(FLOORS) for package in floor}
 
-MODEL_SIDE = {"workers.model", "workers.policies", "workers.selectors", "workers.suffixes", "workers.engine"}
-"""Plain Python around a transformers model: of the store they know the artifact, and neither Ray nor HTTP."""
+MODEL_SIDE = {"model", "methods.policies", "methods.selectors", "methods.suffixes", "engine", "training"}
+"""Plain Python around a transformers model: they know neither the store, nor Ray, nor HTTP."""
 
 NOT_BELOW = {
-    **{package: {"store", "client", "api", "_extras"} for package in MODEL_SIDE - {"workers.engine"}},
-    "workers.engine": {"store", "client", "_extras"},  # its answers and measurements are the types of the API
+    **{package: {"store", "client", "api", "_extras"} for package in MODEL_SIDE - {"engine", "training"}},
+    **{package: {"store", "client", "_extras"} for package in ("engine", "training")},  # reports are types of the API
     **{package: {"client"} for package in ("store", "workers.replica", "workers.cluster")},
     "client": {"kernels"},
-    "store.artifact": {"api"},
+    "artifact": {"api"},
 }
 """What stands below a package and is still not for it."""
 
@@ -59,6 +60,7 @@ ONLY_FOREIGN = {
     "_extras": set[str](),
     "": set[str](),
     "kernels": {"constriction", "numpy", "torch", "triton"},
+    "terminal": {"rich"},
     "api": {"pydantic", "pydantic_core"},
     "client": {"httpx", "pydantic", "pydantic_core"},
 }
@@ -66,7 +68,7 @@ ONLY_FOREIGN = {
 HTTP = {"fastapi", "starlette", "uvicorn", "httpx"}
 
 NO_FOREIGN = {
-    "store.artifact": {"transformers", "tokenizers", "ray", "redis", *HTTP},
+    "artifact": {"transformers", "tokenizers", "ray", "redis", *HTTP},
     "store": {"transformers", "tokenizers", "ray", *HTTP},
     **{package: {"ray", "redis", *HTTP} for package in MODEL_SIDE},
     "workers.replica": {"ray", *HTTP},
@@ -79,7 +81,7 @@ RAY_MODULES = {"kvshelf.corpus.run.pipeline", "kvshelf.corpus.run.run"}
 
 CODE_FROM_DATA = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 
-BETWEEN_OWN_PROCESSES = {"kvshelf.workers.engine.parallel.operations"}
+BETWEEN_OWN_PROCESSES = {"kvshelf.engine.parallel.operations"}
 """Writes to a pipe between a process and the one that it started; no other process has either end."""
 
 # In pieces, so that this file does not hold what it forbids.
@@ -93,7 +95,7 @@ FORBIDDEN_TEXT = {
 
 
 def modules() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
+    return sorted([*PACKAGE.rglob("*.py"), *(ROOT / "kvshelf_bench").rglob("*.py")])
 
 
 def module_name(path: Path) -> str:
@@ -103,6 +105,8 @@ def module_name(path: Path) -> str:
 
 def package(module: str) -> str:
     """The package of `FLOORS` that a module of kvshelf belongs to; "" for kvshelf itself."""
+    if module.partition(".")[0] == "kvshelf_bench":
+        return "kvshelf_bench"
     parts = module.split(".")[1:]
     names = [".".join(parts[:length]) for length in (2, 1)]
     return next((name for name in names if name in LEVEL), parts[0] if parts else "")
@@ -128,7 +132,7 @@ def broken_rules(module: str, source: str) -> list[str]:
     found = []
     for name in imports(ast.parse(source)):
         top = name.partition(".")[0]
-        if top == "kvshelf":
+        if top in ("kvshelf", "kvshelf_bench"):
             target = package(name)
             below = target in LEVEL and LEVEL[target] < LEVEL[here] and target not in NOT_BELOW.get(here, ())
             if target != here and not below:
@@ -163,8 +167,12 @@ def imported_modules(sources: Mapping[str, str]) -> dict[str, set[str]]:
 
 def circles(sources: Mapping[str, str]) -> list[list[str]]:
     """Groups of modules that import each other, directly or through others."""
-    graph = imported_modules(sources)
-    reached = {module: _reached(module, graph) for module in graph}
+    return _groups(imported_modules(sources))
+
+
+def _groups(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """The circles of a graph."""
+    reached = {node: _reached(node, graph) for node in graph}
     groups = {tuple(sorted({m, *(n for n in reached[m] if m in reached[n])})) for m in graph if m in reached[m]}
     return [list(group) for group in sorted(groups)]
 
@@ -177,6 +185,29 @@ def _reached(start: str, graph: Mapping[str, set[str]]) -> set[str]:
         if module not in found:
             found.add(module)
             todo += graph[module]
+    return found
+
+
+def knots(sources: Mapping[str, str]) -> dict[str, list[list[str]]]:
+    """For each folder, the groups of its files and folders that need each other, directly or through others."""
+    graph = imported_modules(sources)
+    folders = {".".join(parts[:depth]) for parts in (m.split(".") for m in sources) for depth in range(1, len(parts))}
+    groups = {folder: _groups(_within(folder, graph)) for folder in sorted(folders)}
+    return {folder: of_folder for folder, of_folder in groups.items() if of_folder}
+
+
+def _within(folder: str, graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """For each child of a folder, the other children that modules in it import."""
+
+    def child(module: str) -> str:
+        """Of the folder's own `__init__`, the folder."""
+        return ".".join(module.split(".")[: folder.count(".") + 2])
+
+    found: dict[str, set[str]] = {}
+    for module in graph:
+        if module == folder or module.startswith(f"{folder}."):
+            inside = {child(m) for m in graph[module] if m == folder or m.startswith(f"{folder}.")}
+            found.setdefault(child(module), set()).update(inside - {child(module)})
     return found
 
 
@@ -214,6 +245,22 @@ def test_no_imports_form_a_circle() -> None:
     assert circles({module_name(path): path.read_text() for path in modules()}) == []
 
 
+def test_the_children_of_every_folder_form_an_order() -> None:
+    assert knots({module_name(path): path.read_text() for path in modules()}) == {}
+
+
+def test_a_knot_of_folders_is_seen_where_no_modules_form_a_circle() -> None:
+    sources = {
+        "kvshelf.store.disk.a": "from kvshelf.store.redis.b import x",
+        "kvshelf.store.redis.b": "",
+        "kvshelf.store.redis.c": "def f():\n    from kvshelf.store.disk.d import y",
+        "kvshelf.store.disk.d": "",
+        "kvshelf.api.e": "import kvshelf.store.disk.a",
+    }
+    assert circles(sources) == []
+    assert knots(sources) == {"kvshelf.store": [["kvshelf.store.disk", "kvshelf.store.redis"]]}
+
+
 def test_a_circle_is_seen_also_through_a_function_and_a_package() -> None:
     sources = {
         "kvshelf.store.a": "def f():\n    from kvshelf.store.b import x",
@@ -226,7 +273,7 @@ def test_a_circle_is_seen_also_through_a_function_and_a_package() -> None:
 
 def test_a_folder_is_read_at_a_glance() -> None:
     """About 15 files; a catalogue of one method a file may have more."""
-    catalogues = {PACKAGE / "workers" / "policies"}
+    catalogues = {PACKAGE / "methods" / "policies"}
     counts = {path: len(list(path.glob("*.py"))) for path in PACKAGE.rglob("*") if path.is_dir()}
     assert {path: count for path, count in counts.items() if count > 17 and path not in catalogues} == {}
 
@@ -235,12 +282,43 @@ def test_the_command_line_imports_packages_only_inside_commands() -> None:
     for path in sorted((PACKAGE / "cli").glob("*.py")):
         statements = [s for s in ast.parse(path.read_text()).body if isinstance(s, ast.Import | ast.ImportFrom)]
         packages = {package(name) for s in statements for name in imports(s) if name.startswith("kvshelf")}
-        # kvshelf.bench.cli only declares the options of its commands.
-        assert packages <= {"", "errors", "atomic", "names", "_extras", "cli", "bench"}, path.name
+        assert packages <= {"", "errors", "atomic", "names", "_extras", "terminal", "cli", "samples"}, path.name
+
+
+def test_a_test_stands_where_its_module_stands() -> None:
+    """A test that is named after a module stands in its folder, one that is named after a folder in it or beside it. In
+    `tests/bench` the modules are those of kvshelf_bench."""
+    names: dict[tuple[str, str], set[Path]] = {}  # by top folder and name of a module, the folders of tests
+    for path in modules():
+        root, *folder, file = path.relative_to(ROOT).with_suffix("").parts
+        folder = ["bench", *folder] if root == "kvshelf_bench" else folder
+        if folder:
+            places = {Path(*folder)}
+            if file == "__init__":
+                file = folder[-1]
+                places |= {Path(*folder[:-1])}
+            names.setdefault((folder[0], file.strip("_")), set()).update(places)
+    tests = ROOT / "tests"
+    wrong = {}
+    for path in sorted(tests.rglob("test_*.py")):
+        here = path.parent.relative_to(tests)
+        there = names.get((here.parts[0], path.stem.removeprefix("test_"))) if here.parts else None
+        if there and here not in there:
+            wrong[path.relative_to(tests).as_posix()] = sorted(folder.as_posix() for folder in there)
+    assert wrong == {}
+
+
+def test_every_folder_of_tests_is_a_folder_of_the_package_or_has_a_name_of_its_own() -> None:
+    apart = {"attack", "deploy", "integrations_vllm", "models", "oracles", "page", "real", "scripts"}
+    folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
+    inside = [folder for folder in folders if folder.parts and folder.parts[0] not in apart]
+    roots = {folder: ROOT / "kvshelf_bench" if folder.parts[0] == "bench" else PACKAGE for folder in inside}
+    there = {f: roots[f].joinpath(*(f.parts[1:] if f.parts[0] == "bench" else f.parts)) for f in inside}
+    assert [str(folder) for folder, path in there.items() if not path.is_dir()] == []
 
 
 def texts() -> list[Path]:
-    folders = ("kvshelf", "tests", "scripts", "docs", "deploy", ".ci")
+    folders = ("kvshelf", "kvshelf_bench", "tests", "scripts", "docs", "deploy", ".ci")
     endings = {".py", ".md", ".toml", ".txt", ".json", ".yaml", ".yml", ".sh", ""}
     inside = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in endings]
     kept = [path for path in [*inside, *ROOT.glob("*")] if path.is_file() and path.suffix in endings]
@@ -260,27 +338,27 @@ def test_no_file_holds(what: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("kvshelf.store.disk", "from kvshelf.workers.engine.engine import Engine"),
+        ("kvshelf.store.disk", "from kvshelf.engine.engine import Engine"),
         ("kvshelf.store.disk", "def f():\n    import transformers"),
         ("kvshelf.store.disk", "from kvshelf.client import Client"),
-        ("kvshelf.store.artifact.cache", "from kvshelf.store.base import Store"),
-        ("kvshelf.store.artifact.cache", "import redis"),
+        ("kvshelf.artifact.cache", "from kvshelf.store.base import Store"),
+        ("kvshelf.artifact.cache", "import redis"),
         ("kvshelf.kernels.select", "import safetensors"),
-        ("kvshelf.kernels.select", "from kvshelf.store.artifact import cache"),
-        ("kvshelf.workers.engine.engine", "import ray"),
-        ("kvshelf.workers.engine.engine", "import kvshelf.service.app"),
-        ("kvshelf.workers.engine.engine", "from kvshelf.store.base import Store"),
-        ("kvshelf.workers.policies.base", "from kvshelf.workers.engine.engine import Engine"),
+        ("kvshelf.kernels.select", "from kvshelf.artifact import cache"),
+        ("kvshelf.engine.engine", "import ray"),
+        ("kvshelf.engine.engine", "import kvshelf.service.app"),
+        ("kvshelf.engine.engine", "from kvshelf.store.base import Store"),
+        ("kvshelf.methods.policies.base", "from kvshelf.engine.engine import Engine"),
         ("kvshelf.workers.replica.replica", "import ray"),
         ("kvshelf.workers.replica.replica", "from kvshelf.workers.cluster.remote import RemoteEngine"),
         ("kvshelf.api.strict", "import httpx"),
         ("kvshelf.api", "from kvshelf.kernels import select"),
         ("kvshelf.client._calls", "from kvshelf import Engine"),
-        ("kvshelf.client._calls", "from kvshelf.store.artifact.identity import Layout"),
+        ("kvshelf.client._calls", "from kvshelf.artifact.identity import Layout"),
         ("kvshelf.client._calls", "import torch"),
         ("kvshelf.corpus.run.caller", "import ray"),
         ("kvshelf.corpus.run.run", "from kvshelf.service.settings import Settings"),
-        ("kvshelf.service.app", "from kvshelf.bench.quality import tasks"),
+        ("kvshelf.service.app", "from kvshelf_bench.quality import tables"),
         ("kvshelf.service.app", "import pickle"),
         ("kvshelf.errors", "import httpx"),
     ],

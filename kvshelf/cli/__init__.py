@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Annotated
 
 import typer
 
 import kvshelf
-from kvshelf.bench.cli import app as bench
 from kvshelf.cli import (
-    _common,
     batch,
     batches,
     caches,
@@ -25,14 +25,14 @@ from kvshelf.cli import (
     serve,
     transfer,
 )
-from kvshelf.cli.output import say
+from kvshelf.cli.output import common, say
 from kvshelf.cli.removal import erase, uninstall
 from kvshelf.errors import KvshelfError, StorageFull
 
 app = typer.Typer(
     name="kvshelf",
     help="Compress a long document's KV cache once, put it on a shelf, query it a thousand times.",
-    epilog=_common.EXIT_CODES,
+    epilog=common.EXIT_CODES,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -82,7 +82,8 @@ app.command("export")(transfer.export_cache)
 app.command("import")(transfer.import_cache)
 app.add_typer(batches.app, name="batches")
 app.add_typer(keys.app, name="keys")
-app.add_typer(bench, name="bench")
+if find_spec("kvshelf_bench"):  # by its name: a package beside this one, which imports it and never the other way
+    app.add_typer(import_module("kvshelf_bench.cli").app, name="bench")
 
 
 def main() -> None:
@@ -90,7 +91,7 @@ def main() -> None:
     try:
         app(prog_name="kvshelf")
     except KvshelfError as error:
-        sys.exit(_common.report(error, as_json=False))
+        sys.exit(common.report(error, as_json=False))
     except OSError as error:  # of stdout, or a file that no command looks after; a closed pipe has ended in `app`
         output.abandon()
-        sys.exit(_common.report(StorageFull(f"cannot write or read: {error}"), as_json=False))
+        sys.exit(common.report(StorageFull(f"cannot write or read: {error}"), as_json=False))

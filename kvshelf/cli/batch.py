@@ -15,15 +15,15 @@ from urllib.parse import urlsplit
 import typer
 
 from kvshelf._extras import needs_extra
-from kvshelf.cli import _common, _options
-from kvshelf.cli.output import progress, say, say_json
+from kvshelf.cli import _options
+from kvshelf.cli.output import common, progress, say, say_json
 from kvshelf.errors import InvalidRequest, KvshelfError
 from kvshelf.names import told
 
 if TYPE_CHECKING:
     from kvshelf.api import CreateCache
     from kvshelf.corpus.input.files import FileCorpus
-    from kvshelf.corpus.output.places import Place
+    from kvshelf.corpus.places import Place
     from kvshelf.corpus.row import Row
     from kvshelf.corpus.run.progress import Summary
 
@@ -115,28 +115,28 @@ def batch(
     writes to --store. Run the same command again after a stop, or to add new documents: documents on the shelf are not
     compressed again.
     """
-    with _common.named_errors(as_json=as_json), needs_extra("serve", purpose="kvshelf batch"):
+    with common.named_errors(as_json=as_json), needs_extra("serve", purpose="kvshelf batch"):
         remote = _is_remote(context)
         fields = {
             "model": _only(model) if remote else None,
             "policy": policy,
-            "policy_params": _common.parameters(param) or None,
+            "policy_params": common.parameters(param) or None,
             "compression_ratio": compression_ratio,
             "budget_tokens": budget_tokens,
-            "levels": _common.levels(level),
+            "levels": common.levels(level),
             "min_quality": min_quality,
-            "quality": _common.measured(quality, no_quality),
+            "quality": common.measured(quality, no_quality),
             "max_bytes": max_bytes,
             "bytes_per_token": bytes_per_token,
             "layout": layout,
             "codec": codec,
-            "ttl_s": _common.seconds(ttl),
+            "ttl_s": common.seconds(ttl),
             "ttl_renew": ttl_renew or None,
-            "labels": _common.pairs(label, "--label") or None,
-            "keep_source": _common.SOURCE_FORMS[keep_source],
-            "source_ttl_s": _common.seconds(source_ttl, "--source-ttl"),
+            "labels": common.pairs(label, "--label") or None,
+            "keep_source": common.SOURCE_FORMS[keep_source],
+            "source_ttl_s": common.seconds(source_ttl, "--source-ttl"),
             "expected_questions": expected_question or None,
-            "chat_template_kwargs": _common.parameters(chat_template_kwarg, "--chat-template-kwarg") or None,
+            "chat_template_kwargs": common.parameters(chat_template_kwarg, "--chat-template-kwarg") or None,
             "date": date,
         }
         given = {name: value for name, value in fields.items() if value is not None}
@@ -147,7 +147,7 @@ def batch(
             "max_attempts": max_attempts,
             "retry_failed": retry_failed,
         }
-        from kvshelf.corpus.output.places import place
+        from kvshelf.corpus.places import place
 
         written = place(output, param="--output")
         job = _Job(input, written, place(report, param="--report") if report else None, given, options, as_json)
@@ -188,7 +188,7 @@ class _Job:
         from kvshelf.corpus.input.extract import ExtractLimits
         from kvshelf.corpus.input.files import FileCorpus
         from kvshelf.corpus.input.rows import MAX_DOCUMENT_BYTES
-        from kvshelf.corpus.output.places import beside
+        from kvshelf.corpus.places import beside
         from kvshelf.service.settings import load_settings
 
         settings = load_settings()
@@ -297,9 +297,9 @@ class _Job:
             say_json(asdict(summary) | {"output": told(self.output)}, default=vars)
         else:
             say(self.output)
-            _common.notes.print(_sentence(summary), soft_wrap=True, style="red" if summary.state == "failed" else None)
+            common.notes.print(_sentence(summary), soft_wrap=True, style="red" if summary.state == "failed" else None)
         if summary.state == "cancelled":
-            return _common.INTERRUPTED if summary.reason == INTERRUPTED else STOPPED
+            return common.INTERRUPTED if summary.reason == INTERRUPTED else STOPPED
         return 1 if summary.failed or summary.state == "failed" else 0
 
 
@@ -316,7 +316,7 @@ def _tell_of_a_service(port: int) -> None:
             client.ready()
     except KvshelfError:  # nobody answers, or another program
         return
-    _common.notes.print(
+    common.notes.print(
         f"A service listens at {url}. This batch starts a model of its own beside it, and both share this machine. To "
         f"let the service run the batch on its own shelf, give --url {url} instead of --store.",
         soft_wrap=True,
@@ -331,7 +331,7 @@ def _sentence(summary: Summary) -> str:
         case "failed":
             return f"failed: {summary.reason}"
     again = ". The output says why; --retry-failed tries them again" if summary.failed else ""
-    return f"{rows}; {summary.bytes.told(_common.megabytes)}; {summary.gpu_hours:.2f} GPU hours{again}"
+    return f"{rows}; {summary.bytes.told(common.megabytes)}; {summary.gpu_hours:.2f} GPU hours{again}"
 
 
 def _is_remote(context: typer.Context) -> bool:
@@ -363,7 +363,7 @@ def _only(models: list[str] | None) -> str | None:
 
 
 def _timeout(text: str) -> float:
-    seconds = _common.seconds(text, "--document-timeout")
+    seconds = common.seconds(text, "--document-timeout")
     if not seconds:
         raise InvalidRequest(f"--document-timeout {text!r} leaves no time at all", param="--document-timeout")
     return seconds

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvshelf.cli import _common, _options
-from kvshelf.cli.output import say
+from kvshelf.cli import _options
+from kvshelf.cli.output import common, say
 
 if TYPE_CHECKING:
     from kvshelf.api.batches import BatchObject
@@ -26,45 +26,45 @@ def list_batches(
     as_json: _options.AsJson = False,
 ) -> None:
     """List your batches, those that have ended within 30 days included."""
-    with _common.connected(url, as_json=as_json) as client:
+    with common.connected(url, as_json=as_json) as client:
         found = list(itertools.islice(client.batches.list(limit=min(limit, 100)), limit))
         if as_json:
             for batch in found:
-                _common.print_object(batch)
+                common.print_object(batch)
             return
         headings = ["ID", "STATUS", "DONE", "FAILED", "OF", "AGE", "MODEL"]
-        _common.print_table(_common.table(headings, map(_row, found), numbers=[2, 3, 4, 5]))
+        common.print_table(common.table(headings, map(_row, found), numbers=[2, 3, 4, 5]))
 
 
 def _row(batch: BatchObject) -> tuple[str, ...]:
     counts = batch.request_counts
     numbers = (str(counts.completed), str(counts.failed), str(counts.total))
-    age = _common.duration(time.time() - batch.created_at)
+    age = common.duration(time.time() - batch.created_at)
     return (batch.id, batch.status, *numbers, age, batch.model or "-")
 
 
 @app.command()
 def show(id: Id, url: _options.Url = None, as_json: _options.AsJson = False) -> None:
     """Show a batch: its state, what it waits for, its counts and its files."""
-    with _common.connected(url, as_json=as_json) as client:
+    with common.connected(url, as_json=as_json) as client:
         _shown(client.batches.retrieve(id), as_json=as_json)
 
 
 @app.command()
 def cancel(id: Id, url: _options.Url = None, as_json: _options.AsJson = False) -> None:
     """Cancel a batch. Running rows stop after their layer; what is finished stays, and is in the result files."""
-    with _common.connected(url, as_json=as_json) as client:
+    with common.connected(url, as_json=as_json) as client:
         batch = client.batches.cancel(id)
         if as_json:
-            _common.print_object(batch)
+            common.print_object(batch)
         else:
             say(batch.id)
-            _common.notes.print(f"{batch.id}: {batch.status}", style="dim")
+            common.notes.print(f"{batch.id}: {batch.status}", style="dim")
 
 
 def _shown(batch: BatchObject, *, as_json: bool) -> None:
     if as_json:
-        _common.print_object(batch)
+        common.print_object(batch)
         return
     counts, told = batch.request_counts, batch.progress
     problems = [problem.message for problem in batch.errors.data] if batch.errors else []
@@ -75,12 +75,12 @@ def _shown(batch: BatchObject, *, as_json: bool) -> None:
         "model": batch.model or "-",
         "priority": str(batch.priority),
         "window": batch.window or "-",
-        "created": _common.local_time(batch.created_at, "seconds"),
-        "deadline": "-" if batch.expires_at is None else _common.local_time(batch.expires_at, "seconds"),
+        "created": common.local_time(batch.created_at, "seconds"),
+        "deadline": "-" if batch.expires_at is None else common.local_time(batch.expires_at, "seconds"),
         "input": batch.input_file_id,
         "output": batch.output_file_id or "-",
         "errors": batch.error_file_id or "-",
         "metadata": ", ".join(f"{key}={value}" for key, value in (batch.metadata or {}).items()) or "-",
         **({"problems": "; ".join(problems)} if problems else {}),
     }
-    _common.table_console().print(_common.details(rows))
+    common.table_console().print(common.details(rows))

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from kvshelf.cli import _common, _options, _references
-from kvshelf.cli._common import connected
-from kvshelf.cli.output import say, say_json
+from kvshelf.cli import _options, _references
+from kvshelf.cli.output import common, say, say_json
+from kvshelf.cli.output.common import connected
 from kvshelf.cli.output.progress import Spent, put_shown
 from kvshelf.errors import CacheNotFound, InvalidRequest, SourceNotKept, nearest
 from kvshelf.names import told
@@ -72,29 +72,29 @@ def put(
     A document that is already on the shelf, compressed in the same way, costs nothing. If one file fails, the others
     still run; the exit code is that of the first failure.
     """
-    failures = _common.Failures(as_json=as_json)
+    failures = common.Failures(as_json=as_json)
     with connected(url, as_json=as_json) as client:
         fields = {
             "policy": policy,
-            "policy_params": _common.parameters(param),
+            "policy_params": common.parameters(param),
             "compression_ratio": compression_ratio,
             "budget_tokens": budget_tokens,
-            "levels": _common.levels(level),
+            "levels": common.levels(level),
             "min_quality": min_quality,
-            "quality": _common.measured(quality, no_quality),
+            "quality": common.measured(quality, no_quality),
             "max_bytes": max_bytes,
             "bytes_per_token": bytes_per_token,
             "model": model,
             "layout": layout,
             "codec": codec,
             "expected_questions": expected_question,
-            "chat_template_kwargs": _common.parameters(chat_template_kwarg, "--chat-template-kwarg") or None,
+            "chat_template_kwargs": common.parameters(chat_template_kwarg, "--chat-template-kwarg") or None,
             "date": date,
-            "ttl_s": _common.seconds(ttl),
+            "ttl_s": common.seconds(ttl),
             "ttl_renew": ttl_renew or None,
-            "labels": _common.pairs(label, "--label"),
-            "keep_source": _common.SOURCE_FORMS[keep_source],
-            "source_ttl_s": _common.seconds(source_ttl, "--source-ttl"),
+            "labels": common.pairs(label, "--label"),
+            "keep_source": common.SOURCE_FORMS[keep_source],
+            "source_ttl_s": common.seconds(source_ttl, "--source-ttl"),
             "split": _split(split, part_tokens, overlap_tokens),
             "episodes": None if episodes is None else {"count": episodes},
         }
@@ -125,23 +125,23 @@ def append(
     takes space; CACHE stays as it is. Policy, ratio and budget are of the file alone, by default those of CACHE; the
     new cache expires with CACHE unless --ttl says otherwise.
     """
-    document = {"document": _common.standard_input()} if file == STDIN else {"file": file}
+    document = {"document": common.standard_input()} if file == STDIN else {"file": file}
     with connected(url, as_json=as_json) as client:
         made = client.caches.append(
             _references.id_at(client, cache),
             **document,
             policy=policy,
-            policy_params=_common.parameters(param),
+            policy_params=common.parameters(param),
             compression_ratio=compression_ratio,
             budget_tokens=budget_tokens,
             expected_questions=expected_question,
-            ttl_s=_common.seconds(ttl),
+            ttl_s=common.seconds(ttl),
             ttl_renew=ttl_renew or None,
             name=name,
-            labels=_common.pairs(label, "--label"),
+            labels=common.pairs(label, "--label"),
         )
         if as_json:
-            _common.print_object(made)
+            common.print_object(made)
             return
         say(made.id)
         _tell(_named(file), made, "already on the shelf" if made.existing else _seconds(made))
@@ -154,7 +154,7 @@ def _named(file: Path) -> str:
 def _put_one(client: Client, file: Path, fields: Mapping[str, Any], as_json: bool) -> None:
     from kvshelf.api import CreationProgress
 
-    document = {"document": _common.standard_input()} if file == STDIN else {"file": file}
+    document = {"document": common.standard_input()} if file == STDIN else {"file": file}
     made: CacheObject | list[CacheObject] = []
     watched: Any = {**document, **fields}
     spent = Spent()
@@ -168,7 +168,7 @@ def _put_one(client: Client, file: Path, fields: Mapping[str, Any], as_json: boo
     caches = made if isinstance(made, list) else [made]
     for cache in caches:
         if as_json:
-            _common.print_object(cache)
+            common.print_object(cache)
         else:
             say(cache.id)
             done = "already on the shelf" if cache.existing else spent.told(_number(cache)) or _seconds(cache)
@@ -177,25 +177,25 @@ def _put_one(client: Client, file: Path, fields: Mapping[str, Any], as_json: boo
             _tell(f"{_named(file)}{_part(cache)}", cache, done)
     if fields["split"] and not as_json:
         label = shlex.quote(f"document={caches[0].labels['document']}")
-        _common.notes.print(f'ask all parts: kvshelf ask --label {label} "QUESTION"', style="dim", soft_wrap=True)
+        common.notes.print(f'ask all parts: kvshelf ask --label {label} "QUESTION"', style="dim", soft_wrap=True)
     if len(caches) > 1 and fields["episodes"] and not as_json:
         ids = ",".join(_references.shortened([cache.id for cache in caches]))
         told = f'ask the nearest: kvshelf ask {ids} --route nearest "QUESTION"'
-        _common.notes.print(told, style="dim", soft_wrap=True)
+        common.notes.print(told, style="dim", soft_wrap=True)
 
 
 def _tell(what: str, cache: CacheObject, done: str) -> None:
     """done: what it took."""
-    _common.notes.print(f"{what}: {_summary(cache, done)}", style="dim", soft_wrap=True)
+    common.notes.print(f"{what}: {_summary(cache, done)}", style="dim", soft_wrap=True)
     for warning in cache.warnings:
-        _common.notes.print(f"{what}: {warning}", style="yellow", soft_wrap=True)
+        common.notes.print(f"{what}: {warning}", style="yellow", soft_wrap=True)
 
 
 def _summary(cache: CacheObject, done: str) -> str:
     agreement = "" if cache.quality is None else f", agreement {cache.quality.told}"
     return (
         f"{cache.tokens.document} tokens, {cache.tokens.kept} kept by {cache.policy}, "
-        f"{_common.megabytes(cache.bytes.stored)} ({cache.entries_told}, {cache.bytes.share:.1%} of the full "
+        f"{common.megabytes(cache.bytes.stored)} ({cache.entries_told}, {cache.bytes.share:.1%} of the full "
         f"cache in 16 bits){agreement}, {done}"
     )
 
@@ -244,13 +244,13 @@ def search(
     `kvshelf ask --all` asks them.
     """
     with connected(url, as_json=as_json) as client:
-        found = client.caches.search(question, labels=_common.pairs(label, "--label"), model=model, limit=limit)
+        found = client.caches.search(question, labels=common.pairs(label, "--label"), model=model, limit=limit)
         if as_json:
-            _common.print_object(found)
+            common.print_object(found)
             return
         rows = [(f"{hit.score:.3f}", hit.cache_id, hit.name) for hit in found.data]
-        _common.print_table(_common.table(["SCORE", "ID", "NAME"], rows, numbers=[0]), cut="NAME")
-        _common.notes.print(_searched(found), style="dim")
+        common.print_table(common.table(["SCORE", "ID", "NAME"], rows, numbers=[0]), cut="NAME")
+        common.notes.print(_searched(found), style="dim")
 
 
 def _searched(found: SearchList) -> str:
@@ -331,7 +331,7 @@ def ask(
     """
     fields: Any = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
     fields["tool"] = tool
-    fields["chat_template_kwargs"] = _common.parameters(chat_template_kwarg, "--chat-template-kwarg") or None
+    fields["chat_template_kwargs"] = common.parameters(chat_template_kwarg, "--chat-template-kwarg") or None
     fields |= _shape(schema, grammar, choice)
     fields["select"] = _select(select, select_tokens, select_param, passages)
     fields["suffix"] = _suffix(suffix, suffix_budget, suffix_param)
@@ -345,14 +345,14 @@ def ask(
     if show_prompt and (label or search_all):
         raise typer.BadParameter("it shows the prompt of one cache: give CACHE", param_hint="--show-prompt")
     with connected(url, as_json=as_json) as client:
-        labels = _common.pairs(label, "--label")
+        labels = common.pairs(label, "--label")
         if label and not search_all:
             _ask_parts(client, _parts(client, labels), asked, fields, as_json)
             return
         named = [] if search_all else _references.ids_at(client, cache)
         for question in asked:
             if len(asked) > 1 and not as_json:
-                _common.heading(question)
+                common.heading(question)
             if show_prompt:
                 _show_prompt(client, _references.id_at(client, cache), question, as_json)
                 continue
@@ -377,7 +377,7 @@ def _ask_together(client: Client, named: Sequence[Named], question: str, fields:
     """Ask one cache, or several together, and show the answer; of several, also what part each had in it."""
     ids: Any = [id for _, id in named] if len(named) > 1 else named[0][1]
     if as_json:
-        _common.print_object(client.caches.query(ids, question, **fields))
+        common.print_object(client.caches.query(ids, question, **fields))
         return
     with client.caches.stream(ids, question, **fields) as stream:
         if sys.stdout.isatty():
@@ -387,11 +387,11 @@ def _ask_together(client: Client, named: Sequence[Named], question: str, fields:
         else:  # in one piece: a log may be fed by other lines meanwhile
             say("".join(stream))
     if len(named) > 1:
-        _common.print_table(_sources([reference for reference, _ in named], stream.answer), cut="SOURCE")
+        common.print_table(_sources([reference for reference, _ in named], stream.answer), cut="SOURCE")
     if stream.answer.passages is not None:
         references = {id: reference for reference, id in named} if len(named) > 1 else None
         _print_passages(client, stream.answer, references)
-    _common.notes.print(_cost(stream.answer), style="dim", soft_wrap=True)
+    common.notes.print(_cost(stream.answer), style="dim", soft_wrap=True)
 
 
 _SHOWN = 24
@@ -401,7 +401,7 @@ _SHOWN = 24
 def _show_prompt(client: Client, cache_id: str, question: str, as_json: bool) -> None:
     found = client.caches.prompt(cache_id, question)
     if as_json:
-        _common.print_object(found)
+        common.print_object(found)
         return
     for part in found.parts:
         where = "from the shelf" if part.from_shelf else "prefilled"
@@ -436,7 +436,7 @@ def _select(method: str | None, tokens: int | None, params: list[str] | None, pa
         )
     if method is None:
         return None
-    return {"method": method, "tokens": tokens, "params": _common.parameters(params) or {}, "passages": passages}
+    return {"method": method, "tokens": tokens, "params": common.parameters(params) or {}, "passages": passages}
 
 
 def _suffix(policy: str | None, budget: int | None, params: list[str] | None) -> dict[str, Any] | None:
@@ -444,14 +444,14 @@ def _suffix(policy: str | None, budget: int | None, params: list[str] | None) ->
         raise typer.BadParameter("--suffix-budget and --suffix-param need a suffix policy", param_hint="--suffix")
     if policy is None:
         return None
-    return {"policy": policy, "budget": budget, "params": _common.parameters(params) or {}}
+    return {"policy": policy, "budget": budget, "params": common.parameters(params) or {}}
 
 
 def _sources(references: Sequence[str], answer: JointAnswer) -> Table:
     """The shares of a joint answer, the largest first, each with the reference by which its cache was asked."""
     shares = sorted(zip(references, answer.sources, strict=True), key=lambda each: -each[1].share)
     rows = [(reference, f"{source.share:.1%}") for reference, source in shares]
-    return _common.table(["SOURCE", "SHARE"], rows, numbers=[1])
+    return common.table(["SOURCE", "SHARE"], rows, numbers=[1])
 
 
 _PASSAGES = 5
@@ -472,7 +472,7 @@ def _print_passages(client: Client, answer: Answered, references: Mapping[str, s
     }
     filled = {heading: cells for heading, cells in columns.items() if any(cells)}
     if best:
-        _common.print_table(_common.table(list(filled), zip(*filled.values(), strict=True)), cut="TEXT")
+        common.print_table(common.table(list(filled), zip(*filled.values(), strict=True)), cut="TEXT")
 
 
 def _tokens(client: Client, cache_id: str) -> list[str]:
@@ -505,7 +505,7 @@ def _ask_parts(
 ) -> None:
     for question in questions:
         if len(questions) > 1 and not as_json:
-            _common.heading(question)
+            common.heading(question)
         for cache in parts:
             answer = client.caches.query(cache.id, question, **fields)
             if as_json:
@@ -514,7 +514,7 @@ def _ask_parts(
                 say(f"part {cache.labels['part']}: {answer.text}")
                 if answer.passages is not None:
                     _print_passages(client, answer)
-                _common.notes.print(f"{cache.id}: {_cost(answer)}", style="dim", soft_wrap=True)
+                common.notes.print(f"{cache.id}: {_cost(answer)}", style="dim", soft_wrap=True)
 
 
 def _parts(client: Client, labels: Mapping[str, str]) -> list[CacheObject]:
@@ -559,7 +559,7 @@ def _ordered(parts: Mapping[str, CacheObject]) -> list[CacheObject] | None:
 
 
 def _told(part: CacheObject) -> str:
-    when = _common.local_time(part.created_at, "minutes")
+    when = common.local_time(part.created_at, "minutes")
     return f"{part.name or 'without a name'}, {part.policy}, {part.compression_ratio:.0%} removed, made {when}"
 
 
@@ -584,7 +584,7 @@ def ls(
     """
     with connected(url, as_json=as_json) as client:
         chosen = _columns(columns, wide)
-        labels = _common.pairs(label, "--label")
+        labels = common.pairs(label, "--label")
         found = client.caches.list(
             policy=policy,
             model=model,
@@ -596,13 +596,13 @@ def ls(
         caches = itertools.islice(found, limit)
         if as_json:
             for cache in caches:
-                _common.print_object(cache)
+                common.print_object(cache)
         else:
             listed = list(caches)
             shown = chosen or _narrow(
                 {*(cache.model for cache in listed), *(model.id for model in client.models.list())}
             )
-            _common.print_table(_table(listed, shown), cut="NAME")
+            common.print_table(_table(listed, shown), cut="NAME")
 
 
 _CELLS: dict[str, Callable[[CacheObject], str]] = {
@@ -610,13 +610,13 @@ _CELLS: dict[str, Callable[[CacheObject], str]] = {
     "policy": lambda cache: cache.policy,
     "kept": lambda cache: str(cache.tokens.kept),
     "of": lambda cache: str(cache.tokens.document),
-    "size": lambda cache: _common.megabytes(cache.bytes.stored),
+    "size": lambda cache: common.megabytes(cache.bytes.stored),
     "quality": lambda cache: (
         "-" if cache.quality is None or cache.quality.agreement is None else f"{cache.quality.agreement:.3f}"
     ),
     "interval": lambda cache: "-" if cache.quality is None else cache.quality.interval,
-    "age": lambda cache: _common.duration(time.time() - cache.created_at),
-    "expiry": lambda cache: "never" if cache.expires_at is None else _common.duration(cache.expires_at - time.time()),
+    "age": lambda cache: common.duration(time.time() - cache.created_at),
+    "expiry": lambda cache: "never" if cache.expires_at is None else common.duration(cache.expires_at - time.time()),
     "uses": lambda cache: str(cache.uses),
     "codec": lambda cache: cache.codec,
     "model": lambda cache: cache.model,
@@ -651,7 +651,7 @@ def _table(caches: Sequence[CacheObject], columns: Sequence[str]) -> Table:
     shown["id"] = _references.shortened(shown["id"])
     numbers = [place for place, name in enumerate(columns) if name in _NUMBERS]
     rows = zip(*(shown[name] for name in columns), strict=True)
-    return _common.table([name.upper() for name in columns], rows, numbers=numbers)
+    return common.table([name.upper() for name in columns], rows, numbers=numbers)
 
 
 def show(
@@ -665,18 +665,18 @@ def show(
         found = client.caches.retrieve(_references.id_at(client, cache))
         if output is not None:
             blob = client.caches.download(found.id)
-            with _common.written(output) as file:
+            with common.written(output) as file:
                 file.write(blob)
         if as_json:
-            _common.print_object(found)
+            common.print_object(found)
         else:
-            _common.table_console().print(_details(found))
+            common.table_console().print(_details(found))
 
 
 def _details(cache: CacheObject) -> Table:
-    when = partial(_common.local_time, timespec="seconds")
+    when = partial(common.local_time, timespec="seconds")
     used = ", ".join(f"{name}={value}" for name, value in cache.policy_params.items())
-    renewed = "" if cache.ttl_s is None else f", {_common.duration(cache.ttl_s)} after each question"
+    renewed = "" if cache.ttl_s is None else f", {common.duration(cache.ttl_s)} after each question"
     rows = {
         "id": cache.id,
         "document": cache.document_id,
@@ -692,7 +692,7 @@ def _details(cache: CacheObject) -> Table:
         "policy": f"{cache.policy}{f' ({used})' if used else ''}, {cache.compression_ratio:.0%} removed",
         "tokens": f"{cache.tokens.document}, of which {cache.tokens.kept} kept per layer and head",
         "codec": cache.codec,
-        "size": f"{cache.bytes.told(_common.megabytes)}; {cache.entries_told}",
+        "size": f"{cache.bytes.told(common.megabytes)}; {cache.entries_told}",
         "quality": _quality(cache),
         **({"warning": "; ".join(cache.warnings)} if cache.warnings else {}),
         "labels": ", ".join(f"{key}={value}" for key, value in cache.labels.items()) or "-",
@@ -701,14 +701,14 @@ def _details(cache: CacheObject) -> Table:
         "expires": when(cache.expires_at) + renewed + (", never evicted: pinned" if cache.pinned else ""),
         "source": _source(cache),
     }
-    return _common.details(rows)
+    return common.details(rows)
 
 
 def _source(cache: CacheObject) -> str:
     if cache.source is None:
         return "-"
-    until = _common.local_time(cache.source.expires_at, timespec="seconds")
-    return f"{cache.source.form} kept, {_common.megabytes(cache.source.bytes)}; expires: {until}"
+    until = common.local_time(cache.source.expires_at, timespec="seconds")
+    return f"{cache.source.form} kept, {common.megabytes(cache.source.bytes)}; expires: {until}"
 
 
 def _quality(cache: CacheObject) -> str:
@@ -753,10 +753,10 @@ def update(
 ) -> None:
     """Change a cache on the shelf, or say when its next question comes. Prints its id."""
     given: dict[str, Any] = {
-        "ttl_s": None if ttl == NEVER else _common.seconds(ttl),
+        "ttl_s": None if ttl == NEVER else common.seconds(ttl),
         "ttl_renew": ttl_renew or None,
-        "next_use_s": None if next_use == NEVER else _common.seconds(next_use, "--next-use"),
-        "labels": _common.pairs(label, "--label") if label else None,
+        "next_use_s": None if next_use == NEVER else common.seconds(next_use, "--next-use"),
+        "labels": common.pairs(label, "--label") if label else None,
         "name": name,
         "pinned": pin,
     }
@@ -764,7 +764,7 @@ def update(
     with connected(url, as_json=as_json) as client:
         changes: Any = {name: value for name, value in given.items() if value is not None or name in cleared}
         changed = client.caches.update(_references.id_at(client, cache), **changes)
-        _common.print_object(changed) if as_json else say(changed.id)
+        common.print_object(changed) if as_json else say(changed.id)
 
 
 def remake(
@@ -781,10 +781,10 @@ def remake(
     Prints a line for each: the old id, a space, and the id of its successor. Old caches stay. What cannot be made again
     is reported with its reason, and the others go on. Run it again after a stop: what is there costs no prefill.
     """
-    failures = _common.Failures(as_json=as_json)
+    failures = common.Failures(as_json=as_json)
     counts = dict.fromkeys(("new", "there", "already of this generation", "not made"), 0)
     with connected(url, as_json=as_json) as client:
-        old = client.caches.list(model=from_model or model, labels=_common.pairs(label, "--label"), limit=1000)
+        old = client.caches.list(model=from_model or model, labels=common.pairs(label, "--label"), limit=1000)
         for cache in old:
             end = "not made"
             with failures.reported(of=cache.id):
@@ -793,9 +793,9 @@ def remake(
                     end = "already of this generation"
                 else:
                     end = "there" if made.existing else "new"
-                    _common.print_object(made) if as_json else say(cache.id, made.id)
+                    common.print_object(made) if as_json else say(cache.id, made.id)
             counts[end] += 1
-    _common.notes.print(", ".join(f"{count} {end}" for end, count in counts.items() if count) or "no caches")
+    common.notes.print(", ".join(f"{count} {end}" for end, count in counts.items() if count) or "no caches")
     raise typer.Exit(failures.exit_code)
 
 
@@ -811,7 +811,7 @@ def rm(
 
     Each CACHE deletes one cache or none: what may mean several is refused. If one fails, the others are still deleted.
     """
-    failures = _common.Failures(as_json=as_json)
+    failures = common.Failures(as_json=as_json)
     with connected(url, as_json=as_json) as client:
         ids: dict[str, None] = {}
         # Before the first deletion: it might leave one cache of two that a name means.
@@ -826,5 +826,5 @@ def rm(
                 deleted = client.caches.delete(id, cascade=cascade)
                 gone |= {*deleted.descendants}
                 lines = "\n".join([*deleted.descendants, deleted.id])
-                _common.print_object(deleted) if as_json else say(lines)
+                common.print_object(deleted) if as_json else say(lines)
     raise typer.Exit(failures.exit_code)

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from kvshelf._extras import needs_extra
-from kvshelf.cli import _common, _options
-from kvshelf.cli.output import say
+from kvshelf.cli import _options
+from kvshelf.cli.output import common, say
 from kvshelf.cli.output.progress import searching
 from kvshelf.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from kvshelf.workers.engine.engine import Engine
-    from kvshelf.workers.engine.gates.lessons import Lesson
+    from kvshelf.engine.engine import Engine
+    from kvshelf.training.gates.lessons import Lesson
 
 _QUESTIONS = 6
 _TEXTS, _TEXT_TOKENS = 10, 2048
@@ -57,9 +57,9 @@ def calibrate(
     as klt.safetensors, compresskv.json and fasa.json, in the model's folder. A command that was interrupted goes on
     where it was when it is given again.
     """
-    with _common.named_errors(as_json=as_json), needs_extra("serve", purpose="kvshelf calibrate"):
-        from kvshelf.workers.engine.engine import Engine
-        from kvshelf.workers.model import calibration
+    with common.named_errors(as_json=as_json), needs_extra("serve", purpose="kvshelf calibrate"):
+        from kvshelf.engine.engine import Engine
+        from kvshelf.model import calibration
 
         engine = Engine.load(served_model(model), device=device, dtype=dtype, weights=weights, shown=model)
         engine.require_text("model")
@@ -87,9 +87,9 @@ def _read(path: Path) -> str:
 
 
 def _heads(engine: Engine, path: Path, documents: int, tokens: int) -> None:
-    from kvshelf.bench.quality.tasks import needles
-    from kvshelf.workers.engine import head_search
-    from kvshelf.workers.model import calibration
+    from kvshelf.model import calibration
+    from kvshelf.samples.tasks import needles
+    from kvshelf.training import head_search
 
     count = engine.require_text("model").count_tokens
     done = itertools.count(1)
@@ -101,12 +101,12 @@ def _heads(engine: Engine, path: Path, documents: int, tokens: int) -> None:
             journal=_unfinished(path),
         )
     calibration.save(found, path)
-    _common.notes.print(f"{found.origin.answered:.0%} of the answer tokens came from the sentence asked for")
+    common.notes.print(f"{found.origin.answered:.0%} of the answer tokens came from the sentence asked for")
 
 
 def _transforms(engine: Engine, path: Path, texts: list[Path]) -> None:
     from kvshelf.atomic import written
-    from kvshelf.workers.engine.transform_search import find_transforms
+    from kvshelf.training.transform_search import find_transforms
 
     sources = [_read(text) for text in texts] or _reading(engine)
     documents = pieces(engine, sources)
@@ -118,8 +118,8 @@ def _transforms(engine: Engine, path: Path, texts: list[Path]) -> None:
 
 
 def _chunks(engine: Engine, path: Path, texts: list[Path]) -> None:
-    from kvshelf.workers.engine.chunk_search import find_chunks
-    from kvshelf.workers.model import calibration
+    from kvshelf.model import calibration
+    from kvshelf.training.chunk_search import find_chunks
 
     documents = pieces(engine, [_read(text) for text in texts] or _prose(engine, _TEXTS))
     with searching(f"chunks of {engine.name}") as report:
@@ -130,12 +130,12 @@ def _chunks(engine: Engine, path: Path, texts: list[Path]) -> None:
 def served_model(name: str) -> str:
     """What a model is loaded from: the folder or file that a service of this user serves under this name, else the name
     itself."""
-    from kvshelf.workers.model import calibration
+    from kvshelf.model import calibration
 
     source = calibration.served(name)
     if source is None:
         return name
-    _common.notes.print(f"{name} is served from {source}", soft_wrap=True)
+    common.notes.print(f"{name} is served from {source}", soft_wrap=True)
     return source
 
 
@@ -155,7 +155,7 @@ def _reading(engine: Engine) -> list[str]:
 
 
 def _prose(engine: Engine, texts: int) -> list[str]:
-    from kvshelf.bench.quality.tasks import haystacks
+    from kvshelf.samples.tasks import haystacks
 
     return list(haystacks(texts, _longest(engine), engine.require_text("model").count_tokens))
 
@@ -200,13 +200,13 @@ def train_gates(
     Beside the gate file lie a journal, with a line every 50 steps (step, loss, and the rank correlation on held-out
     documents of other kinds), and, until the training ends, a checkpoint. It ends early when eight lines bring nothing.
     """
-    with _common.named_errors(as_json=as_json), needs_extra("serve", purpose="kvshelf train-gates"):
-        from kvshelf.workers.engine.engine import Engine
-        from kvshelf.workers.engine.gates.objectives import objective, trained_policy
-        from kvshelf.workers.engine.gates.trainer import Checkpoint, Settings, Trainer
-        from kvshelf.workers.model import calibration
-        from kvshelf.workers.model import loading as models
-        from kvshelf.workers.policies.gates.file import gate_path
+    with common.named_errors(as_json=as_json), needs_extra("serve", purpose="kvshelf train-gates"):
+        from kvshelf.engine.engine import Engine
+        from kvshelf.methods.policies.gate_file import gate_path
+        from kvshelf.model import calibration
+        from kvshelf.model import loading as models
+        from kvshelf.training.gates.objectives import objective, trained_policy
+        from kvshelf.training.gates.trainer import Checkpoint, Settings, Trainer
 
         policy = trained_policy(family, target)
         loaded, tokenizer = models.load(served_model(model), device=device, dtype=dtype)
@@ -223,7 +223,7 @@ def train_gates(
                 return lesson(number)
 
             def report(line: Mapping[str, Any]) -> None:
-                _common.notes.print(
+                common.notes.print(
                     f"step {line['step']}: loss {line['loss']:.4g}, held out {line['held_out']:.3f}", highlight=False
                 )
 
@@ -233,8 +233,8 @@ def train_gates(
 
 def lessons(engine: Engine, length: int, seed: int) -> Callable[[int], Lesson]:
     """Documents of at most `length` tokens with questions, by their number."""
-    from kvshelf.bench.quality.suite import lesson_case
-    from kvshelf.workers.engine.gates.lessons import Lesson
+    from kvshelf.samples.suite import lesson_case
+    from kvshelf.training.gates.lessons import Lesson
 
     count = engine.require_text("model").count_tokens
 

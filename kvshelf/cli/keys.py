@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvshelf._extras import needs_extra
-from kvshelf.cli import _common, _options
-from kvshelf.cli.output import say, say_json
+from kvshelf.cli import _options
+from kvshelf.cli.output import common, say, say_json
 
 if TYPE_CHECKING:
     from kvshelf.api.usage import UsageReport, UsageRow
@@ -43,10 +43,10 @@ def create(
     name: Annotated[str, typer.Option(help="A note on what the key is for.")] = "",
 ) -> None:
     """Create a key and print it once. The file stores only its digest."""
-    with _common.named_errors():
+    with common.named_errors():
         scopes = [part.strip() for part in scope.split(",") if part.strip()]
-        record, key = _opened(file).create(tenant, scopes, name=name, ttl_s=_common.seconds(ttl))
-    _common.notes.print(
+        record, key = _opened(file).create(tenant, scopes, name=name, ttl_s=common.seconds(ttl))
+    common.notes.print(
         f"key {record.id} of tenant {record.tenant}: {', '.join(record.scopes)}. Save it: it is not shown again"
     )
     say(key)
@@ -55,7 +55,7 @@ def create(
 @app.command("list")
 def list_keys(file: File, as_json: _options.AsJson = False) -> None:
     """List the keys with their tenants and scopes. The keys themselves are not stored."""
-    with _common.named_errors(as_json=as_json):
+    with common.named_errors(as_json=as_json):
         records = _opened(file).read()
     if as_json:
         for record in records:
@@ -63,17 +63,17 @@ def list_keys(file: File, as_json: _options.AsJson = False) -> None:
         return
     rows = []
     for record in records:
-        created, expires = (_common.local_time(at, "minutes") for at in (record.created_at, record.expires_at))
+        created, expires = (common.local_time(at, "minutes") for at in (record.created_at, record.expires_at))
         rows.append((record.id, record.tenant, ",".join(record.scopes), created, expires, record.name))
-    _common.print_table(_common.table(["ID", "TENANT", "SCOPES", "CREATED", "EXPIRES", "NAME"], rows))
+    common.print_table(common.table(["ID", "TENANT", "SCOPES", "CREATED", "EXPIRES", "NAME"], rows))
 
 
 @app.command()
 def revoke(id: Annotated[str, typer.Argument(help="A key id, as `kvshelf keys list` shows it.")], file: File) -> None:
     """Remove a key from the file. A running service refuses it within a second."""
-    with _common.named_errors():
+    with common.named_errors():
         record = _opened(file).revoke(id)
-    _common.notes.print(f"key {record.id} of tenant {record.tenant} is revoked")
+    common.notes.print(f"key {record.id} of tenant {record.tenant} is revoked")
 
 
 def usage(
@@ -89,10 +89,10 @@ def usage(
     as_json: _options.AsJson = False,
 ) -> None:
     """Show what your tenant has used of a service, and what it has on the shelf now."""
-    with _common.connected(url, as_json=as_json) as client:
+    with common.connected(url, as_json=as_json) as client:
         found = client.usage(from_=from_, to=to, group_by=group_by or None, all_tenants=all_tenants or None)
     if as_json:
-        _common.print_object(found)
+        common.print_object(found)
     else:
         _print(found)
 
@@ -112,9 +112,9 @@ def _print(found: UsageReport) -> None:
     ]
     rows = [[*(str(getattr(row, name)) for name in groups), *_amounts(row)] for row in found.data]
     numbers = range(len(groups), len(headings))
-    _common.print_table(_common.table(headings, rows, numbers=numbers))
+    common.print_table(common.table(headings, rows, numbers=numbers))
     for each in found.stored:
-        _common.notes.print(f"{each.tenant} stores {each.caches} caches, {_common.megabytes(each.bytes)}", style="dim")
+        common.notes.print(f"{each.tenant} stores {each.caches} caches, {common.megabytes(each.bytes)}", style="dim")
 
 
 def _amounts(row: UsageRow) -> list[str]:

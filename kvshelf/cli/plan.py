@@ -13,8 +13,8 @@ import typer
 from rich.table import Table
 
 from kvshelf._extras import needs_extra
-from kvshelf.cli import _common, _options
-from kvshelf.cli.output import say_json
+from kvshelf.cli import _options
+from kvshelf.cli.output import common, say_json
 from kvshelf.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def plan(
 
     --simulate adds the resources that all GPUs share, the fullest first, and a run with failures.
     """
-    with _common.named_errors(as_json=as_json), needs_extra("serve", purpose=f"kvshelf plan --model {model}"):
+    with common.named_errors(as_json=as_json), needs_extra("serve", purpose=f"kvshelf plan --model {model}"):
         from kvshelf.api.creation import default_codec, default_policy
         from kvshelf.corpus import plan as paper
 
@@ -97,9 +97,9 @@ def plan(
         say_json(report)
         return
     for table in tables:
-        _common.print_table(table)
+        common.print_table(table)
     for sentence in found.assumptions:
-        _common.notes.print(f"- {sentence}", style="dim", soft_wrap=True)
+        common.notes.print(f"- {sentence}", style="dim", soft_wrap=True)
 
 
 def _plan_table(found: Plan) -> Table:
@@ -123,7 +123,7 @@ def _plan_table(found: Plan) -> Table:
         rows.append(("requests to object storage", f"{puts} PUT and {gets} GET a document"))
     if found.month_price is not None:
         rows.append(("price of the storage", f"{found.month_price:,.0f} a month"))
-    return _common.table(("", ""), rows, numbers=[1])
+    return common.table(("", ""), rows, numbers=[1])
 
 
 def _resources_table(resources: dict[SharedResource, int | None]) -> Table:
@@ -131,7 +131,7 @@ def _resources_table(resources: dict[SharedResource, int | None]) -> Table:
     for each, at in resources.items():
         used = f"{100 * each.used:,.3g} %" if each.used < 10 else f"{each.used:,.0f} times"
         rows.append((each.name, used, "-" if at is None else f"{at:,}", each.move))
-    return _common.table(("WHAT ALL SHARE", "USED", "FULL AT GPUS", "WHAT MOVES IT"), rows, numbers=[1, 2])
+    return common.table(("WHAT ALL SHARE", "USED", "FULL AT GPUS", "WHAT MOVES IT"), rows, numbers=[1, 2])
 
 
 def _outcome_table(outcome: Outcome, fleet: Fleet) -> Table:
@@ -146,13 +146,13 @@ def _outcome_table(outcome: Outcome, fleet: Fleet) -> Table:
         ("GPU hours lost", f"{outcome.lost_gpu_hours:,.1f}"),
         ("innocent documents given up, expected", f"{outcome.innocent:.1e}"),
     ]
-    return _common.table(("A RUN ON PAPER", ""), rows, numbers=[1])
+    return common.table(("A RUN ON PAPER", ""), rows, numbers=[1])
 
 
 def _size(count: float) -> str:
     if count >= 1e12:
         return f"{count / 1e12:,.1f} TB"
-    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else _common.megabytes(int(count))
+    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else common.megabytes(int(count))
 
 
 def advise(
@@ -169,7 +169,7 @@ def advise(
     Exact answers were measured on kvshelf-tiny, whatever the model: measure yours with `kvshelf bench quality`. Bytes
     are those of the model.
     """
-    with _common.named_errors(as_json=as_json), needs_extra("serve", purpose=f"kvshelf advise --model {model}"):
+    with common.named_errors(as_json=as_json), needs_extra("serve", purpose=f"kvshelf advise --model {model}"):
         from kvshelf.corpus import advice
         from kvshelf.corpus.plan import shape_of
 
@@ -180,9 +180,9 @@ def advise(
         about = {"scenario": scenario, "model": model, "tokens": tokens, "memory_bytes": memory_bytes}
         say_json(about | {"measured_on": "kvshelf-tiny"} | asdict(found))
         return
-    _common.print_table(_common.table(_HEADINGS, map(_cells, found.lines), numbers=(5, 6, 7)))
+    common.print_table(common.table(_HEADINGS, map(_cells, found.lines), numbers=(5, 6, 7)))
     for sentence in _notes(advice.SCENARIOS[scenario].about, found):
-        _common.notes.print(f"- {sentence}", style="dim", soft_wrap=True)
+        common.notes.print(f"- {sentence}", style="dim", soft_wrap=True)
 
 
 _HEADINGS = ("POLICY", "CODEC", "SELECTOR", "SUFFIX", "TIER", "EXACT", "STORED", "MEMORY", "WHY")
@@ -191,7 +191,7 @@ _HEADINGS = ("POLICY", "CODEC", "SELECTOR", "SUFFIX", "TIER", "EXACT", "STORED",
 def _cells(line: Line) -> tuple[str, ...]:
     option = line.option
     policy = f"{option.policy}, {option.removed:.4g} removed" if option.removed else option.policy
-    stored, needed = (_common.megabytes(count) for count in (option.stored_bytes, line.needed_bytes))
+    stored, needed = (common.megabytes(count) for count in (option.stored_bytes, line.needed_bytes))
     exact = f"{option.exact:.1%}"
     return policy, option.codec, _selector(option), line.suffix or "-", line.tier, exact, stored, needed, line.reason
 

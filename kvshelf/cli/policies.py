@@ -11,7 +11,8 @@ import typer
 from rich.table import Table
 
 from kvshelf._extras import needs_extra
-from kvshelf.cli import _common, _options
+from kvshelf.cli import _options
+from kvshelf.cli.output import common
 from kvshelf.errors import InvalidRequest, nearest
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def policies(
 
     Lists the policies of this version, or with --url those of a service. With NAME, shows one policy in full.
     """
-    with _common.named_errors(as_json=as_json):
+    with common.named_errors(as_json=as_json):
         found = _named(_found(url, "policies", as_json=as_json), name, "policy", "policies")
     numbers = {f"{100 * removed:.4g} %": partial(_exact, removed=removed) for removed in _REMOVED}
     _print(found, name, ("POLICY", "WHAT IT KEEPS"), numbers, _LEGEND, as_json=as_json)
@@ -50,7 +51,7 @@ def selectors(
 
     Lists the selectors of this version, or with --url those of a service. With NAME, shows one selector in full.
     """
-    with _common.named_errors(as_json=as_json):
+    with common.named_errors(as_json=as_json):
         found = _named(_found(url, "selectors", as_json=as_json), name, "selector", "selectors")
     numbers = {f"1/{round(1 / share)}": partial(_read, share=share) for share in _SHARES}
     _print(found, name, ("SELECTOR", "WHAT IT READS"), numbers, _SELECTORS_LEGEND, as_json=as_json)
@@ -67,7 +68,7 @@ def suffixes(
 
     Lists those of this version, or with --url those of a service. With NAME, shows one in full.
     """
-    with _common.named_errors(as_json=as_json):
+    with common.named_errors(as_json=as_json):
         found = _named(_found(url, "suffix_policies", as_json=as_json), name, "suffix policy", "suffixes")
     _print(found, name, ("POLICY", "WHAT STAYS"), {}, _SUFFIXES_LEGEND, as_json=as_json)
 
@@ -94,11 +95,11 @@ def _print(
     """A table with a column for each of `numbers`, which are made of measured rows; or one object in full."""
     if as_json:
         for each in found:
-            _common.print_object(each)
+            common.print_object(each)
     elif name is not None:
         _show(found[0])
     else:
-        console = _common.table_console()
+        console = common.table_console()
         console.print(_table(found, headings, numbers))
         console.print(legend, style="dim")
 
@@ -129,11 +130,11 @@ _LEGEND = (
 def _found(url: str | None, group: str, *, as_json: bool) -> list[Any]:
     """Those of a service, or else of this version. group: the client's name for them."""
     if url is not None:
-        with _common.connected(url, as_json=as_json) as client:
+        with common.connected(url, as_json=as_json) as client:
             return getattr(client, group).list()  # type: ignore[no-any-return]
     from kvshelf import api
-    from kvshelf.workers import policies, selectors
-    from kvshelf.workers.suffixes import info as suffixes
+    from kvshelf.methods import policies, selectors
+    from kvshelf.methods.suffixes import info as suffixes
 
     homes: dict[str, tuple[type[BaseModel], Callable[[], Iterable[Any]], str]] = {
         "policies": (api.PolicyObject, policies.catalog, "policies, beside policies"),
@@ -172,7 +173,7 @@ def _exact(measured: list[dict[str, Any]], removed: float) -> str:
 
 
 def _show(policy: PolicyObject | SelectorObject | SuffixPolicyObject) -> None:
-    console = _common.table_console()
+    console = common.table_console()
     console.print(f"{policy.id}: {policy.summary}", style="bold")
     for line in (f"Choose it: {policy.advice}" if policy.advice else "", f"Source: {policy.source}"):
         if line:

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from kvshelf._extras import needs_extra
-from kvshelf.cli import _common, _options
-from kvshelf.cli.output import say_json
+from kvshelf.cli import _options
+from kvshelf.cli.output import common, say_json
 
 
 def serve(
@@ -49,7 +49,7 @@ def serve(
     Every option is also an environment variable: --store is KVSHELF_STORE, --model KVSHELF_MODELS, and so on. An option
     wins over its variable.
     """
-    with _common.named_errors(), needs_extra("serve", purpose="kvshelf serve"):
+    with common.named_errors(), needs_extra("serve", purpose="kvshelf serve"):
         from kvshelf.service.settings import load_settings
 
         settings = load_settings(
@@ -78,8 +78,8 @@ def serve(
 
             # Start the child as this process was started: same interpreter, script or module.
             sys.exit(supervise(settings, [sys.executable, *sys.orig_argv[1:]]))
+        from kvshelf.service.http.place import Place
         from kvshelf.service.process.server import serve as run
-        from kvshelf.service.process.supervisor import Place
 
         with Place.inherited(place) as inherited:
             run(settings, inherited)
@@ -102,7 +102,7 @@ def vllm_proxy(
 
     Options are also environment variables, as for `kvshelf serve`. Only the model's tokenizer is loaded.
     """
-    with _common.named_errors(), needs_extra("serve", purpose="kvshelf vllm-proxy"):
+    with common.named_errors(), needs_extra("serve", purpose="kvshelf vllm-proxy"):
         from kvshelf.integrations.vllm.proxy import serve as run
         from kvshelf.service.settings import load_settings
 
@@ -134,7 +134,7 @@ def mcp(
     An assistant can put documents on the shelf, ask, search, list and delete them. It starts this command itself and
     talks to it on stdin and stdout, with the key in KVSHELF_API_KEY; or it connects to --http.
     """
-    with _common.named_errors(), needs_extra("mcp", purpose="kvshelf mcp"):
+    with common.named_errors(), needs_extra("mcp", purpose="kvshelf mcp"):
         from kvshelf.integrations.mcp import serve as run
 
         run(url, http, files)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvshelf.cli import _common, _options, _references
+from kvshelf.cli import _options, _references
 from kvshelf.cli.caches import Cache
 from kvshelf.cli.checks import stores
-from kvshelf.cli.output import say, say_json
+from kvshelf.cli.output import common, say, say_json
 from kvshelf.errors import CacheCorrupt, InvalidRequest
 
 if TYPE_CHECKING:
@@ -41,17 +41,17 @@ def export_cache(
     from a running service, or with --store directly from a store.
     """
     if store is None:
-        with _common.connected(url, as_json=as_json) as client, _common.notes.status(f"fetching {cache} ..."):
+        with common.connected(url, as_json=as_json) as client, common.notes.status(f"fetching {cache} ..."):
             id = _references.id_at(client, cache)
             blob = client.caches.download(id, about=True)
-            with _common.written(output) as file:
+            with common.written(output) as file:
                 file.write(blob)
     else:
         with (
-            _common.named_errors(as_json=as_json),
+            common.named_errors(as_json=as_json),
             stores.opened(store, encryption_key_file) as shelf,
             shelf.open_blob(id := _references.id_in(shelf, cache)) as stored,
-            _common.written(output) as file,
+            common.written(output) as file,
         ):
             from kvshelf.store.about import export_part
 
@@ -62,7 +62,7 @@ def export_cache(
         say_json({"id": id, "file": str(output), "bytes": size})
     else:
         say(output)
-        _common.notes.print(_common.megabytes(size), style="dim")
+        common.notes.print(common.megabytes(size), style="dim")
 
 
 def import_cache(
@@ -84,20 +84,20 @@ def import_cache(
     Writes through a running service, or with --store directly into a store. A service also refuses caches of models
     that it does not run, and keeps the document's text, after checking it against the cache.
     """
-    with _common.named_errors(as_json=as_json):
-        from kvshelf.store.artifact.exported import MAGIC
+    with common.named_errors(as_json=as_json):
+        from kvshelf.artifact.exported import MAGIC
 
         blob = _read(file)
         fields: ImportFields = {
-            "ttl_s": _common.seconds(ttl),
+            "ttl_s": common.seconds(ttl),
             "ttl_renew": ttl_renew or None,
             "name": file.name if name is None and not blob.endswith(MAGIC) else name,
-            "labels": _common.pairs(label, "--label"),
+            "labels": common.pairs(label, "--label"),
         }
         if store is None:
             with (
-                _common.connected(url, as_json=as_json) as client,
-                _common.notes.status(f"sending {file} ..."),
+                common.connected(url, as_json=as_json) as client,
+                common.notes.status(f"sending {file} ..."),
                 _of_input(file),
             ):
                 cache = client.caches.import_blob(blob, **fields)
@@ -105,7 +105,7 @@ def import_cache(
             with _of_input(file):
                 cache = _put(store, encryption_key_file, blob, fields)
     if as_json:
-        _common.print_object(cache)
+        common.print_object(cache)
     else:
         say(cache.id)
 
@@ -121,11 +121,11 @@ def _of_input(file: Path) -> Iterator[None]:
 
 def _put(store: str, key_file: Path | None, blob: bytes, fields: ImportFields) -> CacheObject:
     with stores.opened(store, key_file) as shelf:
-        from kvshelf.service.state import cache_object
+        from kvshelf.artifact.blob import inspect
+        from kvshelf.artifact.cache import CompressedCache
+        from kvshelf.artifact.exported import split
+        from kvshelf.service.service import cache_object
         from kvshelf.store.about import about_of
-        from kvshelf.store.artifact.blob import inspect
-        from kvshelf.store.artifact.cache import CompressedCache
-        from kvshelf.store.artifact.exported import split
         from kvshelf.store.manifest import Judgement
 
         exported = split(blob)
@@ -134,7 +134,7 @@ def _put(store: str, key_file: Path | None, blob: bytes, fields: ImportFields) -
         header.shape.require_bounds(header.to_identity().model)
         cache = CompressedCache.from_bytes(exported.blob)
         if exported.source:
-            _common.notes.print(_UNCHECKED, style="yellow", soft_wrap=True)
+            common.notes.print(_UNCHECKED, style="yellow", soft_wrap=True)
         stored = shelf.put(
             cache,
             ttl_s=fields["ttl_s"],

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvshelf.errors import InvalidRequest
-from kvshelf.workers.policies.budgets import Budget
-from kvshelf.workers.policies.info import PolicyInfo, packaged_rows
-from kvshelf.workers.policies.known import catalog
+from kvshelf.methods.policies.budgets import Budget
+from kvshelf.methods.policies.info import PolicyInfo, packaged_rows
+from kvshelf.methods.policies.known import catalog
+from kvshelf.methods.suffixes.info import measured_rows as measured_suffixes
 from kvshelf.workers.replica.create.sizes import Shape
-from kvshelf.workers.suffixes.info import measured_rows as measured_suffixes
 
 PAID_AT_ONCE: Final = 0.25
 """Share of a prefill that a policy may add where few requests share its cost."""

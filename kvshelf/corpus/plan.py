@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvshelf.api.creation import DEFAULT_CODEC, DEFAULT_POLICY
+from kvshelf.artifact.codecs import Codec
 from kvshelf.errors import InvalidRequest
-from kvshelf.store.artifact.codecs import Codec
-from kvshelf.workers.policies.budgets import Budget
-from kvshelf.workers.policies.known import policy_info
+from kvshelf.methods.policies.budgets import Budget
+from kvshelf.methods.policies.known import policy_info
 from kvshelf.workers.replica.create.sizes import ASSUMED_FLOPS, Shape
 
 
@@ -252,7 +252,7 @@ def shape_of(model: str) -> Shape:
     """The shape of a built-in name, a bundled model, a folder or a hub id. Raises `InvalidRequest`."""
     if (known := BUILT_IN.get(model.lower())) is not None:
         return known.shape()
-    from kvshelf.workers.model.loading import skeleton  # needs torch, as no built-in name does
+    from kvshelf.model.loading import skeleton  # needs torch, as no built-in name does
 
     return Shape.of(skeleton(model))
 

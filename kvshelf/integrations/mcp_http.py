@@ -23,9 +23,10 @@ from kvshelf.service.access.keys import ANYONE, REREAD_S, Access, Caller, requir
 from kvshelf.service.access.limits import TenantLimits
 from kvshelf.service.http import errors, server
 from kvshelf.service.http.parsing import LARGE_BYTES, Parser
+from kvshelf.service.http.place import Place
 from kvshelf.service.http.receiving import read_body
 from kvshelf.service.observe import logs
-from kvshelf.service.process.supervisor import Place, bound
+from kvshelf.service.process.supervisor import bound
 from kvshelf.service.settings import Settings, is_loopback, load_settings
 from kvshelf.workers.replica.calls import Computing
 

@@ -15,6 +15,8 @@ from opentelemetry.trace import Tracer
 
 import kvshelf
 from kvshelf.api import ModelObject
+from kvshelf.artifact.identity import ModelIdentity
+from kvshelf.artifact.shape import LayerShape
 from kvshelf.errors import KvshelfError
 from kvshelf.service.access.keys import REREAD_S, Access, LiveKeys
 from kvshelf.service.access.limits import TenantLimits
@@ -45,10 +47,8 @@ from kvshelf.service.routes import (
     responses,
     usage,
 )
+from kvshelf.service.service import THREADS, WHOLE_CACHES, Service
 from kvshelf.service.settings import Settings
-from kvshelf.service.state import THREADS, WHOLE_CACHES, Service
-from kvshelf.store.artifact.identity import ModelIdentity
-from kvshelf.store.artifact.shape import LayerShape
 from kvshelf.store.base import Store
 from kvshelf.workers.cluster.remote import RemoteEngine, watch
 from kvshelf.workers.replica.calls import Computing, Threads

@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 from opentelemetry.trace import Status, StatusCode, Tracer
 
 from kvshelf.api import AppendCache, Asking, CreateCache, CreationProgress, Estimate, EstimateObject, SearchCaches
+from kvshelf.artifact.identity import Boundary
 from kvshelf.errors import KvshelfError, RequestTimeout
 from kvshelf.service.observe.logs import note
 from kvshelf.service.observe.metrics import Metrics
 from kvshelf.service.observe.questions import result_of
 from kvshelf.service.observe.tracing import add_phases
 from kvshelf.service.settings import Settings
-from kvshelf.store.artifact.identity import Boundary
 from kvshelf.workers.cluster.remote import RemoteEngine
 from kvshelf.workers.replica.fair_queue import FairQueue
 from kvshelf.workers.replica.results import Created, Found, Phase, Reply
@@ -88,7 +88,7 @@ class EngineClient:
         tenant: str,
         deadline_s: float,
     ) -> int:
-        """As `kvshelf.workers.engine.inputs.counting.count`; takes the turn of a question, and costs what it counts."""
+        """As `kvshelf.engine.tools.counting.count`; takes the turn of a question, and costs what it counts."""
         self.remote.require_bounded(query, document)
         async with self._queues["question"].turn(tenant, deadline_s) as left_s:
             about: dict[str, Any] = {"tenant": tenant, "limit_s": left_s}

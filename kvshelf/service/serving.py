@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from kvshelf.artifact.identity import ModelIdentity
 from kvshelf.errors import InvalidRequest, ModelMismatch
-from kvshelf.store.artifact.identity import ModelIdentity
 from kvshelf.store.manifest import Manifest
 
 

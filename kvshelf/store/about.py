@@ -14,8 +14,8 @@ from pydantic import Field, model_validator
 
 from kvshelf.api import Quality
 from kvshelf.api.strict import CacheName, Labels, RequestBody, misuse, parse_request
+from kvshelf.artifact.exported import Exported, about_part
 from kvshelf.errors import InvalidRequest, SourceNotKept
-from kvshelf.store.artifact.exported import Exported, about_part
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from kvshelf.api import Timings
 from kvshelf.api.erasures import Erasure
-from kvshelf.store.artifact.identity import Identity
+from kvshelf.artifact.identity import Identity
 from kvshelf.store.blobs import Health
 from kvshelf.store.erasure.eraser import Subject
 from kvshelf.store.jobs.batches import Batches
@@ -24,9 +24,9 @@ RENEW_SHARE: Final = 0.01
 """A cache that uses renew lives on for at least 1 - `RENEW_SHARE` of its `ttl_renew_s` after each use."""
 
 if TYPE_CHECKING:
-    from kvshelf.store.artifact.arriving import ArrivingCache
-    from kvshelf.store.artifact.blob.reading import PartialCache
-    from kvshelf.store.artifact.cache import CompressedCache
+    from kvshelf.artifact.cache import CompressedCache
+    from kvshelf.artifact.opened.arriving import ArrivingCache
+    from kvshelf.artifact.opened.partial import PartialCache
 
 
 class Store(abc.ABC):
@@ -64,7 +64,7 @@ class Store(abc.ABC):
     ) -> Manifest:
         """Store a cache: write, verify what was written, then make it visible. Durable when it returns.
 
-        `codec` is a text of `kvshelf.store.artifact.codecs`; "none" adds no encoding to the cache. The manifest and
+        `codec` is a text of `kvshelf.artifact.codecs`; "none" adds no encoding to the cache. The manifest and
         the id hold the canonical text of the codec. ttl_renew_s: see `touch`. source, source_ttl_s: see `keep_source`.
         judged: the cache's measured quality. parent_id: the stored cache that this one extends. The home then keeps
         only the bytes that the parent lacks, and deletes the parent only together with this cache (see `delete`).

@@ -10,8 +10,8 @@ from typing import Final, Literal
 from kvshelf.errors import StorageFull
 from kvshelf.store.blobs import Blobs
 from kvshelf.store.index import Entry, Index, Writing
-from kvshelf.store.jobs.table import Item, Kind, read
 from kvshelf.store.manifest import SourceRecord
+from kvshelf.store.table import Item, Kind, read
 
 ORPHAN_GRACE_S: Final = 3600.0
 """How long bytes without an entry or a registered write stay: a power cut may have lost the registration of a write

@@ -18,10 +18,9 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from kvshelf.errors import InvalidRequest, QuotaExceeded, StorageFull, StoreUnavailable
-from kvshelf.store.blobs import Blobs, Name
-from kvshelf.store.jobs.table import JobTable
-from kvshelf.store.leases import Leases
+from kvshelf.store.blobs import Blobs, Leases, Name
 from kvshelf.store.manifest import Manifest, Usage
+from kvshelf.store.table import JobTable
 
 EntryState = Literal["ready", "corrupt", "expired", "evicted", "deleted"]
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvshelf.api import Quality, Timings, Tried
-from kvshelf.store.artifact.blob import PackedBlob
-from kvshelf.store.artifact.identity import canonical_json, digest
+from kvshelf.artifact.blob import PackedBlob
+from kvshelf.artifact.identity import canonical_json, digest
 
 if TYPE_CHECKING:
-    from kvshelf.store.artifact.cache import CompressedCache
+    from kvshelf.artifact.cache import CompressedCache
 
 _REVISED = {"blob_digest", "created_at", "labels", "name", "pinned", "quality", "source", "tried"}
 

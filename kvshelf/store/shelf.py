@@ -13,6 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvshelf.api import Timings
 from kvshelf.api.erasures import Erasure
+from kvshelf.artifact import blob, codecs
+from kvshelf.artifact.blob import PackedBlob
+from kvshelf.artifact.blob.frame import FORMAT_MAJOR, BlobSummary
+from kvshelf.artifact.identity import Identity
 from kvshelf.errors import (
     BlobError,
     CacheError,
@@ -24,10 +28,6 @@ from kvshelf.errors import (
     StorageFull,
 )
 from kvshelf.store import checks, housekeeping
-from kvshelf.store.artifact import blob, codecs
-from kvshelf.store.artifact.blob import PackedBlob
-from kvshelf.store.artifact.blob.frame import FORMAT_MAJOR, BlobSummary
-from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.base import RENEW_SHARE, Store
 from kvshelf.store.blobs import Blobs, Health, RangesFile, Step
 from kvshelf.store.erasure.eraser import Eraser, Subject
@@ -40,18 +40,18 @@ from kvshelf.store.jobs.metering import Metering
 from kvshelf.store.jobs.requests import Requests
 from kvshelf.store.jobs.responses import Responses
 from kvshelf.store.jobs.sources import Sources
-from kvshelf.store.jobs.table import read
 from kvshelf.store.jobs.transforms import KeptTransforms
 from kvshelf.store.manifest import Judgement, Manifest, SourceRecord, Usage, describe
 from kvshelf.store.reader import Reader
 from kvshelf.store.rules import Rules
+from kvshelf.store.table import read
 from kvshelf.store.types import UNSET, BlobFile, Changes, Page, Receipt, Scrubbed, Source, Swept, Unset
 from kvshelf.store.writer import Content, Writer, blob_content, is_whole, spliced_content
 
 if TYPE_CHECKING:
-    from kvshelf.store.artifact.arriving import ArrivingCache
-    from kvshelf.store.artifact.blob.reading import PartialCache
-    from kvshelf.store.artifact.cache import CompressedCache
+    from kvshelf.artifact.cache import CompressedCache
+    from kvshelf.artifact.opened.arriving import ArrivingCache
+    from kvshelf.artifact.opened.partial import PartialCache
 
 log = logging.getLogger("kvshelf.store")
 
@@ -274,7 +274,7 @@ class Shelf(Store):
     # Reading
 
     def open_cache(self, cache_id: str, *, tenant: str = "default") -> ArrivingCache:
-        from kvshelf.store.artifact.arriving import ArrivingCache  # here, because it imports torch
+        from kvshelf.artifact.opened.arriving import ArrivingCache  # here, because it imports torch
 
         with self._reader.opening(cache_id, tenant, once=True) as (entry, file, nbytes):
             summary = blob.open_file(file, nbytes)  # type: ignore[arg-type]
@@ -283,7 +283,7 @@ class Shelf(Store):
             return ArrivingCache(summary, file, guard, read_ahead=self._blobs.read_ahead)
 
     def open_parts(self, cache_id: str, *, tenant: str = "default") -> PartialCache:
-        from kvshelf.store.artifact.blob.reading import PartialCache  # here, because it imports torch
+        from kvshelf.artifact.opened.partial import PartialCache  # here, because it imports torch
 
         with self._reader.opening(cache_id, tenant) as (entry, file, nbytes):
             summary = blob.open_file(RangesFile(file), nbytes)  # type: ignore[arg-type]

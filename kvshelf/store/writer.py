@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from io import RawIOBase
 from typing import Final
 
+from kvshelf.artifact import blob
 from kvshelf.errors import BlobError, CacheNotFound, QuotaExceeded, StorageFull, StoreError, StoreUnavailable
 from kvshelf.store import eviction, housekeeping, sealing
-from kvshelf.store.artifact import blob
 from kvshelf.store.blobs import Blobs, Name, Step, StoredFile, cache_of, new_name
 from kvshelf.store.index import BasesGone, Entry, Index, Quota, Writing, lapsed
 from kvshelf.store.manifest import Manifest

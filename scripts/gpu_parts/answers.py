@@ -21,18 +21,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvshelf.bench.models.small import NotBuilt, small_model
-from kvshelf.bench.quality.retrieval import EVALUATION_SEED, counter
-from kvshelf.bench.quality.suite import make_case
-from kvshelf.bench.speed.decode import endless_answers
-from kvshelf.bench.speed.subject import Subject
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.artifact.records import entries_of, parts_of
+from kvshelf.engine.engine import Engine
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
-from kvshelf.store.artifact.cache import CompressedCache
-from kvshelf.store.artifact.records import entries_of, parts_of
-from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.policies.registry import POLICIES
-from kvshelf.workers.selectors.registry import UNIT_SELECTORS
-from kvshelf.workers.suffixes.registry import SUFFIX_POLICIES
+from kvshelf.methods.policies.registry import POLICIES
+from kvshelf.methods.selectors.registry import UNIT_SELECTORS
+from kvshelf.methods.suffixes.registry import SUFFIX_POLICIES
+from kvshelf.samples.suite import make_case
+from kvshelf_bench.models.small import NotBuilt, small_model
+from kvshelf_bench.quality.retrieval import EVALUATION_SEED, counter
+from kvshelf_bench.speed.decode import endless_answers
+from kvshelf_bench.speed.subject import Subject
 from scripts.gpu_parts.part import Part
 
 RECORDED = Path(__file__).with_name("answers.json")

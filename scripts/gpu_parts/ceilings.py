@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvshelf.bench.kernels.cases import LLAMA_8B, PREFILL, Case, Layer, Shape, cases
-from kvshelf.bench.kernels.kernels import Ceilings, case_time, ceilings
+from kvshelf_bench.kernels.cases import LLAMA_8B, PREFILL, Case, Layer, Shape, cases
+from kvshelf_bench.kernels.kernels import Ceilings, case_time, ceilings
 from scripts.gpu_parts.part import Part
 
 _LENGTHS, _ROUNDS = (8192, 32768), 10

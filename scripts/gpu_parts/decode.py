@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import torch
 
-from kvshelf.bench.kernels.baselines import attention_of_full_cache
-from kvshelf.bench.measure import copy_bandwidth
-from kvshelf.bench.speed.decode import step_bytes
-from kvshelf.bench.speed.selecting import stepping
-from kvshelf.bench.speed.subject import Subject
+from kvshelf.artifact.cache import CompressedCache
 from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, PackedPrefix, SuffixRows, prefix_attention
-from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.kernels.rates import copy_bandwidth
+from kvshelf_bench.kernels.baselines import attention_of_full_cache
+from kvshelf_bench.speed.decode import step_bytes
+from kvshelf_bench.speed.selecting import stepping
+from kvshelf_bench.speed.subject import Subject
 from scripts.gpu_parts.models import llama_8b
 from scripts.gpu_parts.part import Part, mapped
 

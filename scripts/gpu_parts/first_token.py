@@ -10,11 +10,11 @@ from statistics import median
 
 import torch
 
-from kvshelf.bench.speed.compression import plain_prefill
-from kvshelf.bench.speed.first_token import first_token
-from kvshelf.bench.speed.subject import QUESTION_TOKENS, Subject
-from kvshelf.store.artifact.cache import CompressedCache
+from kvshelf.artifact.cache import CompressedCache
 from kvshelf.store.url import open_store
+from kvshelf_bench.speed.compression import plain_prefill
+from kvshelf_bench.speed.first_token import first_token
+from kvshelf_bench.speed.subject import QUESTION_TOKENS, Subject
 from scripts.gpu_parts.models import llama_8b
 from scripts.gpu_parts.part import Part, mapped
 

@@ -15,18 +15,18 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from kvshelf.bench.measure import cost
-from kvshelf.bench.speed.compression import plain_prefill
-from kvshelf.bench.speed.first_token import first_token
-from kvshelf.bench.speed.subject import QUESTION_TOKENS
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.artifact.coder import Coder
+from kvshelf.artifact.records import Kept, entries_of
+from kvshelf.artifact.transforms import Transforms
 from kvshelf.kernels.compiling import CannotCompile, compile_all, levels, library_path
 from kvshelf.kernels.dispatch import cpu_form
-from kvshelf.store.artifact.cache import CompressedCache
-from kvshelf.store.artifact.coder import Coder
-from kvshelf.store.artifact.records import Kept, entries_of
-from kvshelf.store.artifact.transforms import Transforms
+from kvshelf.kernels.rates import cost
 from kvshelf.store.url import open_store
-from kvshelf.workers.engine.transform_search import find_transforms
+from kvshelf.training.transform_search import find_transforms
+from kvshelf_bench.speed.compression import plain_prefill
+from kvshelf_bench.speed.first_token import first_token
+from kvshelf_bench.speed.subject import QUESTION_TOKENS
 from scripts.gpu_parts.models import llama_8b
 from scripts.gpu_parts.part import Part
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from kvshelf.bench.speed.subject import Subject
-from kvshelf.workers.engine.engine import Engine
+from kvshelf.engine.engine import Engine
+from kvshelf_bench.speed.subject import Subject
 from scripts.gpu_parts.part import Part
 
 LONGEST = 131072 + 2048

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from kvshelf.bench.measure import Spread, cost
+from kvshelf.kernels.rates import cost
+from kvshelf_bench.measure import Spread
 
 ResultT = TypeVar("ResultT")
 

@@ -9,10 +9,11 @@ from statistics import median
 
 import torch
 
-from kvshelf.bench.measure import Cost, cost, interleaved
-from kvshelf.bench.speed.compression import compress, plain_prefill
-from kvshelf.bench.speed.subject import Subject
-from kvshelf.workers.policies import build
+from kvshelf.kernels.rates import Cost, cost
+from kvshelf.methods.policies import build
+from kvshelf_bench.measure import interleaved
+from kvshelf_bench.speed.compression import compress, plain_prefill
+from kvshelf_bench.speed.subject import Subject
 from scripts.gpu_parts.models import llama_8b
 from scripts.gpu_parts.part import OutOfTime, Part
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import torch
 
-from kvshelf.bench.speed.selecting import SELECTORS, selecting
-from kvshelf.bench.speed.subject import Subject
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.artifact.records import Kept
 from kvshelf.kernels.quantize.rows import QuantizedRows
-from kvshelf.store.artifact.cache import CompressedCache
-from kvshelf.store.artifact.records import Kept
+from kvshelf_bench.speed.selecting import SELECTORS, selecting
+from kvshelf_bench.speed.subject import Subject
 from scripts.gpu_parts.models import llama_8b
 from scripts.gpu_parts.part import Part
 

@@ -12,13 +12,14 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
-from kvshelf.bench.cli import app
-from kvshelf.bench.measure import Spread, cost, interleaved, load_warning, machine, ratios, wilson
-from kvshelf.bench.options import publish
-from kvshelf.bench.quality.retrieval import measure_cell
 from kvshelf.errors import InvalidRequest
 from kvshelf.kernels.dispatch import cpu_form
-from kvshelf.workers.model.loading import chosen_device
+from kvshelf.kernels.rates import cost
+from kvshelf.model.loading import chosen_device
+from kvshelf_bench.cli import app
+from kvshelf_bench.measure import Spread, interleaved, load_warning, machine, ratios, wilson
+from kvshelf_bench.options import publish
+from kvshelf_bench.quality.retrieval import measure_cell
 
 
 def test_every_round_runs_every_variant_and_the_first_does_not_count():
@@ -135,7 +136,7 @@ def test_what_was_measured_is_printed_when_its_folder_is_gone(tmp_path, capsys):
 def test_what_was_measured_is_written_when_nobody_reads_it(tmp_path):
     report = tmp_path / "report.json"
     program = (
-        "import sys; from pathlib import Path; from kvshelf.bench.options import publish; "
+        "import sys; from pathlib import Path; from kvshelf_bench.options import publish; "
         "sys.stdin.read(); publish({'found': 1}, [], Path(sys.argv[1]), True)"
     )
     command = [sys.executable, "-c", program, str(report)]

@@ -19,8 +19,8 @@ import torch
 
 from kvshelf.corpus.input.rows import parse_jsonl
 from kvshelf.corpus.row import Journal, Row, Shard
-from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.engine.inputs.job import Level
+from kvshelf.engine.engine import Engine
+from kvshelf.engine.inputs.job import Level
 from kvshelf.workers.replica import replica
 
 MARK = 6

@@ -13,8 +13,8 @@ from kvshelf.corpus import advice
 from kvshelf.corpus.advice import SCENARIOS, advise, options
 from kvshelf.corpus.plan import BUILT_IN, shape_of
 from kvshelf.errors import InvalidRequest
-from kvshelf.workers.policies.info import packaged_rows
-from kvshelf.workers.suffixes.info import catalog, measured_rows
+from kvshelf.methods.policies.info import packaged_rows
+from kvshelf.methods.suffixes.info import catalog, measured_rows
 
 LLAMA = BUILT_IN["llama-3.1-8b"].shape()
 TOKENS = 32_000

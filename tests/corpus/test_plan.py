@@ -17,7 +17,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from kvshelf.bench.stores.store import random_cache
 from kvshelf.cli import app
 from kvshelf.corpus.plan import (
     ATTEMPTS,
@@ -38,10 +37,11 @@ from kvshelf.corpus.plan import (
     simulate,
 )
 from kvshelf.errors import InvalidRequest
+from kvshelf.methods.policies.known import compress_share
+from kvshelf.model.source import bundled_folder
 from kvshelf.store.url import open_store
-from kvshelf.workers.model.source import bundled_folder
-from kvshelf.workers.policies.known import compress_share
 from kvshelf.workers.replica.create.sizes import Shape
+from kvshelf_bench.stores.store import random_cache
 from tests.store.objects.faulty import FaultyProxy
 from tests.store.objects.servers import BUCKET, S3Server
 

@@ -23,18 +23,18 @@ import httpx
 import pytest
 import torch
 
-from kvshelf.bench.quality.tasks import TaskDocument, make_facts, write_document
-from kvshelf.store.artifact.transforms import Transforms
+from kvshelf.artifact.transforms import Transforms
+from kvshelf.model.calibration import TRANSFORMS_BESIDE_THE_WEIGHTS
+from kvshelf.samples.tasks import TaskDocument, make_facts, write_document
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.rules import Rules
 from kvshelf.store.sealing.keyring import Keyring
 from kvshelf.store.url import open_store
-from kvshelf.workers.model.calibration import TRANSFORMS_BESIDE_THE_WEIGHTS
 from tests.conftest import TOKENIZER
 
 if TYPE_CHECKING:
-    from kvshelf.workers.engine.engine import Engine
+    from kvshelf.engine.engine import Engine
 
 if find_spec("vllm") is None:
     collect_ignore_glob = ["*.py"]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvshelf.artifact.opened import arriving
 from kvshelf.integrations.vllm.loading import ShelfWorker
-from kvshelf.store.artifact import arriving
 from tests.integrations_vllm.conftest import Serving, document
 
 PAGE = 128

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvshelf.bench.quality.tasks import write_document
+from kvshelf.samples.tasks import write_document
 from tests.test_docs import FACT, ROOT, blocks
 
 

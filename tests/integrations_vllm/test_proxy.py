@@ -19,13 +19,13 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
+from kvshelf.engine.engine import Engine
 from kvshelf.integrations.vllm import shelf_request
 from kvshelf.service.access.keyfile import KeyFile
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.rules import Rules
 from kvshelf.store.sealing.keyring import Keyring
 from kvshelf.store.url import open_store
-from kvshelf.workers.engine.engine import Engine
 from tests.conftest import TOKENIZER
 from tests.integrations_vllm import losing
 from tests.integrations_vllm.conftest import MODULE, Serving, document, served

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import structlog
 
+from kvshelf.engine.engine import Engine
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.rules import Rules
 from kvshelf.store.sealing.keyring import Keyring
 from kvshelf.store.url import open_store
-from kvshelf.workers.engine.engine import Engine
 from tests.conftest import save_random_model
 from tests.integrations_vllm import losing
 from tests.integrations_vllm.conftest import Serving, document

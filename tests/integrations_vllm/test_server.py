@@ -17,12 +17,12 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
+from kvshelf.engine.engine import Engine
 from kvshelf.integrations.vllm import shelf_request
 from kvshelf.service.access.keyfile import KeyFile
 from kvshelf.service.access.keys import REREAD_S
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
-from kvshelf.workers.engine.engine import Engine
 from tests.integrations_vllm.conftest import Serving, document, served
 
 PAGES = 19

@@ -20,13 +20,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from kvshelf.client import Client
+from kvshelf.engine.engine import Engine
 from kvshelf.integrations.vllm import shelf_request
 from kvshelf.integrations.vllm.service import SILENCE_S
 from kvshelf.service.access.keyfile import KeyFile
 from kvshelf.service.access.keys import REREAD_S
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.url import open_store
-from kvshelf.workers.engine.engine import Engine
 from tests.conftest import LiveService, live_service
 from tests.integrations_vllm.conftest import Serving, document, served
 

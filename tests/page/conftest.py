@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from kvshelf.bench.quality.tasks import Fact, write_document
+from kvshelf.samples.tasks import Fact, write_document
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import httpx
 import pytest
 
+from kvshelf.artifact.identity import digest
 from kvshelf.service.access.keyfile import KeyFile
-from kvshelf.store.artifact.identity import digest
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.index import Quota, Writing
 from tests.page.conftest import OpenPage

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from kvshelf.cli._common import megabytes
+from kvshelf.cli.output.common import megabytes
 from tests.page.conftest import OpenPage, document
 
 pytest.importorskip("playwright.sync_api", reason="the page is tested with playwright")

@@ -58,7 +58,7 @@ class Plain:
 
 @pytest.fixture(scope="session")
 def plain() -> Plain:
-    from kvshelf.workers.model.loading import load
+    from kvshelf.model.loading import load
 
     return Plain(*load(MODEL, device="cpu", dtype="float32"))
 

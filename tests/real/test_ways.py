@@ -6,7 +6,7 @@ import pytest
 
 from kvshelf import Client, Engine
 from kvshelf.errors import PolicyUnsupported
-from kvshelf.workers.policies import POLICIES
+from kvshelf.methods.policies import POLICIES
 
 QUESTION = "Who founded the Larkfield Tool Library?"
 

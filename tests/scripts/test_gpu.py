@@ -16,13 +16,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvshelf.bench.measure import CPU
-from kvshelf.workers.engine.asked import Asked
-from kvshelf.workers.engine.engine import Engine
+from kvshelf.engine.engine import Engine
+from kvshelf.kernels.rates import CPU
+from kvshelf.training.asked import Asked
 from scripts import gpu
 from scripts.gpu_parts.answers import Result
 from scripts.gpu_parts.part import OutOfTime, Part, mapped
-from tests.workers.engine.elsewhere import ONE, devices
+from tests.engine.elsewhere import ONE, devices
 
 ABSENT = (
     "accelerate", "fastapi", "httpx", "llguidance", "obstore", "opentelemetry", "prometheus_client",
@@ -179,10 +179,10 @@ def test_parts_put_their_tensors_where_the_model_is(name, tmp_path):
     gradients: those of a search for transforms are taken on the CPU, and all else of it runs there."""
     from importlib import import_module
 
-    from kvshelf.bench import measure
+    from kvshelf.kernels import rates
 
     with devices(), pytest.MonkeyPatch.context() as patch:
-        patch.setitem(measure._BUFFER_BYTES, ONE.type, 1 << 20)
+        patch.setitem(rates._BUFFER_BYTES, ONE.type, 1 << 20)
         patch.setattr(Asked, "information", by_the_cpu(Asked.information))
         part = part_in(tmp_path, name, device=ONE, seconds=600)
         import_module(f"scripts.gpu_parts.{name}").measure(part)

@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from kvshelf import Engine
-from kvshelf.workers.model.source import bundled_folder
-from tests.workers.engine.test_tools import HERMES
+from kvshelf.model.source import bundled_folder
+from tests.engine.tools.test_tools import HERMES
 
 if TYPE_CHECKING:
     from tests.conftest import LiveService

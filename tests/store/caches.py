@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvshelf.kernels.quantize.rows import QuantizedRows
-from kvshelf.store.artifact.cache import CompressedCache
-from kvshelf.store.artifact.identity import Identity, ModelIdentity, RopeMode
-from kvshelf.store.artifact.packed import offsets_of
-from kvshelf.store.artifact.records import (
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.artifact.identity import Identity, ModelIdentity, RopeMode
+from kvshelf.artifact.packed import offsets_of
+from kvshelf.artifact.records import (
     Indexed,
     Kept,
     Latents,
@@ -28,6 +27,7 @@ from kvshelf.store.artifact.records import (
     entries_of,
     states_of,
 )
+from kvshelf.kernels.quantize.rows import QuantizedRows
 
 MODEL = ModelIdentity(
     name="tiny",
@@ -384,4 +384,4 @@ if __name__ == "__main__":  # python -m tests.store.caches: only when the format
     from pathlib import Path
 
     for name, cache in golden_caches().items():
-        (Path(__file__).parent / "golden" / f"{name}.kvb").write_bytes(cache.to_bytes())
+        (Path(__file__).parents[1] / "artifact" / "golden" / f"{name}.kvb").write_bytes(cache.to_bytes())

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from kvshelf.artifact.cache import CompressedCache
 from kvshelf.errors import CacheExpired, CacheHasChildren, CacheNotFound
 from kvshelf.store import housekeeping
-from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.index import Entry
 from kvshelf.store.shelf import Shelf
 from tests.store.caches import extended, make_cache, require_equal

@@ -13,10 +13,10 @@ import msgpack
 import torch
 from blake3 import blake3
 
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.artifact.records import Kept, Latents, LayerRecord, Recent, State, States
+from kvshelf.artifact.records import Parts as PartsRecord
 from kvshelf.errors import BlobError
-from kvshelf.store.artifact.cache import CompressedCache
-from kvshelf.store.artifact.records import Kept, Latents, LayerRecord, Recent, State, States
-from kvshelf.store.artifact.records import Parts as PartsRecord
 from tests.store.bounds import memory_bounded
 from tests.store.caches import (
     from_heads,

@@ -14,9 +14,8 @@ import pytest
 import redis
 
 from kvshelf.store import housekeeping
-from kvshelf.store.blobs import WRITE_LEASE_S
+from kvshelf.store.blobs import READ_LEASE_S, WRITE_LEASE_S
 from kvshelf.store.disk import DiskStore
-from kvshelf.store.leases import READ_LEASE_S
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.objects import address
 from kvshelf.store.objects.blobs import ObjectBlobs

@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 from hypothesis import strategies as st
 
-from kvshelf.store.artifact.cache import CompressedCache
-from kvshelf.store.artifact.codecs import Codec
-from kvshelf.store.artifact.identity import Identity
-from kvshelf.store.artifact.records import Kept, LayerRecord, State, States
-from kvshelf.store.artifact.shape import StateRole
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.artifact.codecs import Codec
+from kvshelf.artifact.identity import Identity
+from kvshelf.artifact.records import Kept, LayerRecord, State, States
+from kvshelf.artifact.shape import StateRole
 from tests.store.caches import from_heads, make_identity, make_layer, make_merged, make_pruned, split_at_random
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvshelf.api import Timings
+from kvshelf.artifact.cache import CompressedCache
 from kvshelf.errors import (
     CacheCorrupt,
     CacheExpired,
@@ -19,7 +20,6 @@ from kvshelf.errors import (
     InvalidRequest,
     QuotaExceeded,
 )
-from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.base import Store
 from kvshelf.store.index import Quota
 from kvshelf.store.manifest import Manifest

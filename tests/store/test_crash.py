@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
+from kvshelf.artifact.cache import CompressedCache
 from kvshelf.errors import CacheExpired, CacheNotFound, StoreUnavailable
-from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.disk import DiskStore
 from tests.store.caches import family, make_cache, require_equal
 from tests.store.places import Clock, Place, cut, remove_late_arrivals

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvshelf.api import Timings
+from kvshelf.artifact.cache import CompressedCache
 from kvshelf.errors import (
     CacheCorrupt,
     CacheExpired,
@@ -22,7 +23,6 @@ from kvshelf.errors import (
     StorageFull,
     StoreUnavailable,
 )
-from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.index import Quota
 from kvshelf.store.manifest import Usage
 from kvshelf.store.rules import Rules

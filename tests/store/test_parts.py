@@ -13,13 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvshelf.artifact import blob
+from kvshelf.artifact.blob.layer import RUN_ROWS
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.artifact.opened.partial import PartialCache, PartialLayer
+from kvshelf.artifact.records import Indexed, Latents, LayerRecord, PackedRecord, State, States
 from kvshelf.errors import BlobError, CacheCorrupt, InvalidRequest, StoreUnavailable
 from kvshelf.kernels.quantize.rows import plain
-from kvshelf.store.artifact import blob
-from kvshelf.store.artifact.blob.layer import RUN_ROWS
-from kvshelf.store.artifact.blob.reading import PartialCache, PartialLayer
-from kvshelf.store.artifact.cache import CompressedCache
-from kvshelf.store.artifact.records import Indexed, Latents, LayerRecord, PackedRecord, State, States
 from kvshelf.store.blobs import SeekableFile
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.objects.blobs import ObjectBlobs

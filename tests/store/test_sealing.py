@@ -21,16 +21,16 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvshelf.artifact import blob
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.artifact.opened.arriving import ArrivingCache
 from kvshelf.errors import BlobError, InvalidRequest, StoreUnavailable
 from kvshelf.store import sealing
-from kvshelf.store.artifact import blob
-from kvshelf.store.artifact.arriving import ArrivingCache
-from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.sealing import SealedFile, is_sealed, key_id_of, seal, unseal
 from kvshelf.store.sealing.keyring import Keyring
 from tests.store.caches import golden_caches, make_cache, require_equal
 
-GOLDEN = Path(__file__).parent / "golden" / "sealed.kvs"
+GOLDEN = Path(__file__).parents[1] / "artifact" / "golden" / "sealed.kvs"
 """The blob `bitmap-bfloat16`, sealed by `sealed_by_hand` with `KEYS[0]` and a salt that counts from 0 to 31."""
 
 KEYS = [bytes([index] * 32) for index in (1, 2, 3)]
@@ -550,7 +550,7 @@ def test_nothing_that_is_shown_tells_a_key() -> None:
 MEASURED = """
 import sys
 from io import FileIO
-from kvshelf.store.artifact.memory import fill, fresh_memory
+from kvshelf.artifact.memory import fill, fresh_memory
 from kvshelf.store.sealing.keyring import Keyring
 from kvshelf.store.sealing import seal, unseal
 

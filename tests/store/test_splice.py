@@ -11,8 +11,8 @@ from typing import Any
 import msgpack
 import pytest
 
+from kvshelf.artifact import blob
 from kvshelf.errors import BlobError, CacheCorrupt
-from kvshelf.store.artifact import blob
 from kvshelf.store.blobs import StoredFile, new_name
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.rules import Rules

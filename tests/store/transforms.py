@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvshelf.store.artifact.coder import Coder
-from kvshelf.store.artifact.transforms import Kind, RowTransform, Transforms, pack
-from kvshelf.workers.engine.transform_search import _tables
+from kvshelf.artifact.coder import Coder
+from kvshelf.artifact.transforms import Kind, RowTransform, Transforms, pack
+from kvshelf.training.transform_search import _tables
 
 
 @cache

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from kvshelf.errors import InvalidRequest, KvshelfError, NoWorker
 
 if TYPE_CHECKING:
-    from kvshelf.workers.engine.engine import Engine
+    from kvshelf.engine.engine import Engine
 
 BUNDLED: Final = "kvshelf-tiny"
 DOCUMENT_TOKENS: Final = 1024
@@ -44,7 +44,7 @@ class ModelToTry:
     def engine(self) -> Engine:
         import transformers
 
-        from kvshelf.workers.engine.engine import Engine
+        from kvshelf.engine.engine import Engine
 
         transformers.utils.logging.disable_progress_bar()
         return Engine.load(self.name, device=self.device, dtype=self.dtype)
@@ -84,7 +84,7 @@ def findings(name: str, device: str, dtype: str) -> Iterator[Finding]:
 
 def _put(trial: ModelToTry) -> Put:
     """Puts a document with one fact on the shelf, and asks for that fact."""
-    from kvshelf.bench.quality.tasks import make_document
+    from kvshelf.samples.tasks import make_document
     from kvshelf.store.url import StoreConfig
 
     engine = trial.engine()
@@ -130,11 +130,11 @@ def _asked_again(trial: ModelToTry, made: Put) -> tuple[tuple[int, ...], float]:
 def _features(engine: Engine, text: str) -> Iterator[Finding]:
     """What the model can have. Nothing here fails the check: a model may do without."""
     from kvshelf.api.tools import Tool
-    from kvshelf.workers import selectors
-    from kvshelf.workers.engine.inputs.tools import ToolFormat
-    from kvshelf.workers.policies import POLICIES
-    from kvshelf.workers.policies.gates.base import GatePolicy
-    from kvshelf.workers.suffixes.registry import SUFFIX_POLICIES
+    from kvshelf.engine.tools.tools import ToolFormat
+    from kvshelf.methods import selectors
+    from kvshelf.methods.policies import POLICIES
+    from kvshelf.methods.policies.gates.base import GatePolicy
+    from kvshelf.methods.suffixes.registry import SUFFIX_POLICIES
 
     form, document = engine.require_text("model"), engine.encode_document(text)
     attached = engine.attach(engine.compress(text, policy="full"))

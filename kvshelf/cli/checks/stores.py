@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvshelf._extras import needs_extra
-from kvshelf.bench.options import progress_bar
-from kvshelf.cli import _common
+from kvshelf.cli.output import common
 from kvshelf.errors import CacheCorrupt, InvalidRequest, StoreUnavailable
+from kvshelf.terminal import progress_bar
 
 if TYPE_CHECKING:
     from kvshelf.store.base import Store
@@ -37,7 +37,7 @@ def look_over(url: str, key_file: Path | None) -> str:
     if amiss:
         raise StoreUnavailable(f"{shown}: {'; '.join(amiss)}")
     advice = "".join(f". {warning}" for warning in health.warnings)
-    return f"{shown}: {usage.caches} caches, {_common.megabytes(usage.bytes)}, nothing amiss{advice}"
+    return f"{shown}: {usage.caches} caches, {common.megabytes(usage.bytes)}, nothing amiss{advice}"
 
 
 def scrub(url: str, key_file: Path | None) -> str:
@@ -69,4 +69,4 @@ def _walked(store: Store, found: Iterator[Scrubbed], doing: str, done: str) -> s
                 problems.append(f"{cache.id}: {cache.problem}")
     if problems:
         raise CacheCorrupt(f"{len(problems)} of {count} caches: {'; '.join(problems)}")
-    return f"{count} caches, {_common.megabytes(nbytes)}, {done}"
+    return f"{count} caches, {common.megabytes(nbytes)}, {done}"

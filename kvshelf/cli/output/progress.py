@@ -13,8 +13,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from kvshelf.bench.options import progress_bar
-from kvshelf.cli import _common
+from kvshelf.cli.output import common
+from kvshelf.terminal import progress_bar
 
 if TYPE_CHECKING:
     from kvshelf.api import CreationProgress
@@ -35,8 +35,8 @@ def shown(*, quiet: bool) -> Iterator[Callable[[Progress], None]]:
     """Gives a function to call with each snapshot. All output goes to standard error."""
     if quiet:
         yield lambda _: None
-    elif _common.notes.is_terminal:
-        with Live(console=_common.notes, refresh_per_second=4, transient=True) as live:
+    elif common.notes.is_terminal:
+        with Live(console=common.notes, refresh_per_second=4, transient=True) as live:
             yield lambda progress: live.update(_display(progress))
     else:
         yield _Lines().show
@@ -52,20 +52,20 @@ class _Lines:
         if progress.state == self._state and time.monotonic() < self._next:
             return
         self._state, self._next = progress.state, time.monotonic() + _LINE_EVERY_S
-        _common.notes.print(_headline(progress), soft_wrap=True)
+        common.notes.print(_headline(progress), soft_wrap=True)
 
 
 @contextmanager
 def searching(title: str) -> Iterator[Callable[[int, int], None]]:
     """Gives a function to call with how many steps of a search are done, and of how many. The time is shown, too."""
     started = time.monotonic()
-    if _common.notes.is_terminal:
+    if common.notes.is_terminal:
         with progress_bar() as progress:
             task = progress.add_task(title, total=None)
             yield lambda done, total: progress.update(task, completed=done, total=total)
     else:
         yield _SearchLines(title, started).show
-    _common.notes.print(f"{title}: done in {time.monotonic() - started:.0f} s", soft_wrap=True)
+    common.notes.print(f"{title}: done in {time.monotonic() - started:.0f} s", soft_wrap=True)
 
 
 class _SearchLines:
@@ -76,14 +76,14 @@ class _SearchLines:
         """Print a line, but not more than one in `_PUT_LINE_EVERY_S`."""
         if (now := time.monotonic()) >= self._next:
             self._next = now + _PUT_LINE_EVERY_S
-            _common.notes.print(f"{self._title}: {done} of {total}, {now - self._started:.0f} s", soft_wrap=True)
+            common.notes.print(f"{self._title}: {done} of {total}, {now - self._started:.0f} s", soft_wrap=True)
 
 
 @contextmanager
 def put_shown(name: str) -> Iterator[Callable[[CreationProgress], None]]:
     """Gives a function to call with each event of the creation of `name`. All output goes to standard error."""
-    if _common.notes.is_terminal:
-        with _common.notes.status(f"{name}: waiting for the model") as status:
+    if common.notes.is_terminal:
+        with common.notes.status(f"{name}: waiting for the model") as status:
             yield lambda event: status.update(_step(name, event))
     else:
         yield _PutLines(name).show
@@ -103,7 +103,7 @@ class _PutLines:
             return
         self._told = time.monotonic()
         self._phase = phase if ended else self._phase
-        _common.notes.print(_step(self._name, event), soft_wrap=True)
+        common.notes.print(_step(self._name, event), soft_wrap=True)
 
 
 def _step(name: str, event: CreationProgress) -> str:
@@ -148,7 +148,7 @@ def _headline(progress: Progress) -> str:
 def _numbers(progress: Progress) -> str:
     return (
         f"{progress.reused:,} reused, {progress.failed:,} failed, {progress.tokens_per_s:,.0f} tokens/s, "
-        f"{_common.megabytes(progress.bytes_stored)} stored ({progress.bytes.share:.1%} of 16 bits), "
+        f"{common.megabytes(progress.bytes_stored)} stored ({progress.bytes.share:.1%} of 16 bits), "
         f"{progress.gpu_hours:.2f} GPU hours"
     )
 
@@ -158,7 +158,7 @@ def _workers(progress: Progress) -> Table:
     for name, worker in sorted(progress.workers.items())[:_MOST_WORKERS]:
         rate = worker.tokens / worker.seconds if worker.seconds else 0.0
         rows.append((name, f"{worker.done:,}", f"{rate:,.0f}"))
-    table = _common.table(("WORKER", "DOCUMENTS", "TOKENS/S"), rows, numbers=(1, 2))
+    table = common.table(("WORKER", "DOCUMENTS", "TOKENS/S"), rows, numbers=(1, 2))
     table.style = table.header_style = "dim"
     return table
 

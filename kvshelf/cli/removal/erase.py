@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvshelf._extras import needs_extra
-from kvshelf.cli import _common, _options
+from kvshelf.cli import _options
 from kvshelf.cli.checks import stores
-from kvshelf.cli.output import say
+from kvshelf.cli.output import common, say
 from kvshelf.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ def erase(
     service, or with --store directly in a store, with the copies of its tiers on this machine. After a stop, the same
     command goes on.
     """
-    with _common.named_errors(as_json=as_json):
-        labels = _common.pairs(label, "--label")
+    with common.named_errors(as_json=as_json):
+        labels = common.pairs(label, "--label")
         if not labels and not name and tenant is None:
             raise InvalidRequest(
                 "say what is to be erased: --label subject=X, --name NAME, or --tenant NAME for everything of it",
@@ -73,12 +73,12 @@ def erase(
                 subject = Subject(tenant=tenant or _TENANT, labels=labels, name=name)
                 receipt = sealed(shelf.erase(subject, dry_run=dry_run), signer)
         if output is None:
-            _common.print_object(receipt)
+            common.print_object(receipt)
         else:
-            with _common.written(output) as file:
+            with common.written(output) as file:
                 file.write(receipt.model_dump_json().encode())
             say(output)
-    _common.notes.print(_told(receipt), soft_wrap=True)
+    common.notes.print(_told(receipt), soft_wrap=True)
 
 
 def _by_service(
@@ -91,7 +91,7 @@ def _by_service(
             receipt = client.erasures.create(labels=labels or None, name=name, tenant=tenant, dry_run=dry_run or None)
             if receipt.status != "in_progress":
                 return receipt
-            _common.notes.print(_told(receipt))
+            common.notes.print(_told(receipt))
 
 
 def _told(receipt: Erasure) -> str:
@@ -100,7 +100,7 @@ def _told(receipt: Erasure) -> str:
     again = "".join(
         f"; {each.kind} {each.id}: {each.why}" for each in receipt.stays if each.kind in ("request", "batch")
     )
-    return f"{what[receipt.status]}: {counts}, {_common.megabytes(receipt.bytes)}{again}"
+    return f"{what[receipt.status]}: {counts}, {common.megabytes(receipt.bytes)}{again}"
 
 
 def verify_receipt(
@@ -110,7 +110,7 @@ def verify_receipt(
     ] = None,
 ) -> None:
     """Check the digest and the signature of a receipt."""
-    with _common.named_errors(), needs_extra("serve", purpose="the digest of a receipt"):
+    with common.named_errors(), needs_extra("serve", purpose="the digest of a receipt"):
         from kvshelf.api.erasures import Erasure
         from kvshelf.store.erasure.signing import verify
 

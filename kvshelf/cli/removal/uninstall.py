@@ -18,8 +18,8 @@ from urllib.parse import unquote, urlsplit
 import typer
 
 import kvshelf
-from kvshelf.cli import _common, _options
-from kvshelf.cli.output import say
+from kvshelf.cli import _options
+from kvshelf.cli.output import common, say
 from kvshelf.errors import InvalidRequest
 
 What = Literal[
@@ -72,7 +72,7 @@ def uninstall(
     remark stays: servers and buckets, key files, units of systemd and their settings, and what other programs may use.
     Stop the services first.
     """
-    with _common.named_errors():
+    with common.named_errors():
         left = list(dict.fromkeys(found(os.environ, store)))
         _show(left)
         ours = [each for each in left if not each.remedy]
@@ -85,15 +85,15 @@ def uninstall(
         for each in ours:
             _remove(each)
             say("removed", each.place)
-    _common.notes.print("What is left is the package: pip uninstall kvshelf")
+    common.notes.print("What is left is the package: pip uninstall kvshelf")
 
 
 def _show(left: list[Left]) -> None:
-    rows = [[each.what, each.place, _common.megabytes(each.nbytes), each.remedy] for each in left]
+    rows = [[each.what, each.place, common.megabytes(each.nbytes), each.remedy] for each in left]
     if rows:
-        _common.print_table(_common.table(["WHAT", "PLACE", "SIZE", ""], rows, numbers=[2]))
+        common.print_table(common.table(["WHAT", "PLACE", "SIZE", ""], rows, numbers=[2]))
     else:
-        _common.notes.print("kvshelf has left nothing that it can find")
+        common.notes.print("kvshelf has left nothing that it can find")
 
 
 def found(environment: Mapping[str, str], store: str | None) -> Iterator[Left]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import IO, Any, Final
 
-from kvshelf.corpus.output.places import Place, ending, require_place, written
+from kvshelf.corpus.places import Place, ending, require_place, written
 from kvshelf.corpus.row import Row
 
 JSON_LINES: Final = (".jsonl", ".ndjson")

@@ -16,7 +16,7 @@ from itertools import zip_longest
 from typing import Any, Final
 
 from kvshelf.corpus.input.defaults import require_defaults
-from kvshelf.corpus.output.places import Place, require_place, written
+from kvshelf.corpus.places import Place, require_place, written
 from kvshelf.corpus.row import Row
 from kvshelf.corpus.run.progress import Summary
 
@@ -269,7 +269,7 @@ def _throughput(summary: Summary) -> list[str]:
 def _quality(found: _Findings) -> list[str]:
     if not found.agreement.count:
         return []
-    from kvshelf.workers.engine.quality import bounds  # torch, which a report without figures does without
+    from kvshelf.engine.quality import bounds  # torch, which a report without figures does without
 
     count = found.agreement.count
     low, high = bounds(found.below, count)

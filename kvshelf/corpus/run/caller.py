@@ -15,6 +15,7 @@ import structlog
 
 from kvshelf.api import CreateCache
 from kvshelf.api.openai import ChatCompletionRequest
+from kvshelf.artifact.identity import canonical_json, digest
 from kvshelf.corpus.row import Row, RowError
 from kvshelf.corpus.run.progress import RunOptions
 from kvshelf.corpus.run.runner import Job, Runner, refuse, stored_caches
@@ -29,7 +30,6 @@ from kvshelf.errors import (
     StateConflict,
     StoreError,
 )
-from kvshelf.store.artifact.identity import canonical_json, digest
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.requests import RequestRecord
 from kvshelf.store.manifest import Manifest

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Final, Self, TypeVar
 
 import pydantic_core
 
-from kvshelf.corpus.output.places import Place
+from kvshelf.corpus.places import Place
 from kvshelf.corpus.row import Journal, Row, last_ends
 from kvshelf.errors import InvalidRequest, StateConflict, StorageFull, StoreUnavailable
 

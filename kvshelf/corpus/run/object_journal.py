@@ -13,7 +13,7 @@ import pyarrow.fs as pafs
 import pydantic_core
 
 from kvshelf.corpus.objects import opened, put
-from kvshelf.corpus.output.places import Place, beside, exists
+from kvshelf.corpus.places import Place, beside, exists
 from kvshelf.corpus.row import Row, last_ends
 from kvshelf.corpus.run.journal import FileJournal, OutputJournal, another, identity, no_batch_s, parsed
 from kvshelf.errors import StateConflict, StoreUnavailable

@@ -10,7 +10,7 @@ _SHARE: Final = 0.1
 _CUE: Final = 58
 """Tokens that a cue runs behind the full cache and the compressed one."""
 _TOKENS_OF_A_CUE, _FEWEST, _MOST = 128, 10, 48
-"""As of a fast probe (`kvshelf.workers.engine.quality`, which needs torch; a front end has none)."""
+"""As of a fast probe (`kvshelf.engine.quality`, which needs torch; a front end has none)."""
 _DIGITS: Final = 8
 
 

@@ -12,16 +12,16 @@ import httpx
 import structlog
 
 from kvshelf.api import Usage
+from kvshelf.engine.inputs.encode import Prompt
 from kvshelf.errors import CacheUnusable, InvalidRequest, KvshelfError, WorkerCrashed
 from kvshelf.integrations.vllm.numbers import ProxyMetrics
 from kvshelf.integrations.vllm.request import Questions, ShelfRequest
 from kvshelf.integrations.vllm.upstreams import Upstreams
-from kvshelf.service.http.completions import Ending
+from kvshelf.service.dialects.completions import Ending
 from kvshelf.service.http.waiting import off_loop
 from kvshelf.service.observe.logs import note
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
-from kvshelf.workers.engine.inputs.encode import Prompt
 
 
 @dataclass(frozen=True)

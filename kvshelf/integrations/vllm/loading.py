@@ -10,12 +10,12 @@ from typing import Any
 import structlog
 import torch
 
+from kvshelf.artifact.opened.arriving import ArrivingCache
 from kvshelf.errors import InternalError, KvshelfError
 from kvshelf.integrations.vllm.model import ReadingModel
 from kvshelf.integrations.vllm.settings import ShelfSettings
 from kvshelf.integrations.vllm.step import Load
 from kvshelf.integrations.vllm.tails import Rows, Tails
-from kvshelf.store.artifact.arriving import ArrivingCache
 
 log = structlog.get_logger("kvshelf.vllm")
 

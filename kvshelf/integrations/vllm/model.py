@@ -8,17 +8,17 @@ from typing import Self
 
 from torch import Tensor
 
+from kvshelf.artifact.coder import Coder
+from kvshelf.artifact.identity import ModelIdentity
+from kvshelf.artifact.opened.arriving import ArrivingCache
+from kvshelf.artifact.records import LayerRecord, entries_of
+from kvshelf.artifact.shape import LayerShape
+from kvshelf.artifact.transforms import Transforms
+from kvshelf.engine.engine import Engine
+from kvshelf.engine.export import Places, plain_parts
 from kvshelf.errors import ModelMismatch, PolicyUnsupported
-from kvshelf.store.artifact.arriving import ArrivingCache
-from kvshelf.store.artifact.coder import Coder
-from kvshelf.store.artifact.identity import ModelIdentity
-from kvshelf.store.artifact.records import LayerRecord, entries_of
-from kvshelf.store.artifact.shape import LayerShape
-from kvshelf.store.artifact.transforms import Transforms
+from kvshelf.model.rope import Rope
 from kvshelf.store.jobs.transforms import KeptTransforms
-from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.engine.export import Places, plain_parts
-from kvshelf.workers.model.rope import Rope
 
 
 def require_pages(layers: Sequence[LayerShape], name: str) -> None:

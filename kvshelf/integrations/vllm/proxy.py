@@ -24,23 +24,24 @@ from kvshelf.integrations.vllm.bodies import CacheCompletion, Directions
 from kvshelf.integrations.vllm.numbers import ProxyMetrics
 from kvshelf.integrations.vllm.request import Questions
 from kvshelf.integrations.vllm.upstreams import Upstreams
+from kvshelf.model.loading import load_tokenizer
 from kvshelf.service.access.keyfile import KeyFile
 from kvshelf.service.access.keys import REREAD_S, Access, Admin, LiveKeys, Reader
 from kvshelf.service.access.limits import TenantLimits
+from kvshelf.service.dialects.completions import Completion, wants_usage
 from kvshelf.service.http import errors, server
-from kvshelf.service.http.completions import Completion, wants_usage
 from kvshelf.service.http.events import event_stream
 from kvshelf.service.http.parsing import Parser
+from kvshelf.service.http.place import Place
 from kvshelf.service.http.receiving import JSON_TYPE, read_body, require_type
 from kvshelf.service.http.waiting import until_hangup
 from kvshelf.service.loops import repeat
 from kvshelf.service.observe import logs
 from kvshelf.service.observe.telemetry import ObservedRequests
 from kvshelf.service.observe.tracing import tracer_to
-from kvshelf.service.process.supervisor import Place, bound
+from kvshelf.service.process.supervisor import bound
 from kvshelf.service.settings import Settings
 from kvshelf.service.storage import store_config
-from kvshelf.workers.model.loading import load_tokenizer
 from kvshelf.workers.replica.calls import Computing
 
 log = structlog.get_logger("kvshelf.vllm")

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Self
 
 from kvshelf.api.strict import MAX_TOKENS
+from kvshelf.engine.inputs.encode import Encoder, Prompt
 from kvshelf.errors import InvalidRequest, ModelMismatch
+from kvshelf.model.text import TextFormat
 from kvshelf.store.manifest import Manifest
-from kvshelf.workers.engine.inputs.encode import Encoder, Prompt
-from kvshelf.workers.model.text import TextFormat
 
 FIELD: Final = "kvshelf"
 """The field of `kv_transfer_params` that is for the connector."""

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Final, TypeVar
 
+from kvshelf.artifact import blob
+from kvshelf.artifact.blob.frame import TRAILER
+from kvshelf.artifact.opened.arriving import ArrivingCache
 from kvshelf.client import Client, Retries, Timeouts
 from kvshelf.errors import BlobError, ConnectionFailed, StoreUnavailable
 from kvshelf.integrations.vllm.request import Told
 from kvshelf.store import checks
-from kvshelf.store.artifact import blob
-from kvshelf.store.artifact.arriving import ArrivingCache
-from kvshelf.store.artifact.blob.frame import TRAILER
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@
 
 #include "choose/choose.h"
 #include "codes.h"
-#include "parts.h"
+#include "attention.h"
 #include "tiles.h"
 
 enum { TILE = 32 };

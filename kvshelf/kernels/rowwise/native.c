@@ -4,7 +4,7 @@
    second-level cache. With few rows the threads divide the outputs of each product, because weights are then what has
    to be read. */
 
-#include "parts.h"
+#include "program.h"
 
 /* Weights are [panels, inner, PANEL]: the outputs of a panel stand in the lanes of vectors. MOST: rows that are worked on
    together with WIDE vectors, as many as registers hold sums of beside a row's number and the vectors of weights. DEPTH:
@@ -454,6 +454,8 @@ EXPORT void kvshelf_multiply_lines(const float *x, const float *weight, float *y
     for_each(lines.pieces, threads, multiply_some_lines, &lines);
 }
 
+static void run_product(Member *member, const void *context) { run_rows(member, context); }
+
 /* x [rows, inputs] times a packed weight, and the bias, into y. sizes: rows, panels, inputs, and the rows of a block. */
 EXPORT void kvshelf_multiply(float *x, const void *packed, const float *scales, const float *bias, float *y,
                              const int64_t *sizes, int threads) {
@@ -461,5 +463,5 @@ EXPORT void kvshelf_multiply(float *x, const void *packed, const float *scales, 
     const Instruction product = {LINEAR, {sizes[1], sizes[2], 1}, to, from, from, {packed, scales, bias}};
     const Buffer buffers[] = {{x, sizes[2], 0}, {y, sizes[1] * PANEL, 0}};
     const RowProgram rows = {&product, buffers, 1, sizes[0], sizes[3], 0, 0};
-    kvshelf_run(&(Part){&rows, 0}, 1, threads);
+    run_phases(phases_of_rows(&rows), threads, run_product, &rows);
 }

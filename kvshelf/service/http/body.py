@@ -17,57 +17,27 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
-from kvshelf.api import AppendCache, CreateCache, QueryString
+from kvshelf.api import QueryString
 from kvshelf.api.strict import JsonBounds, RequestT, parse_json, parse_request
-from kvshelf.corpus.input.extract import Upload, plain_text
+from kvshelf.corpus.input.extract import Upload
 from kvshelf.errors import InvalidRequest
-from kvshelf.service.access.keys import Caller
 from kvshelf.service.http.parsing import LARGE_BYTES
-from kvshelf.service.http.receiving import JSON_TYPE, Cap, arriving, read_body, require_type
-from kvshelf.service.http.waiting import off_loop, until_hangup
+from kvshelf.service.http.receiving import Cap, arriving, require_type
+from kvshelf.service.http.waiting import off_loop
 from kvshelf.service.settings import Settings
-from kvshelf.service.state import Service
 from kvshelf.service.storage import space_for
 
 QueryT = TypeVar("QueryT", bound=QueryString)
-DocumentT = TypeVar("DocumentT", CreateCache, AppendCache)
 
 BLOB_TYPE = "application/octet-stream"
 
-_FORM = "multipart/form-data"
+FORM = "multipart/form-data"
 _PIECE_BYTES = 4 << 20
 _SLICE_BYTES = 64 << 10
 _MAX_FIELD_BYTES = LARGE_BYTES
 _MAX_NAME = 255
 _CHARSET = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:+-]{0,39}")
 _INSTEAD_OF_FILE = ("document", "messages", "token_ids")
-
-
-async def read_json(request: Request, model: type[RequestT], service: Service) -> RequestT:
-    """The validated JSON body of a request."""
-    require_type(request, JSON_TYPE)
-    body = await read_body(request, service.settings)
-    return await service.parser.parsed(model, body, request.state.caller.tenant)
-
-
-async def read_document(request: Request, service: Service, caller: Caller, model: type[DocumentT]) -> DocumentT:
-    """The validated body of a request with a document: JSON, or a form with the document as `file` (text, PDF or
-    HTML)."""
-    is_form = require_type(request, JSON_TYPE, _FORM) == _FORM
-    body = await read_body(request, service.settings)
-    if not is_form:
-        return await service.parser.parsed(model, body, caller.tenant)
-    form = await _form(request, body)
-    values, part = await service.computing.run(_form_values, form, model.model_json_schema())
-    # Validate the other fields before extracting text from the file, which is expensive.
-    checked: DocumentT = await service.computing.run(parse_request, model, values | {"document": ""})
-    file = await _upload(part)
-    kind = file.kind
-    if kind == "text":
-        text = plain_text(file.data, "the file", "file")
-    else:
-        text = await until_hangup(request, service.extractor.text(file, kind, caller.tenant))
-    return checked.model_copy(update={"document": text})
 
 
 def read_query(request: Request, model: type[QueryT]) -> QueryT:
@@ -111,7 +81,7 @@ async def received_file(
 
     The file is closed with the block. Nested fields are named as OpenAI's client names them: `outer[inner]`.
     """
-    require_type(request, _FORM)
+    require_type(request, FORM)
     cap = Cap("max_file_bytes", settings.max_file_bytes, settings.request_deadline_s)
     async with aclosing(arriving(request, settings, cap)) as chunks:
         parser = _StrictParser(request.headers, chunks, max_files=1, max_fields=8, max_part_size=_MAX_FIELD_BYTES)
@@ -164,7 +134,7 @@ class _StrictParser(MultiPartParser):
             super().on_part_end()
 
 
-async def _form(request: Request, body: bytearray) -> FormData:
+async def read_form(request: Request, body: bytearray) -> FormData:
 
     async def chunks() -> AsyncGenerator[bytes, None]:
         for start in range(0, len(body), _SLICE_BYTES):
@@ -176,7 +146,7 @@ async def _form(request: Request, body: bytearray) -> FormData:
     return await parser.parsed()
 
 
-def _form_values(form: FormData, schema: Mapping[str, Any]) -> tuple[dict[str, Any], UploadFile]:
+def form_values(form: FormData, schema: Mapping[str, Any]) -> tuple[dict[str, Any], UploadFile]:
     """The fields of a request from a form, and its `file`. Fields that are text in its schema are text, all others
     JSON."""
     values: dict[str, Any] = {}
@@ -202,7 +172,7 @@ def _form_values(form: FormData, schema: Mapping[str, Any]) -> tuple[dict[str, A
     return values, file
 
 
-async def _upload(part: UploadFile) -> Upload:
+async def read_upload(part: UploadFile) -> Upload:
     media_type, parameters = parse_options_header(part.content_type)
     charset = parameters.get(b"charset", b"").decode("latin-1")
     known_form = charset if _CHARSET.fullmatch(charset) else ""  # it becomes a command line argument

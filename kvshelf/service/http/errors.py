@@ -21,17 +21,14 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvshelf.api import ErrorBody
-from kvshelf.api.strict import MissReason, refusal
+from kvshelf.api.strict import refusal
 from kvshelf.errors import (
     BodyTooLarge,
-    CacheCorrupt,
-    CacheExpired,
     Forbidden,
     InternalError,
     InvalidRequest,
     KvshelfError,
     MethodNotAllowed,
-    ModelMismatch,
     NotFound,
     RateLimited,
     RequestTimeout,
@@ -41,6 +38,7 @@ from kvshelf.errors import (
     WorkerCrashed,
 )
 from kvshelf.service.observe.logs import note
+from kvshelf.service.observe.questions import miss_reason
 
 log = structlog.get_logger("kvshelf.service")
 
@@ -116,16 +114,6 @@ def error_json(body: ErrorBody) -> dict[str, Any]:
     """An error object as JSON. `param` is always present, `miss_reason` and `details` only if they are set."""
     silent = {name for name in ("miss_reason", "details") if getattr(body, name) is None}
     return body.model_dump(mode="json", exclude=silent)
-
-
-def miss_reason(error: KvshelfError) -> MissReason | None:
-    """Why a stored cache could not be used; None for other errors."""
-    reason = str(error.details.get("reason"))
-    if isinstance(error, CacheCorrupt):
-        return "version" if reason.startswith(("newer_", "unknown_")) else "corrupt"
-    if isinstance(error, CacheExpired):
-        return "evicted" if reason == "evicted" else "expired"
-    return "model_changed" if isinstance(error, ModelMismatch) else None
 
 
 def error_response(error: KvshelfError, scope: Scope | None = None) -> Response:

@@ -11,7 +11,7 @@ from functools import partial
 import uvicorn
 
 from kvshelf.service.http.connections import MAX_HEADER_BYTES, BoundedConnection, ConnectionLimits
-from kvshelf.service.process.supervisor import Place
+from kvshelf.service.http.place import Place
 from kvshelf.service.settings import Settings
 
 READY = "kvshelf is ready at "

@@ -18,6 +18,7 @@ import structlog
 
 from kvshelf.api import CreateCache
 from kvshelf.api.strict import parse_request
+from kvshelf.artifact.identity import canonical_msgpack
 from kvshelf.corpus.run.runner import Job, Runner, refuse, stored_caches
 from kvshelf.errors import (
     CacheError,
@@ -32,7 +33,6 @@ from kvshelf.errors import (
 from kvshelf.service.engines import EngineClient
 from kvshelf.service.loops import repeat
 from kvshelf.service.observe.logs import note
-from kvshelf.store.artifact.identity import canonical_msgpack
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.requests import REQUEST_ID, RequestRecord, Requests
 from kvshelf.workers.replica.attempts import Standing

@@ -10,14 +10,14 @@ from typing import Any
 from kvshelf.api import ErrorBody
 from kvshelf.api.batches import UNDONE
 from kvshelf.api.openai import ChatCompletionRequest
+from kvshelf.artifact.identity import ModelIdentity
 from kvshelf.corpus.row import Row
 from kvshelf.corpus.run.caller import PREFIX, Answer, request_id
 from kvshelf.errors import by_code
+from kvshelf.service.dialects.completions import Completion, ending_of, require_model
 from kvshelf.service.engines import each_alone
-from kvshelf.service.http.completions import Completion, ending_of, require_model
 from kvshelf.service.http.errors import error_json
 from kvshelf.service.serving import serving_all
-from kvshelf.store.artifact.identity import ModelIdentity
 from kvshelf.store.base import Store
 from kvshelf.workers.cluster.remote import RemoteEngine
 from kvshelf.workers.replica.results import Reply

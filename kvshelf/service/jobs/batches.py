@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Final
 
+from kvshelf.artifact.identity import ModelIdentity
 from kvshelf.service.jobs.batch_questions import Asker
 from kvshelf.service.jobs.batch_work import LEASE_S, BatchWork, outranked, rest_reason
 from kvshelf.service.loops import repeat
 from kvshelf.service.observe.metrics import Metrics
 from kvshelf.service.settings import Settings
-from kvshelf.store.artifact.identity import ModelIdentity
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.batches import BatchRecord
 from kvshelf.workers.cluster.remote import RemoteEngine

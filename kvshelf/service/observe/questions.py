@@ -13,8 +13,8 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
-from kvshelf.errors import CacheNotFound, KvshelfError, StoreUnavailable
-from kvshelf.service.http.errors import miss_reason
+from kvshelf.api.strict import MissReason
+from kvshelf.errors import CacheCorrupt, CacheExpired, CacheNotFound, KvshelfError, ModelMismatch, StoreUnavailable
 
 _SECONDS: Final = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _REASONS = ("not_found", "expired", "evicted", "corrupt", "version", "model_changed", "store_unavailable")
@@ -90,3 +90,13 @@ def _miss(exc: BaseException) -> str | None:
     if isinstance(exc, StoreUnavailable):
         return "store_unavailable"
     return miss_reason(exc) if isinstance(exc, KvshelfError) else None
+
+
+def miss_reason(error: KvshelfError) -> MissReason | None:
+    """Why a stored cache could not be used; None for other errors."""
+    reason = str(error.details.get("reason"))
+    if isinstance(error, CacheCorrupt):
+        return "version" if reason.startswith(("newer_", "unknown_")) else "corrupt"
+    if isinstance(error, CacheExpired):
+        return "evicted" if reason == "evicted" else "expired"
+    return "model_changed" if isinstance(error, ModelMismatch) else None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from kvshelf.model.hub import require_available
+from kvshelf.model.source import source_of
 from kvshelf.service.settings import Settings
 from kvshelf.store.erasure.signing import Signer
-from kvshelf.workers.model.hub import require_available
-from kvshelf.workers.model.source import source_of
 
 
 def require_startable(settings: Settings) -> None:
@@ -23,11 +23,11 @@ def require_startable(settings: Settings) -> None:
     for model in settings.models:
         require_available(source_of(model))
     if settings.device.startswith("cuda"):
-        from kvshelf.workers.model.loading import chosen_device  # imports torch, which otherwise loads while Ray starts
+        from kvshelf.model.loading import chosen_device  # imports torch, which otherwise loads while Ray starts
 
         chosen_device(settings.device)
     if settings.gpus_per_replica > 1 and settings.device != "spread":
-        from kvshelf.workers.model.loading import require_shared
+        from kvshelf.model.loading import require_shared
 
         for model in settings.models:
             require_shared(model, settings.gpus_per_replica, settings.device)

@@ -19,10 +19,10 @@ from opentelemetry.trace import Tracer
 
 from kvshelf.service.access.keyfile import KeyFile
 from kvshelf.service.http import server
+from kvshelf.service.http.place import Place
 from kvshelf.service.observe import logs
 from kvshelf.service.observe.tracing import tracer_to
 from kvshelf.service.process.preflight import require_startable
-from kvshelf.service.process.supervisor import Place
 from kvshelf.service.settings import Settings
 from kvshelf.workers.cluster import startup
 from kvshelf.workers.cluster.connect import prepare_environment, ray_cluster

@@ -10,13 +10,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import kvshelf
+from kvshelf.artifact.identity import canonical_json, digest
 from kvshelf.corpus.row import Journal, Shard
 from kvshelf.corpus.run.progress import INTERRUPTED, Progress, RunOptions, Summary
 from kvshelf.service.observe import logs
 from kvshelf.service.process.preflight import require_startable
 from kvshelf.service.settings import Settings
 from kvshelf.service.storage import store_config
-from kvshelf.store.artifact.identity import canonical_json, digest
 from kvshelf.workers.cluster.connect import prepare_environment, ray_cluster
 
 if TYPE_CHECKING:

@@ -23,14 +23,15 @@ from kvshelf.corpus.input.defaults import require_defaults
 from kvshelf.corpus.run.progress import Window
 from kvshelf.errors import FileNotFound, InvalidRequest, StateConflict
 from kvshelf.service.access.keys import Caller, Reader, Writer
+from kvshelf.service.bodies import read_json
 from kvshelf.service.http import openapi
-from kvshelf.service.http.body import read_json, read_query
+from kvshelf.service.http.body import read_query
 from kvshelf.service.http.events import Event, event_stream
 from kvshelf.service.http.server import LEAVING
 from kvshelf.service.http.waiting import off_loop
 from kvshelf.service.jobs.batch_work import rest_reason
 from kvshelf.service.routes.files import KEEP_S
-from kvshelf.service.state import InService, Service, written
+from kvshelf.service.service import InService, Service, written
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.batches import BatchRecord
 from kvshelf.workers.replica.create.spec import require_policy

@@ -23,12 +23,13 @@ from kvshelf.api import (
 )
 from kvshelf.errors import InvalidRequest
 from kvshelf.service.access.keys import Reader, Writer
+from kvshelf.service.bodies import read_document, read_json
 from kvshelf.service.http import openapi
-from kvshelf.service.http.body import read_document, read_json, read_query
+from kvshelf.service.http.body import read_query
 from kvshelf.service.http.events import EVENT_STREAM, event_stream
 from kvshelf.service.http.waiting import off_loop, until_hangup
 from kvshelf.service.routes.requests import request_json
-from kvshelf.service.state import TAKES_TOKENS, InService, Service, cache_object, cache_response, etag_of, written
+from kvshelf.service.service import TAKES_TOKENS, InService, Service, cache_object, cache_response, etag_of, written
 from kvshelf.store.base import Store
 from kvshelf.store.checks import require_revision
 from kvshelf.store.manifest import Manifest

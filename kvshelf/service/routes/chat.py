@@ -11,15 +11,14 @@ from fastapi.responses import JSONResponse
 
 from kvshelf.api.openai import ChatCompletion, ChatCompletionRequest
 from kvshelf.service.access.keys import Reader
-from kvshelf.service.asked import pieces_of, question_to
+from kvshelf.service.bodies import read_json
+from kvshelf.service.dialects.completions import Completion, Ending, ending_of, wants_usage
 from kvshelf.service.engines import relayed
 from kvshelf.service.http import openapi
-from kvshelf.service.http.body import read_json
-from kvshelf.service.http.completions import Completion, Ending, ending_of, wants_usage
 from kvshelf.service.http.events import event_stream
 from kvshelf.service.http.waiting import until_hangup
-from kvshelf.service.recompute import Question
-from kvshelf.service.state import TAKES_TOKENS, InService
+from kvshelf.service.questions import Question, pieces_of, question_to
+from kvshelf.service.service import TAKES_TOKENS, InService
 
 router = APIRouter(prefix="/v1/chat", tags=["chat"], responses=openapi.ERRORS)
 

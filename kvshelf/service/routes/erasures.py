@@ -9,9 +9,9 @@ from fastapi import APIRouter, Request, Response
 from kvshelf.api.erasures import CreateErasure, Erasure
 from kvshelf.errors import InvalidRequest
 from kvshelf.service.access.keys import Writer
+from kvshelf.service.bodies import read_json
 from kvshelf.service.http import openapi
-from kvshelf.service.http.body import read_json
-from kvshelf.service.state import InService, in_turn, written
+from kvshelf.service.service import InService, in_turn, written
 from kvshelf.store.base import Store
 from kvshelf.store.erasure.eraser import Subject
 from kvshelf.store.erasure.signing import Signer, sealed

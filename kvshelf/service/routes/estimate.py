@@ -6,11 +6,11 @@ from fastapi import APIRouter, Request
 
 from kvshelf.api import Estimate, EstimateObject
 from kvshelf.service.access.keys import Reader
+from kvshelf.service.bodies import read_json
 from kvshelf.service.http import openapi
-from kvshelf.service.http.body import read_json
 from kvshelf.service.http.waiting import until_hangup
 from kvshelf.service.routes.caches import require_tokenizer
-from kvshelf.service.state import TAKES_TOKENS, InService
+from kvshelf.service.service import TAKES_TOKENS, InService
 from kvshelf.workers.replica.create.spec import require_policy
 
 router = APIRouter(prefix="/v1/estimate", tags=["caches"], responses=openapi.ERRORS)

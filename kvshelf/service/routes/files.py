@@ -14,7 +14,7 @@ from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_query, received_file
 from kvshelf.service.http.downloads import InDownload, download
 from kvshelf.service.http.waiting import off_loop
-from kvshelf.service.state import InService, in_turn, written
+from kvshelf.service.service import InService, in_turn, written
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.files import FileRecord
 

@@ -13,12 +13,12 @@ from kvshelf.api import AppendCache, CacheObject, RemakeCache, StoredTurn, TurnL
 from kvshelf.api.caches import SaidMessage
 from kvshelf.errors import CacheError, CacheNotFound
 from kvshelf.service.access.keys import Reader, Writer
+from kvshelf.service.bodies import read_document, read_json
 from kvshelf.service.http import openapi
-from kvshelf.service.http.body import read_document, read_json
 from kvshelf.service.http.waiting import off_loop, until_hangup
-from kvshelf.service.recompute import remade
+from kvshelf.service.questions import remade
 from kvshelf.service.routes.caches import require_tokenizer
-from kvshelf.service.state import TAKES_TOKENS, InService, cache_response, written
+from kvshelf.service.service import TAKES_TOKENS, InService, cache_response, written
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 

@@ -10,10 +10,10 @@ from kvshelf.api import queries as asked
 from kvshelf.api.inspect import BuiltPrompt, KeptOf, KeptTokens
 from kvshelf.errors import InvalidRequest
 from kvshelf.service.access.keys import Caller, Reader
+from kvshelf.service.bodies import read_json
 from kvshelf.service.http import openapi
-from kvshelf.service.http.body import read_json
 from kvshelf.service.http.waiting import off_loop, until_hangup
-from kvshelf.service.state import TAKES_TOKENS, InService, Service, written
+from kvshelf.service.service import TAKES_TOKENS, InService, Service, written
 
 router = APIRouter(prefix="/v1/caches/{cache_id}", tags=["caches"], responses=openapi.ERRORS)
 

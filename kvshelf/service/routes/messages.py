@@ -13,15 +13,14 @@ from fastapi.responses import JSONResponse
 from kvshelf.api.anthropic import CountTokensRequest, MessageError, MessageObject, MessagesRequest, TokenCount
 from kvshelf.errors import NotFound
 from kvshelf.service.access.keys import Caller, Reader
-from kvshelf.service.asked import question_to
+from kvshelf.service.bodies import read_json
+from kvshelf.service.dialects.messages import Answering
 from kvshelf.service.http import openapi
-from kvshelf.service.http.body import read_json
 from kvshelf.service.http.errors import MESSAGES
 from kvshelf.service.http.events import event_stream
-from kvshelf.service.http.messages import Answering
 from kvshelf.service.http.waiting import until_hangup
-from kvshelf.service.recompute import Question
-from kvshelf.service.state import TAKES_TOKENS, InService, Service
+from kvshelf.service.questions import Question, question_to
+from kvshelf.service.service import TAKES_TOKENS, InService, Service
 from kvshelf.workers.replica.create.spec import require_policy
 
 router = APIRouter(prefix=MESSAGES, tags=["messages"], responses=openapi.errors_of(MessageError))

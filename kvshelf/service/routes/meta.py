@@ -26,17 +26,17 @@ from kvshelf.api import (
 )
 from kvshelf.api.strict import MAX_PROMPTS
 from kvshelf.errors import DeadlineExceeded, KvshelfError, NotFound, QueueFull, StoreUnavailable
+from kvshelf.methods.policies import catalog
+from kvshelf.methods.selectors import catalog as selector_catalog
+from kvshelf.methods.suffixes.info import catalog as suffix_catalog
 from kvshelf.service.access.keyfile import SCOPES
 from kvshelf.service.access.keys import Admin, Reader
 from kvshelf.service.access.limits import allowance
 from kvshelf.service.http import openapi
 from kvshelf.service.http.waiting import off_loop
-from kvshelf.service.state import InService, Service
+from kvshelf.service.service import InService, Service
 from kvshelf.store.disk.room import shortage
 from kvshelf.workers.cluster.remote import RemoteEngine
-from kvshelf.workers.policies import catalog
-from kvshelf.workers.selectors import catalog as selector_catalog
-from kvshelf.workers.suffixes.info import catalog as suffix_catalog
 
 router = APIRouter(tags=["service"], responses=openapi.ERRORS)
 

@@ -24,15 +24,15 @@ from kvshelf.api import (
     SearchCaches,
     SearchList,
 )
+from kvshelf.engine.decode.logprobs import Piece
+from kvshelf.model.templates.thoughts import Thought
 from kvshelf.service.access.keys import Reader
+from kvshelf.service.bodies import read_json
 from kvshelf.service.http import openapi
-from kvshelf.service.http.body import read_json
 from kvshelf.service.http.events import event_stream
 from kvshelf.service.http.waiting import until_hangup
-from kvshelf.service.recompute import Question
-from kvshelf.service.state import TAKES_TOKENS, InService, Service
-from kvshelf.workers.engine.decode.logprobs import Piece
-from kvshelf.workers.model.templates.thoughts import Thought
+from kvshelf.service.questions import Question
+from kvshelf.service.service import TAKES_TOKENS, InService, Service
 from kvshelf.workers.replica.results import Reply
 
 router = APIRouter(prefix="/v1", tags=["queries"], responses=openapi.ERRORS)

@@ -17,7 +17,7 @@ from kvshelf.service.http import openapi
 from kvshelf.service.http.errors import error_json
 from kvshelf.service.http.server import LEAVING
 from kvshelf.service.http.waiting import off_loop, until_hangup
-from kvshelf.service.state import InService
+from kvshelf.service.service import InService
 from kvshelf.store.jobs.requests import RequestRecord, Requests
 
 router = APIRouter(prefix="/v1/requests", tags=["requests"], responses=openapi.ERRORS)

@@ -17,14 +17,14 @@ from fastapi.responses import JSONResponse
 from kvshelf.api.responses import ResponseDeleted, ResponseObject, ResponsesRequest
 from kvshelf.errors import CacheError, CacheNotFound, InvalidRequest, KvshelfError
 from kvshelf.service.access.keys import Reader, Writer
-from kvshelf.service.asked import pieces_of, question_to
+from kvshelf.service.bodies import read_json
+from kvshelf.service.dialects.completions import ending_of
+from kvshelf.service.dialects.responses import Responding
 from kvshelf.service.http import openapi
-from kvshelf.service.http.body import read_json
-from kvshelf.service.http.completions import ending_of
 from kvshelf.service.http.events import event_stream
-from kvshelf.service.http.responses import Responding
 from kvshelf.service.http.waiting import off_loop, until_hangup
-from kvshelf.service.state import TAKES_TOKENS, InService
+from kvshelf.service.questions import pieces_of, question_to
+from kvshelf.service.service import TAKES_TOKENS, InService
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.responses import not_found
 

@@ -10,7 +10,7 @@ from kvshelf.api.usage import Metered, TenantStored, UsageQuery, UsageReport, Us
 from kvshelf.service.access.keys import AnyCaller
 from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_query
-from kvshelf.service.state import InService, written
+from kvshelf.service.service import InService, written
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.metering import DayUsed
 

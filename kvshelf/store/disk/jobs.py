@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from kvshelf.store.disk.database import Database
-from kvshelf.store.jobs.table import Item, JobTable, Kind, overtaken, too_many, too_slow
+from kvshelf.store.table import Item, JobTable, Kind, overtaken, too_many, too_slow
 
 _FIELDS: Final = (
     "kind, id, tenant, text, version, open, due, held, owner, after_s, "

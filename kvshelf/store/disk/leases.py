@@ -6,8 +6,8 @@ import sqlite3
 from collections.abc import Callable
 from typing import Final
 
+from kvshelf.store.blobs import READ_LEASE_S, TAKEN, TAKEN_S, Leases
 from kvshelf.store.disk.database import Database
-from kvshelf.store.leases import READ_LEASE_S, TAKEN, TAKEN_S, Leases
 
 _FOUND: Final = "SELECT 1 FROM readers WHERE name = ? AND (token = ?) = ? AND lease_until > ? LIMIT 1"
 

@@ -98,7 +98,7 @@ CREATE TRIGGER usage_of_changed AFTER UPDATE OF state, nbytes ON caches BEGIN
     WHERE tenant = new.tenant;
 END;
 
--- Files, batches, requests and sources: the fields of kvshelf.store.jobs.table.Item. `seq` orders listings.
+-- Files, batches, requests and sources: the fields of kvshelf.store.table.Item. `seq` orders listings.
 CREATE TABLE jobs (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
     kind TEXT NOT NULL,

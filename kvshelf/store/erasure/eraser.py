@@ -20,15 +20,15 @@ import msgpack
 from blake3 import blake3
 
 from kvshelf.api.erasures import ErasedThing, Erasure, StayingThing
+from kvshelf.artifact.identity import canonical_json, digest
 from kvshelf.errors import BlobError, CacheNotFound, FileNotFound, StateConflict
-from kvshelf.store.artifact.identity import canonical_json, digest
 from kvshelf.store.index import Entry, Index
 from kvshelf.store.jobs.batches import Batches, BatchRecord
 from kvshelf.store.jobs.bodies import Bodies
 from kvshelf.store.jobs.files import FileRecord, Files
 from kvshelf.store.jobs.requests import REQUEST_PREFIX
-from kvshelf.store.jobs.table import Item, Kind, read
 from kvshelf.store.manifest import Body, Record, SourceRecord
+from kvshelf.store.table import Item, Kind, read
 
 RECORD_S: Final = 86_400.0
 """How long a finished erasure is recorded, for a caller that has lost the receipt and asks again."""

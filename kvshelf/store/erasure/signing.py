@@ -11,8 +11,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_pem_public_key
 
 from kvshelf.api.erasures import Erasure
+from kvshelf.artifact.identity import canonical_json
 from kvshelf.errors import InvalidRequest
-from kvshelf.store.artifact.identity import canonical_json
 from kvshelf.store.private import read_private, refused
 
 _SAID_OF_IT: Final = {"digest", "public_key", "signature"}

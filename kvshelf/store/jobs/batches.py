@@ -11,8 +11,8 @@ from pydantic import Field
 from kvshelf.api.batches import BatchError, BatchStatus, RequestCounts
 from kvshelf.errors import BatchNotFound
 from kvshelf.store.index import KEEP_ENDED_S
-from kvshelf.store.jobs.table import Item, JobTable, overtaken, read, require_after
 from kvshelf.store.manifest import Record
+from kvshelf.store.table import Item, JobTable, overtaken, read, require_after
 
 ENDED: Final = frozenset({"completed", "failed", "expired", "cancelled"})
 

@@ -18,10 +18,10 @@ from blake3 import blake3
 from kvshelf.errors import BlobError, StorageFull, StoreError
 from kvshelf.store.blobs import Blobs
 from kvshelf.store.index import Index
-from kvshelf.store.jobs.table import Item
 from kvshelf.store.manifest import Body
 from kvshelf.store.rules import Rules
 from kvshelf.store.sealing import PARTS_LIMIT
+from kvshelf.store.table import Item
 from kvshelf.store.writer import Content, Writer, opened
 
 PART: Final = 1 << 20

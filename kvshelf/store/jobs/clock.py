@@ -20,8 +20,8 @@ from typing import Final
 
 from kvshelf.errors import StoreError
 from kvshelf.store.index import KEEP_ENDED_S
-from kvshelf.store.jobs.table import Item, JobTable, read
 from kvshelf.store.manifest import Record
+from kvshelf.store.table import Item, JobTable, read
 
 log = logging.getLogger("kvshelf.store")
 

@@ -14,8 +14,8 @@ from blake3 import blake3
 
 from kvshelf.errors import BlobError, FileNotFound
 from kvshelf.store.jobs.bodies import PART, Bodies
-from kvshelf.store.jobs.table import Item, JobTable, read, require_after
 from kvshelf.store.manifest import Body, Record
+from kvshelf.store.table import Item, JobTable, read, require_after
 from kvshelf.store.types import BlobFile
 
 FILE_PREFIX: Final = "file:"

@@ -9,9 +9,9 @@ from typing import Final
 from pydantic import Field
 
 from kvshelf.api.usage import KEEP_DAYS, Metered
-from kvshelf.store.artifact.identity import digest
-from kvshelf.store.jobs.table import Item, JobTable, read
+from kvshelf.artifact.identity import digest
 from kvshelf.store.manifest import Record
+from kvshelf.store.table import Item, JobTable, read
 
 _DIGITS: Final = 40
 

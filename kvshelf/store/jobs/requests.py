@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from kvshelf.api.strict import RequestState
+from kvshelf.artifact.identity import digest
 from kvshelf.errors import BlobError, InternalError, RequestNotFound, StateConflict
-from kvshelf.store.artifact.identity import digest
 from kvshelf.store.index import KEEP_ENDED_S
 from kvshelf.store.jobs.bodies import Bodies
-from kvshelf.store.jobs.table import Item, JobTable, overtaken, read
 from kvshelf.store.manifest import Body, Record
+from kvshelf.store.table import Item, JobTable, overtaken, read
 
 REQUEST_PREFIX: Final = "request:"
 """Tells a sealed body of a request from a sealed cache or file."""

@@ -12,9 +12,9 @@ from typing import Final
 from kvshelf.errors import BlobError, ResponseNotFound
 from kvshelf.store.index import KEEP_ENDED_S
 from kvshelf.store.jobs.bodies import Bodies
-from kvshelf.store.jobs.table import Item, JobTable, read
 from kvshelf.store.manifest import Body, Record
 from kvshelf.store.rules import Rules
+from kvshelf.store.table import Item, JobTable, read
 
 RESPONSE_PREFIX: Final = "response:"
 """Tells a sealed response from a sealed cache or file."""

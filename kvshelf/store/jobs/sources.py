@@ -24,8 +24,8 @@ from blake3 import blake3
 from kvshelf.errors import BlobError, InvalidRequest, SourceNotKept
 from kvshelf.store.index import KEEP_ENDED_S
 from kvshelf.store.jobs.bodies import Bodies
-from kvshelf.store.jobs.table import Item, JobTable, read, require_after
 from kvshelf.store.manifest import Body, Manifest, SourceInfo, SourceRecord
+from kvshelf.store.table import Item, JobTable, read, require_after
 from kvshelf.store.types import Source, TokenIds
 
 SOURCE_PREFIX: Final = "source:"

@@ -10,8 +10,8 @@ from typing import Final
 
 from kvshelf.errors import BlobError, CacheCorrupt
 from kvshelf.store.jobs.bodies import Bodies
-from kvshelf.store.jobs.table import Item, JobTable, read
 from kvshelf.store.manifest import Body, Record
+from kvshelf.store.table import Item, JobTable, read
 
 TRANSFORMS_PREFIX: Final = "transforms:"
 """Tells sealed transforms from a sealed cache or file."""

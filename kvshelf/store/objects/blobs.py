@@ -18,9 +18,8 @@ from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import ObjectStore, from_url
 
 from kvshelf.errors import BlobError, InvalidRequest, StoreError, StoreUnavailable
-from kvshelf.store.blobs import Blobs, Health, Step, StoredFile, is_name
+from kvshelf.store.blobs import Blobs, Health, Leases, Step, StoredFile, is_name
 from kvshelf.store.index import Index
-from kvshelf.store.leases import Leases
 from kvshelf.store.objects.address import ObjectPlace
 from kvshelf.store.objects.faults import EmptyObject, translated
 from kvshelf.store.objects.file import HEAD, TAIL, Ends, Lease, ObjectFile

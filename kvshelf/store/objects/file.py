@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvshelf.errors import BlobError, StoreError
-from kvshelf.store.blobs import SeekableFile, neighbours
-from kvshelf.store.leases import READ_LEASE_S
+from kvshelf.store.blobs import READ_LEASE_S, SeekableFile, neighbours
 
 HEAD: Final = 256 << 10
 """Bytes at the beginning that come when a file is opened: the headers of all but very long documents."""

@@ -18,8 +18,7 @@ from importlib import resources
 from typing import Final
 
 from kvshelf.errors import BlobError, StoreUnavailable
-from kvshelf.store.blobs import MARGIN_S, WRITE_LEASE_S, Blobs, Health, Step, StoredFile, is_name
-from kvshelf.store.leases import READ_LEASE_S
+from kvshelf.store.blobs import MARGIN_S, READ_LEASE_S, WRITE_LEASE_S, Blobs, Health, Step, StoredFile, is_name
 from kvshelf.store.redis.file import Piece, RedisFile, ends_of
 from kvshelf.store.redis.link import RedisLink
 from kvshelf.store.redis.wire import Command, Garbled, Part, Refused, Reply, Wire

@@ -11,8 +11,8 @@ from typing import Final
 
 from pydantic import TypeAdapter
 
+from kvshelf.artifact.identity import digest
 from kvshelf.errors import StoreUnavailable
-from kvshelf.store.artifact.identity import digest
 from kvshelf.store.blobs import cache_of
 from kvshelf.store.index import ID_PREFIX, KEEP_ENDED_S, Entry, Query, Writing
 from kvshelf.store.manifest import Manifest

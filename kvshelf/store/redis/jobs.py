@@ -8,9 +8,9 @@ from typing import Any, Final
 from pydantic import TypeAdapter
 
 from kvshelf.errors import StoreUnavailable
-from kvshelf.store.jobs.table import Item, JobTable, Kind, overtaken, too_many, too_slow
 from kvshelf.store.redis.link import RedisLink
 from kvshelf.store.redis.script import Script, Value
+from kvshelf.store.table import Item, JobTable, Kind, overtaken, too_many, too_slow
 
 _FIELDS: Final = (
     *("kind", "id", "tenant", "text", "version", "open", "due", "held", "owner", "after_s"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvshelf.store.leases import READ_LEASE_S, TAKEN, TAKEN_S, Leases
+from kvshelf.store.blobs import READ_LEASE_S, TAKEN, TAKEN_S, Leases
 from kvshelf.store.redis.link import RedisLink
 
 _SCRIPT: Final = """

@@ -37,8 +37,8 @@ from cryptography.hazmat.primitives.ciphers import AEADDecryptionContext, AEADEn
 from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import GCM
 
+from kvshelf.artifact.memory import fill, fresh_memory
 from kvshelf.errors import BlobError, InvalidRequest
-from kvshelf.store.artifact.memory import fill, fresh_memory
 from kvshelf.store.blobs import SeekableFile
 from kvshelf.store.sealing.keyring import Keyring, framed
 

@@ -13,8 +13,8 @@ from typing import Final, Self
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from kvshelf.artifact.identity import digest
 from kvshelf.errors import InvalidRequest, StoreUnavailable
-from kvshelf.store.artifact.identity import digest
 from kvshelf.store.private import read_private, refused
 
 KEY_BYTES: Final = 32

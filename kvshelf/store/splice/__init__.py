@@ -21,8 +21,8 @@ from typing import Any, Final, NamedTuple
 
 import msgpack
 
+from kvshelf.artifact.blob.layer import aligned
 from kvshelf.errors import BlobError
-from kvshelf.store.artifact.blob.layer import aligned
 from kvshelf.store.blobs import Name, SeekableFile, StoredFile, is_name
 
 MAGIC: Final = b"KVSPLICE"

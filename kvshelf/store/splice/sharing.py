@@ -8,9 +8,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from kvshelf.store.artifact.blob import PackedBlob
-from kvshelf.store.artifact.blob.frame import TRAILER, BlobSummary
-from kvshelf.store.artifact.blob.layer import Layer, Span, aligned
+from kvshelf.artifact.blob import PackedBlob
+from kvshelf.artifact.blob.frame import TRAILER, BlobSummary
+from kvshelf.artifact.blob.layer import Layer, Span, aligned
 from kvshelf.store.blobs import Name, StoredFile
 from kvshelf.store.splice import BASES_LIMIT, TABLE_LIMIT, Run, Splice, SplicedFile
 

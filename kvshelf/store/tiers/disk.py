@@ -27,9 +27,9 @@ from kvshelf.store.tiers.tier import Tier
 from kvshelf.store.types import BlobFile, Scrubbed, Source
 
 if TYPE_CHECKING:
-    from kvshelf.store.artifact.arriving import ArrivingCache
-    from kvshelf.store.artifact.blob.reading import PartialCache
-    from kvshelf.store.artifact.cache import CompressedCache
+    from kvshelf.artifact.cache import CompressedCache
+    from kvshelf.artifact.opened.arriving import ArrivingCache
+    from kvshelf.artifact.opened.partial import PartialCache
 
 ReadT = TypeVar("ReadT")
 

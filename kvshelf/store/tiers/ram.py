@@ -12,19 +12,19 @@ from functools import partial
 from io import BytesIO
 from typing import TYPE_CHECKING, Final
 
+from kvshelf.artifact.blob import PackedBlob
+from kvshelf.artifact.blob.frame import BlobSummary
+from kvshelf.artifact.memory import fresh_memory
 from kvshelf.errors import BlobError, KvshelfError
 from kvshelf.store import checks
-from kvshelf.store.artifact.blob import PackedBlob
-from kvshelf.store.artifact.blob.frame import BlobSummary
-from kvshelf.store.artifact.memory import fresh_memory
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.tiers.tier import Tier
 from kvshelf.store.types import BlobFile, Scrubbed, Source
 
 if TYPE_CHECKING:
-    from kvshelf.store.artifact.arriving import ArrivingCache
-    from kvshelf.store.artifact.blob.reading import PartialCache
-    from kvshelf.store.artifact.cache import CompressedCache
+    from kvshelf.artifact.cache import CompressedCache
+    from kvshelf.artifact.opened.arriving import ArrivingCache
+    from kvshelf.artifact.opened.partial import PartialCache
 
 RECENT_S: Final = 60.0
 """How long a copy may be used without the home after the home has confirmed it.
@@ -119,7 +119,7 @@ class RamTier(Tier):
         copy = self._copy_of(manifest)
         if copy is None:
             return None
-        from kvshelf.store.artifact.arriving import ArrivingCache  # here, because it imports torch
+        from kvshelf.artifact.opened.arriving import ArrivingCache  # here, because it imports torch
 
         return ArrivingCache(copy.summary, copy.body, partial(self._dropping, copy))
 
@@ -127,7 +127,7 @@ class RamTier(Tier):
         copy = self._copy_of(manifest)
         if copy is None:
             return None
-        from kvshelf.store.artifact.blob.reading import PartialCache  # as above
+        from kvshelf.artifact.opened.partial import PartialCache  # as above
 
         return PartialCache(copy.summary, copy.body, partial(self._dropping, copy))
 

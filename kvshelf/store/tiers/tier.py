@@ -10,9 +10,9 @@ from kvshelf.store.manifest import Manifest
 from kvshelf.store.types import BlobFile, Scrubbed, Source
 
 if TYPE_CHECKING:
-    from kvshelf.store.artifact.arriving import ArrivingCache
-    from kvshelf.store.artifact.blob.reading import PartialCache
-    from kvshelf.store.artifact.cache import CompressedCache
+    from kvshelf.artifact.cache import CompressedCache
+    from kvshelf.artifact.opened.arriving import ArrivingCache
+    from kvshelf.artifact.opened.partial import PartialCache
 
 
 class Tier(abc.ABC):

@@ -21,6 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from kvshelf.api.erasures import Erasure
+from kvshelf.artifact.identity import Identity
 from kvshelf.errors import (
     CacheCorrupt,
     CacheError,
@@ -30,7 +31,6 @@ from kvshelf.errors import (
     StoreError,
     StoreUnavailable,
 )
-from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.base import Store
 from kvshelf.store.blobs import Health
 from kvshelf.store.erasure.eraser import Subject
@@ -41,9 +41,9 @@ from kvshelf.store.tiers.tiers import Tiers
 from kvshelf.store.types import BlobFile, Changes, Page, Receipt, Scrubbed, Source, Swept
 
 if TYPE_CHECKING:
-    from kvshelf.store.artifact.arriving import ArrivingCache
-    from kvshelf.store.artifact.blob.reading import PartialCache
-    from kvshelf.store.artifact.cache import CompressedCache
+    from kvshelf.artifact.cache import CompressedCache
+    from kvshelf.artifact.opened.arriving import ArrivingCache
+    from kvshelf.artifact.opened.partial import PartialCache
 
 ResultT = TypeVar("ResultT")
 

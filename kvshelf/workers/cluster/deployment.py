@@ -22,14 +22,14 @@ import torch
 from ray import serve
 
 from kvshelf import errors
+from kvshelf.engine.engine import Engine
+from kvshelf.engine.parallel.engine import ParallelEngine
+from kvshelf.engine.quality import How
 from kvshelf.errors import InvalidRequest, KvshelfError, NoWorker, WorkerCrashed
+from kvshelf.model import calibration
 from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster import orphans, startup
 from kvshelf.workers.cluster.remote import RemoteEngine, running
-from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.engine.parallel.engine import ParallelEngine
-from kvshelf.workers.engine.quality import How
-from kvshelf.workers.model import calibration
 from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.residents import ResidentLimits
 from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits

@@ -35,7 +35,7 @@ from kvshelf.errors import (
     QueueFull,
     WorkerCrashed,
 )
-from kvshelf.workers.model.split import MOST_PARTS, too_many_parts
+from kvshelf.model.split import MOST_PARTS, too_many_parts
 from kvshelf.workers.replica.queues import Pace
 
 MOST_BESIDE: Final = 1 << 20

@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from kvshelf.api import Asking
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.artifact.identity import Identity, canonical_json
+from kvshelf.engine.attention.attachment import Attachment
+from kvshelf.engine.decode.turns import Turn
+from kvshelf.engine.engine import Engine
+from kvshelf.engine.inputs.dialogue import Dialogue, Said, TurnEnd, whole_turn
 from kvshelf.errors import CacheError, CacheNotFound, KvshelfError, SourceNotKept
-from kvshelf.store.artifact.cache import CompressedCache
-from kvshelf.store.artifact.identity import Identity, canonical_json
+from kvshelf.model.text import Broken, TemplateOptions
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
-from kvshelf.workers.engine.attention.attachment import Attachment
-from kvshelf.workers.engine.decode.turns import Turn
-from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.engine.inputs.dialogue import Dialogue, Said, TurnEnd, whole_turn
-from kvshelf.workers.model.text import Broken, TemplateOptions
 from kvshelf.workers.replica.create.publish import name_behind
 from kvshelf.workers.replica.reading import whole
 

@@ -19,18 +19,18 @@ from pydantic import TypeAdapter, ValidationError
 
 from kvshelf.api.inspect import BuiltPrompt, KeptLayer, KeptTokens
 from kvshelf.api.strict import JsonBounds, MessageList
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.artifact.identity import Identity
+from kvshelf.artifact.records import LayerRecord, Merged, Recent, entries_of, is_latent, parts_of, states_of
+from kvshelf.engine.decode.shown import built_prompt, pieces
+from kvshelf.engine.engine import Engine
+from kvshelf.engine.inputs.encode import Document
 from kvshelf.errors import InvalidRequest, SourceNotKept, StateConflict
-from kvshelf.store.artifact.cache import CompressedCache
-from kvshelf.store.artifact.identity import Identity
-from kvshelf.store.artifact.records import LayerRecord, Merged, Recent, entries_of, is_latent, parts_of, states_of
+from kvshelf.methods.policies.view import DocumentView
+from kvshelf.model.text import EncodedDocument
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.types import TokenIds
-from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.engine.inputs.encode import Document
-from kvshelf.workers.engine.inputs.shown import built_prompt, pieces
-from kvshelf.workers.model.text import EncodedDocument
-from kvshelf.workers.policies.view import DocumentView
 
 BITMAP_BYTES: Final = 4 << 20
 """Most bytes of bitmaps in one answer, in base64. 80 layers of 8 heads and 100,000 tokens have 10.7 MB: three pages."""

@@ -18,21 +18,22 @@ from kvshelf.api.inspect import BuiltPrompt
 from kvshelf.api.shapes import Logprob, param_of
 from kvshelf.api.texts import texts_of
 from kvshelf.api.tools import ToolAsking, ToolCall, ToolTurn
+from kvshelf.artifact.identity import Boundary, Identity
+from kvshelf.engine.attention.attachment import Attached, Attachment
+from kvshelf.engine.decode.generation import Answer, Sampling
+from kvshelf.engine.decode.grammar import Grammar
+from kvshelf.engine.decode.reduction import SuffixReducer
+from kvshelf.engine.decode.selection import Selection
+from kvshelf.engine.engine import Engine
+from kvshelf.engine.inputs.dialogue import Dialogue, Said
+from kvshelf.engine.tools.counting import count
+from kvshelf.engine.tools.tools import HeldPieces, ToolFormat
 from kvshelf.errors import CacheError, CacheNotFound, DeadlineExceeded, InvalidRequest, KvshelfError
-from kvshelf.store.artifact.identity import Boundary, Identity
+from kvshelf.methods.selectors.registry import reads_by_index
+from kvshelf.model.templates.thoughts import Thought, Thoughts, ThoughtStream, told_apart
+from kvshelf.model.text import Broken, TemplateOptions
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.meter import Meter
-from kvshelf.workers.engine.attention.attachment import Attached, Attachment
-from kvshelf.workers.engine.decode.generation import Answer, Sampling
-from kvshelf.workers.engine.decode.grammar import Grammar
-from kvshelf.workers.engine.decode.reduction import SuffixReducer
-from kvshelf.workers.engine.decode.selection import Selection
-from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.engine.inputs.counting import count
-from kvshelf.workers.engine.inputs.dialogue import Dialogue, Said
-from kvshelf.workers.engine.inputs.tools import HeldPieces, ToolFormat
-from kvshelf.workers.model.templates.thoughts import Thought, Thoughts, ThoughtStream, told_apart
-from kvshelf.workers.model.text import Broken, TemplateOptions
 from kvshelf.workers.replica.calls import ReplicaThreads, called_as
 from kvshelf.workers.replica.conversations import Conversations, Line
 from kvshelf.workers.replica.inspect import shown_prompt
@@ -40,7 +41,6 @@ from kvshelf.workers.replica.residents import Resident, Residents
 from kvshelf.workers.replica.results import Phase, Reply, rounded
 from kvshelf.workers.replica.scheduler import Scheduler
 from kvshelf.workers.replica.ticket import Ticket
-from kvshelf.workers.selectors.registry import reads_by_index
 
 log = structlog.get_logger("kvshelf.workers")
 
@@ -80,7 +80,7 @@ class Questions:
         tenant: str,
         origin: str = "",
     ) -> int:
-        """As `kvshelf.workers.engine.inputs.counting.count`. Refuses what a question with these tools and this shape
+        """As `kvshelf.engine.tools.counting.count`. Refuses what a question with these tools and this shape
         refuses, and more than the model takes."""
         with called_as(origin, tenant):
             said = [*texts_of(query), *([] if document is None else [document])]

@@ -15,8 +15,9 @@ from kvshelf.errors import KvshelfError, NoWorker, QueueFull
 from kvshelf.workers.replica.ticket import Ticket
 
 if TYPE_CHECKING:
-    from kvshelf.workers.engine.decode.generation import Answer, Checkpoint, Generation
-    from kvshelf.workers.engine.engine import Engine
+    from kvshelf.engine.decode.generation import Answer, Generation
+    from kvshelf.engine.engine import Engine
+    from kvshelf.engine.progress import Checkpoint
 
 ItemT = TypeVar("ItemT")
 ResultT_co = TypeVar("ResultT_co", covariant=True)

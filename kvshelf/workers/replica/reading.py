@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from kvshelf.store.artifact.arriving import ArrivingCache
-from kvshelf.store.artifact.cache import CompressedCache
-from kvshelf.store.artifact.identity import Identity
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.artifact.identity import Identity
+from kvshelf.artifact.opened.arriving import ArrivingCache
+from kvshelf.engine.attention.attachment import Attachment
+from kvshelf.engine.engine import Engine
 from kvshelf.store.base import Store
-from kvshelf.workers.engine.attention.attachment import Attachment
-from kvshelf.workers.engine.engine import Engine
 
 
 def attached(engine: Engine, store: Store, arriving: ArrivingCache) -> Attachment:

@@ -14,12 +14,12 @@ from functools import partial
 from typing import Any
 
 from kvshelf.api.inspect import KeptOf, KeptTokens
+from kvshelf.artifact.identity import Identity
+from kvshelf.engine.engine import Engine
+from kvshelf.engine.quality import How
 from kvshelf.errors import InternalError
-from kvshelf.store.artifact.identity import Identity
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.meter import Meter
-from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.engine.quality import How
 from kvshelf.workers.replica.attempts import Attempts
 from kvshelf.workers.replica.calls import ReplicaThreads, called_as
 from kvshelf.workers.replica.conversations import Conversations

@@ -19,12 +19,12 @@ from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppres
 from dataclasses import dataclass, field
 from typing import NoReturn
 
+from kvshelf.artifact.opened.arriving import ArrivingCache
+from kvshelf.artifact.opened.partial import PartialCache
+from kvshelf.artifact.records import LayerRecord
+from kvshelf.engine.attention.attachment import Attachment, PartialAttachment
 from kvshelf.errors import InvalidRequest, KvshelfError
-from kvshelf.store.artifact.arriving import ArrivingCache
-from kvshelf.store.artifact.blob.reading import PartialCache
-from kvshelf.store.artifact.records import LayerRecord
 from kvshelf.store.base import Store
-from kvshelf.workers.engine.attention.attachment import Attachment, PartialAttachment
 from kvshelf.workers.replica.calls import Threads, tenant_at_work
 from kvshelf.workers.replica.fair_queue import FairCondition, FairQueue
 from kvshelf.workers.replica.queues import Pace

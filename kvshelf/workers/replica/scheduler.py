@@ -22,20 +22,20 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvshelf.engine.attention.attachment import block
+from kvshelf.engine.attention.function import kvshelf_attention
+from kvshelf.engine.decode.reduction import SuffixReducer
+from kvshelf.engine.decode.selection import Selection
+from kvshelf.engine.decode.suffixes import capacity_for
 from kvshelf.errors import InternalError, InvalidRequest, KvshelfError, StateConflict
-from kvshelf.workers.engine.attention.attachment import block
-from kvshelf.workers.engine.attention.function import kvshelf_attention
-from kvshelf.workers.engine.decode.reduction import SuffixReducer
-from kvshelf.workers.engine.decode.selection import Selection
-from kvshelf.workers.engine.decode.suffixes import capacity_for
 from kvshelf.workers.replica.queues import Answering, Compressing, Passing, Queues, SchedulerLimits, TurnOf, Work
 from kvshelf.workers.replica.ticket import Ticket
 
 if TYPE_CHECKING:
-    from kvshelf.store.artifact.cache import CompressedCache
-    from kvshelf.workers.engine.attention.attachment import Attached, Wait
-    from kvshelf.workers.engine.decode.generation import Answer, Sampling
-    from kvshelf.workers.engine.engine import Engine
+    from kvshelf.artifact.cache import CompressedCache
+    from kvshelf.engine.attention.attachment import Attached, Wait
+    from kvshelf.engine.decode.generation import Answer, Sampling
+    from kvshelf.engine.engine import Engine
 
 __all__ = ["Scheduler", "SchedulerLimits", "Work"]
 

@@ -7,9 +7,9 @@ import multiprocessing
 import pytest
 from typer.testing import CliRunner
 
-from kvshelf.bench.batches.batch import bare_loops
-from kvshelf.bench.cli import app
 from kvshelf.errors import InvalidRequest, WorkerCrashed
+from kvshelf_bench.batches.batch import bare_loops
+from kvshelf_bench.cli import app
 
 GOOD, BAD = list(range(20, 220)), [10**9] * 200  # no model has such a token
 

@@ -10,14 +10,14 @@ from statistics import fmean
 import pytest
 from typer.testing import CliRunner
 
-from kvshelf.bench.characterize import load
-from kvshelf.bench.characterize.load import Cell, Offer, Way, characterized, require_known
-from kvshelf.bench.characterize.tables import MEASURES, cells_table, winners_table
-from kvshelf.bench.cli import app
-from kvshelf.bench.speed.decode import endless_answers
-from kvshelf.bench.speed.subject import load_subject
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
+from kvshelf_bench.characterize import load
+from kvshelf_bench.characterize.load import Cell, Offer, Way, characterized, require_known
+from kvshelf_bench.characterize.tables import MEASURES, cells_table, winners_table
+from kvshelf_bench.cli import app
+from kvshelf_bench.speed.decode import endless_answers
+from kvshelf_bench.speed.subject import load_subject
 
 SMALL = Offer([200.0], requests=6, documents=2, tokens=512, answer_tokens=4)
 CELL = Cell("m", 1000, 4.0, "full", 1.0, 0.1, 0.2, 100.0, 1000, 50.0, 0.9)

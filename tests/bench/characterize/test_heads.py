@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from typer.testing import CliRunner
 
-from kvshelf.bench.characterize.heads import MASS, heads, nearest_similarity, sparsity
-from kvshelf.bench.cli import app
+from kvshelf_bench.characterize.heads import MASS, heads, nearest_similarity, sparsity
+from kvshelf_bench.cli import app
 from tests.kernels.references.column_sums import column_sums
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvshelf.bench.cli import app
-from kvshelf.bench.kernels.baselines import column_sums_by_attention, column_sums_of_whole_weights, flash, repeated
-from kvshelf.bench.kernels.kernels import column_sum_times
+from kvshelf_bench.cli import app
+from kvshelf_bench.kernels.baselines import column_sums_by_attention, column_sums_of_whole_weights, flash, repeated
+from kvshelf_bench.kernels.kernels import column_sum_times
 from tests.kernels.references import column_sums as reference
 
 

@@ -11,19 +11,19 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
-from kvshelf.bench import measure
-from kvshelf.bench.cli import app
-from kvshelf.bench.kernels import baselines, kernels, products
-from kvshelf.bench.kernels.baselines import (
+from kvshelf.errors import InvalidRequest
+from kvshelf.kernels import rates
+from kvshelf.kernels.rowwise import available
+from kvshelf.kernels.select import pack
+from kvshelf_bench.cli import app
+from kvshelf_bench.kernels import baselines, kernels, products
+from kvshelf_bench.kernels.baselines import (
     column_sums_of_whole_weights,
     gather_expanded,
     layer_prefill,
     snapkv_by_expansion,
 )
-from kvshelf.bench.kernels.cases import PREFILL, Layer, Shape, cases
-from kvshelf.errors import InvalidRequest
-from kvshelf.kernels.rowwise import available
-from kvshelf.kernels.select import pack
+from kvshelf_bench.kernels.cases import PREFILL, Layer, Shape, cases
 
 CPU = torch.device("cpu")
 SHAPE = Shape(q_heads=4, kv_heads=2, head_dim=16, hidden=32, intermediate=48)
@@ -142,14 +142,14 @@ def test_a_length_that_the_cases_cannot_take_is_refused(tokens):
 
 def test_the_kernels_are_measured_without_transformers_and_ray():
     hidden = "import sys; sys.modules.update(dict.fromkeys(('transformers', 'ray', 'safetensors', 'blake3')))"
-    program = f"{hidden}; import kvshelf.bench.cli, kvshelf.bench.kernels.kernels as k; print(k.LLAMA_8B.q_heads)"
+    program = f"{hidden}; import kvshelf_bench.cli, kvshelf_bench.kernels.kernels as k; print(k.LLAMA_8B.q_heads)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stdout == "32\n", done.stderr
 
 
 def test_kernels_command(tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "LLAMA_8B", SHAPE)
-    for sizes in (measure._BUFFER_BYTES, measure._MATMUL_SIZE):
+    for sizes in (rates._BUFFER_BYTES, rates._MATMUL_SIZE):
         monkeypatch.setitem(sizes, "cpu", 256)
     monkeypatch.setitem(products.SHAPES, "smollm2-135m", ((64, 48),))
     report = tmp_path / "kernels.json"

@@ -14,12 +14,12 @@ import pytest
 from typer.testing import CliRunner
 
 from kvshelf.api import Usage
-from kvshelf.bench.cli import app
-from kvshelf.bench.models import trial
-from kvshelf.bench.models.trial import ERROR, EXACT, NOT_BUILT, REFUSED, WRONG, tried
+from kvshelf.engine.decode.generation import Answer
+from kvshelf.engine.engine import Engine
 from kvshelf.errors import BlobError, InvalidTensor
-from kvshelf.workers.engine.decode.generation import Answer
-from kvshelf.workers.engine.engine import Engine
+from kvshelf_bench.cli import app
+from kvshelf_bench.models import trial
+from kvshelf_bench.models.trial import ERROR, EXACT, NOT_BUILT, REFUSED, WRONG, tried
 
 PUBLISH = runpy.run_path(str(Path(__file__).resolve().parents[3] / "scripts" / "publish_models.py"))
 

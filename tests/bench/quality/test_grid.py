@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvshelf.bench.quality.grid import SIZES, Block, Grid, Row, Variant, make_grid, make_rows
 from kvshelf.errors import InvalidRequest
-from kvshelf.workers.policies import POLICIES
+from kvshelf.methods.policies import POLICIES
+from kvshelf_bench.quality.grid import SIZES, Block, Grid, Row, Variant, make_grid, make_rows
 
 FULL = Row(Variant("full"), 0.0)
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvshelf.bench.cli import app
-from kvshelf.bench.engines import EngineOptions
-from kvshelf.bench.measure import with_peak
-from kvshelf.bench.quality.grid import Variant
-from kvshelf.bench.quality.memory import _peak, peaks
 from kvshelf.errors import InvalidRequest
+from kvshelf_bench.cli import app
+from kvshelf_bench.engines import EngineOptions
+from kvshelf_bench.measure import with_peak
+from kvshelf_bench.quality.grid import Variant
+from kvshelf_bench.quality.memory import _peak, peaks
 
 
 def peaks_of_64_mb() -> list[int]:

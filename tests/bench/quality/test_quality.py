@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvshelf.bench.cli import app
-from kvshelf.bench.engines import EngineOptions
-from kvshelf.bench.quality.grid import BASELINE, Block, Grid, Row, Variant, make_grid
-from kvshelf.bench.quality.outcome import Outcome, Protocol, measure_unit
-from kvshelf.bench.quality.quality import run
-from kvshelf.bench.quality.resume import ResumeFile
-from kvshelf.bench.quality.tables import quality_tables
 from kvshelf.errors import InvalidRequest, KvshelfError, StateConflict
+from kvshelf_bench.cli import app
+from kvshelf_bench.engines import EngineOptions
+from kvshelf_bench.quality.grid import BASELINE, Block, Grid, Row, Variant, make_grid
+from kvshelf_bench.quality.outcome import Outcome, Protocol, measure_unit
+from kvshelf_bench.quality.quality import run
+from kvshelf_bench.quality.resume import ResumeFile
+from kvshelf_bench.quality.tables import quality_tables
 
 KEYDIFF = Row(Variant("keydiff"), 0.5)
 

@@ -8,11 +8,11 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from kvshelf.bench.measure import clustered_wilson, wilson
-from kvshelf.bench.quality.grid import Cell, Row, Variant
-from kvshelf.bench.quality.outcome import Outcome
-from kvshelf.bench.quality.summary import Summary, pareto
-from kvshelf.bench.quality.tables import quality_tables
+from kvshelf_bench.measure import clustered_wilson, wilson
+from kvshelf_bench.quality.grid import Cell, Row, Variant
+from kvshelf_bench.quality.outcome import Outcome
+from kvshelf_bench.quality.summary import Summary, pareto
+from kvshelf_bench.quality.tables import quality_tables
 
 PROSE = Cell(1024, "multikey", "prose")
 FULL = Row(Variant("full"), 0.0)

@@ -15,15 +15,22 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from kvshelf.bench.cli import app
-from kvshelf.bench.measure import Cost
-from kvshelf.bench.speed import compression, decode, serving
-from kvshelf.bench.speed.codecs import codec_costs, codec_ways
-from kvshelf.bench.speed.compression import Hooked, compress, compression_costs, plain_prefill
-from kvshelf.bench.speed.first_token import _ways, first_tokens
-from kvshelf.bench.speed.peers import kvpress_worker
-from kvshelf.bench.speed.peers.peer import Peer, open_kvpress, open_vllm
-from kvshelf.bench.speed.subject import (
+from kvshelf.engine.attention.attached import CACHE_ARGUMENT
+from kvshelf.engine.engine import Engine
+from kvshelf.errors import InvalidRequest, StoreUnavailable, WorkerCrashed
+from kvshelf.kernels.quantize.rows import plain
+from kvshelf.kernels.rates import Cost
+from kvshelf.model.loading import shares_models
+from kvshelf.model.source import bundled_folder
+from kvshelf.store.url import open_store
+from kvshelf_bench.cli import app
+from kvshelf_bench.speed import compression, decode, serving
+from kvshelf_bench.speed.codecs import codec_costs, codec_ways
+from kvshelf_bench.speed.compression import Hooked, compress, compression_costs, plain_prefill
+from kvshelf_bench.speed.first_token import _ways, first_tokens
+from kvshelf_bench.speed.peers import kvpress_worker
+from kvshelf_bench.speed.peers.peer import Peer, open_kvpress, open_vllm
+from kvshelf_bench.speed.subject import (
     QUESTION_TOKENS,
     Subject,
     fitting,
@@ -32,16 +39,9 @@ from kvshelf.bench.speed.subject import (
     random_layers,
     save_random_model,
 )
-from kvshelf.bench.speed.suffixes import bounded_answers
-from kvshelf.bench.speed.tables import codecs_table, serving_table, suffix_table
-from kvshelf.bench.speed.ways import OfPeer, own_ways
-from kvshelf.errors import InvalidRequest, StoreUnavailable, WorkerCrashed
-from kvshelf.kernels.quantize.rows import plain
-from kvshelf.store.url import open_store
-from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
-from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.model.loading import shares_models
-from kvshelf.workers.model.source import bundled_folder
+from kvshelf_bench.speed.suffixes import bounded_answers
+from kvshelf_bench.speed.tables import codecs_table, serving_table, suffix_table
+from kvshelf_bench.speed.ways import OfPeer, own_ways
 from tests.store.redis.servers import PATIENT, ValkeyServer
 
 

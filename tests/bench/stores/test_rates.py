@@ -7,11 +7,11 @@ from urllib.parse import quote
 
 import pytest
 
-from kvshelf.bench.stores import rates
-from kvshelf.bench.stores.homes import made_in
-from kvshelf.bench.stores.rates import home_rates, journal_s
 from kvshelf.corpus.row import Row
 from kvshelf.corpus.run.journal import FileJournal
+from kvshelf_bench.stores import rates
+from kvshelf_bench.stores.homes import made_in
+from kvshelf_bench.stores.rates import home_rates, journal_s
 from tests.store.objects.servers import S3Server
 from tests.store.redis.servers import ValkeyServer
 

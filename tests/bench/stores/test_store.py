@@ -14,15 +14,15 @@ import obstore
 import pytest
 from typer.testing import CliRunner
 
-from kvshelf.bench.cli import app
-from kvshelf.bench.measure import status_bytes
-from kvshelf.bench.stores.homes import Bare, BareFile, BareObject, BareValues, made_in
-from kvshelf.bench.stores.manifests import OF_DOCUMENT, manifests
-from kvshelf.bench.stores.store import GET, OURS, PUT, STEPS, _put, _Steps, random_cache, throughput
 from kvshelf.errors import InvalidRequest, KvshelfError, StoreUnavailable
 from kvshelf.kernels.dispatch import cpu_form
 from kvshelf.store.shelf import Shelf
 from kvshelf.store.url import open_store
+from kvshelf_bench.cli import app
+from kvshelf_bench.measure import status_bytes
+from kvshelf_bench.stores.homes import Bare, BareFile, BareObject, BareValues, made_in
+from kvshelf_bench.stores.manifests import OF_DOCUMENT, manifests
+from kvshelf_bench.stores.store import GET, OURS, PUT, STEPS, _put, _Steps, random_cache, throughput
 from tests.store.objects.servers import BUCKET, S3Server
 from tests.store.redis.servers import ValkeyServer
 

@@ -17,11 +17,11 @@ from kvshelf.corpus.row import Row
 from kvshelf.corpus.run import runner
 from kvshelf.corpus.run.caller import PREFIX, Caller
 from kvshelf.corpus.run.progress import RunOptions
+from kvshelf.engine.engine import Engine
 from kvshelf.errors import NoWorker, QuotaExceeded, StorageFull, StoreUnavailable, WorkerCrashed
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Usage
 from kvshelf.store.url import StoreConfig
-from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.replica import attempts
 from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.scheduler import Scheduler

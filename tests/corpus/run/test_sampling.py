@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from kvshelf.artifact.identity import digest
 from kvshelf.corpus.row import CHARS_PER_TOKEN
 from kvshelf.corpus.run import sampling
 from kvshelf.corpus.run.sampling import is_measured
-from kvshelf.store.artifact.identity import digest
-from kvshelf.workers.engine.quality import cue_count
+from kvshelf.engine.quality import cue_count
 
 ROWS = 4_000
 

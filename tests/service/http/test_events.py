@@ -17,10 +17,10 @@ from openai.types.responses import ResponseErrorEvent
 from kvshelf import errors
 from kvshelf.api.responses import ResponsesRequest
 from kvshelf.client import AsyncClient
-from kvshelf.service.http.completions import Ending
+from kvshelf.service.dialects.completions import Ending
+from kvshelf.service.dialects.responses import Responding
 from kvshelf.service.http.errors import wire
 from kvshelf.service.http.events import event_stream
-from kvshelf.service.http.responses import Responding
 
 LINE_ENDS = "one\u2028two\u2029three\x85four\vfive\fsix\x1cseven\r\neight"
 """What Python, and so httpx, takes for the ends of lines."""

@@ -15,10 +15,10 @@ from pydantic import TypeAdapter
 from kvshelf.api import Usage
 from kvshelf.api.responses import ResponsesRequest
 from kvshelf.api.tools import ToolCall
-from kvshelf.service.http.completions import Completion, Ending, ending_of
-from kvshelf.service.http.messages import Answering
-from kvshelf.service.http.responses import Responding
-from kvshelf.workers.model.templates.thoughts import Thought
+from kvshelf.model.templates.thoughts import Thought
+from kvshelf.service.dialects.completions import Completion, Ending, ending_of
+from kvshelf.service.dialects.messages import Answering
+from kvshelf.service.dialects.responses import Responding
 from kvshelf.workers.replica.results import Phase, Reply
 
 pytestmark = pytest.mark.anyio

@@ -16,10 +16,10 @@ from structlog.testing import capture_logs
 
 from kvshelf import open_store
 from kvshelf.api import CreateCache
+from kvshelf.artifact.identity import canonical_msgpack
 from kvshelf.errors import NoWorker, QueueFull, StorageFull, StoreUnavailable, WorkerCrashed
 from kvshelf.service.jobs.background import Background
 from kvshelf.service.loops import repeat
-from kvshelf.store.artifact.identity import canonical_msgpack
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.requests import RequestRecord, Requests
 from kvshelf.workers.cluster.remote import RemoteEngine

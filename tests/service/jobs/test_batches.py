@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from kvshelf import Client
 from kvshelf.cli import app
 from tests.service.conftest import created, refused
-from tests.service.jobs.test_files import uploaded
+from tests.service.routes.test_files import uploaded
 from tests.service.scrape import moving
 
 ENDED = ("completed", "failed", "expired", "cancelled")

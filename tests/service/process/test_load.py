@@ -26,8 +26,8 @@ import pytest
 import torch
 
 from kvshelf import CompressedCache, Engine
-from kvshelf.bench.quality.tasks import make_facts, write_document
-from kvshelf.workers.engine.attention.attached import CACHE_ARGUMENT
+from kvshelf.engine.attention.attached import CACHE_ARGUMENT
+from kvshelf.samples.tasks import make_facts, write_document
 
 if TYPE_CHECKING:
     from tests.conftest import LiveService

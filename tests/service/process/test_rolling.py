@@ -24,7 +24,7 @@ import pytest
 
 from kvshelf import Client
 from kvshelf.client import Retries
-from kvshelf.service.process.supervisor import Place
+from kvshelf.service.http.place import Place
 from tests.service.conftest import await_log, created, refused, stopped
 from tests.service.jobs.test_batches import begun, closed_window, lines
 from tests.service.process.test_supervisor import SUPERVISOR

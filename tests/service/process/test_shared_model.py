@@ -17,10 +17,10 @@ import httpx
 import pytest
 
 from kvshelf.errors import PolicyUnsupported
+from kvshelf.model.loading import shares_models
 from kvshelf.service.process.preflight import require_startable
 from kvshelf.service.settings import Settings
 from kvshelf.workers.cluster.connect import own_folder
-from kvshelf.workers.model.loading import shares_models
 from tests.conftest import LiveService, _descendants, _title
 from tests.page.conftest import ANSWER, QUESTION, document
 from tests.service.process.test_recovery import await_ready

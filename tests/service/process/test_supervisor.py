@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from kvshelf.errors import InvalidRequest
-from kvshelf.service.process.supervisor import Place, bound
+from kvshelf.service.http.place import Place
+from kvshelf.service.process.supervisor import bound
 
 SUPERVISOR = """
 import sys

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from kvshelf import CompressedCache
-from kvshelf.store.artifact.exported import about_part
+from kvshelf.artifact.exported import about_part
 from tests.qualities import quality_of
 from tests.service.conftest import created, other_model, refused
 from tests.store.hostile import Parts

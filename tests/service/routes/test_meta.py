@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from kvshelf.service.state import THREADS
-from kvshelf.workers.policies import POLICIES
+from kvshelf.methods.policies import POLICIES
+from kvshelf.service.service import THREADS
 from tests.service.conftest import stopped
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from kvshelf import AsyncClient, Client, errors
 from kvshelf.cli import app
-from kvshelf.workers.policies import POLICIES
+from kvshelf.methods.policies import POLICIES
 from kvshelf.workers.replica.create.auto import candidates
 from tests.service.conftest import created, refused
 from tests.service.scrape import moving

@@ -56,7 +56,7 @@ def test_the_document_that_holds_the_words_comes_first(http: httpx.Client, cache
 
 
 def test_scores_are_the_engine_s(http: httpx.Client, caches: dict[str, str], tiny_folder: Path) -> None:
-    from kvshelf.workers.engine.summary import score, unpacked
+    from kvshelf.engine.summary import score, unpacked
 
     engine = Engine.load(str(tiny_folder), device="cpu")
     question = engine.search_codes(engine.encode_search("When does the ferry cross?"))

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from kvshelf import CompressedCache, Engine
-from kvshelf.workers.engine.decode.generation import Sampling
-from kvshelf.workers.selectors import names
+from kvshelf.engine.decode.generation import Sampling
+from kvshelf.methods.selectors import names
 from tests.service.conftest import created, refused
 from tests.service.observe.test_logs import the_line
 from tests.service.routes.test_queries import events

@@ -11,7 +11,7 @@ import pytest
 
 from kvshelf import AsyncClient, Client, CompressedCache, Engine
 from kvshelf.errors import InvalidRequest
-from kvshelf.workers.suffixes.registry import SUFFIX_POLICIES
+from kvshelf.methods.suffixes.registry import SUFFIX_POLICIES
 from tests.service.conftest import created, refused
 from tests.service.observe.test_logs import the_line
 from tests.service.routes.test_queries import events

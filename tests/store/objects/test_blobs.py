@@ -17,8 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvshelf.errors import BlobError, CacheNotFound, StoreUnavailable
-from kvshelf.store.blobs import Blobs, SeekableFile, new_name
-from kvshelf.store.leases import READ_LEASE_S, TAKEN_S, Leases
+from kvshelf.store.blobs import READ_LEASE_S, TAKEN_S, Blobs, Leases, SeekableFile, new_name
 from kvshelf.store.objects.address import ObjectPlace
 from kvshelf.store.objects.blobs import ObjectBlobs
 from kvshelf.store.objects.file import HEAD, TAIL, ObjectFile

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvshelf.artifact.memory import fresh_memory
 from kvshelf.errors import BlobError, StorageFull, StoreUnavailable
-from kvshelf.store.artifact.memory import fresh_memory
 from kvshelf.store.blobs import MARGIN_S, new_name
 from kvshelf.store.redis.blobs import CHUNK, RedisBlobs
 from kvshelf.store.redis.link import RedisLink

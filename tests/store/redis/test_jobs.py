@@ -12,10 +12,10 @@ import redis
 from kvshelf.errors import KvshelfError, RequestNotFound, StorageFull, StoreUnavailable
 from kvshelf.store.index import KEEP_ENDED_S
 from kvshelf.store.jobs.requests import Requests
-from kvshelf.store.jobs.table import Item
 from kvshelf.store.redis import RedisStore
 from kvshelf.store.redis.jobs import RedisJobs
 from kvshelf.store.redis.link import RedisLink
+from kvshelf.store.table import Item
 from tests.store.indexes import fill
 from tests.store.redis.servers import LyingServer, ValkeyServer
 

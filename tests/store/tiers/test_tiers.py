@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.artifact.records import Kept
 from kvshelf.errors import CacheCorrupt, CacheExpired, CacheNotFound, KvshelfError, SourceNotKept, StoreUnavailable
-from kvshelf.store.artifact.cache import CompressedCache
-from kvshelf.store.artifact.records import Kept
 from kvshelf.store.base import Store
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.index import Quota

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from kvshelf.api.inspect import KeptLayer
+from kvshelf.engine.engine import Engine
 from kvshelf.errors import InvalidRequest, ModelMismatch, SourceNotKept, StateConflict
+from kvshelf.methods.policies import POLICIES
 from kvshelf.store.disk import DiskStore
-from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.policies import POLICIES
 from kvshelf.workers.replica import inspect as module
 from kvshelf.workers.replica.inspect import kept_tokens, pieces
+from tests.byte_fallback import byte_fallback_tokenizer, ids_of
 from tests.store.caches import make_cache, make_merged
-from tests.workers.byte_fallback import byte_fallback_tokenizer, ids_of
 
 DOCUMENT = "The harbour master keeps the tide tables in a green book — über 3.14 日本語 🎉. " * 12
 MESSAGES = [{"role": "user", "content": "Keep this: " + DOCUMENT}, {"role": "assistant", "content": "I do."}]
@@ -87,7 +87,7 @@ def test_keys_that_were_moved_are_said_to_be(tiny: Engine, store: DiskStore) -> 
 
 
 def test_a_conversation_and_token_ids_have_their_tokens_too(tiny: Engine, store: DiskStore) -> None:
-    from kvshelf.store.artifact.identity import canonical_json
+    from kvshelf.artifact.identity import canonical_json
 
     cache = tiny.compress(MESSAGES, compression_ratio=0.5)
     stored = store.put(cache, source=canonical_json(MESSAGES))

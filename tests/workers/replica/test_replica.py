@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvshelf.api import AppendCache, CreateCache, Query
 from kvshelf.api.usage import today
+from kvshelf.engine.engine import Engine, Prefill
+from kvshelf.engine.inputs.job import Level
 from kvshelf.errors import (
     CacheCorrupt,
     CacheExpired,
@@ -33,8 +35,6 @@ from kvshelf.store.index import Quota
 from kvshelf.store.jobs.meter import Meter
 from kvshelf.store.jobs.metering import Metering
 from kvshelf.store.rules import Rules
-from kvshelf.workers.engine.engine import Engine, Prefill
-from kvshelf.workers.engine.inputs.job import Level
 from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.residents import ResidentLimits
 from kvshelf.workers.replica.results import Reply

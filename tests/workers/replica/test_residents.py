@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.engine.attention.attachment import Attachment, PartialAttachment
+from kvshelf.engine.engine import Engine
 from kvshelf.errors import CacheCorrupt, CacheExpired, CacheNotFound, InvalidRequest, ModelMismatch, StoreUnavailable
-from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.base import Store
 from kvshelf.store.disk import DiskStore
-from kvshelf.workers.engine.attention.attachment import Attachment, PartialAttachment
-from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.replica.calls import Threads
 from kvshelf.workers.replica.residents import ResidentLimits, Residents
 from tests.conftest import save_random_model

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvshelf.engine.engine import Engine
 from kvshelf.errors import CacheNotFound
 from kvshelf.store import eviction
 from kvshelf.store.disk import DiskStore
-from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.replica.calls import Threads
 from kvshelf.workers.replica.residents import ResidentLimits, Residents
 from kvshelf.workers.replica.retention import LEAST_HINT_S, Key, Retention, by_gdsf

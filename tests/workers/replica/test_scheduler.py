@@ -12,6 +12,11 @@ from typing import Any
 
 import pytest
 
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.engine.decode.generation import Sampling
+from kvshelf.engine.engine import Engine, Prefill
+from kvshelf.engine.inputs.job import Job, Level
+from kvshelf.engine.summary import Codes
 from kvshelf.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -21,12 +26,7 @@ from kvshelf.errors import (
     StateConflict,
     StoreUnavailable,
 )
-from kvshelf.store.artifact.cache import CompressedCache
 from kvshelf.store.url import open_store
-from kvshelf.workers.engine.decode.generation import Sampling
-from kvshelf.workers.engine.engine import Engine, Prefill
-from kvshelf.workers.engine.inputs.job import Job, Level
-from kvshelf.workers.engine.summary import Codes
 from kvshelf.workers.replica.create.spec import Levels
 from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
 from kvshelf.workers.replica.ticket import Ticket

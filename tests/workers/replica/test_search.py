@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from kvshelf.api import CreateCache, SearchCaches
+from kvshelf.engine.engine import Engine
+from kvshelf.engine.summary import score, scores
 from kvshelf.errors import InvalidRequest
 from kvshelf.store.disk import DiskStore
-from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.engine.summary import score, scores
 from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.scheduler import Scheduler
 from kvshelf.workers.replica.search import searches as module

@@ -16,13 +16,13 @@ from transformers import PreTrainedTokenizerFast
 from kvshelf.api import AppendCache, CreateCache, JointQuery
 from kvshelf.api.strict import parse_request
 from kvshelf.api.tools import Tool
+from kvshelf.artifact.identity import Identity
+from kvshelf.engine.decode.grammar import Grammar
+from kvshelf.engine.engine import Engine
+from kvshelf.engine.tools.tools import ToolFormat
 from kvshelf.errors import InvalidRequest
-from kvshelf.service.recompute import _spec
-from kvshelf.store.artifact.identity import Identity
-from kvshelf.workers.engine.decode.grammar import Grammar
-from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.engine.inputs.tools import ToolFormat
-from kvshelf.workers.model.text import TextFormat
+from kvshelf.model.text import TextFormat
+from kvshelf.service.questions import _spec
 from scripts.measure_templates import CELLS, DOCUMENT, TOOLS, Subject, on_day, row, templates, tokenizer_for
 
 pytestmark = pytest.mark.skipif(

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from kvshelf.api import Quality, Tried
+from kvshelf.artifact.codecs import Codec
+from kvshelf.engine.inputs.encode import Document
+from kvshelf.engine.inputs.job import Level, shared
+from kvshelf.engine.progress import Checkpoint, Progress
+from kvshelf.engine.quality import CUES, LEAST, Reference, highest_low
 from kvshelf.errors import InvalidRequest, KvshelfError, PolicyUnsupported, QualityBelowFloor
-from kvshelf.store.artifact.codecs import Codec
-from kvshelf.workers.engine.decode.generation import Checkpoint, Progress
-from kvshelf.workers.engine.inputs.encode import Document
-from kvshelf.workers.engine.inputs.job import Level, shared
-from kvshelf.workers.engine.quality import CUES, LEAST, Reference, highest_low
-from kvshelf.workers.model.text import EncodedDocument
+from kvshelf.model.text import EncodedDocument
 
 if TYPE_CHECKING:  # the engine knows nothing of what is built on it
-    from kvshelf.workers.engine.engine import Compression, Engine
+    from kvshelf.engine.engine import Compression, Engine
 
 MIN_QUALITY: Final = 0.95
 

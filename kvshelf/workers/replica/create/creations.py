@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import structlog
 
 from kvshelf.api import AppendCache, CreateCache, CreationProgress, Estimate, EstimateObject, Tried
+from kvshelf.engine.engine import Engine
+from kvshelf.engine.quality import How
 from kvshelf.errors import QualityBelowFloor
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.meter import Meter
 from kvshelf.store.manifest import Manifest
-from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.engine.quality import How
 from kvshelf.workers.replica.attempts import MAX_ATTEMPTS, Attempts
 from kvshelf.workers.replica.calls import ReplicaThreads, called_as, named_errors
 from kvshelf.workers.replica.create.auto import Selection

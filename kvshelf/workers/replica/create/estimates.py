@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from kvshelf.api import Estimate, EstimateObject, PolicyEstimate, Timings
+from kvshelf.artifact.codecs import Codec
+from kvshelf.engine.engine import Engine
+from kvshelf.engine.inputs.job import Job
 from kvshelf.errors import CallerError
-from kvshelf.store.artifact.codecs import Codec
-from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.engine.inputs.job import Job
-from kvshelf.workers.model.text import EncodedDocument
-from kvshelf.workers.policies import POLICIES, build
-from kvshelf.workers.policies.known import compress_share, cost_name
+from kvshelf.methods.policies import POLICIES, build
+from kvshelf.methods.policies.known import compress_share, cost_name
+from kvshelf.model.text import EncodedDocument
 from kvshelf.workers.replica.create.auto import candidates
 from kvshelf.workers.replica.create.sizes import ASSUMED_FLOPS, Shape
 from kvshelf.workers.replica.create.spec import AUTO

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from kvshelf.api import AppendCache, CreateCache, Timings, Tried
+from kvshelf.engine.engine import Compression
+from kvshelf.engine.inputs.job import Level
+from kvshelf.engine.quality import VERSION
 from kvshelf.errors import CacheError, CacheNotFound, InvalidRequest
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Judgement, Manifest
 from kvshelf.store.types import Source
-from kvshelf.workers.engine.engine import Compression
-from kvshelf.workers.engine.inputs.job import Level
-from kvshelf.workers.engine.quality import VERSION
 from kvshelf.workers.replica.create.auto import Choice, Selection
 from kvshelf.workers.replica.create.existing import as_requested
 from kvshelf.workers.replica.create.spec import source_of

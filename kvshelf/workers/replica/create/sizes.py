@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from kvshelf.store.artifact.codecs import BITS, RUN_ROWS, Codec, Precision
-from kvshelf.store.artifact.shape import CODE_BYTES, MAX_CODES
-from kvshelf.workers.model.layers import LayerKind, layer_kinds, reducible
+from kvshelf.artifact.codecs import BITS, RUN_ROWS, Codec, Precision
+from kvshelf.artifact.shape import CODE_BYTES, MAX_CODES
+from kvshelf.model.layers import LayerKind, layer_kinds, reducible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,8 +51,8 @@ class Shape:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Shape:
-        from kvshelf.workers.model.devices import input_device
-        from kvshelf.workers.model.loading import head_sizes, kv_heads, state_bytes  # needs torch, as a model does
+        from kvshelf.model.devices import input_device
+        from kvshelf.model.loading import head_sizes, kv_heads, state_bytes  # needs torch, as a model does
 
         config = model.config
         # Two operations for each weight, as is usual. Attention is left out: it counts in long documents only.

@@ -7,20 +7,20 @@ from typing import Final, cast
 
 from kvshelf.api import AppendCache, CreateCache, Estimate
 from kvshelf.api.inspect import KeptOf
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.artifact.identity import Boundary, Layout, canonical_json
+from kvshelf.engine.engine import Compression, Engine
+from kvshelf.engine.inputs.encode import SPLIT_IT, Document
+from kvshelf.engine.inputs.job import Level
+from kvshelf.engine.progress import Checkpoint, Progress
+from kvshelf.engine.quality import How, cue_count
+from kvshelf.engine.requirements import require_budget_taken
 from kvshelf.errors import DocumentTooLong, InvalidRequest
-from kvshelf.store.artifact.cache import CompressedCache
-from kvshelf.store.artifact.identity import Boundary, Layout, canonical_json
+from kvshelf.methods.policies import build
+from kvshelf.methods.policies.view import DocumentView
+from kvshelf.model.text import EncodedDocument
 from kvshelf.store.base import Store
 from kvshelf.store.types import Source, TokenIds
-from kvshelf.workers.engine.decode.generation import Checkpoint, Progress
-from kvshelf.workers.engine.engine import Compression, Engine
-from kvshelf.workers.engine.inputs.encode import SPLIT_IT, Document
-from kvshelf.workers.engine.inputs.job import Level
-from kvshelf.workers.engine.inputs.requirements import require_budget_taken
-from kvshelf.workers.engine.quality import How, cue_count
-from kvshelf.workers.model.text import EncodedDocument
-from kvshelf.workers.policies import build
-from kvshelf.workers.policies.view import DocumentView
 from kvshelf.workers.replica.create.auto import MIN_QUALITY, Selection, Target, auto
 
 

@@ -9,12 +9,12 @@ from typing import Final
 
 from kvshelf.api import CreateCache
 from kvshelf.api.creation import EPISODE_LABELS, PART_LABELS
+from kvshelf.artifact.identity import canonical_msgpack
+from kvshelf.engine.engine import Engine
+from kvshelf.engine.progress import Checkpoint
 from kvshelf.errors import KvshelfError
-from kvshelf.store.artifact.identity import canonical_msgpack
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.requests import REQUEST_ID
-from kvshelf.workers.engine.decode.generation import Checkpoint
-from kvshelf.workers.engine.engine import Engine
 from kvshelf.workers.replica.create.spec import document_of, encode
 from kvshelf.workers.replica.results import Created, in_sequence
 

@@ -16,12 +16,12 @@ import numpy as np
 import structlog
 
 from kvshelf.api import SearchCaches, SearchHit, Skipped
+from kvshelf.artifact.identity import ModelIdentity
+from kvshelf.engine.engine import Engine
+from kvshelf.engine.summary import Block, Codes, scores, unpacked
 from kvshelf.errors import CacheError, CacheNotFound, InvalidRequest, ModelMismatch
-from kvshelf.store.artifact.identity import ModelIdentity
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
-from kvshelf.workers.engine.engine import Engine
-from kvshelf.workers.engine.summary import Block, Codes, scores, unpacked
 from kvshelf.workers.replica.calls import ReplicaThreads, called_as
 from kvshelf.workers.replica.results import Found, in_sequence, rounded
 from kvshelf.workers.replica.scheduler import Scheduler

@@ -16,10 +16,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvshelf.engine.summary import Block, Codes
 from kvshelf.store.index import KEEP_CHANGES_S
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.types import Changes
-from kvshelf.workers.engine.summary import Block, Codes
 
 Summary = list[Codes]
 Places = npt.NDArray[np.int64]

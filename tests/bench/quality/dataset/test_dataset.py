@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvshelf.bench.cli import app
-from kvshelf.bench.quality.dataset.documents import Document, Question, read_documents
-from kvshelf.bench.quality.dataset.measuring import DatasetProtocol, make_units
-from kvshelf.bench.quality.dataset.summary import PLAIN, Way
-from kvshelf.bench.quality.grid import Row, Variant
-from kvshelf.bench.quality.outcome import Outcome
-from kvshelf.bench.quality.retrieval import counter
-from kvshelf.bench.quality.suite import make_case
 from kvshelf.errors import InvalidRequest, KvshelfError
+from kvshelf.samples.suite import make_case
+from kvshelf_bench.cli import app
+from kvshelf_bench.quality.dataset.documents import Document, Question, read_documents
+from kvshelf_bench.quality.dataset.measuring import DatasetProtocol, make_units
+from kvshelf_bench.quality.dataset.summary import PLAIN, Way
+from kvshelf_bench.quality.grid import Row, Variant
+from kvshelf_bench.quality.outcome import Outcome
+from kvshelf_bench.quality.retrieval import counter
 
 BLIND = Row(Variant("streaming_llm"), 0.95)
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from kvshelf.bench.quality.dataset.documents import Document, Question, chosen, read_documents
 from kvshelf.errors import InvalidRequest
+from kvshelf_bench.quality.dataset.documents import Document, Question, chosen, read_documents
 
 ROW = {"context": "The door is green.", "question": ["Which colour?"], "answers": [["green", "Green"]]}
 

@@ -1,0 +1,139 @@
+"""Blob format 1: a compressed cache as bytes. docs/internals/format.md describes it byte by byte, with the reasons.
+
+    fixed part   magic, major, minor, header length                          16 bytes
+    header       msgpack, then zeros up to a multiple of 64
+    body         one segment per layer: its arrays, each aligned to 64 and padded with zeros; the last one has the
+                 digests of its runs of rows
+    trailer      total length, root digest                                   40 bytes
+
+The digest of each segment's head lies in the header, those of its rows in that head, and the root digest covers the
+fixed part, the header, its padding and the total length. So every byte is covered and a read hashes it once; hashing
+the whole blob again would double the time of a read. The digests also let a reader use a layer before the next one has
+arrived, and some runs of a layer without the others.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import BinaryIO
+
+from kvshelf.artifact.blob.digests import check_whole, require_run, run_digests
+from kvshelf.artifact.blob.frame import (
+    FIXED,
+    TRAILER,
+    BlobSummary,
+    Buffer,
+    body_offset,
+    open_frame,
+)
+from kvshelf.artifact.blob.header import Header
+from kvshelf.artifact.blob.layer import Layer, aligned
+from kvshelf.errors import BlobError, InvalidRequest
+
+_CHUNK = 1 << 20  # fits the processor's cache between reading and hashing
+
+
+@dataclass(frozen=True)
+class PackedBlob:
+    """A blob as a sequence of buffers, which a writer writes one after the other.
+
+    `parts` are the head, one segment per layer, and the trailer; each is a run of buffers. The buffers share memory
+    with the cache's tensors wherever these are contiguous and on the CPU.
+    """
+
+    parts: tuple[tuple[memoryview, ...], ...]
+    nbytes: int
+    root: bytes
+    header: Header
+
+    @property
+    def buffers(self) -> Iterator[memoryview]:
+        """All buffers, from the first byte to the last."""
+        return chain.from_iterable(self.parts)
+
+
+def check_segment(index: int, layer: Layer, segment: memoryview) -> None:
+    """Raise `BlobError` unless a layer's segment matches the digests of its head and of all its rows, and its padding
+    is zero. `check_runs` checks those of its runs, which only a partial read uses."""
+    check_whole(index, layer, [segment], lambda: segment[layer.digests.offset :])
+    check_padding(index, layer, segment)
+
+
+def check_runs(index: int, layer: Layer, segment: memoryview) -> None:
+    """Raise `BlobError` unless the digest of every run is that of its rows. For blobs from outside: those on a shelf
+    were checked when they came, and their root digest has not changed."""
+    digests = segment[layer.digests.offset :]
+    for run, found in enumerate(run_digests(layer, [segment])):
+        require_run(index, run, found, digests)
+
+
+def check_padding(index: int, layer: Layer, segment: memoryview) -> None:
+    """Raise `BlobError` unless the padding behind each array is zero."""
+    for span in layer.spans:
+        end = span.offset + span.nbytes
+        if any(segment[end : aligned(end)]):
+            raise BlobError(f"padding in segment {index} is not zero", reason="nonzero_padding")
+
+
+def inspect(data: Buffer) -> BlobSummary:
+    """The header of a blob, its root digest checked; the segments are not read. Raises `BlobError`."""
+    view = as_view(data)
+    body = body_offset(view[: FIXED.size], len(view))
+    return open_frame(view[:body], view[-TRAILER.size :], len(view))
+
+
+def open_file(file: BinaryIO, size: int) -> BlobSummary:
+    """`inspect` a blob in a seekable file that must have `size` bytes; leaves it at the first byte of the body."""
+    end = file.seek(0, os.SEEK_END)
+    if end != size:
+        raise BlobError(
+            f"the file has {end} bytes, {size} were written", reason="truncated" if end < size else "trailing_bytes"
+        )
+    file.seek(max(0, size - TRAILER.size))
+    trailer = _read(file, min(size, TRAILER.size))
+    file.seek(0)
+    fixed = _read(file, min(size, FIXED.size))
+    rest = _read(file, body_offset(fixed, size) - len(fixed))  # without a seek, so that one stream carries it
+    return open_frame(fixed + rest, trailer, size)
+
+
+def verify_file(file: BinaryIO, size: int) -> BlobSummary:
+    """Check every digest of a blob in a seekable file of `size` bytes, in constant memory. Raises `BlobError`."""
+    summary = open_file(file, size)
+    buffer = bytearray(_CHUNK)
+    for index, layer in enumerate(summary.header.layers):  # segments follow each other without holes
+        offset = layer.digests.offset
+        check_whole(index, layer, _chunks(file, buffer, offset), partial(_view, file, layer.nbytes - offset))
+    return summary
+
+
+def as_view(data: Buffer) -> memoryview:
+    try:
+        return memoryview(data).cast("B")
+    except TypeError as error:
+        raise InvalidRequest(f"a blob is a run of bytes, not {type(data).__name__}", param="blob") from error
+
+
+def _read(file: BinaryIO, size: int) -> bytes:
+    data = file.read(size)
+    if len(data) != size:
+        raise BlobError(f"the file ended {size - len(data)} bytes early while it was read", reason="truncated")
+    return data
+
+
+def _view(file: BinaryIO, size: int) -> memoryview:
+    return memoryview(_read(file, size))
+
+
+def _chunks(file: BinaryIO, buffer: bytearray, size: int) -> Iterator[memoryview]:
+    view = memoryview(buffer)
+    while size:
+        count = file.readinto(view[: min(size, len(buffer))])  # type: ignore[attr-defined]
+        if not count:
+            raise BlobError(f"the file ended {size} bytes early while it was read", reason="truncated")
+        yield view[:count]
+        size -= count

@@ -1,0 +1,191 @@
+"""The artifact: what remains of a document's KV cache after compression.
+
+A `CompressedCache` is immutable and knows no tenant and no store. Its layers are typed records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvshelf.artifact import codecs
+from kvshelf.artifact.blob import PackedBlob, as_view, tensors
+from kvshelf.artifact.coder import Coder
+from kvshelf.artifact.encoding import classes_of, encode
+from kvshelf.artifact.exported import split
+from kvshelf.artifact.identity import Identity
+from kvshelf.artifact.records import (
+    Chunk,
+    Entries,
+    Latents,
+    LayerRecord,
+    Recent,
+    States,
+    Window,
+    entries_of,
+    is_latent,
+    parts_of,
+    states_of,
+    with_entries,
+)
+from kvshelf.artifact.shape import LayerShape, Shape
+
+
+@dataclass(frozen=True, eq=False)
+class CompressedCache:
+    """A document's reduced KV cache, ready to be attached to the model it was made under.
+
+    `next_position` is the position of the first query token: the document's length, not the number of entries kept,
+    unless the policy counts positions within the cache. `codec` is the canonical text of the layers' codec.
+    `sentence_ends` are the positions of the tokens that end the document's sentences, ascending, the last one that of
+    its last token; empty where the document was token ids without a tokenizer. They follow from the document, so the
+    identity does not name them.
+    `summary`: by layer, the codes by which a search finds the document, little-endian (`engine.summary`); empty where
+    nobody made any. It is no part of the identity: answers do not depend on it.
+    """
+
+    layers: tuple[LayerRecord, ...]
+    num_tokens: int
+    next_position: int
+    identity: Identity
+    codec: str = "none"
+    sentence_ends: tuple[int, ...] = ()
+    summary: tuple[bytes, ...] = ()
+
+    def __repr__(self) -> str:
+        """One line. The document is shown by the beginning of its digest: a cache has an id only on a shelf."""
+        made = self.identity
+        return (
+            f"CompressedCache(document={made.document[:12]}, model={made.model.name!r}, policy={made.policy}, "
+            f"kept={self.kept_tokens} of {self.num_tokens}, codec={self.codec}, nbytes={self.nbytes})"
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in memory by all layers."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def bytes_full(self) -> int:
+        """Bytes of the document's keys, values and states in the model's dtypes, of layers with a sliding window or
+        chunks those that questions see: the model itself need hold no more."""
+        of_entries = sum(
+            (layer.entries if isinstance(layer, Recent) else layer.kv_heads * self.num_tokens)
+            * (layer.key_dim + layer.value_dim)
+            * layer.dtype.itemsize
+            for layer in self._with_entries
+        )
+        return of_entries + self._states_bytes
+
+    @property
+    def _states_bytes(self) -> int:
+        return sum(layer.states_nbytes for layer in self.layers if isinstance(layer, States))
+
+    @property
+    def _with_entries(self) -> list[Entries]:
+        return [entries for layer in self.layers if (entries := entries_of(layer)) is not None]
+
+    @property
+    def attached_bytes(self) -> int:
+        """Bytes that the layers take while questions are asked: those of a cache under codec klt are decoded first, and
+        latents are joined with their rotated parts."""
+        if not self.identity.transforms:
+            parts = (part for entries in self._with_entries for part in parts_of(entries))
+            return self.nbytes + sum(part.joined_bytes for part in parts if isinstance(part, Latents))
+        shapes = ((each.entries, each.key_dim + each.value_dim, each.dtype.itemsize) for each in self._with_entries)
+        return self._states_bytes + sum(entries * channels * itemsize for entries, channels, itemsize in shapes)
+
+    @property
+    def reduced(self) -> Sequence[Entries]:
+        """The entries among which the policy chose: of the layers that see the whole document, of all that have entries
+        where there are no others."""
+        return [each for each in self._with_entries if not isinstance(each, Recent)] or self._with_entries
+
+    @property
+    def kept_tokens(self) -> int:
+        """Entries kept per `reduced` layer and KV head, the mean rounded to the nearest integer."""
+        heads = sum(layer.kv_heads for layer in self.reduced)
+        return round(sum(layer.entries for layer in self.reduced) / heads)
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(tuple(map(_layer_shape, self.layers)), self.num_tokens, self.next_position)
+
+    def to(self, device: torch.device | str | Sequence[torch.device]) -> CompressedCache:
+        """The same cache on another device, or on one for each layer."""
+        devices = [device] * len(self.layers) if isinstance(device, torch.device | str) else device
+        return replace(self, layers=tuple(each.to(to) for each, to in zip(self.layers, devices, strict=True)))
+
+    def encoded(self, codec: str, coder: Coder | None = None, *, whole_groups: bool = False) -> CompressedCache:
+        """The cache under a codec (see `kvshelf.artifact.codecs`); itself if nothing changes. Only `klt` needs a
+        coder, which an engine has. whole_groups: as of `encode`.
+
+        "none" adds no encoding: an encoded cache stays as it is. Raises `InvalidRequest` for an unknown codec, for a
+        cache under another codec, and for layers that the codec cannot encode.
+        """
+        wanted = codecs.resolve(self.codec, codec)
+        if str(wanted) == self.codec:
+            return self
+        layers = list(self.layers)
+        found = ((index, entries_of(layer)) for index, layer in enumerate(layers))
+        chosen = {index: each for index, each in found if each is not None and not isinstance(each, Recent)}
+        classes: Sequence[Tensor | None] = [None] * len(chosen)
+        if wanted.classes:
+            wanted.require_kept(self.identity.budget_tokens, self.num_tokens)
+            classes = classes_of(wanted, list(chosen.values()), self.num_tokens)
+        for (index, entries), members in zip(chosen.items(), classes, strict=True):
+            of_layer = None if coder is None else coder.layer(index, self.repositioned)
+            made = encode(wanted, entries, f"layer {index}", of_layer, members, whole_groups=whole_groups)
+            layers[index] = with_entries(layers[index], made)
+        identity = self.identity
+        if wanted.name == "klt":
+            assert coder is not None
+            identity = coder.transforms.mark(identity)
+        return replace(self, layers=tuple(layers), identity=identity, codec=str(wanted))
+
+    def decoded(self, coder: Coder) -> CompressedCache:
+        """The cache with plain rows in place of those under codec `klt`, for attention. It is no artifact any more: its
+        codec says what its numbers went through, and it cannot be written."""
+        layers = (coder.layer(index, self.repositioned).decoded(layer) for index, layer in enumerate(self.layers))
+        return replace(self, layers=tuple(layers))
+
+    @property
+    def repositioned(self) -> bool:
+        """Whether its policy counts positions within the cache, and rotated the keys to those."""
+        return self.next_position != self.num_tokens
+
+    def to_bytes(self, codec: str | None = None) -> bytes:
+        """The blob of docs/internals/format.md. `codec` None keeps the encoding the cache has; equal caches give equal
+        bytes.
+
+        Raises `InvalidRequest` as `encoded` does, and for a cache that the format cannot hold.
+        """
+        cache = self if codec is None else self.encoded(codec)
+        return b"".join(cache.pack().buffers)
+
+    def pack(self) -> PackedBlob:
+        """The blob as buffers that share the tensors' memory. Raises `InvalidRequest` as `tensors.pack` does."""
+        about = (self.num_tokens, self.next_position, self.identity, self.codec, self.sentence_ends, self.summary)
+        return tensors.pack(self.layers, *about)
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> CompressedCache:
+        """Read a blob, alone or in an export. Every digest is checked before a tensor is made; raises `BlobError` for
+        any other bytes."""
+        header, layers = tensors.decode(split(as_view(data)).blob)
+        made = (header.num_tokens, header.next_position, header.to_identity(), header.codec, header.sentences)
+        return cls(layers, *made, tuple(header.summary))
+
+
+def _layer_shape(layer: LayerRecord) -> LayerShape:
+    states, entries = tuple(state.shape for state in states_of(layer)), entries_of(layer)
+    if entries is None:
+        return LayerShape(states=states)
+    window = entries.window if isinstance(entries, Window) else None
+    chunk = entries.chunk if isinstance(entries, Chunk) else None
+    dtype = str(entries.dtype).removeprefix("torch.")
+    shape = LayerShape(entries.kv_heads, entries.key_dim, entries.value_dim, dtype, window, chunk)
+    return shape._replace(latent=is_latent(entries), states=states)

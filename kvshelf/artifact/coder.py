@@ -1,0 +1,101 @@
+"""The codec `klt` for one model: its transforms, and its RoPE, which is undone before and done again after."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvshelf.artifact.codecs import Codec, refused
+from kvshelf.artifact.coded import CodedRows, Turn, encode_rows
+from kvshelf.artifact.packed import Packed
+from kvshelf.artifact.records import Kept, LayerRecord, PackedRecord, Parts, entries_of, with_entries
+from kvshelf.artifact.transforms import STEP_PARTS, Kind, RowTransform, Transforms
+from kvshelf.kernels.ans import Tables
+
+
+@dataclass(frozen=True, eq=False)
+class Coder:
+    """Encodes and decodes caches of one model. rotate and unrotate: its RoPE."""
+
+    transforms: Transforms
+    rotate: Turn
+    unrotate: Turn
+
+    def layer(self, index: int, repositioned: bool) -> LayerCoder:
+        """For the records of one layer. repositioned: of a cache whose keys stand at their places within it."""
+        return LayerCoder(self, self.transforms.layers[index], self.transforms.tables, repositioned)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCoder:
+    """Encodes and decodes the records of one layer. Made by `Coder.layer`."""
+
+    coder: Coder
+    transform: Mapping[Kind, RowTransform]
+    tables: Tables
+    repositioned: bool
+
+    def encoded(self, record: PackedRecord, codec: Codec, where: str) -> PackedRecord:
+        """The record with coded rows, on the CPU. Raises `InvalidRequest` for heads that cannot be transformed
+        together."""
+        record = record.to("cpu")
+        assert isinstance(record.keys, Tensor)
+        assert isinstance(record.values, Tensor)
+        joint = isinstance(record, Kept) and _alike(record)
+        if codec.heads == "joint" and not joint:
+            raise refused(f"the heads of {where} keep different tokens, and heads=joint transforms them together")
+        joint = joint and codec.heads != "each"
+        unrotate = self.coder.unrotate if record.rope_mode == "baked" else None
+
+        def coded(kind: Kind, rows: Tensor, undo: Turn | None, positions: list[Tensor]) -> CodedRows:
+            transform = self.transform[kind]
+            step = codec.step * (transform.multiplier if codec.steps == "kl" else 1)
+            return encode_rows(
+                torch.split(rows, record.lengths),
+                record.positions,
+                positions,
+                transform,
+                self.tables,
+                step_parts=round(step * STEP_PARTS),
+                joint=joint,
+                undo=undo,
+            )
+
+        places = self._places(record)
+        keys = coded("keys", record.keys, unrotate, places)
+        values = coded("values", record.values, None, places)
+        return replace(record, keys=keys, values=values, importance=None, precise=None)
+
+    def decoded(self, layer: LayerRecord) -> LayerRecord:
+        """The layer with plain rows. Raises `BlobError` for streams that no encoder writes."""
+        entries = entries_of(layer)
+        if entries is None:
+            return layer
+        if isinstance(entries, Parts):
+            return with_entries(layer, Parts(tuple(self._decoded(part) for part in entries.parts)))
+        return with_entries(layer, self._decoded(entries))
+
+    def _decoded(self, record: PackedRecord) -> PackedRecord:
+        if not isinstance(record.keys, CodedRows) or not isinstance(record.values, CodedRows):
+            return record
+        rotate = self.coder.rotate if record.rope_mode == "baked" else None
+        keys = record.keys.decode(self.transform["keys"], self.tables, self._places(record), rotate)
+        values = record.values.decode(self.transform["values"], self.tables, (), None)
+        return replace(record, keys=keys, values=values)
+
+    def _places(self, record: Packed) -> list[Tensor]:
+        """The positions that the keys of each head are rotated to, on the CPU, as the keys are while they are coded."""
+        if self.repositioned:
+            return [torch.arange(length) for length in record.lengths]
+        return [each.cpu() for each in record.positions]
+
+
+def _alike(record: Packed) -> bool:
+    """Whether all heads keep the same tokens."""
+    if not record.uniform:
+        return False
+    positions = record.entry_positions.view(record.kv_heads, -1)
+    return bool((positions == positions[:1]).all())

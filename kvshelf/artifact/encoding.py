@@ -1,0 +1,165 @@
+"""Encoding of layers under a codec (see `codecs` for the codecs and their texts)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, zip_longest
+
+import torch
+from torch import Tensor
+
+from kvshelf.artifact.codecs import BITS, Codec, Precision, refused
+from kvshelf.artifact.coder import LayerCoder
+from kvshelf.artifact.packed import Packed
+from kvshelf.artifact.records import Entries, Indexed, PackedRecord, Pruned, entries_from, parts_of
+from kvshelf.kernels.quantize.rows import QuantizedRows
+
+
+def encode(
+    codec: Codec,
+    record: Entries,
+    where: str = "the layer",
+    coder: LayerCoder | None = None,
+    classes: Tensor | None = None,
+    *,
+    whole_groups: bool = False,
+) -> Entries:
+    """The record encoded under a codec, without `importance`; the input stays unchanged.
+
+    Each part of `Parts` is encoded separately, with its own residual and share; pruned entries with others behind them
+    have no residual. `where` names the record in errors. classes: those of `classes_of`, under klt with classes.
+    whole_groups: let the residual grow until the entries before it fill their groups, so that others can be appended to
+    these without coding them again. Raises `InvalidRequest` for a record that is quantized already, holds NaN or
+    infinity, or lacks the importance that mixed chooses by.
+    """
+    if codec.name == "none":
+        return record
+    parts = parts_of(record)
+    for part in parts:
+        if isinstance(part, Indexed):
+            codec.require_blocks(part.block)
+        if isinstance(part, Pruned):
+            codec.require_pruned()
+    if codec.name == "klt":
+        if coder is None:
+            raise refused("codec klt needs the transforms of the model; encode the cache by its engine: Engine.encoded")
+        for part in parts:
+            _require_encodable(part, where)
+        pieces = [coder.encoded(piece, one, where) for one, piece in _by_class(codec, parts, classes)]
+    else:
+        pieces = []
+        for part, then in zip_longest(parts, parts[1:]):
+            # The newest entries beside pruned ones have a part and a residual of their own.
+            own = replace(codec, residual=0) if isinstance(part, Pruned) and then is not None else codec
+            pieces += _pieces(own, part, where, whole_groups=whole_groups)
+    if not pieces:  # the layer kept no entries
+        return record
+    return entries_from(pieces)
+
+
+def classes_of(codec: Codec, layers: Sequence[Entries], num_tokens: int) -> list[Tensor]:
+    """The class of each entry of each layer, `[entries]` int64, under klt with classes. num_tokens: of the document.
+
+    The most important entries of the whole cache are in the finest class, until it has its share of the document's
+    entries, and so on; equal ones by their order. The last class takes the rest. One threshold for all layers, because
+    layers that keep their own share of each class lose answers: on kvshelf-tiny, kvcues at half removed under
+    `classes=1.5/4,shares=25/25` answers 90 % so, and 98 % by one threshold.
+    """
+    parts = [parts_of(layer) for layer in layers]
+    importance = [_importance(codec, part, f"layer {index}") for index, each in enumerate(parts) for part in each]
+    order = torch.cat([found.cpu() for found in importance]).argsort(descending=True, stable=True)
+    whole = num_tokens * sum(layer.kv_heads for layer in layers)
+    ends = torch.tensor([int(whole * share / 100) for share in accumulate(codec.shares[:-1])])
+    classes = torch.empty_like(order)
+    classes[order] = torch.bucketize(torch.arange(len(order)), ends, right=True)
+    return list(torch.split(classes, [layer.entries for layer in layers]))
+
+
+def _by_class(
+    codec: Codec, parts: Sequence[PackedRecord], classes: Tensor | None
+) -> Iterator[tuple[Codec, PackedRecord]]:
+    """The records of one layer, each with the codec of its class."""
+    if classes is None:
+        yield from ((codec, part) for part in parts)
+        return
+    steps = [replace(codec, step=step, classes=(), shares=()) for step in codec.classes]
+    for part, members in zip(parts, torch.split(classes, [part.entries for part in parts]), strict=True):
+        for number, one in enumerate(steps):
+            chosen = (members == number).to(part.entry_positions.device)
+            if chosen.any():
+                yield one, part.select(chosen)
+
+
+def _pieces(codec: Codec, record: PackedRecord, where: str, *, whole_groups: bool) -> list[PackedRecord]:
+    _require_encodable(record, where)
+    split: tuple[tuple[Precision, Tensor], ...]
+    if codec.name == "mixed":
+        important = _important(codec, record, where)
+        split = ((codec.high, important), (codec.low, ~important))
+    else:
+        last = _last(record, codec.residual, codec.group if whole_groups else 1)
+        split = ((codec.name, ~last), ("none", last))
+    return [_quantized(codec, record.select(chosen), precision, where) for precision, chosen in split if chosen.any()]
+
+
+def _important(codec: Codec, record: PackedRecord, where: str) -> Tensor:
+    """`[entries]` bool: the most important `share` of each head's entries, or as many as the policy says; ties go to
+    the earlier entry."""
+    importance = _importance(codec, record, where)
+    chosen = torch.zeros(record.entries, dtype=torch.bool, device=importance.device)
+    heads = zip(record.offsets, torch.split(importance, record.lengths), strict=False)
+    for (start, head), count in zip(heads, _precise(codec, record, where), strict=True):
+        chosen[start + head.argsort(descending=True, stable=True)[:count]] = True
+    return chosen
+
+
+def _precise(codec: Codec, record: PackedRecord, where: str) -> Sequence[int]:
+    """How many entries of each head have more bits."""
+    if codec.share != "policy":
+        # The small term keeps 0.29 of 100 from rounding down to 28, as in budgets.
+        return [int(length * codec.share + 1e-9) for length in record.lengths]
+    if record.precise is None:
+        raise refused(f"{where} does not say how many entries have more bits; give codec mixed a number as its share")
+    return record.precise
+
+
+def _importance(codec: Codec, record: PackedRecord, where: str) -> Tensor:
+    """`[entries]` fp32."""
+    if record.importance is None:
+        raise refused(
+            f"codec {codec.name} chooses by importance, and {where} carries none any more; encode the cache when it is "
+            "compressed, under a policy that scores entries"
+        )
+    return record.importance
+
+
+def _quantized(codec: Codec, record: PackedRecord, precision: Precision, where: str) -> PackedRecord:
+    record = replace(record, importance=None, precise=None)
+    if precision == "none":
+        return record
+    assert isinstance(record.keys, Tensor)
+    assert isinstance(record.values, Tensor)
+    bits = BITS[precision]
+    keys = QuantizedRows.quantize(record.keys, record.lengths, bits=bits, group=codec.group, axis="tokens")
+    values = QuantizedRows.quantize(record.values, record.lengths, bits=bits, group=codec.group, axis="channels")
+    if not (keys.finite and values.finite):
+        raise refused(f"{where} holds numbers too near the largest of {record.dtype} for codec {codec.name}")
+    return replace(record, keys=keys, values=values)
+
+
+def _last(record: Packed, count: int, group: int) -> Tensor:
+    """`[entries]` bool: the last `count` entries of each head, or a few more: whole groups stand before them."""
+    last = torch.zeros(record.entries, dtype=torch.bool, device=record.entry_positions.device)
+    for start, stop in zip(record.offsets, record.offsets[1:], strict=False):
+        before = max(0, stop - start - count) // group * group
+        last[start + before : stop] = True
+    return last
+
+
+def _require_encodable(record: PackedRecord, where: str) -> None:
+    for name, rows in (("keys", record.keys), ("values", record.values)):
+        if not isinstance(rows, Tensor):
+            raise refused(f"the {name} of {where} are encoded already and are not encoded again")
+        if not bool(torch.isfinite(rows).all()):
+            raise refused(f"the {name} of {where} hold NaN or infinity, which no quantizing codec can store")

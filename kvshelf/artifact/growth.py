@@ -1,0 +1,178 @@
+"""A cache that goes on: the records of a stored cache, its parent, and those of tokens appended to it.
+
+Records of the parent stay as they are, so that a home can store both with one copy of their bytes. Only what no later
+token sees in them gives way: windows and chunks move on, recurrent states change, and the residual of a quantizing
+codec is quantized, once there are newer entries to take its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kvshelf.artifact.blob.layer import MAX_RECORDS
+from kvshelf.artifact.codecs import BITS, Codec
+from kvshelf.artifact.packed import offsets_of
+from kvshelf.artifact.records import (
+    Entries,
+    Kept,
+    Latents,
+    LayerRecord,
+    Merged,
+    PackedRecord,
+    Recent,
+    entries_from,
+    entries_of,
+    parts_of,
+    with_entries,
+)
+from kvshelf.errors import InvalidRequest
+from kvshelf.kernels.quantize.rows import QuantizedRows, Rows, by_head
+
+_JOIN_AT: Final = 12
+"""Records of a layer from which on neighbours are joined: attention reads each by an operation of its own, and joining
+copies all of them, so not at every append."""
+
+Encode = Callable[[Sequence[LayerRecord]], Sequence[LayerRecord]]
+"""Encodes layers under the parent's codec, in whole groups."""
+
+
+def placed(entries: Entries, first: int) -> Entries:
+    """The entries of a document as those of one in which its first token stands at position `first`."""
+    if not first:
+        return entries
+    return entries_from([_placed(part, first) for part in parts_of(entries)])
+
+
+def _placed(record: PackedRecord, first: int) -> PackedRecord:
+    moved = replace(record, entries_at=record.entry_positions + first)
+    return replace(moved, slot_positions=moved.slot_positions + first) if isinstance(moved, Merged) else moved
+
+
+def followed(parent: Sequence[LayerRecord], appended: Sequence[LayerRecord]) -> list[LayerRecord]:
+    """The layers of a document once tokens are appended to it, as they are. parent, appended: of each layer, the
+    appended ones at their places in the whole document."""
+    return [_with_parts(new, (*_staying(old), *_parts(new))) for old, new in zip(parent, appended, strict=True)]
+
+
+def grown(
+    parent: Sequence[LayerRecord], appended: Sequence[LayerRecord], codec: str, encode: Encode
+) -> list[LayerRecord]:
+    """As `followed`, under the codec of the parent. The appended layers are not encoded yet; `encode` does it.
+
+    Raises `InvalidRequest` where a layer would have more records than a blob holds.
+    """
+    cut = [_cut(old, Codec.parse(codec)) for old in parent]
+    behind = [_with_parts(new, _behind(residual, new)) for (_, residual), new in zip(cut, appended, strict=True)]
+    layers: list[LayerRecord] = []
+    for (staying, _), new in zip(cut, encode(behind), strict=True):
+        parts = (*staying, *_parts(new))
+        if len(parts) >= _JOIN_AT:
+            parts = joined(parts)
+        if len(parts) > MAX_RECORDS:
+            raise InvalidRequest(
+                f"this cache has been appended to so often that its layers would have {len(parts)} records, and a blob "
+                f"holds {MAX_RECORDS}; records under codec {codec} cannot be joined. Compress the whole document anew",
+                param="cache_id",
+            )
+        layers.append(_with_parts(new, parts))
+    return layers
+
+
+def joined(parts: Sequence[PackedRecord]) -> tuple[PackedRecord, ...]:
+    """The records of a layer, fewer where the rows of one can stand behind those of another just as they are: plain
+    ones, and codes behind whole groups. A first record with most of the entries stays alone: it is what a home has one
+    copy of for all that grew from it."""
+    apart = 1 if parts[0].entries > sum(part.entries for part in parts[1:]) else 0
+    made: list[list[PackedRecord]] = [[part] for part in parts[:apart]]
+    for part in parts[apart:]:
+        group = next((group for group in made[apart:] if _continues(group[-1], part)), None)
+        if group is None:
+            made.append([part])
+        else:
+            group.append(part)
+    return tuple(group[0] if len(group) == 1 else _one(group) for group in made)
+
+
+def _parts(layer: LayerRecord) -> tuple[PackedRecord, ...]:
+    """The records of a layer that have entries."""
+    entries = entries_of(layer)
+    return () if entries is None else tuple(part for part in parts_of(entries) if part.entries)
+
+
+def _staying(layer: LayerRecord) -> tuple[PackedRecord, ...]:
+    """The records of a layer that tokens behind it leave as they are."""
+    return tuple(part for part in _parts(layer) if not isinstance(part, Recent))
+
+
+def _cut(layer: LayerRecord, codec: Codec) -> tuple[tuple[PackedRecord, ...], Kept | None]:
+    """The records of a layer that stay, and its residual, which does not."""
+    staying = _staying(layer)
+    if codec.name not in BITS or not staying:
+        return staying, None
+    last = staying[-1]
+    if type(last) not in (Kept, Latents) or last.quantized:
+        return staying, None
+    assert isinstance(last, Kept)
+    return staying[:-1], last
+
+
+def _behind(residual: Kept | None, new: LayerRecord) -> tuple[PackedRecord, ...]:
+    """The parent's residual and the new entries, as one record where that is possible: then as few groups as possible
+    are cut short."""
+    parts = _parts(new)
+    if residual is None:
+        return parts
+    if len(parts) == 1 and type(parts[0]) is type(residual) and parts[0].rope_mode == residual.rope_mode:
+        return (_one([replace(residual, importance=None), replace(parts[0], importance=None)]),)
+    return (residual, *parts)
+
+
+def _with_parts(layer: LayerRecord, parts: Sequence[PackedRecord]) -> LayerRecord:
+    """The layer with these records in place of its own; as it is without any."""
+    return with_entries(layer, entries_from(parts)) if parts else layer
+
+
+def _continues(first: PackedRecord, then: PackedRecord) -> bool:
+    """Whether the rows of `then` can stand behind those of `first` in one record, and take the same numbers there."""
+    alike = type(first) is type(then) and type(first) in (Kept, Latents) and first.rope_mode == then.rope_mode
+    if not alike or first.dtype != then.dtype:
+        return False
+    rows = (first.keys, then.keys)
+    if all(isinstance(each, Tensor) for each in rows):
+        return True
+    one, other = rows
+    if not isinstance(one, QuantizedRows) or not isinstance(other, QuantizedRows):
+        return False
+    return (one.bits, one.group) == (other.bits, other.group) and not any(n % one.group for n in one.lengths)
+
+
+def _one(records: Sequence[PackedRecord]) -> PackedRecord:
+    """Records of which each continues the one before, as one."""
+    first = records[0]
+    lengths = [sum(of_head) for of_head in zip(*(record.lengths for record in records), strict=True)]
+    positions = _by_head([record.positions for record in records])
+    given = {each.name: getattr(first, each.name) for each in fields(first)}
+    keys, values = (_rows([record.rows[which] for record in records], records, lengths) for which in (0, 1))
+    given |= {"keys": keys, "values": values, "entries_at": positions, "offsets": offsets_of(lengths)}
+    return type(first)(**given | {"importance": None, "precise": None})
+
+
+def _rows(rows: Sequence[Rows], records: Sequence[PackedRecord], lengths: Sequence[int]) -> Rows:
+    heads = [by_head(each, record.lengths) for each, record in zip(rows, records, strict=True)]
+    first = rows[0]
+    if isinstance(first, Tensor):
+        return _by_head(heads)  # type: ignore[arg-type]  # all are tensors
+    codes, scales, zeros = (
+        _by_head([[getattr(head, name) for head in each] for each in heads]) for name in ("codes", "scales", "zeros")
+    )
+    return replace(first, codes=codes, scales=scales, zeros=zeros, lengths=tuple(lengths))
+
+
+def _by_head(records: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Tensors of each record and head, `[rows, ...]`, as one, head by head."""
+    return torch.cat([rows for of_head in zip(*records, strict=True) for rows in of_head])

@@ -1,0 +1,85 @@
+"""Layer records cut and joined by KV heads, for processes that share the heads of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvshelf.artifact.packed import offsets_of
+from kvshelf.artifact.records import Entries, Indexed, Merged, PackedRecord, Pruned, entries_from, parts_of
+from kvshelf.kernels.quantize.rows import QuantizedRows, Rows
+
+
+def cut(entries: Entries, first: int, last: int) -> Entries:
+    """The KV heads `first` to `last - 1` of a layer, in memory of their own. Raises `StateConflict` for a layer that is
+    coded."""
+    return entries_from([_cut(part, first, last) for part in parts_of(entries)])
+
+
+def joined(parts: Sequence[Entries]) -> Entries:
+    """A layer whose heads are those of `parts`, one after the other. Rows must not be quantized."""
+    if len(parts) == 1:
+        return parts[0]
+    return entries_from([_joined(each) for each in zip(*map(parts_of, parts), strict=True)])
+
+
+def _cut(record: PackedRecord, first: int, last: int) -> PackedRecord:
+    keys, values = record.rows
+    rows = slice(record.offsets[first], record.offsets[last])
+    fields: dict[str, Any] = {
+        "keys": _rows_cut(keys, rows, first, last),
+        "values": _rows_cut(values, rows, first, last),
+        "entries_at": record.entry_positions[rows].clone(),
+        "offsets": offsets_of(record.lengths[first:last]),
+        "importance": None if record.importance is None else record.importance[rows].clone(),
+        "precise": None if record.precise is None else record.precise[first:last],
+    }
+    if isinstance(record, Pruned):
+        fields["channels"] = record.channels[first:last].clone()
+    if isinstance(record, Merged):
+        slots = slice(record.slot_offsets[first], record.slot_offsets[last])
+        fields |= {name: getattr(record, name)[slots].clone() for name in _SLOTS}
+        fields["slot_offsets"] = offsets_of(record.slot_lengths[first:last])
+    return replace(record, **fields)
+
+
+_SLOTS = ("slot_scales", "slot_classes", "slot_positions")
+
+
+def _rows_cut(rows: Rows, own: slice, first: int, last: int) -> Rows:
+    if isinstance(rows, Tensor):
+        return rows[own].clone()
+    heads = rows.heads()[first:last]
+    coded: dict[str, Any] = {
+        name: torch.cat([getattr(head, name) for head in heads]) for name in ("codes", "scales", "zeros")
+    }
+    return replace(rows, **coded, lengths=rows.lengths[first:last])
+
+
+def _joined(records: Sequence[PackedRecord]) -> PackedRecord:
+    def of_all(name: str) -> Tensor:
+        return torch.cat([getattr(record, name) for record in records])
+
+    assert not any(isinstance(each, QuantizedRows) for record in records for each in record.rows)
+    first = records[0]
+    fields: dict[str, Any] = {
+        "keys": of_all("keys"),
+        "values": of_all("values"),
+        "entries_at": of_all("entry_positions"),
+        "offsets": offsets_of(list(chain.from_iterable(record.lengths for record in records))),
+        "importance": None if first.importance is None else of_all("importance"),
+        "precise": None if first.precise is None else tuple(n for record in records for n in record.precise or ()),
+    }
+    if isinstance(first, Pruned):
+        fields["channels"] = of_all("channels")
+    if isinstance(first, Indexed):  # a summary has a part of each query head
+        fields["summaries"] = torch.cat([each.summaries for each in records if isinstance(each, Indexed)], dim=1)
+    if isinstance(first, Merged):
+        lengths = chain.from_iterable(record.slot_lengths for record in records if isinstance(record, Merged))
+        fields |= {name: of_all(name) for name in _SLOTS} | {"slot_offsets": tuple(accumulate(lengths, initial=0))}
+    return replace(first, **fields)

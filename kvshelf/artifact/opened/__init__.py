@@ -1,0 +1,1 @@
+"""Caches that are open in a store: one that arrives layer by layer, and one of which parts are read."""

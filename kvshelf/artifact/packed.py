@@ -1,0 +1,204 @@
+"""The base of all records that hold entries: rows packed by head, and their positions in the document."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from kvshelf.artifact.coded import CodedRows
+from kvshelf.artifact.identity import RopeMode
+from kvshelf.errors import StateConflict
+from kvshelf.kernels.quantize.rows import HeadRows, QuantizedRows, Rows, by_head, plain
+
+Rotate = Callable[[Tensor, Tensor], Tensor]
+"""Applies the model's RoPE: keys `[n, D]` fp32 and positions `[n]` int64 to keys `[n, D]`."""
+
+
+class HeadView(NamedTuple):
+    """One head's entries as views: keys `[kept, D]`, values `[kept, Dv]`, positions `[kept]` int32."""
+
+    keys: Tensor | HeadRows
+    values: Tensor | HeadRows
+    positions: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """Entries of a layer, packed by head. Head h owns rows `offsets[h]` to `offsets[h + 1]`.
+
+    Rows are not padded: heads of different lengths need no fake keys on disk or in memory, and heads of equal length
+    can still be viewed as `[kv_heads, kept, D]` without a copy.
+
+    keys: `[entries, D]` and values: `[entries, Dv]`, in the model's dtype, contiguous, each head's rows in ascending
+    position; or the same as `QuantizedRows`; or as `CodedRows`, which have to be decoded before anything reads them.
+    entries_at: `[entries]` int32, the value of `entry_positions`, or a function that computes it on first use and
+    cannot fail: expanding the bitmaps of a 64 MB cache takes half as long as receiving it, and attention needs no
+    positions. Two threads may both call it; the results are equal. `rope_mode` says whether the rotation of RoPE is in
+    the keys ("baked") or still to be applied ("pre").
+
+    importance: `[entries]` fp32, higher is more important, or None; codec `mixed` chooses entries by it. precise: how
+    many entries of each head, the most important ones, are to have more bits (`mixed:share=policy`), or None. Both
+    exist in memory only, not in blobs, and do not count in `nbytes`.
+    """
+
+    keys: Rows | CodedRows
+    values: Rows | CodedRows
+    entries_at: Tensor | Callable[[], Tensor]
+    offsets: tuple[int, ...]
+    rope_mode: RopeMode = "baked"
+    importance: Tensor | None = None
+    precise: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        entries = self.offsets[-1]
+        # Internal invariants; bytes from outside are checked by the blob reader, with named errors.
+        assert self.offsets[0] == 0
+        assert list(self.offsets) == sorted(self.offsets)
+        assert self.keys.shape[0] == self.values.shape[0] == entries
+        assert not isinstance(self.entries_at, Tensor) or self.entries_at.shape[0] == entries
+        assert self.importance is None or self.importance.shape == (entries,)
+        assert self.precise is None or len(self.precise) == self.kv_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def key_dim(self) -> int:
+        """D."""
+        return self.keys.shape[1]
+
+    @property
+    def value_dim(self) -> int:
+        """Dv."""
+        return self.values.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the keys, once dequantized."""
+        return self.keys.dtype
+
+    @property
+    def entries(self) -> int:
+        """Stored entries over all heads: what a budget counts."""
+        return self.offsets[-1]
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Entries of each head."""
+        return [end - start for start, end in zip(self.offsets, self.offsets[1:], strict=False)]
+
+    @cached_property
+    def uniform(self) -> bool:
+        """Whether every head keeps the same number of entries."""
+        return len(set(self.lengths)) <= 1
+
+    @property
+    def quantized(self) -> bool:
+        """Whether keys or values are codes."""
+        return isinstance(self.keys, QuantizedRows) or isinstance(self.values, QuantizedRows)
+
+    @property
+    def rows(self) -> tuple[Rows, Rows]:
+        """Keys and values. Raises `StateConflict` for coded ones: `Coder` decodes them."""
+        if isinstance(self.keys, CodedRows) or isinstance(self.values, CodedRows):
+            raise StateConflict("the cache is under codec klt; decode it with its model: Engine.decoded(cache)")
+        return self.keys, self.values
+
+    @cached_property
+    def entry_positions(self) -> Tensor:
+        """`[entries]` int32, original positions in the document, ascending within a head."""
+        return self.entries_at if isinstance(self.entries_at, Tensor) else self.entries_at()
+
+    @property
+    def positions(self) -> list[Tensor]:
+        """One ascending int tensor of original positions per KV head."""
+        return list(torch.split(self.entry_positions, self.lengths))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in memory, with positions expanded and without `importance`."""
+        held: int = sum(getattr(self, name).nbytes for name in self._tensors())
+        return held + self.entries * torch.int32.itemsize
+
+    def heads(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys `[kept_h, D]` and values `[kept_h, Dv]` of each KV head, as views. Raises `StateConflict` for a
+        quantized record."""
+        if not isinstance(self.keys, Tensor) or not isinstance(self.values, Tensor):
+            raise StateConflict("a quantized record has no views of its keys and values; use dense() or prefixes()")
+        return list(zip(torch.split(self.keys, self.lengths), torch.split(self.values, self.lengths), strict=True))
+
+    def views(self) -> list[HeadView]:
+        """Keys, values and positions of each KV head, quantized where the record is."""
+        keys, values = (by_head(rows, self.lengths) for rows in self.rows)
+        return [HeadView(*head) for head in zip(keys, values, self.positions, strict=True)]
+
+    def plain_heads(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys `[kept_h, D]` and values `[kept_h, Dv]` of each KV head, dequantized."""
+        keys, values = (list(torch.split(plain(rows), self.lengths)) for rows in self.rows)
+        return keys, values
+
+    def dense(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys `[kv_heads, max_kept, D]`, values `[kv_heads, max_kept, Dv]`, and valid `[kv_heads, max_kept]` bool.
+
+        Entries in ascending position, dequantized. Rows past a head's own length are zero and not valid. For
+        inspection; attention never pads.
+        """
+        return padded(*self.plain_heads())
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same record on another device; itself when it is there already."""
+        if self.keys.device == torch.device(device):
+            return self
+        moved = {name: getattr(self, name).to(device) for name in self._tensors()}
+        importance = None if self.importance is None else self.importance.to(device)
+        return replace(self, **moved, entries_at=self.entry_positions.to(device), importance=importance)
+
+    def _tensors(self) -> tuple[str, ...]:
+        """Names of the artifact's tensor fields, except the positions of the entries."""
+        return ("keys", "values")
+
+    def _selected(self, chosen: Tensor) -> dict[str, Any]:
+        """The fields of this class for the entries that `chosen` `[entries]` bool marks."""
+        assert isinstance(self.keys, Tensor)
+        assert isinstance(self.values, Tensor)
+        return {
+            "keys": self.keys[chosen],
+            "values": self.values[chosen],
+            "entries_at": self.entry_positions[chosen],
+            "offsets": offsets_of([int(head.sum()) for head in torch.split(chosen, self.lengths)]),
+            "rope_mode": self.rope_mode,
+            "importance": None if self.importance is None else self.importance[chosen],
+        }
+
+
+def offsets_of(lengths: Sequence[int]) -> tuple[int, ...]:
+    """The first row of each head, then the end of the last head: heads + 1 numbers."""
+    return tuple(accumulate(lengths, initial=0))
+
+
+def padded(keys: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values of all heads, padded with zeros to the longest head, and the mask of valid rows."""
+    lengths = torch.tensor([len(head) for head in keys], device=keys[0].device)
+    all_keys, all_values = (pad_sequence(list(heads), batch_first=True) for heads in (keys, values))
+    columns = torch.arange(all_keys.shape[1], device=lengths.device)
+    return all_keys, all_values, columns < lengths.unsqueeze(1)
+
+
+def rotation(rope_mode: RopeMode, rotate: Rotate | None) -> Rotate | None:
+    """The rotation the keys still need, None if they carry it. Raises `StateConflict` if the model has none."""
+    if rope_mode == "baked":
+        return None
+    if rotate is None:
+        raise StateConflict(
+            "the keys of this cache are stored without their rotation, and the model it is attached to has none to "
+            "apply"
+        )
+    return rotate

@@ -1,0 +1,225 @@
+"""The transforms of a model: what the codec `klt` multiplies keys and values by, and how often each code occurs.
+
+They belong to the model, not to a document, and are made once by `kvshelf calibrate`. A cache names the digest of its
+transforms and cannot be read without them.
+
+Version 2 weighs errors by what they cost the model's predictions, between the channels of a head (`weight`) and between
+layers, keys and values (`unit`). Of version 1 are files without weights, which stay readable.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+from blake3 import blake3
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from kvshelf.artifact.identity import Identity, ModelIdentity, canonical_json
+from kvshelf.artifact.shape import LayerShape
+from kvshelf.errors import InvalidRequest, ModelMismatch
+from kvshelf.kernels.ans import Tables
+
+Kind = Literal["keys", "values"]
+KINDS: Final[tuple[Kind, ...]] = ("keys", "values")
+
+EIGHTHS: Final = 8
+"""Tables are made for ratios of a channel's deviation to the step that are an eighth of an octave apart."""
+
+LOWEST, HIGHEST = -48, 96
+"""Eighths of an octave: the ratios with a table. Others take the nearest one."""
+
+STEP_PARTS: Final = 10_000
+"""A step is stored as an integer in these parts of a unit."""
+
+_CAP: Final = 3.0
+"""The largest ratio of two multipliers, which only version 1 has."""
+_LARGEST_WEIGHT: Final = 1000.0
+"""Ratio of the largest and the smallest factor of a weight. Beyond it, the 16 bits that it is stored in do not tell its
+inverse."""
+
+_FORMATS: Final = ("kvshelf.transforms/1", "kvshelf.transforms/2")
+_ABOUT: Final = "kvshelf"
+_STEP_EDGES: Final = [round(STEP_PARTS * 2 ** ((eighth + 0.5) / EIGHTHS)) for eighth in range(-49, 49)]
+
+
+@dataclass(frozen=True, eq=False)
+class RowTransform:
+    """What the keys or the values of one layer are multiplied by, for H heads of D channels.
+
+    mean: `[H, D]`. joint: `[H * D, H * D]` and each: `[H, D, D]`, orthogonal, a coefficient a column, all fp32.
+    joint_scales: `[H * D]` and each_scales: `[H, D]`: the deviation of each coefficient, as eighths of an octave above
+    one unit. unit: the length that a step counts. multiplier: of the step under `steps=kl`; 1 where units differ by
+    layer already. weight: `[H, D, D]` fp32, symmetric: rows are multiplied by it before they are transformed, so that
+    equal errors of coefficients cost the predictions alike; None for the identity.
+    """
+
+    mean: Tensor
+    joint: Tensor
+    each: Tensor
+    joint_scales: tuple[int, ...]
+    each_scales: tuple[tuple[int, ...], ...]
+    unit: float
+    multiplier: float = 1.0
+    weight: Tensor | None = None
+
+    def analysis(self, head: int | None) -> Tensor:
+        """What rows without their mean are multiplied by: `[D, D]` fp32 for one head, or (None) `[H * D, H * D]` for
+        all heads together. A coefficient a column."""
+        basis = self.joint if head is None else self.each[head]
+        if self.weight is None:
+            return basis
+        weight = self.weight if head is None else self.weight[head : head + 1]
+        return torch.matmul(weight, basis.view(len(weight), -1, basis.shape[1])).flatten(0, 1)
+
+    def synthesis(self, head: int | None) -> Tensor:
+        """The inverse of `analysis`. A coefficient a row."""
+        basis = self.joint if head is None else self.each[head]
+        if self.weight is None:
+            return basis.T
+        weight = self.weight if head is None else self.weight[head : head + 1]
+        inverse = torch.linalg.inv(weight.double()).float()
+        return torch.matmul(inverse, basis.view(len(weight), -1, basis.shape[1])).flatten(0, 1).T
+
+    def order(self, step_parts: int, head: int | None) -> list[int]:
+        """The table of each channel at a step, for one head's transform or (None) that of all heads together."""
+        scales = self.joint_scales if head is None else self.each_scales[head]
+        offset = bisect_left(_STEP_EDGES, step_parts) - 49
+        return [min(max(scale - offset, LOWEST), HIGHEST) - LOWEST for scale in scales]
+
+
+@dataclass(frozen=True, eq=False)
+class Transforms:
+    """All transforms of a model. data: the file; digest: BLAKE3 of it, hex. weights: digest of the model's weights."""
+
+    data: bytes
+    weights: str
+    layers: tuple[Mapping[Kind, RowTransform], ...]
+    tables: Tables
+
+    @cached_property
+    def digest(self) -> str:
+        return blake3(self.data).hexdigest()
+
+    def bits(self, step: float, *, alone: bool) -> float:
+        """Bits that a number takes at a step, as the tables foretell them. alone: each head by its own transform."""
+        costs, parts = self.tables.entropies, round(step * STEP_PARTS)
+        orders = [
+            order
+            for layer in self.layers
+            for found in layer.values()
+            for order in (
+                [found.order(parts, head) for head in range(len(found.mean))] if alone else [found.order(parts, None)]
+            )
+        ]
+        return sum(costs[table] for order in orders for table in order) / sum(map(len, orders))
+
+    def mark(self, identity: Identity) -> Identity:
+        """The identity of a cache that was encoded by these."""
+        return replace(identity, transforms=self.digest)
+
+    def require_of(self, model: ModelIdentity, layers: Sequence[LayerShape]) -> None:
+        """Raise `ModelMismatch` unless these are the transforms of this model, whose caches have such layers."""
+        shapes = [(*found["keys"].mean.shape, found["values"].mean.shape[1]) for found in self.layers]
+        if self.weights != model.weights or shapes != [layer[:3] for layer in layers]:
+            raise ModelMismatch(
+                f"the transforms {self.digest[:16]} are of other weights ({self.weights[:16]}) than {model.name!r} as "
+                f"{model.dtype} ({model.weights[:16]}); make some for these with kvshelf calibrate",
+                transforms=self.digest,
+            )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Transforms:
+        """Read a file of transforms. Raises `InvalidRequest` for anything that `pack` does not write."""
+        try:
+            tensors = load_tensors(data)
+            about = _about(data)
+            if about.get("format") not in _FORMATS:
+                raise ValueError(f"its format is {about.get('format')!r}, and this kvshelf reads {', '.join(_FORMATS)}")
+            made = partial(_row_transform, tensors, weighted=about["format"] == _FORMATS[1])
+            layers = tuple({kind: made(f"{number}.{kind}") for kind in KINDS} for number in range(about["layers"]))
+            return cls(data, str(about["weights"]), layers, _tables(tensors))
+        except (SafetensorError, KeyError, ValueError, TypeError, AssertionError) as error:
+            raise InvalidRequest(
+                f"the file is no transforms of a model ({str(error)[:200]}); make them again with kvshelf calibrate"
+            ) from error
+
+
+def pack(
+    weights: str, layers: Sequence[Mapping[Kind, RowTransform]], tables: Sequence[Any], origin: Mapping[str, str]
+) -> bytes:
+    """The file of these transforms, of version 2 if they have weights. origin: how they were made, for people."""
+    tensors: dict[str, Tensor] = {}
+    weighted = all(found.weight is not None for layer in layers for found in layer.values())
+    for index, layer in enumerate(layers):
+        for kind, found in layer.items():
+            tensors |= {
+                f"{index}.{kind}.mean": found.mean.float(),
+                f"{index}.{kind}.joint": found.joint.half(),
+                f"{index}.{kind}.each": found.each.half(),
+                f"{index}.{kind}.joint_scales": torch.tensor(found.joint_scales, dtype=torch.int16),
+                f"{index}.{kind}.each_scales": torch.tensor(found.each_scales, dtype=torch.int16),
+                f"{index}.{kind}.unit": torch.tensor([found.unit], dtype=torch.float32),
+                f"{index}.{kind}.multiplier": torch.tensor([found.multiplier], dtype=torch.float32),
+            }
+            if found.weight is not None and weighted:
+                tensors[f"{index}.{kind}.weight"] = found.weight.half()
+    tensors["tables.lengths"] = torch.tensor([len(table) for table in tables], dtype=torch.int32)
+    tensors["tables"] = torch.from_numpy(np.concatenate(tables).astype(np.int16))
+    about = {"format": _FORMATS[weighted], "weights": weights, "layers": len(layers), **origin}
+    # In one string: safetensors writes several in another order each time, and equal transforms need one digest.
+    return save_tensors(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, {_ABOUT: canonical_json(about)}
+    )
+
+
+def _about(data: bytes) -> dict[str, Any]:
+    """What `safetensors` leaves out when it reads bytes: the map of strings in the header."""
+    size = int.from_bytes(data[:8], "little")
+    found: dict[str, Any] = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][_ABOUT])
+    return found
+
+
+def _row_transform(tensors: Mapping[str, Tensor], name: str, *, weighted: bool) -> RowTransform:
+    mean, joint, each = (tensors[f"{name}.{part}"].float() for part in ("mean", "joint", "each"))
+    heads, dim = mean.shape
+    joint_scales, each_scales = (tensors[f"{name}.{part}_scales"] for part in ("joint", "each"))
+    unit, multiplier = (float(tensors[f"{name}.{part}"]) for part in ("unit", "multiplier"))
+    expected = ((heads * dim,) * 2, (heads, dim, dim), (heads * dim,), (heads, dim))
+    if (joint.shape, each.shape, joint_scales.shape, each_scales.shape) != expected:
+        raise ValueError(f"{name} has shapes that do not fit together")
+    if not (0 < unit < float("inf") and bool(mean.isfinite().all())):
+        raise ValueError(f"{name} has numbers that are not finite, or no unit")
+    if not 0.99 / _CAP < multiplier < _CAP * 1.01:  # of rounding
+        raise ValueError(f"{name} multiplies steps by {multiplier:g}")
+    for basis in (joint, *each):
+        if not bool(((basis.T @ basis - torch.eye(len(basis))).abs() < 0.02).all()):
+            raise ValueError(f"{name} is not orthogonal")
+    scales = tuple(joint_scales.tolist()), tuple(map(tuple, each_scales.tolist()))
+    weight = _weight(tensors[f"{name}.weight"].float(), each.shape, name) if weighted else None
+    return RowTransform(mean, joint, each, *scales, unit, multiplier, weight)
+
+
+def _weight(weight: Tensor, shape: torch.Size, name: str) -> Tensor:
+    if weight.shape != shape or not bool(weight.isfinite().all()) or not torch.equal(weight, weight.mT):
+        raise ValueError(f"{name} has a weight that is not symmetric, or of another shape")
+    factors = torch.linalg.eigvalsh(weight.double())  # ascending
+    if not bool((factors[:, 0] * _LARGEST_WEIGHT >= factors[:, -1]).all() and (factors[:, 0] > 0).all()):
+        raise ValueError(f"{name} has a weight that cannot be undone")
+    return weight
+
+
+def _tables(tensors: Mapping[str, Tensor]) -> Tables:
+    lengths = tensors["tables.lengths"].tolist()
+    if len(lengths) != HIGHEST - LOWEST + 1 or min(lengths) < 4 or sum(lengths) != len(tensors["tables"]):
+        raise ValueError("the tables have other lengths")
+    return Tables([found.numpy().astype(np.int32) for found in torch.split(tensors["tables"], lengths)])

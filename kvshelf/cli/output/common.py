@@ -1,0 +1,272 @@
+"""Exit codes and output shared by the commands.
+
+Results go to stdout, everything else to stderr, so that `ID=$(kvshelf put report.txt)` works.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
+
+import typer
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Column, Table
+
+from kvshelf import atomic
+from kvshelf.cli.output import HarmlessConsole, harmless, say_json
+from kvshelf.errors import (
+    CacheExpired,
+    CallerError,
+    ConnectionFailed,
+    InvalidRequest,
+    KvshelfError,
+    LoadError,
+    NotFound,
+)
+from kvshelf.terminal import json_or_text
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from kvshelf.client import Client
+
+EXIT_CODES = """\b
+Exit codes of all commands:
+  0    done
+  1    failed: the service, a worker, the store or a check of `kvshelf doctor`
+  2    refused: bad usage or bad input
+  3    not on the shelf: an unknown or expired id, or an unknown name
+  4    the service cannot be reached
+  5    the service is busy, try again
+  6    `kvshelf batch` was stopped before its end; the same command resumes it
+  130  interrupted with Ctrl-C
+
+KVSHELF_URL is the address of the service, KVSHELF_API_KEY your key if it asks for one.
+"""
+
+INTERRUPTED = 130
+"""What shells return for SIGINT. Typer exits with it where a command does not end by itself after Ctrl-C."""
+
+_EXIT_OF: list[tuple[type[KvshelfError], int]] = [
+    (NotFound, 3),
+    (CacheExpired, 3),
+    (ConnectionFailed, 4),
+    (LoadError, 5),
+    (CallerError, 2),
+    (KvshelfError, 1),
+]
+
+# Names, labels and messages may contain square brackets, which must not be read as markup.
+notes = HarmlessConsole(stderr=True, highlight=False, markup=False)
+
+
+def table_console() -> Console:
+    """A console for tables on stdout: as wide as the terminal or COLUMNS; in a pipe wide enough for every id."""
+    return HarmlessConsole(highlight=False, markup=False, width=None if _has_width() else 200)
+
+
+def _has_width() -> bool:
+    return (sys.stdout is not None and sys.stdout.isatty()) or "COLUMNS" in os.environ
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Collection[int] = ()) -> Table:
+    """A table without lines; the columns `numbers` are aligned right. Cells are never wrapped."""
+    made = Table(box=None, header_style="bold", pad_edge=False)
+    for place, heading in enumerate(headings):
+        made.add_column(heading, justify="right" if place in numbers else "left", no_wrap=True)
+    for row in rows:
+        made.add_row(*map(harmless, row))
+    return made
+
+
+def heading(text: str) -> None:
+    """A line on stdout that says what the lines below it are about, whole, however narrow the terminal is."""
+    table_console().print(text, style="bold", soft_wrap=True)
+
+
+def details(rows: Mapping[str, str]) -> Table:
+    """A table of one thing's properties."""
+    made = Table(box=None, show_header=False, pad_edge=False)
+    made.add_column(style="bold")
+    made.add_column(overflow="fold")
+    for name, value in rows.items():
+        made.add_row(name, harmless(value))
+    return made
+
+
+def print_table(made: Table, *, cut: str | None = None) -> None:
+    """Print a `table` on stdout. In a terminal that is too narrow, only the column with the heading `cut` is cut."""
+    console = table_console()
+    for column in made.columns:
+        column.width = max(cell_len(str(cell)) for cell in (column.header, *column.cells))
+    for column in made.columns:
+        room = console.width - _width(made, without=column)
+        if column.header == cut and _has_width() and room >= _LEAST:  # below that the lines are too long anyway
+            column.width = min(column.width or 0, room)
+    console.width = _width(made)
+    console.print(made)
+
+
+_LEAST = 8
+"""Characters that are left of a cell that is cut."""
+
+
+def _width(made: Table, *, without: Column | None = None) -> int:
+    """The columns and the gaps between them."""
+    return sum(column.width or 0 for column in made.columns if column is not without) + 2 * (len(made.columns) - 1)
+
+
+def report(error: KvshelfError, *, as_json: bool) -> int:
+    """Print the error and return its exit code."""
+    if as_json:
+        fields = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
+        say_json({"error": fields | ({"details": error.details} if error.details else {})})
+    else:
+        notes.print(f"kvshelf: {error.message}", style="red", soft_wrap=True)
+    return next(code for cls, code in _EXIT_OF if isinstance(error, cls))
+
+
+@contextmanager
+def named_errors(*, as_json: bool = False) -> Iterator[None]:
+    """Turns a kvshelf error raised inside into its message and exit code, and ends the command."""
+    try:
+        yield
+    except KvshelfError as error:
+        raise typer.Exit(report(error, as_json=as_json)) from error
+
+
+class Failures:
+    """Reports the errors of single items while the others go on. `exit_code` is that of the first, 0 without any."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self.exit_code = 0
+        self._as_json = as_json
+
+    @contextmanager
+    def reported(self, of: str = "") -> Iterator[None]:
+        """of: the item, which the message of an error then names."""
+        try:
+            yield
+        except KvshelfError as error:
+            if of not in error.message:
+                error.message = f"{of}: {error.message}"
+            code = report(error, as_json=self._as_json)
+            self.exit_code = self.exit_code or code
+
+
+@contextmanager
+def connected(url: str | None, *, as_json: bool) -> Iterator[Client]:
+    """A client of the service at `url`, with `named_errors` around it."""
+    from kvshelf.client import Client
+
+    with named_errors(as_json=as_json), Client(url) as client:
+        yield client
+
+
+@contextmanager
+def written(path: Path) -> Iterator[BinaryIO]:
+    """As `atomic.written`, and `InvalidRequest` where the file cannot be written."""
+    try:
+        with atomic.written(path) as file:
+            yield file
+    except OSError as error:
+        raise InvalidRequest(f"cannot write {path}: {error.strerror}", param="--output") from error
+
+
+def print_object(obj: BaseModel) -> None:
+    say_json(obj)
+
+
+def pairs(texts: Sequence[str] | None, option: str) -> dict[str, str]:
+    """`["a=b"]` -> `{"a": "b"}`. Raises `InvalidRequest` if the name or the equals sign is missing."""
+    found: dict[str, str] = {}
+    for text in texts or ():
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise InvalidRequest(f"{option} {text!r} is not of the form name=value", param=option)
+        found[name] = value
+    return found
+
+
+def parameters(texts: Sequence[str] | None, option: str = "--param") -> Mapping[str, Any]:
+    """`--param window=64 --param pooling=max`: a value that parses as JSON is JSON, any other value is text."""
+    return {name: json_or_text(value) for name, value in pairs(texts, option).items()}
+
+
+_UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+_LONGEST_S = 36525 * 86400
+"""A hundred years. A date beyond the year 9999 could not be displayed."""
+
+
+def levels(given: Sequence[str] | None) -> list[float | dict[str, Any]] | None:
+    """`0.5` as a compression ratio, and `0.5:int4` as a ratio and a codec."""
+    found: list[float | dict[str, Any]] = []
+    for text in given or ():
+        ratio, _, codec = text.partition(":")
+        try:
+            number = float(ratio)
+        except ValueError:
+            raise InvalidRequest(
+                f"--level {text!r} is no compression ratio; write 0.5, or 0.5:int4 with a codec", param="--level"
+            ) from None
+        found.append({"compression_ratio": number, "codec": codec} if codec else number)
+    return found or None
+
+
+def measured(quality: str | None, no_quality: bool) -> str | bool | None:
+    """The field `quality` of a creation, from --quality and --no-quality."""
+    if quality is not None and no_quality:
+        raise InvalidRequest("--quality says how to measure, and --no-quality not to; give one", param="--quality")
+    return False if no_quality else quality
+
+
+SOURCE_FORMS: Final[dict[str | None, bool | str | None]] = {None: None, "text": True, "tokens": "tokens"}
+"""`keep_source` in a request, by the value of the option."""
+
+
+def seconds(text: str | None, option: str = "--ttl") -> float | None:
+    """`90`, `90s`, `15m`, `2h` or `7d` in seconds."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
+    if match is None:
+        raise InvalidRequest(f"{option} {text!r} is not a duration; write 90s, 15m, 2h or 7d", param=option)
+    found = float(match[1]) * _UNITS_S[match[2]]
+    if found > _LONGEST_S:
+        raise InvalidRequest(
+            f"{option} {text!r} is more than 100 years; leave the option out for no limit", param=option
+        )
+    return found
+
+
+def standard_input() -> str:
+    """All of standard input, as the text of a file is read."""
+    from kvshelf.corpus.input.extract import plain_text
+
+    return plain_text(sys.stdin.buffer.read(), "standard input", "document")
+
+
+def duration(time_s: float) -> str:
+    """The largest unit that fits, as `seconds` reads it: 45s, 12m, 3h, 5d."""
+    unit = next(unit for unit in ("d", "h", "m", "s") if time_s >= _UNITS_S[unit] or unit == "s")
+    return f"{max(0, time_s) // _UNITS_S[unit]:.0f}{unit}"
+
+
+def local_time(time_s: float | None, timespec: str) -> str:
+    """Unix seconds as local time, to the second or minute; None is never."""
+    if time_s is None:
+        return "never"
+    return datetime.datetime.fromtimestamp(time_s).astimezone().isoformat(sep=" ", timespec=timespec)
+
+
+def megabytes(size_bytes: int) -> str:
+    """In MB, with at least two digits, as on the page."""
+    number = size_bytes / 1e6
+    return f"{number:.2g} MB" if number < 0.1 else f"{number:.2f} MB"

@@ -1,0 +1,370 @@
+"""A compressed cache as the layers of a model read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property, partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.artifact.coder import Coder
+from kvshelf.artifact.heads import cut
+from kvshelf.artifact.opened.arriving import ArrivingCache
+from kvshelf.artifact.opened.partial import PartialCache, PartialLayer
+from kvshelf.artifact.packed import Rotate
+from kvshelf.artifact.records import (
+    Entries,
+    LayerRecord,
+    PackedRecord,
+    State,
+    entries_of,
+    parts_of,
+    states_of,
+)
+from kvshelf.errors import KvshelfError
+from kvshelf.kernels.choose import Units
+from kvshelf.kernels.prefix_attention import PackedPrefix, Prefix, SelectedPrefix
+from kvshelf.methods.selectors.base import StoredLayer, UnitSelector
+
+Wait = Callable[[Future[Any]], None]
+"""Called repeatedly while a layer, or some rows of it, have not arrived."""
+
+Records = tuple[Future[LayerRecord], ...]
+"""The layers of a document."""
+
+_NUMBERS = count()
+"""Of attachments, in the order in which they were made."""
+
+_SELECTORS_HELD = 4
+"""Selectors whose units an attachment keeps: requests set their parameters, and each would take memory."""
+
+
+def next_number() -> int:
+    """A number that orders documents in a step; later ones are greater."""
+    return next(_NUMBERS)
+
+
+def block(reading: Future[Any]) -> None:
+    """The `Wait` that blocks. An error is raised where the result is read."""
+    reading.exception()
+
+
+class Attachment:
+    """The read-only prefixes of one document, made once for each layer and shared by all its questions.
+
+    The cache may still be arriving: a layer can be used as soon as it is there. Only the model's thread uses it; any
+    thread may ask for `arrived` and `failed`.
+    """
+
+    def __init__(
+        self,
+        cache: CompressedCache | ArrivingCache | PartialCache,
+        devices: Sequence[torch.device],
+        rotate: Rotate | None,
+        coder: Coder | None = None,
+        *,
+        heads: tuple[int, int] | None = None,
+        number: int | None = None,
+    ) -> None:
+        """devices: of each layer. `rotate` applies the model's RoPE; records whose keys carry no rotation need it, and
+        raise `StateConflict` without. `coder` decodes a cache under codec klt, each layer as soon as it arrives, on
+        threads of its own. heads: the first KV head that attention reads here and the one behind the last, where other
+        processes read the others. number: the attachment's, which orders documents in a step; where several processes
+        step together, the same in each."""
+        self.number = next_number() if number is None else number
+        self.identity = cache.identity
+        self.num_tokens = cache.num_tokens
+        self.next_position = cache.next_position
+        self.sentence_ends = cache.sentence_ends
+        self._attached_bytes = cache.attached_bytes
+        self._devices = devices
+        self._rotate = rotate
+        self._heads = heads
+        self._records = _records_of(cache, coder)
+        self._prefixes: dict[int, tuple[Prefix, ...]] = {}
+        self._states: dict[int, tuple[State, ...]] = {}
+        self._units: dict[UnitSelector, dict[int, list[tuple[PackedPrefix, Units]]]] = {}
+        self._arrived = False
+
+    @property
+    def parts(self) -> tuple[Attachment, ...]:
+        """The documents of which this is made: itself alone."""
+        return (self,)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._records)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory, with those of selectors' units."""
+        layers = [layer for layers in list(self._units.values()) for layer in list(layers.values())]
+        return self._attached_bytes + sum(units.nbytes for layer in layers for _, units in layer)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether every layer has arrived or failed."""
+        self._arrived = self._arrived or all(record.done() for record in self._records)  # asked before every step
+        return self._arrived
+
+    @property
+    def failed(self) -> bool:
+        """Whether a layer could not be read."""
+        return any(record.done() and record.exception() is not None for record in self._records)
+
+    def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:
+        """The prefixes of the document at this layer, which every token of a question sees.
+
+        Until the layer arrives, `wait` is called repeatedly with the layer's future, and may do other work. Raises the
+        error of a layer that could not be read.
+        """
+        made = self._prefixes.get(layer)
+        if made is None:
+            entries = entries_of(self._record(layer, wait))
+            made = () if entries is None else self._read(entries).to(self._devices[layer]).prefixes(self._rotate)
+            self._prefixes[layer] = made
+        return made
+
+    def outlines(self, layer: int) -> tuple[Prefix, ...]:
+        """The same prefixes; of a cache that is read in part, with rows that may not be here: see `bring`."""
+        return self.prefixes(layer)
+
+    def bring(self, layer: int, rows: Sequence[Tensor], wait: Wait = block) -> None:
+        """Have these rows of every head here. rows: of each of the `outlines`. `wait` and errors as for `prefixes`."""
+
+    def close(self) -> None:
+        """Free what a cache that is read in part keeps open. Later reads raise `StoreUnavailable`."""
+
+    def entries(self, layer: int) -> tuple[PackedRecord, ...]:
+        """The records of this layer's entries that attention reads here, as many as there are `prefixes`. Waits until
+        it has arrived, with errors as for these."""
+        found = entries_of(self._record(layer, block))
+        return () if found is None else parts_of(self._read(found))
+
+    def units(self, selector: UnitSelector, layer: int) -> list[tuple[PackedPrefix, Units]]:
+        """The prefixes of this layer, which are packed, each with the units that a selector chooses from. Made once for
+        all questions with an equal selector. Any thread may ask, once the layer has arrived."""
+        while selector not in self._units and len(self._units) >= _SELECTORS_HELD:
+            self._units.pop(next(iter(self._units)), None)
+        layers = self._units.setdefault(selector, {})
+        if layer not in layers:
+            found = self.outlines(layer) if selector.by_index else self.prefixes(layer)
+            packed = tuple(prefix for prefix in found if isinstance(prefix, PackedPrefix))
+            stored = StoredLayer(layer, packed, self.entries(layer), self.num_tokens, self.sentence_ends)
+            layers[layer] = list(zip(packed, selector.units(stored), strict=True))
+        return layers[layer]
+
+    @cached_property
+    def read_tokens(self) -> int:
+        """Entries of a KV head that a token reads; see `entries_read`. All layers must have arrived."""
+        return entries_read(map(self.outlines, range(self.num_layers)))
+
+    @cached_property
+    def read_bytes(self) -> int:
+        """Bytes that a token reads which attends to all: what the layers hold but the positions of entries, which no
+        attention reads. All layers must have arrived."""
+        records = [self._record(layer, block) for layer in range(self.num_layers)]
+        found = (entries for record in records if (entries := entries_of(record)) is not None)
+        positions = sum(part.entries for entries in found for part in parts_of(entries)) * torch.int32.itemsize
+        return sum(record.nbytes for record in records) - positions
+
+    def stored(self, codec: str) -> CompressedCache | None:
+        """The cache itself, of this codec, once all layers have arrived; None under codec klt, whose rows are decoded
+        here. It has no summary. Raises the error of a layer that could not be read."""
+        if self.identity.transforms:
+            return None
+        layers = tuple(self._record(layer, block) for layer in range(self.num_layers))
+        return CompressedCache(layers, self.num_tokens, self.next_position, self.identity, codec, self.sentence_ends)
+
+    def states(self, layer: int, wait: Wait = block) -> tuple[State, ...]:
+        """The states of this layer behind the document's last token. They must not be changed. `wait` and errors as for
+        `prefixes`."""
+        made = self._states.get(layer)
+        if made is None:
+            found = states_of(self._record(layer, wait))
+            made = tuple(state._replace(tensor=state.tensor.to(self._devices[layer])) for state in found)
+            self._states[layer] = made
+        return made
+
+    def layers(self, wait: Wait = block) -> list[Entries]:
+        """The entries of all layers and heads, once they have arrived, of a model whose every layer has some. `wait`
+        and errors as for `prefixes`."""
+        found = (entries_of(self._record(layer, wait)) for layer in range(self.num_layers))
+        return [entries for entries in found if entries is not None]
+
+    def _read(self, entries: Entries) -> Entries:
+        """What attention reads here of a layer's entries."""
+        return entries if self._heads is None else cut(entries, *self._heads)
+
+    def _record(self, layer: int, wait: Wait) -> LayerRecord:
+        while not self._records[layer].done():
+            wait(self._records[layer])
+        return self._records[layer].result()
+
+
+class PartialAttachment(Attachment):
+    """A document of which rows are read from the shelf once a question needs them, on a CPU. A selector that chooses
+    `by_index` reads some; whoever asks for `prefixes` reads all of a layer.
+
+    It has arrived when all rows are here: until then its questions take steps of their own, so that the others go on
+    while rows are read. Close it, or the store's file stays open.
+    """
+
+    def __init__(self, cache: PartialCache, device: torch.device, rotate: Rotate | None) -> None:
+        super().__init__(cache, [device] * cache.num_layers, rotate)
+        self._cache = cache
+        self._reader = ThreadPoolExecutor(1, "kvshelf-parts")
+        self._failed = False
+
+    @property
+    def num_layers(self) -> int:
+        return self._cache.num_layers
+
+    @property
+    def arrived(self) -> bool:
+        self._arrived = self._arrived or self._cache.whole
+        return self._arrived
+
+    @property
+    def failed(self) -> bool:
+        return self._failed
+
+    def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:
+        found = self.outlines(layer)
+        self._fetch(layer, range(self._opened(layer).num_runs), wait)
+        return found
+
+    def outlines(self, layer: int) -> tuple[Prefix, ...]:
+        return super().prefixes(layer)
+
+    def bring(self, layer: int, rows: Sequence[Tensor], wait: Wait = block) -> None:
+        of_layer = self._opened(layer)
+        wanted = [
+            runs[number]
+            for own, runs, run_rows in zip(rows, of_layer.runs, of_layer.run_rows, strict=True)
+            if runs
+            for number in set((own // run_rows).tolist())
+        ]
+        self._fetch(layer, wanted, wait)
+
+    def close(self) -> None:
+        self._reader.submit(self._cache.close)  # it waits for a read
+
+    def _record(self, layer: int, wait: Wait) -> LayerRecord:  # noqa: ARG002
+        return self._opened(layer).record
+
+    def _opened(self, layer: int) -> PartialLayer:
+        try:
+            return self._cache.layer(layer)
+        except KvshelfError:
+            self._failed = True
+            raise
+
+    def _fetch(self, layer: int, runs: Iterable[int], wait: Wait) -> None:
+        of_layer = self._opened(layer)
+        missing = set(runs) - of_layer.fetched
+        if not missing:
+            return
+        reading = self._reader.submit(of_layer.fetch, missing)
+        while not reading.done():
+            wait(reading)
+        self._failed = self._failed or reading.exception() is not None
+        reading.result()
+
+
+class JointAttachment:
+    """Several documents that one question sees: to a batch they are one, whose prefixes are those of all.
+
+    Each stays at its own positions, none sees another, and the question stands behind the longest. Their layers attend
+    to every entry; `Engine.joined` refuses others.
+    """
+
+    def __init__(self, parts: Sequence[Attachment]) -> None:
+        longest = max(parts, key=lambda part: part.next_position)
+        self.parts = tuple(parts)
+        self.number = next_number()
+        self.num_layers = longest.num_layers
+        self.identity = longest.identity
+        self.num_tokens = sum(part.num_tokens for part in parts)
+        self.next_position = longest.next_position
+
+    @property
+    def arrived(self) -> bool:
+        """Whether every layer of each document has arrived or failed."""
+        return all(part.arrived for part in self.parts)
+
+    def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:
+        """Of all documents, in order. `wait` and errors as for an `Attachment`."""
+        return tuple(prefix for part in self.parts for prefix in part.prefixes(layer, wait))
+
+    def outlines(self, layer: int) -> tuple[Prefix, ...]:
+        """As of an `Attachment`, of all documents, in order."""
+        return tuple(prefix for part in self.parts for prefix in part.outlines(layer))
+
+    @property
+    def read_tokens(self) -> int:
+        """As of an `Attachment`, of all documents together."""
+        return sum(part.read_tokens for part in self.parts)
+
+    @property
+    def read_bytes(self) -> int:
+        """As of an `Attachment`, of all documents together."""
+        return sum(part.read_bytes for part in self.parts)
+
+    def states(self, layer: int, wait: Wait = block) -> tuple[State, ...]:  # noqa: ARG002
+        """None: states of several documents cannot be joined."""
+        return ()
+
+
+def entries_read(layers: Iterable[Sequence[Prefix]]) -> int:
+    """Entries of a KV head that a token reads: the mean over heads, and over the layers that have some."""
+    found = [sum(map(_mean_length, prefixes)) for prefixes in layers if prefixes]
+    return round(sum(found) / max(1, len(found)))
+
+
+def _mean_length(prefix: Prefix) -> float:
+    if isinstance(prefix, SelectedPrefix):
+        return float(prefix.chosen.counts.float().mean())
+    return sum(prefix.lengths) / len(prefix.lengths)
+
+
+Attached = Attachment | JointAttachment
+"""What the tokens of a question see before their own."""
+
+
+def _records_of(cache: CompressedCache | ArrivingCache | PartialCache, coder: Coder | None) -> Records:
+    if isinstance(cache, PartialCache):
+        return ()  # `PartialAttachment` has its own
+    records = _arrived(cache.layers) if isinstance(cache, CompressedCache) else cache.layers
+    return records if coder is None else _decoded(records, coder, cache.repositioned)
+
+
+def _decoded(records: Records, coder: Coder, repositioned: bool) -> Records:
+    """The layers once they are decoded; as many at a time as there are threads."""
+    threads = ThreadPoolExecutor(torch.get_num_threads(), "kvshelf-decode")
+    decoded: Records = tuple(Future() for _ in records)
+
+    def decode(index: int, record: Future[LayerRecord]) -> None:
+        try:
+            decoded[index].set_result(coder.layer(index, repositioned).decoded(record.result()))
+        except Exception as error:  # any error: threads wait for the layer
+            decoded[index].set_exception(error)
+
+    def begin(index: int, record: Future[LayerRecord]) -> None:
+        threads.submit(decode, index, record)
+
+    for index, record in enumerate(records):
+        record.add_done_callback(partial(begin, index))
+    return decoded
+
+
+def _arrived(layers: Sequence[LayerRecord]) -> Records:
+    futures: Records = tuple(Future() for _ in layers)
+    for future, layer in zip(futures, layers, strict=True):
+        future.set_result(layer)
+    return futures

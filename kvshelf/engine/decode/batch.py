@@ -1,0 +1,577 @@
+"""Many answers, one forward pass per step: the tokens of all rows in one flat sequence.
+
+A step takes the next token of every answer, or the question of a new one. The tokens of a row see the row's document
+and the row's suffix, at the row's positions. Rows that share a document are adjacent, so that its prefix is read once.
+Only suffixes are padded, and no prefix is copied. A question about several documents has a pass of its own, in which
+attention also tells how much of it goes to each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvshelf.artifact.records import State
+from kvshelf.engine.attention.attached import AttachedStates, PassingLayer, in_line, reading
+from kvshelf.engine.attention.attachment import Attached, Wait, block
+from kvshelf.engine.attention.function import Attended, ForwardContext
+from kvshelf.engine.attention.latents import Absorbed, Handover, LatentStates
+from kvshelf.engine.attention.states import Source, StatefulCache, StateLayer, alone, together
+from kvshelf.engine.decode.generation import Generation
+from kvshelf.engine.decode.selection import Selection
+from kvshelf.engine.decode.suffixes import Slab, SuffixPool
+from kvshelf.engine.decode.turns import Turn
+from kvshelf.engine.forward.passes import Passes
+from kvshelf.engine.progress import Checkpoint, nothing
+from kvshelf.errors import CacheUnusable
+from kvshelf.kernels.native import Part
+from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, Prefix, Scratch, SuffixRows, attention_part
+from kvshelf.model.caches import cache_class
+from kvshelf.model.devices import Devices
+from kvshelf.model.layers import LayerKind, readers
+
+if TYPE_CHECKING:
+    from kvshelf.engine.decode.guide import Constraint
+
+MAX_NEW_TOKENS = 512
+"""Most tokens of one step. A longer question takes several steps, so that the other answers still get their tokens."""
+
+
+class DecodeBatch:
+    """The open answers of one model. Not thread-safe: one thread owns the model.
+
+    The answer of a row does not depend on the other rows, except for last bits of sums. Where it would (a RoPE that
+    changes with the longest position of the call), `one_by_one` gives every row a forward pass of its own.
+    """
+
+    def __init__(self, passes: Passes, kinds: Sequence[LayerKind], *, one_by_one: bool = False) -> None:
+        self._passes = passes
+        self._kinds = kinds
+        self._with_states = any(kind.states for kind in kinds)
+        self._one_by_one = one_by_one
+        self._pool = SuffixPool(len(kinds))
+        self._plans: list[_Plan] = []
+        """The last ones, the latest first: two, because a selection may choose in every other step."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the suffixes of all open answers hold, without their states."""
+        return self._pool.nbytes
+
+    def step(
+        self, generations: Sequence[Generation], checkpoint: Checkpoint | None = None, wait: Wait = block
+    ) -> list[str | Exception]:
+        """Run one forward pass, and one for each question about several documents; with recurrent states, one for all
+        rows of equally many tokens. Returns, for each answer, the text that became final (possibly "") or its error.
+
+        An answer that had an error is over: `leave` is all that may follow. `checkpoint` is called after each layer and
+        may raise to abandon the step. If the step raises, every answer stays as it was; where rows have forward passes
+        of their own, each row gets the error of its own pass instead. `wait` is called while a document's next layer
+        has not arrived, and may step other answers meanwhile.
+        """
+        if self._one_by_one and len(generations) > 1:
+            return [self._told_alone(generation, checkpoint, wait) for generation in generations]
+        most = MAX_NEW_TOKENS if self._passes.tokens_at_once is None else 0
+        steps = _steps(generations, self._pool, self._passes.devices, most, together=not self._with_states)
+        passed = [self._passed(step, checkpoint or nothing, wait) for step in steps]
+        # From here on every answer has moved on, so nothing may be raised.
+        told: dict[int, str | Exception] = {}
+        for step, (choices, states, weights) in zip(steps, passed, strict=True):
+            for place in step.places:
+                place.generation.weighed(step.masses)
+                place.generation.appended(place.count)
+            for row, place in enumerate(step.places if self._with_states else ()):
+                place.generation.row.states = [alone(of_layer, row) for of_layer in states]
+            for row, generation in enumerate(step.asking):
+                if not generation.closing:
+                    told[id(generation)] = choices.taken(generation, row)
+            errors = step.tell(weights)
+            told |= errors
+            going_on = (g for g in step.asking if id(g) not in errors)
+            told |= {id(g): error for g in going_on if (error := self._reduced(g)) is not None}
+        return [told.get(id(generation), "") for generation in generations]
+
+    def _passed(self, step: _Step, checkpoint: Checkpoint, wait: Wait) -> _Passed:
+        plan = next((plan for plan in self._plans if plan.continued_by(step)), None) or _Plan(step)
+        self._plans = [plan, *(other for other in self._plans if other is not plan)][:2]
+        past = _StepPast(step, self._kinds, checkpoint, wait, plan, self._passes)
+        if not self._with_states:
+            logits = self._passes.continuing(step.token_ids, step.positions, past, step.last_tokens)[0]
+            return _Passed(_Choices.of(logits, step.asking), [], plan.weights)
+        rows, tokens = len(step.places), step.places[0].count
+        ids, positions = step.token_ids.view(rows, tokens), step.positions.view(rows, tokens)
+        last = torch.tensor([tokens - 1], device=ids.device)
+        asking = [row for row, place in enumerate(step.places) if place.complete]
+        logits = self._passes.continuing(ids, positions, past, last)[asking, 0]
+        return _Passed(_Choices.of(logits, step.asking), past.cache.held(), plan.weights)
+
+    def _reduced(self, generation: Generation) -> Exception | None:
+        """Let the policy of an answer that goes on reduce its suffix, if it is time. Returns the error that ends it."""
+        row, reducer = generation.row, generation.reducer
+        if reducer is None or generation.finished or not reducer.due(row):
+            return None
+        try:
+            self._pool.shrink(row, reducer.reduce(row))
+        except Exception as exc:  # any error of one answer ends that answer alone
+            return exc
+        return None
+
+    def _told_alone(self, generation: Generation, checkpoint: Checkpoint | None, wait: Wait) -> str | Exception:
+        try:
+            return self.step([generation], checkpoint, wait)[0]
+        except Exception as exc:  # raising it would lose the texts of the answers before this one
+            return exc
+
+    def keep(self, generation: Generation) -> None:
+        """Give a closed answer, of which no token is pending, its turn."""
+        row = generation.row
+        assert row.slab is not None
+        states = row.states or [()] * len(self._kinds)
+        copied = tuple(tuple(each._replace(tensor=each.tensor.clone()) for each in layer) for layer in states)
+        generation.turn = Turn(generation.turn_ids, row.slab.of(row), copied)
+
+    def leave(self, generation: Generation) -> None:
+        """Free the suffix of an answer, finished or abandoned. It cannot be stepped again."""
+        self._plans.clear()  # they hold the suffixes' memory
+        self._pool.release(generation.row)
+
+
+class _Passed(NamedTuple):
+    """What a step found. choices: of the rows whose next token can be chosen. states: of each layer that has some,
+    `[rows, ...]`. weights: as of a `_Plan`."""
+
+    choices: _Choices
+    states: list[list[State]]
+    weights: Mapping[int, Sequence[Tensor | None]]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The tokens of one row in a step: `first` to `first + count` of the batch. `complete`: no token is left for a
+    later step, so the row's next token can be chosen."""
+
+    generation: Generation
+    first: int
+    count: int
+    complete: bool
+    slab: Slab
+
+
+class _Here(NamedTuple):
+    """What the attentions of a step share on one device."""
+
+    groups: list[_SuffixGroup]
+    layout: BatchLayout
+
+
+class _Step:
+    """The tokens of one step, their positions, and the rows that they belong to."""
+
+    def __init__(self, places: Sequence[_Place], devices: Devices) -> None:
+        self.places = places
+        ids = [token for p in places for token in p.generation.pending[: p.count]]
+        positions = [p.generation.next_position + i for p in places for i in range(p.count)]
+        self.token_ids, self.positions = torch.tensor([[ids], [positions]], device=devices.inputs)
+        last = [p.first + p.count - 1 for p in places if p.complete]
+        self.last_tokens = torch.tensor(last, dtype=torch.int64, device=devices.inputs)  # an empty list would be floats
+        self.asking = [place.generation for place in places if place.complete]
+        """Whose next token can be chosen behind it."""
+        self.observing = [place for place in places if place.generation.observing]
+        self.choosing = [place for place in places if place.generation.choosing]
+        self.documents, shares = _shares(places)
+        weighing = places[0].generation.weighing and places[0].complete
+        self.read = places[0].generation.seen_parts if weighing else self.documents
+        """Whose prefixes its attention reads, one after the other."""
+        self.weigh = self._weigh if weighing else None
+        self.masses: list[Tensor] = []
+        """Of the documents of a question about several that ends here, `[documents]` in each layer."""
+        starts = tuple(document.next_position for document in self.documents)
+        made = []
+        for device in devices.each:
+            groups = _suffix_groups(places, device)
+            made.append(_Here(groups, BatchLayout(shares, tuple(group.rows for group in groups), device, starts)))
+        self.here = [made[number] for number in devices.numbers]
+        """Of each layer, on its device."""
+        self.memory = (*self.documents, shares, *(group.memory for group in self.here[0].groups))
+        """What its attentions have addresses of: the same in the next step, but for the lengths of suffixes."""
+
+    def observe(self, attended: Attended) -> None:
+        """Give the states of a layer to the answers whose selections want them."""
+        for place in self.observing:
+            own = slice(place.first, place.first + place.count)
+            queries, keys, values = (
+                in_line(states)[:, :, own] for states in (attended.queries, attended.keys, attended.values)
+            )
+            place.generation.observe(replace(attended, queries=queries, keys=keys, values=values))
+
+    def choose(self, layer: int, wait: Wait, queries: Tensor) -> None:
+        """Let the answers whose selections want it choose by their queries, of `[N, q_heads, D]`."""
+        for place in self.choosing:
+            place.generation.choose(layer, queries[place.first : place.first + place.count], wait)
+
+    def tell(self, weights: Mapping[int, Sequence[Tensor | None]]) -> dict[int, Exception]:
+        """Give the answers whose suffix policies asked for it what each of their tokens gave to its suffix, once they
+        have the token. weights: of each layer, as a plan makes them. Returns the errors that end answers."""
+        errors: dict[int, Exception] = {}
+        for layer, of_groups in weights.items():
+            for group, given in zip(self.here[layer].groups, of_groups, strict=True):
+                if given is not None:
+                    errors |= group.tell(layer, given)
+        return errors
+
+    def _weigh(self, masses: Tensor) -> None:
+        self.masses.append(masses[:, -1].mean(1))  # of [documents, N, q_heads]
+
+    @classmethod
+    def of(cls, counts: Sequence[tuple[Generation, int]], pool: SuffixPool, devices: Devices) -> _Step:
+        """The next `count` tokens of each answer. Rows of one document are adjacent."""
+        places, first = [], 0
+        for generation, count in sorted(counts, key=lambda each: (each[0].document.number, each[0].seen.number)):
+            slab = pool.reserve(generation.row, generation.row.stored + count)
+            places.append(_Place(generation, first, count, count == len(generation.pending), slab))
+            first += count
+        return cls(places, devices)
+
+
+def _steps(
+    generations: Sequence[Generation], pool: SuffixPool, devices: Devices, most: int, *, together: bool
+) -> list[_Step]:
+    """One step of all answers but for those `alone`; where rows cannot be `together`, one for all with equally many
+    tokens. Each row gets one token; the rest of `most` goes to the shortest questions first, so that a long question
+    delays only itself. A question alone takes `most`, whatever the others take: what it chooses must not depend on
+    them."""
+    left = max(0, most - len(generations))
+    counts: list[tuple[Generation, int]] = []
+    for generation in sorted(generations, key=lambda g: len(g.pending)):
+        assert generation.pending, "an answer that had an error is over"
+        more = min(len(generation.pending) - 1, max(0, most - 1) if generation.alone else left)
+        left -= 0 if generation.alone else more
+        counts.append((generation, 1 + more))
+
+    def alike(each: tuple[Generation, int]) -> tuple[int, int]:
+        generation, count = each
+        return 0 if together else count, id(generation) if generation.alone else 0
+
+    return [_Step.of(list(same), pool, devices) for _, same in groupby(sorted(counts, key=alike), key=alike)]
+
+
+def _shares(places: Sequence[_Place]) -> tuple[list[Attached | Selection], tuple[int, ...]]:
+    """The documents in the order of the batch, or what answers see of them, and how many tokens see each."""
+    documents: list[Attached | Selection] = []
+    counts: list[int] = []
+    for place in places:
+        if not documents or documents[-1] is not place.generation.seen:
+            documents.append(place.generation.seen)
+            counts.append(0)
+        counts[-1] += place.count
+    return documents, tuple(counts)
+
+
+class _SuffixGroup:
+    """Rows of a step whose suffixes one operation reads, and where their new states are written.
+
+    Either all rows of a slab that take one token each, or one row that takes several.
+    """
+
+    def __init__(self, slab: Slab, places: Sequence[_Place], tokens: int, device: torch.device) -> None:
+        """tokens: of the whole step."""
+        self._slab = slab
+        self._new = places[0].count
+        rows = {p.generation.row.slot: p for p in places}
+        self._slots = range(min(rows), max(rows) + 1)
+        self.rows = SuffixRows(
+            lengths=tuple(rows[s].generation.row.stored + self._new if s in rows else 1 for s in self._slots),
+            first=tuple(rows[s].first if s in rows else -1 for s in self._slots),
+            new=self._new,
+            asked=tuple(s in rows and rows[s].generation.attending for s in self._slots),
+        )
+        self.memory = (slab, slab.slots, self._slots, self.rows.first, self._new, self.rows.asked)
+        self._asking = [p for p in places if self.rows.asked[p.generation.row.slot - self._slots.start]]
+        self._first = places[0].first
+        self._start = places[0].generation.row.stored
+        self._slots_and_lengths = [(p.generation.row.slot, p.generation.row.stored) for p in places]
+        whole = sum(p.count for p in places) == tokens
+        self._tokens = None if whole else torch.tensor([p.first for p in places], device=device)
+        self._places: Tensor | None = None
+
+    def weights(self, q_heads: int, device: torch.device) -> Tensor | None:
+        """Room for the weights of the rows that ask for theirs, `[rows, q_heads, capacity]` fp32; None if none does."""
+        shape = len(self._slots), q_heads, self._slab.capacity
+        return torch.empty(shape, device=device) if self._asking else None
+
+    def tell(self, layer: int, weights: Tensor) -> dict[int, Exception]:
+        """Give these rows their weights. Returns the errors that end answers."""
+        errors: dict[int, Exception] = {}
+        for generation in (place.generation for place in self._asking):
+            row, reducer = generation.row, generation.reducer
+            assert reducer is not None
+            try:
+                reducer.observe(layer, row, weights[row.slot - self._slots.start, :, : row.stored])
+            except Exception as exc:  # any error of one answer ends that answer alone
+                errors[id(generation)] = exc
+        return errors
+
+    def states(self, layer: int, *given: Tensor) -> tuple[Tensor, ...]:
+        """Keys and values of the group's rows `[rows, kv_heads, capacity, D]`, or a layer's latents, with room for
+        those of this step, `[1, kv_heads, N, D]`."""
+        rows = slice(self._slots.start, self._slots.stop)
+        return tuple(held[rows] for held in self._slab.states(layer, *given))
+
+    def write(self, layer: int, *given: Tensor) -> tuple[Tensor, ...]:
+        """As `states`, with this step's states appended."""
+        for states, (new,) in zip(self._slab.states(layer, *given), given, strict=True):
+            if self._new == 1:
+                by_token = new.transpose(0, 1)  # [N, kv_heads, D]
+                own = by_token if self._tokens is None else by_token.index_select(0, self._tokens)
+                # By one index: an assignment by two indices and a slice is a dozen small operations.
+                states.view(-1, states.shape[3]).index_copy_(0, self._rows_in(states), own.reshape(-1, states.shape[3]))
+            else:
+                end = self._start + self._new
+                states[self._slots[0], :, self._start : end] = new[:, self._first : self._first + self._new]
+        return self.states(layer, *given)
+
+    def _rows_in(self, states: Tensor) -> Tensor:
+        """Where the new states of each token and head stand among the rows of `[slots * kv_heads * capacity, D]`: the
+        same for keys and values, and in every layer with as many heads."""
+        _, heads, capacity, _ = states.shape
+        if self._places is None or len(self._places) != heads * len(self._slots_and_lengths):
+            at = [(slot * heads + head) * capacity + n for slot, n in self._slots_and_lengths for head in range(heads)]
+            self._places = torch.tensor(at, device=states.device)
+        return self._places
+
+
+def _suffix_groups(places: Sequence[_Place], device: torch.device) -> list[_SuffixGroup]:
+    tokens = sum(place.count for place in places)
+    single: dict[int, list[_Place]] = {}
+    for place in places:
+        if place.count == 1:
+            single.setdefault(id(place.slab), []).append(place)
+    groups = [_SuffixGroup(rows[0].slab, rows, tokens, device) for rows in single.values()]
+    return groups + [_SuffixGroup(place.slab, [place], tokens, device) for place in places if place.count > 1]
+
+
+class _BatchLayer(PassingLayer):
+    """One layer of one step, as transformers sees it. The suffixes belong to the batch."""
+
+    def __init__(self, index: int, step: _Step, wait: Wait, plan: _Plan) -> None:
+        super().__init__()
+        self._index = index
+        self._step = step
+        self._wait = wait
+        self._plan = plan
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
+        """Append every row's new states to its suffix, once every document of the step has this layer."""
+        prefixes, (groups, layout) = self._prefixes(), self._step.here[self._index]
+        given = [in_line(states) for states in (key_states, value_states)]
+        written = (group.write(self._index, *given) for group in groups)
+        suffixes = [(keys, values) for keys, values in written]
+        choose = partial(self._step.choose, self._index, self._wait) if self._step.choosing else None
+        room = partial(self._plan.room, self._index, self._step)
+        states = AttachedStates(
+            prefixes, suffixes, layout, key_states, value_states, None, self._step.weigh, choose, room
+        )
+        self.given = states, states
+        return self.given
+
+    def _prefixes(self) -> list[tuple[Prefix, ...]]:
+        return [document.prefixes(self._index, self._wait) for document in self._step.read]
+
+
+class _BatchStateLayer(StateLayer, _BatchLayer):
+    """One that has states, too."""
+
+    def __init__(self, index: int, step: _Step, wait: Wait, plan: _Plan, number_of_states: int, source: Source) -> None:
+        _BatchLayer.__init__(self, index, step, wait, plan)
+        StateLayer.__init__(self, number_of_states, source)
+
+
+class _LatentBatchLayer(_BatchLayer):
+    """A layer of one step with latents: what it hands on to the module is this step's tokens alone."""
+
+    def __init__(
+        self, index: int, step: _Step, wait: Wait, plan: _Plan, absorbed: Absorbed, handover: Handover
+    ) -> None:
+        super().__init__(index, step, wait, plan)
+        self._absorbed = absorbed
+        self._handover = handover
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """As of a `_BatchLayer`. Latents and rotated parts lie side by side; values are the latents, not a copy."""
+        prefixes, (groups, layout) = self._prefixes(), self._step.here[self._index]
+        joined, rank = torch.cat([key_states, value_states], dim=-1), key_states.shape[-1]
+        written = (group.write(self._index, in_line(joined)) for group in groups)
+        suffixes = [(keys, keys[..., :rank]) for (keys,) in written]
+        past = AttachedStates(prefixes, suffixes, layout, joined, key_states, None, self._step.weigh)
+        self._handover.give(self._index, LatentStates(key_states, value_states, (past, self._absorbed)))
+        return key_states, value_states
+
+
+class _Plan:
+    """The attentions of a step, which later steps take over as long as they differ in the lengths of suffixes alone."""
+
+    def __init__(self, step: _Step) -> None:
+        self._memory = step.memory
+        self._scratch = Scratch()
+        self._parts: list[tuple[list[int], Part | None]] = []
+        self._layout = step.here[0].layout  # a recorded model is on one device
+        self.weights: dict[int, list[Tensor | None]] = {}
+        """Of each layer, for each group of suffixes, what `room` has made; empty where no row asks for its weights."""
+
+    def continued_by(self, step: _Step) -> bool:
+        """Whether it is the plan of this step, too, with whose lengths it goes on."""
+        if not self._parts or step.memory != self._memory:
+            return False
+        for table, group in zip(self._layout.tables[1], step.here[0].groups, strict=True):
+            table[:, 1] = torch.tensor(group.rows.lengths, dtype=torch.int32)
+        for sight, since in self._layout.sights.items():
+            since.copy_(step.here[0].layout.since(*sight))
+        return True
+
+    def room(self, layer: int, step: _Step, q_heads: int) -> Sequence[Tensor | None]:
+        """Where the attention of a layer tells the rows that ask for it what their tokens gave to their suffixes."""
+        here = step.here[layer]
+        if layer not in self.weights and any(any(group.rows.asked) for group in here.groups):
+            self.weights[layer] = [group.weights(q_heads, here.layout.device) for group in here.groups]
+        return self.weights.get(layer, ())
+
+    def part(
+        self, layer: int, states: tuple[Tensor, Tensor, Tensor], out: Tensor, made: Callable[..., Part | None]
+    ) -> Part | None:
+        """The attention of a layer: the one that was planned, or `made(layout, scratch)`."""
+        addresses = [tensor.data_ptr() for tensor in (*states, out)]
+        if layer >= len(self._parts) or self._parts[layer][0] != addresses:
+            self._parts[layer:] = [(addresses, made(self._layout, self._scratch))]
+        return self._parts[layer][1]
+
+
+class _StepPast(ForwardContext):
+    """The documents and suffixes that the tokens of a step continue; see `Past`."""
+
+    def __init__(
+        self,
+        step: _Step,
+        kinds: Sequence[LayerKind],
+        checkpoint: Checkpoint,
+        wait: Wait,
+        plan: _Plan,
+        passes: Passes,
+    ) -> None:
+        self._step = step
+        self._wait = wait
+        self._plan = plan
+        self._absorbed = passes.absorbed
+        self.handover = Handover(passes.absorbed)
+        self._reads = readers(kinds)
+        layers = [self._layer(index, kind) for index, kind in enumerate(kinds)]
+        self.cache = cache_class(StatefulCache, passes.model)(layers=reading(layers, self._reads))
+        self.checkpoint = checkpoint
+        self.planned = not (step.weigh or step.observing or step.choosing) and all(
+            document.arrived for document in step.documents
+        )
+
+    def _layer(self, index: int, kind: LayerKind) -> StateLayer | _BatchLayer:
+        def source() -> list[State]:
+            return together([self._states(place.generation, index) for place in self._step.places])
+
+        if not kind.attends:
+            return StateLayer(kind.states, source)
+        given = index, self._step, self._wait, self._plan
+        if index in self._absorbed:
+            return _LatentBatchLayer(*given, self._absorbed[index], self.handover)
+        if not kind.states:
+            return _BatchLayer(*given)
+        return _BatchStateLayer(*given, kind.states, source)
+
+    def after_attention(self, layer: Attended) -> None:
+        self._step.observe(layer)
+        self.checkpoint()
+
+    def _states(self, generation: Generation, layer: int) -> Sequence[State]:
+        """Of one row, before the step: its own, or its document's where it has none yet."""
+        own = generation.row.states
+        return own[layer] if own is not None else generation.document.states(layer, self._wait)
+
+    def plan(self, layer: int, states: tuple[Tensor, Tensor, Tensor], rules: LogitRules, out: Tensor) -> Part | None:
+        """The attention of a layer, over its documents and suffixes, or those of the layer that it reads: whose states
+        of this step are then written once more."""
+        of = self._reads.get(layer, layer)
+
+        def made(layout: BatchLayout, scratch: Scratch) -> Part | None:
+            prefixes = [document.prefixes(of, self._wait) for document in self._step.documents]
+            held = (group.states(of, *states[1:]) for group in self._step.here[layer].groups)
+            suffixes = [(keys, values) for keys, values in held]
+            room = self._plan.room(layer, self._step, states[0].shape[1])
+            return attention_part(states, prefixes, suffixes, layout, rules, out, scratch, room)
+
+        return self._plan.part(layer, states, out, made)
+
+
+def _mask(logits: Tensor, held: Mapping[int, Constraint]) -> None:
+    """Set the logits `[rows, vocabulary]` of tokens that may not come next to -inf, in the rows that a grammar holds.
+    Ids beyond the tokenizer's, to which some models pad their vocabulary, never come."""
+    vocabulary = next(iter(held.values())).vocabulary
+    words = torch.full((len(logits), -(-vocabulary // 32)), -1, dtype=torch.int32)  # a bit for each token
+    for row, constraint in held.items():
+        constraint.fill(words.data_ptr() + row * words.shape[1] * 4, words.shape[1] * 4)
+    # The bits travel to the device, and a sum with 0 or -inf is made there: on a CPU, `masked_fill_` takes longer, and
+    # a mask of floats is 32 times as large.
+    octets = words.view(torch.uint8).to(logits.device).view(-1).int()
+    terms = _terms(logits.device, logits.dtype).index_select(0, octets).view(len(logits), -1)
+    size = min(terms.shape[1], logits.shape[1])
+    logits[:, :size] += terms[:, :size]
+    if size < logits.shape[1]:
+        logits[list(held), size:] = float("-inf")
+
+
+@cache
+def _terms(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """What is added to eight logits, by the octet of their bits, `[256, 8]`: 0 where the bit is set, else -inf."""
+    bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
+    return torch.zeros(256, 8, dtype=dtype, device=device).masked_fill_(bits == 0, float("-inf"))
+
+
+class _Choices(NamedTuple):
+    """What the next tokens of rows are chosen from. logits: `[rows, vocabulary]`, -inf where a grammar allows no token.
+    likeliest: the best token of each row; None where a logit is not a number. logprobs: `[vocabulary]` fp32 of the rows
+    that tell them, of all tokens."""
+
+    logits: Tensor
+    likeliest: list[int | None]
+    logprobs: Mapping[int, Tensor]
+
+    @classmethod
+    def of(cls, logits: Tensor, generations: Sequence[Generation]) -> _Choices:
+        """One reduction and one copy to the host for all rows. The maximum of a row with a NaN is NaN."""
+        telling = [row for row, generation in enumerate(generations) if generation.logprobs is not None]
+        logprobs = {row: logits[row].float().log_softmax(dim=-1) for row in telling}
+        held = {row: each.constraint for row, each in enumerate(generations) if each.constraint and not each.finished}
+        if held:
+            _mask(logits, held)
+        best, token = logits.max(dim=-1)
+        found = zip(token.tolist(), best.isfinite().tolist(), strict=True)
+        return cls(logits, [choice if sound else None for choice, sound in found], logprobs)
+
+    def taken(self, generation: Generation, row: int) -> str | Exception:
+        """Choose the next token of one answer and add it."""
+        likeliest = self.likeliest[row]
+        if likeliest is None:
+            return CacheUnusable(
+                "the model's logits after this cache are not numbers, so no answer can be given. If the model "
+                "overflows in float16, load it with dtype bfloat16 or float32; an imported cache may hold such numbers "
+                "itself"
+            )
+        try:
+            sampler = generation.sampler
+            token = sampler.choose(self.logits[row]) if sampler.samples else likeliest
+            if row in self.logprobs:
+                generation.tell(token, self.logprobs[row])
+            return generation.take(token)
+        except Exception as exc:  # any error of one answer ends that answer alone
+            return exc

@@ -1,0 +1,376 @@
+"""One answer: how its tokens are chosen, when it ends, and which part of its text is final."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from kvshelf.api import Usage
+from kvshelf.api.shapes import Logprob
+from kvshelf.api.strict import FinishReason
+from kvshelf.engine.attention.attachment import Attached, Wait
+from kvshelf.engine.attention.function import Attended
+from kvshelf.engine.decode.detokenizer import Detokenizer, may_begin
+from kvshelf.engine.decode.equivalents import Equivalents
+from kvshelf.engine.decode.grammar import Grammar
+from kvshelf.engine.decode.logprobs import Logprobs
+from kvshelf.engine.decode.passages import Passages
+from kvshelf.engine.decode.reduction import SuffixReducer
+from kvshelf.engine.decode.selection import SeenDocument, Selection
+from kvshelf.engine.decode.suffixes import SuffixRow
+from kvshelf.engine.decode.turns import Turn
+from kvshelf.errors import InvalidRequest, KvshelfError
+
+if TYPE_CHECKING:
+    from kvshelf.engine.decode.guide import Constraint  # it needs llguidance, and an answer mostly none
+
+_LEAST_TEMPERATURE = 1e-30  # float32 has smaller numbers, but not many
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen and when to stop. Temperature 0 is greedy; above, tokens are drawn from the likeliest
+    `top_p` of the mass, repeatably with a `seed`. grammar: what the answer must be. logprobs: how many of the likeliest
+    tokens to tell beside each token of the answer, with their logarithms; None: nothing."""
+
+    max_tokens: int = 64
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    grammar: Grammar | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "an integer from 1")
+        _require(self.temperature >= 0, "temperature", self.temperature, "a number from 0")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        _require(all(self.stop), "stop", self.stop, "texts that are not empty")
+        _require(self.logprobs is None or self.logprobs >= 0, "logprobs", self.logprobs, "an integer from 0")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A finished answer. `token_ids` include the end token where there is one; `text` does not. sources: as
+    `Generation.sources`. passages: as `Passages.shares`, if asked for. turn: question and answer, or why they could
+    not be kept; None if nobody asked for it. logprobs: of each token of the text, if asked for. stop: the stop
+    text that ended it, if one did."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    usage: Usage
+    sources: tuple[float, ...]
+    passages: tuple[bytes, ...] | None = None
+    turn: Turn | KvshelfError | None = None
+    logprobs: tuple[Logprob, ...] | None = None
+    stop: str | None = None
+
+
+class Generation:
+    """An unfinished answer: the tokens that a `DecodeBatch` must run next, and the text so far.
+
+    Several may be open on one engine and one compressed cache. The same batch runs all of its steps.
+    """
+
+    def __init__(
+        self,
+        document: Attached,
+        query: Sequence[int],
+        sampling: Sampling,
+        *,
+        room: int,
+        end_ids: frozenset[int],
+        equivalents: Equivalents,
+        decoder: Tokenizer | None,
+        selection: Selection | None = None,
+        passages: Passages | None = None,
+        reducer: SuffixReducer | None = None,
+        constraint: Constraint | None = None,
+        logprobs: Logprobs | None = None,
+    ) -> None:
+        """selection: what the answer's tokens see of the document; None: all. The question's tokens see all. passages:
+        counts what they read. reducer: bounds the suffix; None: all of it stays. constraint: which tokens may come;
+        None: all. logprobs: takes what the model gives the tokens."""
+        self.document = document
+        self._selection = selection
+        self._passages = passages
+        self.pending = list(query)
+        """Tokens that must run through the model before the next one can be chosen."""
+        self._query = tuple(query)
+        self.closing = False
+        """Whether the answer is complete, and tokens still run that its turn is to have behind it."""
+        self.turn_ids: tuple[int, ...] = ()
+        """The tokens of a turn that is being closed."""
+        self.turn: Turn | KvshelfError | None = None
+        self.reducer = reducer
+        self.constraint = constraint
+        self.logprobs = logprobs
+        self.row = SuffixRow(None if reducer is None else reducer.most)
+        self._end_ids = end_ids
+        self._equivalents = equivalents
+        self.sampler = _Sampler(sampling)
+        self._text = _TextStream(decoder, sampling.stop)
+        self._room = min(sampling.max_tokens, room)
+        self._prefill_tokens = 0
+        self._observed: dict[int, Attended] = {}  # by the step that runs, which may be abandoned and run again
+        self._masses: list[Tensor] = []
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def text(self) -> str:
+        """The text that is final."""
+        return self._text.text
+
+    @property
+    def finished(self) -> bool:
+        """Whether the answer is complete."""
+        return self.finish_reason is not None
+
+    @property
+    def next_position(self) -> int:
+        """Position of the first pending token."""
+        return self.document.next_position + self.row.logical
+
+    @property
+    def seen(self) -> Attached | Selection:
+        """What its pending tokens see before their own."""
+        if self._selection is None or not (self.token_ids or self._selects_question):
+            return self.document
+        return self._selection.seen
+
+    @property
+    def _selects_question(self) -> bool:
+        """Whether the question's tokens, too, see what the selection chooses."""
+        return self._selection is not None and self._selection.reads_question
+
+    @property
+    def seen_parts(self) -> Sequence[SeenDocument]:
+        """What the tokens of the question see of each document."""
+        return self.document.parts if self._selection is None else self._selection.parts
+
+    @property
+    def alone(self) -> bool:
+        """Whether its pending tokens need a pass of their own: attention has more to do for them."""
+        return self.weighing or (self.choosing and not self.token_ids)
+
+    @property
+    def choosing(self) -> bool:
+        """Whether its selection chooses for the pending tokens before their attention."""
+        return self._selection is not None and self._selection.chooses(answering=bool(self.token_ids))
+
+    def choose(self, layer: int, queries: Tensor, wait: Wait) -> None:
+        """Let its selection choose for pending tokens, from the first on. queries: theirs, `[T, q_heads, D]`."""
+        assert self._selection is not None
+        self._selection.choose(layer, queries, self.next_position, wait)
+
+    @property
+    def observing(self) -> bool:
+        """Whether its selection wants the states of the pending tokens."""
+        return self._selection is not None and self._selection.observes(answering=bool(self.token_ids))
+
+    def observe(self, attended: Attended) -> None:
+        """Take the states of the pending tokens of a step at one layer."""
+        self._observed[attended.layer_idx] = attended
+
+    @property
+    def attending(self) -> bool:
+        """Whether its suffix policy wants the weights that the pending token gives to the suffix."""
+        return self.reducer is not None and bool(self.token_ids) and self.reducer.observes(self.row)
+
+    @property
+    def weighing(self) -> bool:
+        """Whether its next tokens are of a question about several documents, whose parts in it are to be told."""
+        return len(self.document.parts) > 1 and not self.token_ids
+
+    def weighed(self, masses: Sequence[Tensor]) -> None:
+        """Take the attention mass of each document, `[documents]`, in each layer of the step that ends the question."""
+        self._masses += masses
+
+    @property
+    def sources(self) -> tuple[float, ...]:
+        """The share of each document in the attention that the question's last token gave to documents, in their order:
+        means over layers and heads. They add up to 1. From this token the answer begins: those before it attend to
+        all documents much alike."""
+        documents = len(self.document.parts)
+        total = torch.full((documents,), torch.finfo(torch.float64).tiny, dtype=torch.float64)  # never 0 / 0
+        for masses in self._masses:
+            total += masses.cpu()
+        return tuple((total / total.sum()).tolist())
+
+    def appended(self, count: int) -> None:
+        """Record that the first `count` pending tokens ran through the model and are in the suffix."""
+        self.row.logical += count
+        self.row.stored += count
+        del self.pending[:count]
+        if self._selection is not None:
+            for attended in self._observed.values():
+                self._selection.observe(attended)
+            self._observed.clear()
+        if not self.token_ids:
+            self._prefill_tokens = self.row.logical
+        if self.closing:
+            return
+        if self._passages is not None and not self.pending and (self.token_ids or self._selects_question):
+            self._passages.count(self.seen)
+
+    def take(self, token: int) -> str:
+        """Add a token to the answer. Returns the text that became final with it, possibly "", as a `Piece` where
+        logprobs are told.
+
+        If this raises, the answer is over, and never `finished`.
+        """
+        assert not self.finished
+        assert not self.pending
+        ended = token in self._end_ids
+        complete = self.constraint is not None and self.constraint.take(token)
+        full = len(self.token_ids) + 1 == self._room
+        text = "" if ended else self._text.push(token)
+        if ended or complete or full:
+            text += self._text.flush()
+        self.token_ids.append(token)
+        self.pending = [token]
+        if ended or complete or self._text.stopped:
+            self.finish_reason = "stop"
+        elif full:
+            self.finish_reason = "length"
+        elif self._selection is not None:
+            self._selection.advance(self.token_ids)
+        return text if self.logprobs is None else self.logprobs.beside(text, self._text.tokens)
+
+    def tell(self, token: int, logprobs: Tensor) -> None:
+        """Note what the model gave a token that is about to be taken. logprobs: of all tokens, `[vocabulary]` fp32."""
+        if self.logprobs is not None and token not in self._end_ids:
+            self.logprobs.take(token, logprobs)
+
+    def close(self, token_ids: Sequence[int]) -> None:
+        """Have the suffix of a finished answer hold exactly these tokens, the whole turn. Those that ran already stay,
+        up to the first that differs; the others are pending."""
+        assert self.finished
+        assert self.reducer is None, "nothing of a turn that is kept was dropped"
+        ran = [*self._query, *self.token_ids][: self.row.logical]
+        same = next((at for at, pair in enumerate(zip(ran, token_ids, strict=False)) if pair[0] != pair[1]), None)
+        shared = min(len(ran), len(token_ids)) if same is None else same
+        if shared < self.row.logical and self.row.states is not None:
+            shared, self.row.states = 0, None  # states cannot be taken back
+        self.row.logical = self.row.stored = shared
+        self.pending, self.closing = list(token_ids[shared:]), True
+        self.turn_ids = tuple(token_ids)
+
+    def answer(self) -> Answer:
+        """The finished answer."""
+        assert self.finish_reason is not None
+        passages = None if self._passages is None else self._passages.shares()
+        made = (self._text.text, list(self.token_ids), self.finish_reason, self.usage(), self.sources, passages)
+        logprobs = None if self.logprobs is None else self.logprobs.told()
+        return Answer(*made, self.turn, logprobs, self._text.stopped)
+
+    def usage(self) -> Usage:
+        """The tokens counted so far."""
+        read, decoded = self._read_tokens, len(self.token_ids)
+        share = read / max(1, self.document.read_tokens)
+        cost, saved = self._equivalents.answered(self.document, share, self._prefill_tokens, decoded)
+        return Usage(
+            cache_read_tokens=self.document.num_tokens,
+            read_tokens=read,
+            prefill_tokens=self._prefill_tokens,
+            completion_tokens=decoded,
+            suffix_tokens=self.row.stored,
+            prefill_token_equivalents=cost,
+            prefill_token_equivalents_saved=saved,
+        )
+
+    @property
+    def _read_tokens(self) -> int:
+        # The first token is the question's; what the next one would see has not been read.
+        chosen = self._selects_question or len(self.token_ids) > 1
+        return self.seen.read_tokens if chosen else self.document.read_tokens
+
+
+class _Sampler:
+    """Chooses tokens on the CPU in fp32, so that a seed means the same on every device."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        self._generator = torch.Generator()
+        if sampling.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(sampling.seed)
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn at random; otherwise the likeliest one is taken."""
+        return self._sampling.temperature > 0
+
+    def choose(self, logits: Tensor) -> int:
+        """Draw the next token id from logits `[vocabulary]`."""
+        logits = logits.float().cpu()
+        # The largest becomes 0, so that no temperature makes it infinite. At the least temperature only it has mass.
+        scaled = (logits - logits.max()) / max(self._sampling.temperature, _LEAST_TEMPERATURE)
+        probabilities = torch.softmax(scaled, dim=-1)
+        ranked, order = probabilities.sort(descending=True, stable=True)
+        # A token stays while the mass before it is short of top_p. The first one always stays, even if top_p is so
+        # small that float32 makes it 0.
+        cut = ranked.cumsum(0) - ranked >= self._sampling.top_p
+        cut[0] = False
+        ranked[cut] = 0
+        return int(order[torch.multinomial(ranked, 1, generator=self._generator)])
+
+
+class _TextStream:
+    """Text of a growing answer: whole characters only, without a tail that may still become a stop text."""
+
+    def __init__(self, decoder: Tokenizer | None, stop: Sequence[str]) -> None:
+        self._tokens = None if decoder is None else Detokenizer(decoder, skip_special_tokens=True)
+        self._stop = stop
+        self._held = ""
+        self._pushed = 0
+        self._ends: list[int] = []
+        """Of each token whose text is known, the place in the answer's text where it ends."""
+        self.text = ""
+        self.stopped: str | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens have all of their text in the final text."""
+        return bisect_right(self._ends, len(self.text))
+
+    def push(self, token: int) -> str:
+        """Add a token; returns the text that is final."""
+        self._pushed += 1
+        return "" if self._tokens is None else self._add(self._tokens.push(token))
+
+    def flush(self) -> str:
+        """End the answer: text held back becomes final, and an incomplete character U+FFFD."""
+        if self._tokens is None or self.stopped:
+            return ""
+        return self._add(self._tokens.rest()) + self._release(len(self._held))
+
+    def _add(self, piece: str) -> str:
+        self._held += piece
+        if piece:  # of all tokens since the last piece
+            self._ends += [len(self.text) + len(self._held)] * (self._pushed - len(self._ends))
+        found = {stop: self._held.index(stop) for stop in self._stop if stop in self._held}
+        if found:
+            self.stopped = min(found, key=found.__getitem__)
+            self._held = self._held[: found[self.stopped]]
+            return self._release(len(self._held))
+        return self._release(len(self._held) - may_begin(self._held, self._stop))
+
+    def _release(self, length: int) -> str:
+        final, self._held = self._held[:length], self._held[length:]
+        self.text += final
+        return final
+
+
+def _require(holds: bool, name: str, value: object, legal: str) -> None:
+    if not holds:
+        raise InvalidRequest(f"{name} is {value!r}; it must be {legal}", param=name)

@@ -1,0 +1,437 @@
+"""What the answer to one question reads of its documents, where a selector chooses: the state of one row.
+
+The tokens of the answer see a `Selection` in place of the documents; those of the question read all entries, or see
+it, too.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from kvshelf.engine.attention.attachment import Attached, Wait, block, entries_read, next_number
+from kvshelf.engine.attention.function import Attended, joined
+from kvshelf.engine.prefill.reducing import LayerReducer
+from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.kernels.choose import Choice, Chosen, choose
+from kvshelf.kernels.prefix_attention import PackedPrefix, Prefix, SelectedPrefix, channels_of
+from kvshelf.methods.policies.base import Policy
+from kvshelf.methods.policies.budgets import Budget
+from kvshelf.methods.policies.view import DocumentView, LayerView, Probed
+from kvshelf.methods.selectors.base import StepSelector, UnitSelector
+from kvshelf.methods.selectors.infllm import InfLLM
+from kvshelf.methods.selectors.sentencekv import SentenceKV
+from kvshelf.model.layers import LayerKind
+from kvshelf.model.rope import Rope
+from kvshelf.model.text import SENTENCE_ENDS, TextFormat
+
+
+class SeenDocument(Protocol):
+    """What a token sees of one document."""
+
+    def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]: ...
+
+
+class Selection(ABC):
+    """The part of its documents that an answer sees. To a batch it is another document, which only this row has.
+
+    One row of a batch uses it. What it chooses depends on the question alone, never on the other rows. reads_question:
+    whether the question's tokens see it.
+    """
+
+    reads_question: ClassVar[bool] = False
+
+    def __init__(self, document: Attached) -> None:
+        self.number = next_number()
+        self.next_position = document.next_position
+        self._document = document
+
+    @property
+    def arrived(self) -> bool:
+        """Whether no row is missing that it may choose."""
+        return self._document.arrived
+
+    @property
+    def parts(self) -> Sequence[SeenDocument]:
+        """What the question's tokens see of each document: all."""
+        return self._document.parts
+
+    @property
+    def seen(self) -> Attached | Selection:
+        """What the next token of the answer sees before the question: this, or all of the document."""
+        return self
+
+    @abstractmethod
+    def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:
+        """What a token of the answer sees of this layer."""
+
+    def observes(self, *, answering: bool) -> bool:  # noqa: ARG002
+        """Whether `observe` wants the states of the next tokens, those of the question or one of the answer."""
+        return False
+
+    def chooses(self, *, answering: bool) -> bool:  # noqa: ARG002
+        """Whether `choose` wants the queries of the next tokens before their attention, as for `observes`."""
+        return False
+
+    def choose(self, layer: int, queries: Tensor, position: int, wait: Wait) -> None:  # noqa: B027
+        """Choose for the next tokens, and have what they see here. queries: theirs at a layer, `[T, q_heads, D]`.
+        position: of the first. `wait` and errors as for `Attachment.prefixes`."""
+
+    def observe(self, attended: Attended) -> None:  # noqa: B027 - most take nothing
+        """Take the states of the tokens of a step at one layer: queries `[1, q_heads, T, D]`, keys `[1, kv_heads, T,
+        D]` and values."""
+
+    def advance(self, answer: Sequence[int]) -> None:  # noqa: B027 - most have nothing to do
+        """All tokens but the last of the answer so far have run, and this one runs next. May raise, and then the answer
+        is over."""
+
+    @property
+    def read_tokens(self) -> int:
+        """Entries of a KV head that the last token of the answer read; see `entries_read`."""
+        return entries_read(map(self.prefixes, range(self._document.num_layers)))
+
+
+class UnitSelection(Selection):
+    """Tokens of the answer choose units by their own queries, within the attention: each, or every n-th."""
+
+    _within_attention: ClassVar[bool] = True
+
+    def __init__(self, selector: UnitSelector, document: Attached, budget: int, kinds: Sequence[LayerKind]) -> None:
+        """budget: entries of a KV head, over all documents. Waits for the layers of a cache that is arriving. Raises
+        `InvalidRequest` for a budget below what is always read, `PolicyUnsupported` for entries that cannot be read in
+        part."""
+        super().__init__(document)
+        self._choices = {
+            layer: found
+            for layer, kind in enumerate(kinds)
+            if kind.reducible and selector.chooses(layer, len(kinds))
+            if (found := _choice(selector, document, layer, budget)) is not None
+        }
+        self._layers = [self._read(layer) for layer in range(len(kinds))]
+        self._every = selector.every if isinstance(selector, StepSelector) else 1
+        self._again = LastChoice(document, self, len(kinds))
+        self._due = True
+
+    @property
+    def seen(self) -> Attached | Selection:
+        return self if self._due else self._again
+
+    def advance(self, answer: Sequence[int]) -> None:
+        self._due = (len(answer) - 1) % self._every == 0
+
+    def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:  # noqa: ARG002
+        return self._layers[layer]
+
+    def _read(self, layer: int) -> tuple[Prefix, ...]:
+        """What is read of a layer; all of it where there is no choice."""
+        choice = self._choices.get(layer)
+        if choice is None:
+            return self._document.prefixes(layer)
+        given, chosen = choice if self._within_attention else None, iter(choice.chosen)
+        found = require_packed(self._document.prefixes(layer))
+        return tuple(SelectedPrefix(each, next(chosen), given) if max(each.lengths) else each for each in found)
+
+    @property
+    def dense(self) -> bool:
+        """Whether it reads all there is."""
+        return not self._choices
+
+
+class LastChoice(Selection):
+    """What another selection chose last, again. To a batch it is a document of its own."""
+
+    def __init__(self, document: Attached, chosen: Selection, num_layers: int) -> None:
+        super().__init__(document)
+        self._layers = [tuple(map(_without_choice, chosen.prefixes(layer))) for layer in range(num_layers)]
+
+    def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:  # noqa: ARG002
+        return self._layers[layer]
+
+
+def _without_choice(prefix: Prefix) -> Prefix:
+    return replace(prefix, choice=None) if isinstance(prefix, SelectedPrefix) else prefix
+
+
+class BlockSelection(UnitSelection):
+    """The query of the question's last token, without rotation, chooses blocks by the stored index; all heads read the
+    same."""
+
+    reads_question: ClassVar[bool] = True
+    _within_attention: ClassVar[bool] = False  # `choose` does
+
+    def __init__(
+        self, selector: InfLLM, document: Attached, budget: int, kinds: Sequence[LayerKind], rope: Rope
+    ) -> None:
+        """Raises as `UnitSelection`."""
+        super().__init__(selector, document, budget, kinds)
+        self._selector = selector
+        self._rope = rope
+
+    @property
+    def parts(self) -> Sequence[SeenDocument]:
+        return [_OfDocument(self, number) for number in range(len(self._document.parts))]
+
+    def ends(self, layer: int) -> list[int]:
+        """Where the prefixes of each document begin among those of all, and where the last one's end."""
+        return list(accumulate((len(part.outlines(layer)) for part in self._document.parts), initial=0))
+
+    def chooses(self, *, answering: bool) -> bool:
+        return not answering or self._selector.refresh == "step"
+
+    def choose(self, layer: int, queries: Tensor, position: int, wait: Wait) -> None:
+        choice = self._choices.get(layer)
+        if choice is None:
+            return
+        at = torch.tensor([position + len(queries) - 1], device=queries.device)
+        last = self._rope.unrotate(queries[-1].unsqueeze(1), at)  # [q_heads, 1, D]
+        query = last.view(len(self._layers[layer][0].lengths), -1, last.shape[2])
+        scored = (replace(units, low=self._selector.scores(query, units.low).unsqueeze(1)) for units in choice.units)
+        choose(query.new_ones(1, 1), replace(choice, units=tuple(scored)))
+        for one, read in zip(choice.chosen, self._layers[layer], strict=True):
+            assert isinstance(read, SelectedPrefix)
+            read.chosen.rows.copy_(one.rows)
+            read.chosen.counts.copy_(one.counts)
+        rows = [one.rows[0, : int(one.counts)] for one in choice.chosen]
+        for part, (first, end) in zip(self._document.parts, pairwise(self.ends(layer)), strict=True):
+            part.bring(layer, rows[first:end], wait)
+
+    def _read(self, layer: int) -> tuple[Prefix, ...]:
+        if layer not in self._choices:
+            return self._document.prefixes(layer)
+        found = require_packed(self._document.outlines(layer))
+        rooms = (one.rows.shape[1] for one in self._choices[layer].chosen)
+        each = zip(found, rooms, strict=True)
+        return tuple(SelectedPrefix(base, Chosen.room(base.lengths, room, base.keys.device)) for base, room in each)
+
+
+@dataclass(frozen=True)
+class _OfDocument:
+    """One document of a selection, by its number among the documents."""
+
+    selection: BlockSelection
+    number: int
+
+    def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:  # noqa: ARG002
+        first, end = list(pairwise(self.selection.ends(layer)))[self.number]
+        return self.selection.prefixes(layer)[first:end]
+
+
+class SentenceSelection(UnitSelection):
+    """The mean of the queries since the last end of a sentence chooses for the rest of the answer's sentence."""
+
+    _within_attention: ClassVar[bool] = False  # `advance` chooses
+
+    def __init__(
+        self, selector: SentenceKV, document: Attached, budget: int, kinds: Sequence[LayerKind], text: TextFormat
+    ) -> None:
+        """text: tells which tokens of the answer end a sentence. Raises as `UnitSelection`."""
+        super().__init__(selector, document, budget, kinds)
+        self._text = text
+        self._every_token = selector.refresh == "step"
+        self._reads_all = True
+        self._sums: dict[int, Tensor] = {}
+        """Of the queries that choose, `[q_heads, D]` fp32 of each layer that chooses."""
+        self._tokens = 0
+        """How many tokens have these queries."""
+
+    @property
+    def seen(self) -> Attached | Selection:
+        return self._document if self._reads_all else self
+
+    def observes(self, *, answering: bool) -> bool:
+        return self._reads_all or self._every_token or not answering
+
+    def observe(self, attended: Attended) -> None:
+        layer, query = attended.layer_idx, attended.queries[0, :, -1].float()  # of a question, its last token's
+        if layer in self._choices:
+            self._sums[layer] = query if self._reads_all else self._sums[layer] + query
+
+    def advance(self, answer: Sequence[int]) -> None:
+        if self._behind_a_sentence(answer):
+            self._reads_all = True
+        elif self._reads_all or self._every_token:
+            self._tokens = 1 if self._reads_all else self._tokens + 1
+            self._reads_all = False
+            for layer, choice in self._choices.items():
+                choose(self._sums[layer] / self._tokens, choice)
+
+    def _behind_a_sentence(self, answer: Sequence[int]) -> bool:
+        """Whether the answer's last token follows one that ends a sentence. The last token is known here, so the point
+        in 3.14 ends none."""
+        return len(answer) > 1 and self._text.segment_ends(answer[-4:], SENTENCE_ENDS)[-2]
+
+
+def _choice(selector: UnitSelector, document: Attached, layer: int, budget: int) -> Choice | None:
+    """How a query chooses at a layer; None where the budget has room for all entries."""
+    if sum(max(prefix.lengths) for prefix in require_packed(document.outlines(layer))) <= budget:
+        return None
+    every = (each for part in document.parts for each in part.units(selector, layer))
+    found = [(prefix, units) for prefix, units in every if max(prefix.lengths)]
+    # Of several documents none has entries that are always read: they would fill the budget that all share.
+    alone = len(document.parts) == 1
+    always = max(map(sum, zip(*(units.forced_rows for _, units in found), strict=True))) if alone else 0
+    if budget < always:
+        raise InvalidRequest(
+            f"select.tokens is {budget}, and selector {selector.name!r} always reads {always} entries here, the first "
+            "and the last ones; give more",
+            param="select.tokens",
+        )
+    heads = 1 if selector.by_index else len(found[0][0].lengths)
+    columns = selector.columns(layer)
+    room = tuple(Chosen.room(prefix.lengths[:heads], budget, prefix.keys.device) for prefix, _ in found)
+    return Choice(
+        tuple(units for _, units in found),
+        room,
+        budget,
+        linear=selector.linear,
+        relu=selector.relu,
+        group=selector.group,
+        columns=None if columns is None else columns.to(room[0].rows.device),
+        cut=selector.cut,
+        force=alone,
+    )
+
+
+class PolicySelection(Selection):
+    """A policy chooses once, by the last tokens of the question."""
+
+    def __init__(
+        self, policy: Policy, document: Attached, budget: int, kinds: tuple[LayerKind, ...], view: DocumentView
+    ) -> None:
+        """view: all entries of a KV head as if they were a document, see `stored_view`. Raises `PolicyUnsupported` for
+        entries that the policy cannot judge, and what `Policy.fitted` raises."""
+        super().__init__(document)
+        self._stored = [_Stored.of(document, layer) if kind.reducible else None for layer, kind in enumerate(kinds)]
+        entries = Budget.resolve(view.num_tokens, compression_ratio=None, budget_tokens=budget)
+        self._reducer = LayerReducer(policy, view, entries, kinds, (), None)
+        self._observed: dict[int, Attended] = {}
+        self._chosen: dict[int, tuple[Prefix, ...]] = {}
+
+    def observes(self, *, answering: bool) -> bool:
+        return not answering
+
+    def observe(self, attended: Attended) -> None:
+        before = self._observed.get(attended.layer_idx)
+        self._observed[attended.layer_idx] = attended if before is None else joined([before, attended])
+
+    def advance(self, answer: Sequence[int]) -> None:
+        if len(answer) > 1:
+            return
+        places = [layer for layer, stored in enumerate(self._stored) if stored is not None]
+        for place, layer in enumerate(places):
+            self._reducer.reduce(self._view(layer, place, len(places)))
+        for layer, kept in self._reducer.reduced().items():
+            stored = self._stored[layer]
+            assert stored is not None
+            self._chosen[layer] = stored.selected(kept.positions)
+        self._observed.clear()
+        self._stored.clear()
+
+    def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:
+        return self._chosen.get(layer) or self._document.prefixes(layer, wait)
+
+    def _view(self, layer: int, place: int, num_layers: int) -> LayerView:
+        stored, seen = self._stored[layer], self._observed[layer]
+        assert stored is not None
+        keys, values = stored.dense()
+        queries = seen.queries[0]
+        return LayerView(
+            layer_idx=layer,
+            keys=keys,
+            values=values,
+            queries=queries[:, :0],  # a stored cache has none of the document's
+            scaling=seen.scaling,
+            document=self._reducer.document,
+            num_layers=num_layers,
+            place=place,
+            probes=(Probed(queries, seen.keys[0], seen.values[0]),),
+            module=seen.module,
+        )
+
+
+class _Stored(NamedTuple):
+    """The entries of one layer, over all documents. order: of each head, its rows of all prefixes, one prefix after the
+    other, by document and position."""
+
+    prefixes: tuple[PackedPrefix, ...]
+    order: list[Tensor]
+
+    @classmethod
+    def of(cls, document: Attached, layer: int) -> _Stored:
+        prefixes = require_packed(document.prefixes(layer))
+        lengths = [sum(lengths) for lengths in zip(*(prefix.lengths for prefix in prefixes), strict=True)]
+        if len(set(lengths)) > 1:
+            raise PolicyUnsupported(
+                f"the heads of layer {layer} keep {min(lengths)} to {max(lengths)} entries, and a policy chooses at "
+                "the question where all keep equally many; take selector quest",
+                param="select.method",
+            )
+        orders: list[list[Tensor]] = [[] for _ in lengths]
+        first = [0] * len(lengths)
+        for part in document.parts:
+            for head, positions in enumerate(zip(*(each.positions for each in part.entries(layer)), strict=True)):
+                orders[head].append(torch.cat(positions).argsort() + first[head])
+                first[head] += sum(map(len, positions))
+        return cls(prefixes, [torch.cat(order) for order in orders])
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """Keys `[kv_heads, K, D]` and values `[kv_heads, K, Dv]`, dequantized."""
+        both = []
+        for kind in (0, 1):
+            heads = [torch.cat([p.heads[head][kind][:] for p in self.prefixes]) for head in range(len(self.order))]
+            both.append(torch.stack([rows[order] for rows, order in zip(heads, self.order, strict=True)]))
+        return both[0], both[1]
+
+    def selected(self, kept: Sequence[Tensor]) -> tuple[Prefix, ...]:
+        """The prefixes with the entries kept of each head, which are numbers in `order`."""
+        rows = [order[own.long()] for order, own in zip(self.order, kept, strict=True)]
+        found: list[Prefix] = []
+        begins = [0] * len(rows)
+        for prefix in self.prefixes:
+            ends = [begin + length for begin, length in zip(begins, prefix.lengths, strict=True)]
+            own = [
+                (head[(head >= begin) & (head < end)] - begin).sort().values
+                for head, begin, end in zip(rows, begins, ends, strict=True)
+            ]
+            found.append(SelectedPrefix(prefix, _fixed(own)))
+            begins = ends
+        return tuple(found)
+
+
+def stored_entries(document: Attached, kinds: Sequence[LayerKind]) -> int:
+    """Entries of a KV head that a policy chooses from, over all documents. Raises as `PolicySelection`."""
+    layer = next(layer for layer, kind in enumerate(kinds) if kind.reducible)
+    return sum(prefix.lengths[0] for prefix in require_packed(document.prefixes(layer)))
+
+
+def _fixed(rows: Sequence[Tensor]) -> Chosen:
+    counts = torch.tensor([len(head) for head in rows], dtype=torch.int32, device=rows[0].device)
+    table = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int32, device=rows[0].device)
+    for own, head in zip(table, rows, strict=True):
+        own[: len(head)] = head
+    return Chosen(table, counts)
+
+
+def require_packed(prefixes: Sequence[Prefix]) -> tuple[PackedPrefix, ...]:
+    """Refuse entries that cannot be read in part, and pruned keys: summaries of these and of the whole keys beside them
+    have different channels."""
+    for prefix in prefixes:
+        if channels_of(prefix) is not None:
+            raise PolicyUnsupported(
+                "the keys of this cache have lost channels (policy think), and selectors compare queries with whole "
+                "ones; ask without select, or compress by another policy",
+                param="select.method",
+            )
+        if not isinstance(prefix, PackedPrefix):
+            raise PolicyUnsupported(
+                "the cache has merged tokens or keys without their rotation, and a selector reads entries in place; "
+                "ask without select, or compress by a policy that keeps tokens as they are",
+                param="select.method",
+            )
+    return tuple(prefix for prefix in prefixes if isinstance(prefix, PackedPrefix))

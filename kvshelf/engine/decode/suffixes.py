@@ -1,0 +1,161 @@
+"""The private suffixes of a batch's rows: keys and values of each question and answer behind its document.
+
+Rows of similar length share one pair of tensors per layer, a slab, so that a decode step reads all of them with one
+operation. Slabs have capacities of 64, 128, 256 ... entries: a row costs at most twice its length or 64 entries, and a
+long question never makes its neighbours read its padding. One slab for all rows would have both costs; a tensor per row
+would cost a call per row, layer and step. A row that a suffix policy bounds has a capacity of that bound at most.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvshelf.artifact.records import State
+
+_FIRST_CAPACITY = 64
+
+
+class SuffixRow:
+    """One row: the place of its suffix, and the states of each layer behind it; None before its first step, and for
+    models without states.
+
+    logical: tokens that ran behind the document, which count positions. stored: entries of a KV head that are left of
+    them, fewer where a suffix policy has reduced them. most: the most entries that there will be; None: any number.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        self.slab: Slab | None = None
+        self.slot = -1
+        self.logical = 0
+        self.stored = 0
+        self.most = most
+        self.states: list[tuple[State, ...]] | None = None
+
+
+class Slab:
+    """Rows of one capacity. For each layer keys `[slots, kv_heads, capacity, D]` and values, with Dv for D, or one
+    tensor of latents, made when the layer's first states arrive.
+
+    Unused entries are zero, or what a reduction left: a masked entry must be finite, because a weight of 0 times NaN is
+    NaN.
+    """
+
+    def __init__(self, capacity: int, num_layers: int) -> None:
+        self.capacity = capacity
+        self.slots = 0
+        self._layers: list[tuple[Tensor, ...] | None] = [None] * num_layers
+        self._free: list[int] = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for layer in self._layers if layer is not None for tensor in layer)
+
+    @property
+    def empty(self) -> bool:
+        return len(self._free) == self.slots
+
+    def states(self, layer: int, *like: Tensor) -> tuple[Tensor, ...]:
+        """Keys and values of all slots of a layer. Where they are still to be made, or slots to be added, those of
+        `like`, `[1, kv_heads, N, D]`, give their heads, sizes, dtype and device."""
+        held = self._layers[layer] or (None,) * len(like)
+        made = tuple(_room(mine, self.slots, self.capacity, each) for mine, each in zip(held, like, strict=True))
+        self._layers[layer] = made
+        return made
+
+    def of_row(self, layer: int, row: SuffixRow) -> tuple[Tensor, ...]:
+        """Keys and values of one row at a layer where it has some, `[kv_heads, capacity, D]`, not a copy."""
+        held = self._layers[layer]
+        assert held is not None
+        return tuple(states[row.slot] for states in held)
+
+    def of(self, row: SuffixRow) -> tuple[tuple[Tensor, ...], ...]:
+        """A copy of the states of a row, of each layer as in `Turn.layers`."""
+        return tuple(
+            tuple(states[row.slot, :, : row.stored].clone() for states in layer) if layer is not None else ()
+            for layer in self._layers
+        )
+
+    def take(self, row: SuffixRow) -> None:
+        """Give a row a slot here, and move its tokens from its previous slab."""
+        if not self._free:
+            self._free = list(range(self.slots, max(1, 2 * self.slots)))[::-1]
+            self.slots = max(1, 2 * self.slots)
+        slot = self._free.pop()
+        if row.slab is not None:
+            self._copy(row, slot)
+            row.slab.release(row)
+        row.slab, row.slot = self, slot
+
+    def release(self, row: SuffixRow) -> None:
+        """Free a row's slot. The other slots keep their numbers, because a forward pass under way uses them."""
+        for layer in self._layers:
+            if layer is not None and row.slot < layer[0].shape[0]:
+                for states in layer:
+                    states[row.slot].zero_()  # all of it: a step that failed may have written beyond the row's length
+        self._free.append(row.slot)
+        row.slab, row.slot = None, -1
+
+    def _copy(self, row: SuffixRow, slot: int) -> None:
+        assert row.slab is not None
+        for index, held in enumerate(row.slab._layers):
+            if held is None or row.slot >= held[0].shape[0]:
+                continue  # the row has nothing at this layer yet
+            ours = self.states(index, *held)
+            for mine, other in zip(ours, held, strict=True):
+                mine[slot, :, : row.stored] = other[row.slot, :, : row.stored]
+
+
+class SuffixPool:
+    """All suffixes of one batch."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+        self._slabs: dict[int, Slab] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, those of free places included."""
+        return sum(slab.nbytes for slab in self._slabs.values())
+
+    def reserve(self, row: SuffixRow, length: int) -> Slab:
+        """The slab with room for a row of `length` entries; moves the row if it has outgrown its own."""
+        if row.slab is None or row.slab.capacity < length:
+            self._move(row, capacity_for(length, row.most))
+        assert row.slab is not None
+        return row.slab
+
+    def shrink(self, row: SuffixRow, length: int) -> None:
+        """Move a row to a smaller slab, if there is one with room for `length` entries."""
+        capacity = capacity_for(length, row.most)
+        if row.slab is not None and capacity < row.slab.capacity:
+            self._move(row, capacity)
+
+    def _move(self, row: SuffixRow, capacity: int) -> None:
+        self._slabs.setdefault(capacity, Slab(capacity, self._num_layers)).take(row)
+        self._drop_empty(capacity)
+
+    def release(self, row: SuffixRow) -> None:
+        """Free a row that has ended."""
+        row.states = None
+        if row.slab is not None:
+            row.slab.release(row)
+            self._drop_empty(None)
+
+    def _drop_empty(self, kept: int | None) -> None:
+        self._slabs = {c: slab for c, slab in self._slabs.items() if c == kept or not slab.empty}
+
+
+def capacity_for(length: int, most: int | None = None) -> int:
+    """Entries of memory for a row of `length` entries: the next power of two, at least 64. most: how many it will ever
+    have; then no more than these, in steps of 64."""
+    doubled = max(_FIRST_CAPACITY, 1 << (length - 1).bit_length())
+    return doubled if most is None else min(doubled, -(-most // _FIRST_CAPACITY) * _FIRST_CAPACITY)
+
+
+def _room(tensor: Tensor | None, slots: int, capacity: int, like: Tensor) -> Tensor:
+    if tensor is not None and tensor.shape[0] >= slots:
+        return tensor
+    grown = like.new_zeros(slots, like.shape[1], capacity, like.shape[3])
+    if tensor is not None:
+        grown[: tensor.shape[0]] = tensor
+    return grown

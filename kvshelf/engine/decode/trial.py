@@ -1,0 +1,122 @@
+"""Whether a grammar compiles within limits of time and memory, found in a process that can be ended.
+
+llguidance bounds the steps of an answer, but not all that it does with a schema: sixty patterns that one text must
+match take minutes. A thread could not be ended, and would keep a processor and its memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from typing import Final
+
+from kvshelf.engine.decode.grammar import Grammar
+from kvshelf.engine.decode.trial_child import LENGTH
+from kvshelf.errors import InternalError, InvalidRequest
+
+COMPILE_S: Final = 2
+"""Seconds of processor time that a grammar may take to compile. 1,800 properties take 0.4 s."""
+
+LEXER_STATES: Final = 20_000
+"""States that the texts of one answer's grammar may have. llguidance allows 250,000, which took 6.5 s, 1 s of it
+within one token of an answer, while all others waited; with this it is 0.24 s, and 0.03 s."""
+
+_MEMORY_BYTES: Final = 1 << 30
+_HANG_S: Final = 120.0
+"""For a process that uses no processor time and does not answer."""
+
+_CHILD: Final = "kvshelf.engine.decode.trial_child"
+
+
+class Trials:
+    """Compiles grammars for one tokenizer, each first in a process of its own. For any thread: as many processes work
+    as threads ask, and one stays for the next grammar."""
+
+    def __init__(self, tokenizer: str) -> None:
+        """tokenizer: as JSON."""
+        self._tokenizer = tokenizer.encode()
+        self._idle: queue.LifoQueue[subprocess.Popen[bytes]] = queue.LifoQueue(maxsize=1)
+
+    def require_compiled(self, grammar: Grammar) -> None:
+        """Raises `InvalidRequest` for a grammar that is none, or takes more than the limits."""
+        process = self._process()
+        hangs = threading.Timer(_HANG_S, process.kill)
+        hangs.start()
+        try:
+            said = _asked(process, grammar.text.encode())
+        finally:
+            hangs.cancel()
+        if not said:
+            raise self._ended(process, grammar)
+        try:
+            self._idle.put_nowait(process)
+        except queue.Full:
+            _end(process)
+        if error := said.strip():
+            raise InvalidRequest(f"{grammar.param} cannot be used: {json.loads(error)[:500]}", param=grammar.param)
+
+    def _process(self) -> subprocess.Popen[bytes]:
+        with suppress(queue.Empty):
+            if (process := self._idle.get_nowait()).poll() is None:
+                return process
+        command = [sys.executable, "-PB", "-m", _CHILD, *map(str, (COMPILE_S, _MEMORY_BYTES, LEXER_STATES))]
+        # No settings and keys, only what Python needs to find its modules.
+        kept = {name: value for name, value in os.environ.items() if name.startswith("PYTHON") or name == "PATH"}
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=kept, cwd="/"
+            )
+        except OSError as error:
+            raise InternalError(f"no process could be started to compile the grammar: {error.strerror}") from error
+        _write(process, self._tokenizer)
+        return process
+
+    def _ended(self, process: subprocess.Popen[bytes], grammar: Grammar) -> Exception:
+        code = process.wait()
+        _end(process)
+        if code > 0:
+            return InternalError(f"the process that compiles grammars ended with {code}")
+        late = code in (-signal.SIGXCPU, -signal.SIGKILL)
+        found = f"more than {COMPILE_S} s" if late else f"more than {_MEMORY_BYTES >> 30} GiB, or is nested too deep,"
+        return InvalidRequest(
+            f"{grammar.param} takes {found} to compile ({len(grammar.text.encode())} bytes); give a simpler one, with "
+            "fewer patterns that one text must match",
+            param=grammar.param,
+        )
+
+    def close(self) -> None:
+        """End the process that waits."""
+        with suppress(queue.Empty):
+            _end(self._idle.get_nowait())
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _asked(process: subprocess.Popen[bytes], text: bytes) -> bytes:
+    """The line that answers a text; nothing where the process has ended."""
+    _write(process, text)
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def _write(process: subprocess.Popen[bytes], text: bytes) -> None:
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # the process has ended; its exit code says why
+        process.stdin.write(LENGTH.pack(len(text)) + text)
+        process.stdin.flush()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with suppress(BrokenPipeError):
+                pipe.close()

@@ -1,0 +1,128 @@
+"""A compressed cache as a plain transformers `DynamicCache`, for code without kvshelf.
+
+Any engine that accepts a KV cache as a prefix accepts this one: it has one key and one value per token and head,
+equally many in every head and layer, rotated to the positions that the engine expects, and copies of what states there
+are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.artifact.packed import HeadView
+from kvshelf.artifact.records import Entries, Kept, Merged, Recent, Window, entries_of, parts_of, states_of
+from kvshelf.engine.attention.states import fill, together
+from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.model.rope import Rope
+
+Positions = Literal["absolute", "contiguous"]
+"""Where exported keys stand: at their places in the document, or at 0..K-1."""
+
+
+def export(cache: CompressedCache, positions: Positions, *, rope: Rope | None, config: Any) -> DynamicCache:
+    """See `Engine.export`. `config` is the model's: it says which layers slide."""
+    if positions not in get_args(Positions):
+        raise InvalidRequest(f"positions is {positions!r}; one of {', '.join(get_args(Positions))}", param="positions")
+    plain = {
+        index: plain_parts(entries, index)
+        for index, record in enumerate(cache.layers)
+        if (entries := entries_of(record)) is not None
+    }
+    kept = _one_length(cache.reduced)
+    in_cache = cache.next_position < cache.num_tokens  # the keys are at their places in the cache already
+    if in_cache and cache.next_position != kept:
+        raise _unsupported(f"it counts positions within the cache up to {cache.next_position} and keeps {kept} entries")
+    places = Places(rope, stored_at_slots=in_cache, wanted_at_slots=in_cache or positions == "contiguous")
+    exported = DynamicCache(config=config)
+    for index, parts in plain.items():
+        keys, values = places.layer(parts)
+        exported.update(keys.unsqueeze(0), values.unsqueeze(0), index)
+    for layer, record in zip(exported.layers, cache.layers, strict=True):
+        fill(layer, together([states_of(record)]))
+    return exported
+
+
+class Places:
+    """Rotates the keys of a layer to the requested positions, each key at most once."""
+
+    def __init__(self, rope: Rope | None, *, stored_at_slots: bool, wanted_at_slots: bool) -> None:
+        self._rope = rope
+        self._stored_at_slots = stored_at_slots
+        self._wanted_at_slots = wanted_at_slots
+
+    def layer(self, parts: Sequence[Kept], heads: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Keys `[heads, K, D]` and values `[heads, K, Dv]` of a layer (`plain_parts`), of some of its heads."""
+        chosen = list(zip(*(part.views() for part in parts), strict=True))[heads]
+        keys, values = zip(*(self._head(views, parts[0]) for views in chosen), strict=True)
+        return torch.stack(keys), torch.stack(values)
+
+    def _head(self, views: Sequence[HeadView], like: Kept) -> tuple[Tensor, Tensor]:
+        """Keys `[K, D]` and values `[K, Dv]` of a head, of all its parts, in ascending position."""
+        positions, order = torch.cat([view.positions for view in views]).long().sort()
+        keys = torch.cat([view.keys[:] for view in views])[order]
+        values = torch.cat([view.values[:] for view in views])[order]
+        slots = torch.arange(len(positions), device=positions.device)
+        wanted = slots if self._wanted_at_slots else positions
+        if like.rope_mode == "pre":
+            keys = self._undoable().rotate(keys, wanted)
+        elif not torch.equal(stored := slots if self._stored_at_slots else positions, wanted):
+            keys = self._undoable().moved(keys, stored, wanted)
+        return keys.to(like.dtype), values
+
+    def _undoable(self) -> Rope:
+        if self._rope is None:
+            raise _unsupported("the model has no rotary embedding, the same in all layers, that could be undone")
+        if self._rope.length_dependent:
+            raise _unsupported("the frequencies of the model's rotary embedding change with the length of the sequence")
+        return self._rope
+
+
+def plain_parts(record: Entries, index: int) -> tuple[Kept, ...]:
+    """The parts of a layer, if each entry is one token's key and value and all heads have equally many. Raises
+    `PolicyUnsupported` where not."""
+    kept = []
+    for part in parts_of(record):
+        if isinstance(part, Recent):
+            sees = "a sliding window" if isinstance(part, Window) else "chunked attention"
+            raise _unsupported(f"layer {index} has {sees}, of which only the last tokens are stored")
+        if isinstance(part, Merged):
+            raise _unsupported(
+                f"layer {index} has merged tokens, which share a key direction. Merged with RoPE in them (pos='post') "
+                "they cannot be un-rotated, because a direction stands for several positions; merged before it "
+                "(pos='pre') every slot would become an entry of its own, and heads have different numbers of slots"
+            )
+        kept.append(part)
+    if len({part.rope_mode for part in kept}) > 1:
+        raise _unsupported(f"layer {index} has keys with and without their rotation")
+    if not record.uniform:
+        lengths = [len(head) for head in record.positions]
+        raise _unsupported(
+            f"the heads of layer {index} keep different numbers of entries ({min(lengths)} to {max(lengths)}), and a "
+            "prefix has as many in every head"
+        )
+    return tuple(kept)
+
+
+def _one_length(records: Sequence[Entries]) -> int:
+    """K, the entries per head. transformers makes one mask for all layers, from the length of one layer."""
+    lengths = [len(record.positions[0]) for record in records]
+    if len(set(lengths)) > 1:
+        raise _unsupported(
+            f"its layers keep different numbers of entries ({min(lengths)} to {max(lengths)}), and transformers masks "
+            "all layers by the length of one"
+        )
+    return lengths[0]
+
+
+def _unsupported(reason: str) -> PolicyUnsupported:
+    return PolicyUnsupported(
+        f"the cache cannot be exported: {reason}. Attach it with engine.attached(cache), or compress the document with "
+        "a policy that keeps equally many tokens of every head, unmerged",
+        param="positions",
+    )

@@ -1,0 +1,281 @@
+"""Forward passes of one model, by its program where it has one, and otherwise by its own modules."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from transformers.cache_utils import Cache
+
+from kvshelf.engine.attention.attached import (
+    CACHE_ARGUMENT,
+    AttachedCache,
+    HandedOn,
+    PassingLayer,
+    reading,
+)
+from kvshelf.engine.attention.attachment import Attachment
+from kvshelf.engine.attention.function import (
+    CONTEXT,
+    Attended,
+    ForwardContext,
+    attention,
+    kvshelf_attention,
+    logit_rules,
+    require_causal,
+)
+from kvshelf.engine.attention.inspection import tokens_at_once
+from kvshelf.engine.attention.latents import Absorbed, Handover, absorbed_layers
+from kvshelf.engine.forward.program import ForwardProgram, Logits, PlanAttention
+from kvshelf.engine.forward.tracing import TOKENS, AttentionCall
+from kvshelf.engine.ranks import SharedModel
+from kvshelf.engine.soft import Soft, soft_tokens
+from kvshelf.kernels.native import Part
+from kvshelf.kernels.prefix_attention import LogitRules
+from kvshelf.model.caches import cache_class
+from kvshelf.model.devices import Devices, hooked
+from kvshelf.model.layers import counts_by_cache, layer_kinds, readers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+_LOG = logging.getLogger(__name__)
+
+_TRIED: Final = (1, 7)
+"""Numbers of tokens on which a recording is compared with the model: a step's, and a question's."""
+
+
+class Past(ForwardContext, Protocol):
+    """What the tokens of a pass continue. It observes the pass, unless that is planned; then `checkpoint` is called
+    between layers and may raise to end the pass.
+
+    cache: as a model's modules have it; its layers give `AttachedStates`. handover: of its layers with latents.
+    planned: whether `plan` may be asked, which gives the attention of a layer, to be run later: see `attention_part`.
+    """
+
+    @property
+    def cache(self) -> Cache: ...
+    @property
+    def handover(self) -> Handover: ...
+    @property
+    def planned(self) -> bool: ...
+    def checkpoint(self) -> None: ...
+    def plan(
+        self, layer: int, states: tuple[Tensor, Tensor, Tensor], rules: LogitRules, out: Tensor
+    ) -> Part | None: ...
+
+
+class Passes:
+    """One thread owns the model."""
+
+    def __init__(self, model: PreTrainedModel, *, recordable: bool, ranks: SharedModel | None = None) -> None:
+        """recordable: whether the operations on a token are the same whatever the length of the call. ranks: the
+        processes that share the model's heads and run each pass together."""
+        self.model = model
+        self.ranks = ranks
+        self.devices = Devices.of(model)
+        self._hooked = hooked(model)
+        self._counts_by_cache = counts_by_cache(model.config)
+        self._reads = readers(layer_kinds(model.config))
+        # A recording would have the lengths of the cache as constants, and no hooks.
+        self._recordable = recordable and not self._counts_by_cache and not self._hooked
+
+    @cached_property
+    def _decoder(self) -> Module:
+        """The model without its head. For Llama 4's text model transformers takes the whole for its base."""
+        base: Module = self.model.base_model
+        return base if base is not self.model else self.model.get_submodule("model")
+
+    @cached_property
+    def absorbed(self) -> dict[int, Absorbed]:
+        """The layers that have latents, once weights are read. Raises `PolicyUnsupported` for those of another kind
+        than `Absorbed` can be."""
+        return absorbed_layers(self.model, self.devices.layers)
+
+    @cached_property
+    def tokens_at_once(self) -> int | None:
+        """As `inspection.tokens_at_once`."""
+        return tokens_at_once(self.model, layer_kinds(self.model.config), self.absorbed)
+
+    def attached(self, document: Attachment, longest: int | None = None) -> AttachedCache:
+        """The cache for passes of this model behind a document. longest: as of an `AttachedCache`."""
+        made = cache_class(AttachedCache, self.model)
+        return made(document, longest, self.absorbed, self.tokens_at_once, self._reads)
+
+    @cached_property
+    def program(self) -> ForwardProgram | None:
+        """Made when it is first wanted; None where the model runs by its own modules."""
+        program = ForwardProgram.of(self.model) if self._recordable else None
+        if program is not None and not all(self._agrees(program, tokens) for tokens in _TRIED):
+            _LOG.warning(
+                "%s runs by its own modules, which is slower: what %d tokens recorded gives other logits for fewer",
+                type(self.model).__name__, TOKENS,
+            )  # fmt: skip
+            return None
+        return program
+
+    def _agrees(self, program: ForwardProgram, tokens: int) -> bool:
+        """Whether the program's logits of a few tokens are those of the model's modules, up to rounding. A recording of
+        code that asks how many tokens there are would answer wrongly, and nothing else would tell."""
+        ids = torch.arange(tokens).unsqueeze(0) % self.model.config.vocab_size
+        positions = torch.arange(tokens).unsqueeze(0)
+
+        with torch.no_grad(), kvshelf_attention(self.model):
+            own = self.model(input_ids=ids, position_ids=positions, **self._without_past(positions, None)).logits
+            logits = program.run(ids, positions, _attention_of)
+            made = None if logits is None else logits(torch.arange(tokens))
+        scale = own.nan_to_num().abs().max().item()
+        return made is not None and torch.allclose(made, own, rtol=1e-3, atol=1e-3 * scale, equal_nan=True)
+
+    def causal(
+        self,
+        inputs: Mapping[str, Tensor],
+        context: ForwardContext,
+        *,
+        logits: bool = False,
+        cache: Callable[[Handover], Cache] | None = None,
+        soft: Soft | None = None,
+    ) -> Logits | None:
+        """One pass over `input_ids` at `position_ids`, `[1, N]`. Without `logits` nothing runs that only these need.
+        cache: makes an empty one, for a model whose modules leave states there; such a model has no program. soft:
+        learned tokens among those of the pass, for which the model runs by its own modules."""
+        learned = nullcontext() if soft is None else soft_tokens(self.model, soft)
+        with torch.no_grad(), kvshelf_attention(self.model), learned:
+            if self.program is None or soft is not None:
+                given = {**inputs, CONTEXT: context, **self._without_past(inputs["position_ids"], cache)}
+                states = self._decoder(**given)
+                return partial(self._head, states.last_hidden_state) if logits else None
+
+            def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+                if not logits and self._ends_at(call, query, key, value, context):
+                    return None
+                return _attention_of(call, query, key, value, **{CONTEXT: context})
+
+            made = self.program.run(inputs["input_ids"], inputs["position_ids"], attend)
+            return made if logits else None
+
+    def _head(self, states: Tensor, kept: Tensor) -> Tensor:
+        """What the model makes of the last layer's states `[1, N, width]` of some tokens: logits `[1, kept,
+        vocabulary]`. Its own code does so, at the end of a pass over one token, because some models scale or cap their
+        logits behind the head."""
+        rows = states.index_select(1, kept.to(states.device))
+
+        def put(_module: Module, _given: Any, output: Any) -> Any:
+            output.last_hidden_state = rows
+            return output
+
+        device = self.devices.inputs
+        ids, positions = torch.zeros(2, 1, 1, dtype=torch.long, device=device)
+        hook = self._decoder.register_forward_hook(put)
+        try:
+            with torch.no_grad(), kvshelf_attention(self.model):
+                given = self._without_past(positions, None)
+                logits: Tensor = self.model(input_ids=ids, position_ids=positions, **given).logits
+        finally:
+            hook.remove()
+        return logits
+
+    def behind(self, token_ids: Tensor, positions: Tensor, past: AttachedCache, context: ForwardContext) -> None:
+        """One pass over tokens `[rows, T]` that continue an attached cache, under the eyes of `context`. No logits, and
+        nothing runs that only logits need."""
+        if self.program is None or token_ids.shape[0] > 1:
+            given = {CACHE_ARGUMENT: past, CONTEXT: context}
+            self.model.base_model(input_ids=token_ids, position_ids=positions, use_cache=True, **given)
+            return
+        past.begin(rows=1)
+
+        def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+            states, _ = past.layers[call.layer].update(key, value)
+            if self._ends_at(call, query, key, value, context):
+                return None
+            return _attention_of(call, query, states, states, **{CONTEXT: context})
+
+        self.program.run(token_ids, positions, attend)
+
+    def _ends_at(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext) -> bool:
+        """Whether a pass without logits ends before this attention, the last, which `context` does not read. Then
+        `context` has seen the layer's states."""
+        if call.layer < self.model.config.num_hidden_layers - 1 or context.reads_attention:
+            return False
+        rules = logit_rules(call.module, call.scale(query), call.options)
+        sees = rules.window, rules.chunk
+        context.after_attention(Attended(call.module, query, key, value, rules.scale, None, *sees))
+        return True
+
+    def _without_past(self, positions: Tensor, made: Callable[[Handover], Cache] | None) -> dict[str, Any]:
+        """What a pass without a past is given for a cache, where the caller gives none: none, or one that only sees
+        what latents there are, or only says where the tokens stand."""
+        handover = Handover(self.absorbed)
+        if made is None and not self.absorbed and not self._counts_by_cache and not self._reads:
+            return {"use_cache": False}
+        if made is not None:
+            cache = made(handover)
+        else:
+            numbers = range(self.model.config.num_hidden_layers)
+            layers = [HandedOn(i, handover) if i in self.absorbed else PassingLayer() for i in numbers]
+            cache = Cache(layers=reading(layers, self._reads))
+        return {"use_cache": True, CACHE_ARGUMENT: cache, **handover.begin(), **self._told(positions, cache)}
+
+    def _told(self, positions: Tensor, cache: Cache) -> dict[str, Tensor]:
+        """Tell a model that counts positions by the length of the cache where the tokens of a pass stand. Returns
+        keywords for the pass: older versions of transformers 5 count them apart from the cache."""
+        if not self._counts_by_cache:
+            return {}
+        before = positions[0] - torch.arange(positions.shape[1], device=positions.device)
+        for layer, device in zip(cache.layers, self.devices.layers, strict=True):
+            layer.before = before.to(device)
+        return {"cache_position": positions[0]}
+
+    def _to_keep(self, kept: Tensor) -> Tensor | list[int]:
+        """As numbers where hooks would move a tensor to another device than that of the states it chooses from."""
+        return kept.tolist() if self._hooked else kept
+
+    def continuing(self, token_ids: Tensor, positions: Tensor, past: Past, kept: Tensor) -> Tensor:
+        """Logits `[1, kept, vocabulary]` of one pass over tokens `[1, N]` that continue `past`."""
+        with torch.no_grad(), kvshelf_attention(self.model):
+            logits = None
+            if self.program is not None and past.planned:
+                logits = self.program.run_planned(token_ids, positions, self._plan(past), kept, past.checkpoint)
+            return logits if logits is not None else self._by_layer(token_ids, positions, past, kept)
+
+    def _plan(self, past: Past) -> PlanAttention:
+        def plan(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> Part | None:
+            require_causal(call.module, None, call.options)
+            rules = logit_rules(call.module, call.scale(query), call.options)
+            return past.plan(call.layer, (query, key, value), rules, out)
+
+        return plan
+
+    def _by_layer(self, token_ids: Tensor, positions: Tensor, past: Past, kept: Tensor) -> Tensor:
+        given: dict[str, Any] = {CONTEXT: past, **past.handover.begin()}
+        if self.program is None:
+            given |= self._told(positions, past.cache)
+            logits: Tensor = self.model(
+                input_ids=token_ids,
+                position_ids=positions,
+                use_cache=True,
+                logits_to_keep=self._to_keep(kept),
+                **{CACHE_ARGUMENT: past.cache},
+                **given,
+            ).logits
+            return logits
+
+        def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            states, _ = past.cache.layers[call.layer].update(key, value)
+            return _attention_of(call, query, states, states, **given)
+
+        made = self.program.run(token_ids, positions, attend)
+        assert made is not None
+        return made(kept)
+
+
+def _attention_of(call: AttentionCall, query: Tensor, key: Any, value: Any, **given: Any) -> Tensor:
+    """kvshelf's attention, as the module of this call would ask for it."""
+    return attention(call.module, query, key, value, None, call.scaling, **call.options, **given)[0]

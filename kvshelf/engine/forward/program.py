@@ -1,0 +1,203 @@
+"""The forward pass of a model without its Python: lists of instructions in C between one attention and the next.
+
+The model's own code is recorded once, which takes a tenth of a second for eight layers, and needs no compiler. The
+numbers are those of the model's modules, except for the last bits of sums.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvshelf.engine.forward.lowering import Lowered, lower
+from kvshelf.engine.forward.tracing import AttentionCall, trace
+from kvshelf.kernels.native import Part, run_parts
+from kvshelf.kernels.rowwise import BLOCK_ROWS, RowProgram, available
+from kvshelf.model.prepacking import PanelLinear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Logits = Callable[[Tensor], Tensor]
+"""Makes the logits `[1, kept, vocabulary]` of the tokens of a pass that a tensor `[kept]` numbers. A vocabulary has
+150,000 tokens: whoever wants many rows asks for some at a time."""
+
+Attend = Callable[[AttentionCall, Tensor, Tensor, Tensor], Tensor | None]
+"""An attention: of queries `[1, q_heads, N, D]`, keys `[1, kv_heads, N, D]` and values `[1, kv_heads, N, Dv]` of the
+call's tokens, `[1, N, q_heads, Dv]` contiguous. None ends the pass."""
+
+PlanAttention = Callable[[AttentionCall, Tensor, Tensor, Tensor, Tensor], Part | None]
+"""An attention that runs later: the inputs of `Attend`, and `[N, q_heads, Dv]` where its result goes. None where only
+`Attend` can attend."""
+
+_LOG = logging.getLogger(__name__)
+
+
+class ForwardProgram:
+    """One model's forward pass. Not thread-safe, but attentions may run the same program in between."""
+
+    def __init__(self, calls: Sequence[AttentionCall], lowered: Lowered) -> None:
+        self._calls = calls
+        self._lowered = lowered
+        self._segments = [_Segment(i, lowered) for i in range(len(lowered.segments))]
+        self._room = _Room(self._segments, lowered)
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> ForwardProgram | None:
+        """The program of a model whose weights are in panels; None where there is no use in one, or a model's code does
+        something that a list of instructions cannot say. Then the model itself runs."""
+        modules = list(model.modules())
+        experts = [
+            m
+            for m in modules
+            if not isinstance(m, PanelLinear) and any(w.dim() > 2 for w in m.parameters(recurse=False))
+        ]
+        if not available() or experts or not any(isinstance(module, PanelLinear) for module in modules):
+            return None
+        try:
+            traced = trace(model)
+            return cls(traced.calls, lower(traced))
+        except Exception as exc:  # whatever a model's code raises on tensors without numbers
+            _LOG.info("%s runs by its own modules, which is slower: %s", type(model).__name__, exc)
+            return None
+
+    def run(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Logits | None:
+        """One pass, whose logits can be asked for. None where `attend` ended it. token_ids, positions: `[1, N]`."""
+        tokens, lowered = token_ids.shape[1], self._lowered
+        held = dict(self._entered(token_ids, positions))
+        for segment, call, (*given, out) in zip(self._segments[:-1], self._calls, lowered.attended, strict=True):
+            segment.run(held, tokens)
+            found = attend(call, *(each.tensor(held[each.buffer]) for each in given))
+            if found is None:
+                return None
+            held[out.buffer] = found.view(tokens, -1)
+            segment.forget(held)
+            del found
+        return partial(self._logits, held)
+
+    def run_planned(
+        self, token_ids: Tensor, positions: Tensor, plan: PlanAttention, kept: Tensor, checkpoint: Callable[[], None]
+    ) -> Tensor | None:
+        """Logits `[1, kept, vocabulary]`, as of `run`, but few tokens pass through all layers in one call of C, because
+        Python between two layers takes as long as they do; and more in a call a layer. None, before anything has run,
+        where `plan` gives None."""
+        tokens = token_ids.shape[1]
+        held, attended = self._room.laid_out(tokens)
+        attentions: list[Part] = []
+        for call, given in zip(self._calls, attended, strict=True):
+            attention = plan(call, *given)
+            if attention is None:
+                return None
+            attentions.append(attention)
+        for buffer, numbers in self._entered(token_ids, positions):
+            held[buffer].copy_(numbers)
+        layers = list(zip(self._segments[:-1], attentions, strict=True))
+        at_once = len(layers) if tokens <= BLOCK_ROWS else 1
+        for first in range(0, len(layers), at_once):
+            parts = ((segment.part(held, tokens), attention) for segment, attention in layers[first : first + at_once])
+            run_parts([part for both in parts for part in both])
+            checkpoint()
+        return self._logits(held, kept)
+
+    def _entered(self, token_ids: Tensor, positions: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """The buffers with which the segments begin, `[N, width]`."""
+        tokens = token_ids.shape[1]
+        entered = self._lowered.first(tokens, token_ids, positions)
+        for value, found in zip(self._lowered.entries, entered, strict=True):
+            yield value.buffer, found.movedim(value.at, 0).reshape(tokens, -1).contiguous()
+
+    def _logits(self, held: Mapping[int, Tensor], kept: Tensor) -> Tensor:
+        last = self._segments[-1]
+        rows = {buffer: held[buffer].index_select(0, kept) for buffer in last.given}
+        last.run(rows, len(kept))
+        (logits,) = self._lowered.last(
+            len(kept), *(value.tensor(rows[value.buffer]) for value in self._lowered.leavings)
+        )
+        return logits
+
+
+class _Room:
+    """Memory for all buffers of a pass, before it runs: few, because a buffer that is done with makes room for others
+    of its width."""
+
+    def __init__(self, segments: Sequence[_Segment], lowered: Lowered) -> None:
+        self._lowered = lowered
+        self._widths: list[int] = []
+        self._number: dict[int, int] = {}
+        self._laid: tuple[int, dict[int, Tensor], list[tuple[Tensor, ...]]] | None = None
+        free: dict[int, list[int]] = {}
+        for value in lowered.entries:
+            self._take(value.buffer, free)
+        for segment, (*_, out) in zip(segments, lowered.attended, strict=False):
+            for buffer in (*segment.made, out.buffer):
+                self._take(buffer, free)
+            for buffer in segment.done_with & self._number.keys():
+                free.setdefault(lowered.buffers[buffer].width, []).append(self._number[buffer])
+
+    def _take(self, buffer: int, free: dict[int, list[int]]) -> None:
+        width = self._lowered.buffers[buffer].width
+        if not free.get(width):
+            self._widths.append(width)
+            free[width] = [len(self._widths) - 1]
+        self._number[buffer] = free[width].pop()
+
+    def laid_out(self, rows: int) -> tuple[dict[int, Tensor], list[tuple[Tensor, ...]]]:
+        """The tensors of all buffers, `[rows, width]`, and for each attention the queries, keys and values as the model
+        has them, and `[rows, q_heads, Dv]` for its result. The same until the number of rows changes."""
+        if self._laid is None or self._laid[0] != rows:
+            memory = [torch.empty(rows, width) for width in self._widths]
+            held = {buffer: memory[number] for buffer, number in self._number.items()}
+            attended = [
+                (*(each.tensor(held[each.buffer]) for each in given), out.tensor(held[out.buffer])[0])
+                for *given, out in self._lowered.attended
+            ]
+            self._laid = rows, held, attended
+        return self._laid[1:]
+
+
+class _Segment:
+    """The instructions before one attention, or after the last. given: the buffers from before that it or its attention
+    needs, or the logits behind the last. made: what it adds to these, with their widths. done_with: what nothing needs
+    after its attention."""
+
+    def __init__(self, index: int, lowered: Lowered) -> None:
+        instructions, buffers = lowered.segments[index], lowered.buffers
+        uses = [_used(i, lowered) for i in range(len(lowered.segments))]
+        later = set().union(*uses[index + 1 :])
+        written = {each.out.buffer for each in instructions}
+        self.given = sorted(uses[index] - written)
+        self.made = {buffer: buffers[buffer].width for buffer in written & (later | _taken(index, lowered))}
+        self.done_with = (uses[index] | set(self.made)) - later
+        self._program = RowProgram(instructions, buffers, [*self.given, *self.made])
+
+    def run(self, held: dict[int, Tensor], rows: int) -> None:
+        """Add what it makes to `held`, which has the buffers of `given`, each `[rows, width]`."""
+        for buffer, width in self.made.items():
+            held[buffer] = torch.empty(rows, width)
+        self._program.run(held, rows)
+
+    def part(self, held: Mapping[int, Tensor], rows: int) -> Part:
+        """As `run`, with room in `held` for what it makes."""
+        return self._program.part(held, rows)
+
+    def forget(self, held: dict[int, Tensor]) -> None:
+        """Drop what nothing needs after its attention."""
+        for buffer in self.done_with:
+            held.pop(buffer, None)
+
+
+def _used(index: int, lowered: Lowered) -> set[int]:
+    """The buffers that a segment reads, and those taken behind it; no constants."""
+    read = {place.buffer for each in lowered.segments[index] for place in each.places[1:]}
+    return {buffer for buffer in read if lowered.buffers[buffer].constant is None} | _taken(index, lowered)
+
+
+def _taken(index: int, lowered: Lowered) -> set[int]:
+    """The buffers that a segment leaves to its attention, or to the logits."""
+    taken = lowered.attended[index][:3] if index < len(lowered.attended) else lowered.leavings
+    return {value.buffer for value in taken}

@@ -1,0 +1,118 @@
+"""The operations of a model's forward pass, as torch records them from the model's own code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from transformers.cache_utils import Cache
+
+from kvshelf.engine.attention.attached import CACHE_ARGUMENT, PassingLayer
+from kvshelf.engine.attention.function import attention_selected
+from kvshelf.model.layers import layer_kinds, readers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+TOKENS: Final = 1009
+"""Tokens of the recorded pass. A prime that is no size of a model, so that a dimension of 1,009 is that of tokens."""
+
+IMPLEMENTATION: Final = "kvshelf-trace"
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """One call of the attention function: the module that called, and what it gave beside queries, keys and values."""
+
+    module: nn.Module
+    scaling: float | None
+    options: dict[str, Any]
+
+    def scale(self, query: Tensor) -> float:
+        """What logits of queries `[..., D]` are multiplied by."""
+        return query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
+
+    @property
+    def layer(self) -> int:
+        return int(self.module.layer_idx)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """graph: from token ids and positions, both `[1, TOKENS]`, to the logits of all tokens. Its attentions are calls of
+    `kvshelf::traced_attention`, in the order of `calls`."""
+
+    graph: fx.GraphModule
+    calls: list[AttentionCall]
+
+
+@torch.library.custom_op("kvshelf::traced_attention", mutates_args=())
+def traced_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: ARG001
+    """Stands for an attention in a trace; it is never run. `[1, heads, T, D]` to `[1, T, q_heads, Dv]`."""
+    raise AssertionError("an attention of a trace is carried out by the caller of the program")
+
+
+@traced_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: ARG001
+    batch, heads, tokens, _ = query.shape
+    return query.new_empty(batch, tokens, heads, value.shape[-1])
+
+
+def trace(model: PreTrainedModel) -> Trace:
+    """Record one pass. Nothing is computed: tensors have shapes alone. Whatever the model's code raises on such tensors
+    is raised, as where it looks at their numbers."""
+    recorder = _Recorder()
+    layers, reads = model.config.num_hidden_layers, readers(layer_kinds(model.config))
+
+    def forward(token_ids: Tensor, positions: Tensor) -> Tensor:
+        cache = Cache(layers=[_NoCache(recorder, reads.get(layer)) for layer in range(layers)])
+        out = model(input_ids=token_ids, position_ids=positions, use_cache=True, **{CACHE_ARGUMENT: cache})
+        logits: Tensor = out.logits
+        return logits
+
+    ids, positions = torch.zeros(1, TOKENS, dtype=torch.int64), torch.arange(TOKENS).unsqueeze(0)
+    with torch.no_grad(), attention_selected(model, IMPLEMENTATION, recorder.attention):
+        graph = make_fx(forward, tracing_mode="fake", _allow_non_fake_inputs=True)(ids, positions)
+    graph.graph.eliminate_dead_code()
+    return Trace(graph, recorder.calls)
+
+
+@dataclass(eq=False)
+class _Recorder:
+    """`updated`: the keys and values that a layer of the cache was given last, or those that it reads. made: of each
+    layer so far."""
+
+    calls: list[AttentionCall] = field(default_factory=list)
+    updated: tuple[Tensor, Tensor] | None = None
+    made: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def attention(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+        scaling: float | None = None, **options: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        assert attention_mask is None, "the mask function makes none"
+        if self.updated is None or self.updated[0] is not key or self.updated[1] is not value:
+            raise ValueError("attention to other keys and values than those that the layer of the cache was just given")
+        self.updated = None
+        given = {name: option for name, option in options.items() if not isinstance(option, Tensor)}
+        self.calls.append(AttentionCall(module, scaling, given))
+        return traced_attention(query, key, value), None
+
+
+class _NoCache(PassingLayer):
+    """Tells the recorder what it was given."""
+
+    def __init__(self, recorder: _Recorder, reads: int | None) -> None:
+        """reads: the layer whose keys and values this one uses, if it is another."""
+        super().__init__()
+        self._recorder = recorder
+        self._reads = reads
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        made = self._recorder.made
+        made.append((key_states, value_states))
+        self._recorder.updated = made[-1 if self._reads is None else self._reads]
+        return self._recorder.updated

@@ -1,0 +1,148 @@
+"""Documents that are ready to be compressed, and the levels to compress them to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.artifact.coder import Coder
+from kvshelf.artifact.identity import Identity
+from kvshelf.artifact.packed import Rotate
+from kvshelf.artifact.transforms import Transforms
+from kvshelf.engine.attention.attachment import Attachment
+from kvshelf.engine.soft import Soft
+from kvshelf.methods.policies import Policy
+from kvshelf.methods.policies.base import Absorber
+from kvshelf.methods.policies.budgets import Budget
+from kvshelf.methods.policies.view import DocumentView, ProbePass
+
+
+@dataclass(frozen=True, eq=False)
+class Parent:
+    """A stored cache that tokens are appended to. coder: of codec klt, with the transforms of the cache; None under any
+    other codec. devices, rotate: as of an `Attachment`."""
+
+    cache: CompressedCache
+    coder: Coder | None
+    devices: Sequence[torch.device]
+    rotate: Rotate | None
+
+    @cached_property
+    def plain(self) -> CompressedCache:
+        """The cache with rows that attention can read."""
+        return self.cache if self.coder is None else self.cache.decoded(self.coder)
+
+    @cached_property
+    def document(self) -> Attachment:
+        """The cache as the model's layers read it."""
+        return Attachment(self.plain, self.devices, self.rotate)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked and tokenized document, ready to be compressed. Its identity is known before any work is done.
+
+    parent: what the document is appended to; None: it is compressed as one.
+    """
+
+    document: DocumentView
+    policy: Policy
+    budget: Budget
+    passes: tuple[ProbePass, ...]
+    absorber: Absorber | None
+    identity: Identity
+    parent: Parent | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the document, without those that it is appended to."""
+        return self.document.num_tokens
+
+    @property
+    def run_tokens(self) -> int:
+        """Of the document and the policy's passes behind it."""
+        return self.num_tokens + sum(len(probe.token_ids) for probe in self.passes)
+
+    @property
+    def soft(self) -> Soft | None:
+        """The learned tokens among its passes: one of them has some at most."""
+        first = self.num_tokens
+        for probe in self.passes:
+            if probe.soft is not None:
+                return Soft(probe.soft.tensors, slice(first, first + len(probe.token_ids)))
+            first += len(probe.token_ids)
+        return None
+
+    def inputs(self, device: torch.device, measured: Sequence[ProbePass] = ()) -> dict[str, Tensor]:
+        """Inputs of one forward pass: ids and positions of the document and of every probe pass behind it.
+
+        `measured`: more passes, behind those of the policy, which the policy does not see.
+        """
+        ids, positions = list(self.document.token_ids), list(range(self.num_tokens))
+        for probe in (*self.passes, *measured):
+            ids += probe.token_ids
+            positions += range(probe.first_position, probe.first_position + len(probe.token_ids))
+        input_ids = torch.tensor([ids], device=device)
+        # Without a mask, transformers would take positions that start again for packed sequences.
+        return {
+            "input_ids": input_ids,
+            "position_ids": torch.tensor([positions], device=device),
+            "attention_mask": torch.ones_like(input_ids),
+        }
+
+
+@dataclass(frozen=True)
+class Level:
+    """One compressed form of a document: a job and the codec of its cache (see `kvshelf.artifact.codecs`).
+
+    transforms: those of codec klt. Made by `Engine.level`.
+    """
+
+    job: Job
+    codec: str = "none"
+    transforms: Transforms | None = None
+
+    @property
+    def identity(self) -> Identity:
+        """That of the encoded cache."""
+        return self.job.identity if self.transforms is None else self.transforms.mark(self.job.identity)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the result is the full cache, bit by bit."""
+        whole = self.job.budget.tokens == self.job.num_tokens and not self.job.policy.prunes
+        return self.codec == "none" and whole
+
+    @property
+    def loses_nothing(self) -> bool:
+        """Whether the result answers as the full cache of its whole document. What is appended to a cache does not,
+        where the cache has lost something."""
+        return self.keeps_all and self.job.parent is None
+
+
+def shared(levels: Sequence[Level]) -> list[list[Level]]:
+    """Group levels by prefill, in order: levels of one document share a prefill if their probe passes are equal.
+
+    A policy that reads the document chunk by chunk changes what later chunks see, so it has a prefill of its own.
+    Policies with different probe passes do not share one either: the passes of one would change last bits of the
+    other's scores, and equal requests must give equal bytes.
+    """
+    groups: list[list[Level]] = []
+    for level in levels:
+        for group in groups:
+            if group[0].job is level.job or _alike(group[0].job, level.job):
+                group.append(level)
+                break
+        else:
+            groups.append([level])
+    return groups
+
+
+def _alike(one: Job, other: Job) -> bool:
+    whole = one.absorber is None and other.absorber is None
+    return whole and one.identity.document == other.identity.document and one.passes == other.passes

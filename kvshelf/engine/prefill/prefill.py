@@ -1,0 +1,204 @@
+"""One prefill of a document, and the compressed cache of each of its levels."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from kvshelf.api import Quality
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.engine.attention.function import kvshelf_attention
+from kvshelf.engine.forward.passes import Passes
+from kvshelf.engine.inputs.job import Job, Level
+from kvshelf.engine.prefill import stateful
+from kvshelf.engine.prefill.appending import continued
+from kvshelf.engine.prefill.chunked import ChunkedPrefill
+from kvshelf.engine.prefill.reducing import LayerReducer, Scorer, SharedReducer
+from kvshelf.engine.progress import Checkpoint, Progress, nothing
+from kvshelf.engine.quality import Probe, Reference, ask, ask_without, rows_at_once
+from kvshelf.engine.requirements import require_every_layer
+from kvshelf.engine.summary import KeyCoder, SummaryMaker
+from kvshelf.methods.policies.full import Full
+from kvshelf.model.layers import LayerKind, attending, reducible
+from kvshelf.model.rope import Rope
+
+Encode = Callable[[CompressedCache, str], CompressedCache]
+"""`Engine.encoded`."""
+
+
+@dataclass(frozen=True)
+class Compression:
+    """A compressed cache and the seconds its prefill and its compression took (pauses at checkpoints not counted).
+
+    Levels that share a prefill each report its full time. `quality` is None if it was not measured.
+    """
+
+    cache: CompressedCache
+    prefill_s: float
+    compress_s: float
+    quality: Quality | None = None
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Result of one prefill: a compression for each level, in order, and the full cache's answers to the probe, if
+    there was one."""
+
+    compressions: list[Compression]
+    reference: Reference | None
+
+
+def run_prefill(
+    passes: Passes,
+    rope: Rope | None,
+    kinds: tuple[LayerKind, ...],
+    group: Sequence[Level],
+    probe: Probe | None,
+    checkpoint: Checkpoint,
+    encode: Encode,
+    progress: Progress,
+    coder: KeyCoder | None,
+) -> Prefill:
+    """Prefill one group of `job.shared`. The full cache answers `probe`; without a probe there is no reference.
+
+    kinds: of all layers. `checkpoint` is called between layers, after `progress`; no compression counts their time.
+    coder: makes the summary of the document, which all levels share; a document read chunk by chunk has none.
+    """
+    # Levels that differ in nothing but the codec are reduced together.
+    jobs = list({id(level.job): level.job for level in group}.values())
+    absorber = jobs[0].absorber
+    rounds = 1 if absorber is None else len(absorber.chunks)
+    checkpoint = _counted(checkpoint, progress, len(attending(kinds)) * rounds)
+    reduced: Sequence[LayerReducer | ChunkedPrefill]
+    summary = SummaryMaker(coder, jobs[0].num_tokens, jobs[0].document.first_position)
+    started = time.perf_counter()
+    with torch.no_grad(), kvshelf_attention(passes.model):
+        if absorber is not None:
+            apart = True
+            chunked = ChunkedPrefill(jobs[0], num_layers=len(kinds), checkpoint=checkpoint)
+            chunked.run(passes.model, jobs[0].document.token_ids)
+            reduced, paused_s, reference = [chunked], chunked.paused_s, None
+        else:
+            reducers = [_reducer(passes, rope, kinds, job) for job in jobs]
+            apart = jobs[0].parent is not None or any(kind.states for kind in kinds)
+            measured = () if apart or probe is None else probe.passes
+            whole = SharedReducer(reducers, [len(cue.token_ids) for cue in measured], checkpoint, summary)
+            reference = _apart(passes, kinds, jobs[0], probe, whole) if apart else _whole(passes, jobs[0], probe, whole)
+            reduced, paused_s = reducers, whole.paused_s
+        joined = tuple if passes.ranks is None else passes.ranks.joined
+        records = [joined(reducer.records()) for reducer in reduced]
+    elapsed = time.perf_counter() - started - paused_s - (reference.probe_s if reference is not None else 0)
+    if reference is not None and not apart:
+        assert probe is not None
+        probe_s = elapsed * probe.num_tokens / (probe.num_tokens + jobs[0].run_tokens)
+        reference = replace(reference, probe_s=reference.probe_s + probe_s)
+        elapsed -= probe_s
+    prefill_s = elapsed - sum(reducer.compress_s for reducer in reduced)
+    made: dict[int, Compression] = {}
+    for job, layers, reducer in zip(jobs, records, reduced, strict=True):
+        next_position = job.policy.next_position(job.num_tokens, job.budget)
+        ends = job.document.stored_sentence_ends
+        made_of = (job.num_tokens, next_position, job.identity)
+        cache = CompressedCache(layers, *made_of, sentence_ends=ends, summary=summary.summary)
+        made[id(job)] = Compression(cache, prefill_s, reducer.compress_s)
+    return Prefill([_finished(level, made[id(level.job)], encode) for level in group], reference)
+
+
+def _finished(level: Level, compression: Compression, encode: Encode) -> Compression:
+    """A compression under the codec of its level, with its parent if it has one. Raises as `encode`."""
+    started = time.perf_counter()
+    if level.job.parent is None:
+        cache = encode(compression.cache, level.codec)
+    else:
+        cache = continued(level.job.parent, compression.cache, level.identity, level.job.budget.tokens)
+    return replace(compression, cache=cache, compress_s=compression.compress_s + time.perf_counter() - started)
+
+
+def _counted(checkpoint: Checkpoint, progress: Progress, total: int) -> Checkpoint:
+    """A checkpoint that first tells how many layers are done, of each chunk where the document is read in chunks."""
+    done = count(1)
+    progress("prefill", 0, total)
+
+    def counted() -> None:
+        progress("prefill", next(done), total)
+        checkpoint()
+
+    return counted
+
+
+def run_scores(
+    passes: Passes, rope: Rope | None, kinds: tuple[LayerKind, ...], job: Job, checkpoint: Checkpoint
+) -> list[Tensor]:
+    """The scores of the job's policy, a `ScoringPolicy`, for each layer that policies reduce: `[kv_heads, N]` fp32."""
+    lengths = tuple(len(found.token_ids) for found in job.passes)
+    scorer = Scorer(job.policy, job.document, job.budget, kinds, lengths, rope, passes.ranks)
+    if any(kind.states for kind in kinds):
+        for attended in stateful.Read.of(passes, kinds, job, checkpoint, queries=True).probed(job.passes):
+            scorer.after_attention(attended)
+    else:
+        passes.causal(
+            job.inputs(passes.devices.inputs),
+            SharedReducer([scorer], (), checkpoint, SummaryMaker(None, job.num_tokens)),
+            soft=job.soft,
+        )
+    layers = reducible(kinds)
+    require_every_layer(scorer.scores, layers)
+    return [scorer.scores[layer] for layer in layers]
+
+
+def _whole(passes: Passes, job: Job, probe: Probe | None, reducer: SharedReducer) -> Reference | None:
+    """One pass over the document and all probe passes. Returns what the full cache answered `probe`."""
+    if probe is None:
+        passes.causal(job.inputs(passes.devices.inputs), reducer, soft=job.soft)
+        return None
+    inputs = job.inputs(passes.devices.inputs, probe.passes)
+    device = passes.devices.inputs
+    predicting = probe.predicting(inputs["input_ids"].shape[1] - probe.num_tokens, device)
+    logits = passes.causal(inputs, reducer, logits=True, soft=job.soft)
+    assert logits is not None
+    rows = rows_at_once(passes.model)
+    wanted = predicting, probe.reading(device)
+    full, before = ((logits(part)[0] for part in torch.split(each, rows)) for each in wanted)
+    return Reference.of(job.identity.document, probe, full, before)
+
+
+def _apart(
+    passes: Passes, kinds: tuple[LayerKind, ...], job: Job, probe: Probe | None, reducer: SharedReducer
+) -> Reference | None:
+    """As `_whole`, for a model with recurrent states and for appended tokens: see `prefill.stateful`."""
+    reference = None
+    if probe is None and not job.passes:
+        states = stateful.read(passes, kinds, job, reducer)
+    else:
+        document = stateful.Read.of(passes, kinds, job, reducer.checkpoint, queries=reducer.sees_queries)
+        reducer.checkpoint = nothing  # it was called while the document was read
+        for attended in document.probed(job.passes):
+            reducer.after_attention(attended)
+        reducer.paused_s, states = document.paused_s, document.states
+        if probe is not None:
+            started = time.perf_counter()
+            with document.asked() as past:
+                full, before = ask(passes.model, probe, past), ask_without(passes.model, probe)
+                reference = Reference.of(job.identity.document, probe, full, before)
+            reference = replace(reference, probe_s=time.perf_counter() - started)
+    for each in reducer.reducers:
+        each.states = states
+    return reference
+
+
+def _reducer(passes: Passes, rope: Rope | None, kinds: tuple[LayerKind, ...], job: Job) -> LayerReducer:
+    return LayerReducer(
+        job.policy if job.policy.has_work(job.budget, job.num_tokens) else Full(),
+        job.document,
+        job.budget,
+        kinds,
+        tuple(len(found.token_ids) for found in job.passes),
+        rope,
+        passes.ranks,
+        () if job.parent is None else job.parent.plain.layers,
+    )

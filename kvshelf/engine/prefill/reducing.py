@@ -1,0 +1,294 @@
+"""Reduces each layer of a prefill as soon as its attention is done, so that the layer can be freed."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvshelf.artifact.growth import placed
+from kvshelf.artifact.packed import Packed
+from kvshelf.artifact.records import Entries, Kept, Latents, LayerRecord, Recent, States, entries_of
+from kvshelf.engine.attention.function import Attended, ForwardContext
+from kvshelf.engine.requirements import require_every_layer
+from kvshelf.engine.summary import SummaryMaker
+from kvshelf.errors import PolicyUnsupported
+from kvshelf.kernels.select import select
+from kvshelf.methods.policies.base import Observes, Policy, ScoringPolicy, keep
+from kvshelf.methods.policies.budgets import Budget, LayerBudget
+from kvshelf.methods.policies.sharing import LayerStats, Sharing
+from kvshelf.methods.policies.together import importance_together, reduce_together, scores_together
+from kvshelf.methods.policies.view import DocumentView, LayerView, Probed, Ranks
+from kvshelf.model.layers import LayerKind, attending, reducible
+from kvshelf.model.rope import Rope
+
+_SLACK = 1.125
+"""How far a cascade may exceed its budget before it is cut: cutting copies what stays, so not after every layer."""
+
+
+@dataclass(eq=False)
+class LayerReducer:
+    """Reduces the layers of one document by one policy. kinds: of all layers. ranks: see `LayerView`. behind: the
+    layers of the cache that the document is appended to, if it is. states: of each layer behind the document, set after
+    the pass; empty for a model without states."""
+
+    policy: Policy
+    document: DocumentView
+    budget: Budget
+    kinds: tuple[LayerKind, ...]
+    probe_lengths: tuple[int, ...]
+    rope: Rope | None
+    ranks: Ranks | None = None
+    behind: Sequence[LayerRecord] = ()
+
+    def __post_init__(self) -> None:
+        self._places = {layer: place for place, layer in enumerate(reducible(self.kinds))}
+        self.sees_queries = Observes.QUERIES in self.policy.observes
+        self._records: dict[int, Entries] = {}
+        self._notes: dict[int, Any] = {}
+        self._chooser = self.policy.chooser
+        self._cascade: Cascade | None = None
+        if isinstance(self._chooser, ScoringPolicy) and self._chooser.sharing is not None:
+            self._cascade = Cascade(self._chooser.sharing, self.budget, len(self._places))
+        self.states: Sequence[States] = ()
+        self.compress_s = 0.0
+
+    def after_attention(self, attended: Attended) -> None:
+        started = time.perf_counter()
+        index = attended.layer_idx
+        kind = self.kinds[index]
+        if not kind.attends:
+            return  # by the keys and values of a layer before
+        if kind.sees_all:
+            self.reduce(self._view(attended), self._stored(attended))
+        else:
+            num_tokens = self.document.num_tokens
+            keys, values = (of[0, :, :num_tokens] for of in (attended.keys, attended.values))
+            before = entries_of(self.behind[index]) if self.behind else None
+            if isinstance(before, Recent):
+                self._records[index] = before.followed_by(keys, values, self.document.end)
+            else:
+                self._records[index] = Recent.of(keys, values, kind.window, kind.chunk)
+        self.compress_s += time.perf_counter() - started
+
+    def reduce(self, layer: LayerView, latents: LayerView | None = None) -> None:
+        """Take one layer. latents: the layer as it is stored, where its heads share latents."""
+        self._notes[layer.layer_idx] = self.policy.noted(layer)
+        if self._cascade is None:
+            tokens = self.budget.tokens
+            self._records[layer.layer_idx] = (
+                self._chooser.reduce(layer, LayerBudget.uniform(layer.kv_heads, tokens))
+                if latents is None
+                else reduce_together(self._chooser, layer, latents, tokens)
+            )
+        else:
+            assert isinstance(self._chooser, ScoringPolicy)
+            weight = self._chooser.weight(layer)
+            if not math.isfinite(weight):  # shares need a finite weight now, so this cannot wait for the end
+                raise _not_finite(self._chooser, f"the weight of layer {layer.layer_idx}")
+            if latents is None:
+                self._cascade.add(layer, self._chooser.importance(layer), weight)
+            else:
+                self._cascade.add(latents, importance_together(self._chooser, layer), weight)
+
+    def reduced(self) -> dict[int, Entries]:
+        """The layers taken so far. Raises `PolicyUnsupported` where scores that are not finite chose entries."""
+        records = self._records | (self._cascade.records if self._cascade is not None else {})
+        require_finite_scores(list(records.values()), self.policy)
+        return records
+
+    def records(self) -> tuple[LayerRecord, ...]:
+        """All layers, in order.
+
+        Raises `PolicyUnsupported` where the attention of a layer was not observed (every answer would miss it), and as
+        `reduced`.
+        """
+        records, layers = self.reduced(), attending(self.kinds)
+        require_every_layer(records, layers)
+        chosen = {layer: records[layer] for layer in self._places}
+        records |= self.policy.finished(chosen, self._notes, self.budget)
+        require_finite_scores(list(records.values()), self.policy)
+        reduced = {layer: self._shared(layer, records[layer]) for layer in layers}
+        states = self.states or [States(())] * len(self.kinds)
+        return tuple(_beside(of_layer, reduced.get(layer)) for layer, of_layer in enumerate(states))
+
+    def _shared(self, layer: int, entries: Entries) -> Entries:
+        """The entries at their positions. Of a layer with latents, which were reduced as keys and values of one head,
+        the record of latents."""
+        if isinstance(entries, Recent):
+            return entries
+        entries = placed(entries, self.document.first_position)
+        return Latents.of(entries) if self.kinds[layer].latents and isinstance(entries, Kept) else entries
+
+    def _view(self, attended: Attended) -> LayerView:
+        """A layer as the policy sees it: the states of the document and those of each probe pass behind it."""
+        num_tokens = self.document.num_tokens
+        return LayerView(
+            layer_idx=attended.layer_idx,
+            keys=attended.keys[0, :, :num_tokens],
+            values=attended.values[0, :, :num_tokens],
+            queries=attended.queries[0, :, :num_tokens] if self.sees_queries else None,
+            lse=attended.lse[0] if self.sees_queries and attended.lse is not None else None,
+            scaling=attended.scaling,
+            document=self.document,
+            num_layers=len(self._places),
+            place=self._places[attended.layer_idx],
+            probes=self._probes(attended) if self.sees_queries else (),
+            rope=self.rope if Observes.ROPE in self.policy.observes else None,
+            module=attended.module,
+            ranks=self.ranks,
+        )
+
+    def _stored(self, attended: Attended) -> LayerView | None:
+        """A layer with latents as it is stored: latents as keys and rotated parts as values, of one head. Copied, or a
+        record of all tokens would hold those of the probe passes, too, which lie in the same memory."""
+        if attended.latents is None:
+            return None
+        keys, values = (states[0, :, : self.document.num_tokens].clone() for states in attended.latents)
+        return replace(self._view(attended), keys=keys, values=values)
+
+    def _probes(self, attended: Attended) -> tuple[Probed, ...]:
+        ends = accumulate(self.probe_lengths, initial=self.document.num_tokens)
+        states = (attended.queries, attended.keys, attended.values)
+        return tuple(Probed(*(of[0, :, a:b] for of in states)) for a, b in pairwise(ends))
+
+
+@dataclass(eq=False)
+class Scorer(LayerReducer):
+    """Takes the policy's scores of each layer that policies reduce, `[kv_heads, N]` fp32, and keeps no entries."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.scores: dict[int, Tensor] = {}
+
+    def after_attention(self, attended: Attended) -> None:
+        policy = self._chooser
+        assert isinstance(policy, ScoringPolicy)
+        if not self.kinds[attended.layer_idx].reducible:
+            return
+        layer = self._view(attended)
+        score = policy.score(layer) if attended.latents is None else scores_together(policy, layer)
+        self.scores[layer.layer_idx] = layer.all_heads(score)
+
+
+@dataclass(eq=False)
+class SharedReducer(ForwardContext):
+    """A prefill that several levels share: each reduces the layer, then other work has a turn.
+
+    `measured`: lengths of further probe passes, behind those of the policies. No policy sees them. summary: sees what
+    every reducer sees.
+    """
+
+    reducers: Sequence[LayerReducer]
+    measured: Sequence[int]
+    checkpoint: Callable[[], None]
+    summary: SummaryMaker
+    paused_s: float = field(default=0.0, init=False)
+
+    @property
+    def probe_lengths(self) -> tuple[int, ...]:
+        return (*self.reducers[0].probe_lengths, *self.measured)
+
+    @property
+    def reads_attention(self) -> bool:
+        return any(Observes.SUMS in reducer.policy.observes for reducer in self.reducers)
+
+    @property
+    def sees_queries(self) -> bool:
+        return any(reducer.sees_queries for reducer in self.reducers)
+
+    def after_attention(self, layer: Attended) -> None:
+        if not self.reducers[0].kinds[layer.layer_idx].attends:
+            return  # by the keys and values of a layer before
+        self.summary.after_attention(layer)
+        for reducer in self.reducers:
+            reducer.after_attention(layer)
+        started = time.perf_counter()
+        self.checkpoint()
+        self.paused_s += time.perf_counter() - started
+
+
+def _beside(states: States, entries: Entries | None) -> LayerRecord:
+    """A layer of these states and entries."""
+    return entries if entries is not None and not states.states else States(states.states, entries)
+
+
+def require_finite_scores(records: Iterable[LayerRecord], policy: Policy) -> None:
+    """Refuse a cache whose entries were chosen by scores that are not finite; `importance_of` says how they show.
+
+    All layers are checked together after the last one: one wait for the device per document.
+    """
+    importances = [record.importance for record in records if isinstance(record, Packed)]
+    found = [importance.isnan().sum() for importance in importances if importance is not None]
+    if not found:
+        return
+    bad = torch.stack([count.to(found[0].device) for count in found]).tolist()
+    if any(bad):
+        layers = [index for index, count in enumerate(bad) if count]
+        shown = ", ".join(map(str, layers[:8])) + (", ..." if len(layers) > 8 else "")
+        raise _not_finite(policy, f"{sum(bad)} scores of entries kept in {len(layers)} of {len(bad)} layers ({shown})")
+
+
+def _not_finite(policy: Policy, what: str) -> PolicyUnsupported:
+    return PolicyUnsupported(
+        f"under policy {policy.name!r}, {what} came out as NaN or infinity, and would choose at random; where a model "
+        "overflows in float16, load it with dtype bfloat16 or float32; policy 'streaming_llm' looks at no scores",
+        param="policy",
+    )
+
+
+class Cascade:
+    """Layers that share one budget: each is reduced as it arrives, and earlier layers shrink to make room."""
+
+    def __init__(self, sharing: Sharing, budget: Budget, num_layers: int) -> None:
+        self._sharing = sharing
+        self._budget = budget
+        self._num_layers = num_layers
+        self._layers: dict[int, LayerStats] = {}  # with the numbers of all heads, as far as they are kept
+        self.records: dict[int, Kept] = {}
+
+    def add(self, layer: LayerView, importance: Tensor, weight: float) -> None:
+        """Take a layer with the importance of its entries, `[kv_heads, N]` fp32."""
+        device = importance.device
+        joined = LayerStats(list(layer.all_heads(importance)), weight)
+        stats = [*(held.on(device) for held in self._layers.values()), joined]  # of layers that are compared
+        *earlier, own = self._sharing.counts(stats, self._budget, self._num_layers)
+        held = sum(own) + sum(len(head) for each in self._layers.values() for head in each.importance)
+        last = len(stats) == self._num_layers
+        if last or held > _SLACK * self._budget.tokens * len(own) * self._num_layers:
+            for index, of_all in zip(self.records, earlier, strict=True):
+                self._layers[index] = self._layers[index].best(of_all)
+                self.records[index] = shrunk(self.records[index], layer.own_heads(of_all))
+        free = torch.zeros(layer.num_tokens, dtype=torch.bool, device=device)
+        counts = layer.own_heads(own)
+        self.records[layer.layer_idx] = keep(layer, select(importance, free, counts), importance, counts)
+        self._layers[layer.layer_idx] = joined.best(own)
+
+
+def shrunk(record: Kept, counts: Sequence[int]) -> Kept:
+    """The most important `counts[h]` entries of each head; equal ones by the smaller position."""
+    assert record.importance is not None
+    assert isinstance(record.keys, Tensor)
+    assert isinstance(record.values, Tensor)
+    if list(accumulate(counts, initial=0)) == list(record.offsets):
+        return record
+    chosen = []
+    for (start, end), count in zip(pairwise(record.offsets), counts, strict=True):
+        assert count <= end - start, "a share can only shrink"
+        best = record.importance[start:end].sort(descending=True, stable=True).indices[:count]
+        chosen.append(best.sort().values + start)
+    rows = torch.cat(chosen)
+    return replace(
+        record,
+        keys=record.keys[rows],
+        values=record.values[rows],
+        entries_at=record.entry_positions[rows],
+        offsets=tuple(accumulate(counts, initial=0)),
+        importance=record.importance[rows],
+    )

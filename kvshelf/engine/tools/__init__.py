@@ -1,0 +1,1 @@
+"""Calls of tools: how templates write them, and how answers are read."""

@@ -1,0 +1,88 @@
+"""Calls of tools in the channels of harmony (gpt-oss): the name of a function as the recipient of a message, whose text
+is JSON.
+
+The model says the recipient before its channel or behind it, and the template writes it before. Forced calls are
+written as by the template.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Final
+
+from kvshelf.api.tools import Tool
+from kvshelf.engine.decode.grammar import WRITTEN
+from kvshelf.engine.tools.calls import (
+    NAME,
+    ONE,
+    CallFormat,
+    Read,
+    Write,
+    called,
+    may_be_named,
+    named_in,
+    no_arguments,
+)
+from kvshelf.model.text import TextFormat
+
+_RECIPIENT: Final = "to=functions."
+_BEHIND: Final = "<|channel|>commentary json<|message|>"
+_HEADER: Final = re.compile(r"(?:<\|channel\|>commentary)?\s*(?:<\|constrain\|>)?(?:json)?\s*<\|message\|>\s*")
+
+
+@dataclass(frozen=True)
+class HarmonyCalls(CallFormat):
+    """opening: up to the name of the function."""
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        turns = ("<|end|><|start|>assistant", "<|start|>assistant", "")
+        return tuple(
+            f"{turn}{channel}{_RECIPIENT}".strip() for turn, channel in product(turns, (" ", "<|channel|>commentary "))
+        )
+
+    @property
+    def about(self) -> str:
+        return f"{_RECIPIENT}...{_BEHIND}{{...}}"
+
+    def may_follow(self, text: str, tools: Sequence[Tool]) -> bool:
+        return may_be_named(text, tools)
+
+    def read(self, text: str, tools: Sequence[Tool]) -> Read | None:
+        if (tool := named_in(text, tools)) is None:
+            return None
+        if (header := _HEADER.match(text, len(tool.function.name))) is None:
+            return None
+        try:
+            arguments, end = json.JSONDecoder().raw_decode(text, header.end())
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(arguments, dict):
+            return None
+        return Read([called(tool.function.name, arguments)], text[end:])
+
+    def rules(self, tools: Sequence[Tool]) -> list[str]:
+        literal = self.form.tokens.literal
+        made = [f"call: {literal(self.opening)} ({' | '.join(f'call_{at}' for at in range(len(tools)))})"]
+        for at, tool in enumerate(tools):
+            schema: dict[str, Any] = {**(tool.function.parameters or no_arguments()), **WRITTEN}
+            made += [
+                f"call_{at}: {json.dumps(tool.function.name)} {literal(_BEHIND)} arguments_{at}",
+                f"arguments_{at}: %json {json.dumps(schema)}",
+            ]
+        return made
+
+    def grammar(self, tools: Sequence[Tool], *, several: bool) -> str:  # noqa: ARG002 - a call ends an answer
+        return super().grammar(tools, several=False)
+
+
+def as_harmony(form: TextFormat, write: Write) -> HarmonyCalls | None:
+    """Calls in channels; None for another way. write: up to the end of a turn, which is that of a recipient here."""
+    opening, found, rest = write(ONE).partition(NAME)
+    if not found or rest or not opening.endswith(_RECIPIENT):
+        return None
+    return HarmonyCalls(form, opening, "")

@@ -1,0 +1,229 @@
+"""Calls of tools as Python writes them, in a list: `[weather(town="Kiel"), clock()]` (Llama 3.2 and 4, LFM2).
+
+Arguments are named. Their values are literals of Python or of JSON, as models mix them: `True` and `true`, texts in
+either quotes. Nothing is evaluated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvshelf.api.tools import Tool
+from kvshelf.engine.decode.grammar import WRITTEN
+from kvshelf.engine.tools.calls import (
+    NAME,
+    ONE,
+    CallFormat,
+    Read,
+    Write,
+    called,
+    cannot_hold,
+    may_be_named,
+    named_in,
+)
+from kvshelf.model.text import TextFormat
+
+_DEEPEST: Final = 64
+_SPACE: Final = re.compile(r"\s*")
+_TEXT: Final = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
+_ESCAPE: Final = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
+_ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "\n": ""}
+_NUMBER: Final = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_ARGUMENT: Final = re.compile(r"([^\W\d]\w*+)\s*+=")
+_WORD: Final = re.compile(r"[A-Za-z]+")
+_WORDS: Final[Mapping[str, Any]] = {
+    "True": True,
+    "true": True,
+    "False": False,
+    "false": False,
+    "None": None,
+    "null": None,
+}
+
+
+@dataclass(frozen=True)
+class PythonCalls(CallFormat):
+    """opening, closing: around the list, with its brackets."""
+
+    @property
+    def about(self) -> str:
+        return f"{self.opening.strip()}name(argument=value), ...{self.closing.strip()}"
+
+    def may_follow(self, text: str, tools: Sequence[Tool]) -> bool:
+        return may_be_named(text.lstrip(), tools)
+
+    def read(self, text: str, tools: Sequence[Tool]) -> Read | None:
+        reader, calls = _Reader(text), []
+        try:
+            while True:
+                if (tool := named_in(text[reader.skip() :], tools)) is None:
+                    return None
+                reader.at += len(tool.function.name)
+                calls.append(called(tool.function.name, reader.arguments()))
+                if not reader.took(","):
+                    break
+        except (ValueError, RecursionError):
+            return None
+        rest = text[reader.skip() :]
+        return Read(calls, rest) if rest.startswith(self.plain(self.closing)) else None
+
+    def rules(self, tools: Sequence[Tool]) -> list[str]:
+        made = [f"call: {' | '.join(f'call_{at}' for at in range(len(tools)))}"]
+        for at, tool in enumerate(tools):
+            made += self._rules_of(f"{at}", tool)
+        return made
+
+    def grammar(self, tools: Sequence[Tool], *, several: bool) -> str:
+        literal = self.form.tokens.literal
+        again = '(", " call)*' if several else ""
+        start = f"start: {literal(self.opening)} call {again} {literal(self.closing)}"
+        return "\n".join([start, *self.rules(tools), ""])
+
+    def _rules_of(self, number: str, tool: Tool) -> Iterator[str]:
+        """A call, and what may follow each argument: `more` behind another one, `first` behind none."""
+        schema = tool.function.parameters or {}
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        if not set(required) <= set(properties):
+            raise cannot_hold(tool, "requires arguments that it does not describe")
+        if odd := [name for name in properties if not name.isidentifier()]:
+            raise cannot_hold(tool, f"has an argument {odd[0]!r}, which is no name in Python")
+        yield f'call_{number}: {json.dumps(tool.function.name)} "(" first_{number}_0 ")"'
+        for at, (name, said) in enumerate(properties.items()):
+            own, after = f"arg_{number}_{at}", f"more_{number}_{at + 1}"
+            for before, comma in (("first", ""), ("more", '", " ')):
+                left_out = "" if name in required else f" | {before}_{number}_{at + 1}"
+                yield f"{before}_{number}_{at}: {comma}{own} {after}{left_out}"
+            yield from self._argument_rules(own, name, said, schema)
+        yield from (f'{before}_{number}_{len(properties)}: ""' for before in ("first", "more"))
+
+    @staticmethod
+    def _argument_rules(own: str, name: str, said: Any, root: Mapping[str, Any]) -> Iterator[str]:
+        schema: dict[str, Any] = {**(said if isinstance(said, Mapping) else {}), **WRITTEN}
+        if schema.keys() <= {"type", "title", "description", *WRITTEN} and schema.get("type") in ("boolean", "null"):
+            value = '("True" | "False")' if schema["type"] == "boolean" else '"None"'
+            yield f"{own}: {json.dumps(name + '=')} {value}"
+            return
+        schema |= {part: root[part] for part in ("$defs", "definitions") if part in root}
+        yield f"{own}: {json.dumps(name + '=')} value_{own}"
+        yield f"value_{own}: %json {json.dumps(schema)}"
+
+
+@dataclass
+class _Reader:
+    """Reads literals from a place in a text on. Raises `ValueError` where there is none."""
+
+    text: str
+    at: int = 0
+
+    def skip(self) -> int:
+        """The place of what is no white space."""
+        space = _SPACE.match(self.text, self.at)
+        self.at = space.end() if space else self.at
+        return self.at
+
+    def took(self, sign: str) -> bool:
+        """Whether a sign stands there, which is then read."""
+        found = self.text.startswith(sign, self.skip())
+        self.at += len(sign) if found else 0
+        return found
+
+    def require(self, sign: str) -> None:
+        if not self.took(sign):
+            raise ValueError(f"{sign} is missing")
+
+    def matched(self, match: Callable[[str, int], re.Match[str] | None]) -> re.Match[str] | None:
+        found = match(self.text, self.skip())
+        self.at = found.end() if found else self.at
+        return found
+
+    def arguments(self) -> dict[str, Any]:
+        """Named arguments in parentheses."""
+        arguments: dict[str, Any] = {}
+        self.require("(")
+        while not self.took(")"):
+            if arguments:
+                self.require(",")
+                if self.took(")"):
+                    break
+            if (name := self.matched(_ARGUMENT.match)) is None or name[1] in arguments:
+                raise ValueError("an argument has no name of its own")
+            arguments[name[1]] = self.value()
+        return arguments
+
+    def value(self, depth: int = 0) -> Any:
+        if depth > _DEEPEST:
+            raise ValueError("it is too deep")
+        if found := self.matched(_TEXT.match):
+            return _unquoted(found[0])
+        if found := self.matched(_NUMBER.match):
+            number = json.loads(found[0])
+            if not math.isfinite(number):
+                raise ValueError("it is too large")
+            return number
+        for opening, closing in ("[]", "()"):
+            if self.took(opening):
+                return self._items(closing, depth)
+        if self.took("{"):
+            return self._fields(depth)
+        word = self.matched(_WORD.match)
+        if word is None or word[0] not in _WORDS:
+            raise ValueError("it is no literal")
+        return _WORDS[word[0]]
+
+    def _items(self, closing: str, depth: int) -> list[Any]:
+        items: list[Any] = []
+        while not self.took(closing):
+            if items:
+                self.require(",")
+                if self.took(closing):
+                    break
+            items.append(self.value(depth + 1))
+        return items
+
+    def _fields(self, depth: int) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        while not self.took("}"):
+            if fields:
+                self.require(",")
+                if self.took("}"):
+                    break
+            if (name := self.matched(_TEXT.match)) is None:
+                raise ValueError("a field has no name")
+            self.require(":")
+            fields[_unquoted(name[0])] = self.value(depth + 1)
+        return fields
+
+
+def _unquoted(literal: str) -> str:
+    """A text: as JSON where it is that, with line breaks as they are, and else as Python."""
+    if literal[0] == '"':
+        try:
+            return str(json.loads(literal, strict=False))
+        except ValueError:
+            pass
+    return _ESCAPE.sub(lambda found: _unescaped(found[1]), literal[1:-1])
+
+
+def _unescaped(said: str) -> str:
+    """What stands for an escape, which is said behind its backslash; one that Python does not know stays as it is."""
+    if len(said) > 1:
+        number = int(said[1:], 16)
+        if number > sys.maxunicode:
+            raise ValueError("it is no character")
+        return chr(number)
+    return _ESCAPES.get(said, f"\\{said}")
+
+
+def as_python(form: TextFormat, write: Write) -> PythonCalls | None:
+    """Calls as Python; None for another way."""
+    ((name, value),) = ONE.items()
+    opening, found, closing = write(ONE).partition(f"{NAME}({name}={value})")
+    if not found or not opening.rstrip().endswith("[") or not closing.lstrip().startswith("]"):
+        return None
+    return PythonCalls(form, opening, closing)

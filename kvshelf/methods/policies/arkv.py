@@ -1,0 +1,83 @@
+"""ARKV: each entry in many bits, in few, or not at all (Lei and Ilager, 2026, arXiv 2603.08727)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvshelf.artifact.records import Entries, Kept
+from kvshelf.methods.policies.base import TailPolicy, parameter, pooling_kernel
+from kvshelf.methods.policies.budgets import Budget
+from kvshelf.methods.policies.cake import indicators, variance
+from kvshelf.methods.policies.view import LayerView
+
+
+@dataclass(frozen=True)
+class ARKV(TailPolicy):
+    """Keep what the window attends to steadily or in bursts, and give layers whose attention is spread out, shifting
+    and peaked more entries in many bits; the others have few.
+
+    It takes effect under the codec `mixed:share=policy`: the paper's low precision is fp8, here int2 or int4. The score
+    is that of `cake`: mean + `gamma` * variance of a token's weights over the window's rows, averaged over the GQA
+    group and pooled. A layer's claim is E^(1/tau1) * V^(1/tau2) * K^(1/tau3), of the window's rows in all query heads:
+    E is their entropy, V the variance over rows, K the kurtosis of each row, all summed. Of the entries that are not
+    always kept, a layer has the best in many bits, as large a part as its claim is of the largest claim.
+
+    All three states are decided at once, when the document has been read. The authors' code decides again whenever an
+    answer exceeds the budget, drops a quarter each time and subtracts the window twice; here an answer's own cache is
+    not touched. With a budget of the whole document nothing is dropped.
+    """
+
+    name: ClassVar[str] = "arkv"
+    source: ClassVar[str] = "ARKV, arXiv 2603.08727"
+    advice: ClassVar[str] = "with codec mixed:share=policy, where layers differ in how widely they attend."
+    sets_precision: ClassVar[bool] = True
+
+    window: int = parameter(32, "last tokens that observe; those of the document are kept", minimum=1)
+    kernel: int = pooling_kernel(5)
+    gamma: float = parameter(200.0, "what the variance over the rows counts beside the mean", minimum=0)
+    tau1: float = parameter(7.77, "the larger, the less the entropy tells layers apart", minimum=0.1)
+    tau2: float = parameter(5.41, "the larger, the less the variance tells layers apart", minimum=0.1)
+    tau3: float = parameter(5.53, "the larger, the less the kurtosis tells layers apart", minimum=0.1)
+
+    def score(self, layer: LayerView) -> Tensor:
+        return indicators(layer.window(self.window), layer.kv_heads, self.gamma, self.kernel)
+
+    def noted(self, layer: LayerView) -> tuple[float, int]:
+        """The layer's claim, and how many entries of each head are always kept."""
+        window = layer.window(self.window)
+        sums = torch.stack([_statistics(window.attention(head)) for head in range(layer.kv_heads)])
+        of_layer = layer.all_heads(sums).sum(dim=0).tolist()
+        powers = zip(of_layer, (self.tau1, self.tau2, self.tau3), strict=True)
+        return math.prod(math.pow(x, 1 / tau) for x, tau in powers), int(self.protected(layer).sum())
+
+    def finished(
+        self,
+        records: Mapping[int, Entries],
+        notes: Mapping[int, tuple[float, int]],
+        budget: Budget,  # noqa: ARG002
+    ) -> Mapping[int, Entries]:
+        largest = max(claim for claim, _ in notes.values())
+        said: dict[int, Entries] = {}
+        for layer, record in records.items():
+            assert isinstance(record, Kept)
+            claim, always = notes[layer]
+            # Claims are all 0 where a window of one row has no variance: then all layers are alike.
+            part = claim / largest if largest > 0 else 1.0
+            said[layer] = replace(record, precise=tuple(always + round(part * (n - always)) for n in record.lengths))
+        return said
+
+
+def _statistics(weights: Tensor) -> Tensor:
+    """Entropy, variance over the rows and kurtosis of the rows, summed over a GQA group: `[3]` fp64, of weights
+    `[group, R, columns]`."""
+    deviations = weights - weights.mean(dim=2, keepdim=True)
+    squares = deviations.square().mean(dim=2)
+    kurtosis = deviations.pow(4).mean(dim=2) / squares.clamp_min(1e-8).square()
+    entropy = -(weights * (weights + 1e-10).log())
+    return torch.stack([each.double().sum() for each in (entropy, variance(weights), kurtosis)])

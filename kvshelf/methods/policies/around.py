@@ -1,0 +1,97 @@
+"""Base of policies that are built around another one, which chooses the entries."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
+
+from kvshelf.artifact.records import Entries
+from kvshelf.errors import InvalidRequest
+from kvshelf.methods.policies.base import Observes, Phase, Policy, parameter, parameter_fields
+from kvshelf.methods.policies.budgets import Budget, LayerBudget
+from kvshelf.methods.policies.full import Full
+from kvshelf.methods.policies.view import DocumentView, LayerView, ProbePass
+
+
+@dataclass(frozen=True)
+class Around(Policy):
+    """A policy around `inner`, the one that its parameter `base` names. Parameters of both are given together. What the
+    base observes, asks and chooses stays the base's; a subclass adds what it is there for."""
+
+    takes: ClassVar[str]
+    """In words, what a base has to be."""
+
+    base: str = parameter("snapkv", "the policy that chooses; its own parameters are given beside this one")
+    inner: Policy = field(default_factory=Full)
+
+    @classmethod
+    @abstractmethod
+    def bases(cls, known: Mapping[str, type[Policy]]) -> Mapping[str, type[Policy]]:
+        """Of all policies those that this one can be built around, by name."""
+
+    @classmethod
+    def build(cls, given: Mapping[str, Any], known: Mapping[str, type[Policy]]) -> Self:
+        own = {f.name for f in parameter_fields(cls)}
+        around = super().build({name: value for name, value in given.items() if name in own}, known)
+        legal = cls.bases(known)
+        if around.base not in legal:
+            raise InvalidRequest(
+                f"base is {around.base!r}; {cls.name} can be built around {cls.takes}: one of {', '.join(legal)}",
+                param="policy_params.base",
+            )
+        of_base = {name: value for name, value in given.items() if name not in own}
+        inner = around.made(legal[around.base], of_base, known)
+        if inner.parameters().get("prefill", "whole") != "whole":
+            raise InvalidRequest(
+                f"{cls.name} works on whole layers; take prefill=whole, or policy {around.base!r} itself",
+                param="policy_params.prefill",
+            )
+        return replace(around, inner=inner)
+
+    def made(self, base: type[Policy], given: Mapping[str, Any], known: Mapping[str, type[Policy]]) -> Policy:
+        """The base with these parameters."""
+        return base.build(given, known)
+
+    @property
+    def chooser(self) -> Policy:
+        return self.inner.chooser
+
+    def parameters(self) -> dict[str, Any]:
+        return self.inner.parameters() | super().parameters()  # a name that both have is this policy's
+
+    def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
+        return replace(self, inner=self.inner.fitted(document, budget, given))
+
+    def reduce(self, layer: LayerView, budget: LayerBudget) -> Entries:
+        return self.inner.reduce(layer, budget)
+
+    @property
+    def phase(self) -> Phase:
+        return self.inner.phase
+
+    @property
+    def revision(self) -> int:
+        return 1000 * self.version + self.inner.revision
+
+    @property
+    def observes(self) -> Observes:
+        return self.inner.observes
+
+    @property
+    def takes_questions(self) -> bool:
+        return self.inner.takes_questions
+
+    @property
+    def exact(self) -> bool:
+        return self.inner.exact
+
+    def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:
+        return self.inner.probe_passes(document)
+
+    def probe_text(self, document: DocumentView) -> str:
+        return self.inner.probe_text(document)
+
+    def next_position(self, num_tokens: int, budget: Budget) -> int:
+        return self.inner.next_position(num_tokens, budget)

@@ -1,0 +1,370 @@
+"""Base classes of policies: the mechanism (`Policy`), the common case (`ScoringPolicy`), and policies that judge by the
+end of the prompt (`ProbedPolicy`, `TailPolicy`).
+
+A policy is a frozen dataclass in a file of its own. Its fields are its parameters; `parameter()` gives each one its
+default, range and help text. kvshelf checks requests against these and prints them in `kvshelf policies`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields, replace
+from enum import Flag, auto
+from typing import Any, ClassVar, Literal, Protocol, Self, get_args, get_type_hints
+
+from torch import Tensor
+
+from kvshelf.artifact.packed import offsets_of
+from kvshelf.artifact.records import Entries, Kept
+from kvshelf.errors import InvalidRequest, PolicyUnsupported, nearest
+from kvshelf.kernels.select import importance_of, keep_best, of_entries, pack
+from kvshelf.methods.policies.budgets import Budget, LayerBudget
+from kvshelf.methods.policies.parameters import check, require_held
+from kvshelf.methods.policies.sharing import Sharing
+from kvshelf.methods.policies.view import DocumentView, LayerView, ProbePass
+
+MAX_PROBE_BYTES = 16 * 1024
+"""Most UTF-8 bytes of a probe text. Limited, because every blob made with the text contains it."""
+
+
+Phase = Literal["during", "cascade", "after"]
+"""When a policy reduces: see `Policy.phase`."""
+
+
+class Observes(Flag):
+    """What a policy needs of the prefill besides keys and values. The engine refuses the policy before the prefill if
+    the model cannot provide it. SUMS: that `LayerView.column_sums` uses the attention's own log-sum-exps;
+    without it the last layer's attention is not computed."""
+
+    NOTHING = 0
+    QUERIES = auto()
+    ROPE = auto()
+    TEXT = auto()
+    WEIGHTS = auto()
+    CALIBRATION = auto()
+    GATES = auto()
+    SUMS = auto()
+
+
+def parameter(
+    default: Any,
+    help: str,
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    choices: tuple[Any, ...] | None = None,
+    odd: bool = False,
+) -> Any:
+    """A parameter of a policy or selector: a dataclass field with its legal range, both ends included."""
+    rule = {"help": help, "minimum": minimum, "maximum": maximum, "choices": choices, "odd": odd}
+    return field(default=default, metadata=rule)
+
+
+def pooling_kernel(default: int) -> Any:
+    """The pooling width of policies that pool scores. Bounded, because some hold as many values for each token."""
+    return parameter(default, "width of the pooling over neighbouring tokens", minimum=1, maximum=255, odd=True)
+
+
+class Absorber(Protocol):
+    """Compresses a document by a policy while it is read, chunk by chunk: tokens that wait until the policy has enough
+    of them (`partitions.PartitionAbsorber`), or whole chunks, each judged by a probe behind it
+    (`blocks.BlockAbsorber`)."""
+
+    @property
+    def mode(self) -> str:
+        """Its name in a cache's identity. States everything that changes the numbers of the prefill."""
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that scores."""
+
+    @property
+    def chunks(self) -> Sequence[int]:
+        """Tokens of each forward pass; they add up to the document."""
+
+
+@dataclass(frozen=True)
+class Parametric(ABC):
+    """What policies, suffix policies and selectors have in common. `source` names the paper, `advice` says when to
+    choose it. Users see the class docstring's first paragraph as its summary."""
+
+    name: ClassVar[str]
+    source: ClassVar[str]
+    advice: ClassVar[str] = ""
+
+    def parameters(self) -> dict[str, Any]:
+        """The parameters as used."""
+        return {f.name: getattr(self, f.name) for f in parameter_fields(type(self))}
+
+
+@dataclass(frozen=True)
+class Policy(Parametric):
+    """One layer in, one reduced layer out.
+
+    Raise `version` by hand whenever the entries that a policy chooses can change; it is part of a cache's identity.
+    `by_position` says that it chooses by positions alone, whatever keys and values there are; `shared_by_heads`, that
+    every head of a layer keeps the same tokens, so that budgets per head mean nothing; `merges`, that an entry it keeps
+    may stand for several tokens. `indexes`, that it makes an index of what it keeps, `prunes`, that it stores keys
+    without some of their channels, and `sets_precision`, that its records say how many entries have more bits under
+    codec `mixed:share=policy`: so it has work where the budget is the whole document.
+    """
+
+    version: ClassVar[int] = 1
+    takes_budget: ClassVar[bool] = True
+    by_position: ClassVar[bool] = False
+    shared_by_heads: ClassVar[bool] = False
+    merges: ClassVar[bool] = False
+    indexes: ClassVar[bool] = False
+    prunes: ClassVar[bool] = False
+    sets_precision: ClassVar[bool] = False
+
+    @property
+    def revision(self) -> int:
+        """The version in a cache's identity: the class's version, combined with the base policy's, if there is one."""
+        return self.version
+
+    @property
+    def observes(self) -> Observes:
+        """What it must see of the prefill. A plain class attribute if it does not depend on parameters."""
+        return Observes.NOTHING
+
+    @abstractmethod
+    def reduce(self, layer: LayerView, budget: LayerBudget) -> Entries:
+        """Reduce one layer to its budget. Must not modify the view; same view, same result."""
+
+    @property
+    def chooser(self) -> Policy:
+        """The policy that reduces each layer: this one, or the one that it is built around."""
+        return self
+
+    def noted(self, layer: LayerView) -> Any:  # noqa: ARG002
+        """What `finished` has to know of a layer, taken before the layer is reduced and freed."""
+        return None
+
+    def finished(
+        self,
+        records: Mapping[int, Entries],
+        notes: Mapping[int, Any],  # noqa: ARG002
+        budget: Budget,  # noqa: ARG002
+    ) -> Mapping[int, Entries]:
+        """The layers as they are stored, once all of them have been reduced. records, notes: by the layer's index."""
+        return records
+
+    def has_work(self, budget: Budget, num_tokens: int) -> bool:
+        """Whether it makes anything else of a document than `full` does."""
+        always = self.indexes or self.prunes or self.sets_precision
+        return always or budget.tokens < num_tokens
+
+    @property
+    def phase(self) -> Phase:
+        """When it reduces.
+
+        "during": each layer once, when its attention is done. The memory peak is one full layer and the entries kept
+        from the others. "cascade": earlier layers shrink again as later ones claim their part of a budget that all
+        layers share. The memory peak is one full layer and about 1.125 times the budget of the whole cache. "after":
+        all layers once the last one is there. The memory peak is the full cache.
+        """
+        return "during"
+
+    @property
+    def takes_questions(self) -> bool:
+        """Whether expected questions guide it."""
+        return False
+
+    @property
+    def exact(self) -> bool:
+        """Whether the entries kept add up to the budget. If not, the policy's docstring states its granularity."""
+        return True
+
+    def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:  # noqa: ARG002
+        """The passes to run behind the document for this policy to observe."""
+        return ()
+
+    def probe_text(self, document: DocumentView) -> str:  # noqa: ARG002
+        """The text of the probe passes, for the identity; "" if it follows from the document and the parameters."""
+        return ""
+
+    def next_position(self, num_tokens: int, budget: Budget) -> int:  # noqa: ARG002
+        """Position of the first token of a question."""
+        return num_tokens
+
+    def absorber(self, document: DocumentView, budget: Budget) -> Absorber | None:  # noqa: ARG002
+        """How to compress during a chunked prefill; None for a prefill in one pass, with a `reduce` after each
+        layer."""
+        return None
+
+    def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:  # noqa: ARG002
+        """This policy, its defaults fitted to the document, the budget, the model and its calibration.
+
+        given: the parameters that the caller chose, which stay as they are. Raises `PolicyUnsupported` where one of
+        them does not fit.
+        """
+        if budget.tokens <= document.protected_prefix:
+            raise PolicyUnsupported(
+                f"the budget of {budget.tokens} entries per KV head is filled by the {document.protected_prefix} tokens"
+                " of the chat template, which are always kept; lower compression_ratio or raise budget_tokens",
+                param="compression_ratio",
+            )
+        return self
+
+    @classmethod
+    def build(cls, given: Mapping[str, Any], known: Mapping[str, type[Policy]]) -> Self:  # noqa: ARG003
+        """Make the policy from a request's parameters. Raises `InvalidRequest` naming the parameter and its range.
+
+        known: all policies by name. A policy that is built around another one looks its base up here.
+        """
+        require_parameters(cls, f"policy {cls.name!r}", given, "policy_params")
+        return cls(**given)
+
+
+@dataclass(frozen=True)
+class ScoringPolicy(Policy):
+    """The common case: score every token of every head, keep the best. With `shared_by_heads` every head of a layer has
+    the same scores."""
+
+    @abstractmethod
+    def score(self, layer: LayerView) -> Tensor:
+        """`[kv_heads, N]` fp32, higher is kept."""
+
+    def protected(self, layer: LayerView) -> Tensor:
+        """`[N]` bool: tokens kept whatever their score. A mask, because no score is safely above all others."""
+        return layer.protected
+
+    def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:  # noqa: ARG002
+        """Entries each head of this layer keeps. The default is the same for all. scores, budget: of all its heads,
+        also where the view has those of one process (`LayerView.ranks`)."""
+        return budget.per_head
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """How the layers share one budget; None if each has its own. If shared, layers are reduced in cascade."""
+        return None
+
+    def weight(self, layer: LayerView) -> float:  # noqa: ARG002
+        """The weight of this layer where layers share by weight."""
+        return 1.0
+
+    @property
+    def phase(self) -> Phase:
+        return "during" if self.sharing is None else "cascade"
+
+    def importance(self, layer: LayerView) -> Tensor:
+        """The scores, infinite where a token is protected: `[kv_heads, N]` fp32.
+
+        `select` ranks scores that are not finite first. So a bad score that could have decided anything belongs to a
+        kept entry, as a NaN. `require_finite_scores` looks for NaN once in the whole cache, after the prefill: a check
+        of each layer's scores would wait for the device once per layer.
+        """
+        return importance_of(self.score(layer), self.protected(layer))
+
+    def reduce(self, layer: LayerView, budget: LayerBudget) -> Entries:
+        scores, protected = self.score(layer), self.protected(layer)
+        of_all = layer.all_heads(scores)
+        whole = LayerBudget(budget.per_head * (len(of_all) // layer.kv_heads))
+        counts = layer.own_heads(self.counts(layer, of_all, protected, whole))
+        keys, values, positions, importance = keep_best(layer.keys, layer.values, scores, protected, counts)
+        return Kept(keys=keys, values=values, entries_at=positions, offsets=offsets_of(counts), importance=importance)
+
+
+@dataclass(frozen=True)
+class ProbedPolicy(Policy):
+    """Judges by what the end of the prompt attends to.
+
+    The papers end the prompt with the question. Here the question is not known yet, so the end is the first of these
+    that is given: the questions that the caller expects, the text of `probe`, the chat template's text before the
+    answer. With an empty `probe`, or without a template, the document's own last tokens are the end. The cache's
+    identity records which end was used.
+    """
+
+    probe: str | None = parameter(None, "text put behind the document to observe; null: the chat template's suffix")
+
+    @property
+    def observes(self) -> Observes:
+        return Observes.QUERIES
+
+    @property
+    def takes_questions(self) -> bool:
+        return True
+
+    def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:
+        end = document.end
+        if document.questions:
+            return [ProbePass(ids, end) for ids in document.questions]
+        ids = document.suffix if self.probe is None else encoded(self.probe, document)
+        return [ProbePass(ids, end)] if ids else []
+
+    def probe_text(self, document: DocumentView) -> str:
+        if self.probe is not None or document.text is None:
+            return self.probe or ""
+        return "" if document.questions else document.text.decode(document.suffix)
+
+
+@dataclass(frozen=True)
+class TailPolicy(ProbedPolicy, ScoringPolicy):
+    """Scores by the last `window` rows of the prompt, and keeps those rows that are the document's own tokens."""
+
+    window: int = parameter(64, "last tokens that observe; those of the document are kept", minimum=1)
+
+    def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
+        super().fitted(document, budget, given)
+        largest = budget.tokens - document.protected_prefix
+        if "window" not in given:
+            return replace(self, window=min(self.window, max(1, budget.tokens // 2), largest))
+        require_held("window", self.window, largest, budget.tokens)
+        return self
+
+    def protected(self, layer: LayerView) -> Tensor:
+        return super().protected(layer) | layer.window(self.window).protect_tail()
+
+
+def keep(layer: LayerView, mask: Tensor, importance: Tensor | None = None, counts: Sequence[int] | None = None) -> Kept:
+    """The record of the entries where `mask` `[kv_heads, N]` is set: `counts[h]` of head h, if known without waiting
+    for the device. `importance` `[kv_heads, N]` fp32 ranks them for codecs that store some with more bits; by default
+    the most recent entries rank highest."""
+    keys, values, positions, lengths = pack(layer.keys, layer.values, mask, counts)
+    return Kept(
+        keys=keys,
+        values=values,
+        entries_at=positions,
+        offsets=offsets_of(lengths),
+        importance=positions.float() if importance is None else of_entries(importance, positions, lengths),
+    )
+
+
+def encoded(probe: str, document: DocumentView) -> tuple[int, ...]:
+    """Token ids of a probe text. Raises `InvalidRequest` without a tokenizer, and for a text that is too long."""
+    if not probe:
+        return ()
+    param, nbytes = "policy_params.probe", len(probe.encode())
+    if nbytes > MAX_PROBE_BYTES:
+        raise InvalidRequest(
+            f"{param} has {nbytes} bytes, and a probe may have {MAX_PROBE_BYTES}; shorten it", param=param
+        )
+    if document.text is None:
+        raise InvalidRequest(f"{param} is a text, and this engine has no tokenizer to encode it", param=param)
+    return tuple(document.text.encode(probe))
+
+
+def require_parameters(cls: type, owner: str, given: Mapping[str, Any], param: str) -> None:
+    """Raises `InvalidRequest`, which names the parameter and its range, unless `cls` has all these parameters and they
+    are legal. owner: what has them, in words; param: the field of the request that they come from."""
+    own = {f.name: f for f in parameter_fields(cls)}
+    for name, value in given.items():
+        if name not in own:
+            raise InvalidRequest(
+                f"{owner} has no parameter {name!r}{nearest(name, own)}; it has {', '.join(own) or 'none'}",
+                param=f"{param}.{name}",
+            )
+        check(owner, name, value, parameter_types(cls)[name], own[name].metadata, param)
+
+
+def parameter_fields(cls: type) -> list[Field[Any]]:
+    """The fields made by `parameter`. A class may have others, which requests cannot set."""
+    return [f for f in fields(cls) if f.metadata]
+
+
+def parameter_types(cls: type) -> dict[str, tuple[type, ...]]:
+    """The types each parameter may have."""
+    hints = get_type_hints(cls)
+    return {f.name: get_args(hints[f.name]) or (hints[f.name],) for f in parameter_fields(cls)}

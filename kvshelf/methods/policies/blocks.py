@@ -1,0 +1,171 @@
+"""Base of KVzip and EpiCache: scores by the largest weight that a probe gives, with the whole document at hand or block
+by block while it is read, so that the KV cache of a layer never exceeds budget, block and probe (EpiCache, Kim et al.,
+2025, arXiv 2509.17396, section 3.1).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from kvshelf.errors import PolicyUnsupported
+from kvshelf.kernels.select import importance_of
+from kvshelf.kernels.window_scores import window_attention
+from kvshelf.methods.policies.base import Observes, ScoringPolicy, parameter
+from kvshelf.methods.policies.budgets import Budget, LayerBudget
+from kvshelf.methods.policies.parameters import fitted_sink
+from kvshelf.methods.policies.sharing import GlobalSharing, Sharing, flat_counts
+from kvshelf.methods.policies.view import DocumentView, LayerView
+
+_ROWS = 128
+"""Rows of a probe that are scored at a time: their weights are `[group, rows, n]` fp32, 4 MiB a head at n = 8,192."""
+
+
+@dataclass(frozen=True, eq=False)
+class Past:
+    """What one KV head holds when a block has been read, and the probe behind it.
+
+    keys: `[kept + block, D]`, after RoPE, of entries kept from earlier blocks and of all tokens of this one; the first
+    `sinks` of them always stay. importance: `[kept]` fp32, as judged before. queries: `[group, R, D]` and own_keys:
+    `[R, D]`, of the probe.
+    """
+
+    keys: Tensor
+    importance: Tensor
+    sinks: int
+    queries: Tensor
+    own_keys: Tensor
+    scaling: float
+
+    @property
+    def kept(self) -> int:
+        return len(self.importance)
+
+    @property
+    def block(self) -> int:
+        """Tokens of this block."""
+        return len(self.keys) - self.kept
+
+
+@dataclass(frozen=True)
+class BlockPolicy(ScoringPolicy):
+    """A subclass says which probe follows a block, and how it judges.
+
+    With `prefill` "chunked", each block sees what was kept of those before it, and its probe sees the same and the
+    block. Then the lowest entries go until the budget holds: of all heads of the layer together, or of each head. All
+    that is dropped is dropped for good. The probe's own states are not stored.
+    """
+
+    observes: ClassVar[Observes] = Observes.QUERIES
+
+    chunk: int = parameter(2048, "document tokens of a block", minimum=64)
+    sink: int = parameter(4, "first tokens, always kept", minimum=0)
+    across: str = parameter("layer", "who shares a budget", choices=("layer", "head"))
+    prefill: str = parameter(
+        "whole",
+        "whole: one pass, then reduce; chunked: chunk tokens a pass, each behind what was kept of those before it",
+        choices=("whole", "chunked"),
+    )
+
+    @property
+    def sharing(self) -> Sharing | None:
+        return GlobalSharing() if self.across == "cache" else None
+
+    def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:  # noqa: ARG002
+        if self.across != "layer":
+            return budget.per_head
+        heads = list(importance_of(scores, protected))
+        return flat_counts(heads, budget.total, [int(protected.sum())] * len(heads))
+
+    def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
+        super().fitted(document, budget, given)
+        sink = fitted_sink(self.sink, budget.tokens, room=budget.tokens - 1, given="sink" in given)
+        policy = replace(self, sink=sink)
+        if self.prefill == "whole" or self.across != "cache":
+            return policy
+        if "across" in given:
+            raise PolicyUnsupported(
+                "layers that share one budget must all be there at once, and a chunked prefill reduces each before the "
+                "next; take across=layer or prefill=whole",
+                param="policy_params.across",
+            )
+        return replace(policy, across="layer")
+
+    def protected(self, layer: LayerView) -> Tensor:
+        return layer.positions < self.sinks(layer.document)
+
+    def absorber(self, document: DocumentView, budget: Budget) -> BlockAbsorber | None:
+        return None if self.prefill == "whole" else BlockAbsorber(self, document, budget.tokens)
+
+    @abstractmethod
+    def judged(self, past: Past) -> Tensor:
+        """The importance of the entries of one head, `[kept + block]` fp32, higher is kept."""
+
+    def sinks(self, document: DocumentView) -> int:
+        """First tokens that always stay: those of the chat template, or the first `sink`, whichever are more."""
+        return max(self.sink, document.protected_prefix)
+
+    def blocks(self, document: DocumentView) -> Iterator[tuple[int, int]]:
+        """Bounds of the blocks: what follows the chat template's tokens."""
+        for start in range(document.protected_prefix, document.num_tokens, self.chunk):
+            yield start, min(start + self.chunk, document.num_tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockAbsorber:
+    """An `Absorber` with a probe behind each of its chunks. The probes are the policy's passes, one a chunk."""
+
+    policy: BlockPolicy
+    document: DocumentView
+    budget_tokens: int
+
+    @property
+    def mode(self) -> str:
+        return f"chunked:chunk={self.policy.chunk},probed"
+
+    @property
+    def chunks(self) -> list[int]:
+        """The first has the tokens of the chat template, too."""
+        ends = [end for _, end in self.policy.blocks(self.document)]
+        return [end - start for start, end in pairwise([0, *ends])]
+
+    def sinks(self, end: int) -> int:
+        """Of the first `end` tokens those that always stay."""
+        return min(self.policy.sinks(self.document), end)
+
+    def importance(self, past: Past) -> Tensor:
+        """Of the entries of one head, `[kept + block]` fp32, infinite where one must stay."""
+        return importance_of(
+            self.policy.judged(past), torch.arange(len(past.keys), device=past.keys.device) < past.sinks
+        )
+
+    def counts(self, heads: Sequence[Tensor]) -> list[int]:
+        """Entries that each head keeps, of its importance `[n]`: all, as long as the budget holds them."""
+        if self.policy.across == "head":
+            return [min(self.budget_tokens, len(head)) for head in heads]
+        floor = self.policy.sinks(self.document)
+        return flat_counts(heads, self.budget_tokens * len(heads), [floor] * len(heads))
+
+
+def largest_weights(queries: Tensor, keys: Tensor, own_keys: Tensor | None, scaling: float) -> Tensor:
+    """The largest softmax weight that any row of any query head of a GQA group gives to each of `keys` `[n, D]`.
+
+    queries: `[group, R, D]`, behind all keys. own_keys: `[R, D]`, keys of the rows themselves, each of which sees those
+    up to its own; None leaves them out of the softmax. Returns `[n]` fp32.
+    """
+    largest = torch.zeros(len(keys), device=keys.device)
+    every = keys if own_keys is None else torch.cat([keys, own_keys])
+    for first in range(0, queries.shape[1], _ROWS):
+        last = min(first + _ROWS, queries.shape[1])
+        if own_keys is None:
+            weights = (queries[:, first:last].float() @ keys.float().T * scaling).softmax(dim=-1)  # [group, rows, n]
+        else:  # the scored rows are the last of the keys that they see
+            weights = window_attention(queries[:, first:last], every[: len(keys) + last], scaling)[..., : len(keys)]
+        largest = torch.maximum(largest, weights.amax(dim=(0, 1)))
+    return largest

@@ -1,0 +1,104 @@
+"""CompressKV: what a few heads known to retrieve attend to (Lin et al., 2025, arXiv 2508.02401)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from kvshelf.errors import PolicyUnsupported
+from kvshelf.kernels.window_scores import pooled
+from kvshelf.methods.policies.base import Observes, TailPolicy, parameter, pooling_kernel
+from kvshelf.methods.policies.budgets import Budget, LayerBudget
+from kvshelf.methods.policies.sharing import fill, largest_remainders
+from kvshelf.methods.policies.view import DocumentView, LayerView
+from kvshelf.model.calibration import Calibration
+
+_LEAST = 32  # entries of a layer, whatever its error
+_MOST = 3  # times an even share
+
+
+@dataclass(frozen=True)
+class CompressKV(TailPolicy):
+    """Keep what each layer's retrieval heads attend to from the end of the prompt; layers that suffer more keep more.
+
+    `kvshelf calibrate` measures once per model which query heads retrieve, and how much each layer's output suffers
+    under compression (e_l, adding up to 1). The weights of the last `window` rows in the `heads` best heads of a layer
+    are summed over the rows, pooled over neighbours (average) and averaged over these heads: one set of tokens for all
+    KV heads. Layer l of L keeps 32 + e_l (B L - 32 L) entries, 3 B at most.
+
+    Departures: `ProbedPolicy` says what the prompt's end is. The paper takes 4 of 32 heads; kvshelf takes an eighth of
+    the heads in smaller models. Entries that a layer cannot hold go to the others in proportion, and shares are rounded
+    by largest remainders, so that the total is exact. The 32 shrink to the budget, and a layer keeps at least its
+    window and the chat template's tokens.
+    """
+
+    name: ClassVar[str] = "compresskv"
+    source: ClassVar[str] = "CompressKV, arXiv 2508.02401"
+    advice: ClassVar[str] = (
+        "for models that have a calibration; one set of tokens per layer suits engines that store heads alike."
+    )
+    shared_by_heads: ClassVar[bool] = True
+
+    window: int = parameter(8, "last tokens that observe; those of the document are kept", minimum=1)
+    heads: int = parameter(4, "query heads of each layer that are asked", minimum=1)
+    kernel: int = pooling_kernel(5)
+    calibration: str | None = parameter(None, "digest of the calibration to use; null: the one that is there")
+
+    @property
+    def observes(self) -> Observes:
+        return Observes.QUERIES | Observes.CALIBRATION
+
+    def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
+        policy = super().fitted(document, budget, given)
+        found = _calibration(document)
+        if self.calibration not in (None, found.digest):
+            raise PolicyUnsupported(
+                f"calibration {self.calibration!r} is not this model's, which is {found.digest!r}; leave it out",
+                param="policy_params.calibration",
+            )
+        if "heads" in given and self.heads > found.query_heads:
+            raise PolicyUnsupported(
+                f"heads is {self.heads}, and the layers of this model have {found.query_heads}",
+                param="policy_params.heads",
+            )
+        heads = self.heads if "heads" in given else min(self.heads, max(1, found.query_heads // 8))
+        return replace(policy, heads=heads, calibration=found.digest)
+
+    def score(self, layer: LayerView) -> Tensor:
+        window = layer.window(self.window)
+        group = layer.all_queries.shape[0] // layer.kv_heads
+        best = _calibration(layer.document).best_heads(layer.layer_idx, self.heads)
+        first = layer.first_kv_head
+        rows = [
+            window.attention(kv_head - first)[[head % group for head in best if head // group == kv_head]].sum(dim=1)
+            for kv_head in sorted({head // group for head in best}.intersection(range(first, first + layer.kv_heads)))
+        ]  # each [chosen heads of the group, columns]
+        none = torch.zeros(1, window.columns, device=layer.keys.device)
+        chosen = pooled(torch.cat(rows), self.kernel).sum(dim=0, keepdim=True) if rows else none
+        scores = layer.all_heads(chosen).sum(dim=0) / len(best)
+        return window.pad(scores).repeat(layer.kv_heads, 1)
+
+    def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:  # noqa: ARG002
+        mean = budget.total // len(budget.per_head)
+        errors = _calibration(layer.document).layer_errors
+        lowest = min(mean, max(_LEAST, int(protected.sum())))
+        highest = min(_MOST * mean, layer.num_tokens)
+        return (layer_counts(errors, mean * len(errors), lowest, highest)[layer.layer_idx],) * len(budget.per_head)
+
+
+def layer_counts(errors: Sequence[float], total: int, lowest: int, highest: int) -> list[int]:
+    """Share `total` among layers: `lowest` each, and the rest in proportion to their errors, but `highest` at most.
+
+    Adds up to `total`, which must lie within what `lowest` and `highest` allow.
+    """
+    rest = fill(errors, total - lowest * len(errors), highest - lowest)
+    return [lowest + share for share in largest_remainders(rest)]
+
+
+def _calibration(document: DocumentView) -> Calibration:
+    assert document.calibration is not None, "the policy says that it observes the calibration"
+    return document.calibration

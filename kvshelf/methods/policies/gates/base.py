@@ -1,0 +1,143 @@
+"""Bases of policies with trained gates: which file they take (`GatePolicy`), and the network that scores a token
+(`TokenGate`)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Final, Self
+
+import torch
+from torch import Tensor
+
+from kvshelf.artifact.identity import ModelIdentity
+from kvshelf.errors import PolicyUnsupported
+from kvshelf.methods.policies.base import Observes, Policy, ScoringPolicy, parameter
+from kvshelf.methods.policies.budgets import Budget
+from kvshelf.methods.policies.gate_file import Family, Gates, Geometry, Shapes, Target, find
+from kvshelf.methods.policies.parameters import fitted_sink
+from kvshelf.methods.policies.view import DocumentView, LayerView
+
+_TOKENS: Final = 4096
+"""Tokens that are read at a time: with a hundred heads of 128 channels their inputs have 200 MiB."""
+
+
+@dataclass(frozen=True)
+class GatePolicy(Policy):
+    """A policy that scores by gates trained for the model. The identity of a cache names their digest, so that gates
+    trained anew make new caches.
+
+    `family`: what the gates are; `target`: what they were trained to foretell. Raise `gate_revision` whenever gates of
+    before would mean something else.
+    """
+
+    family: ClassVar[Family]
+    target: ClassVar[Target]
+    gate_revision: ClassVar[int] = 1
+
+    gates: str | None = parameter(None, "digest of the gate file to use; null: the one that is there")
+
+    @property
+    def observes(self) -> Observes:
+        return Observes.QUERIES | Observes.ROPE | Observes.GATES
+
+    def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
+        policy = super().fitted(document, budget, given)
+        found = gates_of(document).digest
+        if self.gates not in (None, found):
+            raise PolicyUnsupported(
+                f"gates {self.gates!r} are not those that are there for this model, {found!r}; leave them out, or put "
+                "their file back",
+                param="policy_params.gates",
+            )
+        return replace(policy, gates=found)
+
+    def found(self, model: ModelIdentity, folder: str, geometry: Geometry) -> Gates:
+        """The gates of this policy for a model, as `file.find`."""
+        return find(
+            model, folder, self.name, self.family, self.gate_revision, lambda width: self.shapes(width, geometry)
+        )
+
+    @classmethod
+    @abstractmethod
+    def shapes(cls, width: int, geometry: Geometry) -> Shapes:
+        """The tensors of a gate file of this width."""
+
+
+@dataclass(frozen=True)
+class TokenGate(GatePolicy, ScoringPolicy):
+    """Scores a token by a network of one hidden layer, which reads the token's query, key and value of all heads before
+    RoPE, and nothing of other tokens. So a score depends on no later token, nor on how a document is cut into passes.
+    """
+
+    sink: int = parameter(4, "first tokens, always kept", minimum=0)
+
+    def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
+        policy = super().fitted(document, budget, given)
+        sink = fitted_sink(self.sink, budget.tokens, room=budget.tokens - 1, given="sink" in given)
+        return replace(policy, sink=sink)
+
+    @classmethod
+    def shapes(cls, width: int, geometry: Geometry) -> Shapes:
+        own = cls.of_layer(width, geometry)
+        return {f"{layer}.{name}": shape for layer in range(geometry.layers) for name, shape in own.items()}
+
+    @classmethod
+    def of_layer(cls, width: int, geometry: Geometry) -> Shapes:
+        """The tensors of one layer's gate."""
+        return {
+            "mean": (geometry.inputs,),
+            "scale": (geometry.inputs,),
+            "up": (width, geometry.inputs),
+            "down": (geometry.kv_heads, width),
+            "bias": (geometry.kv_heads,),
+        }
+
+    def protected(self, layer: LayerView) -> Tensor:
+        return layer.positions < max(self.sink, layer.protected_prefix)
+
+    def score(self, layer: LayerView) -> Tensor:
+        gate = gates_of(layer.document).layer(layer.place, layer.keys.device)
+        return self.judged(layer, self.outputs(gate, layer))
+
+    @classmethod
+    def outputs(cls, gate: Mapping[str, Tensor], layer: LayerView) -> Tensor:
+        """What the gate of a layer makes of its tokens: `[N, kv_heads]` fp32, of all heads."""
+        return torch.cat([cls.gated(gate, rows) for rows in gate_inputs(layer)])
+
+    @classmethod
+    def gated(cls, gate: Mapping[str, Tensor], rows: Tensor) -> Tensor:
+        """The same of tokens `[n, inputs]`: `[n, kv_heads]`."""
+        return torch.nn.functional.silu(projected(gate, "up", rows)) @ gate["down"].T + gate["bias"]
+
+    def judged(self, layer: LayerView, outputs: Tensor) -> Tensor:
+        """The scores `[kv_heads, N]` of outputs `[N, kv_heads]` of the gate, fp32, which has those of all heads."""
+        first = layer.first_kv_head
+        return outputs[:, first : first + layer.kv_heads].T.contiguous()
+
+
+def projected(gate: Mapping[str, Tensor], name: str, rows: Tensor) -> Tensor:
+    """W x of tokens `[n, inputs]`, each channel in its own scale: `[n, width]`. The scale is multiplied into W, which
+    is much smaller than the tokens."""
+    matrix = gate[name] * gate["scale"]
+    return rows @ matrix.T - matrix @ gate["mean"]
+
+
+def gate_inputs(layer: LayerView) -> Iterator[Tensor]:
+    """What gates read: the queries, keys and values of all heads of the layer, before RoPE, `[n, inputs]` fp32, some
+    thousand tokens at a time."""
+    rope = layer.rope
+    assert rope is not None, "the policy says that it observes RoPE"
+    for first in range(0, layer.num_tokens, _TOKENS):
+        some = slice(first, first + _TOKENS)
+        at = layer.rotated_to[some]
+        turned = (rope.unrotate(states[:, some], at) for states in (layer.all_queries, layer.keys))
+        states = (*turned, layer.values[:, some].float())
+        yield torch.cat([layer.all_heads(of_heads).transpose(0, 1).flatten(1) for of_heads in states], dim=1)
+
+
+def gates_of(document: DocumentView) -> Gates:
+    """The gates that the engine found for the policy."""
+    assert document.gates is not None, "the policy says that it observes gates"
+    return document.gates

@@ -1,0 +1,40 @@
+"""KVzip's scores, foretold by a gate (after Fast KVzip, arXiv 2601.17668, and KVzap, arXiv 2601.07891)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvshelf.methods.policies.base import parameter
+from kvshelf.methods.policies.gate_file import Family, Target
+from kvshelf.methods.policies.gates.base import TokenGate
+from kvshelf.methods.policies.sharing import GlobalSharing, Sharing
+
+
+@dataclass(frozen=True)
+class KVzipGate(TokenGate):
+    """Keep what a gate takes for what `kvzip` would keep, without its passes behind the document.
+
+    The gate of a layer is s = W2 silu(W1 x) + b, where x is the token's query, key and value of all heads before RoPE,
+    each channel in its own scale. It is trained on documents that need no questions: s foretells the logarithm of the
+    score that `kvzip` gives the token. All layers and heads share one budget, as there (`across="cache"`), or each head
+    has its own.
+
+    Departures: the authors' gates read the hidden state, which has no more in it; that of Fast KVzip compares a low
+    rank query and key with learned sinks; kvshelf's network is that of Locret and KVzap. No window of recent tokens is
+    kept.
+    """
+
+    name: ClassVar[str] = "kvzip_gate"
+    source: ClassVar[str] = "after Fast KVzip, arXiv 2601.17668, and KVzap, arXiv 2601.07891"
+    advice: ClassVar[str] = (
+        "first, for a model that has gates: it keeps like kvzip or better, and makes no pass of its own."
+    )
+    family: ClassVar[Family] = "importance"
+    target: ClassVar[Target] = "kvzip"
+
+    across: str = parameter("cache", "who shares a budget", choices=("cache", "head"))
+
+    @property
+    def sharing(self) -> Sharing | None:
+        return GlobalSharing() if self.across == "cache" else None

@@ -1,0 +1,50 @@
+"""Locret: a gate foretells how much an answer will attend to a token (Huang et al., 2024, arXiv 2410.01805)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+from torch import Tensor
+
+from kvshelf.methods.policies.base import parameter
+from kvshelf.methods.policies.budgets import Budget
+from kvshelf.methods.policies.gate_file import Family, Target
+from kvshelf.methods.policies.gates.base import TokenGate
+from kvshelf.methods.policies.parameters import require_held
+from kvshelf.methods.policies.view import DocumentView, LayerView
+
+
+@dataclass(frozen=True)
+class Locret(TokenGate):
+    """Keep what a gate takes for what answers will attend to.
+
+    The gate of a layer is s = W2 silu(W1 x) + b, where x is the token's query, key and value of all heads before RoPE,
+    each channel in its own scale. It is trained on documents with questions and answers: the label of a token is the
+    largest weight that a row which writes an answer, of any head of the GQA group, gives it. The loss is smooth L1,
+    and 0.0025 times the mean square of the difference between neighbours. Each head keeps its best. The last `recent`
+    tokens of the document stay, as the authors leave the last 100 of the prompt.
+
+    Departures: s foretells the logarithm of the label, because labels lie orders of magnitude apart. The document is
+    read in one pass, where the authors read chunks of 3,072 tokens and force the last 2,500 of each into the cache
+    until the next is read: here no token is dropped while others still have to read it.
+    """
+
+    name: ClassVar[str] = "locret"
+    source: ClassVar[str] = "Locret, arXiv 2410.01805"
+    advice: ClassVar[str] = "for a model whose gates were trained on questions like those to come."
+    family: ClassVar[Family] = "importance"
+    target: ClassVar[Target] = "answers"
+
+    recent: int = parameter(100, "last tokens of the document, always kept", minimum=0)
+
+    def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
+        policy = super().fitted(document, budget, given)
+        largest = budget.tokens - max(policy.sink, document.protected_prefix)
+        if "recent" not in given:
+            return replace(policy, recent=min(self.recent, budget.tokens // 8, largest))
+        require_held("recent", self.recent, largest, budget.tokens)
+        return policy
+
+    def protected(self, layer: LayerView) -> Tensor:
+        return super().protected(layer) | (layer.positions >= layer.num_tokens - self.recent)

@@ -1,0 +1,77 @@
+"""LookaheadKV: learned tokens behind the document look where an answer would (Ahn et al., 2026, arXiv 2603.10899)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+from torch import Tensor
+
+from kvshelf.kernels.window_scores import pooled
+from kvshelf.methods.policies.base import Observes, ScoringPolicy, pooling_kernel
+from kvshelf.methods.policies.gate_file import Family, Geometry, Shapes, Target
+from kvshelf.methods.policies.gates.base import GatePolicy, gates_of
+from kvshelf.methods.policies.view import DocumentView, LayerView, ProbePass
+
+TOKENS: Final = 32
+"""Learned tokens."""
+
+
+@dataclass(frozen=True)
+class LookaheadKV(GatePolicy, ScoringPolicy):
+    """Keep what learned tokens behind the document attend to, which were trained to look where answers look.
+
+    32 embeddings stand in place of tokens. For their rows alone each linear layer of the model has a low-rank addition
+    (LoRA, alpha 32); the document's keys and values are those without it. The score of a token is the mean weight of
+    these rows, over the GQA group, pooled over neighbours (average). The training loss is the KL from the mean
+    attention of the rows that write an answer to that of the learned rows, both over the document, in each query head.
+
+    Departures: answers are those of the training documents, where the authors let the model write them. The last tokens
+    of the document are not kept for standing there.
+    """
+
+    name: ClassVar[str] = "lookaheadkv"
+    source: ClassVar[str] = "LookaheadKV, arXiv 2603.10899"
+    advice: ClassVar[str] = "for a model whose gates were trained on questions like those to come."
+    family: ClassVar[Family] = "probe"
+    target: ClassVar[Target] = "answers"
+
+    kernel: int = pooling_kernel(5)
+
+    @property
+    def observes(self) -> Observes:
+        return Observes.QUERIES | Observes.GATES
+
+    def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:
+        return [ProbePass((0,) * TOKENS, document.end, gates_of(document))]
+
+    @classmethod
+    def shapes(cls, width: int, geometry: Geometry) -> Shapes:
+        shapes: dict[str, tuple[int, ...]] = {"soft": (TOKENS, geometry.hidden)}
+        for layer in range(geometry.layers):
+            last = layer == geometry.layers - 1
+            for module, (into, out) in adapted(geometry, last=last).items():
+                shapes[f"{layer}.{module}.a"] = (width, into)
+                shapes[f"{layer}.{module}.b"] = (out, width)
+        return shapes
+
+    def score(self, layer: LayerView) -> Tensor:
+        return pooled(layer.window(TOKENS).mean(), self.kernel)
+
+
+def adapted(geometry: Geometry, *, last: bool) -> dict[str, tuple[int, int]]:
+    """The linear layers of a decoder layer that have an addition, with the numbers they take and give. What follows the
+    weights of the last attention changes no weight."""
+    hidden, heads = geometry.hidden, geometry.q_heads * geometry.head
+    of_keys = geometry.kv_heads * geometry.head
+    weighing = {"self_attn.q_proj": (hidden, heads), "self_attn.k_proj": (hidden, of_keys)}
+    if last:
+        return weighing
+    return weighing | {
+        "self_attn.v_proj": (hidden, of_keys),
+        "self_attn.o_proj": (heads, hidden),
+        "mlp.gate_proj": (hidden, geometry.intermediate),
+        "mlp.up_proj": (hidden, geometry.intermediate),
+        "mlp.down_proj": (geometry.intermediate, hidden),
+    }

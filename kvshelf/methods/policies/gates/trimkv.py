@@ -1,0 +1,44 @@
+"""TRIM-KV: a gate says how fast a token may be forgotten (Bui et al., 2025, arXiv 2512.03324)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvshelf.methods.policies.base import parameter
+from kvshelf.methods.policies.gate_file import Family, Target
+from kvshelf.methods.policies.gates.base import TokenGate
+from kvshelf.methods.policies.view import LayerView
+
+
+@dataclass(frozen=True)
+class TrimKV(TokenGate):
+    """Keep what a gate lets fade least: each token has a rate beta, and at time T what is left of it is beta^(T - p).
+
+    log beta = logsigmoid(W2 silu(W1 x) + b), where x is the token's query, key and value of all heads before RoPE. The
+    score of the token at position p is (T - p) log beta, with T the document's end plus `horizon`. Where all rates are
+    equal, the most recent stay. In training, rows of questions and answers behind a document see its token with the
+    logit (t - p) log beta added; the loss is the KL of their predictions from those with the full cache, and what the
+    tokens of a head leave at the document's end, beyond a quarter of their number. b begins at 10: nothing fades.
+
+    Departures: the authors' gate reads the hidden state. In their training every row sees decayed tokens; here the
+    document is read whole, as it is when it is compressed, and the gate reads what it will read then. log beta is one
+    logsigmoid in fp32: of a b of 18, the logarithm of a rounded sigmoid would be 0.
+    """
+
+    name: ClassVar[str] = "trimkv"
+    source: ClassVar[str] = "TRIM-KV, arXiv 2512.03324"
+    advice: ClassVar[str] = (
+        "where gates learn from predictions and each head is to keep as many; kvzip_gate keeps more."
+    )
+    family: ClassVar[Family] = "decay"
+    target: ClassVar[Target] = "distill"
+
+    horizon: int = parameter(0, "tokens behind the document's end at which it is judged", minimum=0)
+
+    def judged(self, layer: LayerView, outputs: Tensor) -> Tensor:
+        rates = torch.nn.functional.logsigmoid(super().judged(layer, outputs))
+        return (layer.num_tokens + self.horizon - layer.positions) * rates

@@ -1,0 +1,70 @@
+"""KVcues: what the model reads to repeat the document, and what it reads to answer cues taken from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Final
+
+import torch
+from torch import Tensor
+
+from kvshelf.kernels.window_scores import pass_scores
+from kvshelf.methods.policies.base import parameter
+from kvshelf.methods.policies.kvzip import KVzip
+from kvshelf.methods.policies.view import DocumentView, LayerView, ProbePass
+
+ASKED: Final = 6
+ANSWER: Final = 4
+"""Tokens of a cue and of its answer. Later ones depend more on the tokens before them than on the document."""
+
+EVERY: Final = 8
+
+
+@dataclass(frozen=True)
+class KVcues(KVzip):
+    """Keep what the model attends to while it repeats the document, or while it answers cues taken from the document.
+
+    While the model repeats, it finds each next token by the tokens just before it. While it answers, it finds a value
+    by a name. So the entries that questions read can have low scores under `kvzip`. A cue is six tokens of the
+    document, what the chat template writes before an answer, and the next four tokens. A cue starts every `every`
+    tokens. Each cue is a pass of its own behind the whole document, and sees no other cue. An entry's score is the
+    larger of its `kvzip` score and the largest weight that any row of any cue, of any head of the GQA group, gives it
+    in a softmax over the document and the cue.
+
+    Not from a paper. The forward pass has about 2 N tokens more than that of `kvzip`. `quality` asks cues of
+    another form, whose answers begin elsewhere.
+    """
+
+    name: ClassVar[str] = "kvcues"
+    source: ClassVar[str] = "KVzip, arXiv 2505.23416, and cues (docs/internals/policies.md)"
+    advice: ClassVar[str] = (
+        "for the smallest caches that still answer: keeps what questions read, for up to ten times the prefill."
+    )
+
+    prefill: str = field(default="whole", init=False)  # cues are asked of the whole document
+    every: int = parameter(EVERY, "document tokens from one cue to the next", minimum=1)
+
+    def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:
+        return [*super().probe_passes(document), *(_cue(document, start) for start in self._cues(document))]
+
+    def score(self, layer: LayerView) -> Tensor:
+        repeated = super().score(layer)
+        cues = len(self._cues(layer.document))
+        return torch.maximum(repeated, _cue_scores(layer, cues)) if cues else repeated
+
+    def _cues(self, document: DocumentView) -> range:
+        """Where the cues start."""
+        return range(document.protected_prefix, document.num_tokens - ASKED - ANSWER + 1, self.every)
+
+
+def _cue(document: DocumentView, start: int) -> ProbePass:
+    return document.cue(slice(start, start + ASKED), slice(start + ASKED, start + ASKED + ANSWER))
+
+
+def _cue_scores(layer: LayerView, cues: int) -> Tensor:
+    """The largest weight that a row of the last `cues` passes gives each token: `[kv_heads, N]` fp32."""
+    probes = layer.probes[-cues:]
+    queries = torch.stack([probed.queries for probed in probes])  # [cues, q_heads, T, D]
+    own_keys = torch.stack([probed.keys for probed in probes])  # [cues, kv_heads, T, D]
+    return pass_scores(queries, layer.keys, layer.scaling, own_keys)

@@ -1,0 +1,119 @@
+"""KVMerger: runs of similar neighbours become one entry each (Wang et al., 2024, arXiv 2407.08454)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from kvshelf.artifact.records import Kept, Merged
+from kvshelf.errors import PolicyUnsupported
+from kvshelf.kernels.select import importance_of, select
+from kvshelf.methods.policies.base import Observes, Policy, parameter
+from kvshelf.methods.policies.budgets import Budget, LayerBudget, WholeLayers
+from kvshelf.methods.policies.merging import MergePlan
+from kvshelf.methods.policies.parameters import fitted_sink
+from kvshelf.methods.policies.view import DocumentView, LayerView
+
+_TINY = 1e-30
+
+
+@dataclass(frozen=True)
+class KVMerger(Policy):
+    """Merge neighbours whose keys point the same way, and drop nothing: heavy hitters, first and recent tokens stay as
+    they are, and between them each run of tokens becomes one entry, until the budget holds.
+
+    A token joins the run of the next one if the cosine of their keys is large enough. The paper has a threshold, 0.75;
+    here the budget sets it, for each head: of all pairs of neighbours that may merge, the N - B most similar do. A run
+    stands at its pivot, the token with the largest sum of its attention column. Key and value are means with weights
+    exp(-d^2 / (2 s^2)), d the distance of a token's key from the pivot's. `value_sum` multiplies the value by the run's
+    length, as the paper's eq. 7 is reported to. `store="slots"` gives each token of a run its own share of the softmax.
+
+    Made from the paper's abstract and notes on it. Departures: the paper's s depends on the weights that it is for;
+    here it is `width` times the root mean square of d over the run. The paper leaves the first two layers and the last
+    whole: `first=2,last=1`; the others pay for them. Heavy hitters are at most as many as leave room for the runs
+    between them.
+    """
+
+    name: ClassVar[str] = "kvmerger"
+    source: ClassVar[str] = "KVMerger, arXiv 2407.08454"
+    advice: ClassVar[str] = (
+        "to see what merging neighbours is worth; in text whose neighbours say different things, little."
+    )
+    observes: ClassVar[Observes] = Observes.QUERIES | Observes.SUMS
+    merges: ClassVar[bool] = True
+
+    heavy: float = parameter(0.25, "part of the budget for heavy hitters", minimum=0, maximum=1)
+    recent: float = parameter(0.25, "part of the budget for the last tokens", minimum=0, maximum=1)
+    sink: int = parameter(4, "first tokens that stay as they are", minimum=0)
+    width: float = parameter(1.0, "width of the Gaussian; near 0 the pivot alone counts", minimum=0.001)
+    value_sum: bool = parameter(False, "multiply a run's value by its length")
+    store: str = parameter("means", "one token an entry, or a slot for each token of a run", choices=("means", "slots"))
+    first: int = parameter(0, "first layers that stay whole", minimum=0)
+    last: int = parameter(0, "last layers that stay whole", minimum=0)
+
+    def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
+        super().fitted(document, budget, given)
+        count = WholeLayers(self.first, self.last).fewest(
+            document.num_layers, document.num_tokens, budget.tokens, 2, "first" if self.first else "last"
+        )
+        room = max(0, count - int(self.recent * count) - 1)
+        policy = replace(self, sink=fitted_sink(self.sink, count, room=room, given="sink" in given))
+        always = max(policy.sink, document.protected_prefix)
+        if self._heavy(count, always) < 0:
+            raise PolicyUnsupported(
+                f"{always} first and {int(self.recent * count)} recent tokens stay as they are, and leave no entry "
+                f"for the others in a budget of {count} per KV head; lower sink or recent, or raise the budget",
+                param="policy_params.recent",
+            )
+        return policy
+
+    def reduce(self, layer: LayerView, budget: LayerBudget) -> Kept | Merged:
+        budget = WholeLayers(self.first, self.last).of_layer(layer.place, layer.num_layers, layer.num_tokens, budget)
+        columns, _ = layer.column_sums()  # [q_heads, N]
+        scores = layer.grouped(columns).mean(dim=1)
+        plan, apart = self._plan(layer, scores, budget)
+        weights = self._weights(layer.keys.float(), plan).clamp_min(_TINY)
+        keys, values = plan.means(layer.keys, weights), plan.means(layer.values, weights)
+        if self.value_sum:
+            values = (values * plan.sizes.unsqueeze(1)).to(values.dtype)
+        make = plan.as_merged if self.store == "slots" else plan.as_kept
+        return make(keys, values, importance_of(scores, apart))
+
+    def _heavy(self, count: int, always: int) -> int:
+        """How many heavy hitters a head keeps: each may part one run more from the others."""
+        return min(int(self.heavy * count), (count - always - int(self.recent * count) - 1) // 2)
+
+    def _plan(self, layer: LayerView, scores: Tensor, budget: LayerBudget) -> tuple[MergePlan, Tensor]:
+        """Runs of the tokens of each head, and the tokens `[N]` that stay as they are in every head."""
+        always = max(self.sink, layer.protected_prefix)
+        recent = int(self.recent * min(budget.per_head))
+        apart = (layer.positions < always) | (layer.positions >= layer.num_tokens - recent)
+        hitters = [int(apart.sum()) + self._heavy(count, always) for count in budget.per_head]
+        single = select(scores, apart, hitters)
+        cosines = F.cosine_similarity(layer.keys[:, 1:].float(), layer.keys[:, :-1].float(), dim=2)
+        pairs = cosines.masked_fill(single[:, 1:] | single[:, :-1], -2.0)  # [kv_heads, N - 1]
+        joined = select(pairs, torch.zeros_like(single[0, 1:]), [layer.num_tokens - n for n in budget.per_head])
+        runs = F.pad((~joined).cumsum(dim=1), (1, 0))  # [kv_heads, N]: the run of each token
+        return MergePlan(_pivots(scores, runs), runs), apart
+
+    def _weights(self, keys: Tensor, plan: MergePlan) -> Tensor:
+        """The Gaussian weight of each token in its run, `[kv_heads, N]` fp32. keys: `[kv_heads, N, D]`."""
+        pivots = keys[plan.kept][plan.owners].view_as(keys)  # nothing is evicted, so every token is a member
+        squares = (keys - pivots).square().sum(dim=2)
+        mean = plan.totals(squares) / plan.sizes
+        return (-squares / (2 * self.width**2 * mean[plan.owners].view_as(squares)).clamp_min(_TINY)).exp()
+
+
+def _pivots(scores: Tensor, runs: Tensor) -> Tensor:
+    """The token with the largest score of each run, of equal ones the first: `[kv_heads, N]` bool. A score that is not
+    a number is the largest, so that its entry stays and shows it."""
+    scores = scores.nan_to_num(nan=torch.inf)
+    best = scores.new_full(scores.shape, -torch.inf).scatter_reduce(1, runs, scores, "amax")
+    ties = scores == best.gather(1, runs)
+    count = ties.cumsum(dim=1)  # of ties so far, of all runs
+    before = torch.full_like(runs, scores.shape[1]).scatter_reduce(1, runs, count.where(ties, scores.shape[1]), "amin")
+    return ties & (count == before.gather(1, runs))

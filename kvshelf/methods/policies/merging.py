@@ -1,0 +1,128 @@
+"""What policies that merge have in common: who goes, to whom, with what weight, and stored as what.
+
+                 goes                       to whom                            weight             stored as
+    `ems`        the next best by score     nearest center, keys and values    score              slots, own lengths
+    `d2o`        what is not kept           nearest kept token, keys           e^cosine           means, or slots
+    `kvmerger`   a run but for its pivot    the pivot of its run               Gaussian           means, or slots
+
+A mean takes the share of the softmax of one token, whichever tokens it stands for. Slots give each of them its own
+share, for 12 bytes each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from kvshelf.artifact.identity import RopeMode
+from kvshelf.artifact.packed import offsets_of
+from kvshelf.artifact.records import Kept, Merged
+from kvshelf.kernels.merge import merge_weighted, nearest_pair
+
+
+@dataclass(frozen=True, eq=False)
+class MergePlan:
+    """The entry that each token of a layer becomes part of. kept: `[kv_heads, N]` bool, tokens at whose positions
+    entries stand. classes: `[kv_heads, N]` int64, the entry of a token as an index into its head's kept tokens, -1 if
+    it is evicted."""
+
+    kept: Tensor
+    classes: Tensor
+
+    @classmethod
+    def joining(cls, kept: Tensor, joins: Tensor, targets: Tensor) -> MergePlan:
+        """Kept tokens stay, those of `joins` `[kv_heads, N]` bool become part of the entry that `targets` `[kv_heads,
+        N]` int64 names, and all others are evicted."""
+        return cls(kept, torch.where(kept, kept.cumsum(1) - 1, torch.where(joins, targets, -1)))
+
+    @property
+    def members(self) -> Tensor:
+        """`[kv_heads, N]` bool: the tokens that are part of an entry."""
+        return self.classes >= 0
+
+    @cached_property
+    def owners(self) -> Tensor:
+        """The entry of each member, as a row of all heads' entries: `[members]` int64."""
+        counts = self.kept.sum(dim=1, keepdim=True)
+        return (self.classes + counts.cumsum(0) - counts)[self.members]
+
+    @cached_property
+    def sizes(self) -> Tensor:
+        """Members of each entry: `[entries]` int64."""
+        return torch.bincount(self.owners, minlength=int(self.kept.sum()))
+
+    def totals(self, weights: Tensor) -> Tensor:
+        """The sum `[entries]` of the weights `[kv_heads, N]` of each entry's members."""
+        return weights.new_zeros(len(self.sizes)).index_add_(0, self.owners, weights[self.members])
+
+    def means(self, states: Tensor, weights: Tensor) -> Tensor:
+        """The weighted means `[entries, D]` of `states` `[kv_heads, N, D]`, in their dtype; a token alone in its entry
+        stays bit by bit. weights: `[kv_heads, N]` fp32, positive."""
+        of_members = states[self.members]
+        # Nobody needs the directions, so they are of one channel.
+        _, means = merge_weighted(of_members[:, :1], of_members, weights[self.members], self.owners, len(self.sizes))
+        return self.or_alone(states, means.to(states.dtype))
+
+    def or_alone(self, states: Tensor, merged: Tensor) -> Tensor:
+        """`merged` `[entries, D]`, but for entries of one token that token's own of `states` `[kv_heads, N, D]`."""
+        return torch.where((self.sizes == 1).unsqueeze(1), states[self.kept], merged)
+
+    def as_kept(self, keys: Tensor, values: Tensor, importance: Tensor) -> Kept:
+        """The entries `[entries, D]` and `[entries, Dv]`, as tokens like others. importance: `[kv_heads, N]` fp32."""
+        return Kept(
+            keys=keys,
+            values=values,
+            entries_at=self.kept.nonzero()[:, 1].to(torch.int32),
+            offsets=offsets_of(self.kept.sum(dim=1).tolist()),
+            importance=importance[self.kept],
+        )
+
+    def as_merged(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        importance: Tensor,
+        scales: Tensor | None = None,
+        rope_mode: RopeMode = "baked",
+    ) -> Merged:
+        """The entries with a slot for each member. scales: of the members, `[members]` fp32; None: all have the key of
+        their entry as it is."""
+        kept, members = self.as_kept(keys, values, importance), self.members
+        return Merged(
+            keys=keys,
+            values=values,
+            entries_at=kept.entry_positions,
+            offsets=kept.offsets,
+            rope_mode=rope_mode,
+            importance=kept.importance,
+            slot_scales=torch.ones(len(self.owners), device=keys.device) if scales is None else scales,
+            slot_classes=self.classes[members].to(torch.int32),
+            slot_positions=members.nonzero()[:, 1].to(torch.int32),
+            slot_offsets=offsets_of(members.sum(dim=1).tolist()),
+        )
+
+
+def nearest(keys: Tensor, values: Tensor | None, goes: Tensor, kept: Tensor, centers: Tensor) -> tuple[Tensor, Tensor]:
+    """For each token of `goes` the center that is most like it: the largest cosine of their keys, times that of their
+    values unless `values` is None.
+
+    keys: `[kv_heads, N, D]`, values: `[kv_heads, N, Dv]`; goes, kept and centers, which are some of the kept tokens:
+    `[kv_heads, N]` bool. Returns `[kv_heads, N]` fp32, -inf for tokens that do not go or find no center, and the center
+    as an index into its head's kept tokens, `[kv_heads, N]` int64.
+    """
+    similarity = torch.full(goes.shape, -torch.inf, device=keys.device)
+    targets = torch.full(goes.shape, -1, dtype=torch.int64, device=keys.device)
+    counts = centers.sum(dim=1).tolist()
+    if not any(counts):
+        return similarity, targets
+    # Ones have cosine 1 with each other: the keys alone decide.
+    by = keys.new_ones(*goes.shape, 1) if values is None else values
+    found, rows = nearest_pair(keys[goes], by[goes], keys[centers], by[centers], goes.sum(dim=1).tolist(), counts)
+    # Two keys and two values that both point apart have a positive product, and no direction in common.
+    apart = (keys[goes].float() * keys[centers][rows].float()).sum(dim=1) <= 0
+    similarity[goes] = found.masked_fill(apart, -torch.inf) if values is not None else found
+    targets[goes] = (kept.cumsum(1) - 1)[centers][rows]
+    return similarity, targets

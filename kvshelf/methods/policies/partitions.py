@@ -1,0 +1,180 @@
+"""Base of LagKV and LocalKV: a document cut into partitions, each judged by its own neighbourhood alone.
+
+Judging a partition needs no token after the next partition. So the choice is the same with the whole document at hand
+and while the document is read: one-shot, recursive and streaming selection agree on equal keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from kvshelf.artifact.records import Kept
+from kvshelf.errors import PolicyUnsupported
+from kvshelf.kernels.lag_scores import lag_scores
+from kvshelf.kernels.row_norms import row_norms
+from kvshelf.kernels.select import select
+from kvshelf.methods.policies.base import Absorber, Policy, keep, parameter
+from kvshelf.methods.policies.budgets import Budget, LayerBudget, WholeLayers
+from kvshelf.methods.policies.view import DocumentView, LayerView
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A document of `num_tokens`: `sink` tokens, partitions of `lag`, and a remainder shorter than `lag`. All
+    partitions but the last are reduced; the rest stays whole."""
+
+    num_tokens: int
+    sink: int
+    lag: int
+
+    @property
+    def reduced(self) -> int:
+        """Partitions that are reduced."""
+        return max(0, (self.num_tokens - self.sink) // self.lag - 1)
+
+    @property
+    def whole(self) -> int:
+        """Tokens that stay: sink, last partition and remainder."""
+        return self.num_tokens - self.reduced * self.lag
+
+    def shares(self, entries: int) -> list[int]:
+        """Entries that each reduced partition keeps, so that `entries` stay in total (eq. 12 solved for the share). If
+        the division is uneven, the earliest partitions keep one more. Only the length decides, so shares are known
+        while the document is read."""
+        share, left = divmod(entries - self.whole, self.reduced)
+        return [share + (index < left) for index in range(self.reduced)]
+
+
+@dataclass(frozen=True)
+class PartitionPolicy(Policy):
+    """Equations 7 to 16 of the LagKV paper; a subclass says what judges a partition."""
+
+    sink: int = parameter(4, "first tokens always kept", minimum=0)
+    lag: int = parameter(128, "tokens per partition", minimum=2)
+    score: str = parameter(
+        "lag",
+        "what judges a partition: the scale of the next (lag), its own (local), or the norms of its keys (l2)",
+        choices=("lag", "local", "l2"),
+    )
+    value_weight: float = parameter(1.0, "what the values' score counts beside the keys'; l2 has no values", minimum=0)
+    skip_layers: int = parameter(0, "first layers that stay whole; the others pay for them", minimum=0)
+    prefill: str = parameter(
+        "whole",
+        "whole: one pass, then reduce; chunked: lag tokens a pass, each behind what was kept of those before it",
+        choices=("whole", "chunked"),
+    )
+
+    def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
+        super().fitted(document, budget, given)
+        if self.skip_layers and self.prefill == "chunked":
+            raise PolicyUnsupported(
+                "prefill=chunked reduces all layers alike, and skip_layers leaves some whole; take one of them",
+                param="policy_params.skip_layers",
+            )
+        if self.score == "l2" and "value_weight" in given:
+            raise PolicyUnsupported(
+                "score=l2 looks at keys alone, so value_weight says nothing; leave it out, or take score=lag",
+                param="policy_params.value_weight",
+            )
+        least = document.protected_prefix + 1
+        room = self._whole_layers.fewest(document.num_layers, document.num_tokens, budget.tokens, least, "skip_layers")
+        policy = self
+        if "sink" not in given:
+            policy = replace(policy, sink=min(self.sink, room // 2))
+        if "lag" not in given:
+            # Halving keeps partitions aligned with those of the default; any smaller lag that fits would do.
+            while policy.lag > 2 and policy._cut(document).whole > room:
+                policy = replace(policy, lag=policy.lag // 2)
+        cut = policy._cut(document)
+        if cut.whole > room:
+            raise PolicyUnsupported(
+                f"sink and the last partitions stay whole and take {cut.sink} + {cut.whole - cut.sink} entries at lag "
+                f"{policy.lag}, more than the {room} per KV head of the budget; lower lag or sink, or raise "
+                "the budget",
+                param="policy_params.lag",
+            )
+        return policy
+
+    @property
+    def _whole_layers(self) -> WholeLayers:
+        return WholeLayers(first=self.skip_layers)
+
+    def reduce(self, layer: LayerView, budget: LayerBudget) -> Kept:
+        cut = self._cut(layer.document)
+        budget = self._whole_layers.of_layer(layer.place, layer.num_layers, layer.num_tokens, budget)
+        judged = slice(cut.sink, cut.sink + cut.reduced * self.lag)
+        with_next = slice(cut.sink, judged.stop + self.lag)
+        scores = self.scores(layer.keys[:, with_next], layer.values[:, with_next])
+        mask = torch.ones(layer.kv_heads, layer.num_tokens, dtype=torch.bool, device=layer.keys.device)
+        mask[:, judged] = self.choose(scores, [cut.shares(count) for count in budget.per_head])
+        importance = torch.full(mask.shape, torch.inf, device=mask.device)
+        importance[:, judged] = scores.flatten(1)
+        return keep(layer, mask, importance, budget.per_head)
+
+    def scores(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Equation 11, or 16, for all partitions but the last: `[kv_heads, partitions - 1, lag]` fp32 of keys
+        `[kv_heads, partitions * lag, D]` and values `[kv_heads, partitions * lag, Dv]`."""
+        if self.score == "l2":
+            return -row_norms(keys).view(len(keys), -1, self.lag)[:, :-1]
+        return lag_scores(keys, values, self.lag, own_scale=self.score == "local", value_weight=self.value_weight)
+
+    def choose(self, scores: Tensor, shares: Sequence[Sequence[int]]) -> Tensor:
+        """The best `shares[h][p]` of each head and partition: bool `[kv_heads, partitions * lag]`."""
+        none_protected = torch.zeros(self.lag, dtype=torch.bool, device=scores.device)
+        flat = [share for head in shares for share in head]
+        return select(scores.flatten(0, 1), none_protected, flat).view(scores.shape[0], -1)
+
+    def absorber(self, document: DocumentView, budget: Budget) -> Absorber | None:
+        if self.prefill == "whole":
+            return None
+        cut = self._cut(document)
+        return PartitionAbsorber(self, cut, tuple(cut.shares(budget.tokens)))
+
+    def _cut(self, document: DocumentView) -> Cut:
+        return Cut(document.num_tokens, max(self.sink, document.protected_prefix), self.lag)
+
+
+@dataclass(frozen=True)
+class PartitionAbsorber:
+    """The recursive form: whenever two partitions are buffered, the first of them is reduced and then never changes.
+
+    The first pass takes the sinks and two partitions, later ones take one partition each, as in the paper. A pass still
+    sees the entries it evicts (the paper: use, then compress).
+    """
+
+    policy: PartitionPolicy
+    cut: Cut
+    shares: tuple[int, ...]
+
+    @property
+    def mode(self) -> str:
+        return f"chunked:lag={self.cut.lag}"
+
+    @property
+    def chunks(self) -> list[int]:
+        first = self.cut.sink + 2 * self.cut.lag
+        full, remainder = divmod(self.cut.num_tokens - first, self.cut.lag)
+        return [first, *[self.cut.lag] * full, *[remainder] * (remainder > 0)]
+
+    def absorb(self, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Judge the oldest tokens that are not yet reduced; None if more tokens must come first.
+
+        keys: `[kv_heads, T, D]`, values: `[kv_heads, T, Dv]`: the tokens not yet reduced, from position `start`.
+        Returns which of the first n stay, a mask `[kv_heads, n]` with equally many set in every head, and the
+        importance of these n tokens, the same shape, fp32.
+        """
+        heads, buffered, _ = keys.shape
+        if start < self.cut.sink:
+            everything = torch.ones(heads, min(buffered, self.cut.sink - start), dtype=torch.bool, device=keys.device)
+            return everything, torch.full(everything.shape, torch.inf, device=keys.device)
+        partition = (start - self.cut.sink) // self.cut.lag
+        two = slice(2 * self.cut.lag)
+        if buffered < two.stop or partition == len(self.shares):
+            return None
+        scores = self.policy.scores(keys[:, two], values[:, two])
+        return self.policy.choose(scores, [[self.shares[partition]]] * heads), scores.flatten(1)

@@ -1,0 +1,81 @@
+"""PyramidKV: SnapKV with more for the lower layers (Cai et al., 2024, arXiv 2406.02069)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+from torch import Tensor
+
+from kvshelf.errors import PolicyUnsupported
+from kvshelf.methods.policies.base import parameter
+from kvshelf.methods.policies.budgets import Budget, LayerBudget
+from kvshelf.methods.policies.snapkv import SnapKV
+from kvshelf.methods.policies.view import DocumentView, LayerView
+
+
+@dataclass(frozen=True)
+class PyramidKV(SnapKV):
+    """Score as SnapKV does, and let the budget fall in equal steps from the first layer to the last.
+
+    B is the mean budget, w the window. The last layer gets B / beta and the first 2B - B / beta. If the first would get
+    more than N - w, it gets N - w and the last 2B - (N - w). `form` "kvpress" counts the window in and rounds the
+    steps, so that the total can miss B * layers by half an entry per layer and head. "authors" gives every layer its
+    window, applies the formula to B - w, and rounds beta's part and the step down, so that a layer of n can get up to n
+    / 2 entries more than B on average. Departures: B is the integer budget, and a model of one layer gets B.
+
+    Where the last layer could not hold its window and the chat template (and in the authors' form where 2 (B - w) > N),
+    no pyramid can be built: `beta` becomes 1, so that all layers get B and the choice is SnapKV's. The cache's
+    parameters say so. A given `beta` is refused there.
+    """
+
+    name: ClassVar[str] = "pyramidkv"
+    source: ClassVar[str] = "PyramidKV, arXiv 2406.02069"
+    advice: ClassVar[str] = "as a baseline: lower layers get more, whatever the document."
+    version: ClassVar[int] = 1
+
+    beta: int = parameter(20, "how steep: the last layer gets about 1 / beta of the mean budget", minimum=1)
+    form: str = parameter(
+        "kvpress", "whether the window is part of what the formula shares out", choices=("kvpress", "authors")
+    )
+
+    @property
+    def exact(self) -> bool:
+        return False
+
+    def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
+        policy = super().fitted(document, budget, given)
+        high, low = policy._ends(budget.tokens, document.num_tokens)
+        shortest = min((len(probe.token_ids) for probe in policy.probe_passes(document)), default=0)
+        always = document.protected_prefix + max(0, policy.window - shortest)
+        flat = policy.form == "authors" and document.num_tokens < 2 * (budget.tokens - policy.window)
+        if high >= low >= max(policy.window, always) and not flat:
+            return policy
+        if "beta" in given and policy.beta > 1:
+            raise PolicyUnsupported(
+                f"with beta {policy.beta} the last layer would get {low:g} of a mean budget of {budget.tokens} entries "
+                f"per KV head, and the first {high:g} of {document.num_tokens} tokens: no pyramid, as every layer "
+                f"keeps {max(policy.window, always)} always; give another beta, window or budget, or policy snapkv",
+                param="policy_params.beta",
+            )
+        return replace(policy, beta=1)
+
+    def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:  # noqa: ARG002
+        mean = budget.total // len(budget.per_head)
+        if layer.num_layers == 1 or self.beta == 1:
+            return budget.per_head
+        high, low = self._ends(mean, layer.num_tokens)
+        if self.form == "authors":
+            step = float((high - low) // (layer.num_layers - 1))
+        else:
+            step = (high - low) / (layer.num_layers - 1)
+        return (round(high - layer.place * step),) * len(budget.per_head)
+
+    def _ends(self, mean: int, num_tokens: int) -> tuple[float, float]:
+        """Budget of the first layer and of the last, `mean` apart from rounding."""
+        apart = self.window if self.form == "authors" else 0  # of the window, where it is not shared out
+        shared = mean - apart
+        low = shared // self.beta if apart else shared / self.beta
+        high = min(2 * shared - low, num_tokens - self.window)
+        return high + apart, 2 * shared - high + apart

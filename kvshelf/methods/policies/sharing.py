@@ -1,0 +1,146 @@
+"""Sharing: how heads and layers share a budget."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from kvshelf.methods.policies.budgets import Budget
+
+
+@dataclass(frozen=True, eq=False)
+class LayerStats:
+    """One layer that takes part in sharing: the importance of the candidates of each KV head (fp32, infinite where an
+    entry must stay; in any order), and the weight of the layer."""
+
+    importance: Sequence[Tensor]
+    weight: float = 1.0
+
+    @property
+    def protected(self) -> int:
+        """Entries of each head that must stay."""
+        return int(torch.isposinf(self.importance[0]).sum())
+
+    def on(self, device: torch.device) -> LayerStats:
+        """The same on another device."""
+        return LayerStats([head.to(device) for head in self.importance], self.weight)
+
+    def best(self, counts: Sequence[int]) -> LayerStats:
+        """The best `counts[h]` candidates of each head."""
+        heads = zip(self.importance, counts, strict=True)
+        return LayerStats([head.sort(descending=True).values[:count] for head, count in heads], self.weight)
+
+
+class Sharing(ABC):
+    """How the layers and heads of a cache share one budget, decided while the layers arrive.
+
+    The share of a head may only shrink when a later layer joins, because evicted entries are gone. Each subclass proves
+    this; a sharing without such a proof would need every layer in full until the last one.
+    """
+
+    @abstractmethod
+    def counts(self, layers: Sequence[LayerStats], budget: Budget, num_layers: int) -> list[tuple[int, ...]]:
+        """Entries for each KV head of the layers seen so far, of `num_layers` in all. Once all are seen they add up to
+        `budget.tokens` times layers times heads."""
+
+
+def flat_counts(heads: Sequence[Tensor], total: int, floors: Sequence[int]) -> list[int]:
+    """Give each head its floor and the rest of `total` to the best entries of all heads together.
+
+    heads: importance of each head's entries, fp32. Returns how many entries each head keeps; they are its best ones,
+    equal ones in ascending position. Ties between heads go to the earlier head. Where `total` exceeds what there is,
+    every head keeps all it has.
+    """
+    forced = [min(floor, len(head)) for floor, head in zip(floors, heads, strict=True)]
+    rest = [head.sort(descending=True, stable=True).values[taken:] for head, taken in zip(heads, forced, strict=True)]
+    owners = torch.cat([torch.full(tail.shape, i, device=tail.device) for i, tail in enumerate(rest)])
+    best = torch.cat(rest).sort(descending=True, stable=True).indices[: max(0, total - sum(forced))]
+    won = torch.bincount(owners[best], minlength=len(heads)).tolist()
+    return [taken + more for taken, more in zip(forced, won, strict=True)]
+
+
+@dataclass(frozen=True)
+class GlobalSharing(Sharing):
+    """One budget for all layers and heads: the best entries of the whole cache, and `floor` of an even share for each
+    head whatever its scores.
+
+    Early layers can be cut before later ones are known. What the floors leave is the same number R at every step, since
+    the floors of missing layers are set aside. An entry outside the best R of the layers seen so far is outside the
+    best R of all, because more layers only add competitors. Reducing in cascade therefore gives the entries that
+    waiting for every layer would give.
+    """
+
+    floor: float = 0.0
+
+    def counts(self, layers: Sequence[LayerStats], budget: Budget, num_layers: int) -> list[tuple[int, ...]]:
+        kv_heads = len(layers[0].importance)
+        floor = least(self.floor, budget.tokens, layers[0].protected)
+        reserved = floor * kv_heads * (num_layers - len(layers))
+        heads = [head for layer in layers for head in layer.importance]
+        counts = flat_counts(heads, budget.tokens * kv_heads * num_layers - reserved, [floor] * len(heads))
+        return [tuple(counts[i : i + kv_heads]) for i in range(0, len(counts), kv_heads)]
+
+
+@dataclass(frozen=True)
+class ProportionalSharing(Sharing):
+    """Each layer's share is proportional to its weight, at most the whole document, and equal for its heads.
+
+    The share of layer l is min(cap, level * weight_l), with the one level at which the shares add up to the budget:
+    what a layer cannot hold goes to the others in proportion. A share can only shrink when a layer joins, because the
+    sum of min(cap, level * weight_l) over the layers does not fall when the level rises, nor when a layer joins at the
+    same level. So the level at which the sum meets the budget does not rise, and no share does. (Spreading the excess
+    evenly, as CAKE's code does, has no such level: the excess of a heavy layer that joins may lift a light one.)
+
+    While layers are missing, shares are rounded up. At the end they are rounded by largest remainders to the exact
+    total: down or up, and whole numbers stay. Neither way exceeds an earlier ceiling, since a <= b gives floor(a) <=
+    ceil(a) <= ceil(b). Shares are fractions, because a float's error around a whole number would lift a ceiling.
+    """
+
+    def counts(self, layers: Sequence[LayerStats], budget: Budget, num_layers: int) -> list[tuple[int, ...]]:
+        kept = layers[-1].protected
+        cap = len(layers[-1].importance[0]) - kept  # only the layer that joined last is sure to be whole
+        total = (budget.tokens - kept) * num_layers
+        shares = fill([layer.weight for layer in layers], total, cap)
+        complete = len(layers) == num_layers
+        counts = largest_remainders(shares) if complete else [math.ceil(share) for share in shares]
+        return [(kept + count,) * len(layer.importance) for count, layer in zip(counts, layers, strict=True)]
+
+
+def least(floor: float, tokens: int, protected: int) -> int:
+    """Entries a head keeps whatever its scores: the part `floor` of `tokens`, at least one if `floor` is above 0, and
+    never fewer than are protected."""
+    return max(protected, int(floor * tokens), 1 if floor > 0 else 0)
+
+
+def fill(weights: Sequence[float], total: int, cap: int) -> list[Fraction]:
+    """Exact shares of `total` in proportion to `weights` (finite, not negative), none above `cap`: a share that would
+    exceed `cap` becomes `cap`, and the others divide the rest. If `total` is too large for that, all are `cap`."""
+    # A weight of zero becomes the smallest number, so that its layer gets what the others cannot hold.
+    exact = [Fraction(max(weight, math.ulp(0.0))) for weight in weights]
+    shares = [Fraction(cap)] * len(exact)
+    rest, weight = Fraction(total), sum(exact, Fraction(0))
+    heaviest_first = sorted(range(len(exact)), key=lambda i: -exact[i])
+    for done, i in enumerate(heaviest_first):
+        level = rest / weight
+        if level * exact[i] < cap:
+            for j in heaviest_first[done:]:
+                shares[j] = level * exact[j]
+            break
+        rest, weight = rest - cap, weight - exact[i]
+    return shares
+
+
+def largest_remainders(shares: Sequence[Fraction]) -> list[int]:
+    """Each share rounded down or up so that their total, a whole number, stays. The largest fractions are rounded up,
+    the earlier one among equals. A whole number stays."""
+    counts = [math.floor(share) for share in shares]
+    missing = int(sum(shares)) - sum(counts)
+    for i in sorted(range(len(shares)), key=lambda i: (counts[i] - shares[i], i))[:missing]:
+        counts[i] += 1
+    return counts

@@ -1,0 +1,327 @@
+"""What a policy may look at: the document before its prefill (`DocumentView`) and a prefilled layer (`LayerView`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from kvshelf.kernels.column_sums import column_sums
+from kvshelf.kernels.window_scores import pooled, window_attention, window_scores
+from kvshelf.methods.policies.segments import MAX_SENTENCE, starts_of
+from kvshelf.model.devices import weight_of
+from kvshelf.model.prepacking import plain_weight
+from kvshelf.model.text import QUESTION_SEPARATOR, SENTENCE_ENDS
+
+if TYPE_CHECKING:  # a view is also made without a model
+    from kvshelf.methods.policies.gate_file import Gates
+    from kvshelf.model.calibration import Calibration
+    from kvshelf.model.rope import Rope
+    from kvshelf.model.text import TextFormat
+
+
+Each = TypeVar("Each")
+
+MAX_SENTENCES = 8192
+"""Of which a cache stores the ends: 165,000 tokens of prose. Up to a million tokens these take 16 KiB at most."""
+
+
+class Ranks(Protocol):
+    """The processes that share a model's heads (tensor parallel), each as many: the first heads are those of rank 0."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def gathered(self, of_heads: Tensor) -> Tensor:
+        """`[heads, ...]` of this process with those of the others behind and before it, in the order of the ranks:
+        `[ranks * heads, ...]`. Each process has to call it."""
+
+
+@dataclass(frozen=True)
+class ProbePass:
+    """Tokens run behind the document, to observe what they attend to. Their states are not stored.
+
+    Each token sees the whole document and the earlier tokens of its pass. Passes do not see each other. Positions count
+    up from `first_position`. soft: gates of learned tokens, which stand in the place of all of these.
+    """
+
+    token_ids: tuple[int, ...]
+    first_position: int
+    soft: Gates | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentView:
+    """A tokenized document before its prefill.
+
+    The first `protected_prefix` tokens come from the chat template and are never evicted. `suffix`: the tokens that the
+    template writes between the document and the model's answer, the last ones the model reads before any answer.
+    `questions`: the tokens of each expected question. `text` is None for an engine without tokenizer. `max_tokens`: the
+    longest sequence of the model. `calibration`: the model's `Calibration`, for a policy that observes it, and
+    `gates` likewise. `first_position`: of its first token, above 0 where the tokens are appended to a stored cache,
+    which they have read and which no policy judges. `num_layers`: those that policies reduce; `group`: query heads of a
+    KV head; None for a document without a model.
+    """
+
+    token_ids: Sequence[int]
+    protected_prefix: int = 0
+    suffix: tuple[int, ...] = ()
+    questions: tuple[tuple[int, ...], ...] = ()
+    text: TextFormat | None = None
+    max_tokens: int | None = None
+    calibration: Calibration | None = None
+    gates: Gates | None = None
+    first_position: int = 0
+    num_layers: int | None = None
+    group: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def end(self) -> int:
+        """Position of what follows its last token."""
+        return self.first_position + self.num_tokens
+
+    def cue(self, asked: slice, answer: slice) -> ProbePass:
+        """A question that the document answers: its tokens `asked`, what the chat template writes before an answer, and
+        its tokens `answer`. The model finds what follows the cue, as it finds what a real question asks for."""
+        ids = (*self._separator, *self.token_ids[asked], *self.suffix, *self.token_ids[answer])
+        return ProbePass(ids, self.end)
+
+    @cached_property
+    def _separator(self) -> Sequence[int]:
+        """What stands between a document and a question."""
+        return self.text.encode(QUESTION_SEPARATOR) if self.text is not None else ()
+
+    @cached_property
+    def number_starts(self) -> list[bool]:
+        """Which tokens begin a number. None does in a document without text."""
+        return self.text.number_starts(self.token_ids) if self.text is not None else [False] * self.num_tokens
+
+    @cached_property
+    def name_starts(self) -> list[bool]:
+        """Which tokens begin a word with a capital letter within a sentence. None does in a document without text."""
+        return self.text.name_starts(self.token_ids) if self.text is not None else [False] * self.num_tokens
+
+    @cached_property
+    def segment_ends(self) -> list[bool]:
+        """Which tokens end a part of a sentence, by its punctuation."""
+        assert self.text is not None, "the policy must say that it observes text"
+        return self.text.segment_ends(self.token_ids)
+
+    @cached_property
+    def sentence_ends(self) -> list[bool]:
+        """Which tokens end a sentence."""
+        assert self.text is not None, "the policy must say that it observes text"
+        return self.text.segment_ends(self.token_ids, SENTENCE_ENDS)
+
+    @cached_property
+    def stored_sentence_ends(self) -> tuple[int, ...]:
+        """As `CompressedCache.sentence_ends`. Sentences are cut after `MAX_SENTENCE` tokens; of a document with more
+        than `MAX_SENTENCES`, neighbours are stored as one."""
+        if self.text is None:
+            return ()
+        starts = starts_of(torch.tensor(self.sentence_ends), MAX_SENTENCE)
+        while len(starts) > MAX_SENTENCES:
+            starts = starts[::2]
+        return (*(starts[1:] - 1).tolist(), self.num_tokens - 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Probed:
+    """States of a probe pass at one layer: queries `[q_heads, T, D]`, keys `[kv_heads, T, D]` and values `[kv_heads, T,
+    Dv]`."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class LayerView:
+    """One layer of a prefilled document, as a policy sees it. Read-only; it is freed when the layer is reduced.
+
+    keys: `[kv_heads, N, D]` and values: `[kv_heads, N, Dv]`, after RoPE and any key norm. queries: `[q_heads, N, D]`,
+    likewise. lse: the log-sum-exps of their rows, as in `Attended`, `[q_heads, N]` fp32. Unless the policy observes
+    queries, both are None and `probes` is empty. ranks: where several processes share the layer's heads, and the view
+    has those of one. `module` is the model's attention module. place: among the
+    `num_layers` layers that policies reduce, those without a sliding window; `layer_idx` counts all of the model's.
+    """
+
+    layer_idx: int
+    keys: Tensor
+    values: Tensor
+    queries: Tensor | None
+    scaling: float
+    document: DocumentView
+    num_layers: int = 1
+    place: int = 0
+    probes: tuple[Probed, ...] = ()
+    rope: Rope | None = None
+    lse: Tensor | None = None
+    module: nn.Module | None = field(default=None, repr=False)
+    ranks: Ranks | None = None
+
+    @property
+    def kv_heads(self) -> int:
+        return self.keys.shape[0]
+
+    def all_heads(self, of_heads: Tensor) -> Tensor:
+        """`[n, ...]`, some numbers of this view's heads, as `[ranks * n, ...]`, those of all heads of the layer. What a
+        policy decides by several heads together needs this, or it would decide otherwise in each process."""
+        return of_heads if self.ranks is None else self.ranks.gathered(of_heads)
+
+    def own_heads(self, of_all: Sequence[Each]) -> Sequence[Each]:
+        """Of all KV heads of the layer those of this view."""
+        return of_all[self.first_kv_head : self.first_kv_head + self.kv_heads]
+
+    @property
+    def first_kv_head(self) -> int:
+        """The number in the layer of the first KV head of this view."""
+        return 0 if self.ranks is None else self.ranks.rank * self.kv_heads
+
+    @property
+    def num_tokens(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def protected_prefix(self) -> int:
+        return self.document.protected_prefix
+
+    @cached_property
+    def protected(self) -> Tensor:
+        """The tokens of the chat template before the document, `[N]` bool."""
+        mask = torch.zeros(self.num_tokens, dtype=torch.bool, device=self.keys.device)
+        if self.protected_prefix:
+            mask[: self.protected_prefix] = True
+        return mask
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Places of the document's tokens `[N]`, from 0."""
+        return torch.arange(self.num_tokens, device=self.keys.device)
+
+    @cached_property
+    def rotated_to(self) -> Tensor:
+        """The positions `[N]` that RoPE rotated queries and keys to."""
+        return self.positions + self.document.first_position
+
+    @cached_property
+    def all_queries(self) -> Tensor:
+        """Queries of every document token, `[q_heads, N, D]`."""
+        assert self.queries is not None, "the policy must say that it observes them"
+        return self.queries
+
+    def grouped(self, per_query_head: Tensor) -> Tensor:
+        """`[q_heads, ...]` as `[kv_heads, group, ...]`: query head h reads KV head h // group."""
+        return per_query_head.reshape(self.kv_heads, len(per_query_head) // self.kv_heads, *per_query_head.shape[1:])
+
+    def window(self, rows: int) -> Window:
+        """The observation window of `rows` rows."""
+        return Window(self, rows)
+
+    def column_sums(self, local_rows: int = 0, every: int = 1) -> tuple[Tensor, Tensor]:
+        """Attention each document token receives, summed over all rows and over the last `local_rows`, each `[q_heads,
+        N]` fp32. With `every` n above 1, the first sum is an estimate from every n-th row."""
+        return column_sums(self.all_queries, self.keys, self.scaling, local_rows, every=every, lse=self.lse)
+
+    def keys_unrotated(self) -> Tensor:
+        """Keys before RoPE, `[kv_heads, N, D]` fp32."""
+        assert self.rope is not None, "the policy must say that it observes RoPE"
+        return self.rope.unrotate(self.keys, self.rotated_to)
+
+    def output_projection(self) -> Tensor:
+        """The rows of W_o that multiply each query head's output, `[q_heads, Dv, hidden]`."""
+        module, weight = self.module, output_weight(self.module)
+        assert module is not None
+        assert weight is not None, "the policy must say that it observes weights"
+        weight = weight_of(module, "o_proj.weight", weight).to(self.keys.device)
+        return weight.T.reshape(self.all_queries.shape[0], -1, weight.shape[0])
+
+
+def output_weight(attention: nn.Module | None) -> Tensor | None:
+    """The weight of an attention module's output projection, `[hidden, q_heads * Dv]`, on "meta" where it is
+    offloaded; None if it cannot be read, because it has another name or is packed by quantization."""
+    weight = plain_weight(getattr(attention, "o_proj", None))
+    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.dtype.itemsize == 1:
+        return None  # fp8 needs scales
+    return weight
+
+
+class Window:
+    """The observation window: the rows that a paper calls the end of the prompt.
+
+    With probe passes these are the last rows of each pass; if the shortest pass has fewer than `rows`, the document's
+    own last `tail` tokens are added. Without a pass all rows are the document's. Earlier rows cannot judge those `tail`
+    tokens, so a policy that scores by a window keeps them.
+    """
+
+    def __init__(self, layer: LayerView, rows: int) -> None:
+        self._layer = layer
+        self._rows = rows
+        shortest = min((probed.queries.shape[1] for probed in layer.probes), default=0)
+        self.tail = min(max(0, rows - shortest), layer.num_tokens)
+
+    @property
+    def columns(self) -> int:
+        """Document tokens that can be judged: all but the tail."""
+        return self._layer.num_tokens - self.tail
+
+    def attention(self, kv_head: int) -> Tensor:
+        """Softmax weights `[group, R, columns]` fp32 of every observing row of one GQA group.
+
+        One head at a time: all of them together would take R times the memory of a layer's scores.
+        """
+        layer = self._layer
+        keys = layer.keys[kv_head]
+        parts = []
+        if self.tail:
+            queries = layer.grouped(layer.all_queries)[kv_head, :, -self.tail :]
+            parts.append(window_attention(queries, keys, layer.scaling)[..., : self.columns])
+        for probed in layer.probes:
+            queries = layer.grouped(probed.queries)[kv_head, :, -self._rows :]
+            weights = window_attention(queries, keys, layer.scaling, probed.keys[kv_head])
+            parts.append(weights[..., : self.columns])
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def queries(self, kv_head: int) -> Tensor:
+        """Queries `[group, R, D]` of the same rows."""
+        layer = self._layer
+        tail = layer.grouped(layer.all_queries)[kv_head, :, layer.num_tokens - self.tail :]
+        ends = [layer.grouped(probed.queries)[kv_head, :, -self._rows :] for probed in layer.probes]
+        return torch.cat([tail, *ends], dim=1)
+
+    def mean(self, kernel: int = 1, pooling: str = "avg") -> Tensor:
+        """Mean weight over the rows and the group, pooled over `kernel` neighbours: `[kv_heads, columns]` fp32."""
+        layer = self._layer
+        keys, tail = layer.keys[:, : self.columns], layer.keys[:, self.columns :]
+        # Keys of the observing rows themselves, which are not judged: the tail, then a pass.
+        rows = [(layer.all_queries[:, self.columns :], tail)] if self.tail else []
+        rows += [
+            (probed.queries[:, -self._rows :], torch.cat([tail, probed.keys], dim=1) if self.tail else probed.keys)
+            for probed in layer.probes
+        ]
+        if len(rows) == 1:
+            ((queries, own_keys),) = rows
+            return window_scores(queries, keys, layer.scaling, own_keys=own_keys, kernel=kernel, pooling=pooling)
+        sums = [
+            queries.shape[1] * window_scores(queries, keys, layer.scaling, own_keys=own_keys)
+            for queries, own_keys in rows
+        ]
+        num_rows = sum(queries.shape[1] for queries, _ in rows)
+        return pooled(torch.stack(sums).sum(dim=0) / num_rows, kernel, pooling)
+
+    def pad(self, scores: Tensor) -> Tensor:
+        """`scores` `[..., columns]` with zeros for the tail, which is protected: its score is never read."""
+        return torch.nn.functional.pad(scores, (0, self.tail))
+
+    def protect_tail(self) -> Tensor:
+        """`[N]` bool: the tail."""
+        return self._layer.positions >= self.columns

@@ -1,0 +1,135 @@
+"""Base classes of selectors: which of a stored cache's entries a question reads.
+
+A policy decides once, before anybody asks; a selector decides for each question, and the stored cache does not change.
+A selector is a frozen dataclass in a file of its own. Its fields are its parameters, as those of a policy.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+from torch import Tensor
+
+from kvshelf.artifact.records import PackedRecord
+from kvshelf.kernels.choose import Units
+from kvshelf.kernels.prefix_attention import PackedPrefix
+from kvshelf.kernels.quantize import quantize
+from kvshelf.methods.policies.base import Parametric, parameter, require_parameters
+
+LEAST_TOKENS = 128
+"""Fewest entries of the default budget."""
+
+
+@dataclass(frozen=True)
+class Selector(Parametric):
+    """Chooses entries of each layer for one question."""
+
+    def default_tokens(self, entries: int) -> int:
+        """Entries of a KV head that a question reads by default, of so many."""
+        return max(LEAST_TOKENS, entries // 8)
+
+    @classmethod
+    def build(cls, given: Mapping[str, Any]) -> Self:
+        """Make the selector from a request's parameters. Raises `InvalidRequest` naming the parameter and its range."""
+        require_parameters(cls, f"selector {cls.name!r}", given, "select.params")
+        return cls(**given)
+
+
+@dataclass(frozen=True, eq=False)
+class StoredLayer:
+    """What a cache holds of one layer. layer: its number in the model. records: those of `prefixes`, which have the
+    positions. num_tokens, sentence_ends: of the document, as in `CompressedCache`."""
+
+    layer: int
+    prefixes: tuple[PackedPrefix, ...]
+    records: tuple[PackedRecord, ...]
+    num_tokens: int
+    sentence_ends: tuple[int, ...]
+
+    @property
+    def kv_heads(self) -> int:
+        return len(self.prefixes[0].lengths)
+
+
+@dataclass(frozen=True)
+class UnitSelector(Selector):
+    """Chooses units of consecutive entries, by scores that are products of a query and summaries: see
+    `kernels.choose`. The tokens of the question read all entries, unless it chooses `by_index`."""
+
+    cut: ClassVar[bool] = False
+    """Whether the last unit is cut where the budget ends."""
+    by_index: ClassVar[bool] = False
+    """Whether it chooses by the index that the cache stores (`Indexed`): for all heads of a layer together, and for the
+    tokens of the question, too. Rows that are not chosen are then not read from the shelf."""
+    relu: ClassVar[float] = 0.0
+    """The factor of the positive part of a query beside a unit's range."""
+
+    @property
+    def linear(self) -> float:
+        """The factor of a query beside a unit's range."""
+        return 0.0
+
+    @property
+    def group(self) -> Literal["max", "mean"]:
+        """How the query heads of a KV head are joined."""
+        return "max"
+
+    def chooses(self, layer: int, num_layers: int) -> bool:  # noqa: ARG002
+        """Whether it chooses in a layer; the others are read whole."""
+        return True
+
+    @abstractmethod
+    def units(self, stored: StoredLayer) -> list[Units]:
+        """The units of each prefix of a layer, made once for all questions; `by_index`, those of one head for all."""
+
+    def columns(self, layer: int) -> Tensor | None:  # noqa: ARG002
+        """The channels of a query that the columns of the summaries stand for; see `Choice`."""
+        return None
+
+
+@dataclass(frozen=True)
+class StepSelector(UnitSelector):
+    """One whose choices are made within the attention of the answer's tokens."""
+
+    every: int = parameter(1, "tokens of the answer that read one choice, that of the first of them", minimum=1)
+
+
+def of_pages(prefix: PackedPrefix, page: int) -> Units:
+    """Pages of `page` consecutive entries with bounds of each channel of their keys. The first page of a head, and the
+    last, are always read: there are the attention sinks and the most recent tokens.
+
+    The bounds are the zeros and scales that quantized keys have in such groups: the least value, rounded down, and the
+    range over the largest code, rounded up. Of keys that are quantized in groups of `page` they are there, and these
+    tables are views.
+    """
+    keys = prefix.keys
+    there = not isinstance(keys, Tensor) and keys.axis == "tokens" and keys.group == page
+    low, span, codes = (keys.zeros, keys.scales, 2**keys.bits - 1) if there else _bounds(prefix, page)  # type: ignore[union-attr]
+    counts = tuple(-(-length // page) for length in prefix.lengths)
+    ends, forced = [], []
+    for length, count in zip(prefix.lengths, counts, strict=True):
+        own = torch.arange(1, count + 1, dtype=torch.int32).mul_(page).clamp_max_(length)
+        ends.append(own)
+        forced.append((own <= page) | (own == length))
+    rows = torch.cat(ends).to(low.device), torch.cat(forced).to(low.device)
+    return Units(low, span, *rows, counts, float(codes), views=there)
+
+
+def _bounds(prefix: PackedPrefix, page: int) -> tuple[Tensor, Tensor, int]:
+    """Zeros and scales `[pages, D]` bf16 of the keys in 8 bits, and the largest code."""
+    found = [
+        quantize(head[start : min(length, start + _AT_ONCE * page)], 8, page, "tokens")
+        for (head, _), length in zip(prefix.heads, prefix.lengths, strict=True)
+        for start in range(0, length, _AT_ONCE * page)
+    ]
+    empty = torch.empty(0, prefix.keys.shape[1], dtype=torch.bfloat16, device=prefix.keys.device)
+    _, scales, zeros = zip(*found, strict=True) if found else ((), (empty,), (empty,))
+    return torch.cat(zeros), torch.cat(scales), 255
+
+
+_AT_ONCE = 64
+"""Pages whose keys are made readable at once."""

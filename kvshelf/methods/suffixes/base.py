@@ -1,0 +1,140 @@
+"""Base classes of suffix policies: which entries of a question and its answer stay behind the shared document.
+
+A policy decides about a document once, before anybody asks; a suffix policy bounds what one answer adds to it while it
+is decoded. It never touches the document, so a method that in its paper shrinks the whole cache is applied here to the
+suffix alone. A suffix policy is a frozen dataclass in a file of its own. Its fields are its parameters, as those of a
+policy.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from kvshelf.kernels.select import select
+from kvshelf.methods.policies.base import Parametric, parameter, require_parameters
+
+DEFAULT_BUDGET = 512
+"""Entries that an answer keeps by default, beside those that are protected."""
+
+Columns = dict[str, Tensor]
+"""Numbers that a policy keeps of each stored entry, `[kv_heads, S]` fp32 each, by name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Suffix:
+    """The S stored entries of one row at one layer, oldest first. The last one is the newest token.
+
+    keys: `[kv_heads, S, D]`, values: `[kv_heads, S, Dv]`. positions: `[kv_heads, S]` int64, the place of each entry
+    among all tokens behind the document. columns: what the policy noted of each entry. protected: so many first entries
+    stay. tokens: behind the document, stored or not. budget: entries that may stay, protected ones included.
+    """
+
+    layer: int
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    columns: Columns
+    protected: int
+    tokens: int
+    budget: int
+
+    @property
+    def stored(self) -> int:
+        """S."""
+        return self.keys.shape[1]
+
+
+@dataclass(frozen=True, eq=False)
+class Reduction:
+    """The entries that stay, equally many in every head: `kept` `[kv_heads, m]` int64, ascending. keys, values: theirs
+    where they change, `[kv_heads, m, D]` and `[kv_heads, m, Dv]`. columns: theirs where they change."""
+
+    kept: Tensor
+    keys: Tensor | None = None
+    values: Tensor | None = None
+    columns: Columns | None = None
+
+
+@dataclass(frozen=True)
+class SuffixPolicy(Parametric):
+    """Bounds one answer's suffix to `budget` entries of a KV head, and `interval` more between two reductions.
+
+    Only tokens of the answer are observed, and the suffix is reduced after the answer's tokens alone: how a question is
+    cut into steps depends on the other rows of a batch, and an answer must not.
+
+    observes: whether it needs the weights that the answer's tokens give to the suffix, beside keys and values. columns:
+    the numbers that it notes of each entry, with the value of a new one.
+    """
+
+    observes: ClassVar[bool] = False
+    columns: ClassVar[Mapping[str, float]] = {}
+
+    protect_question: bool = parameter(True, "keep all entries of the question")
+
+    @property
+    @abstractmethod
+    def interval(self) -> int:
+        """Tokens of the answer between two reductions."""
+
+    @property
+    def least(self) -> int:
+        """The smallest budget beside protected entries."""
+        return 1
+
+    def observes_at(self, answered: int) -> bool:  # noqa: ARG002
+        """Whether it observes the attention of this token of the answer, counted from 1."""
+        return self.observes
+
+    def observe(self, columns: Columns, weights: Tensor, positions: Tensor, answered: int) -> None:
+        """Note what the newest token gave to each entry, itself included. weights: `[kv_heads, group, S]` fp32, shares
+        of its attention to document and suffix together. positions: as of a `Suffix`. answered: the token's number in
+        the answer, counted from 1. Changes `columns` in place."""
+
+    @abstractmethod
+    def reduce(self, suffix: Suffix) -> Reduction:
+        """What stays of a suffix with more entries than the budget: at most the budget. Same suffix, same result."""
+
+    @classmethod
+    def build(cls, given: Mapping[str, Any]) -> Self:
+        """Make the policy from a request's parameters. Raises `InvalidRequest` naming the parameter and its range."""
+        require_parameters(cls, f"suffix policy {cls.name!r}", given, "suffix.params")
+        return cls(**given)
+
+
+@dataclass(frozen=True)
+class PeriodicPolicy(SuffixPolicy):
+    """One that can reduce after any token. Reducing every n-th one moves each entry once where it would move n times;
+    with `every` 1 it is the paper's."""
+
+    every: int = parameter(32, "tokens of the answer between two reductions", minimum=1)
+
+    @property
+    def interval(self) -> int:
+        return self.every
+
+
+def best(suffix: Suffix, scores: Tensor, recent: int) -> Tensor:
+    """Which entries stay, as many as the budget has room for: the protected ones, the `recent` last, and the best of
+    the others by scores `[kv_heads, S]`. Bool `[kv_heads, S]`."""
+    stays = torch.zeros(suffix.stored, dtype=torch.bool, device=scores.device)
+    stays[: suffix.protected] = True
+    stays[suffix.stored - recent :] = True
+    return select(scores, stays, [suffix.budget] * len(scores))
+
+
+def numbers_of(mask: Tensor) -> Tensor:
+    """The entries of each head that a mask `[kv_heads, S]` names, equally many: `[kv_heads, m]`, ascending."""
+    return mask.nonzero()[:, 1].view(len(mask), -1)
+
+
+def ends(suffix: Suffix) -> Tensor:
+    """The protected entries and the last ones, as many as the budget has room for: `[m]`."""
+    gone = suffix.stored - suffix.budget
+    numbers = torch.arange(suffix.budget, device=suffix.keys.device)
+    return torch.where(numbers < suffix.protected, numbers, numbers + gone)

@@ -1,0 +1,83 @@
+"""CaM: the values of entries that leave go into those that follow (Zhang et al., ICML 2024)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvshelf.methods.policies.base import parameter
+from kvshelf.methods.suffixes.base import Columns, PeriodicPolicy, Reduction, Suffix, ends
+from kvshelf.methods.suffixes.draws import uniform
+
+_AT_ONCE = 256
+"""Entries that leave together: one system of equations, whose size is the square of their number."""
+
+
+@dataclass(frozen=True)
+class CaM(PeriodicPolicy):
+    """Keep the question and the most recent tokens, as `window` does, but let the values that leave go on in others.
+
+    An entry that leaves the window draws whether it merges, with the probability p = A / (mean A of the window), at
+    most 1, where A is the sum of the weights that an entry received from tokens of the answer. If it does, 1 / m of its
+    value is added to each of the m = `merge` entries behind it; its key is dropped. Entries leave one after the other,
+    the oldest first, so that a value may travel on.
+
+    Draws come from a hash of (`seed`, layer, head, position): an answer is the same in any batch. Departures: means
+    over a GQA group; a reduction after every 32nd token. The authors' code looks for infinite probabilities where it
+    should look for those that are no numbers; here 0 / 0 is 0.
+    """
+
+    name: ClassVar[str] = "cam"
+    source: ClassVar[str] = "CaM, ICML 2024 (proceedings.mlr.press/v235/zhang24n)"
+    advice: ClassVar[str] = "in place of `window` where old values still count; it watches every token's attention."
+    observes: ClassVar[bool] = True
+    columns: ClassVar[dict[str, float]] = {"sum": 0.0}
+
+    merge: int = parameter(32, "entries that share the value of one that leaves", minimum=1)
+    probability: float | None = parameter(
+        None, "with which an entry that leaves merges; null: by the attention it received", minimum=0, maximum=1
+    )
+    seed: int = parameter(0, "of the draws", minimum=0)
+
+    def observe(self, columns: Columns, weights: Tensor, positions: Tensor, answered: int) -> None:  # noqa: ARG002
+        columns["sum"] += weights.mean(1)
+
+    def reduce(self, suffix: Suffix) -> Reduction:
+        going = suffix.stored - suffix.budget
+        behind = suffix.values[:, suffix.protected :].to(torch.float32, copy=True)  # those that leave, then the window
+        weights = self._drawn(suffix, going) / self.merge
+        for first in range(0, going, _AT_ONCE):
+            stop = min(first + _AT_ONCE, going)
+            _pass_on(behind[:, first : stop + self.merge], weights[:, first:stop], self.merge)
+        values = torch.cat([suffix.values[:, : suffix.protected], behind[:, going:].to(suffix.values.dtype)], dim=1)
+        return Reduction(ends(suffix).expand(len(values), -1), values=values)
+
+    def _drawn(self, suffix: Suffix, going: int) -> Tensor:
+        """1 for each entry that leaves and merges, 0 for the others: `[kv_heads, going]` fp32."""
+        leaving = slice(suffix.protected, suffix.protected + going)
+        sums = suffix.columns["sum"]
+        if self.probability is None:
+            share = sums[:, leaving] / sums[:, leaving.stop :].mean(1, keepdim=True)
+            likely = share.nan_to_num(nan=0.0).clamp(0, 1)
+        else:
+            likely = torch.full_like(sums[:, leaving], self.probability)
+        return (uniform(self.seed, suffix.layer, suffix.positions[:, leaving]) < likely).float()
+
+
+def _pass_on(values: Tensor, weights: Tensor, merge: int) -> None:
+    """Let the first n of values `[kv_heads, n + merge or fewer, Dv]` leave, in place: each adds its value times its
+    weight `[kv_heads, n]` to the next `merge`, also to those that leave after it."""
+    count = weights.shape[1]
+    rows = torch.arange(values.shape[1], device=values.device).unsqueeze(1)
+    columns = torch.arange(count, device=values.device)
+    near = (rows > columns) & (rows <= columns + merge)
+    shares = torch.where(near, weights.unsqueeze(1), 0.0)  # [kv_heads, entries, n]
+    within, beyond = shares[:, :count], shares[:, count:]
+    # What leaves is v_j = values_j + sum of shares_ji v_i over the i before: a triangular system.
+    system = torch.eye(count, device=values.device) - within
+    left = torch.linalg.solve_triangular(system, values[:, :count], upper=False, unitriangular=True)
+    values[:, :count] = left
+    values[:, count:] += beyond @ left

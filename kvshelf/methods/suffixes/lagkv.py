@@ -1,0 +1,72 @@
+"""LagKV while decoding: each partition of the answer judged in the scale of the next one (arXiv 2504.04704)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvshelf.kernels.lag_scores import lag_scores
+from kvshelf.methods.policies.base import parameter
+from kvshelf.methods.policies.partitions import Cut
+from kvshelf.methods.suffixes.base import Reduction, Suffix, SuffixPolicy, numbers_of
+
+
+@dataclass(frozen=True)
+class LagKV(SuffixPolicy):
+    """Whenever a further partition of `lag` tokens is full, judge the one before it in that one's scale. Sees no query.
+
+    Scores are those of policy `lagkv` (eq. 7 to 11). The last full partition stays whole, and those before it share
+    what the budget leaves, equally: a partition keeps its own best, fewer as the answer grows. What stays then is what
+    policy `lagkv` would keep of the same keys and values, had they come at once, with the question as its sink. Where
+    the answer has more partitions than entries to share, the oldest keep one each and the others none.
+
+    Departures: the budget is given and the share follows from it, while the paper's suffix grows without bound at a
+    fixed share; `lag` is 128, not 1024, because answers are shorter than documents.
+    """
+
+    name: ClassVar[str] = "lagkv"
+    source: ClassVar[str] = "LagKV, arXiv 2504.04704"
+    advice: ClassVar[str] = "as the default for long answers: it needs no attention weights, so it costs little."
+    columns: ClassVar[dict[str, float]] = {"score": torch.inf}
+
+    lag: int = parameter(128, "tokens per partition", minimum=2)
+
+    @property
+    def interval(self) -> int:
+        return self.lag
+
+    @property
+    def least(self) -> int:
+        # The last full partition and what a question that is not protected leaves of another one stay whole.
+        return self.lag + 1 if self.protect_question else 2 * self.lag
+
+    def reduce(self, suffix: Suffix) -> Reduction:
+        cut = Cut(suffix.tokens, suffix.protected, self.lag)
+        whole = self.lag + (suffix.tokens - suffix.protected) % self.lag
+        shared = slice(suffix.protected, suffix.stored - whole)
+        scores = self._judged(suffix, cut, shared)
+        partition = (suffix.positions[:, shared] - suffix.protected) // self.lag
+        # By partition, then by score, the best first; of equal scores the smaller position wins, as in `select`.
+        order = scores[:, shared].argsort(dim=1, descending=True, stable=True)
+        order = order.gather(1, partition.gather(1, order).argsort(dim=1, stable=True))
+        partition = partition.gather(1, order)
+        rank = torch.arange(order.shape[1], device=order.device) - torch.searchsorted(partition, partition)
+        # Shares never grow, so nothing that has gone would have to come back.
+        shares = torch.tensor(cut.shares(suffix.budget), device=order.device)
+        stays = torch.ones(scores.shape, dtype=torch.bool, device=order.device)
+        stays[:, shared] = torch.empty_like(order, dtype=torch.bool).scatter_(1, order, rank < shares[partition])
+        kept = numbers_of(stays)
+        return Reduction(kept, columns={"score": scores.gather(1, kept)})
+
+    def _judged(self, suffix: Suffix, cut: Cut, shared: slice) -> Tensor:
+        """The scores, once those partitions have some whose next one is full: at the first reduction all of them, and
+        later the one before the last."""
+        new = cut.reduced if suffix.stored == suffix.tokens else 1
+        begin, end = shared.stop - new * self.lag, shared.stop + self.lag
+        scores = suffix.columns["score"].clone()
+        found = lag_scores(suffix.keys[:, begin:end], suffix.values[:, begin:end], self.lag)
+        scores[:, begin : shared.stop] = found.flatten(1)
+        return scores

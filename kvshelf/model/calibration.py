@@ -1,0 +1,303 @@
+"""Calibrations: measured scores of a model's heads and layers, and the files that hold them.
+
+A calibration is a small JSON file, made by `kvshelf calibrate` for one set of weights, whose digest it holds. kvshelf
+looks for it in the user's data folder, under that digest, and then in the folder of the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from kvshelf.artifact.identity import ModelIdentity, canonical_json, digest
+from kvshelf.artifact.shape import LayerShape
+from kvshelf.artifact.transforms import Transforms
+from kvshelf.atomic import written
+from kvshelf.errors import InvalidRequest, ModelMismatch, PolicyUnsupported
+
+BESIDE_THE_WEIGHTS = "compresskv.json"
+"""Name of the calibration that a model's own folder may hold."""
+
+TRANSFORMS_BESIDE_THE_WEIGHTS = "klt.safetensors"
+"""Name of the transforms that a model's own folder may hold."""
+
+CHUNKS_BESIDE_THE_WEIGHTS = "fasa.json"
+"""Name of the frequency chunks that a model's own folder may hold."""
+
+_LARGEST_FILE = 16 * 2**20
+
+Score = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class _Origin(BaseModel):
+    """How something was measured. For people: no code depends on it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    model: str
+    documents: int = Field(ge=1)
+    tokens: int = Field(ge=1)
+
+
+class Origin(_Origin):
+    """How a calibration was made."""
+
+    answered: float = Field(ge=0, le=1, description="share of the generated tokens that were the needle's")
+    compression_ratio: float = Field(gt=0, lt=1, description="under which the layers' errors were measured")
+
+
+class Calibration(BaseModel):
+    """Scores of the query heads, `head_scores[layer][head]`, and the layers' shares of the error, which add up to 1.
+
+    `weights` is the digest of the weights it was made with, as in `ModelIdentity`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    param: ClassVar[str] = "policy"
+    """The field of a request that needs it."""
+    format: Literal["kvshelf.calibration/1"] = "kvshelf.calibration/1"
+    weights: str = Field(min_length=1)
+    head_scores: tuple[tuple[Score, ...], ...] = Field(min_length=1)
+    layer_errors: tuple[Score, ...]
+    origin: Origin
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if len({len(heads) for heads in self.head_scores}) != 1 or not self.head_scores[0]:
+            raise ValueError("head_scores must have the same number of heads in every layer, at least one")
+        if len(self.layer_errors) != len(self.head_scores):
+            raise ValueError(f"{len(self.layer_errors)} layer_errors for {len(self.head_scores)} layers of head_scores")
+        if abs(sum(self.layer_errors) - 1) > 1e-6:
+            raise ValueError(f"layer_errors add up to {sum(self.layer_errors)}, not to 1")
+        return self
+
+    @property
+    def query_heads(self) -> int:
+        """Query heads of each layer."""
+        return len(self.head_scores[0])
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of the fields that policies read: part of the identity of every cache made with it."""
+        content = self.model_dump(mode="json", include={"weights", "head_scores", "layer_errors"})
+        return digest("kvshelf.calibration", canonical_json(content))
+
+    def best_heads(self, layer_idx: int, count: int) -> list[int]:
+        """The `count` query heads of a layer with the highest scores, ascending; equal ones by the lower index."""
+        scores = self.head_scores[layer_idx]
+        return sorted(sorted(range(len(scores)), key=lambda head: -scores[head])[:count])
+
+
+class ChunksOrigin(_Origin):
+    """How chunks were measured."""
+
+    top: int = Field(ge=1, description="keys of a query whose agreement was measured")
+
+
+class Chunks(BaseModel):
+    """How well each frequency chunk of a head tells its best keys by itself (FASA): `agreement[layer][kv_head][f]`, for
+    the channels f and f + D / 2, the share of a query's best keys that are also its best by this chunk alone.
+
+    `weights` as of a `Calibration`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    param: ClassVar[str] = "select.method"
+    format: Literal["kvshelf.chunks/1"] = "kvshelf.chunks/1"
+    weights: str = Field(min_length=1)
+    agreement: tuple[tuple[tuple[Share, ...], ...], ...] = Field(min_length=1)
+    origin: ChunksOrigin
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if len({(len(layer), len(head)) for layer in self.agreement for head in layer}) != 1:
+            raise ValueError("agreement must have the same heads in every layer, and the same chunks in every head")
+        return self
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of what selectors read."""
+        content = self.model_dump(mode="json", include={"weights", "agreement"})
+        return digest("kvshelf.chunks", canonical_json(content))
+
+    def best(self, layer: int, count: int) -> list[list[int]]:
+        """Of each KV head, the `count` chunks that agree most, ascending; equal ones by the lower number."""
+        heads = self.agreement[layer]
+        return [sorted(sorted(range(len(head)), key=lambda f: -head[f])[:count]) for head in heads]
+
+
+def data_folder() -> Path:
+    """The folder of a user's calibrations (XDG base directories)."""
+    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(data) / "kvshelf" / "calibrations"
+
+
+def note_served(name: str, model: str) -> None:
+    """Remember what a service of this user serves under a name, which messages have in place of a private path: the
+    command in them then finds it. model: a path, or what is no path and has its own name. Where nothing can be written,
+    nothing is remembered."""
+    path, source = _served(name), Path(model).expanduser()
+    with suppress(OSError):
+        if not source.exists():
+            path.unlink(missing_ok=True)
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with written(path) as file:
+            file.write(os.fsencode(source.absolute()))
+
+
+def served(name: str) -> str | None:
+    """The path of the model that was last served under a name, if it was one and is still there."""
+    with suppress(OSError, ValueError):
+        source = Path(os.fsdecode(_served(name).read_bytes()))
+        return str(source) if source.exists() else None
+    return None
+
+
+def _served(name: str) -> Path:
+    return data_folder().with_name("served") / digest("kvshelf.served", name)
+
+
+def find(model: ModelIdentity, folder: str) -> Calibration:
+    """The calibration of a model whose weights were loaded from `folder`: a path, a hub id, or "" for a model made in
+    memory.
+
+    Raises `PolicyUnsupported` if there is none, if it belongs to other weights, or if its file is broken.
+    """
+    path = place(paths(model.weights).heads, folder, BESIDE_THE_WEIGHTS)
+    if path is None:
+        raise PolicyUnsupported(
+            f"the policy needs a calibration of {model.name!r}, and there is none; make one: {_command(model)}",
+            param="policy",
+        )
+    found = load(path, Calibration)
+    heads = json.loads(model.attention)["num_attention_heads"]
+    _require_fitting(model, found, path, (len(found.head_scores), found.query_heads), heads, "query heads")
+    return found
+
+
+def find_chunks(model: ModelIdentity, folder: str, kv_heads: int) -> Chunks:
+    """The frequency chunks of a model, as `find`. kv_heads: of each layer. Raises `PolicyUnsupported`."""
+    path = place(paths(model.weights).chunks, folder, CHUNKS_BESIDE_THE_WEIGHTS)
+    if path is None:
+        raise PolicyUnsupported(
+            f"selector fasa needs the frequency chunks of {model.name!r}, and nobody has measured them; do so: "
+            f"{_command(model)} --only chunks",
+            param="select.method",
+        )
+    found = load(path, Chunks)
+    _require_fitting(model, found, path, (len(found.agreement), len(found.agreement[0])), kv_heads, "KV heads")
+    return found
+
+
+class Paths(NamedTuple):
+    """Where a model's calibration, transforms and frequency chunks lie."""
+
+    heads: Path
+    transforms: Path
+    chunks: Path
+
+
+def paths(weights: str, folder: Path | None = None) -> Paths:
+    """In a model's folder, or in the user's data folder, which holds those of many models."""
+    if folder is not None:
+        names = BESIDE_THE_WEIGHTS, TRANSFORMS_BESIDE_THE_WEIGHTS, CHUNKS_BESIDE_THE_WEIGHTS
+        return Paths(*(folder / name for name in names))
+    names = f"{weights}.json", f"{weights}.{TRANSFORMS_BESIDE_THE_WEIGHTS}", f"{weights}.{CHUNKS_BESIDE_THE_WEIGHTS}"
+    return Paths(*(data_folder() / name for name in names))
+
+
+def find_transforms(model: ModelIdentity, folder: str, layers: Sequence[LayerShape]) -> Transforms:
+    """The transforms of a model for the codec klt, from the places of `find`. layers: of its caches.
+
+    Raises `PolicyUnsupported` if there are none, if they belong to other weights, or if their file is broken.
+    """
+    path = place(paths(model.weights).transforms, folder, TRANSFORMS_BESIDE_THE_WEIGHTS)
+    if path is None:
+        raise PolicyUnsupported(
+            f"codec klt needs the transforms of {model.name!r}, and there are none; make them: {_command(model)}",
+            param="codec",
+        )
+    try:
+        found = Transforms.from_bytes(path.read_bytes())
+        found.require_of(model, layers)
+    except (InvalidRequest, ModelMismatch, OSError) as error:
+        raise PolicyUnsupported(f"{path}: {error}", param="codec") from error
+    return found
+
+
+def place(own: Path, folder: str, beside: str) -> Path | None:
+    """The first of both that is a file: the user's own, or the one in the folder of the weights, if these have one."""
+    places = [own, *([Path(folder) / beside] if folder else [])]
+    return next((path for path in places if path.is_file()), None)
+
+
+Measured = TypeVar("Measured", Calibration, Chunks)
+
+
+def load(path: Path, kind: type[Measured]) -> Measured:
+    """Read and check a calibration or chunks. Raises `PolicyUnsupported`, which says what is wrong with the file."""
+    try:
+        if path.stat().st_size > _LARGEST_FILE:
+            raise PolicyUnsupported(
+                f"the calibration {path} has over {_LARGEST_FILE} bytes and is none", param=kind.param
+            )
+        return kind.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise PolicyUnsupported(
+            f"the calibration {path} is broken{f' at {where}' if where else ''}: {first['msg']}; make it again with "
+            "kvshelf calibrate",
+            param=kind.param,
+        ) from error
+    except OSError as error:
+        raise PolicyUnsupported(f"the calibration {path} cannot be read: {error}", param=kind.param) from error
+
+
+def require_writable(path: Path) -> None:
+    """Raise `InvalidRequest` if a calibration cannot be saved there. Checked before the long search, not after it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidRequest(f"{path} cannot be written: {error}", param="output") from error
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise InvalidRequest(f"{path} is a folder, or in one that cannot be written to; name a file", param="output")
+
+
+def save(measured: Calibration | Chunks, path: Path) -> None:
+    """Write a calibration or chunks atomically."""
+    with written(path) as file:
+        file.write(measured.model_dump_json(indent=1).encode() + b"\n")
+
+
+def _require_fitting(
+    model: ModelIdentity, found: Calibration | Chunks, path: Path, has: tuple[int, int], heads: int, of: str
+) -> None:
+    """Refuse a file of other weights, or one that `has` other layers and heads than the model, `heads` in each."""
+    if found.weights != model.weights:
+        raise PolicyUnsupported(
+            f"the calibration {path} is of other weights ({found.weights[:16]}) than those of {model.name!r} as "
+            f"{model.dtype} ({model.weights[:16]}); make one for these: {_command(model)}",
+            param=found.param,
+        )
+    layers = json.loads(model.attention)["num_hidden_layers"]
+    if has != (layers, heads):
+        raise PolicyUnsupported(
+            f"the calibration {path} has {has[0]} layers of {has[1]} {of}, and {model.name!r} has {layers} of {heads}; "
+            f"make it again: {_command(model)}",
+            param=found.param,
+        )
+
+
+def _command(model: ModelIdentity) -> str:
+    return f"kvshelf calibrate --model {model.name} --dtype {model.dtype}"

@@ -1,0 +1,144 @@
+"""Where a model computes and where its weights are: on one device, spread over several by a `device_map`, or offloaded
+to the CPU or the disk until a module runs. accelerate's hooks (`_hf_hook`) say so, and move what modules are given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from kvshelf.errors import InvalidRequest, PolicyUnsupported
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Where a model computes. inputs: the device of token ids and positions. layers: of each layer, with its cache."""
+
+    inputs: torch.device
+    layers: tuple[torch.device, ...]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Devices:
+        """Raises as `layer_devices`."""
+        return cls(input_device(model), layer_devices(model))
+
+    @cached_property
+    def each(self) -> tuple[torch.device, ...]:
+        """The devices of layers, each once."""
+        return tuple(dict.fromkeys(self.layers))
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """Of each layer, which of `each` is its device."""
+        return tuple(map(self.each.index, self.layers))
+
+
+@cache
+def multiplies_bfloat16() -> bool:
+    """Whether this machine's CPU has instructions for products in bfloat16: AMX, AVX512-BF16, or those of ARM. torch
+    emulates them elsewhere, and a prefill takes many times as long as in float32.
+
+    Read off the flags and not measured: the dtype is part of every cache's identity, so that it must not depend on what
+    else the machine does. False where the system does not tell its flags.
+    """
+    try:
+        lines = _CPUINFO.read_text(errors="replace").splitlines()
+    except OSError:
+        return False
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return not {"amx_bf16", "avx512_bf16", "bf16"}.isdisjoint(flags.split())
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where the token embedding computes; "meta" for a model without weights."""
+    return next(_computes_on(model.get_input_embeddings()), model.device)
+
+
+def layer_devices(model: PreTrainedModel) -> tuple[torch.device, ...]:
+    """Where the attention of each layer computes, or its recurrence; the input's device for a layer with neither.
+
+    Raises `PolicyUnsupported` where weights are on no device, and where those of one attention are on several.
+    """
+    kind = type(model).__name__
+    if lost := [name for name, tensor in model.state_dict().items() if tensor.is_meta and not _offloading(model, name)]:
+        shown = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
+        raise PolicyUnsupported(
+            f"{len(lost)} weights of this {kind} are on no device ({shown}); load it with a device_map that names a "
+            "device for every layer, or with device_map='auto'",
+            param="model",
+        )
+    found: dict[int, set[torch.device]] = {}
+    for index, module in _attentions(model):
+        found.setdefault(index, set()).update(_computes_on(module))
+    for index, devices in sorted(found.items()):
+        if len(devices) > 1:
+            raise PolicyUnsupported(
+                f"the attention of layer {index} of this {kind} is on several devices "
+                f"({', '.join(sorted(map(str, devices)))}), and its cache is on one; load it with a device_map that "
+                "keeps each layer whole, such as device_map='auto'",
+                param="model",
+            )
+    inputs = input_device(model)
+    return tuple(next(iter(found.get(index, ())), inputs) for index in range(model.config.num_hidden_layers))
+
+
+def hooked(model: nn.Module) -> bool:
+    """Whether modules run by accelerate's hooks, as those of a model on one device do not."""
+    return any(_hooks(module) for module in model.modules())
+
+
+def weight_of(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """`tensor`, the entry `name` of the model's state dict, or where it is offloaded, what the model computes with, on
+    the CPU or the device where it will be used."""
+    hook = _offloading(model, name) if tensor.is_meta else None
+    return tensor if hook is None else hook.weights_map[name.rpartition(".")[2]]
+
+
+def _offloading(model: nn.Module, name: str) -> Any:
+    """The hook that gives a module its tensor `name` for as long as it runs; None where there is none."""
+    hooks = _hooks(model.get_submodule(name.rpartition(".")[0]))
+    return next((hook for hook in hooks if getattr(hook, "weights_map", None) is not None), None)
+
+
+def _hooks(module: nn.Module) -> tuple[Any, ...]:
+    hook: Any = getattr(module, "_hf_hook", None)
+    return () if hook is None else tuple(getattr(hook, "hooks", (hook,)))
+
+
+def _attentions(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
+    """The innermost modules that know their layer, with its number."""
+    for module in model.modules():
+        index = getattr(module, "layer_idx", None)
+        inner = (each for each in module.modules() if each is not module)
+        if isinstance(index, int) and not any(hasattr(each, "layer_idx") for each in inner):
+            yield index, module
+
+
+def _computes_on(module: nn.Module) -> Iterator[torch.device]:
+    """The device of each module in this one that has weights, while it runs."""
+    for each in module.modules():
+        weight = next(chain(each.parameters(recurse=False), each.buffers(recurse=False)), None)
+        told = (getattr(hook, "execution_device", None) for hook in _hooks(each))
+        if weight is not None:
+            device = next((each for each in told if each is not None), weight.device)
+            yield torch.empty(0, device=device).device  # "cuda" and 0 are both cuda:0
+
+
+def chosen_dtype(name: str, auto: torch.dtype) -> torch.dtype:
+    """The dtype of `--dtype`, "auto" being `auto`."""
+    dtypes = {"auto": auto, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in dtypes:
+        raise InvalidRequest(f"unknown dtype {name!r}; one of {', '.join(dtypes)}", param="dtype")
+    return dtypes[name]

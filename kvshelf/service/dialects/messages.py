@@ -1,0 +1,146 @@
+"""Anthropic's messages: an answer as a whole, and as events."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvshelf.api.anthropic import (
+    AnswerBlock,
+    AnswerCall,
+    AnswerText,
+    AnswerThinking,
+    MessageObject,
+    MessageUsage,
+    StopReason,
+)
+from kvshelf.api.tools import ToolCall
+from kvshelf.model.templates.thoughts import Thought
+from kvshelf.workers.replica.results import Reply
+
+
+@dataclass(frozen=True)
+class Answering:
+    """A message that is being made. asked: the cache behind which the question is. read, created: the tokens of that
+    cache; it was on the shelf, or this request made it."""
+
+    model: str
+    asked: str
+    read: int
+    created: int
+    id: str = field(default_factory=lambda: "msg_" + secrets.token_hex(12))
+
+    def whole(self, reply: Reply) -> dict[str, Any]:
+        """A `MessageObject` as JSON."""
+        text: list[AnswerBlock] = [AnswerText(text=reply.text)] if reply.text else []
+        if reply.reasoning_content is not None:
+            text.insert(0, AnswerThinking(thinking=reply.reasoning_content))
+        message = self._wire(
+            content=[*text, *map(_called, reply.tool_calls)],
+            stop_reason=_reason(reply),
+            stop_sequence=reply.stop,
+            usage=self._usage(reply),
+        )
+        return message | _kept(reply.stored_cache_id, reply.not_stored)
+
+    def unasked(self, not_stored: str | None) -> dict[str, Any]:
+        """A `MessageObject` without an answer as JSON: the cache is there, and nothing was asked."""
+        message = self._wire(content=[], stop_reason="max_tokens", stop_sequence=None, usage=self._known)
+        return message | _kept(None, not_stored)
+
+    async def events(self, pieces: AsyncGenerator[str | Reply, None]) -> AsyncGenerator[dict[str, Any], None]:
+        """Each event as JSON. The first has the counts that are known before the answer, `message_delta` has all."""
+        begun, thought, written, index = False, False, False, 0
+        async with aclosing(pieces):
+            async for piece in pieces:
+                if not begun:
+                    message = self._wire(content=[], stop_reason=None, stop_sequence=None, usage=self._known)
+                    yield {"type": "message_start", "message": message}
+                    begun = True
+                thinks = isinstance(piece, Thought)
+                if thinks and not thought:
+                    yield _start(0, AnswerThinking(thinking=""))
+                    thought = True
+                if thought and not thinks and not index and (isinstance(piece, Reply) or piece):
+                    signed = {"type": "signature_delta", "signature": ""}
+                    yield {"type": "content_block_delta", "index": 0, "delta": signed}
+                    yield {"type": "content_block_stop", "index": 0}
+                    index = 1
+                if isinstance(piece, Reply):
+                    for event in self._ending(piece, index, written=written):
+                        yield event
+                elif thinks:
+                    delta = {"type": "thinking_delta", "thinking": piece}
+                    yield {"type": "content_block_delta", "index": 0, "delta": delta}
+                elif piece:
+                    if not written:
+                        yield _start(index, AnswerText(text=""))
+                        written = True
+                    delta = {"type": "text_delta", "text": piece}
+                    yield {"type": "content_block_delta", "index": index, "delta": delta}
+
+    def _ending(self, reply: Reply, first: int, *, written: bool) -> Iterator[dict[str, Any]]:
+        """The events behind the text. first: the index of its block. written: whether there was any."""
+        if written:
+            yield {"type": "content_block_stop", "index": first}
+        for index, call in enumerate(map(_called, reply.tool_calls), first + int(written)):
+            yield _start(index, call.model_copy(update={"input": {}}))
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(call.input, ensure_ascii=False)}
+            yield {"type": "content_block_delta", "index": index, "delta": delta}
+            yield {"type": "content_block_stop", "index": index}
+        ended = {"stop_reason": _reason(reply), "stop_sequence": reply.stop}
+        usage = self._usage(reply).model_dump()
+        kept = _kept(reply.stored_cache_id, reply.not_stored)
+        yield {"type": "message_delta", "delta": ended, "usage": usage} | kept
+        yield {"type": "message_stop"}
+
+    @property
+    def _known(self) -> MessageUsage:
+        """What is known before the answer."""
+        return MessageUsage(
+            input_tokens=0,
+            cache_creation_input_tokens=self.created,
+            cache_read_input_tokens=self.read,
+            output_tokens=0,
+        )
+
+    def _wire(self, **fields: Any) -> dict[str, Any]:
+        message = MessageObject(id=self.id, model=self.model, cache_id=self.asked, **fields)
+        return message.model_dump(mode="json", exclude={"stored_cache_id", "not_stored"})
+
+    def _usage(self, reply: Reply) -> MessageUsage:
+        prefilled = reply.usage.prefill_tokens
+        kept = prefilled if reply.stored_cache_id is not None else 0
+        return MessageUsage(
+            input_tokens=prefilled - kept,
+            cache_creation_input_tokens=self.created + kept,
+            cache_read_input_tokens=reply.usage.cache_read_tokens - self.created,
+            output_tokens=reply.usage.completion_tokens,
+        )
+
+
+def _kept(stored_cache_id: str | None, not_stored: str | None) -> dict[str, str]:
+    """The fields that say whether the turn was kept, where it was to be."""
+    fields = {"stored_cache_id": stored_cache_id, "not_stored": not_stored}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _start(index: int, block: AnswerBlock) -> dict[str, Any]:
+    return {"type": "content_block_start", "index": index, "content_block": block.model_dump()}
+
+
+def _called(call: ToolCall) -> AnswerCall:
+    made = "toolu_" + call.id.removeprefix("call_")
+    return AnswerCall(id=made, name=call.function.name, input=json.loads(call.function.arguments))
+
+
+def _reason(reply: Reply) -> StopReason:
+    if reply.tool_calls:
+        return "tool_use"
+    if reply.finish_reason == "length":
+        return "max_tokens"
+    return "end_turn" if reply.stop is None else "stop_sequence"

@@ -1,0 +1,344 @@
+"""A question as the service processes it, with the caches that it may make again from their kept sources."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from kvshelf.api import Asking, CreateCache, Message
+from kvshelf.api.queries import Remade
+from kvshelf.api.strict import MissReason
+from kvshelf.artifact.identity import ModelIdentity
+from kvshelf.errors import (
+    CacheCorrupt,
+    CacheError,
+    CacheExpired,
+    Forbidden,
+    KvshelfError,
+    ModelMismatch,
+    SourceNotKept,
+)
+from kvshelf.methods.policies import POLICIES
+from kvshelf.service.access.keys import Caller
+from kvshelf.service.dialects.completions import Ending, ending_of, require_model
+from kvshelf.service.engines import EngineClient, each_alone
+from kvshelf.service.http.waiting import off_loop
+from kvshelf.service.observe.questions import miss_reason
+from kvshelf.service.service import Service
+from kvshelf.store.base import Store
+from kvshelf.store.manifest import Manifest
+from kvshelf.store.types import Source, TokenIds
+from kvshelf.workers.replica.create.spec import Recreation
+from kvshelf.workers.replica.results import Reply, Stored
+
+UNUSABLE: Final = (CacheCorrupt, CacheExpired, ModelMismatch)
+"""Errors of a cache that is or was on the shelf and cannot be used."""
+
+FULL_TTL_S: Final = 600.0
+"""Seconds to keep a full cache made for a comparison, so that the next comparisons do not prefill again."""
+
+_SAME_DOCUMENT = ("model", "document", "layout", "boundary")
+
+
+@dataclass(frozen=True)
+class AskedCache:
+    """A cache of a question, and its kept source if the query may need it.
+
+    asked: the id in the query. manifest: of the cache that answers, perhaps one that was made again: `recomputed` says
+    why. The source is read before the cache, even if the cache is known to be gone or corrupt.
+    """
+
+    asked: str
+    manifest: Manifest
+    source: Source | None = None
+    recomputed: MissReason | None = None
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked, the caches that are asked together, mostly one, and the engine that answers."""
+
+    service: Service
+    caller: Caller
+    asking: Asking
+    caches: tuple[AskedCache, ...]
+    engine: EngineClient
+
+    @classmethod
+    async def find(
+        cls, service: Service, caller: Caller, cache_ids: Sequence[str], asking: Asking, *, compare: bool = False
+    ) -> Question:
+        """Look up the caches. Raises as `Store.stat` does, and `ModelMismatch` for caches of several models; if a cache
+        may be made again, `SourceNotKept` for one that was lost together with its source."""
+        recompute = asking.on_miss == "recompute"
+        if (compare or recompute or asking.store) and "write" not in caller.scopes:
+            raise Forbidden(
+                "store, compare and on_miss: recompute may store caches; they need a key with the scope 'write'"
+            )
+
+        def look_up() -> tuple[AskedCache, ...]:
+            needs = {"source": compare or recompute, "recompute": recompute}
+            return tuple(_found(service.store, cache_id, caller.tenant, **needs) for cache_id in cache_ids)
+
+        try:
+            with service.metrics.asking():
+                found = await off_loop(look_up)
+                engine = service.engine_for_all([cache.manifest for cache in found], others_too=recompute)
+        except CacheError as miss:
+            if not recompute:
+                raise
+            raise _lost(miss) from miss
+        return cls(service, caller, asking, found, engine)
+
+    @property
+    def cache_ids(self) -> list[str]:
+        """The caches that answer."""
+        return [cache.manifest.id for cache in self.caches]
+
+    @property
+    def remade(self) -> list[Remade] | None:
+        """The caches of the query that were made again, None if there are none."""
+        found = [Remade(cache_id=each.asked, reason=each.recomputed) for each in self.caches if each.recomputed]
+        return found or None
+
+    async def answered(self) -> tuple[Question, list[Reply]]:
+        """The answer to each prompt, and the question with the caches that gave them: some may have been made again."""
+        question = self
+        while True:
+            try:
+                return question, await question.answers()
+            except UNUSABLE as miss:
+                question = await question.again(miss)
+
+    async def pieces(self) -> AsyncGenerator[tuple[Question, str | Reply], None]:
+        """The one answer in pieces, and then as a whole. No cache is made again once a piece is there."""
+        question, begun = self, False
+        while True:
+            try:
+                async with aclosing(question.stream()) as replies:
+                    async for piece in replies:
+                        begun = True
+                        yield question, piece
+                return
+            except UNUSABLE as miss:
+                if begun:
+                    raise
+                question = await question.again(miss)
+
+    def each_alone(self) -> list[Question]:
+        """A question for each answer of this one."""
+        return [replace(self, asking=asking) for asking in each_alone(self.asking)]
+
+    async def answers(self) -> list[Reply]:
+        """The answers to each prompt."""
+        deadline_s = self.service.settings.request_deadline_s
+        return await self.engine.query(self.cache_ids, self.asking, tenant=self.caller.tenant, deadline_s=deadline_s)
+
+    def stream(self) -> AsyncGenerator[str | Reply, None]:
+        """The one answer in pieces, and then as a whole."""
+        deadline_s = self.service.settings.request_deadline_s
+        return self.engine.stream(self.cache_ids, self.asking, tenant=self.caller.tenant, deadline_s=deadline_s)
+
+    async def again(self, miss: KvshelfError) -> Question:
+        """The question with the cache of this miss compressed again, with the same parameters. A changed model gives
+        another cache id, and nothing else does.
+
+        Raises the miss itself if the query does not ask for this, if the cache has been made again already, or if token
+        ids are those of another tokenizer. `ModelMismatch` if another cache came out.
+        """
+        at = self._missed(miss)
+        cache = self.caches[at]
+        if self.asking.on_miss == "error" or cache.recomputed:
+            raise miss
+        if cache.source is None:
+            raise _lost(miss) from miss
+        made = await _made_again(self.service, self.caller, self.engine, cache, miss)
+        anew = replace(cache, manifest=made.manifest, recomputed=miss_reason(miss))
+        return replace(self, caches=(*self.caches[:at], anew, *self.caches[at + 1 :]))
+
+    def _missed(self, miss: KvshelfError) -> int:
+        """The place of the cache that a miss is about. Of several, a replica names it; otherwise raises the miss."""
+        if len(self.caches) == 1:
+            return 0
+        if (named := miss.details.get("cache_id")) not in self.cache_ids:
+            raise miss
+        return self.cache_ids.index(named)
+
+    async def full(self) -> Question:
+        """The question to the full cache of the one document: from the shelf, or compressed now and kept for
+        `FULL_TTL_S`."""
+        (cache,) = self.caches
+        found = await self._stored_full(cache.manifest)
+        if found is None:
+            if cache.source is None:
+                raise SourceNotKept(
+                    f"to compare, cache {cache.manifest.id} needs a cache of the same document with the policy full "
+                    "and the codec none on the shelf, or its own source; create it with keep_source",
+                    param="compare",
+                )
+            fields = _document(cache.manifest, cache.source)
+            spec = Recreation.model_construct(**fields, policy="full", ttl_s=FULL_TTL_S, model=self.engine.model)
+            deadline_s = self.service.settings.request_deadline_s
+            found = (await self.engine.create(spec, tenant=self.caller.tenant, deadline_s=deadline_s)).manifest
+        return replace(self, caches=(AskedCache(found.id, found),))
+
+    async def _stored_full(self, manifest: Manifest) -> Manifest | None:
+        listing = self.service.store.list
+        document_id = manifest.document_id
+        page = await off_loop(listing, tenant=self.caller.tenant, document_id=document_id, policy="full", limit=100)
+        ours = manifest.identity
+        for found in page.data:
+            same = all(found.identity[field] == ours[field] for field in _SAME_DOCUMENT)
+            if same and found.codec == "none":
+                return found
+        return None
+
+
+async def remade(service: Service, caller: Caller, cache_id: str, model: str | None) -> tuple[Manifest, bool]:
+    """The cache of the same document under a served model, made from the kept source with the same parameters, and
+    whether it was there. A cache of that model is its own. The source is kept for the new one, too.
+
+    Raises as `Store.stat` and `Store.source`, `SourceNotKept` for one that was appended, and `ModelMismatch` for token
+    ids of another tokenizer.
+    """
+    engine = service.engine(model)
+    manifest = await off_loop(service.store.stat, cache_id, tenant=caller.tenant)
+    try:
+        service.identities[engine.model].require_match(ModelIdentity(**manifest.identity["model"]))
+        return manifest, True
+    except ModelMismatch as other:
+        found = await off_loop(_found, service.store, cache_id, caller.tenant, source=True, recompute=False)
+        if found.source is None:
+            raise SourceNotKept(
+                f"cache {cache_id} cannot be made under {engine.model!r}, because its source is not kept, or it was "
+                "appended to another; send the document again",
+                param="cache_id",
+            ) from other
+        made = await _made_again(service, caller, engine, found, other)
+        return made.manifest, made.existing
+
+
+async def _made_again(
+    service: Service, caller: Caller, engine: EngineClient, cache: AskedCache, miss: KvshelfError
+) -> Stored:
+    """The cache of a miss, compressed again from its source by the engine's model. Raises as `Question.again`."""
+    assert cache.source is not None
+    moved = isinstance(miss, ModelMismatch)
+    if moved and isinstance(cache.source, TokenIds) and not _reads_tokens_of(service, engine, cache.manifest):
+        raise miss
+    spec = _spec(cache.manifest, cache.source, keep=moved, now=service.store.now()).model_copy(
+        update={"model": engine.model}
+    )
+    deadline_s = service.settings.request_deadline_s
+    created = await engine.create(spec, tenant=caller.tenant, deadline_s=deadline_s)
+    made = created.manifest
+    if made.id != cache.asked and not moved:
+        raise ModelMismatch(
+            f"from the source of cache {cache.asked} this version of kvshelf makes another cache, {made.id}: its "
+            "policy or format is another one now. Ask that one instead",
+            param="cache_id",
+            cache_id=cache.asked,
+        )
+    if cache.manifest.pinned and not made.pinned:
+        made = await off_loop(service.store.update, made.id, tenant=caller.tenant, pinned=True)
+    return Stored(made, created.existing)
+
+
+def _reads_tokens_of(service: Service, engine: EngineClient, manifest: Manifest) -> bool:
+    """Whether token ids mean to the engine's model what they meant to that of a cache."""
+    ours, theirs = service.identities[engine.model], manifest.identity["model"]
+    return (ours.tokenizer, ours.template) == (theirs["tokenizer"], theirs["template"])
+
+
+def _document(manifest: Manifest, source: Source) -> dict[str, Any]:
+    """The fields of a creation that say what is compressed."""
+    identity = manifest.identity
+    fields: dict[str, Any] = {"layout": identity["layout"], "boundary": identity["boundary"]}
+    fields |= {"date": identity.get("date"), "chat_template_kwargs": identity.get("variables")}
+    if isinstance(source, TokenIds):
+        return fields | {"token_ids": list(source.ids), "protected_prefix": source.protected_prefix}
+    if identity["boundary"] in ("text", "document"):
+        return fields | {"document": source}
+    return fields | {"messages": [Message(**message) for message in json.loads(source)]}
+
+
+def _spec(manifest: Manifest, source: Source, *, keep: bool, now: float) -> CreateCache:
+    """The creation that made a cache, with all the parameters it used: none is left to a default. keep: whether its
+    source is to be kept once more, as under another id; for as long as it was, from now on."""
+    identity, kept = manifest.identity, manifest.source
+    takes_budget = POLICIES[manifest.policy].takes_budget if manifest.policy in POLICIES else True
+    ends = None if kept is None else kept.expires_at
+    return Recreation.model_construct(  # validated when it was a request
+        **_document(manifest, source),
+        policy=manifest.policy,
+        policy_params=manifest.policy_params,
+        compression_ratio=manifest.compression_ratio if takes_budget else None,
+        codec=manifest.codec,
+        expected_questions=list(identity["expected_questions"]),
+        **_lifetime(manifest),
+        name=manifest.name,
+        labels=manifest.labels,
+        keep_source=keep and ("tokens" if isinstance(source, TokenIds) else True),
+        source_ttl_s=None if ends is None else max(ends - now, 1.0),
+    )
+
+
+def _lifetime(manifest: Manifest) -> dict[str, Any]:
+    """The lifetime that a cache was given, as a creation asks for it."""
+    if manifest.ttl_renew_s is not None:
+        return {"ttl_s": manifest.ttl_renew_s, "ttl_renew": True}
+    return {"ttl_s": None if manifest.expires_at is None else manifest.expires_at - manifest.created_at}
+
+
+def _found(store: Store, cache_id: str, tenant: str, *, source: bool, recompute: bool) -> AskedCache:
+    """source: whether the kept source is read, too. recompute: whether a lost cache may be made again from it."""
+    try:
+        manifest = store.stat(cache_id, tenant=tenant)
+    except (CacheCorrupt, CacheExpired) as miss:
+        if not recompute:
+            raise
+        try:
+            manifest, kept = store.original(cache_id, tenant=tenant)
+        except SourceNotKept:
+            raise miss from None
+        if not _is_whole(manifest):
+            raise
+        return AskedCache(cache_id, manifest, kept)
+    with suppress(SourceNotKept):  # it is damaged, or its time is over
+        if source and _is_whole(manifest):
+            return AskedCache(cache_id, manifest, store.source(cache_id, tenant=tenant))
+    return AskedCache(cache_id, manifest)
+
+
+def _is_whole(manifest: Manifest) -> bool:
+    """Whether the kept source is all of the cache's document, and not what was appended to another cache."""
+    return manifest.has_source and not manifest.identity["parent"]
+
+
+def _lost(miss: KvshelfError) -> SourceNotKept:
+    return SourceNotKept(
+        f"the cache cannot be made again, because its source was not kept, or not so long; send the document again. "
+        f"{miss.message}",
+        param="on_miss",
+        miss_reason=miss_reason(miss),
+    )
+
+
+async def question_to(
+    service: Service, caller: Caller, cache_ids: Sequence[str], asking: Asking, model: str | None
+) -> Question:
+    """As `Question.find`. Raises `InvalidRequest` for a model that the request names and that is not the caches'."""
+    question = await Question.find(service, caller, cache_ids, asking)
+    manifest = question.caches[0].manifest
+    require_model(model, manifest.id, (manifest.model, question.engine.model))
+    return question
+
+
+async def pieces_of(question: Question, *, together: bool) -> AsyncGenerator[str | Ending, None]:
+    """The pieces of the answer's text, and its ending. together: whether several caches were asked together."""
+    async with aclosing(question.pieces()) as pieces:
+        async for found, piece in pieces:
+            yield piece if isinstance(piece, str) else ending_of(piece, found.remade, together=together)

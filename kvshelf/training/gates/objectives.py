@@ -1,0 +1,43 @@
+"""Which objective trains the gates of which policy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kvshelf.errors import InvalidRequest
+from kvshelf.methods.policies import POLICIES
+from kvshelf.methods.policies.gates.base import GatePolicy, TokenGate
+from kvshelf.methods.policies.gates.lookaheadkv import LookaheadKV
+from kvshelf.training.gates.distill import Distilled
+from kvshelf.training.gates.importance import Importance
+from kvshelf.training.gates.lookahead import Lookahead
+from kvshelf.training.gates.trainer import Objective
+
+if TYPE_CHECKING:
+    from kvshelf.engine.engine import Engine
+
+
+_RANK: Final = 8
+
+
+def trained_policy(family: str, target: str | None) -> type[GatePolicy]:
+    """The policy whose gates are meant, by its name or by the family and the target of its gates. Raises
+    `InvalidRequest`."""
+    known = [policy for policy in POLICIES.values() if issubclass(policy, GatePolicy)]
+    for policy in known:
+        if family in (policy.name, policy.family) and target in (None, policy.target):
+            return policy
+    listed = ", ".join(f"{policy.name} ({policy.family}, {policy.target})" for policy in known)
+    about = repr(family) if target is None else f"{family!r} with the target {target!r}"
+    raise InvalidRequest(f"no policy has gates of {about}; there are {listed}", param="family")
+
+
+def objective(policy: type[GatePolicy], engine: Engine, width: int | None = None) -> Objective:
+    """What trains the gates of a policy for this model. width: of the gates' hidden layer, by default a quarter of the
+    model's, as Locret's; of learned tokens the rank of their additions."""
+    if issubclass(policy, LookaheadKV):
+        return Lookahead(policy, engine, width or _RANK)
+    width = width or max(1, engine.geometry.hidden // 4)
+    assert issubclass(policy, TokenGate)
+    made = Distilled if policy.target == "distill" else Importance
+    return made(policy, engine, width)

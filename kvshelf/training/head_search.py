@@ -1,0 +1,215 @@
+"""The search behind `kvshelf calibrate`: which query heads retrieve, and which layers suffer from compression.
+
+After CompressKV (arXiv 2508.02401). The model reads documents with a sentence to find and answers questions about it;
+each head is scored by how much it attends to the sentence while the answer is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from kvshelf.artifact.identity import canonical_json, digest
+from kvshelf.engine.engine import Engine
+from kvshelf.engine.inputs.job import Job
+from kvshelf.errors import InvalidRequest
+from kvshelf.kernels.select import select
+from kvshelf.methods.policies.budgets import Budget
+from kvshelf.methods.policies.compresskv import CompressKV
+from kvshelf.methods.policies.view import LayerView, ProbePass
+from kvshelf.model.calibration import Calibration, Origin
+from kvshelf.training.journal import Journal
+from kvshelf.training.observing import observe
+
+ANSWER_TOKENS = 32
+ERROR_RATIO = 0.875
+"""Fraction removed, the same in every layer, under which the layers' errors are measured. Not the paper's: its budgets
+are numbers of tokens for documents of other lengths."""
+
+
+@dataclass(frozen=True)
+class Needle:
+    """A document, the sentence in it (`document[start:end]`) that a question asks about, and its data set."""
+
+    dataset: str
+    document: str
+    start: int
+    end: int
+    question: str
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """A needle with its job, the question, the model's answer, and the needle's place in the document."""
+
+    dataset: str
+    job: Job
+    asked: tuple[int, ...]  # question and answer, without the last token, which predicts nothing more
+    answer: tuple[int, ...]
+    needle: slice
+
+    @property
+    def found(self) -> list[int]:
+        """Which of the answer's tokens are among the needle's."""
+        tokens = set(self.job.document.token_ids[self.needle])
+        return [i for i, token in enumerate(self.answer) if token in tokens]
+
+
+def calibrate(
+    engine: Engine,
+    needles: Sequence[Needle],
+    progress: Callable[[], None] = lambda: None,
+    journal: Path | None = None,
+) -> Calibration:
+    """Score every query head and every layer of the model. `progress` is called twice per needle. journal: the file
+    from which a search that was interrupted goes on; it is gone in the end.
+
+    Raises `InvalidRequest` where no answer holds a token of its needle: such answers teach nothing.
+    """
+    kept = Journal(journal, _digest(engine, needles))
+    samples, scores = [], None
+    for needle in needles:
+        found = kept.step(partial(_answered, engine, needle))
+        samples.append(_sample(engine, needle, found["asked"], found["answer"]))
+        own = torch.tensor(found["scores"], dtype=torch.float64)
+        scores = own if scores is None else scores + own
+        progress()
+    if scores is None or not bool(scores.any()):
+        kept.remove()
+        raise InvalidRequest(
+            f"{engine.name!r} answered none of {len(needles)} questions with words of the sentence asked for, so "
+            "nothing shows which heads retrieve; give more documents, shorter ones, or another model",
+            param="documents",
+        )
+    layers = scores.shape[0]
+    made = partial(
+        Calibration,
+        weights=engine.identity.weights,
+        head_scores=tuple(map(tuple, (scores / scores.max()).tolist())),
+        origin=_origin(engine, samples),
+    )
+    even = made(layer_errors=(1 / layers,) * layers)
+    found = made(layer_errors=_layer_errors(engine, samples, even, progress, kept))
+    kept.remove()
+    return found
+
+
+def _digest(engine: Engine, needles: Sequence[Needle]) -> str:
+    asked = canonical_json([asdict(needle) for needle in needles])
+    return digest("kvshelf.calibration.search", engine.identity.fingerprint(), asked)
+
+
+def retrieval_scores(engine: Engine, sample: _Sample) -> Tensor:
+    """Mass that each query head puts on the needle, summed over the rows that generate one of its tokens: `[layers,
+    q_heads]` fp64."""
+    scores: dict[int, Tensor] = {}
+
+    def judge(layer: LayerView) -> None:
+        window = layer.window(len(sample.answer))
+        mass = [
+            window.attention(head)[:, sample.found, sample.needle].double().sum(dim=(1, 2))
+            for head in range(layer.kv_heads)
+        ]
+        scores[layer.layer_idx] = torch.cat(mass).cpu()
+
+    observe(engine, sample.job, judge, [_asking(sample)])
+    return torch.stack([scores[layer] for layer in sorted(scores)])
+
+
+def layer_errors(engine: Engine, sample: _Sample, calibration: Calibration) -> Tensor:
+    """||O_c - O||_F / (||O||_F + 1e-5) of each layer, `[layers]` fp64. O is the attention output (before W_o) of the
+    question and the answer; O_c the same for the document reduced as CompressKV would, but evenly."""
+    errors: dict[int, float] = {}
+    document = replace(sample.job.document, calibration=calibration)
+    ending = [ProbePass(document.suffix, document.num_tokens)] if document.suffix else []
+
+    def measure(layer: LayerView) -> None:
+        view = replace(layer, document=document, probes=layer.probes[:-1])
+        policy = CompressKV().fitted(document, Budget.full(document.num_tokens), frozenset())
+        count = max(1, round(layer.num_tokens * (1 - ERROR_RATIO)))
+        kept = select(policy.score(view), policy.protected(view), [count] * layer.kv_heads)
+        full = _output(layer, kept.new_ones(kept.shape))
+        reduced = _output(layer, kept)
+        errors[layer.layer_idx] = float((reduced - full).norm() / (full.norm() + 1e-5))
+
+    observe(engine, sample.job, measure, [*ending, _asking(sample)])
+    return torch.tensor([errors[layer] for layer in sorted(errors)], dtype=torch.float64)
+
+
+def _errors(engine: Engine, sample: _Sample, even: Calibration) -> list[float]:
+    found: list[float] = layer_errors(engine, sample, even).tolist()
+    return found
+
+
+def _layer_errors(
+    engine: Engine, samples: Sequence[_Sample], even: Calibration, progress: Callable[[], None], kept: Journal
+) -> tuple[float, ...]:
+    """Errors summed over the samples of a data set, made to add up to 1, and averaged over the data sets."""
+    sums: dict[str, Tensor] = {}
+    for sample in samples:
+        errors = kept.step(partial(_errors, engine, sample, even))
+        found = torch.tensor(errors, dtype=torch.float64)
+        sums[sample.dataset] = found if sample.dataset not in sums else sums[sample.dataset] + found
+        progress()
+    shares = torch.stack([total / total.sum() for total in sums.values()]).mean(dim=0)
+    return tuple(shares.tolist())
+
+
+def _output(layer: LayerView, kept: Tensor) -> Tensor:
+    """Attention output of the last probe pass over the document's `kept` `[kv_heads, N]` and itself: `[q_heads, T, Dv]`
+    fp32."""
+    asking = layer.probes[-1]
+    keys = torch.cat([layer.keys, asking.keys], dim=1).float()
+    values = torch.cat([layer.values, asking.values], dim=1).float()
+    group = asking.queries.shape[0] // layer.kv_heads
+    rows = asking.queries.shape[1]
+    own = torch.ones(rows, rows, dtype=torch.bool, device=kept.device).tril()
+    document = kept.repeat_interleave(group, dim=0).unsqueeze(1).expand(-1, rows, -1)  # [q_heads, T, N]
+    visible = torch.cat([document, own.expand(len(document), -1, -1)], dim=2)
+    out = F.scaled_dot_product_attention(
+        asking.queries[None].float(), keys[None], values[None], attn_mask=visible[None], scale=layer.scaling,
+        enable_gqa=True,
+    )  # fmt: skip
+    return out[0]
+
+
+def _answered(engine: Engine, needle: Needle) -> dict[str, Any]:
+    """A question with the model's answer, and the scores of all heads, as a line of the journal."""
+    job = engine.prepare(needle.document, policy="full")
+    cache = engine.run(job).cache
+    query = engine.encode_query(cache, needle.question)
+    answer = list(engine.answer(cache, query, max_new_tokens=ANSWER_TOKENS).token_ids)
+    asked = [*query, *answer[:-1]]
+    scores = retrieval_scores(engine, _sample(engine, needle, asked, answer)).tolist()
+    return {"asked": asked, "answer": answer, "scores": scores}
+
+
+def _sample(engine: Engine, needle: Needle, asked: Sequence[int], answer: Sequence[int]) -> _Sample:
+    text = engine.require_text("documents")
+    job = engine.prepare(needle.document, policy="full")
+    # The space before a word is part of its token.
+    first, last = (text.count_tokens(needle.document[:at].rstrip()) for at in (needle.start, needle.end))
+    prefix = job.document.protected_prefix
+    return _Sample(needle.dataset, job, tuple(asked), tuple(answer), slice(prefix + first, prefix + last))
+
+
+def _asking(sample: _Sample) -> ProbePass:
+    return ProbePass(sample.asked, sample.job.num_tokens)
+
+
+def _origin(engine: Engine, samples: Sequence[_Sample]) -> Origin:
+    generated = sum(len(sample.answer) for sample in samples)
+    return Origin(
+        model=engine.name,
+        documents=len(samples),
+        tokens=max(sample.job.num_tokens for sample in samples),
+        answered=sum(len(sample.found) for sample in samples) / generated,
+        compression_ratio=ERROR_RATIO,
+    )

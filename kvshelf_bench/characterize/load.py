@@ -1,0 +1,220 @@
+"""Questions that arrive at a rate, whether the ones before are answered or not, and what they wait for.
+
+After the comparison of vLLM, InfiniGen and H2O over request rate, model size and sparsity (arXiv 2604.05012). Here the
+same load meets a shelf that keeps and reads everything, one of which each token of an answer reads a part, and one
+whose caches lost entries to a policy.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from statistics import fmean, quantiles
+from typing import Any, Final, Literal
+
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.engine.decode.generation import Answer, Sampling
+from kvshelf.errors import InvalidRequest
+from kvshelf.model.source import BUNDLED
+from kvshelf.samples.suite import Ask, make_case, score
+from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
+from kvshelf.workers.replica.ticket import Ticket
+from kvshelf_bench.measure import with_peak
+from kvshelf_bench.quality.retrieval import EVALUATION_SEED, counter
+from kvshelf_bench.speed.decode import endless_answers
+from kvshelf_bench.speed.subject import QUESTION_TOKENS, Subject
+
+SYSTEMS: Final[dict[str, Literal["full", "selection", "eviction"]]] = {
+    "full": "full",
+    "quest": "selection",
+    "h2o": "eviction",
+    "kvzip": "eviction",
+}
+"""By selector or policy. All caches are under one codec, so that what is kept or read alone differs."""
+
+_CODEC: Final = "int4"
+_SPARE_TOKENS: Final = 8
+"""Tokens of an answer beyond the characters of its reference."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A system, and the share of a document's entries that it keeps (eviction) or an answer token reads (selection)."""
+
+    system: str
+    share: float = 1.0
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """The arguments of `Engine.compress`."""
+        if SYSTEMS[self.system] != "eviction":
+            return {"policy": "full"}
+        return {"policy": self.system, "compression_ratio": 1 - self.share}
+
+    def reading(self, num_tokens: int) -> tuple[str, int] | None:
+        """The selector and its budget; None: an answer token reads what is stored."""
+        return (self.system, round(self.share * num_tokens)) if SYSTEMS[self.system] == "selection" else None
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The load: `requests` questions at each of `rates` a second, on `documents` documents of `tokens` tokens, each
+    answered by `answer_tokens`. Gaps are drawn from an exponential distribution (Poisson arrivals)."""
+
+    rates: Sequence[float]
+    requests: int = 32
+    documents: int = 3
+    tokens: int = 2048
+    answer_tokens: int = 32
+    seed: int = 0
+
+    def arrivals(self, rate: float) -> Iterator[tuple[float, int, int]]:
+        """Seconds from the start, document and number of each question, the same for every way."""
+        draw, due = random.Random(f"{self.seed}/{rate}"), 0.0
+        for number in range(self.requests):
+            due += draw.expovariate(rate)
+            yield due, draw.randrange(self.documents), number
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way at one rate. first_s, first_p95_s: median and 95th percentile of the time from a question's arrival to
+    its first token. tokens_per_s: new tokens of all answers over the time from the first arrival to the last end.
+    memory_bytes: of all documents in memory, and what answering added at most. equivalents: PTE of an answer, the mean.
+    exact: share of right answers to the questions that documents of the bundled model come with; None for others."""
+
+    model: str
+    parameters: int
+    rate: float
+    system: str
+    share: float
+    first_s: float
+    first_p95_s: float
+    tokens_per_s: float
+    memory_bytes: int
+    equivalents: float | None
+    exact: float | None
+
+
+def characterized(
+    subject: Subject, name: str, ways: Sequence[Way], offer: Offer, progress: Callable[[], None] = lambda: None
+) -> list[Cell]:
+    """Every rate and way of one model. Of one rate all ways run after each other, so that a neighbour who slows the
+    machine for a while slows them alike."""
+    engine = subject.engine
+    documents, asks = _documents(subject, name, offer)
+    caches = {way: [engine.encoded(engine.compress(each, **way.kept), _CODEC) for each in documents] for way in ways}
+    exact = {way: _exact(subject, caches[way], asks, way) for way in ways}
+    cells = []
+    scheduler = Scheduler(engine, SchedulerLimits(max_waiting=offer.requests))
+    scheduler.start()
+    try:
+        with endless_answers(subject):
+            _answered(scheduler, subject, caches[ways[0]], ways[0], Offer([1e3], 4), 1e3)  # nothing is made twice
+            for rate, way in product(offer.rates, ways):
+                run = partial(_answered, scheduler, subject, caches[way], way, offer, rate)
+                served, added = with_peak(subject.device, run)
+                held = sum(engine.attach(cache).nbytes for cache in caches[way])
+                cells.append(_cell(subject, name, rate, way, served, held + added, exact[way]))
+                progress()
+    finally:
+        scheduler.stop()
+    return cells
+
+
+@dataclass(frozen=True)
+class _Served:
+    """first_s: of each question, from its arrival. ended_s: from the first arrival to the end of the last answer."""
+
+    first_s: list[float]
+    ended_s: float
+    answers: list[Answer]
+
+
+def _answered(
+    scheduler: Scheduler, subject: Subject, caches: Sequence[CompressedCache], way: Way, offer: Offer, rate: float
+) -> _Served:
+    engine, sampling = subject.engine, Sampling(offer.answer_tokens)
+    ended: list[float] = []
+    tickets: list[tuple[float, Ticket[Answer]]] = []
+    started = time.monotonic()
+    arrivals = list(offer.arrivals(rate))
+    for due, number, seed in arrivals:
+        time.sleep(max(0.0, started + due - time.monotonic()))
+        document = engine.attach(caches[number % len(caches)])
+        reading, selection = way.reading(document.num_tokens), None
+        if reading is not None:
+            selection = engine.select(document, reading[0], question_tokens=QUESTION_TOKENS, tokens=reading[1])
+        question = subject.tokens(QUESTION_TOKENS, seed=1000 + seed)
+        ticket = scheduler.generate(document, question, sampling, selection)
+        ticket.future.add_done_callback(lambda _: ended.append(time.monotonic()))
+        tickets.append((started + due, ticket))
+    answers = [ticket.future.result() for _, ticket in tickets]
+    # From the arrival: a question that came late to the scheduler, because the one before held this thread, waited.
+    firsts = [ticket.submitted + ticket.first_s - due for due, ticket in tickets]
+    return _Served(firsts, max(ended) - started - arrivals[0][0], answers)
+
+
+def _cell(
+    subject: Subject, name: str, rate: float, way: Way, served: _Served, memory_bytes: int, exact: float | None
+) -> Cell:
+    costs = [cost for answer in served.answers if (cost := answer.usage.prefill_token_equivalents) is not None]
+    cuts = quantiles(served.first_s, n=20, method="inclusive")
+    return Cell(
+        model=name,
+        parameters=subject.engine.equivalents.parameters,
+        rate=rate,
+        system=way.system,
+        share=way.share,
+        first_s=cuts[9],
+        first_p95_s=cuts[18],
+        tokens_per_s=sum(len(answer.token_ids) for answer in served.answers) / served.ended_s,
+        memory_bytes=memory_bytes,
+        equivalents=fmean(costs) if costs else None,
+        exact=exact,
+    )
+
+
+def _documents(subject: Subject, name: str, offer: Offer) -> tuple[list[Any], list[Sequence[Ask]]]:
+    """Documents, and for the bundled model questions about each: other models were not trained to find numbers."""
+    if name not in BUNDLED:
+        return [subject.tokens(offer.tokens, seed=10 + number) for number in range(offer.documents)], []
+    count, tokens = counter(subject.engine), offer.tokens - subject.engine.prepare("x", policy="full").num_tokens
+    seeds = range(EVALUATION_SEED + offer.seed, EVALUATION_SEED + offer.seed + offer.documents)
+    cases = [make_case("multikey", "prose", tokens, seed, count, questions=8) for seed in seeds]
+    return [case.text for case in cases], [case.asks for case in cases]
+
+
+def _exact(
+    subject: Subject, caches: Sequence[CompressedCache], asks: Sequence[Sequence[Ask]], way: Way
+) -> float | None:
+    engine, found = subject.engine, []
+    for cache, questions in zip(caches, asks, strict=False):
+        reading = way.reading(cache.num_tokens)
+        options = {} if reading is None else dict(zip(("select", "select_tokens"), reading, strict=True))
+        for ask in questions:
+            longest = _SPARE_TOKENS + sum(map(len, ask.references))
+            found.append(score(ask, engine.answer(cache, ask.text, max_new_tokens=longest, **options).text).exact)  # type: ignore[arg-type]
+    return fmean(found) if found else None
+
+
+_LEAST: Final = 128
+"""Entries that a share must have room for: a selector always reads the first and the last pages."""
+
+
+def require_known(systems: Sequence[str], shares: Sequence[float], tokens: int) -> list[Way]:
+    """The ways, `full` once. Raises `InvalidRequest` for an unknown system, and for a share too small for `tokens`."""
+    if min(shares) * tokens < _LEAST:
+        raise InvalidRequest(
+            f"a share of {min(shares):g} of {tokens} tokens is less than {_LEAST} entries; give longer documents or "
+            "larger shares",
+            param="shares",
+        )
+    unknown = [system for system in systems if system not in SYSTEMS]
+    if unknown:
+        raise InvalidRequest(f"unknown system {unknown[0]!r}; one of {', '.join(SYSTEMS)}", param="systems")
+    return [Way(system, share) for system in systems for share in ((1.0,) if SYSTEMS[system] == "full" else shares)]

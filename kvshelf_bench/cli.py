@@ -1,0 +1,38 @@
+"""`kvshelf bench ...`: one command per measurement."""
+
+from __future__ import annotations
+
+import typer
+
+from kvshelf_bench.batches.cli import batch
+from kvshelf_bench.characterize.cli import characterize, heads
+from kvshelf_bench.growth.cli import append, growing, turns
+from kvshelf_bench.kernels.cli import column_sums, kernels
+from kvshelf_bench.models.cli import models
+from kvshelf_bench.quality.cli import memory, quality, retrieval, search, together
+from kvshelf_bench.retention.cli import retention
+from kvshelf_bench.speed.cli import speed
+from kvshelf_bench.stores.cli import rates, store
+
+app = typer.Typer(help="Measure models, policies and speed on this machine.", no_args_is_help=True)
+for command in (
+    quality,
+    memory,
+    speed,
+    column_sums,
+    kernels,
+    store,
+    rates,
+    batch,
+    retrieval,
+    search,
+    together,
+    append,
+    growing,
+    turns,
+    models,
+    retention,
+    characterize,
+    heads,
+):
+    app.command()(command)

@@ -1,0 +1,117 @@
+"""`kvshelf bench append`, `growing` and `turns`."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from kvshelf._extras import needs_extra
+from kvshelf_bench.options import Device, Dtype, Json, Model, Output, Threads, counted, numbers, publish
+
+
+def append(
+    model: Model = "random:8",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    threads: Threads = 1,
+    lengths: Annotated[str, typer.Option(help="Tokens of the stored document.")] = "4096,32768",
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds; medians are printed.")] = 3,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Appending to a stored cache, beside compressing the whole text anew: seconds and bytes.
+
+    --model random:8 is a Llama of 8 layers of random weights.
+    """
+    with needs_extra("serve", "the bench"):
+        from kvshelf.store.url import open_store
+        from kvshelf_bench.growth.speed import growings
+        from kvshelf_bench.growth.tables import growing_table
+        from kvshelf_bench.measure import load_warning, machine
+        from kvshelf_bench.speed.subject import load_subject
+
+    where, sizes = machine(), numbers(lengths)
+    with (
+        load_subject(model, device, dtype, threads) as subject,
+        tempfile.TemporaryDirectory(prefix="kvshelf-bench-") as folder,
+        open_store(f"disk://{folder}/shelf") as store,
+        counted("appending", 2 * len(sizes)) as step,
+    ):
+        found = growings(subject, store, sizes, rounds, step)
+    report: dict[str, Any] = {"bench": "append", "model": model, "rounds": rounds, "machine": where, "rows": found}
+    publish(report, [growing_table(found)], output, as_json, notes=load_warning(where))
+
+
+def growing(
+    model: Model = "kvshelf-tiny",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    threads: Threads = 1,
+    policies: Annotated[
+        str, typer.Option(help="Comma-separated.")
+    ] = "keydiff,snapkv,kvzip,expected_attention,streaming_llm",
+    removed: Annotated[float, typer.Option(help="Fraction that the policies remove.")] = 0.5,
+    codec: Annotated[str, typer.Option(help="Of every cache.")] = "none",
+    tokens: Annotated[int, typer.Option(min=300, help="Tokens of each document.")] = 4096,
+    appends: Annotated[int, typer.Option(min=1, help="Appends, behind a beginning of one more part.")] = 8,
+    documents: Annotated[int, typer.Option(min=1, help="Documents.")] = 5,
+    questions: Annotated[int, typer.Option(min=1, max=48, help="Questions about a document.")] = 16,
+    seed: Annotated[int, typer.Option(min=0, help="Another set of documents.")] = 0,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Exact answers behind a document that grew by appends, beside the same text compressed as one."""
+    with needs_extra("serve", "the bench"):
+        from kvshelf_bench.engines import EngineOptions
+        from kvshelf_bench.growth.quality import measure_grown
+        from kvshelf_bench.measure import machine
+
+    engine, rows = EngineOptions(model, device, dtype, threads).load(), []
+    levels = [("full", 0.0), *((name.strip(), removed) for name in policies.split(","))]
+    with counted(model, documents * len(levels)) as step:
+        for policy, share in levels:
+            rows.append(
+                measure_grown(
+                    engine, policy, share, codec, tokens=tokens, appends=appends, documents=documents,
+                    questions=questions, seed=seed, progress=step,
+                )
+            )  # fmt: skip
+    title = f"{model}, {codec}: {tokens} tokens in {appends + 1} parts, exact answers"
+    table = Table("policy", "removed", "questions", "grown", "95 %", "as one", "bytes, grown / as one", title=title)
+    for row in rows:
+        grown, whole = (f"{100 * found / row.questions:.1f} %" for found in (row.grown, row.whole))
+        size = f"{row.grown_bytes / row.whole_bytes:.3f}"
+        cells = (f"{row.removed:.0%}", f"{row.questions}", grown, f"{row.low:.1%} - {row.high:.1%}", whole, size)
+        table.add_row(row.policy, *cells)
+    report: dict[str, Any] = {"bench": "growing", "model": model, "codec": codec, "machine": machine(), "rows": rows}
+    publish(report, [table], output, as_json)
+
+
+def turns(
+    url: Annotated[str, typer.Option(help="Of a running service.")] = "http://127.0.0.1:8000",
+    count: Annotated[int, typer.Option("--turns", min=2, max=48, help="Turns of the conversation.")] = 20,
+    tokens: Annotated[int, typer.Option(min=300, help="Of the document, about.")] = 4096,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """A conversation about a stored document, sent whole at every turn: what is prefilled, and the time to the first
+    token, with `store` and without."""
+    with needs_extra("serve", "the bench"):
+        from kvshelf.client import Client
+        from kvshelf.samples.tasks import make_document
+        from kvshelf_bench.growth.tables import turns_table
+        from kvshelf_bench.growth.turns import conversation
+        from kvshelf_bench.measure import machine
+
+    made = make_document("multikey", "prose", tokens, 0, lambda text: -(-len(text) // 4))  # about as many tokens
+    questions = [made.questions[turn % len(made.questions)].text for turn in range(count)]
+    where, found, said = machine(), {}, {}
+    with Client(url) as client, counted("turns", 2 * len(questions)) as step:
+        for store in (False, True):
+            found[store], said[store] = conversation(client, url, made.text, questions, store=store, progress=step)
+    same = sum(a == b for a, b in zip(said[False], said[True], strict=True))
+    report = {"bench": "turns", "machine": where, "stored": found[True], "resent": found[False], "same": same}
+    publish(report, [turns_table(found[True], found[False], same)], output, as_json)

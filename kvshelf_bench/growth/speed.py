@@ -1,0 +1,89 @@
+"""Appending to a stored cache, beside compressing the whole text anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+from kvshelf.artifact.records import entries_of
+from kvshelf.kernels.rates import cost
+from kvshelf.store.base import Store
+from kvshelf_bench.measure import Spread, interleaved, ratios
+from kvshelf_bench.speed.first_token import put
+from kvshelf_bench.speed.subject import Subject
+
+APPENDED = 500
+"""Tokens of every append."""
+
+_LEVELS = (("full", None, "none"), ("keydiff", 0.5, "int4"))
+
+
+@dataclass(frozen=True)
+class Growing:
+    """`APPENDED` tokens behind a document of `tokens` under a policy, ratio and codec.
+
+    prefilled: tokens that went through the model. append_s, anew_s: to compress them, and the whole text anew, with
+    encoding. ratio: the first over the second within a round. new_bytes: of the appended entries in memory.
+    written_bytes: that the home takes more. whole_bytes: that the home would take without the parent.
+    """
+
+    policy: str
+    codec: str
+    tokens: int
+    prefilled: int
+    append_s: Spread
+    anew_s: Spread
+    ratio: Spread
+    new_bytes: int
+    written_bytes: int
+    whole_bytes: int
+
+
+def growings(
+    subject: Subject, store: Store, lengths: Sequence[int], rounds: int, progress: Callable[[], None] = lambda: None
+) -> list[Growing]:
+    """Every length at every level. The store is empty."""
+    found = []
+    for tokens in lengths:
+        for policy, removed, codec in _LEVELS:
+            found.append(_grown(subject, store, tokens, policy, removed, codec, rounds))
+            progress()
+    return found
+
+
+def _grown(
+    subject: Subject, store: Store, tokens: int, policy: str, removed: float | None, codec: str, rounds: int
+) -> Growing:
+    engine, ids = subject.engine, subject.tokens(tokens + APPENDED, seed=2)
+    compress = partial(engine.compress, policy=policy, compression_ratio=removed)
+    parent = engine.encoded(compress(ids[:tokens]), codec)
+    job = engine.prepare_append(parent, ids[tokens:])
+
+    def anew() -> None:
+        engine.encoded(compress(ids), codec)
+
+    ways: dict[str, Callable[[], object]] = {"append": partial(engine.extend, parent, ids[tokens:]), "anew": anew}
+    runs = interleaved({name: partial(cost, way, subject.device) for name, way in ways.items()}, rounds)
+    append_s, anew_s = ([each.seconds for each in runs[name]] for name in ("append", "anew"))
+    child = engine.extend(parent, ids[tokens:])
+    with ExitStack() as cleanup:
+        parent_id = put(store, parent, cleanup)
+        before = store.usage().bytes
+        cleanup.callback(store.delete, store.put(child, codec=codec, parent_id=parent_id).id)
+        written = store.usage().bytes - before
+    # A residual is quantized with the first tokens behind it, so bytes of both are new.
+    new = sum(entries.nbytes for layer in child.layers if (entries := entries_of(layer)) is not None)
+    return Growing(
+        policy=policy,
+        codec=codec,
+        tokens=tokens,
+        prefilled=job.num_tokens,
+        append_s=Spread.of(append_s),
+        anew_s=Spread.of(anew_s),
+        ratio=ratios(append_s, anew_s),
+        new_bytes=new * job.budget.tokens // child.kept_tokens,
+        written_bytes=written,
+        whole_bytes=before + written,
+    )

@@ -1,0 +1,179 @@
+"""Shared by all benches: the machine and its ceilings, medians of interleaved rounds, and confidence intervals."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+import os
+import platform
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+import torch
+
+from kvshelf.kernels.dispatch import cpu_form
+
+KeyT = TypeVar("KeyT", bound=Hashable)
+ResultT = TypeVar("ResultT")
+
+
+def machine() -> dict[str, Any]:
+    """The machine and the versions that the figures belong to."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": os.getloadavg()[0],
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "cpu_kernels": cpu_form(),
+        "torch": torch.__version__,
+        "transformers": _version("transformers"),
+    }
+
+
+def use_threads(threads: int) -> None:
+    """Sets the threads of torch in this process; 0 leaves its own choice."""
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def load_warning(where: Mapping[str, Any]) -> str:
+    """A warning if the load of a `machine()` exceeds its cores, otherwise "".
+
+    Process time stays usable then, wall time does not. A refusal would make the bench useless on a shared machine.
+    """
+    if where["load"] <= where["cores"]:
+        return ""
+    return (
+        f"The load average was {where['load']:.1f} on {where['cores']} cores at the start: neighbours disturb what is "
+        "measured. Trust ratios of CPU times, not wall times."
+    )
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, smallest and largest of a measurement."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> Spread:
+        return cls(median(values), min(values), max(values))
+
+
+def cuda_peak(run: Callable[[], ResultT], device: torch.device) -> tuple[ResultT, int]:
+    """The result of `run`, and the bytes by which it raised the memory of this GPU at most."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    result = run()
+    torch.cuda.synchronize(device)
+    return result, torch.cuda.max_memory_allocated(device) - before
+
+
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"  # proc(5): sets the peak resident set size back to the present one
+
+
+def with_peak(device: torch.device, run: Callable[[], ResultT]) -> tuple[ResultT, int]:
+    """The result of `run`, and the bytes by which it raised the memory of this process at most, or of its GPU."""
+    if device.type == "cuda":
+        return cuda_peak(run, device)
+    # Garbage that is freed during `run` would hide a part of its peak, and so would pages that the allocator kept.
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    _CLEAR_REFS.write_text(_RESET_PEAK)
+    before = status_bytes("VmRSS")
+    result = run()
+    return result, status_bytes("VmHWM") - before
+
+
+def interleaved(variants: Mapping[KeyT, Callable[[], ResultT]], rounds: int) -> dict[KeyT, list[ResultT]]:
+    """Run every variant once per round, in order, and collect what each returns.
+
+    In interleaved rounds a neighbour that slows the machine for a while slows all variants alike; ratios are taken
+    within a round. One round before the first does not count.
+    """
+    results: dict[KeyT, list[ResultT]] = {name: [] for name in variants}
+    for counted in [False] + [True] * rounds:
+        for name, run in variants.items():
+            value = run()
+            if counted:
+                results[name].append(value)
+    return results
+
+
+def ratios(numerator: list[float], denominator: list[float]) -> Spread:
+    """Spread of the ratios within each round."""
+    return Spread.of([a / b for a, b in zip(numerator, denominator, strict=True)])
+
+
+def wilson(hits: float, trials: float) -> tuple[float, float]:
+    """95 % interval of a share (Wilson, 1927): right near 0 and 1, where hits +- 2 sigma leaves the range."""
+    z, share = 1.96, hits / trials
+    centre = (share + z * z / (2 * trials)) / (1 + z * z / trials)
+    half = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials)) / (1 + z * z / trials)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def clustered_wilson(clusters: Sequence[tuple[int, int]]) -> tuple[float, float]:
+    """95 % interval of a share whose trials come in clusters of (hits, trials), such as the questions of a document.
+
+    Answers from one cache are correlated, so n questions say less than n documents would. Wilson's interval is taken at
+    the effective number of trials, n divided by the design effect (Kish, 1965; for Wilson's interval: Dean and Pagano,
+    2015): the variance of the share estimated from the spread between clusters, over that of n independent trials. The
+    effect is held between 1 and the size of a cluster, beyond which an estimate from few clusters is noise. If all
+    answers are right, or all wrong, there is no spread and every trial counts, as in surveys (NCHS, 2017). A bootstrap
+    over documents would have no width there, where most cells of a good policy are.
+    """
+    hits, trials = sum(hit for hit, _ in clusters), sum(size for _, size in clusters)
+    share = hits / trials
+    if share in (0, 1):
+        return wilson(hits, trials)
+    count = len(clusters)
+    largest = trials / count
+    effect = largest
+    if count > 1:
+        spread = sum((hit - share * size) ** 2 for hit, size in clusters) * count / (count - 1)
+        effect = min(max(spread / (trials * share * (1 - share)), 1.0), largest)
+    return wilson(hits / effect, trials / effect)
+
+
+def processor_s(pid: int, *, children: bool = False) -> float:
+    """Processor seconds of a process so far, by proc(5): of all its threads, and of its ended children if wanted."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11 : 15 if children else 13])) / os.sysconf("SC_CLK_TCK")
+
+
+def status_bytes(field: str) -> int:
+    """Bytes of this process by proc(5): VmRSS is resident now, VmHWM was the most resident at once.
+
+    Not from getrusage, whose peak starts with that of the parent process and cannot be reset.
+    """
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field + ":")) * 1024
+
+
+def _version(package: str) -> str | None:
+    """Not read from the imported module: the bench of the kernels runs without transformers."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()

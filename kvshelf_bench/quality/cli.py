@@ -1,0 +1,424 @@
+"""`kvshelf bench quality`, `memory`, `retrieval`, `together` and `search`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import count, product
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from kvshelf._extras import needs_extra
+from kvshelf.errors import InvalidRequest
+from kvshelf.terminal import progress_bar
+from kvshelf_bench.options import (
+    Device,
+    Dtype,
+    Json,
+    Model,
+    Output,
+    Threads,
+    Weights,
+    choices,
+    counted,
+    decimals,
+    numbers,
+    publish,
+    writable,
+)
+
+if TYPE_CHECKING:
+    from kvshelf_bench.engines import EngineOptions
+    from kvshelf_bench.quality.dataset.measuring import DocumentUnit
+    from kvshelf_bench.quality.grid import MadeUnit
+    from kvshelf_bench.quality.measuring import Progress
+    from kvshelf_bench.quality.outcome import Outcome
+
+_PICTURES = (".png", ".svg", ".pdf")
+_OF_MADE = ("size", "tasks", "haystacks", "lengths", "documents", "export", "picture")
+_CROSSED = ("policies", "ratios", "codecs", "select", "shares")
+_OF_DATASETS = ("ways", "fraction", "limit", "max_new_tokens", "cues")
+
+
+def quality(
+    context: typer.Context,
+    model: Model = "kvshelf-tiny",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    weights: Weights = "plain",
+    threads: Threads = 1,
+    processes: Annotated[int, typer.Option(min=0, help="0: one per core, or one for a GPU.")] = 0,
+    size: Annotated[
+        str,
+        typer.Option(
+            help="small (minutes), core (the cells of docs/internals/policies.md), default (an hour) or large (a day)."
+        ),
+    ] = "default",
+    policies: Annotated[str, typer.Option(help="Such as ems,lagkv:lag=64,sink=8.  [default: all]")] = "",
+    ratios: Annotated[str, typer.Option(help="Fractions removed, comma-separated.")] = "",
+    codecs: Annotated[str, typer.Option(help="Comma-separated.")] = "",
+    tasks: Annotated[str, typer.Option(help="Comma-separated.")] = "",
+    haystacks: Annotated[str, typer.Option(help="filler, prose, dense.")] = "",
+    lengths: Annotated[str, typer.Option(help="Tokens per document, comma-separated.")] = "",
+    documents: Annotated[int | None, typer.Option(min=1, help="Documents per cell.")] = None,
+    select: Annotated[str, typer.Option(help="Selectors that read a part, such as quest,policy:snapkv:window=8.")] = "",
+    shares: Annotated[
+        str, typer.Option(help="Parts of a document's tokens that they may read.  [default: 1/4 to 1/32]")
+    ] = "",
+    export: Annotated[bool, typer.Option("--export", help="Also rows answered by plain transformers.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Another set of documents.")] = 0,
+    dataset: Annotated[
+        Path | None, typer.Option(help="Documents and questions of a file of JSON lines instead of made ones.")
+    ] = None,
+    ways: Annotated[
+        str, typer.Option(help="With --dataset, instead of --policies: such as full/int4,keydiff@0.75,kvzip@0.5/int8.")
+    ] = "",
+    fraction: Annotated[
+        float, typer.Option(min=0, max=1, help="With --dataset: the share of its documents, drawn by --seed.")
+    ] = 1.0,
+    limit: Annotated[int | None, typer.Option(min=1, help="With --dataset: at most so many documents.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="With --dataset: tokens of an answer.")] = 48,
+    cues: Annotated[
+        int, typer.Option(min=0, help="With --dataset: cues of each cache's figure; 0 measures none.")
+    ] = 150,
+    resume: Annotated[
+        Path, typer.Option(callback=writable, help="Results so far; what it holds is not measured again.")
+    ] = Path("kvshelf-quality.jsonl"),
+    output: Output = None,
+    picture: Annotated[
+        Path | None, typer.Option(callback=writable, help="Score against bytes, as .png, .svg or .pdf.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """How well the model answers from what each policy, ratio and codec keeps, at how many bytes."""
+    _require_of_one_kind(context, dataset)
+    if picture is not None:
+        _require_drawable(picture)
+    with needs_extra("serve", "the bench"):
+        from kvshelf_bench.engines import EngineOptions
+        from kvshelf_bench.measure import machine
+        from kvshelf_bench.quality import quality as bench
+        from kvshelf_bench.quality.grid import make_grid
+        from kvshelf_bench.quality.tables import notes, quality_tables
+
+    options = EngineOptions(model, device, dtype, threads, weights)
+    crossed: dict[str, Any] = {
+        "policies": _split(policies),
+        "ratios": decimals(ratios, "--ratios", 0, 1) if ratios else (),
+        "codecs": _split(codecs),
+        "select": _split(select),
+        "shares": decimals(shares, "--shares", 0, 1) if shares else (),
+    }
+    if dataset is not None:
+        part = {"fraction": fraction, "limit": limit, "seed": seed}
+        asking = {"max_new_tokens": max_new_tokens, "cues": cues}
+        measured = _over_dataset(dataset, _split(ways), crossed, part, options, resume, processes, asking)
+        publish(*measured[:2], output, as_json, notes=measured[2])
+        return
+    grid = make_grid(
+        size,
+        tasks=_split(tasks),  # type: ignore[arg-type]  # make_grid refuses unknown names
+        haystacks=_split(haystacks),  # type: ignore[arg-type]
+        lengths=numbers(lengths) if lengths else (),
+        documents=documents,
+        export=export,
+        seed=seed,
+        **crossed,
+    )
+    with _bar(grid.units()) as done:
+        summary = bench.run(grid, options, resume, processes=processes, progress=done)
+    title = f"{model}: exact answers, the question unknown at compression"
+    report: dict[str, Any] = {
+        "bench": "quality",
+        "model": model,
+        "weights": weights,
+        "size": size,
+        "seed": seed,
+        "machine": machine(),
+    }
+    report |= summary.to_dict()
+    publish(report, quality_tables(summary, title), output, as_json, notes=notes(summary))
+    if picture is not None:
+        from kvshelf_bench.quality.picture import draw
+
+        if not draw(summary, picture, title):
+            typer.echo(f"{picture} was not drawn: the model can do none of the cells that all rows share", err=True)
+
+
+def _require_of_one_kind(context: typer.Context, dataset: Path | None) -> None:
+    """Refuses options of made documents with a dataset, those of a dataset without one, and ways beside policies."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    others, kind = (_OF_MADE, "made documents") if dataset is not None else (_OF_DATASETS, "a --dataset")
+    for name in given:
+        if name in others:
+            raise InvalidRequest(f"--{name.replace('_', '-')} is for {kind} alone; leave it out", param=name)
+        if name in _CROSSED and "ways" in given:
+            raise InvalidRequest(f"--ways says all that --{name} does; give one of them", param=name)
+
+
+def _over_dataset(
+    path: Path,
+    ways: Sequence[str],
+    crossed: dict[str, Any],
+    part: dict[str, Any],
+    options: EngineOptions,
+    resume: Path,
+    processes: int,
+    asking: dict[str, int],
+) -> tuple[dict[str, Any], list[Table], str]:
+    """The report, its tables, and how to read them. crossed: arguments of `make_grid`, where there are no `ways`; part:
+    of `chosen`; asking: of `run`."""
+    from kvshelf_bench.measure import machine
+    from kvshelf_bench.quality.dataset.documents import chosen, read_documents
+    from kvshelf_bench.quality.dataset.run import run
+    from kvshelf_bench.quality.dataset.tables import dataset_tables, notes
+    from kvshelf_bench.quality.grid import FEATURED, make_grid, make_rows
+
+    if not ways:
+        crossed = crossed | {"policies": crossed["policies"] or FEATURED, "ratios": crossed["ratios"] or (0.5,)}
+    rows = make_rows(ways) if ways else make_grid("small", **crossed).rows()
+    documents = chosen(read_documents(path), **part)
+    with _dataset_bar(len(documents) * len({row.variant for row in rows})) as done:
+        summary = run(documents, rows, options, resume, processes=processes, progress=done, **asking)
+    report: dict[str, Any] = {"bench": "quality", "dataset": path.name, "model": options.model, **part, **asking}
+    report["weights"] = options.weights
+    report |= {"machine": machine(), **summary.to_dict()}
+    title = f"{options.model} on {path.name}: {len(documents)} documents, the question unknown at compression"
+    return report, dataset_tables(summary, title), notes(summary)
+
+
+def memory(
+    model: Model = "kvshelf-tiny",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    threads: Threads = 1,
+    tokens: Annotated[int, typer.Option(min=64, help="Tokens of the document, template included.")] = 16000,
+    policies: Annotated[str, typer.Option(help="Comma-separated.  [default: all]")] = "",
+    removed: Annotated[float, typer.Option(help="Fraction removed.")] = 0.75,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Peak memory of compressing one document under each policy, against a prefill that keeps the whole cache."""
+    with needs_extra("serve", "the bench"):
+        from kvshelf.methods.policies import POLICIES
+        from kvshelf_bench.engines import EngineOptions
+        from kvshelf_bench.measure import machine
+        from kvshelf_bench.quality import memory as bench
+
+    chosen = _split(policies) or tuple(POLICIES)
+    rows = []
+    with counted(f"{model}, {tokens} tokens", len(dict.fromkeys(("full", *chosen)))) as step:
+        for row in bench.peaks(EngineOptions(model, device, dtype, threads), tokens, chosen, removed):
+            rows.append(row)
+            step()
+    table = Table(
+        "policy", "phase", "removed", "peak", "of full's", "cache", "prefill", "compression", title=f"{tokens} tokens"
+    )
+    for row in rows:
+        share = f"{row.peak_bytes / rows[0].peak_bytes:.0%}" if rows[0].peak_bytes else ""
+        cells = [f"{row.peak_bytes / 1e6:,.1f} MB", share, f"{row.cache_bytes / 1e6:,.1f} MB"]
+        cells += [f"{row.prefill_s:.2f} s", f"{row.compress_s:.2f} s"]
+        shown = cells if row.refused is None else [f"refused: {row.refused}"]
+        table.add_row(row.policy, row.phase, f"{row.removed:.0%}", *shown)
+    report: dict[str, Any] = {"bench": "memory", "model": model, "machine": machine()}
+    publish(report | {"rows": rows}, [table], output, as_json)
+
+
+def retrieval(
+    model: Model = "kvshelf-tiny",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    threads: Threads = 0,
+    policy: Annotated[str, typer.Option(help="full measures the model itself.")] = "full",
+    compression_ratio: Annotated[float | None, typer.Option(help="Fraction removed.")] = None,
+    tasks: Annotated[str, typer.Option(help="Comma-separated.")] = "needle,multikey,digits32",
+    haystacks: Annotated[str, typer.Option(help="Comma-separated.")] = "filler,prose",
+    lengths: Annotated[str, typer.Option(help="Tokens per document, comma-separated.")] = "1024,2048,4096",
+    documents: Annotated[int, typer.Option(min=1, help="Fresh documents per cell.")] = 200,
+    seed: Annotated[int | None, typer.Option(help="Seed of the first document.")] = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Exact answers from a cache, per task, haystack and length."""
+    with needs_extra("serve", "the bench"):
+        from kvshelf.samples.tasks import HAYSTACKS, TASKS
+        from kvshelf_bench.engines import EngineOptions
+        from kvshelf_bench.measure import machine
+        from kvshelf_bench.quality.retrieval import EVALUATION_SEED, measure_cell
+
+    engine = EngineOptions(model, device, dtype, threads).load()
+    compress: dict[str, Any] = {"policy": policy}
+    if compression_ratio is not None:
+        compress["compression_ratio"] = compression_ratio
+    around = choices(haystacks, HAYSTACKS, "--haystacks")
+    cells = list(product(numbers(lengths), choices(tasks, TASKS, "--tasks"), around))
+    first, results = EVALUATION_SEED if seed is None else seed, []
+    with counted(f"{model}, {policy}", documents * len(cells)) as step:
+        for tokens, task, hay in cells:
+            made = measure_cell(engine, task, hay, tokens, documents, compress=compress, seed=first, progress=step)
+            results.append(made)
+    report: dict[str, Any] = {"bench": "retrieval", "model": model, "compress": compress, "machine": machine()}
+    report["cells"] = [asdict(cell) | {"share": cell.share} for cell in results]
+    table = Table("task", "haystack", "tokens", "documents", "exact", "95 %", title=f"{model}, policy {policy}")
+    for cell in results:
+        interval = f"{cell.low:.1%} - {cell.high:.1%}"
+        table.add_row(cell.task, cell.haystack, f"{cell.tokens}", f"{cell.documents}", f"{cell.share:.1%}", interval)
+    publish(report, [table], output, as_json)
+
+
+def together(
+    model: Model = "kvshelf-tiny",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    threads: Threads = 1,
+    documents: Annotated[str, typer.Option(help="How many are asked together, comma-separated.")] = "3,8,32",
+    tokens: Annotated[int, typer.Option(min=300, help="Tokens of each document.")] = 512,
+    sets: Annotated[int, typer.Option(min=1, help="Sets of documents for each number.")] = 5,
+    questions: Annotated[int, typer.Option(min=1, max=48, help="Questions about a set.")] = 16,
+    policy: Annotated[str, typer.Option(help="Of every cache.")] = "full",
+    codec: Annotated[str, typer.Option(help="Of every cache.")] = "int4",
+    select: Annotated[
+        str, typer.Option(help="Also measured: a selector that reads as much as a quarter of one document.")
+    ] = "fasa",
+    seed: Annotated[int, typer.Option(min=0, help="Another set of documents.")] = 0,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """One question about several documents, beside one prefill of all and the document that knows."""
+    with needs_extra("serve", "the bench"):
+        from kvshelf_bench.engines import EngineOptions
+        from kvshelf_bench.measure import machine
+        from kvshelf_bench.quality.together import measure_together
+
+    engine, counts, rows = EngineOptions(model, device, dtype, threads).load(), numbers(documents), []
+    with counted(model, sets * len(counts)) as step:
+        for count_ in counts:
+            rows.append(
+                measure_together(
+                    engine, count_, tokens=tokens, sets=sets, questions=questions, policy=policy,
+                    codec=codec, selector=select, seed=seed, progress=step,
+                )
+            )  # fmt: skip
+    headings = ("documents", "questions", "together", "95 %", "one prefill", "the right one alone", "first source")
+    table = Table(
+        *headings, select, "first token", title=f"{model}, {policy}, {codec}: {tokens} tokens each, exact answers"
+    )
+    for row in rows:
+        share = [
+            f"{100 * found / row.questions:.1f} %" for found in (row.exact, row.alone, row.first_source, row.selected)
+        ]
+        joined = "too long" if row.joined is None else f"{100 * row.joined / row.questions:.1f} %"
+        interval = f"{row.low:.1%} - {row.high:.1%}"
+        cells = (f"{row.documents}", f"{row.questions}", share[0], interval, joined, *share[1:3])
+        table.add_row(*cells, f"{share[3]} of {row.select_tokens}", f"{row.first_token.median:.2f} of single ones")
+    report: dict[str, Any] = {"bench": "together", "model": model, "policy": policy, "codec": codec}
+    publish(report | {"machine": machine(), "rows": rows}, [table], output, as_json)
+
+
+def search(
+    model: Model = "kvshelf-tiny",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    threads: Threads = 0,
+    tasks: Annotated[str, typer.Option(help="Comma-separated.")] = "multikey",
+    haystacks: Annotated[str, typer.Option(help="Comma-separated.")] = "prose",
+    tokens: Annotated[int, typer.Option(min=64, help="Tokens per document.")] = 512,
+    documents: Annotated[int, typer.Option(min=1, help="Documents on the shelf.")] = 200,
+    seed: Annotated[int, typer.Option(min=0, help="Another set of documents.")] = 0,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """How often a search names the document that a question is about, beside BM25 over the texts."""
+    with needs_extra("serve", "the bench"):
+        from kvshelf.samples.tasks import HAYSTACKS, TASKS
+        from kvshelf_bench.engines import EngineOptions
+        from kvshelf_bench.measure import machine
+        from kvshelf_bench.quality import search as bench
+    with needs_extra("bench", "the comparison with BM25"):
+        import bm25s  # noqa: F401 - before the documents are compressed
+
+    engine = EngineOptions(model, device, dtype, threads).load()
+    kinds = choices(tasks, TASKS, "--tasks"), choices(haystacks, HAYSTACKS, "--haystacks")
+    asked = list(bench.documents(engine, *kinds, tokens, documents, seed))
+    with counted(f"{model}, {documents} documents", documents) as step:
+        ways = bench.measure(engine, asked, step)
+    table = Table(
+        "search", "first", "among 5", "bytes", f"of {bench.CODEC}", "ms", title=f"{model}: {documents} documents"
+    )
+    for way in ways:
+        sizes = [f"{way.nbytes:,.0f}", f"{way.share:.1%}"] if way.nbytes else ["", ""]
+        table.add_row(way.name, f"{way.at_1:.1%}", f"{way.at_5:.1%}", *sizes, f"{way.ms:.1f}")
+    report: dict[str, Any] = {"bench": "search", "model": model, "tasks": tasks, "haystacks": haystacks, "seed": seed}
+    report |= {"tokens": tokens, "documents": documents, "machine": machine(), "ways": [asdict(way) for way in ways]}
+    publish(report, [table], output, as_json)
+
+
+@contextmanager
+def _bar(units: Sequence[MadeUnit]) -> Iterator[Progress[MadeUnit]]:
+    """Progress in tokens to prefill, as units differ by an order of magnitude, with the count of units next to it."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    numbered = count(1)
+    with Bar(*columns, console=Console(stderr=True), speed_estimate_period=300) as progress:
+        bar = progress.add_task("loading", total=sum(map(_cost, units)))
+
+        def done(unit: MadeUnit, _: Sequence[Outcome], found: bool) -> None:
+            name = f"{next(numbered)}/{len(units)} {unit.variant.label}, {unit.cell.label}"
+            progress.update(bar, advance=_cost(unit), description=name + (" (found)" if found else ""))
+
+        yield done
+
+
+@contextmanager
+def _dataset_bar(units: int) -> Iterator[Progress[DocumentUnit]]:
+    """A bar over the units, and above it a line for each row as soon as it is measured."""
+    from kvshelf_bench.quality.dataset.summary import PLAIN
+    from kvshelf_bench.quality.dataset.tables import way_label
+
+    full: dict[str, tuple[int, ...]] = {}
+    with progress_bar() as progress:
+        bar = progress.add_task("documents and policies", total=units)
+
+        def done(unit: DocumentUnit, outcomes: Sequence[Outcome], found: bool) -> None:
+            for row, outcome in zip(unit.rows, outcomes, strict=True):
+                told = f"refused: {outcome.refused}"
+                if outcome.refused is None:
+                    told = f"{sum(outcome.exact)} of {len(outcome.exact)} right"
+                    if row == PLAIN:
+                        full[unit.document.id] = outcome.exact
+                    elif had := full.get(unit.document.id):
+                        lost = sum(was > now for was, now in zip(had, outcome.exact, strict=True))
+                        told += f", {lost} lost"
+                told += " (measured before)" if found else ""
+                progress.console.print(
+                    f"{unit.document.id}, {way_label(row)}: {told}", highlight=False, markup=False, soft_wrap=True
+                )
+            progress.advance(bar)
+
+        yield done
+
+
+def _cost(unit: MadeUnit) -> int:
+    """What a unit takes, in tokens to prefill: a row's answers take about as long as 512 of them."""
+    return unit.cell.tokens + 512 * len(unit.rows)
+
+
+def _require_drawable(picture: Path) -> None:
+    """Before an hour of work, not after it."""
+    if picture.suffix not in _PICTURES:
+        raise InvalidRequest(f"--picture {picture} must end in one of {', '.join(_PICTURES)}", param="picture")
+    with needs_extra("bench", "--picture"):
+        import matplotlib  # noqa: F401
+
+
+def _split(text: str) -> tuple[str, ...]:
+    """`int4:group=64,residual=8,none` is two names: a comma before `name=` belongs to the parameters of one."""
+    return tuple(part.strip() for part in re.split(r",(?!\s*\w+=)", text) if part.strip())

@@ -1,0 +1,345 @@
+"""The grid of the quality bench: cells, rows, and the units of work that fill the table.
+
+A *cell* is a kind of document (task, haystack, length). A *row* is a way to keep it (policy with parameters, share
+removed, codec, attached or exported) and to read it (all, or what a selector chooses). A *unit* is one prefill: one
+document of a cell under one policy and ratio, with all codecs that its cache is measured under.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from typing import Any
+
+from kvshelf.artifact.codecs import Codec
+from kvshelf.errors import InvalidRequest
+from kvshelf.methods import selectors
+from kvshelf.methods.policies import POLICIES, build
+from kvshelf.samples.suite import HAYSTACK_NAMES, TASK_NAMES, HaystackName, TaskName, fits
+from kvshelf.terminal import json_or_text
+
+BASELINE = "full"
+"""The policy that keeps everything and shows what the model itself can do. Every cell has it."""
+
+RATIOS = (0.5, 0.75, 0.875, 0.9375)
+SHARES = (0.25, 0.125, 0.0625, 0.03125)
+CODECS = ("none", "int8", "int4", "int2", "mixed", "klt")
+FEATURED = ("full", "keydiff", "lagkv", "snapkv", "sage", "sablock", "ems", "kvzip", "kvcues", "expected_attention")
+ENCODED = ("full", "keydiff", "lagkv", "ems", "kvzip", "kvcues")
+EXPORTED = ("full", "keydiff")
+VARIANTS = ("ems:merge=false", "ems:pos=pre", "ada:base=keydiff")
+SELECT = ("quest:page=8", "fasa:chunks=12", *(name for name in selectors.names() if name != "policy:sage"))
+"""FEATURED to SELECT: policies of the default size at further lengths, under codecs, exported, their variants, and the
+selectors over a document of which all entries are stored."""
+
+
+@dataclass(frozen=True, order=True)
+class Cell:
+    """A kind of document."""
+
+    tokens: int
+    task: TaskName
+    haystack: HaystackName
+
+    @property
+    def label(self) -> str:
+        return f"{self.task} {self.haystack} {length_label(self.tokens)}"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A policy with the parameters that differ from its defaults."""
+
+    policy: str
+    params: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Variant:
+        """`lagkv` or `lagkv:lag=64,sink=8`. Raises `InvalidRequest` for an unknown policy or parameter."""
+        name, _, given = text.strip().partition(":")
+        params = _params(text, given, "policies")
+        build(name, params)
+        return cls(name, tuple(params.items()))
+
+    @property
+    def label(self) -> str:
+        return self.policy + _shown(self.params)
+
+    @property
+    def takes_budget(self) -> bool:
+        return POLICIES[self.policy].takes_budget
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A selector with the parameters that differ from its defaults, and the share of a document's tokens that a token
+    of an answer may read."""
+
+    method: str
+    share: float
+    params: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str, share: float) -> Reading:
+        """`quest`, `quest:page=16` or `policy:snapkv:window=8`. Raises `InvalidRequest`."""
+        name, _, given = text.strip().rpartition(":") if "=" in text else (text.strip(), "", "")
+        params = _params(text, given, "select")
+        selectors.build(name, params)
+        return cls(name, share, tuple(params.items()))
+
+    @property
+    def label(self) -> str:
+        return self.method + _shown(self.params)
+
+
+def _params(text: str, given: str, param: str) -> dict[str, Any]:
+    """Of `a=1,b=2`."""
+    params: dict[str, Any] = {}
+    for part in filter(None, given.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise InvalidRequest(f"{text!r}: {part!r} is not of the form name=value", param=param)
+        params[key] = json_or_text(value)
+    return params
+
+
+def _shown(params: Sequence[tuple[str, Any]]) -> str:
+    shown = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in params]
+    return ":" + ",".join(shown) if shown else ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A way to keep a document, and to read it: `select` None reads all. `exported`: answered by the model's own
+    attention from `Engine.export`."""
+
+    variant: Variant
+    removed: float
+    codec: str = "none"
+    exported: bool = False
+    select: Reading | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Row:
+        """`full`, `full/int4`, `keydiff@0.75` or `lagkv:lag=64@0.5/int8`: a policy, the share that it removes (half,
+        unless given) and a codec. Raises `InvalidRequest`."""
+        way, _, codec = text.strip().partition("/")
+        policy, at, removed = way.rpartition("@") if "@" in way else (way, "", "0.5")
+        variant = Variant.parse(policy)
+        if not variant.takes_budget:
+            _require(not at, "ways", text, "without a share removed, as this policy keeps everything")
+            return cls(variant, 0.0, str(Codec.parse(codec or "none")))
+        try:
+            share = float(removed)
+        except ValueError:
+            share = -1.0
+        _require(0 <= share < 1, "ways", text, "with a share removed from 0 to below 1 behind the @")
+        return cls(variant, share, str(Codec.parse(codec or "none")))
+
+    @property
+    def label(self) -> str:
+        """What `parse` reads, for a row that is read as a whole."""
+        removed = f"@{self.removed:g}" if self.variant.takes_budget else ""
+        return self.variant.label + removed + (f"/{self.codec}" if self.codec != "none" else "")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a result depends on beside the document: policy version, defaults and settings."""
+        policy = build(self.variant.policy, dict(self.variant.params))
+        settings = {
+            "policy": policy.name,
+            "version": policy.revision,
+            "params": policy.parameters(),
+            "removed": self.removed,
+            "codec": self.codec,
+            "exported": self.exported,
+        }
+        if self.select is not None:  # results of rows that read all stay found
+            settings["select"] = asdict(self.select)
+        return settings
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One prefill of a document, and the rows measured from its caches."""
+
+    variant: Variant
+    rows: tuple[Row, ...]
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What people read in the resume file, beside what a row says."""
+        return {"policy": self.variant.label}
+
+
+@dataclass(frozen=True)
+class MadeUnit(Unit):
+    """Of a made document: the one of this number in a cell. All rows have one share removed."""
+
+    removed: float
+    cell: Cell
+    document: int
+
+    @property
+    def about(self) -> dict[str, Any]:
+        return {"cell": self.cell.label, "document": self.document, **super().about}
+
+
+@dataclass(frozen=True)
+class Block:
+    """Every cell under every row, `documents` documents a cell. No `policies` means all policies and the `variants`."""
+
+    tasks: tuple[TaskName, ...]
+    haystacks: tuple[HaystackName, ...]
+    lengths: tuple[int, ...]
+    documents: int
+    policies: tuple[str, ...] = ()
+    ratios: tuple[float, ...] = RATIOS
+    codecs: tuple[str, ...] = ("none",)
+    variants: tuple[str, ...] = ()
+    export: bool = False
+    select: tuple[str, ...] = ()
+    shares: tuple[float, ...] = SHARES
+
+    def cells(self) -> list[Cell]:
+        chosen = product(self.lengths, self.tasks, self.haystacks)
+        return [Cell(tokens, task, haystack) for tokens, task, haystack in chosen if fits(task, haystack)]
+
+    def rows(self, *, export: bool) -> list[Row]:
+        """The baseline first, then the policies in the given order, each with its exported row if asked for, and under
+        each codec the rows of the selectors."""
+        variants = list(dict.fromkeys(map(Variant.parse, (BASELINE, *(self.policies or (*POLICIES, *self.variants))))))
+        rows = []
+        for variant in variants:
+            codecs = self.codecs if variant.label != BASELINE else tuple(dict.fromkeys(("none", *self.codecs)))
+            for removed in self.ratios if variant.takes_budget else (0.0,):
+                for codec in codecs:
+                    readings = (Reading.parse(text, share) for text in self.select for share in self.shares)
+                    rows += [Row(variant, removed, codec, select=select) for select in (None, *readings)]
+                if export or self.export:
+                    rows.append(Row(variant, removed, exported=True))
+        return rows
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Blocks that may overlap; a unit of two blocks is measured once."""
+
+    blocks: tuple[Block, ...]
+    questions: int = 4
+    seed: int = 0
+    export: bool = False
+
+    def cells(self) -> list[Cell]:
+        return list(dict.fromkeys(cell for block in self.blocks for cell in block.cells()))
+
+    def rows(self) -> list[Row]:
+        """All rows, those of one policy and ratio together."""
+        rows = dict.fromkeys(row for block in self.blocks for row in block.rows(export=self.export))
+        order = {variant: i for i, variant in enumerate(dict.fromkeys(row.variant for row in rows))}
+        return sorted(rows, key=lambda row: (order[row.variant], row.removed))
+
+    def units(self) -> list[MadeUnit]:
+        """Document by document through all cells: a run that is stopped has a little of everything."""
+        planned: dict[tuple[int, Cell, Variant, float], dict[Row, None]] = {}
+        for document in range(max((block.documents for block in self.blocks), default=0)):
+            for block in (block for block in self.blocks if document < block.documents):
+                for cell, row in product(block.cells(), block.rows(export=self.export)):
+                    planned.setdefault((document, cell, row.variant, row.removed), {})[row] = None
+        return [
+            MadeUnit(variant, tuple(rows), removed, cell, document)
+            for (document, cell, variant, removed), rows in planned.items()
+        ]
+
+
+def make_grid(
+    size: str,
+    *,
+    tasks: Sequence[TaskName] = (),
+    haystacks: Sequence[HaystackName] = (),
+    lengths: Sequence[int] = (),
+    documents: int | None = None,
+    policies: Sequence[str] = (),
+    ratios: Sequence[float] = (),
+    codecs: Sequence[str] = (),
+    select: Sequence[str] = (),
+    shares: Sequence[float] = (),
+    export: bool = False,
+    seed: int = 0,
+) -> Grid:
+    """The grid of a size, in which the given values replace the size's own.
+
+    Given tasks or haystacks replace all cells by their product, measured under the rows of the first block.
+    Raises `InvalidRequest` for anything unknown or out of range, before any work.
+    """
+    if size not in SIZES:
+        raise InvalidRequest(f"unknown size {size!r}; one of {', '.join(SIZES)}", param="size")
+    blocks = SIZES[size]
+    if tasks or haystacks:
+        first = blocks[0]
+        blocks = (replace(first, tasks=tuple(tasks) or first.tasks, haystacks=tuple(haystacks) or first.haystacks),)
+    given: dict[str, Any] = {"policies": tuple(policies), "ratios": tuple(ratios), "documents": documents}
+    given |= {"lengths": tuple(lengths), "select": tuple(select), "shares": tuple(shares)}
+    given["codecs"] = tuple(str(Codec.parse(codec)) for codec in codecs)
+    for task in tasks:
+        _require(task in TASK_NAMES, "tasks", task, f"one of {', '.join(TASK_NAMES)}")
+    for haystack in haystacks:
+        _require(haystack in HAYSTACK_NAMES, "haystacks", haystack, f"one of {', '.join(HAYSTACK_NAMES)}")
+    for tokens in lengths:
+        _require(tokens >= 1, "lengths", tokens, "a number of tokens from 1")
+    for removed in ratios:
+        _require(0 <= removed < 1, "ratios", removed, "a fraction removed, from 0 to below 1")
+    for share in shares:
+        _require(0 < share < 1, "shares", share, "a fraction read, above 0 and below 1")
+    _require(documents is None or documents >= 1, "documents", documents, "an integer from 1")
+    blocks = tuple(replace(block, **{key: value for key, value in given.items() if value}) for block in blocks)
+    grid = Grid(blocks, seed=seed, export=export)
+    if not grid.cells():
+        raise InvalidRequest("no cell is left: the task cwe stands in the haystack dense only", param="haystacks")
+    grid.rows()  # parses every policy
+    return grid
+
+
+def make_rows(ways: Sequence[str]) -> list[Row]:
+    """The rows of ways (see `Row.parse`), those of one policy and share together, after the full cache."""
+    rows = dict.fromkeys([Row(Variant(BASELINE), 0.0), *map(Row.parse, ways)])
+    groups = list(dict.fromkeys((row.variant, row.removed) for row in rows))
+    return sorted(rows, key=lambda row: groups.index((row.variant, row.removed)))
+
+
+def length_label(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens % 1024 == 0 else f"{tokens}"
+
+
+def _require(legal: bool, param: str, value: object, rule: str) -> None:
+    if not legal:
+        raise InvalidRequest(f"--{param} has {value!r}; it must be {rule}", param=param)
+
+
+_SURE = (
+    Block(("multikey",), HAYSTACK_NAMES, (2048,), 20),
+    Block(("digits32",), ("dense",), (2048,), 20),
+    Block(("digits64",), ("prose",), (2048,), 20),
+)
+"""Documents that the bundled model answers well."""
+
+SIZES: dict[str, tuple[Block, ...]] = {
+    # Two minutes on two cores.
+    "small": (Block(("multikey",), HAYSTACK_NAMES, (1024,), 4, ratios=(0.5, 0.875)),),
+    "core": _SURE,
+    # Within an hour on two cores with the bundled model: all policies in cells that it answers well, then some policies
+    # with codecs, at other lengths, and in cells that it cannot answer.
+    "default": (
+        *(replace(block, variants=VARIANTS) for block in _SURE),
+        *(replace(block, policies=ENCODED, codecs=CODECS) for block in _SURE),
+        *(replace(block, policies=EXPORTED, export=True) for block in _SURE),
+        *(replace(block, policies=("full",), codecs=("int4",), select=SELECT) for block in _SURE),
+        Block(("multikey",), ("prose", "dense"), (1024, 4096), 10, FEATURED, (0.5, 0.875)),
+        Block(("multikey",), ("prose",), (8192,), 10, FEATURED, (0.5, 0.875)),
+        Block(("multivalue", "multiquery", "vt"), ("prose",), (2048,), 10, FEATURED, (0.5, 0.875)),
+        Block(("cwe",), ("dense",), (2048,), 10, FEATURED, (0.5, 0.875)),
+    ),
+    "large": (Block(TASK_NAMES, HAYSTACK_NAMES, (1024, 2048, 4096, 8192), 10, codecs=CODECS, variants=VARIANTS),),
+}

@@ -1,0 +1,113 @@
+"""How often a search names the document that a question is about: by summaries of caches, and by BM25 over the texts.
+
+Each document has its own facts, and one question about one of them. Nothing keeps two documents from having a fact of
+the same thing, so no search can be right every time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice, product
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Final
+
+from kvshelf.engine.summary import Codes, score, unpacked
+from kvshelf.samples.tasks import Haystack, Task, TaskDocument, make_document
+from kvshelf_bench.quality.retrieval import EVALUATION_SEED, counter
+
+if TYPE_CHECKING:
+    from kvshelf.artifact.cache import CompressedCache
+    from kvshelf.engine.engine import Engine
+
+Ask = Callable[[str], Sequence[float]]
+"""The score of each document for a question."""
+
+CODEC: Final = "int4"
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to search, measured. at_1, at_5: the share of the questions whose document is the first, or among the first
+    five. nbytes: of a document's summary, the mean; share: of the bytes of its whole cache under `CODEC`; both 0 where
+    the texts themselves are searched. ms: of a question, the median."""
+
+    name: str
+    at_1: float
+    at_5: float
+    nbytes: float
+    share: float
+    ms: float
+
+
+def documents(
+    engine: Engine, tasks: Sequence[Task], haystacks: Sequence[Haystack], tokens: int, count: int, seed: int
+) -> Iterator[TaskDocument]:
+    """Documents of at most `tokens` tokens, of all tasks and haystacks in turn, from consecutive seeds."""
+    kinds = islice(cycle(product(tasks, haystacks)), count)
+    for number, (task, haystack) in enumerate(kinds):
+        yield make_document(task, haystack, tokens, EVALUATION_SEED + seed + number, counter(engine))
+
+
+def measure(engine: Engine, asked: Sequence[TaskDocument], progress: Callable[[], None] = lambda: None) -> list[Way]:
+    """Search all documents for the first question about each: by summaries, by their first layer alone, and by BM25.
+
+    Raises `PolicyUnsupported` for a model whose documents have no summaries.
+    """
+    engine.require_search()
+    caches = []
+    for each in asked:
+        caches.append(engine.encoded(engine.compress(each.text, policy="full"), CODEC))
+        progress()
+    summaries = [unpacked(cache.summary) for cache in caches]
+    first = [summary[:1] for summary in summaries]
+    return [
+        _way("summaries", _by_codes(engine, summaries), asked, caches, summaries),
+        _way("summaries, first layer alone", _by_codes(engine, first), asked, caches, first),
+        _way("BM25 over the texts", _by_bm25(asked), asked, caches, [[] for _ in asked]),
+    ]
+
+
+def _by_codes(engine: Engine, summaries: Sequence[Sequence[Codes]]) -> Ask:
+    layers = len(summaries[0])
+
+    def ask(question: str) -> Sequence[float]:
+        return score(engine.search_codes(engine.encode_search(question))[:layers], summaries)
+
+    return ask
+
+
+def _by_bm25(asked: Sequence[TaskDocument]) -> Ask:
+    import bm25s
+
+    def words(texts: list[str]) -> list[list[str]]:
+        found: list[list[str]] = bm25s.tokenize(texts, stopwords=None, return_ids=False, show_progress=False)
+        return found
+
+    index = bm25s.BM25()
+    index.index(words([each.text for each in asked]), show_progress=False)
+
+    def ask(question: str) -> Sequence[float]:
+        scores: Sequence[float] = index.get_scores(words([question])[0]).tolist()
+        return scores
+
+    return ask
+
+
+def _way(
+    name: str,
+    ask: Ask,
+    asked: Sequence[TaskDocument],
+    caches: Sequence[CompressedCache],
+    summaries: Sequence[Sequence[Codes]],
+) -> Way:
+    ranks, seconds = [], []
+    for number, each in enumerate(asked):
+        started = time.perf_counter()
+        scores = ask(each.questions[0].text)
+        seconds.append(time.perf_counter() - started)
+        ranks.append(sum(other >= scores[number] for other in scores) - 1)  # equal ones count as before it
+    nbytes = fmean(sum(codes.nbytes for codes in summary) for summary in summaries)
+    at_1, at_5 = (fmean(rank < first for rank in ranks) for first in (1, 5))
+    return Way(name, at_1, at_5, nbytes, nbytes / fmean(cache.nbytes for cache in caches), 1000 * median(seconds))

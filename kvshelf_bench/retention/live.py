@@ -1,0 +1,112 @@
+"""The trace, with times `SCALE` and sizes `SIZE_SCALE` times smaller, against a replica's own memory and caches of
+kvshelf-tiny on a disk. Answers are pauses; no model runs, so that only reads are measured.
+
+What has fixed seconds does not shrink: a hint counts at least 10 s after its time, and until tools have run a hundred
+times their durations count as Exp(1 s).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from kvshelf.engine.engine import Engine
+from kvshelf.store.disk import DiskStore
+from kvshelf.workers.replica.calls import Threads
+from kvshelf.workers.replica.residents import ResidentLimits, Residents
+from kvshelf.workers.replica.retention import Retention
+from kvshelf_bench.retention.orders import Orchestrator, Order
+from kvshelf_bench.retention.simulation import Outcome
+from kvshelf_bench.retention.trace import ANSWER_S, Program, Trace
+
+SCALE: Final = 64
+SIZE_SCALE: Final = 256
+"""More, because a small read has its fixed cost, too."""
+
+_TENANT: Final = "default"
+
+
+@contextmanager
+def shelf_of(trace: Trace, engine: Engine) -> Iterator[tuple[DiskStore, dict[str, str]]]:
+    """A shelf in a temporary folder with a cache of about its size for each one that a trace asks, and their ids."""
+    draw = random.Random(0)
+    asked = sorted({turn.cache for program in trace.programs for turn in program.turns})
+    with tempfile.TemporaryDirectory(prefix="kvshelf-bench-") as folder, DiskStore.open(Path(folder) / "home") as store:
+        ids = {}
+        for name in asked:
+            count = max(16, trace.sizes[name] // engine.kv_bytes_per_token)
+            tokens = [draw.randrange(engine.model.config.vocab_size) for _ in range(count)]
+            ids[name] = store.put(engine.compress(tokens, policy="full")).id
+        yield store, ids
+
+
+def replay(
+    trace: Trace, order: Order, max_bytes: int, engine: Engine, store: DiskStore, ids: dict[str, str]
+) -> Outcome:
+    """One run of a scaled trace. Raises `AssertionError` if memory is over its limit at any step."""
+    with Threads(8) as threads:
+        limits = ResidentLimits(max_bytes=max_bytes, ahead_s=ResidentLimits.ahead_s / SCALE)
+        retention = Retention(order.priority)
+        residents = Residents(store, engine.attach, engine.attach_part, limits, threads, retention)
+        return asyncio.run(_Replay(trace, order, residents, max_bytes, ids).run())
+
+
+class _Replay:
+    def __init__(self, trace: Trace, order: Order, residents: Residents, max_bytes: int, ids: dict[str, str]) -> None:
+        self._trace = trace
+        self._order = order
+        self._residents = residents
+        self._max_bytes = max_bytes
+        self._ids = ids
+        self._orchestrator = Orchestrator(ANSWER_S / SCALE)
+        self._waiting = ThreadPoolExecutor(64)
+        self.found = Outcome()
+
+    async def run(self) -> Outcome:
+        reading = asyncio.ensure_future(self._residents.read_ahead_forever())
+        began = time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            for number, program in enumerate(self._trace.programs):
+                await asyncio.sleep(max(0.0, began + program.start_s - time.monotonic()))
+                group.create_task(self._play(number, program))
+        reading.cancel()
+        self.found.counts |= self._residents.take_counts()
+        self._residents.close()
+        self._waiting.shutdown()
+        return self.found
+
+    async def _play(self, number: int, program: Program) -> None:
+        for turn, one in enumerate(program.turns):
+            asked = time.monotonic()
+            tool = one.tool if self._order.tools else None
+            async with self._residents.using(self._ids[one.cache], _TENANT, tool=tool) as (resident, there):
+                self._look()
+                self._foretell(number, program, turn, answering=True)
+                document = resident.document
+                self.found.hits += there and document.arrived
+                last = document.num_layers - 1
+                await asyncio.get_running_loop().run_in_executor(self._waiting, document.prefixes, last)
+                self.found.waits_s.append(time.monotonic() - asked)
+                if not there:
+                    self.found.read_bytes += document.nbytes
+                await asyncio.sleep(one.answer_s)
+            self._foretell(number, program, turn, answering=False)
+            self._look()
+            await asyncio.sleep(one.pause_s)
+
+    def _foretell(self, number: int, program: Program, turn: int, *, answering: bool) -> None:
+        if self._order.hints:
+            told = self._orchestrator.foretell(number, program, turn, time.monotonic(), answering=answering)
+            for cache, next_use_s in told:
+                self._residents.hint(self._ids[cache], _TENANT, next_use_s)
+
+    def _look(self) -> None:
+        most = self.found.most_bytes = max(self.found.most_bytes, self._residents.nbytes)
+        assert most <= self._max_bytes, f"{most} bytes in a memory of {self._max_bytes}"

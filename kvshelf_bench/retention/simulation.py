@@ -1,0 +1,202 @@
+"""The trace against a model of a replica: the memory and its rules are the replica's, reads and answers take a computed
+time.
+
+A read takes `read_s` and its bytes at one rate, one read after the other; it begins when memory has room for the cache.
+The first token follows `PREFILL_S` after the read. Answers do not slow each other down.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from kvshelf.workers.replica.residents import ResidentLimits
+from kvshelf.workers.replica.retention import Key, Retention
+from kvshelf.workers.replica.tools import Tools
+from kvshelf_bench.retention.orders import Orchestrator, Order
+from kvshelf_bench.retention.trace import Trace
+
+PREFILL_S: Final = 0.1
+READ_S: Final = 0.005
+
+_AHEAD_S: Final = ResidentLimits().ahead_s
+_IDLE_S: Final = ResidentLimits().idle_s
+_TENANT: Final = "default"
+
+
+@dataclass
+class Outcome:
+    """waits_s: seconds to the first token of each question. hits: questions whose cache was in memory and read.
+    read_bytes: of all reads. counts: as `Residents.take_counts`. most_bytes: in memory at any step."""
+
+    waits_s: list[float] = field(default_factory=list)
+    hits: int = 0
+    read_bytes: int = 0
+    most_bytes: int = 0
+    counts: dict[str, int] = field(
+        default_factory=lambda: {"pinned": 0, "released": 0, "read_ahead": 0, "read_ahead_used": 0}
+    )
+
+    @property
+    def hit_share(self) -> float:
+        return self.hits / len(self.waits_s)
+
+    @property
+    def mean_s(self) -> float:
+        return sum(self.waits_s) / len(self.waits_s)
+
+
+@dataclass
+class _Held:
+    ready_at: float
+    users: int = 0
+    last_used: float = 0.0
+    ahead: bool = False
+
+
+@dataclass
+class _Asked:
+    program: int
+    turn: int
+    at: float
+
+
+class Simulation:
+    """One run of a trace under one order. max_bytes: the memory for caches. read_bytes_s: the rate of reads."""
+
+    def __init__(self, trace: Trace, order: Order, max_bytes: int, read_bytes_s: float) -> None:
+        self._trace = trace
+        self._order = order
+        self._max_bytes = max_bytes
+        self._byte_s = 1 / read_bytes_s
+        self._retention, self._tools, self._orchestrator = Retention(order.priority), Tools(), Orchestrator()
+        self._held: dict[str, _Held] = {}
+        self._short: list[_Asked] = []  # questions that wait for room, in their order
+        self._room_s = self._room_count = 0.0
+        self._disk_free_at = self._now = 0.0
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._ids = itertools.count()
+        self.found = Outcome()
+
+    def run(self) -> Outcome:
+        for number, program in enumerate(self._trace.programs):
+            self._at(program.start_s, self._ask, number, 0)
+        while self._events:
+            self._now, _, act, args = heapq.heappop(self._events)
+            act(*args)
+            self._read_ahead()
+            most = self.found.most_bytes = max(self.found.most_bytes, self._nbytes)
+            assert most <= self._max_bytes, f"{most} bytes in a memory of {self._max_bytes}"
+        return self.found
+
+    def _at(self, at: float, act: Callable[..., None], *args: Any) -> None:
+        heapq.heappush(self._events, (at, next(self._ids), act, args))
+
+    def _ask(self, program: int, turn: int) -> None:
+        asked = _Asked(program, turn, self._now)
+        self._tools.asked(_TENANT, self._cache(asked), self._now)
+        if not self._begin(asked):
+            self._short.append(asked)
+
+    def _begin(self, asked: _Asked) -> bool:
+        """Answer a question if its cache is in memory or room can be made for it."""
+        cache = self._cache(asked)
+        if (held := self._held.get(cache)) is None:
+            if not self._make_room(self._trace.sizes[cache]):
+                return False
+            self._room_s, self._room_count = self._room_s + self._now - asked.at, self._room_count + 1
+            held = self._read(cache)
+        elif held.ready_at <= self._now:
+            self.found.hits += 1
+        self._retention.used(_key(cache), self._now, cost_s=self._reload_s(cache), nbytes=self._trace.sizes[cache])
+        self.found.counts["read_ahead_used"] += held.ahead
+        held.ahead, held.users = False, held.users + 1
+        first_at = max(self._now, held.ready_at) + PREFILL_S
+        self.found.waits_s.append(first_at - asked.at)
+        answer_s = self._trace.programs[asked.program].turns[asked.turn].answer_s
+        self._foretell(asked, answering=True)
+        self._at(first_at + answer_s, self._answered, asked)
+        return True
+
+    def _answered(self, asked: _Asked) -> None:
+        cache, turns = self._cache(asked), self._trace.programs[asked.program].turns
+        turn = turns[asked.turn]
+        held = self._held[cache]
+        held.users, held.last_used = held.users - 1, self._now
+        tool = turn.tool if self._order.tools else None
+        self._tools.answered(_TENANT, cache, tool, self._now)
+        if tool is not None:
+            wait_s = self._room_s / self._room_count if self._room_count else 0.0
+            stay_s = self._tools.stay_s(_TENANT, tool, wait_s=wait_s, reload_s=self._reload_s(cache))
+            if stay_s > 0:
+                self._retention.pin(_key(cache), self._now + stay_s)
+                self.found.counts["pinned"] += 1
+        if asked.turn + 1 < len(turns):
+            self._at(self._now + turn.pause_s, self._ask, asked.program, asked.turn + 1)
+        self._foretell(asked, answering=False)
+        self._short = [waiting for waiting in self._short if not self._begin(waiting)]
+
+    def _foretell(self, asked: _Asked, *, answering: bool) -> None:
+        if not self._order.hints:
+            return
+        program = self._trace.programs[asked.program]
+        told = self._orchestrator.foretell(asked.program, program, asked.turn, self._now, answering=answering)
+        for cache, next_use_s in told:
+            self._retention.hint(_key(cache), next_use_s, self._now)
+            if next_use_s is not None and next_use_s > _AHEAD_S:
+                self._at(self._now + next_use_s - _AHEAD_S, lambda: None)  # a step, which looks at the hints
+
+    def _read_ahead(self) -> None:
+        if self._short or self._disk_free_at > self._now:
+            return
+        for wait_s, (_, cache) in self._retention.hinted(self._now):
+            if cache in self._held or wait_s > _IDLE_S:
+                continue
+            unused = self._unused() if wait_s <= _AHEAD_S else {}
+            missing = self._nbytes + self._trace.sizes[cache] - self._max_bytes
+            leaving = self._retention.leaving_for(_key(cache), unused, missing, self._now)
+            if leaving is not None:
+                for key in leaving:
+                    self._evict(key)
+                self._read(cache).ahead = True
+                self.found.counts["read_ahead"] += 1
+                return  # the next once this one is read
+
+    def _read(self, cache: str) -> _Held:
+        self._disk_free_at = max(self._now, self._disk_free_at) + self._reload_s(cache)
+        self.found.read_bytes += self._trace.sizes[cache]
+        held = self._held[cache] = _Held(self._disk_free_at)
+        self._at(self._disk_free_at, lambda: None)
+        return held
+
+    def _make_room(self, nbytes: int) -> bool:
+        while self._nbytes + nbytes > self._max_bytes:
+            unused = self._unused()
+            if not unused:
+                return False
+            self._evict(min(unused, key=lambda key: self._retention.order(key, self._now)))
+        return True
+
+    def _evict(self, key: Key) -> None:
+        self.found.counts["released"] += self._retention.left(key, self._now)
+        del self._held[key[1]]
+
+    def _unused(self) -> dict[Key, int]:
+        return {_key(cache): self._trace.sizes[cache] for cache, held in self._held.items() if not held.users}
+
+    @property
+    def _nbytes(self) -> int:
+        return sum(self._trace.sizes[cache] for cache in self._held)
+
+    def _reload_s(self, cache: str) -> float:
+        return READ_S + self._trace.sizes[cache] * self._byte_s
+
+    def _cache(self, asked: _Asked) -> str:
+        return self._trace.programs[asked.program].turns[asked.turn].cache
+
+
+def _key(cache: str) -> Key:
+    return _TENANT, cache

@@ -1,0 +1,163 @@
+"""New tokens per second of many questions at once, compared with one question after the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.engine.decode.generation import Sampling
+from kvshelf.kernels.rates import Cost, cost, read_bandwidth
+from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
+from kvshelf_bench.measure import Spread, interleaved, ratios
+from kvshelf_bench.speed.subject import QUESTION_TOKENS, Subject
+
+DOCUMENT_TOKENS = 2048
+NEW_TOKENS = 64
+
+_ALONE = 8
+"""Most questions answered one at a time for the comparison; their rate does not depend on their number."""
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """`questions` asked at once about `documents` different documents, under the default policy and ratio.
+
+    together, alone: new tokens per second through the scheduler, and one question at a time through the engine; both
+    include the prefill of the questions. gain: their ratio within a round. step_s: seconds of one decode step of all
+    questions, from the difference between answers of 64 tokens and of one. step_bytes: what such a step must read:
+    weights once, each document's cache once, suffixes at their mean length. share: step_bytes / step_s over
+    `Decodings.read_bandwidth`. Tokens are counted in the answers.
+    """
+
+    questions: int
+    documents: int
+    together: Spread
+    alone: Spread
+    gain: Spread
+    gain_wall: Spread
+    step_s: Spread
+    step_bytes: int
+    share: Spread
+
+
+@dataclass(frozen=True)
+class Decodings:
+    """All rows. read_bandwidth: bytes per second, measured before the rows with the same threads."""
+
+    document_tokens: int
+    question_tokens: int
+    new_tokens: int
+    read_bandwidth: float
+    rows: list[Decoding]
+
+
+def decodings(
+    subject: Subject, questions: Sequence[int], rounds: int, progress: Callable[[], None] = lambda: None
+) -> Decodings:
+    """Every number in `questions`: that many questions on a document each, and on one shared document."""
+    bandwidth = read_bandwidth(subject.device)
+    engine = subject.engine
+    caches = [engine.compress(subject.tokens(DOCUMENT_TOKENS, seed=10 + i)) for i in range(max(questions))]
+    rows = []
+    with endless_answers(subject):
+        for count in questions:
+            for attached in dict.fromkeys((count, 1)):
+                asked = [caches[i % attached] for i in range(count)]
+                rows.append(_measure(subject, asked, attached, rounds, bandwidth))
+            progress()
+    return Decodings(DOCUMENT_TOKENS, QUESTION_TOKENS, NEW_TOKENS, bandwidth, rows)
+
+
+@contextmanager
+def endless_answers(subject: Subject) -> Iterator[None]:
+    """Inside the block no token ends an answer, so all answers are equally long."""
+    config = subject.engine.model.generation_config
+    before, config.eos_token_id = config.eos_token_id, []
+    try:
+        yield
+    finally:
+        config.eos_token_id = before
+
+
+@dataclass(frozen=True)
+class _Answered:
+    cost: Cost
+    tokens: int
+
+
+def _measure(
+    subject: Subject, caches: list[CompressedCache], documents: int, rounds: int, bandwidth: float
+) -> Decoding:
+    scheduler = Scheduler(subject.engine, SchedulerLimits(max_open=len(caches), max_waiting=len(caches)))
+    scheduler.start()
+    try:
+        runs = interleaved(
+            {
+                "alone": lambda: _one_at_a_time(subject, caches[:_ALONE], NEW_TOKENS),
+                "together": lambda: _together(subject, scheduler, caches, NEW_TOKENS),
+                "first": lambda: _together(subject, scheduler, caches, 1),
+            },
+            rounds,
+        )
+    finally:
+        scheduler.stop()
+    together, alone = ([run.tokens / run.cost.seconds for run in runs[way]] for way in ("together", "alone"))
+    walls = ([run.tokens / run.cost.wall_s for run in runs[way]] for way in ("together", "alone"))
+    both = zip(runs["together"], runs["first"], strict=True)
+    steps = [(run.cost.seconds - first.cost.seconds) / (NEW_TOKENS - 1) for run, first in both]
+    needed = step_bytes(subject, caches[:documents], len(caches))
+    return Decoding(
+        questions=len(caches),
+        documents=documents,
+        together=Spread.of(together),
+        alone=Spread.of(alone),
+        gain=ratios(together, alone),
+        gain_wall=ratios(*walls),
+        step_s=Spread.of(steps),
+        step_bytes=needed,
+        share=Spread.of([needed / step / bandwidth for step in steps]),
+    )
+
+
+def _one_at_a_time(subject: Subject, caches: Sequence[CompressedCache], new_tokens: int) -> _Answered:
+    def ask() -> list[int]:
+        answers = (
+            subject.engine.answer(cache, _question(subject, i), max_new_tokens=new_tokens)
+            for i, cache in enumerate(caches)
+        )
+        return [len(answer.token_ids) for answer in answers]
+
+    return _answered(subject, ask)
+
+
+def _together(subject: Subject, scheduler: Scheduler, caches: Sequence[CompressedCache], new_tokens: int) -> _Answered:
+    def ask() -> list[int]:
+        sampling = Sampling(max_tokens=new_tokens)
+        tickets = [scheduler.generate(cache, _question(subject, i), sampling) for i, cache in enumerate(caches)]
+        return [len(ticket.future.result().token_ids) for ticket in tickets]
+
+    return _answered(subject, ask)
+
+
+def _answered(subject: Subject, ask: Callable[[], list[int]]) -> _Answered:
+    """Time answers; `ask` returns the number of tokens of each."""
+    counts: list[int] = []
+    return _Answered(cost(lambda: counts.extend(ask()), subject.device), sum(counts))
+
+
+def _question(subject: Subject, i: int) -> list[int]:
+    return subject.tokens(QUESTION_TOKENS, seed=1000 + i)
+
+
+def step_bytes(subject: Subject, documents: Sequence[CompressedCache], rows: int) -> int:
+    """Bytes that a decode step of `rows` answers must read: weights, one cache per document, one suffix per row."""
+    model = subject.engine.model
+    # The embedding is read one row per token; a tied one is the head as well, and read in full.
+    embedding = model.get_input_embeddings().weight
+    tied = model.get_output_embeddings().weight is embedding
+    weights = sum(int(parameter.nbytes) for parameter in model.parameters()) - (0 if tied else int(embedding.nbytes))
+    suffix = rows * math.ceil(QUESTION_TOKENS + NEW_TOKENS / 2) * subject.engine.kv_bytes_per_token
+    return int(weights + sum(cache.nbytes for cache in documents) + suffix)

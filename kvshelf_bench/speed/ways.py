@@ -1,0 +1,190 @@
+"""The ways in which one document is prefilled and questions on it are answered, all from the same token ids."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.engine.attention.attached import CACHE_ARGUMENT
+from kvshelf.engine.decode.generation import Sampling
+from kvshelf.engine.engine import Engine
+from kvshelf.engine.inputs.job import Job
+from kvshelf.engine.progress import Checkpoint
+from kvshelf.kernels.rates import Cost, cost
+from kvshelf.model import loading as models
+from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
+from kvshelf_bench.speed.decode import endless_answers
+from kvshelf_bench.speed.peers.peer import Peer
+from kvshelf_bench.speed.subject import Subject, load_random_model
+
+Ids = Sequence[int]
+
+MOST_ANSWERS: Final = 16
+"""Answers that a way gives together."""
+
+_POLICY: Final = "full"
+"""All entries stay, as with those that kvshelf is measured beside."""
+
+
+class Way(Protocol):
+    """What each kind of work costs. No token ends an answer."""
+
+    def prefilled(self, document: Ids) -> Cost:
+        """A document that was never seen before; questions are about the one that was prefilled last."""
+
+    def answered(self, questions: Sequence[Ids], new_tokens: int) -> Cost:
+        """Answers of so many tokens to questions that are all asked at once."""
+
+
+@contextmanager
+def own_ways(subject: Subject) -> Iterator[dict[str, Way]]:
+    """Those that need no other program, by name, the replica last."""
+    scheduler = Scheduler(subject.engine, SchedulerLimits(max_open=MOST_ANSWERS, max_waiting=MOST_ANSWERS))
+    scheduler.start()
+    try:
+        with endless_answers(subject):
+            yield {
+                "transformers": PlainTransformers(subject),
+                "Engine.load": OneEngine(subject),
+                "replica": Replicas(subject, scheduler),
+            }
+    finally:
+        scheduler.stop()
+
+
+class PlainTransformers:
+    """The model as transformers loads it, with its own attention and cache."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._device = subject.device
+        self._model: PreTrainedModel
+        if subject.engine.text is None:
+            self._model = load_random_model(Path(subject.source), subject.device, subject.dtype)
+        else:
+            self._model, _ = models.load(subject.source, device=str(subject.device), dtype=subject.dtype)
+        self._cache = DynamicCache(config=self._model.config)
+
+    def prefilled(self, document: Ids) -> Cost:
+        self._cache = cache = DynamicCache(config=self._model.config)
+        return self._timed(lambda: self._pass(torch.tensor([document]), cache))
+
+    def answered(self, questions: Sequence[Ids], new_tokens: int) -> Cost:
+        cache = copy.deepcopy(self._cache)  # an answer writes to the cache that it is given
+        return self._timed(lambda: self._answer(cache, torch.tensor(questions), new_tokens))
+
+    def _timed(self, run: Callable[[], object]) -> Cost:
+        with torch.no_grad():
+            return cost(run, self._device)
+
+    def _answer(self, cache: DynamicCache, questions: Tensor, new_tokens: int) -> None:
+        if len(questions) > 1:
+            cache.batch_repeat_interleave(len(questions))
+        chosen = self._pass(questions, cache)
+        for _ in range(new_tokens - 1):
+            chosen = self._pass(chosen, cache)
+
+    def _pass(self, ids: Tensor, cache: DynamicCache) -> Tensor:
+        out = self._model(ids.to(self._device), use_cache=True, logits_to_keep=1, **{CACHE_ARGUMENT: cache})
+        chosen: Tensor = out.logits[:, -1:].argmax(-1)
+        return chosen
+
+
+class OneEngine:
+    """`Engine.load`, as a program uses it."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._engine, self._device = subject.engine, subject.device
+        self._cache: CompressedCache | None = None
+
+    def prefilled(self, document: Ids) -> Cost:
+        def compress() -> None:
+            self._cache = self._engine.compress(document, policy=_POLICY)
+
+        return cost(compress, self._device)
+
+    def answered(self, questions: Sequence[Ids], new_tokens: int) -> Cost:
+        assert self._cache is not None, "a document was prefilled"
+        asked = [(self._cache, question) for question in questions]
+        told: list[int] = []
+
+        def answer() -> None:
+            told.extend(len(answer.token_ids) for answer in self._engine.answer_all(asked, max_new_tokens=new_tokens))
+
+        taken = cost(answer, self._device)
+        _require_whole(sum(told), questions, new_tokens)
+        return taken
+
+
+@dataclass(frozen=True)
+class _Compression:
+    """As the scheduler takes it."""
+
+    job: Job
+
+    @property
+    def num_tokens(self) -> int:
+        return self.job.num_tokens
+
+    def run(self, engine: Engine, *, checkpoint: Checkpoint) -> CompressedCache:
+        return engine.run(self.job, checkpoint=checkpoint).cache
+
+
+class Replicas:
+    """The engine behind the scheduler of a replica, which interleaves documents and questions."""
+
+    def __init__(self, subject: Subject, scheduler: Scheduler) -> None:
+        self._engine, self._device, self._scheduler = subject.engine, subject.device, scheduler
+        self._cache: CompressedCache | None = None
+
+    def prefilled(self, document: Ids) -> Cost:
+        def compress() -> None:
+            job = self._engine.prepare(document, policy=_POLICY)
+            self._cache = self._scheduler.compress(_Compression(job)).future.result()
+
+        return cost(compress, self._device)
+
+    def answered(self, questions: Sequence[Ids], new_tokens: int) -> Cost:
+        assert self._cache is not None, "a document was prefilled"
+        cache, sampling = self._cache, Sampling(max_tokens=new_tokens)
+        told: list[int] = []
+
+        def answer() -> None:
+            tickets = [self._scheduler.generate(cache, question, sampling) for question in questions]
+            told.extend(len(ticket.future.result().token_ids) for ticket in tickets)
+
+        taken = cost(answer, self._device)
+        _require_whole(sum(told), questions, new_tokens)
+        return taken
+
+
+class OfPeer:
+    """A program that is given prompts whole, and takes what they have in common with earlier ones from its cache."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self._document: list[int] = []
+
+    def prefilled(self, document: Ids) -> Cost:
+        self._document = [*document]
+        return self._asked([self._document], 1)
+
+    def answered(self, questions: Sequence[Ids], new_tokens: int) -> Cost:
+        return self._asked([[*self._document, *question] for question in questions], new_tokens)
+
+    def _asked(self, prompts: Sequence[Ids], new_tokens: int) -> Cost:
+        found = self._peer.ask(prompts=prompts, new_tokens=new_tokens)
+        _require_whole(found["tokens"], prompts, new_tokens)
+        return Cost(found["seconds"], found["wall_s"])
+
+
+def _require_whole(told: int, asked: Sequence[Ids], new_tokens: int) -> None:
+    assert told == new_tokens * len(asked), "no token ends an answer"

@@ -1,0 +1,141 @@
+"""Codec klt through the engine: on other dtypes and models, attached, exported, and where it must be refused."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvshelf.artifact import blob
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.artifact.transforms import KINDS
+from kvshelf.engine.engine import Engine
+from kvshelf.errors import InvalidRequest, ModelMismatch, PolicyUnsupported
+from kvshelf.model import calibration
+from kvshelf.training.transform_search import find_transforms
+from tests.conftest import save_random_model
+
+TEXT = " ".join(f"Item {i} weighs {i * i % 97} grams and lies in box {i * 7 % 31}." for i in range(40))
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "float16"])
+def engine(request, tmp_path_factory):
+    """A random model in each dtype, with transforms made from a text."""
+    folder = save_random_model(tmp_path_factory.mktemp("model") / "m", seed=3)
+    engine = Engine.load(str(folder), device="cpu", dtype=request.param)
+    ids = engine.text.encode(TEXT)
+    (folder / calibration.TRANSFORMS_BESIDE_THE_WEIGHTS).write_bytes(find_transforms(engine, [ids[:300], ids[300:700]]))
+    return engine
+
+
+def relative_error(ours, exact):
+    ours, exact = (torch.cat([rows.float().flatten() for rows in each]) for each in (ours, exact))
+    return float((ours - exact).norm() / exact.norm())
+
+
+def digests(engine, cache, codec):
+    return [layer.digest for layer in blob.inspect(engine.encoded(cache, codec).to_bytes()).header.layers]
+
+
+@pytest.mark.parametrize("step", [0.05, 0.5])
+def test_rows_come_back_in_the_model_s_dtype(engine, step):
+    cache = engine.compress(TEXT, policy="full")
+    coded = engine.encoded(cache, f"klt:step={step}")
+    read = engine.decoded(CompressedCache.from_bytes(coded.to_bytes()))
+    for ours, exact in zip(read.layers, cache.layers, strict=True):
+        assert ours.keys.dtype == exact.keys.dtype == engine.model.dtype
+        assert relative_error(ours.dense(), exact.dense()) < {0.05: 0.05, 0.5: 0.25}[step]
+    assert engine.answer(coded, "What?", max_new_tokens=4) == engine.answer(
+        engine.decoded(coded), "What?", max_new_tokens=4
+    )
+
+
+def test_an_exported_cache_is_the_decoded_one(engine):
+    coded = engine.encoded(engine.compress(TEXT, policy="keydiff", compression_ratio=0.5), "klt")
+    ours, exact = engine.export(coded), engine.export(engine.decoded(coded))
+    for one, other in zip(ours.layers, exact.layers, strict=True):
+        assert torch.equal(one.keys, other.keys)
+        assert torch.equal(one.values, other.values)
+
+
+@pytest.mark.parametrize("tokens", [2, 4, 5, 6])
+def test_a_document_of_a_few_tokens_has_hardly_a_stream(engine, tokens):
+    """The first four tokens stay in 16 bits: below five tokens there is nothing to code."""
+    ids = engine.text.encode(TEXT)[:tokens]
+    coded = engine.encoded(engine.compress(ids, policy="full"), "klt")
+    read = CompressedCache.from_bytes(coded.to_bytes())
+    assert read.num_tokens == tokens
+    assert engine.answer(read, [5, 6], max_new_tokens=3).usage.cache_read_tokens == tokens
+
+
+def test_joint_heads_are_refused_where_heads_keep_different_tokens(engine):
+    ragged = engine.compress(TEXT, policy="kvzip", compression_ratio=0.5)
+    with pytest.raises(InvalidRequest, match="joint"):
+        engine.encoded(ragged, "klt:heads=joint")
+    whole = engine.compress(TEXT, policy="full")
+    assert digests(engine, whole, "klt") == digests(engine, whole, "klt:heads=joint")
+    assert digests(engine, whole, "klt") != digests(engine, whole, "klt:heads=each")
+    assert digests(engine, ragged, "klt") == digests(engine, ragged, "klt:heads=each")
+
+
+def test_steps_by_kl_change_nothing_where_units_differ_by_layer(engine):
+    cache = engine.compress(TEXT, policy="full")
+    assert digests(engine, cache, "klt:step=2,steps=kl") == digests(engine, cache, "klt:step=2")
+    units = {layer[kind].unit for layer in engine.coder.transforms.layers for kind in KINDS}
+    assert len(units) == 4
+
+
+def test_shares_of_more_than_is_kept_are_refused_before_the_prefill(engine):
+    job = engine.prepare(TEXT, policy="keydiff", compression_ratio=0.6)
+    engine.level(job, "klt:classes=1/2,shares=20/20")
+    with pytest.raises(InvalidRequest, match="add up to 50 % of the document's entries, and the policy keeps"):
+        engine.level(job, "klt:classes=1/2,shares=20/30")
+
+
+def test_where_nothing_can_encode_klt_is_refused_before_any_prefill_and_read_all_the_same(engine, monkeypatch):
+    """As on ARM under Linux, for which constriction has no build."""
+    coded = engine.encoded(engine.compress(TEXT, policy="full"), "klt")
+    monkeypatch.setitem(sys.modules, "constriction", None)
+    with pytest.raises(PolicyUnsupported, match="written by the library constriction, which is not installed here"):
+        engine.level(engine.prepare(TEXT, policy="full"), "klt")
+    assert not engine.writes_klt
+    assert engine.decoded(coded).num_tokens == coded.num_tokens
+
+
+def test_transforms_that_nobody_has_are_a_mismatch_that_names_them(engine):
+    coded = engine.encoded(engine.compress(TEXT, policy="full"), "klt")
+    strange = replace(coded, identity=replace(coded.identity, transforms="ab" * 32))
+    for use in (engine.attach, engine.decoded, engine.export):
+        with pytest.raises(ModelMismatch, match="ab" * 8) as refused:
+            use(strange)
+        assert refused.value.details["transforms"] == "ab" * 32
+    assert not engine.knows("ab" * 32)
+    assert engine.knows(coded.identity.transforms)
+
+
+def test_transforms_of_another_model_are_not_learned(engine, tmp_path):
+    other = Engine.load(str(save_random_model(tmp_path / "m", seed=9)), device="cpu")
+    with pytest.raises(ModelMismatch, match="are of other weights"):
+        other.learn(engine.coder.transforms.data)
+    with pytest.raises(PolicyUnsupported, match="needs the transforms"):
+        other.encoded(other.compress(TEXT, policy="full"), "klt")
+    assert not other.has_transforms
+
+
+@pytest.mark.parametrize("change", ["dynamic", None])
+def test_a_rotation_that_cannot_be_undone_is_refused_by_name(engine, change):
+    strange = Engine(copy.deepcopy(engine.model))
+    strange.rope = replace(strange.rope, length_dependent=True) if change else None
+    ids = engine.text.encode(TEXT)[:50]
+    cache = strange.compress(ids, policy="full")
+    for refused in (
+        lambda: strange.encoded(cache, "klt"),
+        lambda: strange.level(strange.prepare(ids, policy="full"), "klt"),
+        lambda: find_transforms(strange, [ids]),
+    ):
+        with pytest.raises(PolicyUnsupported, match="cannot be undone") as error:
+            refused()
+        assert error.value.param == "codec"

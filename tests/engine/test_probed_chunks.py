@@ -1,0 +1,199 @@
+"""A prefill block by block with a probe behind each block: policies epicache and kvzip with prefill=chunked."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import AttentionInterface, DynamicCache
+
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.engine.attention.attached import CACHE_ARGUMENT
+from kvshelf.engine.engine import Engine
+from kvshelf.engine.prefill.chunked import ProbedLayer
+from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf_bench.models.small import small_model
+from tests.engine.asking import ids
+from tests.engine.attention.test_latents import OLD
+from tests.engine.attention.test_latents import made as with_latents
+from tests.engine.attention.test_states import SUPPORTED
+from tests.engine.test_chunks import made as with_chunks
+from tests.engine.test_windows import made as with_windows
+
+TOKENS, CHUNK, BUDGET, SINK, LEAD = 230, 64, 50, 4, 8
+EPISODE = 64
+"""Tokens of a pass of epicache without a tokenizer."""
+
+
+def chunked(engine: Engine, document: list[int], policy: str, **changes: Any) -> CompressedCache:
+    given = {"sink": SINK, "chunk": CHUNK, "prefill": "chunked", "budget_tokens": BUDGET} | changes
+    return engine.compress(document, policy=policy, **given)
+
+
+class ByHand:
+    """The same prefill in float64 with transformers' own cache, which drops nothing: what was let go of is hidden.
+
+    The probe is a pass of its own behind each block, on a copy of the cache.
+    """
+
+    def __init__(self, model: Any, policy: str, across: str) -> None:
+        self.model, self.policy, self.across = copy.deepcopy(model).double(), policy, across
+        config = model.config
+        shape = config.num_hidden_layers, config.num_key_value_heads, TOKENS
+        self.visible = torch.ones(shape, dtype=torch.bool)
+        self.scores = torch.zeros(shape, dtype=torch.float64)
+        self.past, self.rows = DynamicCache(), {}
+        AttentionInterface.register("test_probed", self.attention)
+        self.model.set_attn_implementation("test_probed")
+
+    def attention(self, module: Any, query: Any, key: Any, value: Any, _mask: Any, scaling: float, **_: Any) -> Any:
+        group, (length, width) = query.shape[1] // key.shape[1], (query.shape[2], key.shape[2])
+        logits = query @ key.repeat_interleave(group, 1).transpose(2, 3) * scaling
+        shown = torch.ones(length, width, dtype=torch.bool).tril(width - length).expand(logits.shape[1], -1, -1).clone()
+        own = min(TOKENS, width)
+        shown[:, :, :own] &= self.visible[module.layer_idx, :, None, :own].repeat_interleave(group, 0)
+        self.rows[module.layer_idx] = logits[0], shown, group
+        weights = torch.softmax(logits.masked_fill(~shown, -torch.inf), dim=-1)
+        return (weights @ value.repeat_interleave(group, 1)).transpose(1, 2).contiguous(), None
+
+    def forward(self, tokens: list[int], start: int, past: DynamicCache) -> None:
+        places = torch.arange(start, start + len(tokens))[None]
+        with torch.no_grad():
+            self.model(torch.tensor([tokens]), **{CACHE_ARGUMENT: past}, position_ids=places)
+
+    def run(self, document: list[int]) -> ByHand:
+        for start in range(0, TOKENS, CHUNK):
+            end = min(start + CHUNK, TOKENS)
+            self.forward(document[start:end], start, self.past)
+            lead = document[max(0, start - LEAD) : start]
+            probe = document[-EPISODE:] if self.policy == "epicache" else [*lead, *document[start:end]]
+            self.forward(probe, end, copy.deepcopy(self.past))
+            for layer in range(len(self.visible)):
+                self.judge(layer, start, end)
+        return self
+
+    def judge(self, layer: int, start: int, end: int) -> None:
+        logits, shown, group = self.rows[layer]
+        if self.policy == "epicache":  # no column of the pass itself
+            counted = shown.clone()
+            counted[:, :, end:] = False
+            judged = slice(0, end)
+        else:  # sinks, the block and the pass
+            counted = shown.clone()
+            counted[:, :, SINK:start] = False
+            judged = slice(start, end)
+        weights = torch.softmax(logits.masked_fill(~counted, -torch.inf), dim=-1)
+        largest = weights.reshape(-1, group, *weights.shape[1:]).amax(dim=(1, 2))
+        self.scores[layer, :, judged] = largest[:, judged]
+        heads = len(largest)
+        scores = self.scores[layer, :, :end].masked_fill(~self.visible[layer, :, :end], -1)
+        scores[:, :SINK] = torch.inf
+        together = scores.reshape(1, -1) if self.across == "layer" else scores
+        most = BUDGET * (heads if self.across == "layer" else 1)
+        stays = torch.zeros_like(together, dtype=torch.bool)
+        for row, kept in zip(together, stays, strict=True):
+            best = row.sort(descending=True, stable=True).indices[:most]
+            kept[best] = True
+        self.visible[layer, :, :end] &= stays.reshape(heads, end)
+
+
+@pytest.mark.parametrize("across", ["layer", "head"])
+@pytest.mark.parametrize("policy", ["epicache", "kvzip"])
+def test_it_is_the_prefill_by_hand(oracle: Any, policy: str, across: str) -> None:
+    """Hidden states depend on every choice before them: one wrong entry or position and all later keys are others."""
+    document = oracle.ids[:TOKENS]
+    cache = chunked(oracle.engine, document, policy, across=across)
+    by_hand = ByHand(oracle.model, policy, across).run(document)
+    assert cache.identity.prefill == f"chunked:chunk={CHUNK},probed"
+    for index, record in enumerate(cache.layers):
+        assert record.entries == BUDGET * len(record.lengths)
+        for head, positions in enumerate(record.positions):
+            expected = by_hand.visible[index, head].nonzero().flatten()
+            assert positions.tolist() == expected.tolist()
+            keys = by_hand.past.layers[index].keys[0, head, expected]
+            torch.testing.assert_close(record.plain_heads()[0][head].double(), keys, rtol=1e-3, atol=1e-4)
+    if across == "layer" and len(cache.layers[0].lengths) > 1:
+        assert any(len(set(record.lengths)) > 1 for record in cache.layers)
+
+
+@pytest.mark.parametrize("across", ["layer", "head"])
+@pytest.mark.parametrize("policy", ["epicache", "kvzip"])
+def test_one_block_is_the_whole_document(tiny: Engine, policy: str, across: str) -> None:
+    """The choice of a pass over the whole document, which no block came before."""
+    text = "A ledger of the harbour: the crane was tested, the grain was stored. " * 40
+    fields: dict[str, Any] = {"policy": policy, "compression_ratio": 0.8, "across": across}
+    if policy == "epicache":
+        fields["probe"] = "Who tested the crane?"
+    whole = tiny.compress(text, prefill="whole", **fields)
+    block = tiny.compress(text, prefill="chunked", chunk=2048, **fields)
+    assert whole.identity.prefill != block.identity.prefill
+    for one, other in zip(whole.layers, block.layers, strict=True):
+        assert one.offsets == other.offsets
+        assert one.entry_positions.equal(other.entry_positions)
+        torch.testing.assert_close(one.keys, other.keys, atol=5e-5, rtol=1e-4)
+        torch.testing.assert_close(one.importance, other.importance, atol=5e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("policy", ["epicache", "kvzip"])
+def test_no_layer_holds_more_than_budget_block_and_probe(
+    llama: Any, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[tuple[float, int]] = []
+    before = ProbedLayer.reduce
+
+    def watched(self: ProbedLayer, attended: Any, probe: int) -> None:
+        entries = sum(sum(prefix.lengths) for prefix in self.prefix) / attended.keys.shape[1]
+        held.append((entries, attended.keys.shape[2]))
+        before(self, attended, probe)
+
+    monkeypatch.setattr(ProbedLayer, "reduce", watched)
+    cache = chunked(llama.engine, llama.ids[:TOKENS], policy)
+    probe = EPISODE if policy == "epicache" else LEAD + CHUNK
+    blocks = -(-TOKENS // CHUNK)
+    assert len(held) == blocks * len(cache.layers)
+    assert max(entries for entries, _ in held) == BUDGET
+    assert max(entries + call for entries, call in held) == BUDGET + CHUNK + probe < TOKENS
+
+
+def test_equal_requests_give_equal_bytes_and_the_mode_is_part_of_the_identity(llama: Any) -> None:
+    one, same, other = (chunked(llama.engine, llama.ids[:TOKENS], "epicache", chunk=n) for n in (64, 64, 100))
+    assert one.to_bytes() == same.to_bytes()
+    assert one.identity.prefill != other.identity.prefill
+    assert CompressedCache.from_bytes(one.to_bytes()).identity == one.identity
+
+
+def test_what_does_not_go_with_blocks_is_refused_by_name(tiny: Engine) -> None:
+    document = ids(200)
+    windows = Engine(with_windows("gemma2"), name="gemma2")
+    others = [(windows, "sliding window"), (Engine(with_chunks(), name="llama4"), "chunked attention")]
+    if SUPPORTED:
+        others.append((Engine(small_model("falcon_h1"), name="falcon_h1"), "recurrent states"))
+    for engine, what in others:
+        for policy in ("epicache", "kvzip"):
+            with pytest.raises(PolicyUnsupported, match=what) as refused:
+                chunked(engine, document, policy)
+            assert refused.value.param == "policy"
+    if not OLD:
+        latents = Engine(with_latents("deepseek_v2"), name="deepseek_v2")
+        with pytest.raises(PolicyUnsupported, match="latents") as refused:
+            chunked(latents, document, "epicache")
+        assert refused.value.param == "policy_params.prefill"
+    with pytest.raises(PolicyUnsupported, match="share one budget") as refused:
+        tiny.compress("a " * 300, policy="kvzip", prefill="chunked", across="cache")
+    assert refused.value.param == "policy_params.across"
+    for given, param in (
+        ({"policy": "kvcues", "prefill": "chunked"}, "policy_params.prefill"),
+        ({"policy": "ada", "base": "kvzip", "prefill": "chunked"}, "policy_params.prefill"),
+        ({"policy": "epicache", "prefill": "none"}, "policy_params.prefill"),
+        ({"policy": "epicache", "chunk": 8}, "policy_params.chunk"),
+        ({"policy": "epicache", "probe": "a" * 16385}, "policy_params.probe"),
+        ({"policy": "epicache", "centroid": "no"}, "policy_params.centroid"),
+        ({"policy": "epicache", "centroid": "AAAAAAA="}, "policy_params.centroid"),
+    ):
+        with pytest.raises(InvalidRequest) as wrong:
+            tiny.compress("a " * 300, **given)  # type: ignore[arg-type]
+        assert wrong.value.param == param
+    with pytest.raises(InvalidRequest, match="no tokenizer"):
+        chunked(windows, document, "epicache", prefill="whole", probe="Who?")

@@ -1,0 +1,388 @@
+"""Each suffix policy against a loop over Python lists in fp64, written from its description, within a forward by hand:
+every token runs alone, and sees the document and what the loop left of the suffix."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers import AttentionInterface
+
+from kvshelf.engine.decode.generation import Sampling
+from kvshelf.methods.policies.budgets import LayerBudget
+from kvshelf.methods.policies.lagkv import LagKV as LagKVPolicy
+from kvshelf.methods.policies.view import DocumentView
+from kvshelf.methods.suffixes.base import Suffix
+from kvshelf.methods.suffixes.draws import uniform
+from kvshelf.methods.suffixes.registry import build
+from tests.by_hand import Prefix, frequencies
+from tests.views import random_layer
+
+QUESTION, BUDGET, TOKENS = 7, 40, 110
+
+
+@dataclass(eq=False)
+class Entry:
+    """One stored entry of one head: where its token stood behind the document, and what the loop noted."""
+
+    position: int
+    key: list
+    value: list
+    noted: dict = field(default_factory=dict)
+
+
+def dot(a, b):
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+def length(a):
+    return math.sqrt(dot(a, a))
+
+
+def mean(numbers):
+    return sum(numbers) / len(numbers)
+
+
+class Loop:
+    """A policy in lists: `observe` and `reduce` get one head's entries. now: the newest token's position."""
+
+    def __init__(self, interval, **params):
+        self.interval = interval
+        self.__dict__.update(params)
+
+    def observe(self, entries, weights, now):
+        """weights: of each entry, those of the group."""
+
+    def kept_best(self, entries, scores, recent):
+        """The question, the last ones, and the best of the others; of equal ones the older."""
+        middle = range(QUESTION, len(entries) - recent)
+        count = BUDGET - QUESTION - recent
+        chosen = set(sorted(middle, key=lambda i: (-scores[i], i))[:count])
+        return [e for i, e in enumerate(entries) if i < QUESTION or i >= len(entries) - recent or i in chosen]
+
+
+class WindowLoop(Loop):
+    def reduce(self, entries, **_):
+        return entries[:QUESTION] + entries[len(entries) - (BUDGET - QUESTION) :]
+
+
+class H2OLoop(Loop):
+    def observe(self, entries, weights, now):  # noqa: ARG002
+        for entry, given in zip(entries, weights, strict=True):
+            entry.noted["sum"] = entry.noted.get("sum", 0.0) + mean(given)
+
+    def reduce(self, entries, **_):
+        return self.kept_best(entries, [e.noted["sum"] for e in entries], (BUDGET - QUESTION) // 2)
+
+
+class LagKVLoop(Loop):
+    """Partition by partition: its score is made once, as soon as the next one is full."""
+
+    def reduce(self, entries, **_):
+        end = entries[-1].position + 1
+        partitions = (end - QUESTION) // self.interval
+        of = [
+            [e for e in entries[QUESTION:] if (e.position - QUESTION) // self.interval == p] for p in range(partitions)
+        ]
+        for own, following in pairwise(of):
+            if "score" not in own[0].noted:
+                assert len(own) == len(following) == self.interval
+                scored = zip(self.scores(own, following, "key"), self.scores(own, following, "value"), strict=True)
+                for entry, both in zip(own, scored, strict=True):
+                    entry.noted["score"] = sum(both)
+        room, reduced = BUDGET - QUESTION - self.interval, partitions - 1
+        kept = entries[:QUESTION]
+        for p, own in enumerate(of[:-1]):
+            count = room // reduced + (p < room % reduced)
+            chosen = sorted(own, key=lambda e: (-e.noted["score"], e.position))[:count]
+            kept += sorted(chosen, key=lambda e: e.position)
+        return kept + of[-1]
+
+    def scores(self, own, following, what):
+        rows, scale = [getattr(e, what) for e in own], [getattr(e, what) for e in following]
+        low, high = [min(c) for c in zip(*scale, strict=True)], [max(c) for c in zip(*scale, strict=True)]
+        deviations = []
+        for row in rows:
+            y = [(x - a) / (b - a) for x, a, b in zip(row, low, high, strict=True)]
+            deviations.append(math.sqrt(sum((v - mean(y)) ** 2 for v in y) / (len(y) - 1)))
+        total = sum(map(math.exp, deviations))
+        return [math.exp(d) / total for d in deviations]
+
+
+class EMSLoop(Loop):
+    def observe(self, entries, weights, now):
+        for entry, given in zip(entries, weights, strict=True):
+            noted = entry.noted
+            for name in ("all", "past", "current"):
+                noted.setdefault(name, 0.0)
+            noted["all"] += mean(given)
+            noted["current"] += mean(given)
+        if (now + 1 - QUESTION) % self.window == 0:
+            for entry in entries:
+                entry.noted["past"], entry.noted["current"] = entry.noted["current"], 0.0
+
+    def reduce(self, entries, **_):
+        local = [e.noted["past"] + e.noted["current"] for e in entries]
+        everywhere = [e.noted["all"] for e in entries]
+        ratio = mean(local) / mean(everywhere)
+        scores = [max(a * ratio, b) for a, b in zip(everywhere, local, strict=True)]
+        kept = self.kept_best(entries, scores, self.window)
+        centers = kept[QUESTION : len(kept) - self.window]
+        members = {id(center): [] for center in centers}
+        for entry, score in zip(entries, scores, strict=True):
+            if entry in kept:
+                continue
+            pairs = [(self.alike(entry.key, c.key), self.alike(entry.value, c.value), c) for c in centers]
+            keys, values, nearest = max(pairs, key=lambda pair: pair[0] * pair[1])
+            if keys > 0 and keys * values >= self.tau:
+                members[id(nearest)].append((entry, score))
+        of = {id(entry): score for entry, score in zip(entries, scores, strict=True)}
+        self.merges += sum(map(len, members.values()))
+        return [self.joined(e, of[id(e)], members.get(id(e))) for e in kept]
+
+    @staticmethod
+    def alike(a, b):
+        return dot(a, b) / (length(a) * length(b))
+
+    @staticmethod
+    def joined(center, score, members):
+        if not members:
+            return center
+        every = [(center, score), *members]
+        total = sum(weight for _, weight in every)
+        towards = [sum(w * e.key[c] / length(e.key) for e, w in every) / total for c in range(len(center.key))]
+        scale = length(center.key) / length(towards)
+        value = [sum(w * e.value[c] for e, w in every) / total for c in range(len(center.value))]
+        noted = {name: sum(e.noted[name] for e, _ in every) for name in center.noted}
+        return Entry(center.position, [x * scale for x in towards], value, noted)
+
+
+class LazyLoop(Loop):
+    def observe(self, entries, weights, now):
+        for entry, given in zip(entries, weights, strict=True):
+            last = entry.noted.setdefault("last", entry.position)
+            entry.noted.setdefault("interval", 0)
+            if max(given) >= self.alpha:
+                entry.noted["interval"] = max(entry.noted["interval"], now - last)
+                entry.noted["last"] = now
+
+    def reduce(self, entries, **_):
+        now = entries[-1].position
+
+        def importance(entry):
+            interval = entry.noted["interval"] or 1
+            idle = now - entry.noted["last"]
+            return 2 / (1 + math.exp(idle / interval)) + 2 / (1 + math.exp(1 / interval))
+
+        return self.kept_best(entries, list(map(importance, entries)), self.interval)
+
+
+class CaMLoop(Loop):
+    def observe(self, entries, weights, now):  # noqa: ARG002
+        for entry, given in zip(entries, weights, strict=True):
+            entry.noted["sum"] = entry.noted.get("sum", 0.0) + mean(given)
+
+    def reduce(self, entries, layer, head):
+        entries, going = list(entries), len(entries) - BUDGET
+        of_window = mean([e.noted["sum"] for e in entries[QUESTION + going :]])
+        chances = [min(1.0, e.noted["sum"] / of_window) for e in entries[QUESTION : QUESTION + going]]
+        for i, chance in enumerate(chances, QUESTION):
+            if drawn(5, layer, head, entries[i].position) >= chance:
+                continue
+            self.merges += 1
+            for target in entries[i + 1 : i + 1 + self.merge]:
+                target.value = [a + b / self.merge for a, b in zip(target.value, entries[i].value, strict=True)]
+        return entries[:QUESTION] + entries[QUESTION + going :]
+
+
+class NGCLoop(Loop):
+    def observe(self, entries, weights, now):  # noqa: ARG002
+        for entry, given in zip(entries, weights, strict=True):
+            entry.noted.setdefault("last", []).append(mean(given))
+
+    def reduce(self, entries, **_):
+        behind = entries[QUESTION:]
+        blocks = [behind[i : i + self.block] for i in range(0, len(behind) - self.block + 1, self.block)]
+        rest = behind[len(blocks) * self.block :]
+        scores = [mean([sum(e.noted["last"][-self.queries :]) for e in block]) for block in blocks]
+        going = int(self.share * len(blocks))
+        while len(entries) - going * self.block > BUDGET:
+            going += 1
+        gone = set(sorted(range(len(blocks)), key=lambda b: (scores[b], b))[:going])
+        kept = [e for b, block in enumerate(blocks) if b not in gone for e in block]
+        return entries[:QUESTION] + kept + rest
+
+
+def drawn(seed, layer, head, position):
+    """SplitMix64's mixing function over each of the four, with Python's integers."""
+    mask, x = 2**64 - 1, 0
+    for part in (seed, layer, head, position):
+        x = (x + part + 0x9E3779B97F4A7C15) & mask
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+        x ^= x >> 31
+    return (x >> 11) / 2**53
+
+
+class ByHand:
+    """A model in fp64 that runs one token after the other."""
+
+    def __init__(self, model, prefix, first_position, loop):
+        self.model = copy.deepcopy(model).double()
+        self.prefix, self.first, self.loop = prefix, first_position, loop
+        self.heads = [[[] for _ in keys] for keys, _ in prefix.layers]
+        AttentionInterface.register("test_suffix_by_hand", self.attend)
+        self.model.set_attn_implementation("test_suffix_by_hand")
+        self.ran = 0
+
+    def logits(self, token):
+        """Logits after one more token."""
+        with torch.no_grad():
+            logits = self.model(
+                torch.tensor([[token]]), position_ids=torch.tensor([[self.first + self.ran]]), use_cache=False
+            ).logits[0, -1]
+        self.ran += 1
+        answered = self.ran - QUESTION
+        for layer, heads in enumerate(self.heads):
+            for head, entries in enumerate(heads):
+                if answered > 0 and answered % self.loop.interval == 0 and len(entries) > BUDGET:
+                    heads[head] = self.loop.reduce(entries, layer=layer, head=head)
+                    assert len(heads[head]) <= BUDGET
+        return logits
+
+    def attend(self, module, query, key, value, _mask, scaling, **_):
+        layer, group = module.layer_idx, query.shape[1] // key.shape[1]
+        out = []
+        for head, entries in enumerate(self.heads[layer]):
+            entries.append(Entry(self.ran, key[0, head, 0].tolist(), value[0, head, 0].tolist()))
+            keys, values = self.prefix.layers[layer]
+            there = self.prefix.visible[layer][head]
+            own = [torch.tensor([getattr(e, what) for e in entries]).double() for what in ("key", "value")]
+            all_keys, all_values = torch.cat([keys[head][there], own[0]]), torch.cat([values[head][there], own[1]])
+            queries = query[0, head * group : (head + 1) * group, 0]
+            weights = torch.softmax(queries @ all_keys.T * scaling, dim=1)
+            out.append(weights @ all_values)
+            if self.ran >= QUESTION:
+                self.loop.observe(entries, weights[:, -len(entries) :].T.tolist(), self.ran)
+        return torch.cat(out)[None, None], None
+
+
+CASES = {
+    "window": ({"every": 8}, WindowLoop(8)),
+    "lagkv": ({"lag": 12}, LagKVLoop(12)),
+    "h2o": ({"every": 8}, H2OLoop(8)),
+    "ems": ({"every": 8, "window": 9, "tau": 0.05}, EMSLoop(8, window=9, tau=0.05, merges=0)),
+    "lazy_eviction": ({"window": 14, "alpha": 0.01}, LazyLoop(14, alpha=0.01)),
+    "cam": ({"every": 8, "merge": 3, "seed": 5}, CaMLoop(8, merge=3, merges=0)),
+    "ngc": ({"every": 16, "block": 5, "queries": 3, "share": 0.3}, NGCLoop(16, block=5, queries=3, share=0.3)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_policy_is_its_loop_over_lists(llama, monkeypatch, name):
+    """The logits of each token of an answer, which runs by hand as the engine chose it; and what is left at the end,
+    by position. The document is reduced, too, and both layers are compared through the second one's logits."""
+    params, loop = CASES[name]
+    cache = llama.engine.compress(llama.ids[:150], policy="keydiff", compression_ratio=0.7)
+    question, found = llama.ids[30 : 30 + QUESTION], []
+    passed = llama.engine.passes.continuing
+    monkeypatch.setattr(llama.engine, "_end_ids", frozenset)
+    monkeypatch.setattr(llama.engine.passes, "continuing", lambda *given: found.append(passed(*given)) or found[-1])
+    reducer = llama.engine.bound(name, question_tokens=QUESTION, budget=BUDGET, params=params)
+    answer, batch = llama.engine.start(cache, question, Sampling(TOKENS), reducer=reducer), llama.engine.batch()
+    while not answer.finished:
+        batch.step([answer])
+    by_hand = ByHand(llama.model, Prefix.spelled_out(cache, frequencies(llama.model)), cache.next_position, loop)
+    right = [by_hand.logits(token) for token in question][-1:]
+    right += [by_hand.logits(token) for token in answer.token_ids[:-1]]
+    scale = right[0].abs().max()
+    errors = [float((ours[0, -1] - logits).abs().max() / scale) for ours, logits in zip(found, right, strict=True)]
+    assert max(errors) < 1e-4, errors
+    for layer, heads in enumerate(by_hand.heads):
+        stored = reducer._layers[layer].of(answer.row, len(heads), torch.device("cpu"))[0].tolist()
+        assert stored == [[entry.position for entry in entries] for entries in heads]
+    assert getattr(loop, "merges", 1) > 0
+    assert answer.row.stored < answer.row.logical == QUESTION + TOKENS - 1
+
+
+def suffix_of(keys, values, **given):
+    heads, stored, _ = keys.shape
+    positions = torch.arange(stored).expand(heads, -1)
+    named = {"layer": 0, "positions": positions, "columns": {}, "protected": 0, "tokens": stored}
+    return Suffix(keys=keys, values=values, **{**named, **given})
+
+
+def test_lagkv_keeps_what_the_policy_keeps_of_the_same_keys_at_once():
+    """At each reduction of a growing suffix, whatever the budget and the partitions."""
+    for lag, sink, budget in ((8, 5, 29), (8, 0, 17), (4, 3, 30), (16, 20, 70), (4, 2, 7)):
+        policy = build("lagkv", {"lag": lag})
+        view = random_layer(sink + 12 * lag, seed=budget)
+        kept = torch.arange(sink).expand(view.kv_heads, -1)
+        scores = torch.full(kept.shape, torch.inf)
+        for tokens in range(sink + lag, view.num_tokens + 1, lag):
+            new = torch.arange(tokens - lag, tokens).expand(view.kv_heads, -1)
+            kept, scores = torch.cat([kept, new], 1), torch.cat([scores, torch.full(new.shape, torch.inf)], 1)
+            if kept.shape[1] <= budget:
+                continue
+            at = kept.unsqueeze(2).expand(-1, -1, 8)
+            suffix = suffix_of(
+                view.keys.gather(1, at), view.values.gather(1, at), positions=kept, columns={"score": scores},
+                protected=sink, budget=budget, tokens=tokens,
+            )  # fmt: skip
+            reduction = policy.reduce(suffix)
+            kept, scores = kept.gather(1, reduction.kept), reduction.columns["score"]
+            document = DocumentView(range(tokens), 0)
+            whole = replace(view, keys=view.keys[:, :tokens], values=view.values[:, :tokens], document=document)
+            at_once = LagKVPolicy(sink=sink, lag=lag).reduce(whole, LayerBudget((budget,) * view.kv_heads))
+            assert [head.tolist() for head in at_once.positions] == kept.tolist()
+        assert kept.shape[1] == budget
+
+
+def test_lazy_eviction_keeps_what_is_used_every_step_longer_than_what_is_never_used():
+    policy = build("lazy_eviction", {"window": 4})
+    columns = {name: torch.full((1, 2), value) for name, value in policy.columns.items()}
+    for now in range(2, 12):
+        columns = {
+            name: torch.cat([each, torch.full((1, 1), policy.columns[name])], 1) for name, each in columns.items()
+        }
+        weights = torch.zeros(1, 2, now + 1)
+        weights[0, 1, 0] = 0.01  # of one query head alone
+        policy.observe(columns, weights, torch.arange(now + 1)[None], now)
+    assert columns["last"][0, :3].tolist() == [11, 1, 2]
+    assert columns["gap"][0, :3].tolist() == [2, 0, 0]
+    states = torch.randn(1, 12, 4)
+    kept = policy.reduce(suffix_of(states, states, columns=columns, budget=5)).kept
+    assert kept.tolist() == [[0, 8, 9, 10, 11]]
+
+
+def test_cam_with_one_heir_and_certainty_sums_all_values_up():
+    policy = build("cam", {"merge": 1, "probability": 1.0, "every": 4})
+    values = torch.randn(2, 700, 16, generator=torch.Generator().manual_seed(0))
+    columns = {"sum": torch.zeros(2, 700)}
+    once = policy.reduce(suffix_of(values, values, columns=columns, protected=3, budget=10))
+    assert torch.allclose(once.values[:, 3], values[:, 3:694].double().sum(1).float(), atol=1e-4)
+    assert torch.equal(once.values[:, [0, 1, 2, *range(4, 10)]], values[:, [0, 1, 2, *range(694, 700)]])
+    assert once.kept.tolist() == [[0, 1, 2, *range(693, 700)]] * 2
+
+
+def test_cam_with_probability_none_is_the_window():
+    policy = build("cam", {"probability": 0.0})
+    values = torch.randn(2, 60, 8).bfloat16()
+    never = policy.reduce(suffix_of(values, values, columns={"sum": torch.rand(2, 60)}, protected=3, budget=20))
+    kept = build("window", {}).reduce(suffix_of(values, values, protected=3, budget=20)).kept
+    assert torch.equal(never.kept, kept)
+    assert torch.equal(never.values, values[:, kept[0]])
+
+
+def test_draws_are_those_of_the_hash_and_spread_evenly():
+    positions = torch.arange(2000).expand(3, -1)
+    found = uniform(5, 2, positions)
+    assert found[1, :50].tolist() == [drawn(5, 2, 1, position) for position in range(50)]
+    assert abs(float(found.mean()) - 0.5) < 0.02
+    assert float((found < 0.25).double().mean()) == pytest.approx(0.25, abs=0.02)
+    others = [uniform(6, 2, positions), uniform(5, 3, positions), found.roll(1, 0), found.roll(1, 1)]
+    assert all(abs(float(torch.corrcoef(torch.stack([found[0], other[0]]))[0, 1])) < 0.07 for other in others)

@@ -1,0 +1,60 @@
+"""Thoughts are told apart from the answer, however its pieces are cut."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvshelf.model.templates.thoughts import Thought, Thoughts, ThoughtStream, told_apart
+
+THINK = Thoughts.of("{{ '<think>' }} {{ '</think>' }}")
+HARMONY = Thoughts.of("<|channel|>analysis<|message|> <|end|> <|channel|>final<|message|>")
+FINAL = "<|start|>assistant<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("thoughts", "opened", "text", "thought", "said"),
+    [
+        (None, False, "<think>x</think>y", None, "<think>x</think>y"),
+        (THINK, False, "It is.", None, "It is."),
+        (THINK, False, " <b> is.", None, " <b> is."),
+        (THINK, False, "<think>\nHm.\n</think>\n\nIt is.", "Hm.", "It is."),
+        (THINK, True, "\nHm.\n</think>\n\nIt is.", "Hm.", "It is."),
+        (THINK, True, "<think>\nHm.\n</think>\n\nIt is.", "Hm.", "It is."),
+        (THINK, True, "Hm. It never ends </thi", "Hm. It never ends </thi", ""),
+        (THINK, False, "<think>\n\n</think>\n\nIt is.", None, "It is."),
+        (THINK, False, "It is <think>x</think>.", None, "It is <think>x</think>."),
+        (THINK, False, "<thin", None, "<thin"),
+        (HARMONY, False, f"<|channel|>analysis<|message|>Hm.<|end|>{FINAL}It is.", "Hm.", "It is."),
+        (HARMONY, False, "<|channel|>final<|message|>It is.", None, "It is."),
+    ],
+)
+def test_an_answer(thoughts, opened, text, thought, said):
+    assert told_apart(thoughts, text, opened=opened) == (thought, said)
+
+
+PARTS = st.sampled_from(["<think>", "</think>", "<", "thi", "</th", " ", "\n", "Hm", "It is", FINAL, "<|end|>",
+                         "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"])  # fmt: skip
+
+
+@given(
+    text=st.lists(PARTS, max_size=8).map("".join),
+    cuts=st.sets(st.integers(0, 200), max_size=12),
+    opened=st.booleans(),
+    thoughts=st.sampled_from([THINK, HARMONY]),
+)
+def test_a_stream_is_the_answer_however_it_is_cut(text, cuts, opened, thoughts):
+    places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    stream = ThoughtStream(thoughts, opened=opened)
+    pieces = [told for first, end in itertools.pairwise(places) for told in stream.push(text[first:end])]
+    pieces += stream.rest()
+    thought = "".join(piece for piece in pieces if isinstance(piece, Thought)) or None
+    said = "".join(piece for piece in pieces if not isinstance(piece, Thought))
+    assert (thought, said) == told_apart(thoughts, text, opened=opened)
+
+
+def test_templates_without_thoughts_have_none():
+    assert Thoughts.of("{{ messages[0].content }}<|end|>") is None
