@@ -21,6 +21,7 @@ from kvshelf.service.observe.questions import result_of
 from kvshelf.service.observe.tracing import add_phases
 from kvshelf.service.settings import Settings
 from kvshelf.workers.cluster.remote import RemoteEngine
+from kvshelf.workers.replica.api import ReplicaApi
 from kvshelf.workers.replica.fair_queue import FairQueue
 from kvshelf.workers.replica.results import Created, Found, Phase, Reply
 
@@ -74,7 +75,7 @@ class EngineClient:
         """Costs the document's tokens, as its tokens are made."""
         self.remote.require_bounded(spec)
         async with self._queues["estimate"].turn(tenant, deadline_s) as left_s:
-            estimated: EstimateObject = await self.remote.call("estimate", spec, tenant=tenant, limit_s=left_s)
+            estimated = await self.remote.call_within(left_s, ReplicaApi.estimate, spec, tenant=tenant)
         self.spend(tenant, estimated.tokens)
         return estimated
 
@@ -91,8 +92,9 @@ class EngineClient:
         """As `kvshelf.engine.tools.counting.count`; takes the turn of a question, and costs what it counts."""
         self.remote.require_bounded(query, document)
         async with self._queues["question"].turn(tenant, deadline_s) as left_s:
-            about: dict[str, Any] = {"tenant": tenant, "limit_s": left_s}
-            counted: int = await self.remote.call("count", query, document, boundary, cached, **about)
+            counted = await self.remote.call_within(
+                left_s, ReplicaApi.count, query, document, boundary, cached, tenant=tenant
+            )
         self.spend(tenant, counted)
         return counted
 
@@ -102,7 +104,7 @@ class EngineClient:
         turn = nullcontext(deadline_s) if recorded else self._queues["creation"].turn(tenant, deadline_s)
         async with turn as left_s:
             with self.metrics.creating(self.model, spec.policy), self._observed("create") as trace:
-                created: Created = await self.remote.call("create", spec, tenant=tenant, deadline_s=left_s, **recorded)
+                created = await self.remote.call(ReplicaApi.create, spec, tenant=tenant, deadline_s=left_s, **recorded)
                 trace(created.phases)
         self._created(created, spec.policy, tenant)
         return created
@@ -112,7 +114,7 @@ class EngineClient:
         self.remote.require_bounded(spec)
         async with self._queues["creation"].turn(tenant, deadline_s) as left_s:
             with self.metrics.creating(self.model, policy), self._observed("append") as trace:
-                created: Created = await self.remote.call("append", cache_id, spec, tenant=tenant, deadline_s=left_s)
+                created = await self.remote.call(ReplicaApi.append, cache_id, spec, tenant=tenant, deadline_s=left_s)
                 trace(created.phases)
         self._created(created, policy, tenant)
         return created
@@ -126,7 +128,7 @@ class EngineClient:
         async def fetch(events: asyncio.Queue[CreationProgress | Created | None]) -> None:
             async with self._queues["creation"].turn(tenant, deadline_s) as left_s:
                 with self.metrics.creating(self.model, spec.policy), self._observed("create") as trace:
-                    watched = self.remote.stream("watch", spec, tenant=tenant, deadline_s=left_s)
+                    watched = self.remote.stream(ReplicaApi.watch, spec, tenant=tenant, deadline_s=left_s)
                     async with aclosing(watched) as going:
                         async for event in going:
                             if isinstance(event, Created):
@@ -147,7 +149,7 @@ class EngineClient:
         """Tell every replica when the next question on a cache comes. A replica that cannot be told reads the cache
         with its question, as without a hint."""
         try:
-            told = await self.remote.broadcast("hint", cache_id, next_use_s, tenant=tenant, deadline_s=HINT_S)
+            told = await self.remote.broadcast(HINT_S, ReplicaApi.hint, cache_id, next_use_s, tenant=tenant)
         except KvshelfError as error:
             note(hint=error.code)
             return
@@ -159,7 +161,7 @@ class EngineClient:
         self.remote.require_bounded(spec)
         with self.metrics.searching(self.model):
             async with self._turn("search", tenant, deadline_s) as (left_s, trace):
-                found: Found = await self.remote.call("search", spec, tenant=tenant, deadline_s=left_s)
+                found = await self.remote.call(ReplicaApi.search, spec, tenant=tenant, deadline_s=left_s)
                 trace(found.phases)
         self.metrics.searched(self.model, found)
         self.spend(tenant, found.prefill_tokens)
@@ -192,7 +194,7 @@ class EngineClient:
             self.remote.require_bounded(query)
             async with self._turn("query", tenant, deadline_s) as (left_s, trace):
                 begun.set()
-                reply: Reply = await self.remote.call("query", caches, query, tenant=tenant, deadline_s=left_s)
+                reply = await self.remote.call(ReplicaApi.query, caches, query, tenant=tenant, deadline_s=left_s)
                 trace(reply.phases)
         finally:
             begun.set()
@@ -209,7 +211,9 @@ class EngineClient:
             used = 0  # a reader that leaves early has used one token for each piece, as far as is known
             async with (
                 self._turn("stream", tenant, deadline_s) as (left_s, trace),
-                aclosing(self.remote.stream("stream", caches, query, tenant=tenant, deadline_s=left_s)) as answer,
+                aclosing(
+                    self.remote.stream(ReplicaApi.stream, caches, query, tenant=tenant, deadline_s=left_s)
+                ) as answer,
             ):
                 try:
                     async for piece in answer:

@@ -20,8 +20,8 @@ from typing import Final
 from kvshelf.engine.engine import Engine
 from kvshelf.store.disk import DiskStore
 from kvshelf.workers.replica.calls import Threads
-from kvshelf.workers.replica.residents import ResidentLimits, Residents
-from kvshelf.workers.replica.retention import Retention
+from kvshelf.workers.replica.memory.residents import ResidentLimits, Residents
+from kvshelf.workers.replica.memory.retention import Retention
 from kvshelf_bench.retention.orders import Orchestrator, Order
 from kvshelf_bench.retention.simulation import Outcome
 from kvshelf_bench.retention.trace import ANSWER_S, Program, Trace

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvshelf.workers.replica.retention import Use, by_gdsf, by_recency
+from kvshelf.workers.replica.memory.retention import Use, by_gdsf, by_recency
 from kvshelf_bench.retention.trace import ANSWER_S, Program
 
 LOOK_AHEAD: Final = 3

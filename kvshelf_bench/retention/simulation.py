@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from kvshelf.workers.replica.residents import ResidentLimits
-from kvshelf.workers.replica.retention import Key, Retention
-from kvshelf.workers.replica.tools import Tools
+from kvshelf.workers.replica.memory.residents import ResidentLimits
+from kvshelf.workers.replica.memory.retention import Key, Retention
+from kvshelf.workers.replica.memory.tools import Tools
 from kvshelf_bench.retention.orders import Orchestrator, Order
 from kvshelf_bench.retention.trace import Trace
 

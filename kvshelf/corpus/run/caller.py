@@ -34,6 +34,7 @@ from kvshelf.store.base import Store
 from kvshelf.store.jobs.requests import RequestRecord
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.cluster.remote import RemoteEngine
+from kvshelf.workers.replica.api import ReplicaApi
 from kvshelf.workers.replica.attempts import Standing
 from kvshelf.workers.replica.results import Created
 
@@ -197,7 +198,7 @@ class Caller:
             tenant=options.tenant,
             requests=self.store.requests,
             spec=lambda: named,
-            create=partial(self.engines[model].call, "create"),
+            create=lambda spec, **about: self.engines[model].call(ReplicaApi.create, spec, **about),
             deadline_s=options.document_deadline_s,
             max_attempts=options.max_attempts,
             row=row,

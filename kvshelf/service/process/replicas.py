@@ -12,8 +12,8 @@ from kvshelf.service.settings import Settings
 from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster import deployment
 from kvshelf.workers.cluster.remote import RemoteEngine
+from kvshelf.workers.replica.memory.residents import ResidentLimits
 from kvshelf.workers.replica.queues import SchedulerLimits
-from kvshelf.workers.replica.residents import ResidentLimits
 
 
 @contextmanager

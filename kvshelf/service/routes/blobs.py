@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import dataclass
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, BinaryIO
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
@@ -26,6 +26,7 @@ from kvshelf.store.about import About, about_of, export_part, source_of
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Judgement, Manifest
 from kvshelf.workers.cluster.remote import RESTART_S
+from kvshelf.workers.replica.api import ReplicaApi
 from kvshelf.workers.replica.create.existing import as_requested
 
 router = APIRouter(prefix="/v1/caches", tags=["caches"], responses=openapi.ERRORS)
@@ -57,8 +58,9 @@ async def import_cache(request: Request, service: InService, caller: Writer) -> 
         arrived = await off_loop(_arrived, service, file)
         if arrived.source is not None:
             remote = service.engine(arrived.model).remote
-            about: dict[str, Any] = {"tenant": caller.tenant, "limit_s": left_s}
-            await remote.call("require_source", arrived.identity, arrived.source, **about)
+            await remote.call_within(
+                left_s, ReplicaApi.require_source, arrived.identity, arrived.source, tenant=caller.tenant
+            )
         manifest, existing = await off_loop(_import, service.store, arrived, wanted, caller.tenant)
     return cache_response(manifest, existing=existing)
 

@@ -14,6 +14,7 @@ from kvshelf.service.bodies import read_json
 from kvshelf.service.http import openapi
 from kvshelf.service.http.waiting import off_loop, until_hangup
 from kvshelf.service.service import TAKES_TOKENS, InService, Service, written
+from kvshelf.workers.replica.api import ReplicaApi
 
 router = APIRouter(prefix="/v1/caches/{cache_id}", tags=["caches"], responses=openapi.ERRORS)
 
@@ -53,8 +54,8 @@ async def prompt(cache_id: str, request: Request, service: InService, caller: Re
     manifest = await off_loop(service.store.stat, cache_id, tenant=caller.tenant)
     engine = service.engine_for_all([manifest])
     limit_s = service.settings.request_deadline_s
-    call = engine.remote.call("prompt", cache_id, body, tenant=caller.tenant, limit_s=limit_s)
-    shown: BuiltPrompt = await until_hangup(request, call)
+    call = engine.remote.call_within(limit_s, ReplicaApi.prompt, cache_id, body, tenant=caller.tenant)
+    shown = await until_hangup(request, call)
     service.limits.spend_tokens(caller.tenant, sum(part.num_tokens for part in shown.parts))
     return await service.computing.run(written, shown)
 
@@ -67,8 +68,7 @@ async def _kept(
     engine.remote.require_bounded(body)
     # A replica reads the whole cache and holds it until it has answered.
     async with service.whole.turn(caller.tenant, service.settings.request_deadline_s) as left_s:
-        about = {"tenant": caller.tenant, "first_layer": first_layer}
-        kept: KeptTokens = await until_hangup(
-            request, engine.remote.call("inspect", cache_id, body, **about, limit_s=left_s)
+        call = engine.remote.call_within(
+            left_s, ReplicaApi.inspect, cache_id, body, tenant=caller.tenant, first_layer=first_layer
         )
-        return kept
+        return await until_hangup(request, call)

@@ -30,8 +30,8 @@ from kvshelf.model import calibration
 from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster import orphans, startup
 from kvshelf.workers.cluster.remote import RemoteEngine, running
+from kvshelf.workers.replica.memory.residents import ResidentLimits
 from kvshelf.workers.replica.replica import Replica
-from kvshelf.workers.replica.residents import ResidentLimits
 from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
 
 log = structlog.get_logger("kvshelf.workers")

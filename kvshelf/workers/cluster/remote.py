@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Concatenate, Final, ParamSpec, TypeAlias, TypeVar
 
 import ray.exceptions as ray_errors
 import structlog
@@ -36,7 +36,13 @@ from kvshelf.errors import (
     WorkerCrashed,
 )
 from kvshelf.model.split import MOST_PARTS, too_many_parts
+from kvshelf.workers.replica.api import ReplicaApi
 from kvshelf.workers.replica.queues import Pace
+
+CallP = ParamSpec("CallP")
+ResultT = TypeVar("ResultT")
+Method: TypeAlias = Callable[Concatenate[ReplicaApi, CallP], Coroutine[Any, Any, ResultT]]
+Streaming: TypeAlias = Callable[Concatenate[ReplicaApi, CallP], AsyncIterator[ResultT]]
 
 MOST_BESIDE: Final = 1 << 20
 """Bytes of one call beside its texts and token ids."""
@@ -83,8 +89,8 @@ class RemoteEngine:
         return self.most_tokens * self.token_characters
 
     async def described(self, limit_s: float) -> dict[str, Any]:
-        """What `Replica.describe` says, which bounds what is sent from now on."""
-        about: dict[str, Any] = await self.call("describe", limit_s=limit_s)
+        """What `ReplicaApi.describe` says, which bounds what is sent from now on."""
+        about = await self.call_within(limit_s, ReplicaApi.describe)
         self.most_tokens, self.token_characters = about["max_tokens"], about["token_bytes"]
         return about
 
@@ -129,42 +135,50 @@ class RemoteEngine:
         if characters > MOST_PARTS * size * self.token_characters:
             raise too_many_parts(size)
 
-    async def call(self, method: str, *args: Any, limit_s: float | None = None, **kwargs: Any) -> Any:
-        """The result of a method of `Replica`, which runs under the caller's log id. Raises as `require_bounded`.
+    async def call(self, method: Method[CallP, ResultT], *args: CallP.args, **kwargs: CallP.kwargs) -> ResultT:
+        """As `call_within`, a little longer than the `deadline_s` among the arguments, which the replica itself
+        enforces."""
+        deadline_s: Any = kwargs["deadline_s"]
+        return await self.call_within(deadline_s + _GRACE_S, method, *args, **kwargs)
 
-        limit_s: seconds until `DeadlineExceeded`. By default a little more than the `deadline_s` among the arguments,
-        which the replica itself enforces.
-        """
+    async def call_within(
+        self, limit_s: float, method: Method[CallP, ResultT], *args: CallP.args, **kwargs: CallP.kwargs
+    ) -> ResultT:
+        """The result of a method of `ReplicaApi`, which runs under the caller's log id. Raises as `require_bounded`,
+        and `DeadlineExceeded` after `limit_s` seconds."""
         self.require_bounded(*args)
-        limit_s = kwargs["deadline_s"] + _GRACE_S if limit_s is None else limit_s
         started = time.monotonic()
         with self._translated():
-            response = getattr(self.handle, method).remote(*args, **kwargs, origin=_origin())
+            response = getattr(self.handle, method.__name__).remote(*args, **kwargs, origin=_origin())
             try:
                 async with asyncio.timeout(limit_s):
-                    result = await response
+                    result: ResultT = await response
             except (asyncio.CancelledError, TimeoutError):
                 response.cancel()  # only the waiting was cancelled; the work would go on
                 raise
         self._pace.record(time.monotonic() - started)
         return result
 
-    async def broadcast(self, method: str, *args: Any, deadline_s: float, **kwargs: Any) -> list[Any]:
-        """The results of a method of `Replica`, called on every replica that runs. Ray makes such calls at once, past
+    async def broadcast(
+        self, limit_s: float, method: Method[CallP, ResultT], *args: CallP.args, **kwargs: CallP.kwargs
+    ) -> list[ResultT]:
+        """The results of a method of `ReplicaApi`, called on every replica that runs. Ray makes such calls at once, past
         all queues: they must be short."""
         self.require_bounded(*args)
         with self._translated():
-            response = self.handle.broadcast(method, *args, **kwargs, origin=_origin())
-            results: list[Any] = await response.results_async(timeout_s=deadline_s)
+            response = self.handle.broadcast(method.__name__, *args, **kwargs, origin=_origin())
+            results: list[ResultT] = await response.results_async(timeout_s=limit_s)
         return results
 
-    async def stream(self, method: str, *args: Any, tenant: str, deadline_s: float) -> AsyncGenerator[Any, None]:
-        """What a method of `Replica` yields, which runs under the caller's log id: `stream` or `watch`. Raises as
-        `require_bounded`."""
+    async def stream(
+        self, method: Streaming[CallP, ResultT], *args: CallP.args, **kwargs: CallP.kwargs
+    ) -> AsyncGenerator[ResultT, None]:
+        """What a method of `ReplicaApi` yields, which runs under the caller's log id, for a little longer than the
+        `deadline_s` among the arguments. Raises as `require_bounded`."""
         self.require_bounded(*args)
-        about = {"tenant": tenant, "deadline_s": deadline_s, "origin": _origin()}
+        deadline_s: Any = kwargs["deadline_s"]
         with self._translated():
-            response = getattr(self._streaming, method).remote(*args, **about)
+            response = getattr(self._streaming, method.__name__).remote(*args, **kwargs, origin=_origin())
             try:
                 async with asyncio.timeout(deadline_s + _GRACE_S):
                     async for piece in response:

@@ -37,7 +37,7 @@ from kvshelf.store.jobs.meter import Meter
 from kvshelf.workers.replica.calls import ReplicaThreads, called_as
 from kvshelf.workers.replica.conversations import Conversations, Line
 from kvshelf.workers.replica.inspect import shown_prompt
-from kvshelf.workers.replica.residents import Resident, Residents
+from kvshelf.workers.replica.memory.residents import Resident, Residents
 from kvshelf.workers.replica.results import Phase, Reply, rounded
 from kvshelf.workers.replica.scheduler import Scheduler
 from kvshelf.workers.replica.ticket import Ticket

@@ -8,27 +8,39 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from kvshelf.api.inspect import KeptOf, KeptTokens
-from kvshelf.artifact.identity import Identity
+from kvshelf.api import (
+    AppendCache,
+    Asking,
+    CreateCache,
+    CreationProgress,
+    Estimate,
+    EstimateObject,
+    Query,
+    SearchCaches,
+)
+from kvshelf.api.inspect import BuiltPrompt, KeptOf, KeptTokens
+from kvshelf.artifact.identity import Boundary, Identity
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.quality import How
 from kvshelf.errors import InternalError
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.meter import Meter
-from kvshelf.workers.replica.attempts import Attempts
+from kvshelf.workers.replica.api import ReplicaApi
+from kvshelf.workers.replica.attempts import MAX_ATTEMPTS, Attempts
 from kvshelf.workers.replica.calls import ReplicaThreads, called_as
 from kvshelf.workers.replica.conversations import Conversations
 from kvshelf.workers.replica.create.creations import Creations
 from kvshelf.workers.replica.create.spec import document_of
 from kvshelf.workers.replica.inspect import kept_tokens, require_source
+from kvshelf.workers.replica.memory.residents import ResidentLimits, Residents
 from kvshelf.workers.replica.questions import Questions
 from kvshelf.workers.replica.reading import attached
-from kvshelf.workers.replica.residents import ResidentLimits, Residents
+from kvshelf.workers.replica.results import Created, Found, Reply
 from kvshelf.workers.replica.scheduler import Scheduler
 from kvshelf.workers.replica.search.searches import Searches
 
@@ -37,12 +49,10 @@ STUCK_S = 30.0
 layers, so one layer has taken this long: it hangs, or it blocks the replica for all other callers."""
 
 
-class Replica:
+class Replica(ReplicaApi):
     """See the module. `start` it on the event loop that will call it, `stop` it once.
 
-    create, watch, append, estimate, quality, tenant_quality, max_document_tokens: see `Creations`. query, stream, hint,
-    count, prompt: see `Questions`. search: see `Searches`. origin: the id under which the caller logs the request; log
-    lines here carry it, too.
+    quality, tenant_quality, max_document_tokens: see `Creations`.
     """
 
     def __init__(
@@ -68,17 +78,11 @@ class Replica:
         self._creations = Creations(
             engine, store, scheduler, threads, attempts, meter, max_document_tokens, quality, tenant_quality or {}
         )
-        self.create, self.watch = self._creations.create, self._creations.watch
-        self.estimate, self.append = self._creations.estimate, self._creations.append
         limits = residents or ResidentLimits()
         held = Residents(store, partial(attached, engine, store), engine.attach_part, limits, threads)
         conversations = Conversations(engine, store)
         self._questions = Questions(engine, store, scheduler, threads, held, conversations, meter)
-        self.query, self.stream = self._questions.query, self._questions.stream
-        self.hint, self.count = self._questions.hint, self._questions.count
-        self.prompt = self._questions.prompt
         self._searches = Searches(engine, store, scheduler, threads)
-        self.search = self._searches.search
 
     def start(self) -> None:
         self._meter.start()
@@ -122,6 +126,82 @@ class Replica:
                 "token_bytes": engine.token_bytes,
                 "transforms": engine.coder.transforms.digest if engine.has_transforms else "",
             }
+
+    async def create(
+        self,
+        spec: CreateCache,
+        *,
+        tenant: str,
+        deadline_s: float | None = None,
+        request_id: str | None = None,
+        max_attempts: int = MAX_ATTEMPTS,
+        origin: str = "",
+    ) -> Created:
+        """See `Creations`, as `watch`, `append` and `estimate`."""
+        recorded: dict[str, Any] = {"request_id": request_id, "max_attempts": max_attempts}
+        return await self._creations.create(spec, tenant=tenant, deadline_s=deadline_s, **recorded, origin=origin)
+
+    def watch(
+        self, spec: CreateCache, *, tenant: str, deadline_s: float | None = None, origin: str = ""
+    ) -> AsyncIterator[CreationProgress | Created]:
+        return self._creations.watch(spec, tenant=tenant, deadline_s=deadline_s, origin=origin)
+
+    async def append(
+        self, cache_id: str, spec: AppendCache, *, tenant: str, deadline_s: float | None = None, origin: str = ""
+    ) -> Created:
+        return await self._creations.append(cache_id, spec, tenant=tenant, deadline_s=deadline_s, origin=origin)
+
+    async def estimate(self, spec: Estimate, *, tenant: str, origin: str = "") -> EstimateObject:
+        return await self._creations.estimate(spec, tenant=tenant, origin=origin)
+
+    async def query(
+        self,
+        caches: str | Sequence[str],
+        query: Asking,
+        *,
+        of_batch: bool = False,
+        tenant: str,
+        deadline_s: float | None = None,
+        origin: str = "",
+    ) -> Reply:
+        """See `Questions`, as `stream`, `hint`, `count` and `prompt`."""
+        about: dict[str, Any] = {"tenant": tenant, "deadline_s": deadline_s, "origin": origin}
+        return await self._questions.query(caches, query, of_batch=of_batch, **about)
+
+    def stream(
+        self,
+        caches: str | Sequence[str],
+        query: Asking,
+        *,
+        tenant: str,
+        deadline_s: float | None = None,
+        origin: str = "",
+    ) -> AsyncIterator[str | Reply]:
+        return self._questions.stream(caches, query, tenant=tenant, deadline_s=deadline_s, origin=origin)
+
+    async def hint(self, cache_id: str, next_use_s: float | None, *, tenant: str, origin: str = "") -> dict[str, int]:
+        return await self._questions.hint(cache_id, next_use_s, tenant=tenant, origin=origin)
+
+    async def count(
+        self,
+        query: Asking,
+        document: str | None,
+        boundary: Boundary | None,
+        cached: Mapping[str, Any],
+        *,
+        tenant: str,
+        origin: str = "",
+    ) -> int:
+        return await self._questions.count(query, document, boundary, cached, tenant=tenant, origin=origin)
+
+    async def prompt(self, cache_id: str, query: Query, *, tenant: str, origin: str = "") -> BuiltPrompt:
+        return await self._questions.prompt(cache_id, query, tenant=tenant, origin=origin)
+
+    async def search(
+        self, spec: SearchCaches, *, tenant: str, deadline_s: float | None = None, origin: str = ""
+    ) -> Found:
+        """See `Searches`."""
+        return await self._searches.search(spec, tenant=tenant, deadline_s=deadline_s, origin=origin)
 
     async def inspect(
         self, cache_id: str, body: KeptOf | None, *, tenant: str, first_layer: int = 0, origin: str = ""

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kvshelf.engine.engine import Engine
-from kvshelf.workers.replica.retention import by_recency
+from kvshelf.workers.replica.memory.retention import by_recency
 from kvshelf_bench.retention.live import SCALE, SIZE_SCALE, replay, shelf_of
 from kvshelf_bench.retention.orders import LOOK_AHEAD, ORDERS, Orchestrator, Order
 from kvshelf_bench.retention.simulation import PREFILL_S, READ_S, Simulation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from kvshelf.store.base import Store
 from kvshelf.store.manifest import Usage
 from kvshelf.store.url import StoreConfig
 from kvshelf.workers.replica import attempts
+from kvshelf.workers.replica.api import ReplicaApi
 from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.scheduler import Scheduler
 from tests.corpus.hostile import document
@@ -54,8 +55,8 @@ class Flaky:
         self.at_once = 0
         self.most_at_once = 0
 
-    async def call(self, method: str, spec: Any, **options: Any) -> Any:
-        assert method == "create"
+    async def call(self, method: Callable[..., Any], spec: Any, **options: Any) -> Any:
+        assert method is ReplicaApi.create
         self.calls += 1
         if self.fails:
             raise self.fails.pop(0)

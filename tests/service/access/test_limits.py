@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,6 +24,7 @@ from kvshelf.store.base import Store
 from kvshelf.store.jobs.requests import Requests
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.cluster.remote import RemoteEngine
+from kvshelf.workers.replica.api import ReplicaApi
 from kvshelf.workers.replica.fair_queue import FairQueue
 from kvshelf.workers.replica.queues import Rounds
 from kvshelf.workers.replica.results import Created, Phase, Reply, Stored
@@ -422,8 +423,8 @@ class Talker:
         finally:
             self.closed = True
 
-    async def call(self, method: str, asked: Any, *rest: Any, **_: Any) -> Created | Reply:
-        if method == "query":
+    async def call(self, method: Callable[..., Any], asked: Any, *rest: Any, **_: Any) -> Created | Reply:
+        if method is ReplicaApi.query:
             (query,) = rest
             self.asked.append(query.prompt)
             await asyncio.sleep(0)
@@ -500,7 +501,7 @@ def test_the_first_error_of_a_prompt_ends_the_others() -> None:
     async def test() -> None:
         talker = Talker(0)
 
-        async def call(_: str, __: str, query: Query, **___: Any) -> Reply:
+        async def call(_: Callable[..., Any], __: str, query: Query, **___: Any) -> Reply:
             if query.prompt == "bad":
                 raise InvalidRequest("bad")
             await asyncio.sleep(60)

@@ -6,6 +6,7 @@ import asyncio
 import pickle
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray.exceptions as ray_errors
@@ -18,6 +19,7 @@ from kvshelf.api.inspect import KeptOf
 from kvshelf.api.queries import Select
 from kvshelf.errors import DocumentTooLong, InvalidRequest, KvshelfError, by_code
 from kvshelf.workers.cluster.remote import MOST_BESIDE, RemoteEngine
+from kvshelf.workers.replica.api import ReplicaApi
 
 SELECT = Select(method="quest", params={"page": "x" * MOST_BESIDE})
 
@@ -65,6 +67,10 @@ def test_an_engine_goes_to_another_process_while_it_asks_ray(remote: RemoteEngin
     assert pickle.loads(pickle.dumps(remote)).model == "m"
 
 
+def anything(_: ReplicaApi, *args: object, **about: object) -> Any:
+    """A method of a replica."""
+
+
 @pytest.mark.parametrize(
     ("argument", "error"),
     [
@@ -86,11 +92,11 @@ def test_what_cannot_fit_goes_to_no_replica(remote: RemoteEngine, argument: obje
     remote.most_tokens, remote.token_characters = 100, 1
     for engine in (remote, pickle.loads(pickle.dumps(remote))):
         with pytest.raises(error, match=r"more than|together|takes 100 tokens|at most"):
-            asyncio.run(engine.call("any", argument, limit_s=1.0))
+            asyncio.run(engine.call_within(1.0, anything, argument))
         with pytest.raises(error):
-            asyncio.run(engine.broadcast("any", argument, deadline_s=1.0))
+            asyncio.run(engine.broadcast(1.0, anything, argument))
         with pytest.raises(error):
-            asyncio.run(anext(engine.stream("any", argument, tenant="t", deadline_s=1.0)))  # type: ignore[arg-type]
+            asyncio.run(anext(engine.stream(anything, argument, tenant="t", deadline_s=1.0)))
 
 
 def test_what_may_fit_is_for_the_replica_to_count(remote: RemoteEngine) -> None:

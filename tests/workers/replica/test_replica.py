@@ -35,8 +35,8 @@ from kvshelf.store.index import Quota
 from kvshelf.store.jobs.meter import Meter
 from kvshelf.store.jobs.metering import Metering
 from kvshelf.store.rules import Rules
+from kvshelf.workers.replica.memory.residents import ResidentLimits
 from kvshelf.workers.replica.replica import Replica
-from kvshelf.workers.replica.residents import ResidentLimits
 from kvshelf.workers.replica.results import Reply
 from kvshelf.workers.replica.scheduler import Scheduler
 

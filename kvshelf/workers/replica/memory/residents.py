@@ -1,5 +1,5 @@
 """Attached caches that stay in memory between questions, and that are read before the question that a hint foretells.
-`kvshelf.workers.replica.retention` says which is evicted first.
+`kvshelf.workers.replica.memory.retention` says which is evicted first.
 
 Each use reads the manifest from the store first, so a cache that was deleted, has expired or was replaced is never
 answered from memory.
@@ -27,10 +27,10 @@ from kvshelf.errors import InvalidRequest, KvshelfError
 from kvshelf.store.base import Store
 from kvshelf.workers.replica.calls import Threads, tenant_at_work
 from kvshelf.workers.replica.fair_queue import FairCondition, FairQueue
+from kvshelf.workers.replica.memory.retention import Key, Retention
+from kvshelf.workers.replica.memory.tools import Tools
 from kvshelf.workers.replica.queues import Pace
-from kvshelf.workers.replica.retention import Key, Retention
 from kvshelf.workers.replica.singleflight import SingleFlight
-from kvshelf.workers.replica.tools import Tools
 
 log = logging.getLogger("kvshelf.workers")
 

@@ -19,7 +19,7 @@ from kvshelf.errors import CacheCorrupt, CacheExpired, CacheNotFound, InvalidReq
 from kvshelf.store.base import Store
 from kvshelf.store.disk import DiskStore
 from kvshelf.workers.replica.calls import Threads
-from kvshelf.workers.replica.residents import ResidentLimits, Residents
+from kvshelf.workers.replica.memory.residents import ResidentLimits, Residents
 from tests.conftest import save_random_model
 from tests.store.places import Clock
 

@@ -20,9 +20,9 @@ from kvshelf.errors import CacheNotFound
 from kvshelf.store import eviction
 from kvshelf.store.disk import DiskStore
 from kvshelf.workers.replica.calls import Threads
-from kvshelf.workers.replica.residents import ResidentLimits, Residents
-from kvshelf.workers.replica.retention import LEAST_HINT_S, Key, Retention, by_gdsf
-from kvshelf.workers.replica.tools import ENOUGH, KEPT, LONGEST_S, TOOLS, Tools, best_stay_s, turns_left
+from kvshelf.workers.replica.memory.residents import ResidentLimits, Residents
+from kvshelf.workers.replica.memory.retention import LEAST_HINT_S, Key, Retention, by_gdsf
+from kvshelf.workers.replica.memory.tools import ENOUGH, KEPT, LONGEST_S, TOOLS, Tools, best_stay_s, turns_left
 from tests.amounts import amount
 
 
