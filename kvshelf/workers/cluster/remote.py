@@ -162,8 +162,8 @@ class RemoteEngine:
     async def broadcast(
         self, limit_s: float, method: Method[CallP, ResultT], *args: CallP.args, **kwargs: CallP.kwargs
     ) -> list[ResultT]:
-        """The results of a method of `ReplicaApi`, called on every replica that runs. Ray makes such calls at once, past
-        all queues: they must be short."""
+        """The results of a method of `ReplicaApi`, called on every replica that runs. Ray makes such calls at once,
+        past all queues: they must be short."""
         self.require_bounded(*args)
         with self._translated():
             response = self.handle.broadcast(method.__name__, *args, **kwargs, origin=_origin())
