@@ -117,7 +117,7 @@ def run_page(page: Path, language: str, folder: Path, url: str) -> str:
     chance = random.Random(f"{name(page)} {language}")
     report = write_document(chance, [FACT], "prose", 900, lambda text: len(text.split()))
     (folder / "report.txt").write_text(report.text)
-    (folder / "handbook.txt").write_bytes((ROOT / "kvshelf" / "models" / "handbook" / "handbook.md").read_bytes())
+    (folder / "handbook.txt").write_bytes((ROOT / "kvshelf" / "model" / "bundled" / "handbook" / "handbook.md").read_bytes())
     code = "\n".join(blocks(page, language))
     if language == "bash":
         own = code.replace("disk:///tmp/kvshelf-shelf", f"disk://{folder}/shelf")  # one in /tmp may be an old format's

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.conftest import LiveService
 
 MODEL = "smollm2"
-HANDBOOK = Path(__file__).parent.parent.parent / "kvshelf" / "models" / "handbook" / "handbook.md"
+HANDBOOK = Path(__file__).parent.parent.parent / "kvshelf" / "model" / "bundled" / "handbook" / "handbook.md"
 
 
 @pytest.fixture(scope="session", autouse=True)
