@@ -26,7 +26,7 @@ FLOORS: list[set[str]] = [
     {"methods.policies"},
     {"methods.selectors", "methods.suffixes"},
     {"engine"},
-    {"training", "workers.replica", "workers.policies", "workers.selectors"},  # the last two: old names
+    {"training", "workers.replica"},
     {"workers.cluster", "samples"},
     {"corpus"},
     {""},  # kvshelf/__init__.py: the public names, loaded lazily
@@ -39,6 +39,7 @@ FLOORS: list[set[str]] = [
 """From the lowest to the highest. Packages of one floor do not import each other."""
 
 LEVEL = {package: level for level, floor in enumerate(FLOORS) for package in floor}
+LEVEL |= dict.fromkeys(("workers.policies", "workers.selectors"), LEVEL["engine"])  # old names of methods
 
 MODEL_SIDE = {"model", "methods.policies", "methods.selectors", "methods.suffixes", "engine", "training"}
 """Plain Python around a transformers model: they know neither the store, nor Ray, nor HTTP."""

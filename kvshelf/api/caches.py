@@ -74,8 +74,8 @@ class Quality(ResponseBody):
     `low` is null, where none does, `agreement`, too; `reason` says why, and no `min_quality` is met. It also says that
     fewer places were asked because a `min_quality` was out of reach. Of the full cache itself all three are 1, without
     cues. `worst`: the part of the document with the lowest share. `kl`: divergence of the probabilities, in nats.
-    `full`: whether no more cues could be asked; floors compare no other figure. `probe_s`: what measuring took. Compare
-    only numbers of one `version`.
+    `full`: whether no more cues could be asked; a floor is met by no other figure. `probe_s`: what measuring took.
+    Compare only numbers of one `version`.
     """
 
     agreement: float | None

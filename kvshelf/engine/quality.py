@@ -260,7 +260,7 @@ class Reference:
             worst=worst_part([self.probe.places[one.cue] for one in known], agreed),
             cues=cues,
             asked=self.asked,
-            full=self.probe.full,
+            full=self.probe.full and cues == most,
             reason=reason if cues >= LEAST else f"{self.told}, and a bound takes {LEAST}",
             kl=kl if math.isnan(kl) else max(kl, 0.0),
             probe_s=self.probe_s,

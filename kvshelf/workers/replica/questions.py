@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -135,7 +135,7 @@ class Questions:
         tenant: str,
         deadline_s: float | None = None,
         origin: str = "",
-    ) -> AsyncIterator[str | Reply]:
+    ) -> AsyncGenerator[str | Reply, None]:
         """Pieces of the answer to the prompt as they become final, then the answer. Closing the iterator cancels it."""
         with called_as(origin, tenant):
             async with self._loaded(caches, query, tenant, deadline_s) as loaded:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -141,10 +142,13 @@ class Replica(ReplicaApi):
         recorded: dict[str, Any] = {"request_id": request_id, "max_attempts": max_attempts}
         return await self._creations.create(spec, tenant=tenant, deadline_s=deadline_s, **recorded, origin=origin)
 
-    def watch(
+    async def watch(
         self, spec: CreateCache, *, tenant: str, deadline_s: float | None = None, origin: str = ""
     ) -> AsyncIterator[CreationProgress | Created]:
-        return self._creations.watch(spec, tenant=tenant, deadline_s=deadline_s, origin=origin)
+        watched = self._creations.watch(spec, tenant=tenant, deadline_s=deadline_s, origin=origin)
+        async with aclosing(watched):  # Ray streams generators alone
+            async for event in watched:
+                yield event
 
     async def append(
         self, cache_id: str, spec: AppendCache, *, tenant: str, deadline_s: float | None = None, origin: str = ""
@@ -168,7 +172,7 @@ class Replica(ReplicaApi):
         about: dict[str, Any] = {"tenant": tenant, "deadline_s": deadline_s, "origin": origin}
         return await self._questions.query(caches, query, of_batch=of_batch, **about)
 
-    def stream(
+    async def stream(
         self,
         caches: str | Sequence[str],
         query: Asking,
@@ -177,7 +181,10 @@ class Replica(ReplicaApi):
         deadline_s: float | None = None,
         origin: str = "",
     ) -> AsyncIterator[str | Reply]:
-        return self._questions.stream(caches, query, tenant=tenant, deadline_s=deadline_s, origin=origin)
+        pieces = self._questions.stream(caches, query, tenant=tenant, deadline_s=deadline_s, origin=origin)
+        async with aclosing(pieces):
+            async for piece in pieces:
+                yield piece
 
     async def hint(self, cache_id: str, next_use_s: float | None, *, tenant: str, origin: str = "") -> dict[str, int]:
         return await self._questions.hint(cache_id, next_use_s, tenant=tenant, origin=origin)

@@ -235,7 +235,10 @@ def test_what_comes_from_outside_makes_no_control_token(templated):
     assert "Of a town. <|end|>" in text.decode(ids)
 
 
-@pytest.mark.parametrize(("template", "says"), [(None, "has no tools"), (XML, "neither as JSON nor with tags")])
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [(None, "has no tools"), (XML, "neither as JSON, nor as Python")],
+)
 def test_a_template_that_has_no_such_tools_is_refused_by_name(tiny, templated, template, says):
     text = tiny.text if template is None else templated(template)
     with pytest.raises(InvalidRequest, match=says) as refused:

@@ -415,8 +415,8 @@ def test_only_pre_needs_a_rotation_that_can_be_undone():
     for params in ({}, {"pos": "pre", "merge": False}):
         cache = engine.run(engine.prepare(ids, policy="ems", policy_params=params)).cache
         assert cache.kept_tokens == 30
-    assert build("ems", {}).observes == Observes.QUERIES
-    assert build("ems", {"pos": "pre"}).observes == Observes.QUERIES | Observes.ROPE
+    assert build("ems", {}).observes == Observes.QUERIES | Observes.SUMS
+    assert build("ems", {"pos": "pre"}).observes == Observes.QUERIES | Observes.SUMS | Observes.ROPE
 
 
 def test_a_window_that_does_not_fit_is_refused_and_the_default_shrinks(llama):

@@ -90,8 +90,14 @@ class Target:
         return level.keeps_all or (tried.quality is not None and self.good(tried.quality))
 
     def good(self, quality: Quality) -> bool:
-        """Whether a quality reaches the floor."""
-        return self.min_quality is None or (quality.low is not None and quality.low >= self.min_quality)
+        """Whether a quality reaches the floor: one of all cues."""
+        return self.min_quality is None or (
+            quality.full and quality.low is not None and quality.low >= self.min_quality
+        )
+
+    def beyond(self, quality: Quality) -> bool:
+        """Whether the floor is out of reach, of however few cues a quality is."""
+        return self.min_quality is not None and quality.high is not None and quality.high < self.min_quality
 
     def preferred(self, level: Level, tried: Tried) -> tuple[float, ...]:
         """Of two levels that meet the target the one with the larger value is chosen."""
@@ -176,8 +182,10 @@ class Selection:
 
     def _settled(self, level: Level, tried: Tried, best: tuple[Level, Tried] | None) -> bool:
         """Whether trying a level would change nothing."""
-        if tried.quality is not None or tried.reason == UNMEASURABLE:
+        if tried.reason == UNMEASURABLE:
             return True
+        if tried.quality is not None:
+            return tried.quality.full or self.target.beyond(tried.quality)
         if tried.bytes is not None:
             return not self.target.fits(tried.bytes) or not self.worth_measuring(tried, best)
         return best is not None and not self.worth_making(level, best)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -96,7 +96,7 @@ class Creations:
 
     async def watch(
         self, spec: CreateCache, *, tenant: str, deadline_s: float | None = None, origin: str = ""
-    ) -> AsyncIterator[CreationProgress | Created]:
+    ) -> AsyncGenerator[CreationProgress | Created, None]:
         """How far a creation is, as it goes on, then the creation. Closing the iterator cancels it."""
         events: asyncio.Queue[CreationProgress | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()

@@ -173,7 +173,7 @@ def _tried(manifest: Manifest) -> dict[str, Tried]:
 
 
 def comparable(tried: Tried) -> Tried:
-    """The level, without its quality if another version measured it, or few cues did: such numbers do not compare."""
-    if tried.quality is None or (tried.quality.version == VERSION and tried.quality.full):
+    """The level, without its quality if another version measured it: such numbers do not compare."""
+    if tried.quality is None or tried.quality.version == VERSION:
         return tried
     return tried.model_copy(update={"quality": None})
