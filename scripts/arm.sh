@@ -35,7 +35,7 @@ fi
 # A copy: the library for ARM takes the place of those for x86.
 rm -rf "$root/tree"
 mkdir "$root/tree"
-cp -r kvshelf tests pyproject.toml "$root/tree"
+cp -r kvshelf kvshelf_bench tests pyproject.toml "$root/tree"
 rm -f "$root"/tree/kvshelf/kernels/compiled-*
 cd "$root/tree"
 arm_python() {

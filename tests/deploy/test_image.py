@@ -65,7 +65,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory, soak: bool) -> Path:
 
 def test_the_wheel_has_the_files_that_are_no_python(wheel: Path) -> None:
     inside = set(zipfile.ZipFile(wheel).namelist())
-    tracked = subprocess.run(["git", "ls-files", "kvshelf"], cwd=ROOT, capture_output=True, text=True, check=True)
+    command = ["git", "ls-files", "kvshelf", "kvshelf_bench"]
+    tracked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert set(tracked.stdout.split()) <= inside
 
 
