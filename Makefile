@@ -66,7 +66,7 @@ test-slow: setup  ## wheels, ranks, killed writers, training, pages of the docum
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not service and not faults and not real"
 	$(BIN)/python -m pytest --ignore=tests/page -m "slow and service and not faults and not real"
 
-test-faults: setup  ## killed processes, full disks, stores that are cut off, restarts under load, floods; twelve minutes
+test-faults: setup  ## killed processes, full disks, stores that are cut off, restarts under load, floods; a quarter of an hour
 	$(BIN)/python -m pytest -m faults
 
 test-page: setup  ## the page in a real browser; needs Chromium
