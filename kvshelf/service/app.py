@@ -149,6 +149,7 @@ async def _service(
         extractor=Extractor(settings),
         parser=Parser(settings, computing),
         computing=computing,
+        listing=Computing(),
         readiness=SingleFlight(),
         limits=limits,
     )

@@ -48,8 +48,9 @@ class Service:
 
     transforms: the digest of each model's own, "" without. whole: the queue of calls that read or write whole caches.
     extractor: reads uploaded files that are not plain text. parser: parses JSON bodies. computing: makes and writes
-    answers that may be long. limits: what each tenant may ask, and how much of it is left. readiness: concurrent
-    questions whether the service is ready share one look.
+    answers that may be long. listing: reads lists from the store and writes them, on threads of its own, because a
+    store that hangs must hold up no answer. limits: what each tenant may ask, and how much of it is left. readiness:
+    concurrent questions whether the service is ready share one look.
     """
 
     settings: Settings
@@ -66,6 +67,7 @@ class Service:
     extractor: Extractor
     parser: Parser
     computing: Computing
+    listing: Computing
     readiness: SingleFlight[Readiness]
     limits: TenantLimits
 

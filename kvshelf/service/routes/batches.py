@@ -84,7 +84,7 @@ def _seconds(completion_window: str) -> float:
 @router.get("", response_model=BatchList, openapi_extra=openapi.query_of(ListBatches))
 async def list_batches(request: Request, service: InService, caller: Reader) -> Response:
     """Batches, newest first. A batch is listed until 30 days after its end."""
-    return await service.computing.run(_listed, service.store, read_query(request, ListBatches), caller.tenant)
+    return await service.listing.run(_listed, service.store, read_query(request, ListBatches), caller.tenant)
 
 
 def _listed(store: Store, asked: ListBatches, tenant: str) -> Response:

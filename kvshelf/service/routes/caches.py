@@ -132,7 +132,7 @@ def require_tokenizer(service: Service, model: str, body: CreateCache | AppendCa
 async def list_caches(request: Request, service: InService, caller: Reader) -> Response:
     """Caches on the shelf, newest first. `label.<key>=<value>` filters by label and may be repeated."""
     filters = read_query(request, ListCaches)
-    return await service.computing.run(_listed, service.store, filters, caller.tenant)
+    return await service.listing.run(_listed, service.store, filters, caller.tenant)
 
 
 def _listed(store: Store, filters: ListCaches, tenant: str) -> Response:

@@ -53,7 +53,7 @@ async def create_file(request: Request, service: InService, caller: Writer) -> F
 @router.get("", response_model=FileList, openapi_extra=openapi.query_of(ListFiles))
 async def list_files(request: Request, service: InService, caller: Reader) -> Response:
     """Uploaded files and result files of batches, newest first."""
-    return await service.computing.run(_listed, service.store, read_query(request, ListFiles), caller.tenant)
+    return await service.listing.run(_listed, service.store, read_query(request, ListFiles), caller.tenant)
 
 
 def _listed(store: Store, asked: ListFiles, tenant: str) -> Response:

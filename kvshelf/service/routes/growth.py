@@ -69,7 +69,7 @@ async def remake(cache_id: str, request: Request, service: InService, caller: Wr
 async def turns(cache_id: str, service: InService, caller: Reader) -> Response:
     """The caches that one grew from, the oldest first and itself last, with what each appended. A cache whose parent
     has expired or was evicted begins the list."""
-    return await service.computing.run(_turns, service.store, cache_id, caller.tenant)
+    return await service.listing.run(_turns, service.store, cache_id, caller.tenant)
 
 
 def _turns(store: Store, cache_id: str, tenant: str) -> Response:

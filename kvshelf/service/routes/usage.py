@@ -26,7 +26,7 @@ async def usage(request: Request, service: InService, caller: AnyCaller) -> Resp
     """
     wanted = read_query(request, UsageQuery)
     caller.require("admin" if wanted.all_tenants else "read")
-    return await service.computing.run(_report, service.store, wanted, None if wanted.all_tenants else caller.tenant)
+    return await service.listing.run(_report, service.store, wanted, None if wanted.all_tenants else caller.tenant)
 
 
 def _report(store: Store, wanted: UsageQuery, tenant: str | None) -> Response:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import pkgutil
 import threading
 from importlib import import_module
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
@@ -73,3 +75,15 @@ def test_an_answer_that_may_be_long_is_written_beside_the_loop(route: APIRoute) 
     answer = get_type_hints(route.endpoint)["return"]
     if answer is not Response and answer.__name__ not in SHORT:
         assert not _is_long(answer), f"{answer.__name__}: return `written` of it from `service.computing`"
+
+
+def test_no_answer_waits_behind_a_store_that_hangs() -> None:
+    """A tenant has one thread of `Service.computing`: what reads the store there would hold up all its answers."""
+    calls = [
+        node
+        for path in Path(routes.__path__[0]).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("computing.run")
+    ]
+    assert len(calls) > 10
+    assert [ast.unparse(call) for call in calls if any("store" in ast.unparse(part) for part in call.args)] == []
