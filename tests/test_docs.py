@@ -56,19 +56,19 @@ def name(page: Path) -> str:
     return page.relative_to(DOCS if DOCS in page.parents else ROOT).as_posix()
 
 
-FIRST = (ROOT / "README.md", DOCS / "use" / "put.md")
-REAL = tuple(DOCS / "use" / page for page in ("start.md", "models.md", "grow.md"))
-"""Pages that serve SmolLM2: those that speak of a model of the reader's, and of conversations."""
+FIRST = (ROOT / "README.md",)
+REAL = tuple(DOCS / "use" / f"{page}.md" for page in ("start", "models", "put", "ask", "grow", "quality"))
+"""Pages that serve SmolLM2: what a reader does first with a model and a document of his own."""
 LIMIT_S = 480
 """For the program of a page. Those of `REAL` take a minute or two on a machine that does nothing else."""
 SAID = {
     "python": {
-        **dict.fromkeys(("README.md", "use/ask.md", "use/clients.md"), FACT.value),
-        "use/start.md": "Maren Oduya",
+        **dict.fromkeys(("README.md", "use/clients.md"), FACT.value),
+        **dict.fromkeys(("use/start.md", "use/ask.md"), "Maren Oduya"),
     },
     "bash": {
-        **dict.fromkeys(("README.md", "use/ask.md"), FACT.value),
-        **dict.fromkeys(("use/start.md", "use/models.md"), "Maren Oduya"),
+        "README.md": FACT.value,
+        **dict.fromkeys(("use/start.md", "use/models.md", "use/ask.md"), "Maren Oduya"),
     },
 }
 """What the answers of a page contain, by language and page."""
