@@ -22,6 +22,7 @@ from kvshelf.kernels.rowwise import (
     LANES,
     LINES,
     PANEL,
+    WEIGHTS,
     available,
     linear,
     pack_weight,
@@ -51,7 +52,6 @@ class PackedLinear(nn.Module, abc.ABC):
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = bias
-        self._dtype = weight.dtype  # another one later (`model.double()`) is torch's own to multiply
 
     @staticmethod
     def of(weight: Tensor, bias: Tensor | None, weights: str = "plain") -> PackedLinear:
@@ -67,11 +67,6 @@ class PackedLinear(nn.Module, abc.ABC):
         return cls(cls._packed(weight), bias)
 
     @property
-    def _numbers(self) -> Tensor:
-        """Whose dtype is that of the weight."""
-        return self.weight
-
-    @property
     @abc.abstractmethod
     def unpacked(self) -> Tensor:
         """The weight `[out_features, in_features]`, made anew."""
@@ -81,12 +76,17 @@ class PackedLinear(nn.Module, abc.ABC):
     def _packed(weight: Tensor) -> Tensor: ...
 
     @abc.abstractmethod
+    def _multiplies(self, dtype: torch.dtype) -> bool:
+        """Whether `_product` is for rows of a dtype. Those of another, as after `model.double()`, are torch's own to
+        multiply."""
+
+    @abc.abstractmethod
     def _product(self, x: Tensor) -> Tensor: ...
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product, in the dtype of `x`, which must be that of the weight."""
-        if (x.requires_grad and torch.is_grad_enabled()) or self._numbers.dtype != self._dtype:
-            return nn.functional.linear(x, self.unpacked, self.bias)
+        """The product, in the dtype of `x`."""
+        if (x.requires_grad and torch.is_grad_enabled()) or not self._multiplies(x.dtype):
+            return nn.functional.linear(x, self.unpacked.to(x.dtype), self.bias)
         return self._product(x)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedLinear:
@@ -106,6 +106,10 @@ class PackedLinear(nn.Module, abc.ABC):
 class PrepackedLinear(PackedLinear):
     """With weights as oneDNN orders them. They are opaque to torch's other operations."""
 
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight, bias)
+        self._dtype = weight.dtype
+
     @staticmethod
     def _packed(weight: Tensor) -> Tensor:
         packed: Tensor = torch.ops.mkldnn._reorder_linear_weight.default(weight, _ROWS)
@@ -115,6 +119,9 @@ class PrepackedLinear(PackedLinear):
     def unpacked(self) -> Tensor:
         return self.weight.to_dense()
 
+    def _multiplies(self, dtype: torch.dtype) -> bool:
+        return dtype == self.weight.dtype == self._dtype
+
     def _product(self, x: Tensor) -> Tensor:
         product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
         return product
@@ -123,7 +130,9 @@ class PrepackedLinear(PackedLinear):
 class PanelLinear(PackedLinear):
     """With weights in panels, `[out_features / 32, in_features, 32]`, which kvshelf's own C form multiplies in fp32.
 
-    Passes run by lists of instructions (`kernels.rowwise`) need it.
+    A weight that is exact in bf16, as of a model that was published so, is held in bf16: half the bytes to keep and to
+    read for the same products, to the bit. Its panels are int16, so that no cast of the model changes them. Passes run
+    by lists of instructions (`kernels.rowwise`) need this layer.
     """
 
     @staticmethod
@@ -134,11 +143,16 @@ class PanelLinear(PackedLinear):
 
     @staticmethod
     def _packed(weight: Tensor) -> Tensor:
-        return pack_weight(weight)
+        bits = bits_of_bf16(weight)
+        return pack_weight(weight if bits is None else bits)
 
     @property
     def unpacked(self) -> Tensor:
-        return unpack_weight(self.weight)
+        weight = unpack_weight(self.weight)
+        return weight.view(torch.bfloat16).float() if weight.dtype == torch.int16 else weight
+
+    def _multiplies(self, dtype: torch.dtype) -> bool:
+        return dtype == torch.float32 and self.weight.dtype in WEIGHTS
 
     def _product(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
@@ -152,7 +166,6 @@ class Int8Linear(PanelLinear):
     def __init__(self, weight: Tensor, bias: Tensor | None, scales: Tensor) -> None:
         super().__init__(weight, bias)
         self.register_buffer("scales", scales, persistent=False)  # not in the state dict, where `unpacked` is
-        self._dtype = scales.dtype
 
     @classmethod
     def _of(cls, weight: Tensor, bias: Tensor | None) -> PackedLinear:
@@ -160,12 +173,11 @@ class Int8Linear(PanelLinear):
         return cls(pack_weight(numbers), bias, scales)
 
     @property
-    def _numbers(self) -> Tensor:
-        return self.scales
-
-    @property
     def unpacked(self) -> Tensor:
         return unpack_weight(self.weight) * self.scales[:, None]
+
+    def _multiplies(self, dtype: torch.dtype) -> bool:
+        return dtype == self.scales.dtype == torch.float32
 
     def _product(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias, self.scales)
@@ -216,7 +228,8 @@ def prepack(model: PreTrainedModel, weights: str = "plain") -> None:
 
     weights: as of `loading.load`, which the model comes from. Old weights are freed one by one, so peak memory grows by
     one weight. Weights that two modules share (a head tied to the embedding) stay as they are, multiplied by another
-    product in fp32; in int8 the head has bytes of its own beside the embedding. Dtypes without a fast product in
+    product in fp32; where they are int8 or exact in bf16, the head has a narrow copy beside the embedding, because each
+    step reads all of it. Dtypes without a fast product in
     oneDNN, subclasses of `nn.Linear`, and models on other devices, or on several, stay unchanged. Do not use it on a
     model that is trained or whose weights change.
     """
@@ -231,7 +244,8 @@ def prepack(model: PreTrainedModel, weights: str = "plain") -> None:
         module = model.get_submodule(name)
         if type(module) is not nn.Linear or not _is_fast(module.weight):
             continue
-        if uses[id(module.weight)] > 1 and not (name in rounded and PanelLinear.takes(module.weight)):
+        narrow = PanelLinear.takes(module.weight) and (name in rounded or bits_of_bf16(module.weight) is not None)
+        if uses[id(module.weight)] > 1 and not narrow:
             if TiedLinear.takes(module):
                 model.set_submodule(name, TiedLinear(module.weight).train(module.training))
             continue
@@ -242,6 +256,12 @@ def prepack(model: PreTrainedModel, weights: str = "plain") -> None:
             model.set_submodule(name, PackedLinear.of(weight, bias, kind).train(module.training))
         elif style == "rowwise":
             model.set_submodule(name, SummedLinear(PackedLinear.of(weight, None), bias).train(module.training))
+
+
+def bits_of_bf16(weight: Tensor) -> Tensor | None:
+    """A weight in fp32 as the bits of bf16, int16; None where it is not exact there."""
+    halves = weight.detach().bfloat16()
+    return halves.view(torch.int16) if torch.equal(halves.float(), weight) else None
 
 
 def plain_weight(module: nn.Module | None) -> Tensor | None:

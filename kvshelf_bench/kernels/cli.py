@@ -92,7 +92,8 @@ def _table(rows: list[KernelTime], dtype: str, limits: Ceilings) -> Table:
 
 def _products_table(model: str, rows: list[ProductTime], form: str) -> Table:
     table = Table("weight", "rows", "", "torch", "oneDNN", "kvshelf", "as it lies", "of oneDNN", "read", "of limit")
-    table.add_column("int8")
+    for narrow in ("bf16", "int8"):
+        table.add_column(narrow)
     table.title = f"products with the weights of {model}, fp32, {form}; one row in GB/s of weights, more in GFLOP/s"
     for row in rows:
         amount = row.outputs * row.inputs * (4 if row.rows == 1 else 2 * row.rows) / 1e9
@@ -104,7 +105,7 @@ def _products_table(model: str, rows: list[ProductTime], form: str) -> Table:
             f"{row.onednn / row.ours:.2f}",
             f"{row.outputs * row.inputs * 4 / row.read_s / 1e9:,.1f} GB/s",
             f"{row.of_limit:.0%}",
-            f"{row.ours / row.int8:.2f} times",
+            *(f"{row.ours / seconds:.2f} times" for seconds in (row.bf16, row.int8)),
         )
     return table
 

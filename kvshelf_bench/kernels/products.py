@@ -42,14 +42,16 @@ _MOST_OF_A_CALL: Final = 16
 
 @dataclass(frozen=True)
 class ProductTime:
-    """Seconds of one product by each way, the smallest of several; `ours` in panels, `int8` in panels of bytes, both as
-    a recorded pass runs them; `plain` of the weight as it lies, `onednn` and `torch` with their call from Python.
-    read_s: of reading the weight once. of_limit: the least time that this machine needs, over that of `ours`."""
+    """Seconds of one product by each way, the smallest of several; `ours` in panels, `bf16` and `int8` in panels of
+    these, all as a recorded pass runs them; `plain` of the weight as it lies, `onednn` and `torch` with their call from
+    Python. read_s: of reading the weight once. of_limit: the least time that this machine needs, over that of `ours`.
+    """
 
     outputs: int
     inputs: int
     rows: int
     ours: float
+    bf16: float
     int8: float
     plain: float
     onednn: float
@@ -68,16 +70,19 @@ def product_times(model: str, rounds: int, limits: Ceilings) -> Iterator[Product
     for outputs, inputs in SHAPES[model]:
         weight = torch.randn(outputs, inputs).div_(inputs**0.5)
         packed, (numbers, scales), others = pack_weight(weight), as_int8(weight), _others(weight)
-        byte_panels = pack_weight(numbers)
+        halves, byte_panels = pack_weight(weight.bfloat16().view(torch.int16)), pack_weight(numbers)
         for rows in ROWS:
             flops = 2.0 * rows * weight.numel()
             if flops <= _MOST_FLOPS:
                 of_a_call = max(1, min(_MOST_OF_A_CALL, int(_FLOPS_OF_A_CALL / flops)))
-                own = [_recorded(packed, None, of_a_call), _recorded(byte_panels, scales, of_a_call)]
+                forms = [(packed, None), (halves, None), (byte_panels, scales)]
+                own = [_recorded(panels, beside, of_a_call) for panels, beside in forms]
                 times = _smallest([*own, *others], torch.randn(rows, inputs), rounds)
-                ours, int8, plain, onednn, torchs, read_s = times
+                ours, bf16, int8, plain, onednn, torchs, read_s = times
                 least_s = max(read_s, flops / limits.matmul_flops)
-                yield ProductTime(outputs, inputs, rows, ours, int8, plain, onednn, torchs, read_s, least_s / ours)
+                yield ProductTime(
+                    outputs, inputs, rows, ours, bf16, int8, plain, onednn, torchs, read_s, least_s / ours
+                )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -89,13 +89,23 @@ def test_products_of_bytes_are_those_of_their_numbers_times_scales_and_a_row_has
             assert torch.equal(linear(x[row : row + 1], packed, own, scales)[0], made[row])
 
 
+@pytest.mark.parametrize("rows", ROWS)
+def test_products_of_weights_in_bf16_are_those_of_the_same_in_fp32_to_the_bit(rows):
+    torch.manual_seed(rows)
+    weight, bias, x = torch.randn(96, 300).bfloat16(), torch.randn(96), torch.randn(rows, 300)
+    for own in (bias, None):
+        expected = linear(x, pack_weight(weight.float()), own)
+        assert torch.equal(linear(x, pack_weight(weight.view(torch.int16)), own), expected)
+
+
 @pytest.mark.skipif(len(levels()) < 2, reason="there is one level")
 @pytest.mark.parametrize("rows", [1, 2, 3, 6, 8, 13, 97])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.int8])
 def test_a_product_has_the_same_bits_at_every_level(rows, dtype, monkeypatch):
     """Over more inputs than a depth has. Where an answer is computed does not show in it."""
     torch.manual_seed(rows)
-    packed, bias, x = pack_weight(torch.randn(64, 700).mul(40).to(dtype)), torch.randn(64), torch.randn(rows, 700)
+    numbers, bias, x = torch.randn(64, 700).mul(40), torch.randn(64), torch.randn(rows, 700)
+    packed = pack_weight(numbers.bfloat16().view(dtype) if dtype == torch.int16 else numbers.to(dtype))
     scales = torch.rand(64) if dtype == torch.int8 else None
     made = []
     for level in levels():
@@ -112,9 +122,15 @@ def test_a_product_of_other_numbers_is_refused():
     for x in (torch.randn(2, 7), torch.randn(2, 8, dtype=torch.float64)):
         with pytest.raises(InvalidTensor, match="fp32"):
             linear(x, packed, None)
-    for weight, scales in ((packed, torch.ones(32)), (packed.to(torch.int8), None)):
-        with pytest.raises(InvalidTensor, match="with scales in int8"):
-            linear(torch.randn(2, 8), weight, None, scales)
+    scales = torch.ones(32)
+    for weight, beside in (
+        (packed, scales),
+        (packed.to(torch.int8), None),
+        (packed.to(torch.int16), scales),
+        (packed.double(), None),
+    ):
+        with pytest.raises(InvalidTensor, match="int8 with scales"):
+            linear(torch.randn(2, 8), weight, None, beside)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 300])

@@ -20,8 +20,7 @@ def needs(processor: Processor) -> pytest.MarkDecorator:
     return pytest.mark.skipif(shutil.which(processor.objdump) is None, reason=f"there is no {processor.objdump}")
 
 
-PRODUCTS = {"add_floats", "multiply_rows"}
-"""The second has the loops of bytes."""
+PRODUCTS = {"add_floats", "add_bytes", "add_halves"}
 
 ATTENTION = {"attend", "attend_many", "raise_logits", "cap_logits", "weigh"}
 COLUMN_SUMS = {"multiply", "multiply_pairs", "sum_rows", "sum_columns", "add_to_row"}

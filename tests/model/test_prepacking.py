@@ -11,9 +11,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from kvshelf.engine.engine import Engine
-from kvshelf.kernels.rowwise import available
+from kvshelf.kernels.rowwise import available, pack_weight
 from kvshelf.model import loading as models
-from kvshelf.model.prepacking import PackedLinear, TiedLinear, prepack
+from kvshelf.model.prepacking import PackedLinear, PanelLinear, TiedLinear, prepack
 from kvshelf.model.source import bundled_folder
 from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster.deployment import ReplicaConfig, ServedReplica
@@ -93,6 +93,31 @@ def test_every_linear_layer_is_packed_but_a_tied_head(model):
     prepack(tied)
     assert tied.lm_head.weight is tied.get_input_embeddings().weight
     assert len(packed_layers(tied)) == 7 * tied.config.num_hidden_layers
+
+
+@pytest.mark.skipif(not available(), reason="no compiled forms")
+def test_weights_that_are_exact_in_bf16_take_half_the_bytes_and_give_the_same_logits():
+    """As of a checkpoint that was published in bf16 and is loaded in fp32. Its tied head is narrow, too."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=320, num_hidden_layers=2, tie_word_embeddings=True, **shape)
+    model = LlamaForCausalLM(config).bfloat16().float().eval()
+    identity = Engine(model, name="m").identity
+    wide = copy.deepcopy(model)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    prepack(model)
+    for name in packed_layers(model):
+        layer, plain = model.get_submodule(name), weights[f"{name}.weight"]
+        assert layer.weight.dtype == torch.int16
+        assert layer.weight.nbytes == plain.nbytes / 2
+        wide.set_submodule(name, PanelLinear(pack_weight(plain), layer.bias))
+    assert "lm_head" in packed_layers(model)
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights.items())
+    with torch.no_grad():
+        for ids in (torch.arange(1)[None], torch.arange(20)[None]):
+            assert torch.equal(model(ids).logits, wide(ids).logits)
+    assert model.dtype == torch.float32
+    assert Engine(model, name="m").identity == identity
 
 
 def test_what_onednn_is_not_fast_for_stays(tiny_folder):

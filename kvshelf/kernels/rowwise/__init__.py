@@ -19,6 +19,7 @@ from kvshelf.kernels.rowwise.native import (
     BLOCK_ROWS,
     LINES,
     PANEL,
+    WEIGHTS,
     Buffer,
     Instruction,
     Place,
@@ -32,6 +33,7 @@ __all__ = [
     "LANES",
     "LINES",
     "PANEL",
+    "WEIGHTS",
     "Buffer",
     "Instruction",
     "Place",
@@ -65,11 +67,11 @@ _LIBRARY: Final = torch.library.Library("kvshelf", "FRAGMENT")  # type: ignore[n
 
 
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> Tensor:
-    """x `[..., inputs]` times a packed weight, and the bias `[outputs]`: `[..., outputs]`, fp32 on the CPU. scales:
-    `[outputs]` fp32, of a weight in int8, whose numbers are its own times these.
+    """x `[..., inputs]` times a packed weight, and the bias `[outputs]`: `[..., outputs]`, fp32 on the CPU.
 
-    Sums of a row go from the first input to the last, whatever the other rows. Bytes: weights once. FLOPs: 2 * rows *
-    inputs * outputs.
+    packed: fp32; int16, the bits of bf16; or int8, whose numbers are its own times `scales` `[outputs]` fp32. Sums of
+    a row go from the first input to the last, whatever the other rows. Bytes: weights once. FLOPs: 2 * rows * inputs *
+    outputs.
     """
     product: Tensor = torch.ops.kvshelf.linear.default(x, packed, bias, scales)
     return product
@@ -79,11 +81,12 @@ def _linear(x: Tensor, packed: Tensor, bias: Tensor | None, scales: Tensor | Non
     panels, inputs, _ = packed.shape
     require(
         x.dtype == torch.float32
-        and packed.dtype == (torch.float32 if scales is None else torch.int8)
+        and packed.dtype in WEIGHTS
+        and (packed.dtype == torch.int8) == (scales is not None)
         and x.device.type == "cpu"
         and x.shape[-1] == inputs,
         "linear",
-        "x must be [..., inputs] in fp32 on the CPU, and a weight with scales in int8",
+        "x must be [..., inputs] in fp32 on the CPU, and a weight fp32, bf16 as int16, or int8 with scales",
         x=x,
         packed=packed,
     )

@@ -19,12 +19,13 @@ enum { MOST = 5, WIDE = 4 };
 enum { MOST = 6, WIDE = 2 };
 #endif
 
-/* Weights of a byte are whole numbers, and each output has a scale, which its sums are multiplied by at the end. What is
-   summed is the same whether bytes become fp32 as they are read, or rows before have left them as fp32. */
+/* Narrow weights, BF16 and INT8: what is summed is the same whether they become fp32 as they are read, or rows before have
+   left them as fp32. Those of a byte are whole numbers, and each output has a scale, which its sums are multiplied by at
+   the end. */
 enum { INT8 = 2 };
 
 INLINE Floats load_weights(const void *panel, const int64_t at, const int type) {
-    if (type == FP32) return load(panel, at, FP32);
+    if (type != INT8) return load(panel, at, type);
     const int8_t *bytes = (const int8_t *)panel + at;
 #if defined(__AVX512F__)
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)bytes)));
@@ -42,7 +43,7 @@ INLINE Floats load_weights(const void *panel, const int64_t at, const int type) 
 }
 
 INLINE const void *at_weight(const void *panel, const int64_t at, const int type) {
-    return (const char *)panel + at * (type == INT8 ? 1 : sizeof(float));
+    return (const char *)panel + at * (type == INT8 ? 1 : type == BF16 ? 2 : 4);
 }
 
 /* Add to y the products of `rows` rows with as many vectors of a panel, over `depth` inputs. One sum for each output,
@@ -107,23 +108,37 @@ static void add_floats(const float *x, int64_t x_step, const float *panel, float
         }
 }
 
-/* As `add_floats`, of bytes. From three rows on they are left in `wide` as fp32, for rows that follow: that is hidden
-   behind the sums of these. */
-static void add_bytes(const float *x, int64_t x_step, const int8_t *panel, float *y, int64_t y_step, int64_t depth,
-                      int64_t rows, float *wide) {
-    if (rows == 1) return add_panel(x, x_step, panel, INT8, y, y_step, depth, 1, PANEL / LANES, 1, 0);
-    if (rows == 2) return add_panel(x, x_step, panel, INT8, y, y_step, depth, 2, PANEL / LANES, 1, 0);
-    for (int at = 0; at < PANEL; at += WIDE * LANES) switch (rows) {
-#define SOME(R) case R: add_panel(x, x_step, panel + at, INT8, y + at, y_step, depth, R, WIDE, 1, wide + at); break;
+/* As `add_floats`, of narrow weights. From three rows on they are left in `wide` as fp32, for rows that follow: that is
+   hidden behind the sums of these. */
+INLINE void add_narrow(const float *x, const int64_t x_step, const void *panel, const int type, float *y,
+                       const int64_t y_step, const int64_t depth, const int64_t rows, float *wide) {
+    if (rows == 1) return add_panel(x, x_step, panel, type, y, y_step, depth, 1, PANEL / LANES, 1, 0);
+    if (rows == 2) return add_panel(x, x_step, panel, type, y, y_step, depth, 2, PANEL / LANES, 1, 0);
+    for (int at = 0; at < PANEL; at += WIDE * LANES) {
+        const void *part = at_weight(panel, at, type);
+        switch (rows) {
+#define SOME(R) case R: add_panel(x, x_step, part, type, y + at, y_step, depth, R, WIDE, 1, wide + at); break;
             EACH_SOME
 #undef SOME
         }
+    }
 }
 
-/* A packed weight. scales: of its outputs, where its numbers are bytes; else 0. bias: of its outputs, or 0. */
+static void add_bytes(const float *x, int64_t x_step, const void *panel, float *y, int64_t y_step, int64_t depth,
+                      int64_t rows, float *wide) {
+    add_narrow(x, x_step, panel, INT8, y, y_step, depth, rows, wide);
+}
+
+static void add_halves(const float *x, int64_t x_step, const void *panel, float *y, int64_t y_step, int64_t depth,
+                       int64_t rows, float *wide) {
+    add_narrow(x, x_step, panel, BF16, y, y_step, depth, rows, wide);
+}
+
+/* A packed weight of a type. scales: of its outputs, where that is INT8; else 0. bias: of its outputs, or 0. */
 typedef struct {
     const void *numbers;
     const float *scales, *bias;
+    int64_t type;
 } Weight;
 
 /* Rows of similar numbers go together: a single one left behind would read all weights for itself. */
@@ -131,9 +146,9 @@ static void multiply_rows(const float *x, int64_t x_step, const Weight *panel, f
                           int64_t rows) {
     float wide[DEPTH * PANEL] __attribute__((aligned(64)));
     const int64_t groups = (rows + MOST - 1) / MOST;
-    const int bytes = panel->scales != 0;
+    const int type = panel->type;
     for (int64_t r = 0; r < rows; r++)
-        if (panel->bias && !bytes)
+        if (panel->bias && type != INT8)
             memcpy(y + r * y_step, panel->bias, PANEL * sizeof *y);
         else
             memset(y + r * y_step, 0, PANEL * sizeof *y);
@@ -142,15 +157,15 @@ static void multiply_rows(const float *x, int64_t x_step, const Weight *panel, f
             const int64_t from = g * rows / groups, some = (g + 1) * rows / groups - from;
             const int64_t depth = inner - k < DEPTH ? inner - k : DEPTH;
             const float *part = x + from * x_step + k;
-            if (!bytes)
-                add_floats(part, x_step, (const float *)panel->numbers + k * PANEL, y + from * y_step, y_step, depth,
-                           some, g == 0);
+            const void *numbers = at_weight(panel->numbers, k * PANEL, type);
+            if (type == FP32)
+                add_floats(part, x_step, numbers, y + from * y_step, y_step, depth, some, g == 0);
             else if (g == 0)
-                add_bytes(part, x_step, (const int8_t *)panel->numbers + k * PANEL, y, y_step, depth, some, wide);
+                (type == INT8 ? add_bytes : add_halves)(part, x_step, numbers, y, y_step, depth, some, wide);
             else
                 add_floats(part, x_step, wide, y + from * y_step, y_step, depth, some, 0);
         }
-    for (int64_t r = 0; r < rows && bytes; r++)
+    for (int64_t r = 0; r < rows && type == INT8; r++)
         for (int at = 0; at < PANEL; at += LANES) {
             Floats scaled = load(y, r * y_step + at, FP32) * load(panel->scales, at, FP32);
             if (panel->bias) scaled += load(panel->bias, at, FP32);
@@ -277,8 +292,8 @@ static void multiply_block(const Block *block, const Instruction *now, int64_t f
     const Weight *of = &now->weight;
     for (int64_t p = first; p < end; p++) {
         const int64_t from = p * PANEL;
-        const Weight panel = {at_weight(of->numbers, from * inner, of->scales ? INT8 : FP32),
-                              of->scales ? of->scales + from : 0, of->bias ? of->bias + from : 0};
+        const Weight panel = {at_weight(of->numbers, from * inner, of->type), of->scales ? of->scales + from : 0,
+                              of->bias ? of->bias + from : 0, of->type};
         multiply_rows(x, x_row, &panel, y + from, y_row, inner, block->rows);
     }
 }
@@ -456,11 +471,12 @@ EXPORT void kvshelf_multiply_lines(const float *x, const float *weight, float *y
 
 static void run_product(Member *member, const void *context) { run_rows(member, context); }
 
-/* x [rows, inputs] times a packed weight, and the bias, into y. sizes: rows, panels, inputs, and the rows of a block. */
+/* x [rows, inputs] times a packed weight, and the bias, into y. sizes: rows, panels, inputs, the rows of a block, and the
+   type of the weight. */
 EXPORT void kvshelf_multiply(float *x, const void *packed, const float *scales, const float *bias, float *y,
                              const int64_t *sizes, int threads) {
     const Value from = {.buffer = 0}, to = {.buffer = 1};
-    const Instruction product = {LINEAR, {sizes[1], sizes[2], 1}, to, from, from, {packed, scales, bias}};
+    const Instruction product = {LINEAR, {sizes[1], sizes[2], 1}, to, from, from, {packed, scales, bias, sizes[4]}};
     const Buffer buffers[] = {{x, sizes[2], 0}, {y, sizes[1] * PANEL, 0}};
     const RowProgram rows = {&product, buffers, 1, sizes[0], sizes[3], 0, 0};
     run_phases(phases_of_rows(&rows), threads, run_product, &rows);

@@ -162,4 +162,7 @@ def test_kernels_command(tmp_path, monkeypatch):
     assert found["rows"][0]["name"] == PREFILL
     measured = [(row["outputs"], row["inputs"], row["rows"]) for row in found.get("products", [])]
     assert measured == [(64, 48, rows) for rows in products.ROWS] * available()
-    assert all(row["ours"] > 0 and row["int8"] > 0 and row["of_limit"] > 0 for row in found.get("products", []))
+    assert all(
+        row["ours"] > 0 and row["bf16"] > 0 and row["int8"] > 0 and row["of_limit"] > 0
+        for row in found.get("products", [])
+    )
