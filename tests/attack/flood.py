@@ -1,7 +1,7 @@
 """Sends one kind of request many times at once, as a process of its own: the attacker's work is not that of who waits.
 
-Run as a program, it reads what to send from its standard input as JSON: `url`, `key`, `method`, `path`, `body`,
-`at_once` and `seconds`. `%N` in path and body becomes another number each time. It says "begun", and in the end how
+Run as a program, it reads what to send from its standard input as JSON: `url`, `headers`, `method`, `path`, `body` (JSON,
+or a text as it is), `at_once` and `seconds`. `%N` in path and body becomes another number each time. It says "begun", and in the end how
 many answers there were by status, and the median seconds of one request alone, which it measures first.
 """
 
@@ -24,9 +24,9 @@ _ALONE = 5
 
 async def _flood(told: dict[str, Any]) -> None:
     numbers, answers = itertools.count(time.time_ns()), Counter[int]()
-    body = json.dumps(told["body"]) if told["body"] is not None else None
+    body = told["body"] if isinstance(told["body"], str | None) else json.dumps(told["body"])
     limits = httpx.Limits(max_connections=told["at_once"])
-    headers = {"authorization": f"Bearer {told['key']}", "content-type": "application/json"}
+    headers = {"content-type": "application/json"} | told["headers"]
 
     async def send() -> float:
         number, began = str(next(numbers)), time.monotonic()

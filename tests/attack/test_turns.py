@@ -74,6 +74,13 @@ _NOTHING_S = 0.1
 
 SCHEMA = {"type": "object", "properties": {f"p{at}_%N": {"type": "string"} for at in range(60)}}
 
+_ROW = json.dumps({"document": "The harbour master keeps the tide tables. %N"})
+_FORM = "".join(
+    f"--%B\r\ncontent-disposition: form-data; name={part}\r\n\r\n{value}\r\n"
+    for part, value in (("purpose", "batch"), ("file; filename=rows.jsonl", f"{_ROW}\n" * 2000))
+)
+_FORM = _FORM.replace("%B", "of-a-form") + "--of-a-form--\r\n"
+
 WORK: dict[str, tuple[str, str, Any]] = {
     "kept": ("GET", "/v1/caches/%C/kept", None),
     "kept of a text": ("POST", "/v1/caches/%C/kept", {"document": LONG}),
@@ -99,8 +106,17 @@ WORK: dict[str, tuple[str, str, Any]] = {
     "verify": ("POST", "/v1/caches/%C/verify", None),
     "a body of 240 KB": ("POST", "/v1/caches", {"policy_params": {"a": [0] * 80_000}}),
     "batches": ("GET", "/v1/batches?limit=100", None),
+    "upload": ("POST", "/v1/files", _FORM),
+    "erasure": ("POST", "/v1/erasures", {"labels": {"subject": "%N"}}),
+    "erasure of much": ("POST", "/v1/erasures", {"labels": {"fleet": "north"}, "dry_run": True}),
+    "mcp": (
+        "POST",
+        "/mcp",
+        {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "list", "arguments": {}}},
+    ),
 }
-"""Kinds of work: method, path and body of a request. `%C` is a cache of who attacks, `%M` its model, `%N` a number."""
+"""Kinds of work: method, path and body of a request. `%C` is a cache of who attacks, `%M` its model, `%N` a number.
+"mcp" goes through `kvshelf mcp --http`."""
 
 
 @pytest.fixture(scope="module")
@@ -108,19 +124,24 @@ def shelved(attacked: Attacked) -> str:
     """A cache of mallory's with its source, beside 100 more; its id."""
     with attacked.client("mallory") as client:
         for number in range(100):
-            created(client, document=f"Ship {number} is at sea. " * 8, policy="streaming_llm")
+            about = {"labels": {"fleet": "north"}, "policy": "streaming_llm"}
+            created(client, document=f"Ship {number} is at sea. " * 8, **about)
         found: str = created(client, document=LONG, policy="full", keep_source=True)["id"]
     return found
 
 
 @pytest.mark.parametrize("kind", WORK)
 def test_work_of_one_tenant_delays_anothers_question_by_two_slots(
-    attacked: Attacked, shelved: str, alice: httpx.Client, kind: str, soak: bool
+    attacked: Attacked, shelved: str, mcp_server: tuple[str, int], alice: httpx.Client, kind: str, soak: bool
 ) -> None:
     """48 lists delayed it by 50, bodies by 170, prompts by 3. A slot is one of them alone, or one question."""
     hers = created(alice, document=DOCUMENT)
     method, path, body = WORK[kind]
-    told = {"url": attacked.url, "key": attacked.keys["mallory"], "method": method, "path": path, "body": body}
+    headers = attacked.headers("mallory") | {"accept": "application/json, text/event-stream"}
+    if body is _FORM:
+        headers["content-type"] = "multipart/form-data; boundary=of-a-form"
+    url = mcp_server[0] if kind == "mcp" else attacked.url
+    told = {"url": url, "headers": headers, "method": method, "path": path, "body": body}
     told |= {"at_once": 48 if soak else 24, "seconds": 8 if soak else 3}
     sent = json.dumps(told).replace("%C", shelved).replace("%M", hers["model"])
     alone = sorted(ask(alice, hers["id"], "Who keeps it?", 1)[1] for _ in range(15))
@@ -159,13 +180,19 @@ def begun(client: httpx.Client, rows: list[dict[str, Any]]) -> str:
 
 
 def test_batches_of_one_tenant_hold_up_no_other(mallory: httpx.Client, alice: httpx.Client, soak: bool) -> None:
-    """A single row waited for 71 s behind two batches of another tenant."""
+    """A single row waited for 71 s behind two batches of another tenant. A slot of a question is one of their rows."""
+    hers = created(alice, document=DOCUMENT)["id"]
+    alone_s = statistics.median(ask(alice, hers, "Who keeps it?", 1)[1] for _ in range(9))
+    began = time.monotonic()
+    created(mallory, document="Ship 0 was at sea. " * 400, policy="streaming_llm")
+    slot_s = time.monotonic() - began
     many = [
         begun(mallory, [{"document": f"Ship {batch}.{row} is at sea. " * 400} for row in range(400 if soak else 150)])
         for batch in range(3 if soak else 2)
     ]
     while not any(mallory.get(f"/v1/batches/{batch}").json()["request_counts"]["completed"] for batch in many):
         time.sleep(0.1)
+    delays = sorted(ask(alice, hers, "Who keeps it?", 1)[1] - alone_s for _ in range(15))
     began = time.monotonic()
     mine = begun(alice, [{"document": "One row. " * 20}])
     seen_s = None
@@ -178,6 +205,9 @@ def test_batches_of_one_tenant_hold_up_no_other(mallory: httpx.Client, alice: ht
     busy = [mallory.get(f"/v1/batches/{batch}").json()["status"] for batch in many]
     for batch_id in many:
         mallory.post(f"/v1/batches/{batch_id}/cancel")
+    middle_s = statistics.median(delays)
+    print(f"a row alone {slot_s:.2f} s; a question beside rows waits {middle_s:.3f} s, at most {delays[-1]:.3f}")
     print(f"one row took {took_s:.1f} s, seen to begin after {seen_s or took_s:.1f} s, beside {Counter(busy)}")
     assert "in_progress" in busy, "the other tenant's batches were at work all the time"
     assert took_s < 20
+    assert middle_s < max(2 * slot_s, _NOTHING_S)
