@@ -1,8 +1,9 @@
 """Sends one kind of request many times at once, as a process of its own: the attacker's work is not that of who waits.
 
-Run as a program, it reads what to send from its standard input as JSON: `url`, `headers`, `method`, `path`, `body` (JSON,
-or a text as it is), `at_once` and `seconds`. `%N` in path and body becomes another number each time. It says "begun", and in the end how
-many answers there were by status, and the median seconds of one request alone, which it measures first.
+Run as a program, it reads what to send from its standard input as JSON: `url`, `headers`, `method`, `path`, `body`
+(JSON, or a text as it is), `at_once` and `seconds`. `%N` in path and body becomes another number each time. It says
+"begun", and in the end how many answers there were by status, and the median seconds of one request alone, which it
+measures first.
 """
 
 from __future__ import annotations
