@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(PYTHON_VERSION)
 
-.PHONY: help setup demo check test test-slow test-fast test-faults test-page test-real test-vllm test-arm gpu soak clean
+.PHONY: help setup demo check test test-slow test-fast test-faults test-page test-real test-vllm test-arm mutate gpu soak clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1|/' | column -t -s '|'
@@ -98,6 +98,9 @@ test-fast: setup  ## the tests of units, in two minutes
 GPU_OUT ?= gpu-results
 gpu:  ## check and measure everything on a GPU, in 8 minutes, from the checkout alone (docs/internals/gpu.md)
 	$(or $(wildcard $(BIN)/python),python3) scripts/gpu.py --out $(GPU_OUT)
+
+mutate: setup  ## change one token at a time in 300 places, and see whether the tests of its folder notice; hours
+	$(BIN)/python -m scripts.mutate --count 300
 
 soak: setup  ## all tests with their full counts: kill loops, fuzzing, load
 	KVSHELF_SOAK=1 $(BIN)/python -m pytest --timeout 7200

@@ -79,3 +79,13 @@ def test_another_pyproject_is_installed_into_the_environment_that_is_there(check
     assert (code, len(calls)) == (0, 2)
     assert "install" in calls[0]
     assert (checkout.venv / "stays").exists()
+
+
+def test_every_link_of_the_checkout_leads_somewhere() -> None:
+    """Two led to a folder that had moved."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-s", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    links = [line.partition("\t")[2] for line in listed.split("\0") if line.startswith("120000 ")]
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
