@@ -23,7 +23,7 @@ from kvshelf.engine.progress import Checkpoint, Progress, nothing
 from kvshelf.engine.quality import Probe, Reference, ask, ask_without, rows_at_once
 from kvshelf.engine.requirements import require_every_layer
 from kvshelf.engine.summary import KeyCoder, SummaryMaker
-from kvshelf.methods.policies.full import Full
+from kvshelf.methods.policies.registry import everything
 from kvshelf.model.layers import LayerKind, attending, reducible
 from kvshelf.model.rope import Rope
 
@@ -193,7 +193,7 @@ def _apart(
 
 def _reducer(passes: Passes, rope: Rope | None, kinds: tuple[LayerKind, ...], job: Job) -> LayerReducer:
     return LayerReducer(
-        job.policy if job.policy.has_work(job.budget, job.num_tokens) else Full(),
+        job.policy if job.policy.has_work(job.budget, job.num_tokens) else everything(),
         job.document,
         job.budget,
         kinds,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,14 @@ if TYPE_CHECKING:  # a view is also made without a model
 
 
 Each = TypeVar("Each")
+
+CUE_ASKED: Final = 6
+CUE_ANSWER: Final = 4
+"""Tokens of a policy's cue and of its answer (`DocumentView.cue`). Later ones depend more on the tokens before them
+than on the document."""
+
+CUE_EVERY: Final = 8
+"""Tokens from one cue of a policy to the next, by default."""
 
 MAX_SENTENCES = 8192
 """Of which a cache stores the ends: 165,000 tokens of prose. Up to a million tokens these take 16 KiB at most."""
