@@ -345,7 +345,7 @@ def test_the_catalog_describes_every_policy():
 def test_one_policy_one_short_file(name):
     source = Path(inspect.getfile(POLICIES[name]))
     assert source.stem == name
-    assert len(source.read_text().splitlines()) < 150
+    assert len(source.read_text().splitlines()) <= 150
 
 
 NUMBERS = [
