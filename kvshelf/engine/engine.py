@@ -342,7 +342,7 @@ class Engine:
         job = self._preparer.job(
             view, chosen, budget, encoded=encoded, given=frozenset(given), questions=expected_questions
         )
-        require_unshared(job.absorber, job.passes, self.name, ranks=self.passes.ranks is not None)
+        require_unshared(job.policy, job.absorber, job.passes, self.name, ranks=self.passes.ranks is not None)
         return job
 
     def find_episodes(self, document: Document, count: int = 4) -> list[Episode]:

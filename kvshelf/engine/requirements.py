@@ -85,6 +85,8 @@ def require_compressible(policy: Policy, kinds: Sequence[LayerKind], name: str, 
         )
     if moves and not all(kind.sees_all for kind in kinds):
         raise _beside(policy, name, "counts positions within the cache", kinds)
+    if Needs.CALL in policy.needs and any(kind.states for kind in kinds):
+        raise _beside(policy, name, "sees the calls of attention modules in one pass", kinds)
     if Needs.CALIBRATION in policy.needs:
         raise _beside(policy, name, "needs a calibration over layers that all see the whole document", kinds)
 
@@ -189,6 +191,8 @@ def require_appending(policy: Policy, absorber: Absorber | None, *, moves: bool,
         why = "reads a document chunk by chunk from its beginning"
     elif policy.indexes:
         why = "makes an index of a whole document"
+    elif Needs.CALL in policy.needs:
+        why = "sees the calls of attention modules of a whole document"
     else:
         return
     raise PolicyUnsupported(
@@ -304,9 +308,16 @@ def require_window(layer: int, found: int | None, told: int | None) -> None:
         )
 
 
-def require_unshared(absorber: Absorber | None, passes: Sequence[ProbePass], name: str, *, ranks: bool) -> None:
+def require_unshared(
+    policy: Policy, absorber: Absorber | None, passes: Sequence[ProbePass], name: str, *, ranks: bool
+) -> None:
     """Refuse chunks with probes to a model whose heads several processes share: ranks. No process sees all scores. And
-    learned tokens, as no process has all of a linear layer."""
+    learned tokens and calls of attention modules, as no process has all of a layer."""
+    if ranks and Needs.CALL in policy.needs:
+        raise PolicyUnsupported(
+            f"{name!r} runs in several processes, and policy {policy.name!r} sees whole layers; choose another policy",
+            param="policy",
+        )
     if ranks and any(probe.soft for probe in passes):
         raise PolicyUnsupported(
             f"{name!r} runs in several processes, and learned tokens add to whole layers; choose another policy",

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
+
+
+class Source(NamedTuple):
+    """Methods that another package has in a form of its own. package: has to be installed. value: of the function that
+    gives their classes by name, as entry points say it."""
+
+    package: str
+    value: str
+
 
 BUNDLED: Final = {
     "policies": {
@@ -63,3 +72,6 @@ BUNDLED: Final = {
     },
 }
 """By folder, in the order in which they are listed. A new method is a file there and a line here."""
+
+SOURCES: Final = {"policies": {"press": Source("kvpress", "kvshelf.integrations.presses:presses")}}
+"""By folder and the first part of their names: `press:criticalkv`. Loaded when one of them is asked for."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import Any
 
+from kvshelf.methods.bundled import SOURCES
 from kvshelf.methods.info import MethodInfo, packaged
 from kvshelf.methods.method import POLICY, SELECTOR, SUFFIX_POLICY, Kind
 from kvshelf.methods.parameters import unknown
@@ -17,14 +20,23 @@ def catalog(kind: Kind = POLICY) -> list[MethodInfo]:
     """Every method of a kind with its parameters, ranges and source.
 
     Those of kvshelf are `packaged`. Those of other packages, and selectors that choose by their policies, come from
-    their classes, and raise as `Registry` does.
+    their classes, and raise as `Registry` does. Last come those of sources, where these are installed.
     """
     ours = list(packaged(kind))
     groups = {kind.group, *([POLICY.group] if kind == SELECTOR else [])}
-    if not any(entry_points(group=group) for group in groups):
-        return ours
-    known = {info.name for info in ours}
-    return [*ours, *(info for info in _from_classes(kind) if info.name not in known)]
+    if any(entry_points(group=group) for group in groups):
+        known = {info.name for info in ours}
+        ours += [info for info in _from_classes(kind) if info.name not in known]
+    if kind == POLICY and any(find_spec(source.package) for source in SOURCES[kind.folder].values()):
+        ours += _sourced()
+    return ours
+
+
+@cache
+def _sourced() -> list[MethodInfo]:
+    from kvshelf.methods.policies.registry import sourced_infos
+
+    return sourced_infos()
 
 
 def _from_classes(kind: Kind) -> list[MethodInfo]:

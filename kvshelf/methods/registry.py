@@ -8,12 +8,14 @@ machine that has the package, and in an engine in the caller's own process.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from kvshelf.errors import InvalidRequest
-from kvshelf.methods.bundled import BUNDLED
+from kvshelf.methods.bundled import BUNDLED, SOURCES
 from kvshelf.methods.info import MethodInfo, ParameterInfo, measured_rows
 from kvshelf.methods.method import Kind, Method, parameter_fields, parameter_types
 from kvshelf.methods.parameters import legal_values, unknown
@@ -22,7 +24,8 @@ MethodT = TypeVar("MethodT", bound=Method)
 
 
 class Registry(dict[str, type[MethodT]]):
-    """Classes by name, in the order in which they are listed."""
+    """Classes by name, in the order in which they are listed. Methods of a source, as `press:criticalkv`, are not
+    listed here, and found under their names."""
 
     def __init__(self, base: type[MethodT], taken: Collection[str] = ()) -> None:
         """base: what they derive from. taken: names that no method of another package may have.
@@ -38,9 +41,38 @@ class Registry(dict[str, type[MethodT]]):
 
     def build(self, name: str, params: Mapping[str, Any]) -> MethodT:
         """The method of that name with these parameters. Raises `InvalidRequest` on an unknown name or parameter."""
-        if name not in self:
+        return self.find(name).build(params, self)
+
+    def find(self, name: str) -> type[MethodT]:
+        """The method of that name. Raises `InvalidRequest` on an unknown one, and where its source cannot be loaded."""
+        prefix, _, own = name.partition(":")
+        if name in self.keys():
+            return self[name]
+        if not own or prefix not in SOURCES.get(self.kind.folder, {}):
             raise unknown(self.kind.noun, name, self, self.kind.param)
-        return self[name].build(params, self)
+        methods = self._sourced(prefix)
+        if own not in methods:
+            names = [f"{prefix}:{each}" for each in methods]
+            raise unknown(self.kind.noun, name, names, self.kind.param)
+        return methods[own]
+
+    def sourced(self) -> Iterator[type[MethodT]]:
+        """The methods of all sources whose packages are installed and can be loaded."""
+        for prefix, source in SOURCES.get(self.kind.folder, {}).items():
+            if find_spec(source.package) is not None:
+                with suppress(InvalidRequest):  # whoever asks for one of them hears why
+                    yield from self._sourced(prefix).values()
+
+    def _sourced(self, prefix: str) -> Mapping[str, type[MethodT]]:
+        source = SOURCES[self.kind.folder][prefix]
+        if find_spec(source.package) is None:
+            raise InvalidRequest(
+                f"{self.kind.noun} names with {prefix!r} are those of the package {source.package}, which is not "
+                f"installed; install it with: pip install {source.package}",
+                param=self.kind.param,
+            )
+        methods: Mapping[str, type[MethodT]] = EntryPoint(prefix, source.value, self.kind.group).load()()
+        return methods
 
 
 def loaded(entry: EntryPoint, base: type[MethodT], taken: Collection[str]) -> type[MethodT]:

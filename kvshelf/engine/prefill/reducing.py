@@ -16,6 +16,7 @@ from kvshelf.artifact.growth import placed
 from kvshelf.artifact.packed import Packed
 from kvshelf.artifact.records import Entries, Kept, Latents, LayerRecord, Recent, States, entries_of
 from kvshelf.engine.attention.function import Attended, ForwardContext
+from kvshelf.engine.forward.calls import Calls
 from kvshelf.engine.requirements import require_every_layer
 from kvshelf.engine.summary import SummaryMaker
 from kvshelf.errors import PolicyUnsupported
@@ -145,6 +146,7 @@ class LayerReducer:
             rope=self.rope if Needs.ROPE in self.policy.needs else None,
             module=attended.module,
             ranks=self.ranks,
+            call=attended.call,
         )
 
     def _stored(self, attended: Attended) -> LayerView | None:
@@ -184,13 +186,14 @@ class SharedReducer(ForwardContext):
     """A prefill that several levels share: each reduces the layer, then other work has a turn.
 
     `measured`: lengths of further probe passes, behind those of the policies. No policy sees them. summary: sees what
-    every reducer sees.
+    every reducer sees. calls: sees those of the attention modules, for policies that need them.
     """
 
     reducers: Sequence[LayerReducer]
     measured: Sequence[int]
     checkpoint: Callable[[], None]
     summary: SummaryMaker
+    calls: Calls | None = None
     paused_s: float = field(default=0.0, init=False)
 
     @property
@@ -202,6 +205,11 @@ class SharedReducer(ForwardContext):
         return any(Needs.SUMS in reducer.policy.needs for reducer in self.reducers)
 
     @property
+    def needs_calls(self) -> bool:
+        """Whether a policy needs the calls of the attention modules."""
+        return any(Needs.CALL in reducer.policy.needs for reducer in self.reducers)
+
+    @property
     def sees_queries(self) -> bool:
         return any(reducer.sees_queries for reducer in self.reducers)
 
@@ -209,6 +217,8 @@ class SharedReducer(ForwardContext):
         if not self.reducers[0].kinds[layer.layer_idx].attends:
             return  # by the keys and values of a layer before
         self.summary.after_attention(layer)
+        if self.calls is not None:
+            layer = replace(layer, call=self.calls.take(layer.module))
         for reducer in self.reducers:
             reducer.after_attention(layer)
         started = time.perf_counter()

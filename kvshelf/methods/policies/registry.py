@@ -27,6 +27,11 @@ def infos() -> list[MethodInfo]:
     return [_info(cls) for cls in POLICIES.values()]
 
 
+def sourced_infos() -> list[MethodInfo]:
+    """As `infos`, of the policies that installed sources have."""
+    return [_info(cls) for cls in POLICIES.sourced()]
+
+
 def _info(cls: type[Policy]) -> MethodInfo:
     default = cls.build({}, POLICIES)
     return registry.info_of(
