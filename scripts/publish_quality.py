@@ -22,12 +22,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvshelf.methods.policies.info import PolicyInfo
-from kvshelf.methods.policies.registry import POLICIES, info_of
+from kvshelf.methods.info import MethodInfo
+from kvshelf.methods.policies import registry as policies
 from kvshelf.methods.selectors import registry as selectors
-from kvshelf.methods.selectors.info import SelectorInfo
 from kvshelf.methods.suffixes import registry as suffixes
-from kvshelf.methods.suffixes.info import SuffixPolicyInfo
 
 ROOT = Path(__file__).parents[1]
 NUMBERS = ROOT / "kvshelf" / "model" / "bundled" / "kvshelf-tiny" / "quality.json"
@@ -57,18 +55,17 @@ def main() -> None:
 
 def written() -> dict[Path, str]:
     """The files that this script writes, from the classes and the packaged numbers."""
-    policies = [info_of(cls) for cls in POLICIES.values()]
     return {
-        CATALOG: classes(policies),
-        SELECTORS: classes([selectors.info_of(name) for name in selectors.names()]),
-        SUFFIXES: classes([suffixes.info_of(cls) for cls in suffixes.SUFFIX_POLICIES.values()]),
-        PAGE: page(PAGE.read_text(), generated(policies)),
+        CATALOG: classes(policies.infos()),
+        SELECTORS: classes(selectors.infos()),
+        SUFFIXES: classes(suffixes.infos()),
+        PAGE: page(PAGE.read_text(), generated(policies.infos())),
         SELECTORS_PAGE: page(SELECTORS_PAGE.read_text(), of_selectors()),
         SUFFIXES_PAGE: page(SUFFIXES_PAGE.read_text(), of_suffix_policies()),
     }
 
 
-def classes(infos: Sequence[PolicyInfo | SelectorInfo | SuffixPolicyInfo]) -> str:
+def classes(infos: Sequence[MethodInfo]) -> str:
     """What the classes of policies, selectors or suffix policies say, without what was measured; one per line."""
     said = [{name: value for name, value in asdict(info).items() if name != "measured"} for info in infos]
     return "[\n" + ",\n".join(json.dumps(one) for one in said) + "\n]\n"
@@ -100,11 +97,11 @@ def page(text: str, between: str) -> str:
     return before + BEGIN + "\n\n" + between + "\n" + END + after
 
 
-def generated(policies: list[PolicyInfo]) -> str:
+def generated(policies: list[MethodInfo]) -> str:
     return "\n".join([glance(policies), codecs(policies), *(section(policy) for policy in policies)])
 
 
-def glance(policies: list[PolicyInfo]) -> str:
+def glance(policies: list[MethodInfo]) -> str:
     """A table of all policies, best result first."""
     lines = [
         "## At a glance",
@@ -125,7 +122,7 @@ def glance(policies: list[PolicyInfo]) -> str:
     return "\n".join([*lines, ""])
 
 
-def codecs(policies: list[PolicyInfo]) -> str:
+def codecs(policies: list[MethodInfo]) -> str:
     """The policies that were measured under every codec: exact answers, and bytes per document token."""
     names = ("none", "int8", "int4", "int2", "mixed", "klt")
     lines = [
@@ -148,7 +145,7 @@ def codecs(policies: list[PolicyInfo]) -> str:
 
 def of_selectors() -> str:
     """A table of all selectors, best result first, and a section for each."""
-    infos = [selectors.info_of(name) for name in selectors.names() if name != "policy:sage"]  # that is sage
+    infos = [info for info in selectors.infos() if info.name != "policy:sage"]  # that is sage
     measured = [(row_label(row), row) for info in infos for row in info.measured]
     shares = sorted({row["share"] for _, row in measured}, reverse=True)
     lines = [
@@ -176,7 +173,7 @@ def of_selectors() -> str:
 def of_suffix_policies() -> str:
     """A section for each suffix policy."""
     lines: list[str] = []
-    for info in map(suffixes.info_of, suffixes.SUFFIX_POLICIES.values()):
+    for info in suffixes.infos():
         lines += [f"## `{info.name}`", "", info.summary, "", *(part + "\n" for part in info.details)]
         lines += [f"**Choose it** {info.advice}", "", f"Source: {info.source}. Parameters: {parameters(info)}.", ""]
     return "\n".join(lines)
@@ -188,12 +185,12 @@ def row_label(row: dict[str, Any]) -> str:
     return row["select"] + (f":{params}" if params else "")
 
 
-def plain(policy: PolicyInfo) -> dict[float, dict[str, Any]]:
+def plain(policy: MethodInfo) -> dict[float, dict[str, Any]]:
     """The rows of a policy without a codec, by the share removed."""
     return {row["removed"]: row for row in policy.measured if row["codec"] == "none"}
 
 
-def section(policy: PolicyInfo) -> str:
+def section(policy: MethodInfo) -> str:
     """One policy: what it keeps, when to choose it, what it cost."""
     lines = [f"## `{policy.name}`", "", policy.summary, "", *(line for part in policy.details for line in (part, ""))]
     if policy.advice:
@@ -202,12 +199,12 @@ def section(policy: PolicyInfo) -> str:
     return "\n".join([*lines, *measured(policy)])
 
 
-def parameters(policy: PolicyInfo | SelectorInfo | SuffixPolicyInfo) -> str:
+def parameters(policy: MethodInfo) -> str:
     shown = [f"`{name}` = {json.dumps(about.default)} ({about.legal})" for name, about in policy.parameters.items()]
     return ", ".join(shown) or "none"
 
 
-def acts(policy: PolicyInfo) -> str:
+def acts(policy: MethodInfo) -> str:
     return {
         "during": "layer by layer",
         "cascade": "in cascade: all layers share one budget",
@@ -215,7 +212,7 @@ def acts(policy: PolicyInfo) -> str:
     }[policy.phase]
 
 
-def measured(policy: PolicyInfo) -> list[str]:
+def measured(policy: MethodInfo) -> list[str]:
     """The table of a policy: one row, a column for every share removed."""
     rows = plain(policy)
     if not rows:

@@ -120,10 +120,10 @@ READERS: Final = {
     "kvshelf/engine/tools/harmony.py": "what the model wrote: in calls of tools",
     "kvshelf/engine/tools/pythonic.py": "what the model wrote: in calls of tools",
     "kvshelf/model": "configurations of models, and calibrations",
-    "kvshelf/methods/policies": "the package's own tables, and headers of gates",
+    "kvshelf/methods/info.py": "the package's own tables",
+    "kvshelf/methods/policies": "headers of gates",
     "kvshelf/workers/replica/conversations.py": "a source that the store kept, checked when it came",
     "kvshelf/workers/replica/inspect.py": "a kept source, or that of an export after `JsonBounds`",
-    "kvshelf/methods/suffixes": "the package's own tables",
 }
 """Every place that reads JSON, or a folder of them, with what it reads and what bounds it. What a caller sends is read
 by the first one alone."""

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from kvshelf.errors import InvalidRequest
-from kvshelf.methods.policies import POLICIES, Policy
-from kvshelf.methods.policies.info import GROUP
-from kvshelf.methods.policies.installed import installed
+from kvshelf.methods.method import POLICY, SELECTOR, SUFFIX_POLICY
+from kvshelf.methods.policies import Policy
+from kvshelf.methods.registry import Registry
 from kvshelf.methods.selectors import UnitSelector, names
-from kvshelf.methods.selectors.info import GROUP as SELECTORS
+from kvshelf.methods.suffixes.base import SuffixPolicy
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = DOCS / "internals" / "extend.md"
@@ -123,6 +123,8 @@ from dataclasses import dataclass
 from kvshelf.methods.policies.keydiff import KeyDiff
 from kvshelf.methods.selectors import UnitSelector
 from kvshelf.methods.selectors.quest import Quest
+from kvshelf.methods.suffixes.base import SuffixPolicy
+from kvshelf.methods.suffixes.window import Window
 
 class NoPolicy:
     name = "odd"
@@ -130,6 +132,13 @@ class NoPolicy:
 @dataclass(frozen=True)
 class Unitless(UnitSelector):
     name = "odd"
+
+@dataclass(frozen=True)
+class Endless(SuffixPolicy):
+    name = "odd"
+
+    def reduce(self, suffix):
+        raise AssertionError
 
 @dataclass(frozen=True)
 class Sage(Quest):
@@ -159,9 +168,9 @@ def strangers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_policy_that_cannot_be_used_is_refused_by_name(
     strangers: Path, entries: dict[str, str], problem: str
 ) -> None:
-    advertise(strangers, "strangers", GROUP, entries)
+    advertise(strangers, "strangers", POLICY.group, entries)
     with pytest.raises(InvalidRequest, match=problem) as refusal:
-        installed(GROUP, Policy, POLICIES, kind="policy", param="policy")
+        Registry(Policy)
     assert "of strangers" in refusal.value.message
     assert refusal.value.param == "policy"
 
@@ -182,14 +191,38 @@ def test_a_policy_that_cannot_be_used_is_refused_by_name(
 def test_a_selector_that_cannot_be_used_is_refused_by_name(
     strangers: Path, entries: dict[str, str], problem: str
 ) -> None:
-    advertise(strangers, "strangers", SELECTORS, entries)
+    advertise(strangers, "strangers", SELECTOR.group, entries)
     with pytest.raises(InvalidRequest, match=problem) as refusal:
-        installed(SELECTORS, UnitSelector, names(), kind="selector", param="select.method")
+        Registry(UnitSelector, taken=("sage",))
     assert refusal.value.message.startswith(f"the selector {next(iter(entries))!r} of strangers")
     assert refusal.value.param == "select.method"
 
 
-@pytest.mark.parametrize(("group", "command"), [(GROUP, "policies"), (SELECTORS, "selectors")])
+@pytest.mark.parametrize(
+    ("entries", "problem"),
+    [
+        ({"odd": "strangers:NoPolicy"}, "no subclass of kvshelf.methods.suffixes.base.SuffixPolicy"),
+        ({"keydiff": "strangers:KeyDiff"}, "no subclass"),
+        ({"odd": "strangers:Endless"}, "its class lacks interval"),
+        ({"odd": "strangers:Window"}, "has the name 'window'"),
+        ({"window": "strangers:Window"}, "there is a suffix policy 'window' already"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_suffix_policy_that_cannot_be_used_is_refused_by_name(
+    strangers: Path, entries: dict[str, str], problem: str
+) -> None:
+    advertise(strangers, "strangers", SUFFIX_POLICY.group, entries)
+    with pytest.raises(InvalidRequest, match=problem) as refusal:
+        Registry(SuffixPolicy)
+    assert refusal.value.message.startswith(f"the suffix policy {next(iter(entries))!r} of strangers")
+    assert refusal.value.param == "suffix.policy"
+
+
+@pytest.mark.parametrize(
+    ("group", "command"),
+    [(POLICY.group, "policies"), (SELECTOR.group, "selectors"), (SUFFIX_POLICY.group, "suffixes")],
+)
 def test_the_command_line_says_it_in_a_line(strangers: Path, group: str, command: str) -> None:
     advertise(strangers, "strangers", group, {"odd": "strangers:NoPolicy"})
     done = run(strangers, sys.executable, "-m", "kvshelf", command)

@@ -15,16 +15,19 @@ from pathlib import Path
 
 import pytest
 
+from kvshelf.methods.bundled import BUNDLED
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "kvshelf"
 
 FLOORS: list[set[str]] = [
-    {"errors", "atomic", "backoff", "names", "workers", "methods"},  # of the last two themselves only docstrings
+    {"errors", "atomic", "backoff", "names", "workers"},  # of the last itself only a docstring
     {"_extras", "terminal", "api", "kernels"},
     {"client", "artifact"},
-    {"store", "model"},
+    {"store", "model", "methods"},  # of methods itself: what every method has, and their registry
     {"methods.policies"},
     {"methods.selectors", "methods.suffixes"},
+    {"methods.catalog"},
     {"engine"},
     {"training", "workers.replica"},
     {"workers.cluster", "samples"},
@@ -41,7 +44,10 @@ FLOORS: list[set[str]] = [
 LEVEL = {package: level for level, floor in enumerate(FLOORS) for package in floor}
 LEVEL |= dict.fromkeys(("workers.policies", "workers.selectors"), LEVEL["engine"])  # old names of methods
 
-MODEL_SIDE = {"model", "methods.policies", "methods.selectors", "methods.suffixes", "engine", "training"}
+MODEL_SIDE = {
+    *("model", "methods", "methods.policies", "methods.selectors", "methods.suffixes", "methods.catalog"),
+    *("engine", "training"),
+}
 """Plain Python around a transformers model: they know neither the store, nor Ray, nor HTTP."""
 
 NOT_BELOW = {
@@ -79,6 +85,9 @@ NO_FOREIGN = {
 
 RAY_MODULES = {"kvshelf.corpus.run.pipeline", "kvshelf.corpus.run.run"}
 """In the corpus only a run and its pipeline know Ray: how a row gets done is plain Python."""
+
+METHODS = {value.partition(":")[0] for own in BUNDLED.values() for value in own.values()}
+"""Modules of a method each. The engine asks what a method needs, never which one it is."""
 
 CODE_FROM_DATA = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 
@@ -226,6 +235,48 @@ def dangerous_calls(source: str) -> list[str]:
             if node.type is None or (ast.unparse(node.type) in ("Exception", "BaseException") and swallows):
                 found.append(f"line {node.lineno}: except that swallows everything")
     return found
+
+
+def asked_of_methods(source: str) -> list[str]:
+    """Where a source asks which method it has before it: imports of a single method's module, and checks of classes
+    that come from `kvshelf.methods`."""
+    tree, found, classes = ast.parse(source), [], set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("kvshelf.methods"):
+            names = {alias.asname or alias.name for alias in node.names}
+            named = {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+            found += [f"line {node.lineno}: {module}" for module in sorted(named & METHODS)]
+            classes |= names
+        elif isinstance(node, ast.Import):
+            found += [f"line {node.lineno}: {alias.name}" for alias in node.names if alias.name in METHODS]
+    for node in ast.walk(tree):
+        asked: list[ast.expr] = []
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+            asked = node.args[1:]
+        elif isinstance(node, ast.MatchClass):
+            asked = [node.cls]
+        names = {name.id for one in asked for name in ast.walk(one) if isinstance(name, ast.Name)}
+        found += [f"line {node.lineno}: {name}" for name in sorted(names & classes)]
+    return found
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "engine").rglob("*.py")), ids=module_name)
+def test_the_engine_never_asks_which_method_it_has(path: Path) -> None:
+    assert asked_of_methods(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from kvshelf.methods.policies.ada import Ada",
+        "def f():\n    from kvshelf.methods.selectors import fasa",
+        "import kvshelf.methods.suffixes.window",
+        "from kvshelf.methods.policies.base import Policy\nisinstance(x, Tensor | Policy)",
+        "from kvshelf.methods.policies.base import Policy\nmatch x:\n    case Policy():\n        pass",
+    ],
+)
+def test_the_rule_sees_what_asks_for_a_method(source: str) -> None:
+    assert len(asked_of_methods(source)) == 1
 
 
 @pytest.mark.parametrize("path", modules(), ids=module_name)

@@ -253,6 +253,9 @@ EPISODE_LABELS = ("episode", "episodes")
 _OF_EPISODES = ("probe", "centroid")
 """Parameters of policy epicache that a creation with episodes sets itself."""
 
+EPISODES_POLICY = "epicache"
+"""The policy of a creation with episodes."""
+
 
 class EpisodeOptions(RequestBody):
     """How many episodes a conversation is taken to have. Each gets a cache of the whole document, of the whole budget:
@@ -297,7 +300,7 @@ class CreateCache(CacheOptions):
         if not isinstance(data, dict) or data.get("policy") is not None:
             return data
         if data.get("episodes") is not None:
-            return {**data, "policy": "epicache"}
+            return {**data, "policy": EPISODES_POLICY}
         return {"codec": default_codec(data), **data}
 
     @model_validator(mode="after")
@@ -320,7 +323,7 @@ class CreateCache(CacheOptions):
             raise misuse("episodes", "a split document has one cache for each part; leave split or episodes out")
         if self.levels is not None or self.chooses:
             raise misuse("episodes", "each episode has one cache, of one ratio; leave levels and targets out")
-        if self.policy != "epicache":
+        if self.policy != EPISODES_POLICY:
             raise misuse("policy", f"episodes are kept by policy epicache, not by {self.policy}; leave policy out")
         for name in _OF_EPISODES:
             if name in self.policy_params:

@@ -44,15 +44,21 @@ class ModelList(ListBody):
     last_id: str | None = None
 
 
-class PolicyObject(ResponseBody):
-    """`parameters` maps a name to its type, default, legal values and help. `measured` holds rows of the quality bench
-    on the bundled model: the share of exact answers on tasks that the full cache solves, and the bytes stored."""
+class MethodObject(ResponseBody):
+    """What policies, selectors and suffix policies have in common."""
 
     id: str
-    object: Literal["policy"] = "policy"
+    object: str
     summary: str
     advice: str = ""
     source: str
+
+
+class PolicyObject(MethodObject):
+    """`parameters` maps a name to its type, default, legal values and help. `measured` holds rows of the quality bench
+    on the bundled model: the share of exact answers on tasks that the full cache solves, and the bytes stored."""
+
+    object: Literal["policy"] = "policy"
     phase: str = "during"
     takes_budget: bool = True
     takes_questions: bool = False
@@ -64,16 +70,12 @@ class PolicyList(ListBody):
     data: list[PolicyObject]
 
 
-class SelectorObject(ResponseBody):
+class SelectorObject(MethodObject):
     """`parameters` as of a policy. `measured` holds rows of the quality bench on the bundled model, over a cache with
     all entries under a codec: `share` of a document's tokens that a token of an answer may read, `read_share` that it
     read, and the share of `exact` answers on tasks that the full cache solves."""
 
-    id: str
     object: Literal["selector"] = "selector"
-    summary: str
-    advice: str = ""
-    source: str
     measured: list[dict[str, Any]] = Field(default_factory=list)
     parameters: dict[str, dict[str, Any]]
 
@@ -82,14 +84,10 @@ class SelectorList(ListBody):
     data: list[SelectorObject]
 
 
-class SuffixPolicyObject(ResponseBody):
+class SuffixPolicyObject(MethodObject):
     """`parameters` as of a policy."""
 
-    id: str
     object: Literal["suffix_policy"] = "suffix_policy"
-    summary: str
-    advice: str = ""
-    source: str
     parameters: dict[str, dict[str, Any]]
 
 

@@ -3,7 +3,7 @@ choose each, and how they measured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -133,17 +133,17 @@ def _found(url: str | None, group: str, *, as_json: bool) -> list[Any]:
         with common.connected(url, as_json=as_json) as client:
             return getattr(client, group).list()  # type: ignore[no-any-return]
     from kvshelf import api
-    from kvshelf.methods import policies, selectors
-    from kvshelf.methods.suffixes import info as suffixes
+    from kvshelf.methods.catalog import catalog
+    from kvshelf.methods.method import POLICY, SELECTOR, SUFFIX_POLICY, Kind
 
-    homes: dict[str, tuple[type[BaseModel], Callable[[], Iterable[Any]], str]] = {
-        "policies": (api.PolicyObject, policies.catalog, "policies, beside policies"),
-        "selectors": (api.SelectorObject, selectors.catalog, "selectors, beside selectors or policies"),
-        "suffix_policies": (api.SuffixPolicyObject, suffixes.catalog, "suffixes, beside suffix policies"),
+    homes: dict[str, tuple[type[BaseModel], Kind, str]] = {
+        "policies": (api.PolicyObject, POLICY, "policies, beside policies"),
+        "selectors": (api.SelectorObject, SELECTOR, "selectors, beside selectors or policies"),
+        "suffix_policies": (api.SuffixPolicyObject, SUFFIX_POLICY, "suffixes, beside suffix policies"),
     }
-    listed, catalog, purpose = homes[group]
+    listed, kind, purpose = homes[group]
     with needs_extra("serve", purpose=f"kvshelf {purpose} of other packages,"):
-        return [listed.model_validate(info.to_dict()) for info in catalog()]
+        return [listed.model_validate(info.to_dict()) for info in catalog(kind)]
 
 
 def _table(

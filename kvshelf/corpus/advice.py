@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvshelf.errors import InvalidRequest
+from kvshelf.methods.catalog import catalog
+from kvshelf.methods.info import MethodInfo, packaged_rows, suffix_rows
 from kvshelf.methods.policies.budgets import Budget
-from kvshelf.methods.policies.info import PolicyInfo, packaged_rows
-from kvshelf.methods.policies.known import catalog
-from kvshelf.methods.suffixes.info import measured_rows as measured_suffixes
 from kvshelf.workers.replica.create.sizes import Shape
 
 PAID_AT_ONCE: Final = 0.25
@@ -145,7 +144,7 @@ def options(shape: Shape, tokens: int) -> Iterator[Option]:
         yield _option(shape, tokens, row | given, policies[policy])
 
 
-def _option(shape: Shape, tokens: int, row: dict[str, Any], policy: PolicyInfo) -> Option:
+def _option(shape: Shape, tokens: int, row: dict[str, Any], policy: MethodInfo) -> Option:
     kept = (
         Budget.resolve(tokens, compression_ratio=row["removed"], budget_tokens=None).tokens
         if policy.takes_budget
@@ -211,7 +210,7 @@ def _line(scenario: Scenario, option: Option, token_bytes: int, memory_bytes: in
     """With all of an answer's suffix where there is room, else under the policy that changes the fewest choices.
     Answers are as long as those by which suffix policies were measured. token_bytes: of the keys and values of a token,
     uncompressed."""
-    whole, *policies = measured_suffixes()
+    whole, *policies = suffix_rows()
     rows = [whole]
     if scenario.bounded:
         rows += sorted(policies, key=lambda row: (-row["behind"], row["token_s"]))

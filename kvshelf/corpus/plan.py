@@ -16,8 +16,8 @@ from typing import Any, Final
 from kvshelf.api.creation import DEFAULT_CODEC, DEFAULT_POLICY
 from kvshelf.artifact.codecs import Codec
 from kvshelf.errors import InvalidRequest
+from kvshelf.methods.catalog import policy_info
 from kvshelf.methods.policies.budgets import Budget
-from kvshelf.methods.policies.known import policy_info
 from kvshelf.workers.replica.create.sizes import ASSUMED_FLOPS, Shape
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvshelf.api import Quality
-from kvshelf.api.creation import default_policy
+from kvshelf.api.creation import EPISODES_POLICY, default_policy
 from kvshelf.api.inspect import BuiltPrompt
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.codecs import Codec
@@ -78,19 +78,13 @@ from kvshelf.engine.requirements import (
 from kvshelf.engine.summary import LAYERS, Codes, KeyCoder, require_summarised
 from kvshelf.errors import DocumentTooLong, InvalidRequest, ModelMismatch, PolicyUnsupported, StateConflict
 from kvshelf.kernels import ans
-from kvshelf.methods.policies import build
-from kvshelf.methods.policies.base import Policy, ScoringPolicy
+from kvshelf.methods.method import Needs
+from kvshelf.methods.policies.base import Policy
 from kvshelf.methods.policies.budgets import Budget
-from kvshelf.methods.policies.epicache import EpiCache
-from kvshelf.methods.policies.full import Full
 from kvshelf.methods.policies.gate_file import Geometry
-from kvshelf.methods.policies.infllm import InfLLM
+from kvshelf.methods.policies.registry import build, everything
 from kvshelf.methods.selectors import build as build_selector
 from kvshelf.methods.selectors.base import UnitSelector
-from kvshelf.methods.selectors.by_policy import ByPolicy
-from kvshelf.methods.selectors.fasa import Fasa
-from kvshelf.methods.selectors.infllm import InfLLM as InfLLMBlocks
-from kvshelf.methods.selectors.sentencekv import SentenceKV
 from kvshelf.methods.suffixes.registry import build as build_suffix_policy
 from kvshelf.model import calibration
 from kvshelf.model import loading as models
@@ -348,7 +342,7 @@ class Engine:
         job = self._preparer.job(
             view, chosen, budget, encoded=encoded, given=frozenset(given), questions=expected_questions
         )
-        require_unshared(job.absorber, job.passes, self.name, ranks=self.passes.ranks is not None)
+        require_unshared(job.policy, job.absorber, job.passes, self.name, ranks=self.passes.ranks is not None)
         return job
 
     def find_episodes(self, document: Document, count: int = 4) -> list[Episode]:
@@ -368,7 +362,7 @@ class Engine:
         `compress` for each with these options. Each cache has the whole budget: `count` of them take `count` times the
         bytes. `answer` with route "nearest" asks the one that a question is about."""
         found = self.find_episodes(document, count)
-        given = {"policy": EpiCache.name, "prefill": prefill, **options}
+        given = {"policy": EPISODES_POLICY, "prefill": prefill, **options}
         return [self.compress(document, probe=each.text, centroid=each.centroid, **given) for each in found]
 
     def nearest(self, params: Sequence[Mapping[str, Any]], prompt: Prompt) -> int:
@@ -517,13 +511,14 @@ class Engine:
         """The identity of a cache after a turn, as `with_turns` gives it, from what a shelf knows of the cache before.
         Thread-safe. Raises `InvalidRequest` for a turn that cannot follow."""
         ids, boundary = self._encoder.appended(parent, turn)
+        whole = everything()
         own = replace(
             parent,
             num_tokens=len(ids),
             boundary=boundary,
-            policy=Full.name,
-            policy_version=Full().revision,
-            policy_params=Full().parameters(),
+            policy=whole.name,
+            policy_version=whole.revision,
+            policy_params=whole.parameters(),
             budget_tokens=len(ids),
             compression_ratio=0.0,
             probe="",
@@ -553,8 +548,8 @@ class Engine:
         chosen = Codec.parse(codec)
         chosen.require_kept(job.budget.tokens, job.num_tokens)
         chosen.require_shares(job.policy.name, said=job.policy.sets_precision)
-        if isinstance(job.policy, InfLLM):
-            chosen.require_blocks(job.policy.block)
+        if job.policy.index_block is not None:
+            chosen.require_blocks(job.policy.index_block)
         if job.policy.prunes:
             chosen.require_pruned()
         if chosen.name == "klt":
@@ -632,7 +627,7 @@ class Engine:
         return run_scores(self.passes, self.rope, self._seen_kinds, job, checkpoint or nothing)
 
     def _require_scores(self, job: Job) -> None:
-        if not isinstance(job.policy, ScoringPolicy) or job.absorber is not None:
+        if job.policy.scorer is None or job.absorber is not None:
             raise InvalidRequest(f"policy {job.policy.name!r} gives no scores of the whole document", param="policy")
 
     # Searching
@@ -892,7 +887,7 @@ class Engine:
         read in place: on a CPU, by one process, not under codec klt. Raises as `require_own` does."""
         devices = self.passes.devices.layers
         in_place = self.passes.ranks is None and all(device.type == "cpu" for device in devices)
-        if not in_place or cache.identity.policy != InfLLM.name or cache.identity.transforms:
+        if not in_place or not cache.indexed or cache.identity.transforms:
             return None
         self.require_own(cache)
         return PartialAttachment(cache, devices[0], self.rotate)
@@ -1038,28 +1033,32 @@ class Engine:
             raise InvalidRequest(f"select.tokens is {tokens}; it must be from 1", param="select.tokens")
         require_selectable(self.kinds, self.name, ranks=self.passes.ranks is not None)
         budget = selector.default_tokens(document.read_tokens) if tokens is None else tokens
-        if isinstance(selector, Fasa):
-            folder = self.model.config.name_or_path or ""
-            selector = selector.calibrated(calibration.find_chunks(self.identity, folder, self.kv_heads))
-        if isinstance(selector, UnitSelector):
-            by_units = self._by_units(selector, document, budget)
-            return None if by_units.dense else by_units
-        assert isinstance(selector, ByPolicy)
-        return self._by_policy(selector.at(question_tokens), document, budget, frozenset(params or {}))
+        policy = selector.policy_at(question_tokens)
+        if policy is not None:
+            return self._by_policy(policy, document, budget, frozenset(params or {}))
+        by_units = self._by_units(cast(UnitSelector, selector), document, budget)
+        return None if by_units.dense else by_units
 
     def _by_units(self, selector: UnitSelector, document: Attached, budget: int) -> UnitSelection:
-        if isinstance(selector, InfLLMBlocks):
-            return BlockSelection(selector, document, budget, self._seen_kinds, self._rope_of_queries())
-        if not isinstance(selector, SentenceKV):
+        if Needs.CHUNKS in selector.needs:
+            folder = self.model.config.name_or_path or ""
+            chunks = calibration.find_chunks(self.identity, folder, self.kv_heads, selector.name)
+            selector = selector.calibrated(chunks)
+        if Needs.INDEX in selector.needs:
+            return BlockSelection(selector, document, budget, self._seen_kinds, self._rope_for(selector))
+        if Needs.SENTENCES not in selector.needs:
             return UnitSelection(selector, document, budget, self._seen_kinds)
         ends = [part.sentence_ends for part in document.parts]
-        require_sentences(self.name, self._seen_kinds, ends, has_text=self.text is not None)
+        require_sentences(selector.name, self.name, self._seen_kinds, ends, has_text=self.text is not None)
         return SentenceSelection(selector, document, budget, self._seen_kinds, self.require_text("select.method"))
 
-    def _rope_of_queries(self) -> Rope:
+    def _rope_for(self, selector: UnitSelector) -> Rope | None:
+        """What takes the rotation off queries, for a selector that needs it."""
+        if Needs.ROPE not in selector.needs:
+            return None
         if self.rope is None or self.rope.length_dependent:
             raise PolicyUnsupported(
-                "selector infllm compares queries and keys without their rotation, and that of "
+                f"selector {selector.name} compares queries and keys without their rotation, and that of "
                 f"{self.name!r} cannot be undone; take selector quest",
                 param="select.method",
             )

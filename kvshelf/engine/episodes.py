@@ -24,7 +24,7 @@ from kvshelf.api.strict import MAX_EPISODES
 from kvshelf.engine.inputs.encode import Document
 from kvshelf.errors import InvalidRequest
 from kvshelf.methods.policies.base import MAX_PROBE_BYTES
-from kvshelf.methods.policies.epicache import packed, unpacked
+from kvshelf.methods.policies.centroids import packed, unpacked
 from kvshelf.model.text import Message, check_messages
 
 Vectors = npt.NDArray[np.float64]

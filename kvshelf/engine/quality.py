@@ -41,8 +41,7 @@ from torch import Tensor
 
 from kvshelf.api import Quality, WorstPart
 from kvshelf.engine.attention.attached import CACHE_ARGUMENT, AttachedCache
-from kvshelf.methods.policies import kvcues
-from kvshelf.methods.policies.view import DocumentView, ProbePass
+from kvshelf.methods.policies.view import CUE_ASKED, CUE_EVERY, DocumentView, ProbePass
 from kvshelf.model.devices import input_device
 
 if TYPE_CHECKING:
@@ -348,7 +347,7 @@ def cue_places(document: DocumentView, count: int) -> list[int]:
     ids = document.token_ids
     prefix, last = document.protected_prefix, document.num_tokens - ANSWER
     first = prefix + ASKED + SKIPPED + GIVEN
-    allowed = [at for at in range(first, last + 1) if (at - prefix - kvcues.ASKED) % kvcues.EVERY]
+    allowed = [at for at in range(first, last + 1) if (at - prefix - CUE_ASKED) % CUE_EVERY]
     frequency = Counter(ids)
     rarity = [-math.log(frequency[token]) for token in ids]
     taken = bytearray(document.num_tokens)

@@ -9,9 +9,8 @@ from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.records import Indexed, parts_of
 from kvshelf.artifact.shape import LayerShape
 from kvshelf.errors import DocumentTooLong, InvalidRequest, PolicyUnsupported
-from kvshelf.methods.policies.ada import Ada
-from kvshelf.methods.policies.base import Absorber, Observes, Policy
-from kvshelf.methods.policies.blocks import BlockAbsorber
+from kvshelf.methods.method import Needs
+from kvshelf.methods.policies.base import Absorber, Policy
 from kvshelf.methods.policies.together import chooses_together
 from kvshelf.methods.policies.view import ProbePass, output_weight
 from kvshelf.model.layers import LayerKind, readers, reducible
@@ -48,14 +47,14 @@ def require_observable(
     has_text: bool,
 ) -> None:
     """Refuse a policy that observes what the model `name`, or an engine without tokenizer, cannot provide."""
-    if Observes.ROPE in policy.observes and (rope is None or rope.length_dependent):
+    if Needs.ROPE in policy.needs and (rope is None or rope.length_dependent):
         raise PolicyUnsupported(
             f"policy {policy.name!r} has to undo the model's rotary embedding, and that of {name!r} "
             f"{'is not to be had' if rope is None else 'changes with the length of the sequence'}; choose a policy "
             "that does not",
             param="policy",
         )
-    if Observes.TEXT in policy.observes and not has_text:
+    if Needs.TEXT in policy.needs and not has_text:
         raise PolicyUnsupported(
             f"policy {policy.name!r} reads the document's text, and this engine has no tokenizer; choose a policy that "
             "does not",
@@ -63,7 +62,7 @@ def require_observable(
         )
     layers = zip(getattr(model.base_model, "layers", [None]), kinds, strict=False)
     attention = [getattr(layer, "self_attn", None) for layer, kind in layers if kind.attends]
-    if Observes.WEIGHTS in policy.observes and any(output_weight(module) is None for module in attention):
+    if Needs.WEIGHTS in policy.needs and any(output_weight(module) is None for module in attention):
         raise PolicyUnsupported(
             f"policy {policy.name!r} weighs values by the attention's output projection, and {name!r} has no o_proj "
             "weight in every layer that could be read; choose a policy that does not",
@@ -86,13 +85,15 @@ def require_compressible(policy: Policy, kinds: Sequence[LayerKind], name: str, 
         )
     if moves and not all(kind.sees_all for kind in kinds):
         raise _beside(policy, name, "counts positions within the cache", kinds)
-    if Observes.CALIBRATION in policy.observes:
+    if Needs.CALL in policy.needs and any(kind.states for kind in kinds):
+        raise _beside(policy, name, "sees the calls of attention modules in one pass", kinds)
+    if Needs.CALIBRATION in policy.needs:
         raise _beside(policy, name, "needs a calibration over layers that all see the whole document", kinds)
 
 
 def _require_one_choice(policy: Policy, name: str) -> None:
     """Refuse a policy that could not choose the same tokens for all heads of a layer, which share their latents."""
-    if isinstance(policy, Ada):
+    if policy.budgets_heads:
         why = "gives each head a budget of its own"
     elif policy.prunes:
         why = "removes channels of each head's keys"
@@ -190,6 +191,8 @@ def require_appending(policy: Policy, absorber: Absorber | None, *, moves: bool,
         why = "reads a document chunk by chunk from its beginning"
     elif policy.indexes:
         why = "makes an index of a whole document"
+    elif Needs.CALL in policy.needs:
+        why = "sees the calls of attention modules of a whole document"
     else:
         return
     raise PolicyUnsupported(
@@ -268,9 +271,9 @@ def require_own_keys(kinds: Sequence[LayerKind], name: str) -> None:
 
 
 def require_sentences(
-    name: str, kinds: Sequence[LayerKind], documents: Sequence[Sequence[int]], *, has_text: bool
+    selector: str, name: str, kinds: Sequence[LayerKind], documents: Sequence[Sequence[int]], *, has_text: bool
 ) -> None:
-    """Refuse selector sentencekv where nobody knows the sentences of the answer, or of one of the documents, and where
+    """Refuse a selector of sentences where nobody knows those of the answer, or of one of the documents, and where
     queries cannot be compared with what is stored. documents: the ends of sentences of each."""
     if not has_text:
         why = f"needs the text of answers, and {name!r} has no tokenizer here"
@@ -282,7 +285,7 @@ def require_sentences(
         )
     else:
         return
-    raise PolicyUnsupported(f"selector 'sentencekv' {why}; take selector quest", param="select.method")
+    raise PolicyUnsupported(f"selector {selector!r} {why}; take selector quest", param="select.method")
 
 
 def require_plain(kinds: Sequence[LayerKind], name: str) -> None:
@@ -305,15 +308,22 @@ def require_window(layer: int, found: int | None, told: int | None) -> None:
         )
 
 
-def require_unshared(absorber: Absorber | None, passes: Sequence[ProbePass], name: str, *, ranks: bool) -> None:
+def require_unshared(
+    policy: Policy, absorber: Absorber | None, passes: Sequence[ProbePass], name: str, *, ranks: bool
+) -> None:
     """Refuse chunks with probes to a model whose heads several processes share: ranks. No process sees all scores. And
-    learned tokens, as no process has all of a linear layer."""
+    learned tokens and calls of attention modules, as no process has all of a layer."""
+    if ranks and Needs.CALL in policy.needs:
+        raise PolicyUnsupported(
+            f"{name!r} runs in several processes, and policy {policy.name!r} sees whole layers; choose another policy",
+            param="policy",
+        )
     if ranks and any(probe.soft for probe in passes):
         raise PolicyUnsupported(
             f"{name!r} runs in several processes, and learned tokens add to whole layers; choose another policy",
             param="policy",
         )
-    if ranks and isinstance(absorber, BlockAbsorber):
+    if ranks and absorber is not None and absorber.probed:
         raise PolicyUnsupported(
             f"{name!r} runs in several processes, which reduce whole layers; take prefill=whole",
             param="policy_params.prefill",

@@ -185,12 +185,12 @@ def find(model: ModelIdentity, folder: str) -> Calibration:
     return found
 
 
-def find_chunks(model: ModelIdentity, folder: str, kv_heads: int) -> Chunks:
-    """The frequency chunks of a model, as `find`. kv_heads: of each layer. Raises `PolicyUnsupported`."""
+def find_chunks(model: ModelIdentity, folder: str, kv_heads: int, selector: str = "fasa") -> Chunks:
+    """The frequency chunks of a model for a selector, as `find`. kv_heads: of each layer."""
     path = place(paths(model.weights).chunks, folder, CHUNKS_BESIDE_THE_WEIGHTS)
     if path is None:
         raise PolicyUnsupported(
-            f"selector fasa needs the frequency chunks of {model.name!r}, and nobody has measured them; do so: "
+            f"selector {selector} needs the frequency chunks of {model.name!r}, and nobody has measured them; do so: "
             f"{_command(model)} --only chunks",
             param="select.method",
         )

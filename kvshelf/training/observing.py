@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvshelf.artifact.records import Kept
-from kvshelf.methods.policies.base import Observes, Policy, keep
+from kvshelf.methods.method import Needs
+from kvshelf.methods.policies.base import Policy, keep
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
 from kvshelf.methods.policies.view import LayerView, ProbePass
 
@@ -27,8 +28,8 @@ class _Observer(Policy):
     visit: Visit = field(default=lambda _: None)
 
     @property
-    def observes(self) -> Observes:
-        return Observes.QUERIES | Observes.ROPE
+    def needs(self) -> Needs:
+        return Needs.QUERIES | Needs.ROPE
 
     def reduce(self, layer: LayerView, budget: LayerBudget) -> Kept:
         self.visit(layer)

@@ -18,8 +18,8 @@ from typer.testing import CliRunner, Result
 import kvshelf
 from kvshelf.cli import app, main
 from kvshelf.client import DEFAULT_URL
-from kvshelf.methods import selectors
-from kvshelf.methods.policies import catalog
+from kvshelf.methods.catalog import catalog
+from kvshelf.methods.method import SELECTOR
 from kvshelf.model.source import bundled_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -219,7 +219,7 @@ def test_a_bad_file_does_not_stop_the_others() -> None:
 def test_selectors_are_those_of_this_version() -> None:
     shown, as_json = run("selectors"), run("selectors", "--json")
     ids = [json.loads(line)["id"] for line in as_json.stdout.splitlines()]
-    assert ids == [info.name for info in selectors.catalog()]
+    assert ids == [info.name for info in catalog(SELECTOR)]
     assert all(name in shown.stdout for name in ids)
     assert "page" in run("selectors", "quest").stdout
     refused = run("selectors", "nothing")

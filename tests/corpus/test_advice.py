@@ -13,8 +13,9 @@ from kvshelf.corpus import advice
 from kvshelf.corpus.advice import SCENARIOS, advise, options
 from kvshelf.corpus.plan import BUILT_IN, shape_of
 from kvshelf.errors import InvalidRequest
-from kvshelf.methods.policies.info import packaged_rows
-from kvshelf.methods.suffixes.info import catalog, measured_rows
+from kvshelf.methods.catalog import catalog
+from kvshelf.methods.info import packaged_rows, suffix_rows
+from kvshelf.methods.method import SUFFIX_POLICY
 
 LLAMA = BUILT_IN["llama-3.1-8b"].shape()
 TOKENS = 32_000
@@ -110,8 +111,8 @@ def test_advice_follows_the_measured_rows_and_no_name(monkeypatch):
 
 def test_a_suffix_policy_is_advised_where_an_answer_does_not_fit():
     token = LLAMA.full_bytes(1)
-    whole, *bounded = measured_rows()
-    assert {row["policy"] for row in bounded} == {each.name for each in catalog()}
+    whole, *bounded = suffix_rows()
+    assert {row["policy"] for row in bounded} == {each.name for each in catalog(SUFFIX_POLICY)}
     (line,) = (line for line in lines("one-long") if line.option.name == "full + fasa")
     assert (line.suffix, line.tier) == (None, "memory")
     # Long answers behind a short document: the answer is what takes the memory.

@@ -37,7 +37,7 @@ from kvshelf.corpus.plan import (
     simulate,
 )
 from kvshelf.errors import InvalidRequest
-from kvshelf.methods.policies.known import compress_share
+from kvshelf.methods.catalog import compress_share
 from kvshelf.model.source import bundled_folder
 from kvshelf.store.url import open_store
 from kvshelf.workers.replica.create.sizes import Shape

@@ -12,7 +12,7 @@ from kvshelf.engine.engine import Engine
 from kvshelf.engine.episodes import UTTERANCES, WINDOWS, kmeans, windows_of
 from kvshelf.errors import InvalidRequest
 from kvshelf.methods.policies.base import MAX_PROBE_BYTES
-from kvshelf.methods.policies.epicache import MAX_CENTROID, packed, unpacked
+from kvshelf.methods.policies.centroids import MAX_CENTROID, packed, unpacked
 from kvshelf_bench.quality.retrieval import counter
 from scripts.conversations import make_conversation
 

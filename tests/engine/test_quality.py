@@ -30,10 +30,10 @@ from kvshelf.engine.quality import (
     worst_part,
 )
 from kvshelf.errors import Cancelled, InvalidRequest, ModelMismatch
-from kvshelf.methods.policies import POLICIES, kvcues
+from kvshelf.methods.policies import POLICIES
 from kvshelf.methods.policies.base import ScoringPolicy
 from kvshelf.methods.policies.budgets import Budget
-from kvshelf.methods.policies.view import DocumentView, ProbePass
+from kvshelf.methods.policies.view import CUE_ASKED, CUE_EVERY, DocumentView, ProbePass
 from kvshelf.samples.tasks import make_document
 from tests.by_hand import Prefix, logits_after
 
@@ -319,7 +319,7 @@ def test_answers_lie_in_the_document_apart_and_in_order(ids, prefix, count):
     assert bool(places) >= (room >= 1)  # of two neighbours one is off the grid
     assert all(b - a >= ANSWER for a, b in pairwise(places))
     assert all(prefix + ASKED + SKIPPED + GIVEN <= at <= len(ids) - ANSWER for at in places)
-    grid = range(prefix + kvcues.ASKED, len(ids), kvcues.EVERY)
+    grid = range(prefix + CUE_ASKED, len(ids), CUE_EVERY)
     assert not any(at in grid for at in places)
 
 

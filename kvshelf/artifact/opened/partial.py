@@ -68,6 +68,11 @@ class PartialCache(OpenedCache):
         return found or self._reading(lambda: self._opened(index))
 
     @property
+    def indexed(self) -> bool:
+        """Whether it has an index, by which selectors choose rows."""
+        return any(record.kind == "indexed" for layer in self._header.layers for record in layer.records)
+
+    @property
     def whole(self) -> bool:
         """Whether every row of every layer is here."""
         here = (len(each.fetched) if (each := self._layers.get(index)) else 0 for index in range(self.num_layers))

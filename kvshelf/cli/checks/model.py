@@ -132,8 +132,7 @@ def _features(engine: Engine, text: str) -> Iterator[Finding]:
     from kvshelf.api.tools import Tool
     from kvshelf.engine.tools.tools import ToolFormat
     from kvshelf.methods import selectors
-    from kvshelf.methods.policies import POLICIES
-    from kvshelf.methods.policies.gates.base import GatePolicy
+    from kvshelf.methods.policies import POLICIES, Needs, build
     from kvshelf.methods.suffixes.registry import SUFFIX_POLICIES
 
     form, document = engine.require_text("model"), engine.encode_document(text)
@@ -142,7 +141,7 @@ def _features(engine: Engine, text: str) -> Iterator[Finding]:
     def prepare(name: str) -> None:
         engine.prepare(document, policy=name)
 
-    gates = [name for name, policy in POLICIES.items() if issubclass(policy, GatePolicy)]
+    gates = [name for name in POLICIES if Needs.GATES in build(name, {}).needs]
     yield Finding("template", True, form.about_template)
     yield _told("tools", lambda: ToolFormat.of(form, [Tool.model_validate(_TOOL)]).about)
     yield Finding("thinking", True, form.about_thoughts)

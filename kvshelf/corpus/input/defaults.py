@@ -10,7 +10,7 @@ from kvshelf.api import CreateCache
 from kvshelf.api.creation import CHOSEN_BY_AUTO
 from kvshelf.api.strict import parse_request
 from kvshelf.errors import InvalidRequest
-from kvshelf.methods.policies.known import policy_info
+from kvshelf.methods.catalog import policy_info
 
 DOCUMENTS: Final = ("document", "messages", "token_ids")
 """A row gives exactly one of these fields."""

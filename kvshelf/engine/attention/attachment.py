@@ -29,6 +29,7 @@ from kvshelf.artifact.records import (
 from kvshelf.errors import KvshelfError
 from kvshelf.kernels.choose import Units
 from kvshelf.kernels.prefix_attention import PackedPrefix, Prefix, SelectedPrefix
+from kvshelf.methods.method import Needs
 from kvshelf.methods.selectors.base import StoredLayer, UnitSelector
 
 Wait = Callable[[Future[Any]], None]
@@ -153,7 +154,7 @@ class Attachment:
             self._units.pop(next(iter(self._units)), None)
         layers = self._units.setdefault(selector, {})
         if layer not in layers:
-            found = self.outlines(layer) if selector.by_index else self.prefixes(layer)
+            found = self.outlines(layer) if Needs.INDEX in selector.needs else self.prefixes(layer)
             packed = tuple(prefix for prefix in found if isinstance(prefix, PackedPrefix))
             stored = StoredLayer(layer, packed, self.entries(layer), self.num_tokens, self.sentence_ends)
             layers[layer] = list(zip(packed, selector.units(stored), strict=True))
@@ -208,8 +209,8 @@ class Attachment:
 
 
 class PartialAttachment(Attachment):
-    """A document of which rows are read from the shelf once a question needs them, on a CPU. A selector that chooses
-    `by_index` reads some; whoever asks for `prefixes` reads all of a layer.
+    """A document of which rows are read from the shelf once a question needs them, on a CPU. A selector that needs
+    an index reads some; whoever asks for `prefixes` reads all of a layer.
 
     It has arrived when all rows are here: until then its questions take steps of their own, so that the others go on
     while rows are read. Close it, or the store's file stays open.

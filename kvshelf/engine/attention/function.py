@@ -29,6 +29,7 @@ from kvshelf.kernels.prefix_attention import (
     causal_attention,
     prefix_attention,
 )
+from kvshelf.methods.policies.view import Call
 from kvshelf.model.layers import chunk_of
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ class Attended:
     the scaled logits of every token before the probe passes, `[B, q_heads, T - probes]` fp32, natural logarithms; None
     where the attention function in use does not return them. `module` is the model's attention module. window, chunk:
     what a query sees: see `LogitRules`. latents: where a module with latents was given a cache, `[B, 1, T, rank]` and
-    the rotated parts `[B, 1, T, rope]`, of which the module made keys and values.
+    the rotated parts `[B, 1, T, rope]`, of which the module made keys and values. call: that of the module, where a
+    policy needs it.
     """
 
     module: nn.Module
@@ -61,6 +63,7 @@ class Attended:
     window: int | None = None
     chunk: int | None = None
     latents: tuple[Tensor, Tensor] | None = None
+    call: Call | None = None
 
     @property
     def layer_idx(self) -> int:

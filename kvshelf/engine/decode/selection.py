@@ -21,12 +21,11 @@ from kvshelf.engine.prefill.reducing import LayerReducer
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.kernels.choose import Choice, Chosen, choose
 from kvshelf.kernels.prefix_attention import PackedPrefix, Prefix, SelectedPrefix, channels_of
+from kvshelf.methods.method import Needs
 from kvshelf.methods.policies.base import Policy
 from kvshelf.methods.policies.budgets import Budget
 from kvshelf.methods.policies.view import DocumentView, LayerView, Probed
-from kvshelf.methods.selectors.base import StepSelector, UnitSelector
-from kvshelf.methods.selectors.infllm import InfLLM
-from kvshelf.methods.selectors.sentencekv import SentenceKV
+from kvshelf.methods.selectors.base import UnitSelector
 from kvshelf.model.layers import LayerKind
 from kvshelf.model.rope import Rope
 from kvshelf.model.text import SENTENCE_ENDS, TextFormat
@@ -114,7 +113,7 @@ class UnitSelection(Selection):
             if (found := _choice(selector, document, layer, budget)) is not None
         }
         self._layers = [self._read(layer) for layer in range(len(kinds))]
-        self._every = selector.every if isinstance(selector, StepSelector) else 1
+        self._every = selector.interval
         self._again = LastChoice(document, self, len(kinds))
         self._due = True
 
@@ -159,16 +158,16 @@ def _without_choice(prefix: Prefix) -> Prefix:
 
 
 class BlockSelection(UnitSelection):
-    """The query of the question's last token, without rotation, chooses blocks by the stored index; all heads read the
-    same."""
+    """The query of the question's last token chooses blocks by the stored index; all heads read the same."""
 
     reads_question: ClassVar[bool] = True
     _within_attention: ClassVar[bool] = False  # `choose` does
 
     def __init__(
-        self, selector: InfLLM, document: Attached, budget: int, kinds: Sequence[LayerKind], rope: Rope
+        self, selector: UnitSelector, document: Attached, budget: int, kinds: Sequence[LayerKind], rope: Rope | None
     ) -> None:
-        """Raises as `UnitSelection`."""
+        """rope: takes the rotation off the query, for a selector that compares without it. Raises as
+        `UnitSelection`."""
         super().__init__(selector, document, budget, kinds)
         self._selector = selector
         self._rope = rope
@@ -182,14 +181,15 @@ class BlockSelection(UnitSelection):
         return list(accumulate((len(part.outlines(layer)) for part in self._document.parts), initial=0))
 
     def chooses(self, *, answering: bool) -> bool:
-        return not answering or self._selector.refresh == "step"
+        return not answering or self._selector.each_token
 
     def choose(self, layer: int, queries: Tensor, position: int, wait: Wait) -> None:
         choice = self._choices.get(layer)
         if choice is None:
             return
-        at = torch.tensor([position + len(queries) - 1], device=queries.device)
-        last = self._rope.unrotate(queries[-1].unsqueeze(1), at)  # [q_heads, 1, D]
+        last = queries[-1].unsqueeze(1)  # [q_heads, 1, D]
+        if self._rope is not None:
+            last = self._rope.unrotate(last, torch.tensor([position + len(queries) - 1], device=queries.device))
         query = last.view(len(self._layers[layer][0].lengths), -1, last.shape[2])
         scored = (replace(units, low=self._selector.scores(query, units.low).unsqueeze(1)) for units in choice.units)
         choose(query.new_ones(1, 1), replace(choice, units=tuple(scored)))
@@ -228,12 +228,12 @@ class SentenceSelection(UnitSelection):
     _within_attention: ClassVar[bool] = False  # `advance` chooses
 
     def __init__(
-        self, selector: SentenceKV, document: Attached, budget: int, kinds: Sequence[LayerKind], text: TextFormat
+        self, selector: UnitSelector, document: Attached, budget: int, kinds: Sequence[LayerKind], text: TextFormat
     ) -> None:
         """text: tells which tokens of the answer end a sentence. Raises as `UnitSelection`."""
         super().__init__(selector, document, budget, kinds)
         self._text = text
-        self._every_token = selector.refresh == "step"
+        self._every_token = selector.each_token
         self._reads_all = True
         self._sums: dict[int, Tensor] = {}
         """Of the queries that choose, `[q_heads, D]` fp32 of each layer that chooses."""
@@ -282,7 +282,7 @@ def _choice(selector: UnitSelector, document: Attached, layer: int, budget: int)
             "and the last ones; give more",
             param="select.tokens",
         )
-    heads = 1 if selector.by_index else len(found[0][0].lengths)
+    heads = 1 if Needs.INDEX in selector.needs else len(found[0][0].lengths)
     columns = selector.columns(layer)
     room = tuple(Chosen.room(prefix.lengths[:heads], budget, prefix.keys.device) for prefix, _ in found)
     return Choice(

@@ -32,6 +32,7 @@ from kvshelf.engine.attention.function import (
 )
 from kvshelf.engine.attention.inspection import tokens_at_once
 from kvshelf.engine.attention.latents import Absorbed, Handover, absorbed_layers
+from kvshelf.engine.forward.calls import Calls
 from kvshelf.engine.forward.program import ForwardProgram, Logits, PlanAttention
 from kvshelf.engine.forward.tracing import TOKENS, AttentionCall
 from kvshelf.engine.ranks import SharedModel
@@ -142,13 +143,16 @@ class Passes:
         logits: bool = False,
         cache: Callable[[Handover], Cache] | None = None,
         soft: Soft | None = None,
+        calls: Calls | None = None,
     ) -> Logits | None:
         """One pass over `input_ids` at `position_ids`, `[1, N]`. Without `logits` nothing runs that only these need.
         cache: makes an empty one, for a model whose modules leave states there; such a model has no program. soft:
-        learned tokens among those of the pass, for which the model runs by its own modules."""
+        learned tokens among those of the pass, calls: sees those of the attention modules; for both the model runs by
+        its own modules."""
         learned = nullcontext() if soft is None else soft_tokens(self.model, soft)
-        with torch.no_grad(), kvshelf_attention(self.model), learned:
-            if self.program is None or soft is not None:
+        seen = nullcontext() if calls is None else calls.seen()
+        with torch.no_grad(), kvshelf_attention(self.model), learned, seen:
+            if self.program is None or soft is not None or calls is not None:
                 given = {**inputs, CONTEXT: context, **self._without_past(inputs["position_ids"], cache)}
                 states = self._decoder(**given)
                 return partial(self._head, states.last_hidden_state) if logits else None

@@ -19,12 +19,11 @@ from kvshelf.engine.requirements import (
     require_room,
     require_soft,
 )
+from kvshelf.methods.method import Needs
 from kvshelf.methods.policies import Policy
-from kvshelf.methods.policies.around import Around
-from kvshelf.methods.policies.base import Absorber, Observes
+from kvshelf.methods.policies.base import Absorber
 from kvshelf.methods.policies.budgets import Budget
 from kvshelf.methods.policies.gate_file import Geometry
-from kvshelf.methods.policies.gates.base import GatePolicy
 from kvshelf.methods.policies.view import DocumentView, ProbePass
 from kvshelf.model import calibration
 from kvshelf.model.layers import LayerKind, reducible
@@ -122,19 +121,17 @@ class Preparer:
     def calibrated(self, document: DocumentView, policy: Policy) -> DocumentView:
         """The document with the model's calibration, for a policy that needs one. It is read anew each time, so that a
         calibration made while the engine runs counts at once."""
-        if Observes.CALIBRATION not in policy.observes:
+        if Needs.CALIBRATION not in policy.needs:
             return document
         found = calibration.find(self.identity, self.model.config.name_or_path)
         return replace(document, calibration=found)
 
     def gated(self, document: DocumentView, policy: Policy) -> DocumentView:
         """The document with the model's gates for a policy that needs some. Looked for anew each time, as above."""
-        if Observes.GATES not in policy.observes:
+        if Needs.GATES not in policy.needs:
             return document
-        while isinstance(policy, Around):
-            policy = policy.inner
-        assert isinstance(policy, GatePolicy), "no other policy observes gates"
-        return replace(document, gates=policy.found(self.identity, self.model.config.name_or_path, self.geometry))
+        gates = policy.gate_file(self.identity, self.model.config.name_or_path, self.geometry)
+        return replace(document, gates=gates)
 
     @property
     def geometry(self) -> Geometry:

@@ -181,8 +181,8 @@ def _rows(first: Tensor, second: Tensor, rows: Tensor) -> Tensor:
 
 
 def _layer(absorber: Absorber, budget_tokens: int) -> ChunkedLayer | ProbedLayer:
-    if isinstance(absorber, BlockAbsorber):
-        return ProbedLayer(absorber)
+    if absorber.probed:
+        return ProbedLayer(cast(BlockAbsorber, absorber))
     return ChunkedLayer(cast(PartitionAbsorber, absorber), budget_tokens)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvshelf.api import Quality
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.attention.function import kvshelf_attention
+from kvshelf.engine.forward.calls import Calls
 from kvshelf.engine.forward.passes import Passes
 from kvshelf.engine.inputs.job import Job, Level
 from kvshelf.engine.prefill import stateful
@@ -23,7 +24,7 @@ from kvshelf.engine.progress import Checkpoint, Progress, nothing
 from kvshelf.engine.quality import Probe, Reference, ask, ask_without, rows_at_once
 from kvshelf.engine.requirements import require_every_layer
 from kvshelf.engine.summary import KeyCoder, SummaryMaker
-from kvshelf.methods.policies.full import Full
+from kvshelf.methods.policies.registry import everything
 from kvshelf.model.layers import LayerKind, attending, reducible
 from kvshelf.model.rope import Rope
 
@@ -88,6 +89,7 @@ def run_prefill(
             apart = jobs[0].parent is not None or any(kind.states for kind in kinds)
             measured = () if apart or probe is None else probe.passes
             whole = SharedReducer(reducers, [len(cue.token_ids) for cue in measured], checkpoint, summary)
+            whole.calls = Calls(passes.model) if whole.needs_calls else None
             reference = _apart(passes, kinds, jobs[0], probe, whole) if apart else _whole(passes, jobs[0], probe, whole)
             reduced, paused_s = reducers, whole.paused_s
         joined = tuple if passes.ranks is None else passes.ranks.joined
@@ -154,12 +156,12 @@ def run_scores(
 def _whole(passes: Passes, job: Job, probe: Probe | None, reducer: SharedReducer) -> Reference | None:
     """One pass over the document and all probe passes. Returns what the full cache answered `probe`."""
     if probe is None:
-        passes.causal(job.inputs(passes.devices.inputs), reducer, soft=job.soft)
+        passes.causal(job.inputs(passes.devices.inputs), reducer, soft=job.soft, calls=reducer.calls)
         return None
     inputs = job.inputs(passes.devices.inputs, probe.passes)
     device = passes.devices.inputs
     predicting = probe.predicting(inputs["input_ids"].shape[1] - probe.num_tokens, device)
-    logits = passes.causal(inputs, reducer, logits=True, soft=job.soft)
+    logits = passes.causal(inputs, reducer, logits=True, soft=job.soft, calls=reducer.calls)
     assert logits is not None
     rows = rows_at_once(passes.model)
     wanted = predicting, probe.reading(device)
@@ -193,7 +195,7 @@ def _apart(
 
 def _reducer(passes: Passes, rope: Rope | None, kinds: tuple[LayerKind, ...], job: Job) -> LayerReducer:
     return LayerReducer(
-        job.policy if job.policy.has_work(job.budget, job.num_tokens) else Full(),
+        job.policy if job.policy.has_work(job.budget, job.num_tokens) else everything(),
         job.document,
         job.budget,
         kinds,

@@ -16,11 +16,13 @@ from kvshelf.artifact.growth import placed
 from kvshelf.artifact.packed import Packed
 from kvshelf.artifact.records import Entries, Kept, Latents, LayerRecord, Recent, States, entries_of
 from kvshelf.engine.attention.function import Attended, ForwardContext
+from kvshelf.engine.forward.calls import Calls
 from kvshelf.engine.requirements import require_every_layer
 from kvshelf.engine.summary import SummaryMaker
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import select
-from kvshelf.methods.policies.base import Observes, Policy, ScoringPolicy, keep
+from kvshelf.methods.method import Needs
+from kvshelf.methods.policies.base import Policy, keep
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
 from kvshelf.methods.policies.sharing import LayerStats, Sharing
 from kvshelf.methods.policies.together import importance_together, reduce_together, scores_together
@@ -49,13 +51,14 @@ class LayerReducer:
 
     def __post_init__(self) -> None:
         self._places = {layer: place for place, layer in enumerate(reducible(self.kinds))}
-        self.sees_queries = Observes.QUERIES in self.policy.observes
+        self.sees_queries = Needs.QUERIES in self.policy.needs
         self._records: dict[int, Entries] = {}
         self._notes: dict[int, Any] = {}
         self._chooser = self.policy.chooser
         self._cascade: Cascade | None = None
-        if isinstance(self._chooser, ScoringPolicy) and self._chooser.sharing is not None:
-            self._cascade = Cascade(self._chooser.sharing, self.budget, len(self._places))
+        self._scorer = self._chooser.scorer
+        if self._scorer is not None and self._scorer.sharing is not None:
+            self._cascade = Cascade(self._scorer.sharing, self.budget, len(self._places))
         self.states: Sequence[States] = ()
         self.compress_s = 0.0
 
@@ -88,14 +91,14 @@ class LayerReducer:
                 else reduce_together(self._chooser, layer, latents, tokens)
             )
         else:
-            assert isinstance(self._chooser, ScoringPolicy)
-            weight = self._chooser.weight(layer)
+            assert self._scorer is not None, "the one that shares"
+            weight = self._scorer.weight(layer)
             if not math.isfinite(weight):  # shares need a finite weight now, so this cannot wait for the end
                 raise _not_finite(self._chooser, f"the weight of layer {layer.layer_idx}")
             if latents is None:
-                self._cascade.add(layer, self._chooser.importance(layer), weight)
+                self._cascade.add(layer, self._scorer.importance(layer), weight)
             else:
-                self._cascade.add(latents, importance_together(self._chooser, layer), weight)
+                self._cascade.add(latents, importance_together(self._scorer, layer), weight)
 
     def reduced(self) -> dict[int, Entries]:
         """The layers taken so far. Raises `PolicyUnsupported` where scores that are not finite chose entries."""
@@ -140,9 +143,10 @@ class LayerReducer:
             num_layers=len(self._places),
             place=self._places[attended.layer_idx],
             probes=self._probes(attended) if self.sees_queries else (),
-            rope=self.rope if Observes.ROPE in self.policy.observes else None,
+            rope=self.rope if Needs.ROPE in self.policy.needs else None,
             module=attended.module,
             ranks=self.ranks,
+            call=attended.call,
         )
 
     def _stored(self, attended: Attended) -> LayerView | None:
@@ -168,8 +172,8 @@ class Scorer(LayerReducer):
         self.scores: dict[int, Tensor] = {}
 
     def after_attention(self, attended: Attended) -> None:
-        policy = self._chooser
-        assert isinstance(policy, ScoringPolicy)
+        policy = self._scorer
+        assert policy is not None, "see `Engine.scores`"
         if not self.kinds[attended.layer_idx].reducible:
             return
         layer = self._view(attended)
@@ -182,13 +186,14 @@ class SharedReducer(ForwardContext):
     """A prefill that several levels share: each reduces the layer, then other work has a turn.
 
     `measured`: lengths of further probe passes, behind those of the policies. No policy sees them. summary: sees what
-    every reducer sees.
+    every reducer sees. calls: sees those of the attention modules, for policies that need them.
     """
 
     reducers: Sequence[LayerReducer]
     measured: Sequence[int]
     checkpoint: Callable[[], None]
     summary: SummaryMaker
+    calls: Calls | None = None
     paused_s: float = field(default=0.0, init=False)
 
     @property
@@ -197,7 +202,12 @@ class SharedReducer(ForwardContext):
 
     @property
     def reads_attention(self) -> bool:
-        return any(Observes.SUMS in reducer.policy.observes for reducer in self.reducers)
+        return any(Needs.SUMS in reducer.policy.needs for reducer in self.reducers)
+
+    @property
+    def needs_calls(self) -> bool:
+        """Whether a policy needs the calls of the attention modules."""
+        return any(Needs.CALL in reducer.policy.needs for reducer in self.reducers)
 
     @property
     def sees_queries(self) -> bool:
@@ -207,6 +217,8 @@ class SharedReducer(ForwardContext):
         if not self.reducers[0].kinds[layer.layer_idx].attends:
             return  # by the keys and values of a layer before
         self.summary.after_attention(layer)
+        if self.calls is not None:
+            layer = replace(layer, call=self.calls.take(layer.module))
         for reducer in self.reducers:
             reducer.after_attention(layer)
         started = time.perf_counter()

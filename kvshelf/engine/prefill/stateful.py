@@ -31,7 +31,7 @@ from kvshelf.engine.inputs.job import Job, Parent
 from kvshelf.engine.prefill.reducing import LayerReducer
 from kvshelf.engine.progress import Checkpoint, nothing
 from kvshelf.methods.policies.budgets import Budget
-from kvshelf.methods.policies.full import Full
+from kvshelf.methods.policies.registry import everything
 from kvshelf.methods.policies.view import DocumentView, ProbePass
 from kvshelf.model.caches import cache_class
 from kvshelf.model.layers import LayerKind
@@ -102,7 +102,7 @@ class Read:
         held = _Held(checkpoint, queries)
         states = read(passes, kinds, job, held)
         before = () if job.parent is None else job.parent.plain.to(passes.devices.layers).layers
-        whole = LayerReducer(Full(), job.document, Budget.full(job.num_tokens), kinds, (), None, behind=before)
+        whole = LayerReducer(everything(), job.document, Budget.full(job.num_tokens), kinds, (), None, behind=before)
         for attended in held.attended.values():
             whole.after_attention(attended)
         whole.states = states

@@ -1,4 +1,5 @@
-"""The compression policies. Names are imported on first use: the catalog needs no torch, the policies themselves do."""
+"""The compression policies. Names are imported on first use: the module of an installed policy needs the base classes
+before the registry loads it."""
 
 from __future__ import annotations
 
@@ -6,31 +7,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvshelf.methods.policies.base import Policy, ScoringPolicy, parameter
-    from kvshelf.methods.policies.info import PolicyInfo
-    from kvshelf.methods.policies.known import catalog
+    from kvshelf.methods.method import Needs, parameter
+    from kvshelf.methods.policies.base import Policy, ScoringPolicy
     from kvshelf.methods.policies.registry import POLICIES, build
     from kvshelf.methods.policies.view import LayerView
 
-__all__ = [
-    "POLICIES", "LayerView", "Policy", "PolicyInfo", "ScoringPolicy", "build", "catalog", "parameter",
-]  # fmt: skip
+__all__ = ["POLICIES", "LayerView", "Needs", "Policy", "ScoringPolicy", "build", "parameter"]
 
 _HOMES = {
-    "POLICIES": "registry",
-    "LayerView": "view",
-    "Policy": "base",
-    "PolicyInfo": "info",
-    "ScoringPolicy": "base",
-    "build": "registry",
-    "catalog": "known",
-    "parameter": "base",
+    "POLICIES": "policies.registry",
+    "LayerView": "policies.view",
+    "Needs": "method",
+    "Policy": "policies.base",
+    "ScoringPolicy": "policies.base",
+    "build": "policies.registry",
+    "parameter": "method",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = getattr(import_module(f"kvshelf.methods.{_HOMES[name]}"), name)
     globals()[name] = value
     return value

@@ -11,8 +11,9 @@ from torch import Tensor
 from kvshelf.artifact.records import Entries
 from kvshelf.errors import InvalidRequest
 from kvshelf.kernels.select import importance_of
+from kvshelf.methods.method import parameter, parameter_fields
 from kvshelf.methods.policies.around import Around
-from kvshelf.methods.policies.base import Phase, Policy, ScoringPolicy, parameter, parameter_fields
+from kvshelf.methods.policies.base import Phase, Policy, ScoringPolicy
 from kvshelf.methods.policies.budgets import LayerBudget
 from kvshelf.methods.policies.sharing import GlobalSharing, flat_counts, least
 from kvshelf.methods.policies.snapkv import SnapKV
@@ -39,6 +40,7 @@ class Ada(Around, ScoringPolicy):
     name: ClassVar[str] = "ada"
     source: ClassVar[str] = "Ada-KV, arXiv 2407.11550"
     advice: ClassVar[str] = "around a policy that scores by attention, where heads differ in how much they look at."
+    budgets_heads: ClassVar[bool] = True
     takes: ClassVar[str] = (
         "a policy that scores the tokens of each head by itself and leaves the sharing of budgets to ada"
     )

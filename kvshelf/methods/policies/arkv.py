@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from kvshelf.artifact.records import Entries, Kept
-from kvshelf.methods.policies.base import TailPolicy, parameter, pooling_kernel
+from kvshelf.methods.method import parameter
+from kvshelf.methods.policies.base import TailPolicy, pooling_kernel
 from kvshelf.methods.policies.budgets import Budget
 from kvshelf.methods.policies.cake import indicators, variance
 from kvshelf.methods.policies.view import LayerView

@@ -7,11 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
+from kvshelf.artifact.identity import ModelIdentity
 from kvshelf.artifact.records import Entries
 from kvshelf.errors import InvalidRequest
-from kvshelf.methods.policies.base import Observes, Phase, Policy, parameter, parameter_fields
+from kvshelf.methods.method import Needs, parameter, parameter_fields
+from kvshelf.methods.policies.base import Phase, Policy
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
 from kvshelf.methods.policies.full import Full
+from kvshelf.methods.policies.gate_file import Gates, Geometry
 from kvshelf.methods.policies.view import DocumentView, LayerView, ProbePass
 
 
@@ -61,6 +64,9 @@ class Around(Policy):
     def parameters(self) -> dict[str, Any]:
         return self.inner.parameters() | super().parameters()  # a name that both have is this policy's
 
+    def gate_file(self, model: ModelIdentity, folder: str, geometry: Geometry) -> Gates:
+        return self.inner.gate_file(model, folder, geometry)
+
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         return replace(self, inner=self.inner.fitted(document, budget, given))
 
@@ -76,8 +82,8 @@ class Around(Policy):
         return 1000 * self.version + self.inner.revision
 
     @property
-    def observes(self) -> Observes:
-        return self.inner.observes
+    def needs(self) -> Needs:
+        return self.inner.needs
 
     @property
     def takes_questions(self) -> bool:

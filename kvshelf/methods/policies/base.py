@@ -1,26 +1,27 @@
 """Base classes of policies: the mechanism (`Policy`), the common case (`ScoringPolicy`), and policies that judge by the
 end of the prompt (`ProbedPolicy`, `TailPolicy`).
 
-A policy is a frozen dataclass in a file of its own. Its fields are its parameters; `parameter()` gives each one its
-default, range and help text. kvshelf checks requests against these and prints them in `kvshelf policies`.
+See `kvshelf.methods.method` for what every method has.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields, replace
-from enum import Flag, auto
-from typing import Any, ClassVar, Literal, Protocol, Self, get_args, get_type_hints
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 from torch import Tensor
 
+from kvshelf.artifact.identity import ModelIdentity
 from kvshelf.artifact.packed import offsets_of
 from kvshelf.artifact.records import Entries, Kept
-from kvshelf.errors import InvalidRequest, PolicyUnsupported, nearest
+from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.kernels.select import importance_of, keep_best, of_entries, pack
+from kvshelf.methods.method import POLICY, Kind, Method, Needs, parameter
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
-from kvshelf.methods.policies.parameters import check, require_held
+from kvshelf.methods.policies.gate_file import Gates, Geometry, find
+from kvshelf.methods.policies.parameters import require_held
 from kvshelf.methods.policies.sharing import Sharing
 from kvshelf.methods.policies.view import DocumentView, LayerView, ProbePass
 
@@ -31,34 +32,8 @@ MAX_PROBE_BYTES = 16 * 1024
 Phase = Literal["during", "cascade", "after"]
 """When a policy reduces: see `Policy.phase`."""
 
-
-class Observes(Flag):
-    """What a policy needs of the prefill besides keys and values. The engine refuses the policy before the prefill if
-    the model cannot provide it. SUMS: that `LayerView.column_sums` uses the attention's own log-sum-exps;
-    without it the last layer's attention is not computed."""
-
-    NOTHING = 0
-    QUERIES = auto()
-    ROPE = auto()
-    TEXT = auto()
-    WEIGHTS = auto()
-    CALIBRATION = auto()
-    GATES = auto()
-    SUMS = auto()
-
-
-def parameter(
-    default: Any,
-    help: str,
-    *,
-    minimum: float | None = None,
-    maximum: float | None = None,
-    choices: tuple[Any, ...] | None = None,
-    odd: bool = False,
-) -> Any:
-    """A parameter of a policy or selector: a dataclass field with its legal range, both ends included."""
-    rule = {"help": help, "minimum": minimum, "maximum": maximum, "choices": choices, "odd": odd}
-    return field(default=default, metadata=rule)
+Observes = Needs
+"""The name of `Needs` before version 0.2, for plug-ins that have it still."""
 
 
 def pooling_kernel(default: int) -> Any:
@@ -83,51 +58,47 @@ class Absorber(Protocol):
     def chunks(self) -> Sequence[int]:
         """Tokens of each forward pass; they add up to the document."""
 
-
-@dataclass(frozen=True)
-class Parametric(ABC):
-    """What policies, suffix policies and selectors have in common. `source` names the paper, `advice` says when to
-    choose it. Users see the class docstring's first paragraph as its summary."""
-
-    name: ClassVar[str]
-    source: ClassVar[str]
-    advice: ClassVar[str] = ""
-
-    def parameters(self) -> dict[str, Any]:
-        """The parameters as used."""
-        return {f.name: getattr(self, f.name) for f in parameter_fields(type(self))}
+    @property
+    def probed(self) -> bool:
+        """Whether a probe behind each chunk judges it: see `blocks.BlockAbsorber`, and else
+        `partitions.PartitionAbsorber`."""
 
 
 @dataclass(frozen=True)
-class Policy(Parametric):
+class Policy(Method):
     """One layer in, one reduced layer out.
 
     Raise `version` by hand whenever the entries that a policy chooses can change; it is part of a cache's identity.
-    `by_position` says that it chooses by positions alone, whatever keys and values there are; `shared_by_heads`, that
-    every head of a layer keeps the same tokens, so that budgets per head mean nothing; `merges`, that an entry it keeps
-    may stand for several tokens. `indexes`, that it makes an index of what it keeps, `prunes`, that it stores keys
-    without some of their channels, and `sets_precision`, that its records say how many entries have more bits under
-    codec `mixed:share=policy`: so it has work where the budget is the whole document.
+    `by_position` says that it chooses by positions alone, whatever keys and values there are; `shared_by_heads`,
+    that every head of a layer keeps the same tokens, so that budgets per head mean nothing; `budgets_heads`, that it
+    gives each head a budget of its own; `merges`, that an entry it keeps may stand for several tokens. `indexes`, that
+    it makes an index of what it keeps, `prunes`, that it stores keys without some of their channels, and
+    `sets_precision`, that its records say how many entries have more bits under codec `mixed:share=policy`: so it has
+    work where the budget is the whole document.
     """
 
+    kind: ClassVar[Kind] = POLICY
     version: ClassVar[int] = 1
     takes_budget: ClassVar[bool] = True
     by_position: ClassVar[bool] = False
     shared_by_heads: ClassVar[bool] = False
+    budgets_heads: ClassVar[bool] = False
     merges: ClassVar[bool] = False
     indexes: ClassVar[bool] = False
     prunes: ClassVar[bool] = False
     sets_precision: ClassVar[bool] = False
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Plug-ins may say `observes`, the name of `needs` before version 0.2, and ask their base for it."""
+        super().__init_subclass__(**options)
+        for name, other in (("observes", "needs"), ("needs", "observes")):
+            if name in cls.__dict__ and other not in cls.__dict__:
+                setattr(cls, other, cls.__dict__[name])
+
     @property
     def revision(self) -> int:
         """The version in a cache's identity: the class's version, combined with the base policy's, if there is one."""
         return self.version
-
-    @property
-    def observes(self) -> Observes:
-        """What it must see of the prefill. A plain class attribute if it does not depend on parameters."""
-        return Observes.NOTHING
 
     @abstractmethod
     def reduce(self, layer: LayerView, budget: LayerBudget) -> Entries:
@@ -137,6 +108,21 @@ class Policy(Parametric):
     def chooser(self) -> Policy:
         """The policy that reduces each layer: this one, or the one that it is built around."""
         return self
+
+    @property
+    def scorer(self) -> ScoringPolicy | None:
+        """This policy, as one that scores each entry by itself; None if it does not."""
+        return None
+
+    @property
+    def index_block(self) -> int | None:
+        """Tokens of a block of the index that it makes, which no codec may cut; None without such blocks."""
+        return None
+
+    def gate_file(self, model: ModelIdentity, folder: str, geometry: Geometry) -> Gates:  # noqa: ARG002
+        """The gates of a model for a policy that needs some: by default those of any family that were trained for its
+        name. folder, and what it raises: as of `gate_file.find`."""
+        return find(model, folder, self.name)
 
     def noted(self, layer: LayerView) -> Any:  # noqa: ARG002
         """What `finished` has to know of a layer, taken before the layer is reduced and freed."""
@@ -208,15 +194,6 @@ class Policy(Parametric):
             )
         return self
 
-    @classmethod
-    def build(cls, given: Mapping[str, Any], known: Mapping[str, type[Policy]]) -> Self:  # noqa: ARG003
-        """Make the policy from a request's parameters. Raises `InvalidRequest` naming the parameter and its range.
-
-        known: all policies by name. A policy that is built around another one looks its base up here.
-        """
-        require_parameters(cls, f"policy {cls.name!r}", given, "policy_params")
-        return cls(**given)
-
 
 @dataclass(frozen=True)
 class ScoringPolicy(Policy):
@@ -226,6 +203,10 @@ class ScoringPolicy(Policy):
     @abstractmethod
     def score(self, layer: LayerView) -> Tensor:
         """`[kv_heads, N]` fp32, higher is kept."""
+
+    @property
+    def scorer(self) -> ScoringPolicy | None:
+        return self
 
     def protected(self, layer: LayerView) -> Tensor:
         """`[N]` bool: tokens kept whatever their score. A mask, because no score is safely above all others."""
@@ -280,8 +261,8 @@ class ProbedPolicy(Policy):
     probe: str | None = parameter(None, "text put behind the document to observe; null: the chat template's suffix")
 
     @property
-    def observes(self) -> Observes:
-        return Observes.QUERIES
+    def needs(self) -> Needs:
+        return Needs.QUERIES
 
     @property
     def takes_questions(self) -> bool:
@@ -344,27 +325,3 @@ def encoded(probe: str, document: DocumentView) -> tuple[int, ...]:
     if document.text is None:
         raise InvalidRequest(f"{param} is a text, and this engine has no tokenizer to encode it", param=param)
     return tuple(document.text.encode(probe))
-
-
-def require_parameters(cls: type, owner: str, given: Mapping[str, Any], param: str) -> None:
-    """Raises `InvalidRequest`, which names the parameter and its range, unless `cls` has all these parameters and they
-    are legal. owner: what has them, in words; param: the field of the request that they come from."""
-    own = {f.name: f for f in parameter_fields(cls)}
-    for name, value in given.items():
-        if name not in own:
-            raise InvalidRequest(
-                f"{owner} has no parameter {name!r}{nearest(name, own)}; it has {', '.join(own) or 'none'}",
-                param=f"{param}.{name}",
-            )
-        check(owner, name, value, parameter_types(cls)[name], own[name].metadata, param)
-
-
-def parameter_fields(cls: type) -> list[Field[Any]]:
-    """The fields made by `parameter`. A class may have others, which requests cannot set."""
-    return [f for f in fields(cls) if f.metadata]
-
-
-def parameter_types(cls: type) -> dict[str, tuple[type, ...]]:
-    """The types each parameter may have."""
-    hints = get_type_hints(cls)
-    return {f.name: get_args(hints[f.name]) or (hints[f.name],) for f in parameter_fields(cls)}

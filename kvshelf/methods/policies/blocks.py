@@ -17,7 +17,8 @@ from torch import Tensor
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import importance_of
 from kvshelf.kernels.window_scores import window_attention
-from kvshelf.methods.policies.base import Observes, ScoringPolicy, parameter
+from kvshelf.methods.method import Needs, parameter
+from kvshelf.methods.policies.base import ScoringPolicy
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
 from kvshelf.methods.policies.parameters import fitted_sink
 from kvshelf.methods.policies.sharing import GlobalSharing, Sharing, flat_counts
@@ -62,7 +63,7 @@ class BlockPolicy(ScoringPolicy):
     that is dropped is dropped for good. The probe's own states are not stored.
     """
 
-    observes: ClassVar[Observes] = Observes.QUERIES
+    needs: ClassVar[Needs] = Needs.QUERIES
 
     chunk: int = parameter(2048, "document tokens of a block", minimum=64)
     sink: int = parameter(4, "first tokens, always kept", minimum=0)
@@ -124,6 +125,8 @@ class BlockAbsorber:
     policy: BlockPolicy
     document: DocumentView
     budget_tokens: int
+
+    probed: ClassVar[bool] = True
 
     @property
     def mode(self) -> str:

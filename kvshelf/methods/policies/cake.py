@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kvshelf.kernels.window_scores import pooled
-from kvshelf.methods.policies.base import TailPolicy, parameter, pooling_kernel
+from kvshelf.methods.method import parameter
+from kvshelf.methods.policies.base import TailPolicy, pooling_kernel
 from kvshelf.methods.policies.sharing import ProportionalSharing
 from kvshelf.methods.policies.view import LayerView, Window
 

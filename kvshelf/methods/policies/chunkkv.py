@@ -14,7 +14,8 @@ from torch import Tensor
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import select
 from kvshelf.kernels.window_scores import pooled
-from kvshelf.methods.policies.base import TailPolicy, parameter, pooling_kernel
+from kvshelf.methods.method import parameter
+from kvshelf.methods.policies.base import TailPolicy, pooling_kernel
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
 from kvshelf.methods.policies.view import DocumentView, LayerView
 

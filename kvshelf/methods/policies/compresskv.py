@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.window_scores import pooled
-from kvshelf.methods.policies.base import Observes, TailPolicy, parameter, pooling_kernel
+from kvshelf.methods.method import Needs, parameter
+from kvshelf.methods.policies.base import TailPolicy, pooling_kernel
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
 from kvshelf.methods.policies.sharing import fill, largest_remainders
 from kvshelf.methods.policies.view import DocumentView, LayerView
@@ -49,8 +50,8 @@ class CompressKV(TailPolicy):
     calibration: str | None = parameter(None, "digest of the calibration to use; null: the one that is there")
 
     @property
-    def observes(self) -> Observes:
-        return Observes.QUERIES | Observes.CALIBRATION
+    def needs(self) -> Needs:
+        return Needs.QUERIES | Needs.CALIBRATION
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         policy = super().fitted(document, budget, given)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kvshelf.artifact.records import Entries, Kept, Merged
 from kvshelf.kernels.select import importance_of, select
-from kvshelf.methods.policies.base import Observes, Phase, Policy, parameter
+from kvshelf.methods.method import Needs, parameter
+from kvshelf.methods.policies.base import Phase, Policy
 from kvshelf.methods.policies.budgets import Budget, LayerBudget, WholeLayers
 from kvshelf.methods.policies.full import Full
 from kvshelf.methods.policies.merging import MergePlan, nearest
@@ -56,7 +57,7 @@ class D2O(Policy):
     name: ClassVar[str] = "d2o"
     source: ClassVar[str] = "D2O, arXiv 2406.13035"
     advice: ClassVar[str] = "to see what merging by key similarity is worth beside h2o; ems keeps more of what merges."
-    observes: ClassVar[Observes] = Observes.QUERIES | Observes.SUMS
+    needs: ClassVar[Needs] = Needs.QUERIES | Needs.SUMS
     merges: ClassVar[bool] = True
 
     recent: float = parameter(0.5, "part of a layer's budget for its last tokens", minimum=0, maximum=1)

@@ -10,7 +10,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvshelf.kernels.window_scores import pooled
-from kvshelf.methods.policies.base import Observes, ScoringPolicy, encoded, parameter, pooling_kernel
+from kvshelf.methods.method import Needs, parameter
+from kvshelf.methods.policies.base import ScoringPolicy, encoded, pooling_kernel
 from kvshelf.methods.policies.view import DocumentView, LayerView, ProbePass
 
 
@@ -32,7 +33,7 @@ class DapQ(ScoringPolicy):
     name: ClassVar[str] = "dapq"
     source: ClassVar[str] = "DapQ, arXiv 2603.11564"
     advice: ClassVar[str] = "as a cheap step up from snapkv when the questions are unknown."
-    observes: ClassVar[Observes] = Observes.QUERIES
+    needs: ClassVar[Needs] = Needs.QUERIES
 
     pseudo: int = parameter(32, "pseudo tokens", minimum=1, maximum=4096)
     offset: int = parameter(0, "tokens between the document and the first pseudo token", minimum=0)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import importance_of
-from kvshelf.methods.policies.base import Observes, TailPolicy, parameter, pooling_kernel
+from kvshelf.methods.method import Needs, parameter
+from kvshelf.methods.policies.base import TailPolicy, pooling_kernel
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
 from kvshelf.methods.policies.sharing import flat_counts
 from kvshelf.methods.policies.view import DocumentView, LayerView
@@ -55,8 +56,8 @@ class DefensiveKV(TailPolicy):
     )
 
     @property
-    def observes(self) -> Observes:
-        return Observes.QUERIES | Observes.WEIGHTS
+    def needs(self) -> Needs:
+        return Needs.QUERIES | Needs.WEIGHTS
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         policy = super().fitted(document, budget, given)

@@ -15,7 +15,8 @@ from kvshelf.kernels.merge import merge_weighted
 from kvshelf.kernels.row_norms import row_norms
 from kvshelf.kernels.select import importance_of, select
 from kvshelf.kernels.window_scores import pooled
-from kvshelf.methods.policies.base import Observes, TailPolicy, keep, parameter, pooling_kernel
+from kvshelf.methods.method import Needs, parameter
+from kvshelf.methods.policies.base import TailPolicy, keep, pooling_kernel
 from kvshelf.methods.policies.budgets import LayerBudget
 from kvshelf.methods.policies.merging import MergePlan, nearest
 from kvshelf.methods.policies.view import LayerView
@@ -62,8 +63,8 @@ class EMS(TailPolicy):
     every: int = parameter(1, "sum every n-th row only for the global score, for 1 / n of its work", minimum=1)
 
     @property
-    def observes(self) -> Observes:
-        return super().observes | Observes.SUMS | (Observes.ROPE if self.unrotated else Observes.NOTHING)
+    def needs(self) -> Needs:
+        return super().needs | Needs.SUMS | (Needs.ROPE if self.unrotated else Needs.NOTHING)
 
     @property
     def unrotated(self) -> bool:

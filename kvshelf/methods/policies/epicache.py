@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from kvshelf.errors import InvalidRequest
-from kvshelf.methods.policies.base import encoded, parameter
+from kvshelf.methods.method import parameter
+from kvshelf.methods.policies.base import encoded
 from kvshelf.methods.policies.blocks import BlockPolicy, Past, largest_weights
 from kvshelf.methods.policies.budgets import Budget
+from kvshelf.methods.policies.centroids import unpacked
 from kvshelf.methods.policies.view import DocumentView, LayerView, ProbePass
 
 _INSTRUCTION: Final = "\n\nFind what the text above says about the following."
 _OWN_END: Final = 64
 """Tokens at the end of the document that stand for the episode where nothing else does."""
-
-MAX_CENTROID: Final = 512
-"""Tokens of a centroid."""
-
-_ENTRY: Final = np.dtype([("token", "<u4"), ("weight", "u1")])
 
 
 @dataclass(frozen=True)
@@ -83,28 +76,3 @@ class EpiCache(BlockPolicy):
         if document.text is None:
             return tuple(document.token_ids[-_OWN_END:])
         return (*document.text.encode(_INSTRUCTION), *document.suffix, *episode)
-
-
-def packed(weights: Mapping[int, float]) -> str:
-    """A centroid as text: the largest of these positive weights of tokens, each as a byte in proportion to the largest.
-    Base64 of pairs of a token id (4 bytes, little-endian) and a weight (1 byte), by ascending id."""
-    largest = sorted(weights.items(), key=lambda each: (-each[1], each[0]))[:MAX_CENTROID]
-    scale = 255 / largest[0][1]
-    entries = sorted((token, round(weight * scale)) for token, weight in largest)
-    return base64.b64encode(np.array([entry for entry in entries if entry[1]], _ENTRY).tobytes()).decode()
-
-
-def unpacked(centroid: str) -> dict[int, float]:
-    """The weights of tokens that `packed` wrote, of length 1 together. Raises `InvalidRequest` for any other text."""
-    try:
-        entries = np.frombuffer(base64.b64decode(centroid, validate=True), _ENTRY)
-    except (binascii.Error, ValueError):
-        entries = np.array([], _ENTRY)
-    tokens, weights = entries["token"], entries["weight"].astype(np.float64)
-    if not 0 < len(entries) <= MAX_CENTROID or not weights.all() or not (tokens[1:] > tokens[:-1]).all():
-        raise InvalidRequest(
-            f"centroid is no centroid: base64 of 1 to {MAX_CENTROID} token ids (4 bytes) with weights (1 byte) in "
-            "ascending order; a creation with `episodes` makes it",
-            param="policy_params.centroid",
-        )
-    return dict(zip(tokens.tolist(), (weights / np.linalg.norm(weights)).tolist(), strict=True))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kvshelf.kernels.row_norms import row_norms
-from kvshelf.methods.policies.base import Observes, ScoringPolicy, parameter
+from kvshelf.methods.method import Needs, parameter
+from kvshelf.methods.policies.base import ScoringPolicy
 from kvshelf.methods.policies.budgets import Budget
 from kvshelf.methods.policies.parameters import fitted_sink
 from kvshelf.methods.policies.view import DocumentView, LayerView
@@ -37,7 +38,7 @@ class ExpectedAttention(ScoringPolicy):
     name: ClassVar[str] = "expected_attention"
     source: ClassVar[str] = "Expected Attention, arXiv 2510.00636"
     advice: ClassVar[str] = "to compare with its published results; on kvshelf-tiny it does not retrieve."
-    observes: ClassVar[Observes] = Observes.QUERIES | Observes.ROPE
+    needs: ClassVar[Needs] = Needs.QUERIES | Needs.ROPE
 
     n_future: int = parameter(512, "future positions that are averaged over", minimum=1, maximum=65536)
     sink: int = parameter(4, "first tokens always kept, and left out of the statistics", minimum=0)

@@ -151,11 +151,18 @@ def gate_path(weights: str, policy: str) -> Path:
     return folder / f"{weights}.{policy}.safetensors"
 
 
-def find(
-    model: ModelIdentity, folder: str, policy: str, family: Family, revision: int, shapes: Callable[[int], Shapes]
-) -> Gates:
-    """The gates of a model for one policy. folder: what its weights were loaded from, as of `calibration.find`.
-    shapes: of the tensors that a file of some width must have.
+class Form(NamedTuple):
+    """What the gates of a policy have to be. revision: of its formula. shapes: of the tensors that a file of some width
+    must have."""
+
+    family: Family
+    revision: int
+    shapes: Callable[[int], Shapes]
+
+
+def find(model: ModelIdentity, folder: str, policy: str, form: Form | None = None) -> Gates:
+    """The gates of a model for one policy. folder: what its weights were loaded from, as of `calibration.find`. form:
+    None takes any.
 
     Raises `PolicyUnsupported` if there are none, if they belong to other weights, to another policy or to another
     formula, and if the file is broken.
@@ -178,11 +185,15 @@ def find(
                 f"it is of other weights ({header.weights[:16]}) than those of {model.name!r} as {model.dtype} "
                 f"({model.weights[:16]})"
             )
+        family = header.family if form is None else form.family
         if (header.policy, header.family) != (policy, family):
             raise ValueError(f"it is for policy {header.policy!r} of family {header.family!r}, not {family!r}")
-        if header.revision != revision:
-            raise ValueError(f"it is of revision {header.revision}, and this kvshelf reads revision {revision}")
-        gates.require_shapes(shapes(header.width))
+        if form is not None:
+            if header.revision != form.revision:
+                raise ValueError(
+                    f"it is of revision {header.revision}, and this kvshelf reads revision {form.revision}"
+                )
+            gates.require_shapes(form.shapes(header.width))
     except (ValueError, OSError) as error:
         raise PolicyUnsupported(
             f"the gate file {path} cannot be used: {error}; train another with: {command}", param="policy"

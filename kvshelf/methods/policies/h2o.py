@@ -7,7 +7,8 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from kvshelf.methods.policies.base import Observes, ScoringPolicy, parameter
+from kvshelf.methods.method import Needs, parameter
+from kvshelf.methods.policies.base import ScoringPolicy
 from kvshelf.methods.policies.budgets import Budget
 from kvshelf.methods.policies.parameters import require_held
 from kvshelf.methods.policies.view import DocumentView, LayerView
@@ -33,7 +34,7 @@ class H2O(ScoringPolicy):
     name: ClassVar[str] = "h2o"
     source: ClassVar[str] = "H2O, arXiv 2306.14048"
     advice: ClassVar[str] = "as the baseline of eviction by attention; it favours early tokens."
-    observes: ClassVar[Observes] = Observes.QUERIES | Observes.SUMS
+    needs: ClassVar[Needs] = Needs.QUERIES | Needs.SUMS
 
     recent: int | None = parameter(None, "last tokens always kept; null: half of the budget", minimum=0)
     normalize: str = parameter("none", "divide a column's sum by its rows, or not", choices=("none", "rows"))

@@ -10,7 +10,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from kvshelf.artifact.records import Indexed
-from kvshelf.methods.policies.base import Observes, Policy, parameter
+from kvshelf.methods.method import Needs, parameter
+from kvshelf.methods.policies.base import Policy
 from kvshelf.methods.policies.budgets import LayerBudget
 from kvshelf.methods.policies.full import Full
 from kvshelf.methods.policies.view import LayerView
@@ -34,13 +35,17 @@ class InfLLM(Policy):
     name: ClassVar[str] = "infllm"
     source: ClassVar[str] = "InfLLM, arXiv 2402.04617"
     advice: ClassVar[str] = "with selector infllm, which reads a long document in part from disk or Redis."
-    observes: ClassVar[Observes] = Observes.QUERIES | Observes.SUMS | Observes.ROPE
+    needs: ClassVar[Needs] = Needs.QUERIES | Needs.SUMS | Needs.ROPE
     takes_budget: ClassVar[bool] = False
     by_position: ClassVar[bool] = True
     indexes: ClassVar[bool] = True
 
     block: int = parameter(128, "tokens of a block", minimum=8)
     representatives: int = parameter(4, "tokens of a block and KV head whose keys stand for it", minimum=1)
+
+    @property
+    def index_block(self) -> int:
+        return self.block
 
     def reduce(self, layer: LayerView, budget: LayerBudget) -> Indexed:
         kept = Full().reduce(layer, budget)

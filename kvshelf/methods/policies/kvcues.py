@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Final
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvshelf.kernels.window_scores import pass_scores
-from kvshelf.methods.policies.base import parameter
+from kvshelf.methods.method import parameter
 from kvshelf.methods.policies.kvzip import KVzip
-from kvshelf.methods.policies.view import DocumentView, LayerView, ProbePass
-
-ASKED: Final = 6
-ANSWER: Final = 4
-"""Tokens of a cue and of its answer. Later ones depend more on the tokens before them than on the document."""
-
-EVERY: Final = 8
+from kvshelf.methods.policies.view import CUE_ANSWER, CUE_ASKED, CUE_EVERY, DocumentView, LayerView, ProbePass
 
 
 @dataclass(frozen=True)
@@ -43,7 +37,7 @@ class KVcues(KVzip):
     )
 
     prefill: str = field(default="whole", init=False)  # cues are asked of the whole document
-    every: int = parameter(EVERY, "document tokens from one cue to the next", minimum=1)
+    every: int = parameter(CUE_EVERY, "document tokens from one cue to the next", minimum=1)
 
     def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:
         return [*super().probe_passes(document), *(_cue(document, start) for start in self._cues(document))]
@@ -55,11 +49,11 @@ class KVcues(KVzip):
 
     def _cues(self, document: DocumentView) -> range:
         """Where the cues start."""
-        return range(document.protected_prefix, document.num_tokens - ASKED - ANSWER + 1, self.every)
+        return range(document.protected_prefix, document.num_tokens - CUE_ASKED - CUE_ANSWER + 1, self.every)
 
 
 def _cue(document: DocumentView, start: int) -> ProbePass:
-    return document.cue(slice(start, start + ASKED), slice(start + ASKED, start + ASKED + ANSWER))
+    return document.cue(slice(start, start + CUE_ASKED), slice(start + CUE_ASKED, start + CUE_ASKED + CUE_ANSWER))
 
 
 def _cue_scores(layer: LayerView, cues: int) -> Tensor:

@@ -12,7 +12,8 @@ from torch import Tensor
 from kvshelf.artifact.records import Kept, Merged
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import importance_of, select
-from kvshelf.methods.policies.base import Observes, Policy, parameter
+from kvshelf.methods.method import Needs, parameter
+from kvshelf.methods.policies.base import Policy
 from kvshelf.methods.policies.budgets import Budget, LayerBudget, WholeLayers
 from kvshelf.methods.policies.merging import MergePlan
 from kvshelf.methods.policies.parameters import fitted_sink
@@ -43,7 +44,7 @@ class KVMerger(Policy):
     advice: ClassVar[str] = (
         "to see what merging neighbours is worth; in text whose neighbours say different things, little."
     )
-    observes: ClassVar[Observes] = Observes.QUERIES | Observes.SUMS
+    needs: ClassVar[Needs] = Needs.QUERIES | Needs.SUMS
     merges: ClassVar[bool] = True
 
     heavy: float = parameter(0.25, "part of the budget for heavy hitters", minimum=0, maximum=1)

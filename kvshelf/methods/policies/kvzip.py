@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from kvshelf.methods.policies.base import parameter
+from kvshelf.methods.method import parameter
 from kvshelf.methods.policies.blocks import BlockPolicy, Past, largest_weights
 from kvshelf.methods.policies.budgets import Budget
 from kvshelf.methods.policies.view import DocumentView, LayerView, ProbePass

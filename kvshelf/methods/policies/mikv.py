@@ -10,8 +10,9 @@ from torch import Tensor
 
 from kvshelf.artifact.records import Entries, Kept
 from kvshelf.errors import InvalidRequest
+from kvshelf.methods.method import parameter
 from kvshelf.methods.policies.around import Around
-from kvshelf.methods.policies.base import Policy, ScoringPolicy, parameter
+from kvshelf.methods.policies.base import Policy, ScoringPolicy
 from kvshelf.methods.policies.blocks import BlockPolicy
 from kvshelf.methods.policies.budgets import Budget
 from kvshelf.methods.policies.h2o import H2O

@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvshelf.methods.policies.base import Observes, ScoringPolicy, parameter
+from kvshelf.methods.method import Needs, parameter
+from kvshelf.methods.policies.base import ScoringPolicy
 from kvshelf.methods.policies.view import LayerView
 
 _ROWS_AT_ONCE = 64
@@ -30,7 +31,7 @@ class MPCache(ScoringPolicy):
     name: ClassVar[str] = "mpcache"
     source: ClassVar[str] = "MPCache, arXiv 2501.06807"
     advice: ClassVar[str] = "with selector mpcache, which chooses among what it keeps."
-    observes: ClassVar[Observes] = Observes.QUERIES
+    needs: ClassVar[Needs] = Needs.QUERIES
     shared_by_heads: ClassVar[bool] = True
 
     rows: float = parameter(0.2, "part of the document, at its end, whose rows judge", minimum=0.001, maximum=1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.lag_scores import lag_scores
 from kvshelf.kernels.row_norms import row_norms
 from kvshelf.kernels.select import select
-from kvshelf.methods.policies.base import Absorber, Policy, keep, parameter
+from kvshelf.methods.method import parameter
+from kvshelf.methods.policies.base import Absorber, Policy, keep
 from kvshelf.methods.policies.budgets import Budget, LayerBudget, WholeLayers
 from kvshelf.methods.policies.view import DocumentView, LayerView
 
@@ -150,6 +151,8 @@ class PartitionAbsorber:
     policy: PartitionPolicy
     cut: Cut
     shares: tuple[int, ...]
+
+    probed: ClassVar[bool] = False
 
     @property
     def mode(self) -> str:

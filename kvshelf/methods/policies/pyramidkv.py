@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 from torch import Tensor
 
 from kvshelf.errors import PolicyUnsupported
-from kvshelf.methods.policies.base import parameter
+from kvshelf.methods.method import parameter
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
 from kvshelf.methods.policies.snapkv import SnapKV
 from kvshelf.methods.policies.view import DocumentView, LayerView

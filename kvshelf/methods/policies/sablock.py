@@ -13,7 +13,8 @@ from torch import Tensor
 from kvshelf.artifact.records import Kept
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import importance_of, select
-from kvshelf.methods.policies.base import Observes, TailPolicy, keep, parameter
+from kvshelf.methods.method import Needs, parameter
+from kvshelf.methods.policies.base import TailPolicy, keep
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
 from kvshelf.methods.policies.segments import Segments
 from kvshelf.methods.policies.view import DocumentView, LayerView
@@ -62,8 +63,8 @@ class SABlock(TailPolicy):
     keep_tail: bool = parameter(False, "keep the document's last window tokens where a probe observes, too")
 
     @property
-    def observes(self) -> Observes:
-        return Observes.QUERIES | Observes.TEXT
+    def needs(self) -> Needs:
+        return Needs.QUERIES | Needs.TEXT
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         if self.block > 1 and self.block not in self._sizes():

@@ -11,7 +11,8 @@ from torch import Tensor
 from kvshelf.artifact.records import Kept
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import select
-from kvshelf.methods.policies.base import ProbedPolicy, keep, parameter
+from kvshelf.methods.method import parameter
+from kvshelf.methods.policies.base import ProbedPolicy, keep
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
 from kvshelf.methods.policies.view import DocumentView, LayerView
 

@@ -12,7 +12,8 @@ from kvshelf.artifact.records import Kept
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import importance_of, select
 from kvshelf.kernels.window_scores import pooled
-from kvshelf.methods.policies.base import Observes, TailPolicy, keep, parameter, pooling_kernel
+from kvshelf.methods.method import Needs, parameter
+from kvshelf.methods.policies.base import TailPolicy, keep, pooling_kernel
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
 from kvshelf.methods.policies.segments import MAX_SENTENCE, Segments
 from kvshelf.methods.policies.view import DocumentView, LayerView
@@ -51,8 +52,8 @@ class SentenceKV(TailPolicy):
     )
 
     @property
-    def observes(self) -> Observes:
-        return Observes.QUERIES | Observes.TEXT
+    def needs(self) -> Needs:
+        return Needs.QUERIES | Needs.TEXT
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         policy = super().fitted(document, budget, given)

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvshelf.methods.policies.base import TailPolicy, parameter, pooling_kernel
+from kvshelf.methods.method import parameter
+from kvshelf.methods.policies.base import TailPolicy, pooling_kernel
 from kvshelf.methods.policies.view import LayerView
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kvshelf.artifact.packed import offsets_of
 from kvshelf.artifact.records import Kept
-from kvshelf.methods.policies.base import Observes, Policy, parameter
+from kvshelf.methods.method import Needs, parameter
+from kvshelf.methods.policies.base import Policy
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
 from kvshelf.methods.policies.parameters import fitted_sink
 from kvshelf.methods.policies.view import DocumentView, LayerView
@@ -41,8 +42,8 @@ class StreamingLLM(Policy):
     )
 
     @property
-    def observes(self) -> Observes:
-        return Observes.ROPE if self.positions == "cache" else Observes.NOTHING
+    def needs(self) -> Needs:
+        return Needs.ROPE if self.positions == "cache" else Needs.NOTHING
 
     def next_position(self, num_tokens: int, budget: Budget) -> int:
         return budget.tokens if self.positions == "cache" else num_tokens

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from kvshelf.artifact.records import Entries, Kept, Parts, Pruned
 from kvshelf.errors import PolicyUnsupported
+from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.ada import Ada
 from kvshelf.methods.policies.around import Around
-from kvshelf.methods.policies.base import Observes, Phase, Policy, parameter
+from kvshelf.methods.policies.base import Phase, Policy
 from kvshelf.methods.policies.budgets import Budget
 from kvshelf.methods.policies.full import Full
 from kvshelf.methods.policies.keydiff import KeyDiff
@@ -83,8 +84,8 @@ class Think(Around):
         return "during" if self.keeps_all else super().phase
 
     @property
-    def observes(self) -> Observes:
-        return super().observes | Observes.QUERIES
+    def needs(self) -> Needs:
+        return super().needs | Needs.QUERIES
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         if not self.inner.takes_budget and budget.tokens < document.num_tokens:

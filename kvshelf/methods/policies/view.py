@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from kvshelf.model.prepacking import plain_weight
 from kvshelf.model.text import QUESTION_SEPARATOR, SENTENCE_ENDS
 
 if TYPE_CHECKING:  # a view is also made without a model
+    from transformers import PreTrainedModel
+
     from kvshelf.methods.policies.gate_file import Gates
     from kvshelf.model.calibration import Calibration
     from kvshelf.model.rope import Rope
@@ -25,6 +27,14 @@ if TYPE_CHECKING:  # a view is also made without a model
 
 
 Each = TypeVar("Each")
+
+CUE_ASKED: Final = 6
+CUE_ANSWER: Final = 4
+"""Tokens of a policy's cue and of its answer (`DocumentView.cue`). Later ones depend more on the tokens before them
+than on the document."""
+
+CUE_EVERY: Final = 8
+"""Tokens from one cue of a policy to the next, by default."""
 
 MAX_SENTENCES = 8192
 """Of which a cache stores the ends: 165,000 tokens of prose. Up to a million tokens these take 16 KiB at most."""
@@ -145,13 +155,22 @@ class Probed:
 
 
 @dataclass(frozen=True, eq=False)
+class Call:
+    """The call of a layer's attention module, as a hook of it sees it. arguments: by name; those of tokens have the
+    document's tokens first, and then those of probe passes."""
+
+    model: PreTrainedModel
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
 class LayerView:
     """One layer of a prefilled document, as a policy sees it. Read-only; it is freed when the layer is reduced.
 
     keys: `[kv_heads, N, D]` and values: `[kv_heads, N, Dv]`, after RoPE and any key norm. queries: `[q_heads, N, D]`,
     likewise. lse: the log-sum-exps of their rows, as in `Attended`, `[q_heads, N]` fp32. Unless the policy observes
     queries, both are None and `probes` is empty. ranks: where several processes share the layer's heads, and the view
-    has those of one. `module` is the model's attention module. place: among the
+    has those of one. `module` is the model's attention module, call: its call, if the policy needs it. place: among the
     `num_layers` layers that policies reduce, those without a sliding window; `layer_idx` counts all of the model's.
     """
 
@@ -168,6 +187,7 @@ class LayerView:
     lse: Tensor | None = None
     module: nn.Module | None = field(default=None, repr=False)
     ranks: Ranks | None = None
+    call: Call | None = field(default=None, repr=False)
 
     @property
     def kv_heads(self) -> int:

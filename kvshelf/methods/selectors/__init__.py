@@ -7,22 +7,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvshelf.methods.policies.base import parameter
+    from kvshelf.methods.method import Needs, parameter
     from kvshelf.methods.selectors.base import Selector, StoredLayer, UnitSelector, of_pages
-    from kvshelf.methods.selectors.known import catalog
     from kvshelf.methods.selectors.registry import build, names
 
-__all__ = ["Selector", "StoredLayer", "UnitSelector", "build", "catalog", "names", "of_pages", "parameter"]
+__all__ = ["Needs", "Selector", "StoredLayer", "UnitSelector", "build", "names", "of_pages", "parameter"]
 
 _HOMES = {
+    "Needs": "method",
     "Selector": "selectors.base",
     "StoredLayer": "selectors.base",
     "UnitSelector": "selectors.base",
     "build": "selectors.registry",
-    "catalog": "selectors.known",
     "names": "selectors.registry",
     "of_pages": "selectors.base",
-    "parameter": "policies.base",
+    "parameter": "method",
 }
 
 

@@ -7,9 +7,8 @@ A selector is a frozen dataclass in a file of its own. Its fields are its parame
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -18,25 +17,27 @@ from kvshelf.artifact.records import PackedRecord
 from kvshelf.kernels.choose import Units
 from kvshelf.kernels.prefix_attention import PackedPrefix
 from kvshelf.kernels.quantize import quantize
-from kvshelf.methods.policies.base import Parametric, parameter, require_parameters
+from kvshelf.methods.method import SELECTOR, Kind, Method, parameter
+from kvshelf.methods.policies.base import Policy
+from kvshelf.model.calibration import Chunks
 
 LEAST_TOKENS = 128
 """Fewest entries of the default budget."""
 
 
 @dataclass(frozen=True)
-class Selector(Parametric):
+class Selector(Method):
     """Chooses entries of each layer for one question."""
+
+    kind: ClassVar[Kind] = SELECTOR
+
+    def policy_at(self, question_tokens: int) -> Policy | None:  # noqa: ARG002
+        """The policy that chooses for a question of so many tokens; None where units are chosen (`UnitSelector`)."""
+        return None
 
     def default_tokens(self, entries: int) -> int:
         """Entries of a KV head that a question reads by default, of so many."""
         return max(LEAST_TOKENS, entries // 8)
-
-    @classmethod
-    def build(cls, given: Mapping[str, Any]) -> Self:
-        """Make the selector from a request's parameters. Raises `InvalidRequest` naming the parameter and its range."""
-        require_parameters(cls, f"selector {cls.name!r}", given, "select.params")
-        return cls(**given)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,15 +59,36 @@ class StoredLayer:
 @dataclass(frozen=True)
 class UnitSelector(Selector):
     """Chooses units of consecutive entries, by scores that are products of a query and summaries: see
-    `kernels.choose`. The tokens of the question read all entries, unless it chooses `by_index`."""
+    `kernels.choose`. The tokens of the question read all entries.
+
+    One that needs INDEX chooses by the index that the cache stores (`Indexed`), by the query of a question's last
+    token: for all heads of a layer together, and for the tokens of the question, too. Rows that are not chosen are then
+    not read from the shelf. One that needs SENTENCES chooses for a sentence of the answer, by the mean of its queries.
+    """
 
     cut: ClassVar[bool] = False
     """Whether the last unit is cut where the budget ends."""
-    by_index: ClassVar[bool] = False
-    """Whether it chooses by the index that the cache stores (`Indexed`): for all heads of a layer together, and for the
-    tokens of the question, too. Rows that are not chosen are then not read from the shelf."""
     relu: ClassVar[float] = 0.0
     """The factor of the positive part of a query beside a unit's range."""
+
+    @property
+    def interval(self) -> int:
+        """Tokens of the answer that read one choice."""
+        return 1
+
+    @property
+    def each_token(self) -> bool:
+        """Of one that chooses by an index, or for a sentence: whether every token of the answer chooses anew."""
+        return False
+
+    def calibrated(self, measured: Chunks) -> Self:  # noqa: ARG002
+        """The selector with the model's frequency chunks, if it needs them (`Needs.CHUNKS`)."""
+        return self
+
+    def scores(self, query: Tensor, summaries: Tensor) -> Tensor:
+        """How well the units of an index fit a query `[kv_heads, group, D]` without its rotation, `[units]` fp32.
+        summaries: of the index, `[units, W]`. One that needs INDEX has to say it."""
+        raise NotImplementedError
 
     @property
     def linear(self) -> float:
@@ -84,7 +106,7 @@ class UnitSelector(Selector):
 
     @abstractmethod
     def units(self, stored: StoredLayer) -> list[Units]:
-        """The units of each prefix of a layer, made once for all questions; `by_index`, those of one head for all."""
+        """The units of each prefix of a layer, made once for all questions; those of an index, of one head."""
 
     def columns(self, layer: int) -> Tensor | None:  # noqa: ARG002
         """The channels of a query that the columns of the summaries stand for; see `Choice`."""
@@ -96,6 +118,10 @@ class StepSelector(UnitSelector):
     """One whose choices are made within the attention of the answer's tokens."""
 
     every: int = parameter(1, "tokens of the answer that read one choice, that of the first of them", minimum=1)
+
+    @property
+    def interval(self) -> int:
+        return self.every
 
 
 def of_pages(prefix: PackedPrefix, page: int) -> Units:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from kvshelf.methods.policies.base import Observes, Policy, ProbedPolicy, TailPolicy
+from kvshelf.methods.method import Needs
+from kvshelf.methods.policies.base import Policy, ProbedPolicy, TailPolicy
 from kvshelf.methods.selectors.base import Selector
 
 
@@ -28,8 +29,7 @@ class ByPolicy(Selector):
 
     policy: Policy = field(kw_only=True)
 
-    def at(self, question_tokens: int) -> Policy:
-        """The policy for a question of so many tokens."""
+    def policy_at(self, question_tokens: int) -> Policy:
         policy = self.policy
         if isinstance(policy, TailPolicy):
             return replace(policy, window=min(policy.window, question_tokens))
@@ -41,4 +41,4 @@ def can_select(policy: type[Policy]) -> bool:
     no text of the document, and leaves entries as they are, and of one precision."""
     judges = issubclass(policy, ProbedPolicy) and policy.probe_passes is ProbedPolicy.probe_passes
     plain = not (policy.merges or policy.sets_precision)
-    return judges and plain and Observes.TEXT not in policy().observes
+    return judges and plain and Needs.TEXT not in policy().needs

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvshelf.kernels.choose import Units
 from kvshelf.kernels.prefix_attention import PackedPrefix
 from kvshelf.kernels.quantize.rows import HeadRows
-from kvshelf.methods.policies.base import parameter
+from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.selectors.base import StepSelector, StoredLayer
 from kvshelf.model.calibration import Chunks
 
@@ -37,6 +37,8 @@ class Fasa(StepSelector):
     source: ClassVar[str] = "FASA, frequency-aware sparse attention"
     advice: ClassVar[str] = "the fewest entries for the same answers; for models that have been calibrated."
 
+    needs: ClassVar[Needs] = Needs.CHUNKS
+
     chunks: int | None = parameter(None, "chunks of each head; null: a quarter of them", minimum=1)
     always: int = parameter(4, "first tokens, and last ones, that are always read", minimum=0)
     over: str = parameter("max", "how the query heads of a KV head are joined", choices=("max", "mean"))
@@ -48,7 +50,6 @@ class Fasa(StepSelector):
         return "mean" if self.over == "mean" else "max"
 
     def calibrated(self, measured: Chunks) -> Self:
-        """The selector with a model's chunks, without which it cannot choose."""
         return replace(self, measured=measured, digest=measured.digest)
 
     def columns(self, layer: int) -> Tensor:

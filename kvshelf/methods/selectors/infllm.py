@@ -11,7 +11,7 @@ from torch import Tensor
 from kvshelf.artifact.records import Indexed, PackedRecord
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.choose import Units
-from kvshelf.methods.policies.base import parameter
+from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.selectors.base import StoredLayer, UnitSelector
 
 
@@ -36,10 +36,14 @@ class InfLLM(UnitSelector):
     name: ClassVar[str] = "infllm"
     source: ClassVar[str] = "InfLLM, arXiv 2402.04617"
     advice: ClassVar[str] = "for the first question to a long document that is not in memory."
-    by_index: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs.INDEX | Needs.ROPE
 
     recent: int = parameter(128, "last tokens of a document, whose blocks are always read", minimum=0)
     refresh: str = parameter("question", "when the answer chooses anew", choices=("question", "step"))
+
+    @property
+    def each_token(self) -> bool:
+        return self.refresh == "step"
 
     def default_tokens(self, entries: int) -> int:
         return max(_LEAST_TOKENS, entries // 8)
@@ -60,10 +64,7 @@ class InfLLM(UnitSelector):
             )
         return [self._units(record, index, stored.num_tokens) for record in stored.records]
 
-    @staticmethod
-    def scores(query: Tensor, summaries: Tensor) -> Tensor:
-        """How well blocks fit a query `[kv_heads, group, D]` without its rotation, `[blocks]` fp32. summaries: those of
-        the index, `[blocks, W]`."""
+    def scores(self, query: Tensor, summaries: Tensor) -> Tensor:
         keys = summaries.float().view(len(summaries), len(query), -1, query.shape[2])
         products = torch.einsum("hgd,bhrd->bhgr", query.float(), keys)
         return products.amax(dim=3).sum(dim=(1, 2))

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from kvshelf.kernels.choose import Units
 from kvshelf.kernels.prefix_attention import PackedPrefix
-from kvshelf.methods.policies.base import parameter
+from kvshelf.methods.method import parameter
 from kvshelf.methods.selectors.base import LEAST_TOKENS, StepSelector, StoredLayer, of_pages
 
 _CLUSTER, _COARSE = 16, 32

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvshelf.kernels.choose import Units
 from kvshelf.kernels.prefix_attention import PackedPrefix
-from kvshelf.methods.policies.base import parameter
+from kvshelf.methods.method import parameter
 from kvshelf.methods.selectors.base import StepSelector, StoredLayer, of_pages
 
 PLAIN_PAGE = 16

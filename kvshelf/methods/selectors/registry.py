@@ -1,33 +1,24 @@
-"""The selectors by name. A new selector is a file here and a name in `_OURS`, or an installed package."""
+"""The selectors by name, and `policy:NAME` of each policy that can choose for a question."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from kvshelf.errors import InvalidRequest
-from kvshelf.methods.policies.base import require_parameters
-from kvshelf.methods.policies.installed import installed
-from kvshelf.methods.policies.parameters import unknown
-from kvshelf.methods.policies.registry import POLICIES, paragraphs, parameters_of
+from kvshelf.methods import registry
+from kvshelf.methods.info import MethodInfo, measured_rows
+from kvshelf.methods.method import SELECTOR, Needs, require_parameters
+from kvshelf.methods.parameters import unknown
+from kvshelf.methods.policies.registry import POLICIES
 from kvshelf.methods.selectors.base import Selector, UnitSelector
 from kvshelf.methods.selectors.by_policy import ByPolicy, can_select
-from kvshelf.methods.selectors.fasa import Fasa
-from kvshelf.methods.selectors.infllm import InfLLM
-from kvshelf.methods.selectors.info import GROUP, SelectorInfo, measured_rows
-from kvshelf.methods.selectors.mpcache import MPCache
-from kvshelf.methods.selectors.quest import Quest
-from kvshelf.methods.selectors.sentencekv import SentenceKV
-
-_OURS: Mapping[str, type[UnitSelector]] = {cls.name: cls for cls in (Quest, Fasa, InfLLM, MPCache, SentenceKV)}
 
 _PREFIX = "policy:"
 _BY_POLICY = ("sage", *(f"{_PREFIX}{name}" for name, cls in POLICIES.items() if can_select(cls)))
 
-UNIT_SELECTORS: Mapping[str, type[UnitSelector]] = {
-    **_OURS,
-    **installed(GROUP, UnitSelector, {*_OURS, *_BY_POLICY}, kind="selector", param="select.method"),
-}
+UNIT_SELECTORS = registry.Registry(UnitSelector, taken=_BY_POLICY)  # type: ignore[type-abstract]
 
 
 def names() -> list[str]:
@@ -36,31 +27,37 @@ def names() -> list[str]:
 
 
 def reads_by_index(method: str) -> bool:
-    """Whether the selector of this name reads in part from the shelf; see `UnitSelector.by_index`."""
-    return method in UNIT_SELECTORS and UNIT_SELECTORS[method].by_index
+    """Whether the selector of this name reads in part from the shelf; see `Needs.INDEX`."""
+    return method in UNIT_SELECTORS and Needs.INDEX in UNIT_SELECTORS.build(method, {}).needs
 
 
 def build(method: str, params: Mapping[str, Any]) -> Selector:
     """The selector of that name with these parameters. Raises `InvalidRequest` on an unknown name or parameter."""
-    if method in UNIT_SELECTORS:
-        return UNIT_SELECTORS[method].build(params)
-    if method not in names():
-        raise unknown("selector", method, names(), "select.method")
+    if method not in _BY_POLICY:
+        if method not in UNIT_SELECTORS:
+            raise unknown(SELECTOR.noun, method, names(), SELECTOR.param)
+        return UNIT_SELECTORS.build(method, params)
     cls = POLICIES[method.removeprefix(_PREFIX)]
     if "probe" in params:
         raise InvalidRequest("a selector observes the question, and takes no probe", param="select.params.probe")
-    require_parameters(cls, f"policy {cls.name!r}", params, "select.params")
+    require_parameters(cls, f"policy {cls.name!r}", params, SELECTOR.params)
     return ByPolicy(policy=cls.build(params, POLICIES))
 
 
-def info_of(name: str) -> SelectorInfo:
-    """A selector with its parameters and source, from its class."""
-    if name in UNIT_SELECTORS:
-        unit = UNIT_SELECTORS[name]
-        summary, *details = paragraphs(unit)
-        return SelectorInfo(name, summary, details, unit.advice, unit.source, parameters_of(unit), measured_rows(name))
-    policy = POLICIES[name.removeprefix(_PREFIX)]
-    summary, *details = paragraphs(ByPolicy)
-    named = f"{summary} Policy {policy.name}: {paragraphs(policy)[0]}"
-    parameters = {key: about for key, about in parameters_of(policy).items() if key != "probe"}
-    return SelectorInfo(name, named, details, ByPolicy.advice, policy.source, parameters, measured_rows(name))
+def infos() -> list[MethodInfo]:
+    """Every selector as forms show it, from its class."""
+    return [*map(registry.info_of, UNIT_SELECTORS.values()), *map(_of_policy, _BY_POLICY)]
+
+
+def _of_policy(name: str) -> MethodInfo:
+    policy = registry.info_of(POLICIES[name.removeprefix(_PREFIX)])
+    summary, *details = registry.paragraphs(ByPolicy)
+    return replace(
+        policy,
+        name=name,
+        summary=f"{summary} Policy {policy.name}: {policy.summary}",
+        details=details,
+        advice=ByPolicy.advice,
+        parameters={key: about for key, about in policy.parameters.items() if key != "probe"},
+        measured=measured_rows(SELECTOR, name),
+    )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.kernels.choose import Units
-from kvshelf.methods.policies.base import parameter
+from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.selectors.base import StoredLayer, UnitSelector
 
 
@@ -36,10 +36,15 @@ class SentenceKV(UnitSelector):
     source: ClassVar[str] = "SentenceKV, arXiv 2504.00970"
     advice: ClassVar[str] = "to compare: quest finds more answers, with page 8 more than twice as many."
     cut: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs.SENTENCES | Needs.TEXT
 
     sink: int = parameter(32, "first tokens, which are always read", minimum=0)
     recent: int = parameter(32, "last tokens, which are always read", minimum=0)
     refresh: str = parameter("sentence", "when the answer chooses anew", choices=("sentence", "step"))
+
+    @property
+    def each_token(self) -> bool:
+        return self.refresh == "step"
 
     @property
     def group(self) -> Literal["max", "mean"]:

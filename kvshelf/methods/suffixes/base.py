@@ -11,13 +11,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvshelf.kernels.select import select
-from kvshelf.methods.policies.base import Parametric, parameter, require_parameters
+from kvshelf.methods.method import SUFFIX_POLICY, Kind, Method, Needs, parameter
 
 DEFAULT_BUDGET = 512
 """Entries that an answer keeps by default, beside those that are protected."""
@@ -62,17 +62,17 @@ class Reduction:
 
 
 @dataclass(frozen=True)
-class SuffixPolicy(Parametric):
+class SuffixPolicy(Method):
     """Bounds one answer's suffix to `budget` entries of a KV head, and `interval` more between two reductions.
 
     Only tokens of the answer are observed, and the suffix is reduced after the answer's tokens alone: how a question is
     cut into steps depends on the other rows of a batch, and an answer must not.
 
-    observes: whether it needs the weights that the answer's tokens give to the suffix, beside keys and values. columns:
-    the numbers that it notes of each entry, with the value of a new one.
+    One that needs ATTENTION observes the weights that the answer's tokens give to the suffix. columns: the numbers that
+    it notes of each entry, with the value of a new one.
     """
 
-    observes: ClassVar[bool] = False
+    kind: ClassVar[Kind] = SUFFIX_POLICY
     columns: ClassVar[Mapping[str, float]] = {}
 
     protect_question: bool = parameter(True, "keep all entries of the question")
@@ -89,7 +89,7 @@ class SuffixPolicy(Parametric):
 
     def observes_at(self, answered: int) -> bool:  # noqa: ARG002
         """Whether it observes the attention of this token of the answer, counted from 1."""
-        return self.observes
+        return Needs.ATTENTION in self.needs
 
     def observe(self, columns: Columns, weights: Tensor, positions: Tensor, answered: int) -> None:
         """Note what the newest token gave to each entry, itself included. weights: `[kv_heads, group, S]` fp32, shares
@@ -99,12 +99,6 @@ class SuffixPolicy(Parametric):
     @abstractmethod
     def reduce(self, suffix: Suffix) -> Reduction:
         """What stays of a suffix with more entries than the budget: at most the budget. Same suffix, same result."""
-
-    @classmethod
-    def build(cls, given: Mapping[str, Any]) -> Self:
-        """Make the policy from a request's parameters. Raises `InvalidRequest` naming the parameter and its range."""
-        require_parameters(cls, f"suffix policy {cls.name!r}", given, "suffix.params")
-        return cls(**given)
 
 
 @dataclass(frozen=True)

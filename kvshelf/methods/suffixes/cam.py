@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvshelf.methods.policies.base import parameter
+from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.suffixes.base import Columns, PeriodicPolicy, Reduction, Suffix, ends
 from kvshelf.methods.suffixes.draws import uniform
 
@@ -33,7 +33,7 @@ class CaM(PeriodicPolicy):
     name: ClassVar[str] = "cam"
     source: ClassVar[str] = "CaM, ICML 2024 (proceedings.mlr.press/v235/zhang24n)"
     advice: ClassVar[str] = "in place of `window` where old values still count; it watches every token's attention."
-    observes: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs.ATTENTION
     columns: ClassVar[dict[str, float]] = {"sum": 0.0}
 
     merge: int = parameter(32, "entries that share the value of one that leaves", minimum=1)

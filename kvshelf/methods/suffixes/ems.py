@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvshelf.methods.policies.base import parameter
+from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.ems import combined
 from kvshelf.methods.policies.merging import MergePlan, nearest
 from kvshelf.methods.suffixes.base import Columns, PeriodicPolicy, Reduction, Suffix, best, numbers_of
@@ -33,7 +33,7 @@ class EMS(PeriodicPolicy):
     name: ClassVar[str] = "ems"
     source: ClassVar[str] = "EMS, arXiv 2412.08521"
     advice: ClassVar[str] = "where many tokens of an answer nearly repeat each other."
-    observes: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs.ATTENTION
     columns: ClassVar[dict[str, float]] = {"all": 0.0, "past": 0.0, "current": 0.0}
 
     window: int = parameter(32, "last tokens always kept, and tokens of a local sum", minimum=1)

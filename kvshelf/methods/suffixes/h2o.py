@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvshelf.methods.policies.base import parameter
+from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.suffixes.base import Columns, PeriodicPolicy, Reduction, Suffix, best, numbers_of
 
 
@@ -24,7 +24,7 @@ class H2O(PeriodicPolicy):
     name: ClassVar[str] = "h2o"
     source: ClassVar[str] = "H2O, arXiv 2306.14048"
     advice: ClassVar[str] = "as the baseline of eviction by attention; it favours early tokens."
-    observes: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs.ATTENTION
     columns: ClassVar[dict[str, float]] = {"sum": 0.0}
 
     recent: int | None = parameter(None, "last entries always kept; null: half of what the question leaves", minimum=0)

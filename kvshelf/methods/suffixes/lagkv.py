@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.kernels.lag_scores import lag_scores
-from kvshelf.methods.policies.base import parameter
+from kvshelf.methods.method import parameter
 from kvshelf.methods.policies.partitions import Cut
 from kvshelf.methods.suffixes.base import Reduction, Suffix, SuffixPolicy, numbers_of
 

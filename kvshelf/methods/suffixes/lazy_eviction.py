@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvshelf.methods.policies.base import parameter
+from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.suffixes.base import Columns, Reduction, Suffix, SuffixPolicy, best, numbers_of
 
 
@@ -32,7 +32,7 @@ class LazyEviction(SuffixPolicy):
     name: ClassVar[str] = "lazy_eviction"
     source: ClassVar[str] = "LazyEviction, arXiv 2506.15969"
     advice: ClassVar[str] = "for long chains of thought, which come back to what they said."
-    observes: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs.ATTENTION
     columns: ClassVar[dict[str, float]] = {"last": -1.0, "gap": 0.0}
 
     window: int = parameter(175, "last tokens always kept, and tokens between two reductions", minimum=1)

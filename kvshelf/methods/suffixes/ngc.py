@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvshelf.methods.policies.base import parameter
+from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.suffixes.base import Columns, Reduction, Suffix, SuffixPolicy, numbers_of
 
 
@@ -29,7 +29,7 @@ class NGC(SuffixPolicy):
     name: ClassVar[str] = "ngc"
     source: ClassVar[str] = "NGC (neural garbage collection), after descriptions of the method"
     advice: ClassVar[str] = "where attention should decide at little cost; what it keeps are passages, not tokens."
-    observes: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs.ATTENTION
     columns: ClassVar[dict[str, float]] = {"sum": 0.0}
 
     every: int = parameter(256, "tokens of the answer between two reductions", minimum=1)

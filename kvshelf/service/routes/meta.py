@@ -26,9 +26,8 @@ from kvshelf.api import (
 )
 from kvshelf.api.strict import MAX_PROMPTS
 from kvshelf.errors import DeadlineExceeded, KvshelfError, NotFound, QueueFull, StoreUnavailable
-from kvshelf.methods.policies import catalog
-from kvshelf.methods.selectors import catalog as selector_catalog
-from kvshelf.methods.suffixes.info import catalog as suffix_catalog
+from kvshelf.methods.catalog import catalog
+from kvshelf.methods.method import POLICY, SELECTOR, SUFFIX_POLICY
 from kvshelf.service.access.keyfile import SCOPES
 from kvshelf.service.access.keys import Admin, Reader
 from kvshelf.service.access.limits import allowance
@@ -64,19 +63,19 @@ async def model(model_id: str, service: InService, _: Reader) -> ModelObject:
 @router.get("/v1/policies")
 async def policies(_: Reader) -> PolicyList:
     """The compression policies with their parameters and sources."""
-    return PolicyList(data=[PolicyObject.model_validate(info.to_dict()) for info in catalog()])
+    return PolicyList(data=[PolicyObject.model_validate(info.to_dict()) for info in catalog(POLICY)])
 
 
 @router.get("/v1/selectors")
 async def selectors(_: Reader) -> SelectorList:
     """The selectors, which choose for one question what it reads, with their parameters and sources."""
-    return SelectorList(data=[SelectorObject.model_validate(info.to_dict()) for info in selector_catalog()])
+    return SelectorList(data=[SelectorObject.model_validate(info.to_dict()) for info in catalog(SELECTOR)])
 
 
 @router.get("/v1/suffix_policies")
 async def suffix_policies(_: Reader) -> SuffixPolicyList:
     """The suffix policies, which bound what an answer holds in memory, with their parameters and sources."""
-    return SuffixPolicyList(data=[SuffixPolicyObject.model_validate(info.to_dict()) for info in suffix_catalog()])
+    return SuffixPolicyList(data=[SuffixPolicyObject.model_validate(info.to_dict()) for info in catalog(SUFFIX_POLICY)])
 
 
 @router.get("/v1/limits")

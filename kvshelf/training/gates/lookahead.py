@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kvshelf.engine.soft import Soft, soft_tokens
-from kvshelf.methods.policies.gates.lookaheadkv import TOKENS
 from kvshelf.methods.policies.view import LayerView, ProbePass
 from kvshelf.training.gates.behind import Read, softmax
 from kvshelf.training.gates.lessons import Lesson, Observed, answered
@@ -65,9 +64,9 @@ class Lookahead(Objective):
             found[layer] = weights[..., : document.num_tokens].mean(dim=1).cpu()
             return weights
 
-        read = Read.of(self.engine, document.token_ids)
-        with soft_tokens(self.engine.model, Soft(self.state, slice(0, TOKENS))):
-            read.logits(ProbePass((0,) * TOKENS, document.end), 1, attend)
+        read, learned = Read.of(self.engine, document.token_ids), len(self.state["soft"])
+        with soft_tokens(self.engine.model, Soft(self.state, slice(0, learned))):
+            read.logits(ProbePass((0,) * learned, document.end), 1, attend)
         return found
 
 

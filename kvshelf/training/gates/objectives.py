@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final
 from kvshelf.errors import InvalidRequest
 from kvshelf.methods.policies import POLICIES
 from kvshelf.methods.policies.gates.base import GatePolicy, TokenGate
-from kvshelf.methods.policies.gates.lookaheadkv import LookaheadKV
 from kvshelf.training.gates.distill import Distilled
 from kvshelf.training.gates.importance import Importance
 from kvshelf.training.gates.lookahead import Lookahead
@@ -35,9 +34,13 @@ def trained_policy(family: str, target: str | None) -> type[GatePolicy]:
 def objective(policy: type[GatePolicy], engine: Engine, width: int | None = None) -> Objective:
     """What trains the gates of a policy for this model. width: of the gates' hidden layer, by default a quarter of the
     model's, as Locret's; of learned tokens the rank of their additions."""
-    if issubclass(policy, LookaheadKV):
+    if policy.family == "probe":
         return Lookahead(policy, engine, width or _RANK)
     width = width or max(1, engine.geometry.hidden // 4)
-    assert issubclass(policy, TokenGate)
+    if not issubclass(policy, TokenGate):
+        raise InvalidRequest(
+            f"the gates of policy {policy.name!r} judge no token by itself, and nothing here trains them",
+            param="family",
+        )
     made = Distilled if policy.target == "distill" else Importance
     return made(policy, engine, width)

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
-from kvshelf.methods.policies import POLICIES, build, catalog
+from kvshelf.methods.catalog import catalog
+from kvshelf.methods.method import Needs, parameter_fields
+from kvshelf.methods.policies import POLICIES, build
 from kvshelf.methods.policies.ada import Ada
-from kvshelf.methods.policies.base import Observes, ScoringPolicy, parameter_fields
+from kvshelf.methods.policies.base import ScoringPolicy
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
 from kvshelf.methods.policies.view import DocumentView
 from tests.views import observed, pooled_mean, random_layer
@@ -168,8 +170,8 @@ def test_the_base_shrinks_its_defaults_and_refuses_what_was_given(llama):
 
 
 def test_what_the_base_observes_ada_observes(tiny, document):
-    assert build("ada", {"base": "keydiff"}).observes is Observes.NOTHING
-    assert build("ada", {"base": "snapkv"}).observes is Observes.QUERIES
+    assert build("ada", {"base": "keydiff"}).needs is Needs.NOTHING
+    assert build("ada", {"base": "snapkv"}).needs is Needs.QUERIES
     assert not build("ada", {"base": "keydiff"}).takes_questions
     ada = build("ada", {"probe": "What is the code?"})
     source = DocumentView(range(9), suffix=(1, 2), text=tiny.text)

@@ -19,8 +19,8 @@ from kvshelf.engine.engine import Engine
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.prefix_attention import LogitRules
 from kvshelf.kernels.prefix_attention.eager import attend_prefix
+from kvshelf.methods.method import Needs
 from kvshelf.methods.policies import LayerView, build
-from kvshelf.methods.policies.base import Observes
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
 from kvshelf.methods.policies.view import DocumentView, Probed
 
@@ -415,8 +415,8 @@ def test_only_pre_needs_a_rotation_that_can_be_undone():
     for params in ({}, {"pos": "pre", "merge": False}):
         cache = engine.run(engine.prepare(ids, policy="ems", policy_params=params)).cache
         assert cache.kept_tokens == 30
-    assert build("ems", {}).observes == Observes.QUERIES | Observes.SUMS
-    assert build("ems", {"pos": "pre"}).observes == Observes.QUERIES | Observes.SUMS | Observes.ROPE
+    assert build("ems", {}).needs == Needs.QUERIES | Needs.SUMS
+    assert build("ems", {"pos": "pre"}).needs == Needs.QUERIES | Needs.SUMS | Needs.ROPE
 
 
 def test_a_window_that_does_not_fit_is_refused_and_the_default_shrinks(llama):

@@ -8,9 +8,9 @@ import torch
 from kvshelf.engine.attention import function
 from kvshelf.engine.engine import Engine
 from kvshelf.methods.policies import POLICIES
-from kvshelf.methods.policies.kvcues import ANSWER, ASKED, KVcues
+from kvshelf.methods.policies.kvcues import KVcues
 from kvshelf.methods.policies.kvzip import KVzip
-from kvshelf.methods.policies.view import DocumentView
+from kvshelf.methods.policies.view import CUE_ANSWER, CUE_ASKED, DocumentView
 from kvshelf.samples.suite import make_case, score
 from kvshelf_bench.quality.retrieval import counter
 from tests.conftest import save_random_model
@@ -74,7 +74,7 @@ def test_the_cues(engine):
     ids, prefix, suffix = list(job.document.token_ids), job.document.protected_prefix, list(job.document.suffix)
     repeats = len(engine.prepare(TEXT, policy="kvzip", policy_params={"chunk": 100}).passes)
     cues = job.passes[repeats:]
-    assert len(cues) == len(range(prefix, len(ids) - ASKED - ANSWER + 1, 8))
+    assert len(cues) == len(range(prefix, len(ids) - CUE_ASKED - CUE_ANSWER + 1, 8))
     separator = engine.text.encode("\n\n")
     for index, cue in enumerate(cues):
         start = prefix + 8 * index

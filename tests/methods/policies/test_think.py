@@ -21,8 +21,8 @@ from kvshelf.engine.engine import Engine
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.kernels.prefix_attention.eager import attend_prefix
 from kvshelf.kernels.prefix_attention.prefixes import LogitRules
+from kvshelf.methods.method import Needs, parameter_fields
 from kvshelf.methods.policies import POLICIES, build
-from kvshelf.methods.policies.base import Observes, parameter_fields
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
 from kvshelf.methods.policies.think import Think
 from kvshelf.store.url import open_store
@@ -273,7 +273,7 @@ def test_parameters_of_both_stand_side_by_side():
     for base in Think.bases(POLICIES):
         made = build("think", {"base": base})
         assert build("think", made.parameters()) == made
-        assert made.observes == made.inner.observes | Observes.QUERIES
+        assert made.needs == made.inner.needs | Needs.QUERIES
         assert not own.keys() - {"base"} & {f.name for f in parameter_fields(POLICIES[base])}
     assert set(POLICIES) - set(Think.bases(POLICIES)) == {"arkv", "d2o", "ems", "infllm", "kvmerger", "mikv", "think"}
 

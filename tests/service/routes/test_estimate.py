@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from kvshelf import Client, CompressedCache, Engine
 from kvshelf.api import Timings
 from kvshelf.cli import app
+from kvshelf.methods.catalog import compress_share
 from kvshelf.methods.policies import POLICIES
-from kvshelf.methods.policies.known import compress_share
 from kvshelf.workers.replica.create import estimates
 from kvshelf.workers.replica.create.estimates import CODECS, Rates
 from kvshelf.workers.replica.create.sizes import Shape

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from kvshelf.artifact.identity import ModelIdentity
 from kvshelf.errors import PolicyUnsupported
-from kvshelf.methods.policies.base import Observes, Policy, ScoringPolicy, parameter
+from kvshelf.methods.method import Needs, parameter
+from kvshelf.methods.policies.base import Policy, ScoringPolicy
 from kvshelf.methods.policies.budgets import Budget
-from kvshelf.methods.policies.gate_file import Family, Gates, Geometry, Shapes, Target, find
+from kvshelf.methods.policies.gate_file import Family, Form, Gates, Geometry, Shapes, Target, find
 from kvshelf.methods.policies.parameters import fitted_sink
 from kvshelf.methods.policies.view import DocumentView, LayerView
 
@@ -39,8 +40,8 @@ class GatePolicy(Policy):
     gates: str | None = parameter(None, "digest of the gate file to use; null: the one that is there")
 
     @property
-    def observes(self) -> Observes:
-        return Observes.QUERIES | Observes.ROPE | Observes.GATES
+    def needs(self) -> Needs:
+        return Needs.QUERIES | Needs.ROPE | Needs.GATES
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         policy = super().fitted(document, budget, given)
@@ -53,11 +54,9 @@ class GatePolicy(Policy):
             )
         return replace(policy, gates=found)
 
-    def found(self, model: ModelIdentity, folder: str, geometry: Geometry) -> Gates:
-        """The gates of this policy for a model, as `file.find`."""
-        return find(
-            model, folder, self.name, self.family, self.gate_revision, lambda width: self.shapes(width, geometry)
-        )
+    def gate_file(self, model: ModelIdentity, folder: str, geometry: Geometry) -> Gates:
+        form = Form(self.family, self.gate_revision, lambda width: self.shapes(width, geometry))
+        return find(model, folder, self.name, form)
 
     @classmethod
     @abstractmethod

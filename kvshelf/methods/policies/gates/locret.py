@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from kvshelf.methods.policies.base import parameter
+from kvshelf.methods.method import parameter
 from kvshelf.methods.policies.budgets import Budget
 from kvshelf.methods.policies.gate_file import Family, Target
 from kvshelf.methods.policies.gates.base import TokenGate

@@ -9,7 +9,8 @@ from typing import ClassVar, Final
 from torch import Tensor
 
 from kvshelf.kernels.window_scores import pooled
-from kvshelf.methods.policies.base import Observes, ScoringPolicy, pooling_kernel
+from kvshelf.methods.method import Needs
+from kvshelf.methods.policies.base import ScoringPolicy, pooling_kernel
 from kvshelf.methods.policies.gate_file import Family, Geometry, Shapes, Target
 from kvshelf.methods.policies.gates.base import GatePolicy, gates_of
 from kvshelf.methods.policies.view import DocumentView, LayerView, ProbePass
@@ -40,8 +41,8 @@ class LookaheadKV(GatePolicy, ScoringPolicy):
     kernel: int = pooling_kernel(5)
 
     @property
-    def observes(self) -> Observes:
-        return Observes.QUERIES | Observes.GATES
+    def needs(self) -> Needs:
+        return Needs.QUERIES | Needs.GATES
 
     def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:
         return [ProbePass((0,) * TOKENS, document.end, gates_of(document))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvshelf.methods.policies.base import parameter
+from kvshelf.methods.method import parameter
 from kvshelf.methods.policies.gate_file import Family, Geometry, Shapes
 from kvshelf.methods.policies.gates.trimkv import TrimKV
 from kvshelf.methods.policies.sharing import GlobalSharing, Sharing

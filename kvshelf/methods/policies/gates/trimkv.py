@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvshelf.methods.policies.base import parameter
+from kvshelf.methods.method import parameter
 from kvshelf.methods.policies.gate_file import Family, Target
 from kvshelf.methods.policies.gates.base import TokenGate
 from kvshelf.methods.policies.view import LayerView

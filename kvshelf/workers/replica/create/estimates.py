@@ -12,8 +12,8 @@ from kvshelf.artifact.codecs import Codec
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.inputs.job import Job
 from kvshelf.errors import CallerError
+from kvshelf.methods.catalog import compress_share, cost_name
 from kvshelf.methods.policies import POLICIES, build
-from kvshelf.methods.policies.known import compress_share, cost_name
 from kvshelf.model.text import EncodedDocument
 from kvshelf.workers.replica.create.auto import candidates
 from kvshelf.workers.replica.create.sizes import ASSUMED_FLOPS, Shape

@@ -1,0 +1,77 @@
+"""kvshelf's own methods: where the class of each name is, as entry points say it of other packages."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+
+class Source(NamedTuple):
+    """Methods that another package has in a form of its own. package: has to be installed. value: of the function that
+    gives their classes by name, as entry points say it."""
+
+    package: str
+    value: str
+
+
+BUNDLED: Final = {
+    "policies": {
+        "full": "kvshelf.methods.policies.full:Full",
+        "ada": "kvshelf.methods.policies.ada:Ada",
+        "arkv": "kvshelf.methods.policies.arkv:ARKV",
+        "attention_gate": "kvshelf.methods.policies.gates.attention_gate:AttentionGate",
+        "cake": "kvshelf.methods.policies.cake:Cake",
+        "chunkkv": "kvshelf.methods.policies.chunkkv:ChunkKV",
+        "compresskv": "kvshelf.methods.policies.compresskv:CompressKV",
+        "d2o": "kvshelf.methods.policies.d2o:D2O",
+        "dapq": "kvshelf.methods.policies.dapq:DapQ",
+        "defensivekv": "kvshelf.methods.policies.defensivekv:DefensiveKV",
+        "ems": "kvshelf.methods.policies.ems:EMS",
+        "epicache": "kvshelf.methods.policies.epicache:EpiCache",
+        "expected_attention": "kvshelf.methods.policies.expected_attention:ExpectedAttention",
+        "h2o": "kvshelf.methods.policies.h2o:H2O",
+        "infllm": "kvshelf.methods.policies.infllm:InfLLM",
+        "keydiff": "kvshelf.methods.policies.keydiff:KeyDiff",
+        "knorm": "kvshelf.methods.policies.knorm:Knorm",
+        "kvcues": "kvshelf.methods.policies.kvcues:KVcues",
+        "kvmerger": "kvshelf.methods.policies.kvmerger:KVMerger",
+        "kvzip": "kvshelf.methods.policies.kvzip:KVzip",
+        "kvzip_gate": "kvshelf.methods.policies.gates.kvzip_gate:KVzipGate",
+        "lagkv": "kvshelf.methods.policies.lagkv:LagKV",
+        "layer_defensivekv": "kvshelf.methods.policies.layer_defensivekv:LayerDefensiveKV",
+        "localkv": "kvshelf.methods.policies.localkv:LocalKV",
+        "locret": "kvshelf.methods.policies.gates.locret:Locret",
+        "lookaheadkv": "kvshelf.methods.policies.gates.lookaheadkv:LookaheadKV",
+        "make_each_token_count": "kvshelf.methods.policies.gates.make_each_token_count:MakeEachTokenCount",
+        "mikv": "kvshelf.methods.policies.mikv:MiKV",
+        "mpcache": "kvshelf.methods.policies.mpcache:MPCache",
+        "pyramidkv": "kvshelf.methods.policies.pyramidkv:PyramidKV",
+        "sablock": "kvshelf.methods.policies.sablock:SABlock",
+        "sage": "kvshelf.methods.policies.sage:Sage",
+        "sentencekv": "kvshelf.methods.policies.sentencekv:SentenceKV",
+        "snapkv": "kvshelf.methods.policies.snapkv:SnapKV",
+        "streaming_llm": "kvshelf.methods.policies.streaming_llm:StreamingLLM",
+        "think": "kvshelf.methods.policies.think:Think",
+        "tova": "kvshelf.methods.policies.tova:Tova",
+        "trimkv": "kvshelf.methods.policies.gates.trimkv:TrimKV",
+    },
+    "selectors": {
+        "quest": "kvshelf.methods.selectors.quest:Quest",
+        "fasa": "kvshelf.methods.selectors.fasa:Fasa",
+        "infllm": "kvshelf.methods.selectors.infllm:InfLLM",
+        "mpcache": "kvshelf.methods.selectors.mpcache:MPCache",
+        "sentencekv": "kvshelf.methods.selectors.sentencekv:SentenceKV",
+    },
+    "suffixes": {
+        "window": "kvshelf.methods.suffixes.window:Window",
+        "lagkv": "kvshelf.methods.suffixes.lagkv:LagKV",
+        "h2o": "kvshelf.methods.suffixes.h2o:H2O",
+        "ems": "kvshelf.methods.suffixes.ems:EMS",
+        "lazy_eviction": "kvshelf.methods.suffixes.lazy_eviction:LazyEviction",
+        "cam": "kvshelf.methods.suffixes.cam:CaM",
+        "ngc": "kvshelf.methods.suffixes.ngc:NGC",
+    },
+}
+"""By folder, in the order in which they are listed. A new method is a file there and a line here."""
+
+SOURCES: Final = {"policies": {"press": Source("kvpress", "kvshelf.integrations.presses:presses")}}
+"""By folder and the first part of their names: `press:criticalkv`. Loaded when one of them is asked for."""
