@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Self
 
 from kvshelf.api import Timings
-from kvshelf.api.erasures import Erasure
+from kvshelf.api.caches import Erasure
 from kvshelf.artifact.identity import Identity
 from kvshelf.store.blobs import Health
 from kvshelf.store.erasure.eraser import Subject

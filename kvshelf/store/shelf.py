@@ -12,7 +12,7 @@ from io import BufferedReader
 from typing import TYPE_CHECKING, Any, Final
 
 from kvshelf.api import Timings
-from kvshelf.api.erasures import Erasure
+from kvshelf.api.caches import Erasure
 from kvshelf.artifact import blob, codecs
 from kvshelf.artifact.blob import PackedBlob
 from kvshelf.artifact.blob.frame import FORMAT_MAJOR, BlobSummary

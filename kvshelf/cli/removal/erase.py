@@ -16,7 +16,7 @@ from kvshelf.errors import InvalidRequest
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvshelf.api.erasures import Erasure
+    from kvshelf.api.caches import Erasure
 
 _TENANT = "default"
 
@@ -111,7 +111,7 @@ def verify_receipt(
 ) -> None:
     """Check the digest and the signature of a receipt."""
     with common.named_errors(), needs_extra("serve", purpose="the digest of a receipt"):
-        from kvshelf.api.erasures import Erasure
+        from kvshelf.api.caches import Erasure
         from kvshelf.store.erasure.signing import verify
 
         try:

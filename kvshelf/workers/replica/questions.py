@@ -22,8 +22,6 @@ from kvshelf.artifact.identity import Boundary, Identity
 from kvshelf.engine.attention.attachment import Attached, Attachment
 from kvshelf.engine.decode.generation import Answer, Sampling
 from kvshelf.engine.decode.grammar import Grammar
-from kvshelf.engine.decode.reduction import SuffixReducer
-from kvshelf.engine.decode.selection import Selection
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.inputs.dialogue import Dialogue, Said
 from kvshelf.engine.tools.counting import count
@@ -276,8 +274,9 @@ class Questions:
         document, query = loaded.document, loaded.query
         ids = await self.threads.compute(self._encoded, loaded)
         passages = query.select is not None and query.select.passages
-        options |= {"passages": passages, "reducer": self._bound(query, ids)}
-        selection = await self._selected(document, query, ids)
+        options |= {"passages": passages, "reducer": self.engine.reducer(query.suffix, len(ids))}
+        # On a thread: it waits for all layers of a cache that is arriving.
+        selection = await self.threads.run(self.engine.selection, document, query.select, len(ids))
         if query.store:
             assert isinstance(document, Attachment)
             options["turn_of"] = partial(self._turn_ids, document, loaded)
@@ -380,21 +379,6 @@ class Questions:
         if kept.document is not None:
             await self.residents.hold(stored.id, tenant, kept.document, stored.blob_digest)
         return reply.model_copy(update={"stored_cache_id": stored.id})
-
-    def _bound(self, query: Asking, ids: Sequence[int]) -> SuffixReducer | None:
-        """What bounds the answer's memory."""
-        if query.suffix is None:
-            return None
-        return self.engine.bound(
-            query.suffix.policy, question_tokens=len(ids), budget=query.suffix.budget, params=query.suffix.params
-        )
-
-    async def _selected(self, document: Attached, query: Asking, ids: Sequence[int]) -> Selection | None:
-        """What the answer reads, on a thread: it waits for all layers of a cache that is arriving."""
-        if (chosen := query.select) is None:
-            return None
-        more = {"tokens": chosen.tokens, "params": chosen.params}
-        return await self.threads.run(self.engine.select, document, chosen.method, question_tokens=len(ids), **more)
 
 
 class _Read(NamedTuple):
@@ -550,9 +534,7 @@ def _of_text(logprobs: Sequence[Logprob], text: str, read: _Read) -> list[Logpro
 
 
 def _sampling(query: Asking, grammar: Grammar | None) -> Sampling:
-    stop = (query.stop,) if isinstance(query.stop, str) else tuple(query.stop or ())
-    logprobs = (query.top_logprobs or 0) if query.logprobs else None
-    return Sampling(query.max_tokens, query.temperature, query.top_p, query.seed, stop, grammar, logprobs)
+    return Sampling(query.max_tokens, query, grammar, (query.top_logprobs or 0) if query.logprobs else None)
 
 
 def _prefill_s(store: Store, cache_id: str, tenant: str) -> float:
