@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
 
 import pydantic_core
 from pydantic import (
@@ -135,8 +135,9 @@ def without_unsupported(data: Any, neutral: Mapping[str, tuple[Any, ...]]) -> An
 class Renewable:
     """Base of bodies with a lifetime that uses may renew."""
 
-    ttl_s: float | None
-    ttl_renew: bool
+    if TYPE_CHECKING:  # else pydantic would take them for the first fields of each body
+        ttl_s: float | None
+        ttl_renew: bool
 
     @property
     def ttl_renew_s(self) -> float | None:
