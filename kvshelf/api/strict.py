@@ -171,7 +171,7 @@ def require_one_document(body: BaseModel) -> None:
 class RequestBody(BaseModel):
     """Base of all request bodies. Their lists fail at the first bad element: millions of errors would take a minute."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(defer_build=True, strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class QueryString(BaseModel):
@@ -180,7 +180,7 @@ class QueryString(BaseModel):
     Each label is one parameter, `label.<key>=<value>`.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
     labels: Labels = Field(default_factory=dict)
 
@@ -188,7 +188,7 @@ class QueryString(BaseModel):
 class ResponseBody(BaseModel):
     """Base of all responses. Drops unknown fields of a newer service."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(defer_build=True, extra="ignore", frozen=True, protected_namespaces=())
 
 
 class ListBody(ResponseBody):
