@@ -171,7 +171,9 @@ def require_one_document(body: BaseModel) -> None:
 class RequestBody(BaseModel):
     """Base of all request bodies. Their lists fail at the first bad element: millions of errors would take a minute."""
 
-    model_config = ConfigDict(defer_build=True, strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        defer_build=True, strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=()
+    )
 
 
 class QueryString(BaseModel):

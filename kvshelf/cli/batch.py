@@ -42,16 +42,29 @@ _Input = Annotated[
     str,
     typer.Argument(metavar="INPUT", help="A JSONL or Parquet file, a folder of texts, or a pattern like 'd/*.md'."),
 ]
-_Output = Annotated[
-    str, typer.Option(metavar="FILE", help="One line per document, as .jsonl or .parquet; a path or an s3:// URL.")
-]
-_Report = Annotated[
-    str | None,
-    typer.Option(metavar="FILE", help="Also write a report with pictures, as .html; a path or an s3:// URL."),
-]
 _Url = Annotated[
     str | None, typer.Option("--url", envvar="KVSHELF_URL", help="URL of a running service that runs the batch.")
 ]
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a batch writes."""
+
+    output: Annotated[
+        str, typer.Option(metavar="FILE", help="One line per document, as .jsonl or .parquet; a path or an s3:// URL.")
+    ]
+    report: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Also write a report with pictures, as .html; a path or an s3:// URL."),
+    ] = None
+
+    def places(self) -> tuple[Place, Place | None]:
+        """Raises `InvalidRequest` for what is no place to write to."""
+        from kvshelf.corpus.places import place
+
+        report = place(self.report, param="--report") if self.report else None
+        return place(self.output, param="--output"), report
 
 
 @dataclass(frozen=True)
@@ -89,11 +102,10 @@ class Pace:
 def batch(
     context: typer.Context,
     input: _Input,
-    output: _Output,
+    written: Written,
     fields: Annotated[dict[str, Any], _forms.DEFAULTS],
     run: Pace,
     here: _options.Hosting,
-    report: _Report = None,
     url: _Url = None,
     as_json: _options.AsJson = False,
 ) -> None:
@@ -103,14 +115,11 @@ def batch(
     writes to --store. Run the same command again after a stop, or to add new documents: documents on the shelf are not
     compressed again.
     """
-    with common.named_errors(as_json=as_json), needs_extra("serve", purpose="kvshelf batch"):
+    with needs_extra("serve", purpose="kvshelf batch"):
         remote = _is_remote(context)
         fields["model"] = _only(here.model) if remote else None
         given = {name: value for name, value in fields.items() if value is not None}
-        from kvshelf.corpus.places import place
-
-        written = place(output, param="--output")
-        job = _Job(input, written, place(report, param="--report") if report else None, given, run.options, as_json)
+        job = _Job(input, *written.places(), given, run.options, as_json)
         if remote:
             assert url is not None
             raise typer.Exit(job.run_at(url, run.priority))

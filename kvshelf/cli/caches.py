@@ -9,6 +9,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -181,22 +182,33 @@ def _searched(found: SearchList) -> str:
     return f"{found.searched} documents searched" + (f"; caches left out: {left_out}" if left_out else "")
 
 
-def ask(
-    cache: Annotated[str, typer.Argument(metavar="CACHE[,CACHE...]", help=f"{_CACHE} {_SEVERAL}")],
-    questions: Annotated[list[str] | None, typer.Argument(metavar="QUESTION...")] = None,
-    *,
-    fields: Annotated[dict[str, Any], _forms.QUESTION],
+@dataclass(frozen=True)
+class Searched:
+    """Which caches are asked, where none is named."""
+
     label: Annotated[
         list[str] | None,
         typer.Option(
             metavar="KEY=VALUE",
             help="Ask all parts of the document that `put --split` gave this label. With --all: search these caches.",
         ),
-    ] = None,
+    ] = None
     search_all: Annotated[
         bool, typer.Option("--all", help="Search the shelf for each question, and ask the best documents together.")
-    ] = False,
-    best: Annotated[int, typer.Option(min=1, max=64, help="With --all: how many documents to ask.")] = 4,
+    ] = False
+    best: Annotated[int, typer.Option(min=1, max=64, help="With --all: how many documents to ask.")] = 4
+
+    @property
+    def any(self) -> bool:
+        return bool(self.label or self.search_all)
+
+
+def ask(
+    cache: Annotated[str, typer.Argument(metavar="CACHE[,CACHE...]", help=f"{_CACHE} {_SEVERAL}")],
+    questions: Annotated[list[str] | None, typer.Argument(metavar="QUESTION...")] = None,
+    *,
+    fields: Annotated[dict[str, Any], _forms.QUESTION],
+    of_shelf: Searched,
     show_prompt: Annotated[
         bool,
         typer.Option(
@@ -212,26 +224,26 @@ def ask(
     in its answer. With --label the questions go to each part of a document in turn, and each answer names its part.
     With --all each question goes to the documents of the shelf that hold most of its words (see `kvshelf search`).
     """
-    if fields["route"] is not None and (label or search_all or "," not in cache):
+    if fields["route"] is not None and (of_shelf.any or "," not in cache):
         raise typer.BadParameter("it chooses among several caches: give CACHE,CACHE", param_hint="--route")
-    asked = [cache, *(questions or ())] if label or search_all else questions or []
+    asked = [cache, *(questions or ())] if of_shelf.any else questions or []
     if not asked:
         raise typer.BadParameter("a question is missing", param_hint="QUESTION...")
-    if show_prompt and (label or search_all):
+    if show_prompt and of_shelf.any:
         raise typer.BadParameter("it shows the prompt of one cache: give CACHE", param_hint="--show-prompt")
     with connected(url, as_json=as_json) as client:
-        labels = common.pairs(label, "--label")
-        if label and not search_all:
+        labels = common.pairs(of_shelf.label, "--label")
+        if labels and not of_shelf.search_all:
             _ask_parts(client, _parts(client, labels), asked, fields, as_json)
             return
-        named = [] if search_all else _references.ids_at(client, cache)
+        named = [] if of_shelf.search_all else _references.ids_at(client, cache)
         for question in asked:
             if len(asked) > 1 and not as_json:
                 common.heading(question)
             if show_prompt:
                 _show_prompt(client, _references.id_at(client, cache), question, as_json)
                 continue
-            of = _best(client, question, labels, best) if search_all else named
+            of = _best(client, question, labels, of_shelf.best) if of_shelf.search_all else named
             _ask_together(client, of, question, fields, as_json)
 
 
