@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import typer
 
 from kvshelf.api import JointQuery, Query
 from kvshelf.api.openai import ChatCompletionRequest
 from kvshelf.api.options import Ask, AskFields
 from kvshelf.api.responses import ResponsesRequest
+from kvshelf.cli import app
 from kvshelf.client._calls import JointFields, QueryFields
-from kvshelf.engine.asking import AnswerFields
+from kvshelf.engine.asking import AnswerFields, AnswerOptions
 
 OPTIONS = Ask.model_fields.keys()
 
@@ -39,3 +41,14 @@ def test_a_completion_asks_with_all_options_of_its_body() -> None:
     body = ChatCompletionRequest(cache_id="kvs_1", messages=[{"role": "user", "content": "a"}], **told)
     asking = body.asking
     assert {name: getattr(asking, name) for name in told} == told
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_reaches_the_command_line_a_row_of_a_batch_and_the_sampler(name: str) -> None:
+    value = {"seed": 3, "stop": ["a"]}.get(name, 0.5)
+    ask = typer.main.get_command(app).commands["ask"]  # type: ignore[attr-defined]
+    option = next(param for param in ask.params if param.name == name)
+    assert option.help[:9].lower() == str(Ask.model_fields[name].description)[:9].lower()
+    row = ChatCompletionRequest(cache_id="kvs_1", messages=[{"role": "user", "content": "a"}], **{name: value})
+    assert getattr(row.asking, name) == value
+    assert getattr(AnswerOptions.of(**{name: value}).sampling.ask, name) == value  # type: ignore[arg-type]
