@@ -20,7 +20,6 @@ class Ask(RequestBody):
     temperature: Temperature = Field(0.0, description="sampling temperature; 0 takes the most likely token")
     top_p: TopP = Field(1.0, description="sample from the most likely tokens with this total probability")
     seed: Seed | None = Field(None, description="makes sampling repeatable")
-    min_p: TopP | None = Field(None, description="draw no token with less than this part of the likeliest one's mass")
     stop: Stops | None = Field(None, description="text that ends the answer")
 
     @classmethod
@@ -44,5 +43,4 @@ class AskFields(TypedDict, total=False):
     temperature: float | None
     top_p: float | None
     seed: int | None
-    min_p: float | None
     stop: str | Sequence[str] | None
