@@ -41,6 +41,7 @@ from kvshelf.engine.inputs.prepare import as_bytes
 from kvshelf.errors import KvshelfError
 from kvshelf.model.source import bundled_folder
 from kvshelf.store.disk import DiskStore
+from kvshelf.workers.replica.calls import Caller
 from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.scheduler import Scheduler
 
@@ -198,17 +199,19 @@ class Subject:
 
     async def put(self) -> Any:
         self.turn_tokens = {}
-        return (await self.replica.create(CreateCache(document=DOCUMENT, policy="full"), tenant="default")).manifest
+        return (
+            await self.replica.create(CreateCache(document=DOCUMENT, policy="full"), caller=Caller("default"))
+        ).manifest
 
     async def ask(self, cache_id: str, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Any:
         body = {"cache_id": cache_id, "messages": list(messages), "max_tokens": 200} | fields
         asking = ChatCompletionRequest.model_validate(body).asking
-        return await self.replica.query(cache_id, asking, tenant="default")
+        return await self.replica.query(cache_id, asking, caller=Caller("default"))
 
     async def stream(self, cache_id: str, messages: Sequence[Mapping[str, Any]], **fields: Any) -> tuple[str, Any]:
         body = {"cache_id": cache_id, "messages": list(messages), "max_tokens": 60} | fields
         asking = ChatCompletionRequest.model_validate(body).asking
-        pieces = [piece async for piece in self.replica.stream(cache_id, asking, tenant="default")]
+        pieces = [piece async for piece in self.replica.stream(cache_id, asking, caller=Caller("default"))]
         return "".join(str(piece) for piece in pieces[:-1] if isinstance(piece, str)), pieces[-1]
 
     def exactly(self, text: str) -> str:
@@ -406,7 +409,7 @@ class Subject:
             given = {name: value}
             expected = self.whole(question, **given)
             made = (await self.replica.create(
-                CreateCache(document=DOCUMENT, policy="full", chat_template_kwargs=given), tenant="default"
+                CreateCache(document=DOCUMENT, policy="full", chat_template_kwargs=given), caller=Caller("default")
             )).manifest  # fmt: skip
             before, behind = (self.plain([{"role": "user", "content": "KVMARK"}], **each).partition("KVMARK")[::2]
                               for each in ({}, given))  # fmt: skip
@@ -440,7 +443,7 @@ class Subject:
         made = []
         for day in (datetime.date(2031, 3, 7), datetime.date(2031, 3, 8)):
             with on_day(day):
-                created = await self.replica.create(CreateCache(document=DOCUMENT), tenant="default")
+                created = await self.replica.create(CreateCache(document=DOCUMENT), caller=Caller("default"))
                 made.append(created.manifest.id)
                 reply = await self.ask(made[0], [{"role": "user", "content": "Where?"}], max_tokens=2)
                 assert reply.text is not None

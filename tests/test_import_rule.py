@@ -330,6 +330,39 @@ def test_a_folder_is_read_at_a_glance() -> None:
     assert {path: count for path, count in counts.items() if count > 17 and path not in catalogues} == {}
 
 
+MOST_PARAMETERS = 8
+LONG_SIGNATURES = {"kvshelf": 8, "kvshelf_bench": 13}
+"""Functions with more parameters: no more than today. What belongs together is a value (`kvshelf.api.options`), or in a
+command a group of options (`kvshelf.cli._commands`). The launch signatures of Triton's kernels are pointers and
+strides, which nothing can hold together."""
+
+
+def long_signatures(source: str) -> list[str]:
+    """The functions with more than `MOST_PARAMETERS`, besides self and cls, that Triton does not compile."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            own = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            compiled = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+            if len(own) - (own[:1] in (["self"], ["cls"])) > MOST_PARAMETERS and not compiled:
+                found.append(node.name)
+    return found
+
+
+def test_what_belongs_together_is_one_parameter() -> None:
+    for name, most in LONG_SIGNATURES.items():
+        found = {
+            path: names for path in sorted((ROOT / name).rglob("*.py")) if (names := long_signatures(path.read_text()))
+        }
+        assert sum(map(len, found.values())) <= most, found
+
+
+def test_a_long_signature_is_seen() -> None:
+    eight = ", ".join("abcdefgh")
+    assert long_signatures(f"def f(self, {eight}): ...\nasync def g({eight}, *, i): ...") == ["g"]
+    assert long_signatures(f"@triton.jit\ndef f({eight}, i): ...") == []
+
+
 def test_the_command_line_imports_packages_only_inside_commands() -> None:
     for path in sorted((PACKAGE / "cli").glob("*.py")):
         statements = [s for s in ast.parse(path.read_text()).body if isinstance(s, ast.Import | ast.ImportFrom)]

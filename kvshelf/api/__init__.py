@@ -12,6 +12,7 @@ from __future__ import annotations
 from kvshelf.api.caches import ByteCounts as ByteCounts
 from kvshelf.api.caches import CacheList as CacheList
 from kvshelf.api.caches import CacheObject as CacheObject
+from kvshelf.api.caches import CreateErasure as CreateErasure
 from kvshelf.api.caches import Deleted as Deleted
 from kvshelf.api.caches import ImportCache as ImportCache
 from kvshelf.api.caches import LevelList as LevelList

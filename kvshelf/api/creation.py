@@ -116,8 +116,10 @@ class CacheOptions(RequestBody, Renewable):
     model: ModelName | None = Field(None, description="one of /v1/models; default: the first one")
     layout: LayoutName | None = Field(None, description="default: chat if the model has a chat template, else plain")
     policy_params: AnyFields = Field(default_factory=dict, max_length=64)
-    compression_ratio: Ratio | None = None
-    budget_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    compression_ratio: Ratio | None = Field(None, description="fraction of the entries to REMOVE, such as 0.75")
+    budget_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
+        None, description="entries to keep per layer and head, instead of a ratio"
+    )
     levels: Annotated[list[Level], Field(min_length=1, max_length=MAX_LEVELS, fail_fast=True)] | None = Field(
         None, description="several compression ratios, or ratios with codecs: one cache each, all from one prefill"
     )
@@ -128,8 +130,8 @@ class CacheOptions(RequestBody, Renewable):
     )
     codec: CodecText = Field(
         "none",
-        description="none, int8, int4, int2, mixed or klt, with parameters if any: int4:group=64, klt:step=2,steps=kl; "
-        "default: none; int8 without a policy, a ratio, a budget, levels and parameters",
+        description="one of none, int8, int4, int2, mixed and klt, with parameters if any: int4:group=64, "
+        "klt:step=2,steps=kl; default: none; int8 without a policy, a ratio, a budget, levels and parameters",
     )
     min_quality: Annotated[float, Field(ge=0, le=1)] | None = Field(
         None,
@@ -376,9 +378,13 @@ class AppendCache(RequestBody, Renewable):
         None, description="one of /v1/policies; default: that of the cache"
     )
     policy_params: AnyFields = Field(default_factory=dict, max_length=64)
-    compression_ratio: Ratio | None = None
-    budget_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    expected_questions: Annotated[list[Text], Field(fail_fast=True)] = Field(default_factory=list, max_length=256)
+    compression_ratio: Ratio | None = Field(None, description="fraction of the entries to REMOVE, such as 0.75")
+    budget_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
+        None, description="entries to keep per layer and head, instead of a ratio"
+    )
+    expected_questions: Annotated[list[Text], Field(fail_fast=True)] = Field(
+        default_factory=list, max_length=256, description="questions for the policies that score by the prompt's end"
+    )
     ttl_s: Ttl | None = Field(None, description="seconds until the new cache expires")
     expires_at: ExpiresAt | None = Field(None, description="Unix seconds, instead of ttl_s")
     ttl_renew: bool = Field(False, description="each question moves the end of the cache to ttl_s from then")

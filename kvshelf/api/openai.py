@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
-from kvshelf.api.queries import Asking, Remade, Select, Source, SuffixOptions, require_storable
+from kvshelf.api.queries import Asking, AskShelf, Remade, Source, require_storable
 from kvshelf.api.shapes import (
     Answers,
     Choices,
@@ -36,12 +36,8 @@ from kvshelf.api.strict import (
     RequestBody,
     ResponseBody,
     Role,
-    Seed,
-    Stops,
     Temperature,
-    ToolName,
     TopP,
-    Ttl,
     misuse,
     one_of,
     one_or_list,
@@ -132,7 +128,7 @@ class StreamOptions(RequestBody):
     include_usage: bool = False
 
 
-class OpenAIRequest(RequestBody):
+class OpenAIRequest(AskShelf):
     """What the bodies of OpenAI's two APIs have in common: kvshelf's own fields, sampling, and hints without effect:
     `user`, `metadata`, `safety_identifier`, `prompt_cache_key`, `prompt_cache_retention`."""
 
@@ -141,18 +137,10 @@ class OpenAIRequest(RequestBody):
     cache_id: str | None = None
     cache_ids: CacheIds | None = None
     model: ModelName | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    seed: Seed | None = None
-    stop: Stops | None = None
+    temperature: Temperature | None = None  # type: ignore[assignment]  # wider: null is the default
+    top_p: TopP | None = None  # type: ignore[assignment]
     stream: bool | None = None
-    select: Select | None = None
-    suffix: SuffixOptions | None = None
-    store: bool | None = None
-    ttl_s: Ttl | None = None
-    ttl_renew: bool = False
-    tool: ToolName | None = None
-    on_miss: Literal["error", "recompute"] = "error"
+    store: bool | None = None  # type: ignore[assignment]
     user: str | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     safety_identifier: str | None = None
@@ -181,22 +169,9 @@ class OpenAIRequest(RequestBody):
     def _asking(
         self, messages: Sequence[Any], max_tokens: int, kind: type[Asking] = Asking, *, store: bool, **more: Any
     ) -> Asking:
-        return kind(
-            messages=list(messages),
-            max_tokens=max_tokens,
-            temperature=self.temperature or 0.0,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            seed=self.seed,
-            stop=self.stop,
-            select=self.select,
-            suffix=self.suffix,
-            store=store,
-            ttl_s=self.ttl_s,
-            ttl_renew=self.ttl_renew,
-            tool=self.tool,
-            on_miss=self.on_miss,
-            **more,
-        )
+        told = {name: getattr(self, name) for name in AskShelf.model_fields}
+        fields = {name: value for name, value in told.items() if value is not None}
+        return kind(messages=list(messages), max_tokens=max_tokens, **fields | {"store": store}, **more)
 
 
 class ChatCompletionRequest(OpenAIRequest):

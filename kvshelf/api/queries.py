@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
+from kvshelf.api.options import Ask
 from kvshelf.api.shapes import (
     Answers,
     Choices,
@@ -31,11 +32,7 @@ from kvshelf.api.strict import (
     Renewable,
     RequestBody,
     ResponseBody,
-    Seed,
-    Stops,
-    Temperature,
     ToolName,
-    TopP,
     Ttl,
     misuse,
     one_of,
@@ -78,32 +75,9 @@ def require_storable(
         raise misuse("store", "an answer of which a part is dropped is not kept behind the cache; leave suffix out")
 
 
-class Asking(RequestBody, Renewable):
-    """What is asked and how it is answered, whichever caches are asked. Exactly one of `prompt` (one or several) and
-    `messages`."""
+class AskShelf(Ask, Renewable):
+    """How a question to the shelf is answered, in every dialect of the API."""
 
-    model_config = ConfigDict(json_schema_extra=one_of(prompt=["string", "array"], messages="array"))
-
-    prompt: Prompts | None = None
-    messages: MessageList | None = None
-    max_tokens: MaxTokens = 64
-    temperature: Temperature = 0.0
-    top_p: TopP = 1.0
-    seed: Seed | None = None
-    stop: Stops | None = None
-    response_format: ResponseFormat | None = Field(
-        None, description="json_schema: the answer is JSON that fits the schema; json_object: any JSON object"
-    )
-    grammar: Grammar | None = Field(None, description="the answer fits this grammar, in llguidance's Lark dialect")
-    choices: Choices | None = Field(None, description="the answer is one of these texts")
-    logprobs: bool = Field(False, description="tell how likely each token of the answer was")
-    top_logprobs: TopLogprobs | None = Field(None, description="with logprobs: so many of the likeliest tokens, too")
-    n: Answers = Field(1, description="answers to each prompt; with a seed, the next ones have the next seeds")
-    stream: bool = False
-    chat_template_kwargs: TemplateKwargs | None = Field(
-        None, description="what the model's chat template is told, as `enable_thinking`"
-    )
-    reasoning_effort: Effort | None = Field(None, description="how much the model thinks first; none: not at all")
     select: Select | None = None
     suffix: SuffixOptions | None = None
     store: bool = Field(
@@ -122,6 +96,30 @@ class Asking(RequestBody, Renewable):
         "error",
         description="recompute: make a cache that was evicted, has expired or cannot be used anew from its source",
     )
+
+
+class Asking(AskShelf):
+    """What is asked and how it is answered, whichever caches are asked. Exactly one of `prompt` (one or several) and
+    `messages`."""
+
+    model_config = ConfigDict(json_schema_extra=one_of(prompt=["string", "array"], messages="array"))
+
+    prompt: Prompts | None = None
+    messages: MessageList | None = None
+    max_tokens: MaxTokens = Field(64, description="maximum length of the answer, in tokens")
+    response_format: ResponseFormat | None = Field(
+        None, description="json_schema: the answer is JSON that fits the schema; json_object: any JSON object"
+    )
+    grammar: Grammar | None = Field(None, description="the answer fits this grammar, in llguidance's Lark dialect")
+    choices: Choices | None = Field(None, description="the answer is one of these texts")
+    logprobs: bool = Field(False, description="tell how likely each token of the answer was")
+    top_logprobs: TopLogprobs | None = Field(None, description="with logprobs: so many of the likeliest tokens, too")
+    n: Answers = Field(1, description="answers to each prompt; with a seed, the next ones have the next seeds")
+    stream: bool = False
+    chat_template_kwargs: TemplateKwargs | None = Field(
+        None, description="what the model's chat template is told, as `enable_thinking`"
+    )
+    reasoning_effort: Effort | None = Field(None, description="how much the model thinks first; none: not at all")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
 
 import pydantic_core
 from pydantic import (
@@ -135,8 +135,9 @@ def without_unsupported(data: Any, neutral: Mapping[str, tuple[Any, ...]]) -> An
 class Renewable:
     """Base of bodies with a lifetime that uses may renew."""
 
-    ttl_s: float | None
-    ttl_renew: bool
+    if TYPE_CHECKING:  # else pydantic would take them for the first fields of each body
+        ttl_s: float | None
+        ttl_renew: bool
 
     @property
     def ttl_renew_s(self) -> float | None:
@@ -170,7 +171,9 @@ def require_one_document(body: BaseModel) -> None:
 class RequestBody(BaseModel):
     """Base of all request bodies. Their lists fail at the first bad element: millions of errors would take a minute."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        defer_build=True, strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=()
+    )
 
 
 class QueryString(BaseModel):
@@ -179,7 +182,7 @@ class QueryString(BaseModel):
     Each label is one parameter, `label.<key>=<value>`.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
     labels: Labels = Field(default_factory=dict)
 
@@ -187,7 +190,7 @@ class QueryString(BaseModel):
 class ResponseBody(BaseModel):
     """Base of all responses. Drops unknown fields of a newer service."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(defer_build=True, extra="ignore", frozen=True, protected_namespaces=())
 
 
 class ListBody(ResponseBody):

@@ -25,6 +25,7 @@ from kvshelf.cli import (
     serve,
     transfer,
 )
+from kvshelf.cli._commands import command
 from kvshelf.cli.output import common, say
 from kvshelf.cli.removal import erase, uninstall
 from kvshelf.errors import KvshelfError, StorageFull
@@ -47,7 +48,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Show the versi
         raise typer.Exit
 
 
-for command in (
+for run in (
     demo.demo,
     demo.sample,
     serve.serve,
@@ -74,12 +75,12 @@ for command in (
     doctor.doctor,
     uninstall.uninstall,
 ):
-    app.command()(command)
-app.command(epilog=batch.EPILOG)(batch.batch)
-app.command("train-gates")(calibrate.train_gates)
-app.command("vllm-proxy")(serve.vllm_proxy)
-app.command("export")(transfer.export_cache)
-app.command("import")(transfer.import_cache)
+    command(app, run)
+command(app, batch.batch, epilog=batch.EPILOG)
+command(app, calibrate.train_gates, "train-gates")
+command(app, serve.vllm_proxy, "vllm-proxy")
+command(app, transfer.export_cache, "export")
+command(app, transfer.import_cache, "import")
 app.add_typer(batches.app, name="batches")
 app.add_typer(keys.app, name="keys")
 if find_spec("kvshelf_bench"):  # by its name: a package beside this one, which imports it and never the other way

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -50,89 +51,6 @@ Parameters = Annotated[
     list[str] | None, typer.Option("--param", metavar="NAME=VALUE", help="A parameter of the policy. May be repeated.")
 ]
 
-Policy = Annotated[
-    str | None,
-    typer.Option(
-        help="A policy of `kvshelf policies`, or auto: it chooses policy, ratio and codec.  [default: full under codec "
-        "int8; keydiff with a ratio, a budget, levels or parameters]"
-    ),
-]
-AppendedPolicy = Annotated[str | None, typer.Option(help="A policy of `kvshelf policies`.  [default: that of CACHE]")]
-CompressionRatio = Annotated[float | None, typer.Option(help="Fraction of the entries to REMOVE, such as 0.75.")]
-BudgetTokens = Annotated[int | None, typer.Option(help="Entries to keep per layer and head, instead of a ratio.")]
-Levels = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--level",
-        metavar="RATIO[:CODEC]",
-        help="A compression ratio, or 0.5:int4. Repeat it to make several caches from one prefill.",
-    ),
-]
-MaxBytes = Annotated[
-    int | None, typer.Option(help="Most bytes of the cache. Keeps the level of the best quality that fits, or none.")
-]
-BytesPerToken = Annotated[float | None, typer.Option(help="The same, as bytes for each token of the document.")]
-Quality = Annotated[
-    Literal["full", "fast"] | None,
-    typer.Option(
-        help="How to measure the quality: by 150 cues, or by as many as take half the prefill's time at most."
-    ),
-]
-NoQuality = Annotated[
-    bool,
-    typer.Option("--no-quality", help="Do not measure the quality of the cache."),
-]
-MinQuality = Annotated[
-    float | None,
-    typer.Option(
-        help="Lowest bound of the agreement with the full cache, such as 0.95. Keeps the smallest level that "
-        "reaches it, or none."
-    ),
-]
-Split = Annotated[
-    bool, typer.Option("--split", help="Make one cache for each part of a document that is too long for the model.")
-]
-PartTokens = Annotated[
-    int | None, typer.Option(help="With --split: most tokens of a part.  [default: 7/8 of what the model takes]")
-]
-OverlapTokens = Annotated[
-    int | None,
-    typer.Option(help="With --split: tokens that a part shares with the next.  [default: 128]"),
-]
-Episodes = Annotated[
-    int | None,
-    typer.Option(min=1, help="Take the document for a conversation, and make a cache for each of so many episodes."),
-]
-Layout = Annotated[str | None, typer.Option(help="chat or plain.")]
-Codec = Annotated[
-    str | None,
-    typer.Option(help="none, int8, int4, int2, mixed or klt, and parameters: int4:group=64, klt:step=2,steps=kl."),
-]
-Ttl = Annotated[str | None, typer.Option(help="Lifetime of the cache: 90s, 15m, 2h, 7d.")]
-TtlRenew = Annotated[
-    bool, typer.Option("--ttl-renew", help="With --ttl: each question prolongs the lifetime to --ttl from then.")
-]
-Name = Annotated[str | None, typer.Option(help="Display name.  [default: the file's name]")]
-KeepSource = Annotated[
-    Literal["text", "tokens"] | None,
-    typer.Option("--keep-source", help="Keep the document's text, or its token ids alone, to make a lost cache again."),
-]
-SourceTtl = Annotated[
-    str | None,
-    typer.Option(help="With --keep-source: lifetime of the source.  [default: until the cache is deleted]"),
-]
-ExpectedQuestions = Annotated[
-    list[str] | None, typer.Option("--expected-question", help="For policies that use questions. May be repeated.")
-]
-TemplateVariables = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--chat-template-kwarg",
-        metavar="NAME=VALUE",
-        help="A variable of the model's chat template, such as reasoning_effort=low. May be repeated.",
-    ),
-]
-Date = Annotated[str | None, typer.Option(help="The day that the chat template is told: YYYY-MM-DD.  [default: today]")]
 ServiceModel = Annotated[str | None, typer.Option("--model", help="One of the service's models.  [default: its first]")]
 
 Models = Annotated[
@@ -157,3 +75,25 @@ GpusPerReplica = Annotated[
 Address = Annotated[
     str | None, typer.Option(help="Address of a running Ray cluster; auto finds it.  [default: a local one]")
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hosting:
+    """Where models run that this command starts itself, and which store they have."""
+
+    store: Store = None
+    encryption_key_file: KeyFile = None
+    model: Models = None
+    device: ServiceDevice = None
+    dtype: ServiceDtype = None
+    weights: ServiceWeights = None
+    replicas: Replicas = None
+    gpus_per_replica: GpusPerReplica = None
+    address: Address = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of `load_settings`; None where an option is not given."""
+        given = {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
+        models = given.pop("model")
+        return given | {"models": tuple(models) if models else None}

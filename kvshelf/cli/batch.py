@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import typer
 
 from kvshelf._extras import needs_extra
-from kvshelf.cli import _options
+from kvshelf.cli import _forms, _options
 from kvshelf.cli.output import common, progress, say, say_json
 from kvshelf.errors import InvalidRequest, KvshelfError
 from kvshelf.names import told
@@ -42,70 +42,70 @@ _Input = Annotated[
     str,
     typer.Argument(metavar="INPUT", help="A JSONL or Parquet file, a folder of texts, or a pattern like 'd/*.md'."),
 ]
-_Output = Annotated[
-    str, typer.Option(metavar="FILE", help="One line per document, as .jsonl or .parquet; a path or an s3:// URL.")
-]
-_Window = Annotated[str | None, typer.Option(help="Work only at this time of day: 22:00-06:00.")]
-_MaxGpuHours = Annotated[float | None, typer.Option(min=0, help="Stop when the replicas' GPUs have worked this long.")]
-_DocumentTimeout = Annotated[str, typer.Option(help="Time limit of one attempt at one document: 90s, 15m, 2h.")]
-_MaxAttempts = Annotated[int, typer.Option(min=1, max=100, help="Attempts before a document is given up.")]
-_RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Retry rows that failed in an earlier run.")]
-_Report = Annotated[
-    str | None,
-    typer.Option(metavar="FILE", help="Also write a report with pictures, as .html; a path or an s3:// URL."),
-]
-_Priority = Annotated[
-    int, typer.Option(min=-10, max=10, help="At a service: of your batches, those of the highest priority run first.")
-]
 _Url = Annotated[
     str | None, typer.Option("--url", envvar="KVSHELF_URL", help="URL of a running service that runs the batch.")
 ]
 
 
-_OF_ITS_OWN = ("store", "encryption_key_file", "device", "dtype", "weights", "replicas", "gpus_per_replica", "address")
-"""Options of a batch that runs here. A service has its own settings."""
+@dataclass(frozen=True)
+class Written:
+    """What a batch writes."""
+
+    output: Annotated[
+        str, typer.Option(metavar="FILE", help="One line per document, as .jsonl or .parquet; a path or an s3:// URL.")
+    ]
+    report: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Also write a report with pictures, as .html; a path or an s3:// URL."),
+    ] = None
+
+    def places(self) -> tuple[Place, Place | None]:
+        """Raises `InvalidRequest` for what is no place to write to."""
+        from kvshelf.corpus.places import place
+
+        report = place(self.report, param="--report") if self.report else None
+        return place(self.output, param="--output"), report
+
+
+@dataclass(frozen=True)
+class Pace:
+    """When the batch works, and how often it tries."""
+
+    window: Annotated[str | None, typer.Option(help="Work only at this time of day: 22:00-06:00.")] = None
+    max_gpu_hours: Annotated[
+        float | None, typer.Option(min=0, help="Stop when the replicas' GPUs have worked this long.")
+    ] = None
+    document_timeout: Annotated[str, typer.Option(help="Time limit of one attempt at one document: 90s, 15m, 2h.")] = (
+        "1h"
+    )
+    max_attempts: Annotated[int, typer.Option(min=1, max=100, help="Attempts before a document is given up.")] = 3
+    priority: Annotated[
+        int,
+        typer.Option(min=-10, max=10, help="At a service: of your batches, those of the highest priority run first."),
+    ] = 0
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Retry rows that failed in an earlier run.")] = (
+        False
+    )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of `RunOptions`, the window as text."""
+        return {
+            "window": self.window,
+            "max_gpu_hours": self.max_gpu_hours,
+            "document_deadline_s": _timeout(self.document_timeout),
+            "max_attempts": self.max_attempts,
+            "retry_failed": self.retry_failed,
+        }
 
 
 def batch(
     context: typer.Context,
     input: _Input,
-    output: _Output,
-    policy: _options.Policy = None,
-    compression_ratio: _options.CompressionRatio = None,
-    budget_tokens: _options.BudgetTokens = None,
-    level: _options.Levels = None,
-    min_quality: _options.MinQuality = None,
-    quality: _options.Quality = None,
-    no_quality: _options.NoQuality = False,
-    max_bytes: _options.MaxBytes = None,
-    bytes_per_token: _options.BytesPerToken = None,
-    param: _options.Parameters = None,
-    layout: _options.Layout = None,
-    codec: _options.Codec = None,
-    ttl: _options.Ttl = None,
-    ttl_renew: _options.TtlRenew = False,
-    label: _options.Labels = None,
-    keep_source: _options.KeepSource = None,
-    source_ttl: _options.SourceTtl = None,
-    expected_question: _options.ExpectedQuestions = None,
-    chat_template_kwarg: _options.TemplateVariables = None,
-    date: _options.Date = None,
-    window: _Window = None,
-    max_gpu_hours: _MaxGpuHours = None,
-    document_timeout: _DocumentTimeout = "1h",
-    max_attempts: _MaxAttempts = 3,
-    priority: _Priority = 0,
-    retry_failed: _RetryFailed = False,
-    report: _Report = None,
-    store: _options.Store = None,
-    encryption_key_file: _options.KeyFile = None,
-    model: _options.Models = None,
-    device: _options.ServiceDevice = None,
-    dtype: _options.ServiceDtype = None,
-    weights: _options.ServiceWeights = None,
-    replicas: _options.Replicas = None,
-    gpus_per_replica: _options.GpusPerReplica = None,
-    address: _options.Address = None,
+    written: Written,
+    fields: Annotated[dict[str, Any], _forms.DEFAULTS],
+    run: Pace,
+    here: _options.Hosting,
     url: _Url = None,
     as_json: _options.AsJson = False,
 ) -> None:
@@ -115,60 +115,20 @@ def batch(
     writes to --store. Run the same command again after a stop, or to add new documents: documents on the shelf are not
     compressed again.
     """
-    with common.named_errors(as_json=as_json), needs_extra("serve", purpose="kvshelf batch"):
+    with needs_extra("serve", purpose="kvshelf batch"):
         remote = _is_remote(context)
-        fields = {
-            "model": _only(model) if remote else None,
-            "policy": policy,
-            "policy_params": common.parameters(param) or None,
-            "compression_ratio": compression_ratio,
-            "budget_tokens": budget_tokens,
-            "levels": common.levels(level),
-            "min_quality": min_quality,
-            "quality": common.measured(quality, no_quality),
-            "max_bytes": max_bytes,
-            "bytes_per_token": bytes_per_token,
-            "layout": layout,
-            "codec": codec,
-            "ttl_s": common.seconds(ttl),
-            "ttl_renew": ttl_renew or None,
-            "labels": common.pairs(label, "--label") or None,
-            "keep_source": common.SOURCE_FORMS[keep_source],
-            "source_ttl_s": common.seconds(source_ttl, "--source-ttl"),
-            "expected_questions": expected_question or None,
-            "chat_template_kwargs": common.parameters(chat_template_kwarg, "--chat-template-kwarg") or None,
-            "date": date,
-        }
+        fields["model"] = _only(here.model) if remote else None
         given = {name: value for name, value in fields.items() if value is not None}
-        options = {
-            "window": window,
-            "max_gpu_hours": max_gpu_hours,
-            "document_deadline_s": _timeout(document_timeout),
-            "max_attempts": max_attempts,
-            "retry_failed": retry_failed,
-        }
-        from kvshelf.corpus.places import place
-
-        written = place(output, param="--output")
-        job = _Job(input, written, place(report, param="--report") if report else None, given, options, as_json)
+        job = _Job(input, *written.places(), given, run.options, as_json)
         if remote:
             assert url is not None
-            raise typer.Exit(job.run_at(url, priority))
-        if priority:
+            raise typer.Exit(job.run_at(url, run.priority))
+        if run.priority:
             raise InvalidRequest(
                 "--priority is among the batches of a service, and this command runs the batch itself; leave it out",
                 param="--priority",
             )
-        key_file, models = str(encryption_key_file) if encryption_key_file else None, tuple(model) if model else None
-        here = {
-            "device": device,
-            "dtype": dtype,
-            "weights": weights,
-            "replicas": replicas,
-            "gpus_per_replica": gpus_per_replica,
-            "address": address,
-        }
-        raise typer.Exit(job.run(store=store, encryption_key_file=key_file, models=models, **here))
+        raise typer.Exit(job.run(**here.settings))
 
 
 @dataclass(frozen=True)
@@ -341,8 +301,8 @@ def _is_remote(context: typer.Context) -> bool:
     url = context.params["url"]
     if url is None or ("store" in given and "url" not in given):
         return False
-    for name in _OF_ITS_OWN:
-        if name in given:
+    for name in _options.Hosting.__dataclass_fields__:  # a service has its own settings, and models
+        if name in given and name != "model":
             option = "--" + name.replace("_", "-")
             raise InvalidRequest(
                 f"{option} is for a batch that this command runs itself, and the service at {url} runs this one; leave "

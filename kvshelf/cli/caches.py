@@ -9,6 +9,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from kvshelf.cli import _options, _references
+from kvshelf.cli import _forms, _options, _references
 from kvshelf.cli.output import common, say, say_json
 from kvshelf.cli.output.common import connected
 from kvshelf.cli.output.progress import Spent, put_shown
@@ -38,32 +39,7 @@ Cache = Annotated[str, typer.Argument(metavar="CACHE", help=_CACHE)]
 
 def put(
     files: Files,
-    policy: _options.Policy = None,
-    compression_ratio: _options.CompressionRatio = None,
-    budget_tokens: _options.BudgetTokens = None,
-    level: _options.Levels = None,
-    min_quality: _options.MinQuality = None,
-    quality: _options.Quality = None,
-    no_quality: _options.NoQuality = False,
-    max_bytes: _options.MaxBytes = None,
-    bytes_per_token: _options.BytesPerToken = None,
-    param: _options.Parameters = None,
-    model: _options.ServiceModel = None,
-    layout: _options.Layout = None,
-    codec: _options.Codec = None,
-    ttl: _options.Ttl = None,
-    ttl_renew: _options.TtlRenew = False,
-    name: _options.Name = None,
-    label: _options.Labels = None,
-    keep_source: _options.KeepSource = None,
-    source_ttl: _options.SourceTtl = None,
-    expected_question: _options.ExpectedQuestions = None,
-    chat_template_kwarg: _options.TemplateVariables = None,
-    date: _options.Date = None,
-    split: _options.Split = False,
-    part_tokens: _options.PartTokens = None,
-    overlap_tokens: _options.OverlapTokens = None,
-    episodes: _options.Episodes = None,
+    fields: Annotated[dict[str, Any], _forms.CREATION],
     url: _options.Url = None,
     as_json: _options.AsJson = False,
 ) -> None:
@@ -72,32 +48,8 @@ def put(
     A document that is already on the shelf, compressed in the same way, costs nothing. If one file fails, the others
     still run; the exit code is that of the first failure.
     """
-    failures = common.Failures(as_json=as_json)
+    failures, name = common.Failures(as_json=as_json), fields["name"]
     with connected(url, as_json=as_json) as client:
-        fields = {
-            "policy": policy,
-            "policy_params": common.parameters(param),
-            "compression_ratio": compression_ratio,
-            "budget_tokens": budget_tokens,
-            "levels": common.levels(level),
-            "min_quality": min_quality,
-            "quality": common.measured(quality, no_quality),
-            "max_bytes": max_bytes,
-            "bytes_per_token": bytes_per_token,
-            "model": model,
-            "layout": layout,
-            "codec": codec,
-            "expected_questions": expected_question,
-            "chat_template_kwargs": common.parameters(chat_template_kwarg, "--chat-template-kwarg") or None,
-            "date": date,
-            "ttl_s": common.seconds(ttl),
-            "ttl_renew": ttl_renew or None,
-            "labels": common.pairs(label, "--label"),
-            "keep_source": common.SOURCE_FORMS[keep_source],
-            "source_ttl_s": common.seconds(source_ttl, "--source-ttl"),
-            "split": _split(split, part_tokens, overlap_tokens),
-            "episodes": None if episodes is None else {"count": episodes},
-        }
         for file in files:
             with failures.reported(of=_named(file)):
                 _put_one(client, file, fields | {"name": name or ("" if file == STDIN else told(file.name))}, as_json)
@@ -107,15 +59,7 @@ def put(
 def append(
     cache: Cache,
     file: Annotated[Path, typer.Argument(metavar="FILE", help=_ONE_FILE)],
-    policy: _options.AppendedPolicy = None,
-    compression_ratio: _options.CompressionRatio = None,
-    budget_tokens: _options.BudgetTokens = None,
-    param: _options.Parameters = None,
-    ttl: _options.Ttl = None,
-    ttl_renew: _options.TtlRenew = False,
-    name: _options.Name = None,
-    label: _options.Labels = None,
-    expected_question: _options.ExpectedQuestions = None,
+    fields: Annotated[dict[str, Any], _forms.APPENDED],
     url: _options.Url = None,
     as_json: _options.AsJson = False,
 ) -> None:
@@ -127,19 +71,7 @@ def append(
     """
     document = {"document": common.standard_input()} if file == STDIN else {"file": file}
     with connected(url, as_json=as_json) as client:
-        made = client.caches.append(
-            _references.id_at(client, cache),
-            **document,
-            policy=policy,
-            policy_params=common.parameters(param),
-            compression_ratio=compression_ratio,
-            budget_tokens=budget_tokens,
-            expected_questions=expected_question,
-            ttl_s=common.seconds(ttl),
-            ttl_renew=ttl_renew or None,
-            name=name,
-            labels=common.pairs(label, "--label"),
-        )
+        made = client.caches.append(_references.id_at(client, cache), **document, **fields)
         if as_json:
             common.print_object(made)
             return
@@ -223,14 +155,6 @@ def _seconds(cache: CacheObject) -> str:
     return f"prefill {spent.prefill_s:.2f} s, policy {spent.compress_s:.2f} s, {quality}store {spent.store_s:.2f} s"
 
 
-def _split(split: bool, part_tokens: int | None, overlap_tokens: int | None) -> bool | dict[str, int]:
-    given = {"max_tokens": part_tokens, "overlap_tokens": overlap_tokens}
-    options = {name: tokens for name, tokens in given.items() if tokens is not None}
-    if options and not split:
-        raise InvalidRequest("--part-tokens and --overlap-tokens say how to --split; add it", param="--split")
-    return options or split
-
-
 def search(
     question: Annotated[str, typer.Argument(metavar="QUESTION")],
     label: _options.Labels = None,
@@ -258,62 +182,33 @@ def _searched(found: SearchList) -> str:
     return f"{found.searched} documents searched" + (f"; caches left out: {left_out}" if left_out else "")
 
 
-def ask(
-    cache: Annotated[str, typer.Argument(metavar="CACHE[,CACHE...]", help=f"{_CACHE} {_SEVERAL}")],
-    questions: Annotated[list[str] | None, typer.Argument(metavar="QUESTION...")] = None,
+@dataclass(frozen=True)
+class Searched:
+    """Which caches are asked, where none is named."""
+
     label: Annotated[
         list[str] | None,
         typer.Option(
             metavar="KEY=VALUE",
             help="Ask all parts of the document that `put --split` gave this label. With --all: search these caches.",
         ),
-    ] = None,
+    ] = None
     search_all: Annotated[
         bool, typer.Option("--all", help="Search the shelf for each question, and ask the best documents together.")
-    ] = False,
-    best: Annotated[int, typer.Option(min=1, max=64, help="With --all: how many documents to ask.")] = 4,
-    max_tokens: Annotated[int, typer.Option(help="Maximum length of the answer, in tokens.")] = 64,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 takes the most likely token.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens with this total probability.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer. May be repeated.")] = None,
-    schema: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The answer is JSON that fits the JSON schema in this file.")
-    ] = None,
-    grammar: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The answer fits the grammar in this file, in Lark.")
-    ] = None,
-    choice: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="The answer is one of these texts. May be repeated.")
-    ] = None,
-    select: Annotated[
-        str | None, typer.Option(help="Read only what this selector chooses for the question; see `kvshelf selectors`.")
-    ] = None,
-    select_tokens: Annotated[int | None, typer.Option(min=1, help="Entries of a KV head to read at most.")] = None,
-    select_param: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A parameter of the selector. May be repeated.")
-    ] = None,
-    suffix: Annotated[
-        str | None,
-        typer.Option(help="Keep of question and answer what this suffix policy keeps; see `kvshelf suffixes`."),
-    ] = None,
-    suffix_budget: Annotated[int | None, typer.Option(min=1, help="Entries of a KV head to keep of them.")] = None,
-    suffix_param: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A parameter of the suffix policy. May be repeated.")
-    ] = None,
-    passages: Annotated[
-        bool, typer.Option("--passages", help="With --select: print the passages that the answer read most.")
-    ] = False,
-    tool: Annotated[
-        str | None, typer.Option(help="The tool that the answer calls: the caches stay in memory for its result.")
-    ] = None,
-    route: Annotated[
-        str | None,
-        typer.Option(
-            metavar="nearest", help="Of several caches of episodes ask only that which the question is about."
-        ),
-    ] = None,
-    chat_template_kwarg: _options.TemplateVariables = None,
+    ] = False
+    best: Annotated[int, typer.Option(min=1, max=64, help="With --all: how many documents to ask.")] = 4
+
+    @property
+    def any(self) -> bool:
+        return bool(self.label or self.search_all)
+
+
+def ask(
+    cache: Annotated[str, typer.Argument(metavar="CACHE[,CACHE...]", help=f"{_CACHE} {_SEVERAL}")],
+    questions: Annotated[list[str] | None, typer.Argument(metavar="QUESTION...")] = None,
+    *,
+    fields: Annotated[dict[str, Any], _forms.QUESTION],
+    of_shelf: Searched,
     show_prompt: Annotated[
         bool,
         typer.Option(
@@ -329,34 +224,26 @@ def ask(
     in its answer. With --label the questions go to each part of a document in turn, and each answer names its part.
     With --all each question goes to the documents of the shelf that hold most of its words (see `kvshelf search`).
     """
-    fields: Any = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
-    fields["tool"] = tool
-    fields["chat_template_kwargs"] = common.parameters(chat_template_kwarg, "--chat-template-kwarg") or None
-    fields |= _shape(schema, grammar, choice)
-    fields["select"] = _select(select, select_tokens, select_param, passages)
-    fields["suffix"] = _suffix(suffix, suffix_budget, suffix_param)
-    if route is not None:
-        if label or search_all or "," not in cache:
-            raise typer.BadParameter("it chooses among several caches: give CACHE,CACHE", param_hint="--route")
-        fields["route"] = route
-    asked = [cache, *(questions or ())] if label or search_all else questions or []
+    if fields["route"] is not None and (of_shelf.any or "," not in cache):
+        raise typer.BadParameter("it chooses among several caches: give CACHE,CACHE", param_hint="--route")
+    asked = [cache, *(questions or ())] if of_shelf.any else questions or []
     if not asked:
         raise typer.BadParameter("a question is missing", param_hint="QUESTION...")
-    if show_prompt and (label or search_all):
+    if show_prompt and of_shelf.any:
         raise typer.BadParameter("it shows the prompt of one cache: give CACHE", param_hint="--show-prompt")
     with connected(url, as_json=as_json) as client:
-        labels = common.pairs(label, "--label")
-        if label and not search_all:
+        labels = common.pairs(of_shelf.label, "--label")
+        if labels and not of_shelf.search_all:
             _ask_parts(client, _parts(client, labels), asked, fields, as_json)
             return
-        named = [] if search_all else _references.ids_at(client, cache)
+        named = [] if of_shelf.search_all else _references.ids_at(client, cache)
         for question in asked:
             if len(asked) > 1 and not as_json:
                 common.heading(question)
             if show_prompt:
                 _show_prompt(client, _references.id_at(client, cache), question, as_json)
                 continue
-            of = _best(client, question, labels, best) if search_all else named
+            of = _best(client, question, labels, of_shelf.best) if of_shelf.search_all else named
             _ask_together(client, of, question, fields, as_json)
 
 
@@ -410,41 +297,6 @@ def _show_prompt(client: Client, cache_id: str, question: str, as_json: bool) ->
         if len(texts) > 2 * _SHOWN:
             texts = [*texts[:_SHOWN], f"... {len(texts) - 2 * _SHOWN} more ...", *texts[-_SHOWN:]]
         say("  " + (" ".join(texts) or "(not known here: `kvshelf put --keep-source text` keeps it)"))
-
-
-def _shape(schema: Path | None, grammar: Path | None, choices: list[str] | None) -> dict[str, Any]:
-    fields: dict[str, Any] = {"choices": choices or None}
-    if schema is not None:
-        wrapped = {"name": "answer", "schema": _read(schema, json.loads, "--schema")}
-        fields["response_format"] = {"type": "json_schema", "json_schema": wrapped}
-    if grammar is not None:
-        fields["grammar"] = _read(grammar, str, "--grammar")
-    return fields
-
-
-def _read(file: Path, parse: Callable[[str], Any], option: str) -> Any:
-    try:
-        return parse(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise typer.BadParameter(f"cannot be read: {error}", param_hint=option) from error
-
-
-def _select(method: str | None, tokens: int | None, params: list[str] | None, passages: bool) -> dict[str, Any] | None:
-    if method is None and (tokens is not None or params or passages):
-        raise typer.BadParameter(
-            "--select-tokens, --select-param and --passages need a selector", param_hint="--select"
-        )
-    if method is None:
-        return None
-    return {"method": method, "tokens": tokens, "params": common.parameters(params) or {}, "passages": passages}
-
-
-def _suffix(policy: str | None, budget: int | None, params: list[str] | None) -> dict[str, Any] | None:
-    if policy is None and (budget is not None or params):
-        raise typer.BadParameter("--suffix-budget and --suffix-param need a suffix policy", param_hint="--suffix")
-    if policy is None:
-        return None
-    return {"policy": policy, "budget": budget, "params": common.parameters(params) or {}}
 
 
 def _sources(references: Sequence[str], answer: JointAnswer) -> Table:
@@ -564,14 +416,8 @@ def _told(part: CacheObject) -> str:
 
 
 def ls(
-    policy: Annotated[str | None, typer.Option(help="Only caches of this policy.")] = None,
-    model: Annotated[str | None, typer.Option(help="Only caches of this model.")] = None,
-    document_id: Annotated[str | None, typer.Option(help="Only caches of this document (doc_...).")] = None,
-    label: _options.Labels = None,
+    filters: Annotated[dict[str, Any], _forms.LISTED],
     limit: Annotated[int, typer.Option(min=1, help="How many to list, newest first.")] = 100,
-    ended: Annotated[
-        bool, typer.Option("--ended", help="Those that have expired or were evicted, and whose source is kept.")
-    ] = False,
     wide: Annotated[bool, typer.Option("--wide", help="Show all columns.")] = False,
     columns: Annotated[str | None, typer.Option(help="Show these columns, such as id,age,name.")] = None,
     url: _options.Url = None,
@@ -584,15 +430,7 @@ def ls(
     """
     with connected(url, as_json=as_json) as client:
         chosen = _columns(columns, wide)
-        labels = common.pairs(label, "--label")
-        found = client.caches.list(
-            policy=policy,
-            model=model,
-            document_id=document_id,
-            labels=labels,
-            ended=ended or None,
-            limit=min(limit, 1000),
-        )
+        found = client.caches.list(**filters, limit=min(limit, 1000))
         caches = itertools.islice(found, limit)
         if as_json:
             for cache in caches:
@@ -727,42 +565,16 @@ def _quality(cache: CacheObject) -> str:
     )
 
 
-NEVER = "never"
-
-
 def update(
     cache: Cache,
-    ttl: Annotated[str | None, typer.Option(help="Lifetime from now on: 90s, 15m, 2h, 7d, or never.")] = None,
-    ttl_renew: _options.TtlRenew = False,
-    name: Annotated[str | None, typer.Option(help="Display name.")] = None,
-    label: Annotated[
-        list[str] | None,
-        typer.Option("--label", metavar="KEY=VALUE", help="Replaces all labels. May be repeated."),
-    ] = None,
-    pin: Annotated[
-        bool | None, typer.Option("--pin/--no-pin", help="Never evict it to make room on the shelf.")
-    ] = None,
-    next_use: Annotated[
-        str | None,
-        typer.Option(
-            help="Time until its next question: 20s, 5m; the service has it in memory by then. never takes it back."
-        ),
-    ] = None,
+    fields: Annotated[dict[str, Any], _forms.CHANGES],
     url: _options.Url = None,
     as_json: _options.AsJson = False,
 ) -> None:
     """Change a cache on the shelf, or say when its next question comes. Prints its id."""
-    given: dict[str, Any] = {
-        "ttl_s": None if ttl == NEVER else common.seconds(ttl),
-        "ttl_renew": ttl_renew or None,
-        "next_use_s": None if next_use == NEVER else common.seconds(next_use, "--next-use"),
-        "labels": common.pairs(label, "--label") if label else None,
-        "name": name,
-        "pinned": pin,
-    }
-    cleared = {name for name, text in (("ttl_s", ttl), ("next_use_s", next_use)) if text == NEVER}
+    changes: Any = {name: value for name, value in fields.items() if value is not None}
+    changes |= {name: None for name, value in changes.items() if value == _forms.NEVER}
     with connected(url, as_json=as_json) as client:
-        changes: Any = {name: value for name, value in given.items() if value is not None or name in cleared}
         changed = client.caches.update(_references.id_at(client, cache), **changes)
         common.print_object(changed) if as_json else say(changed.id)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -25,8 +26,24 @@ _TEXTS, _TEXT_TOKENS = 10, 2048
 """How many texts are read, and their length."""
 
 
+@dataclass(frozen=True)
+class _Samples:
+    """What a model is measured on."""
+
+    documents: Annotated[int, typer.Option(min=1, help="Number of test documents, each hides one sentence.")] = 60
+    tokens: Annotated[int, typer.Option(min=128, help="Length of each test document, in tokens.")] = 1024
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Make transforms and chunks from this text of yours, ten parts of it; repeat it.  [default: prose of "
+            "the package, and for transforms Python's reference, too]"
+        ),
+    ] = None
+
+
 def calibrate(
     model: Annotated[str, typer.Option(help="A bundled name, a folder, a GGUF file, a hub id, or a name served here.")],
+    samples: _Samples,
     only: Annotated[
         Literal["heads", "transforms", "chunks"] | None,
         typer.Option(
@@ -35,15 +52,6 @@ def calibrate(
     ] = None,
     output: Annotated[
         Path | None, typer.Option(help="Folder for the results.  [default: your data folder, where engines look]")
-    ] = None,
-    documents: Annotated[int, typer.Option(min=1, help="Number of test documents, each hides one sentence.")] = 60,
-    tokens: Annotated[int, typer.Option(min=128, help="Length of each test document, in tokens.")] = 1024,
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Make transforms and chunks from this text of yours, ten parts of it; repeat it.  [default: prose of "
-            "the package, and for transforms Python's reference, too]"
-        ),
     ] = None,
     device: _options.Device = "auto",
     dtype: _options.Dtype = "auto",
@@ -67,13 +75,13 @@ def calibrate(
         calibration.require_writable(paths.heads)
         made = []
         if only in (None, "transforms"):
-            _transforms(engine, paths.transforms, text or [])
+            _transforms(engine, paths.transforms, samples.text or [])
             made.append(paths.transforms)
         if only in (None, "chunks"):
-            _chunks(engine, paths.chunks, text or [])
+            _chunks(engine, paths.chunks, samples.text or [])
             made.append(paths.chunks)
         if only in (None, "heads"):
-            _heads(engine, paths.heads, documents, tokens)
+            _heads(engine, paths.heads, samples.documents, samples.tokens)
             made.append(paths.heads)
     for path in made:
         say(path)
@@ -172,25 +180,39 @@ def _longest(engine: Engine) -> int:
     return min(_TEXT_TOKENS, engine.max_tokens // 2)
 
 
-def train_gates(
-    model: Annotated[str, typer.Option(help="A bundled name, a folder, a GGUF file, a hub id, or a name served here.")],
-    family: Annotated[str, typer.Option(help="The policy (kvzip_gate, locret ...), or the family of its gates.")],
+@dataclass(frozen=True)
+class _Lessons:
+    """What gates are trained on, and for how long."""
+
+    steps: Annotated[int, typer.Option(min=1, help="Most steps, of one document each.")] = 600
+    length: Annotated[int, typer.Option(min=512, help="Length of the documents, in tokens.")] = 1024
+    seed: Annotated[int, typer.Option(min=0, help="Which documents, and where the gates begin.")] = 0
+
+
+@dataclass(frozen=True)
+class _Gates:
+    """Which gates are trained, and where they are written."""
+
     target: Annotated[
         Literal["kvzip", "answers", "distill"] | None,
         typer.Option(help="With a family: what its gates learn to foretell.  [default: the first there is]"),
-    ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Most steps, of one document each.")] = 600,
-    length: Annotated[int, typer.Option(min=512, help="Length of the documents, in tokens.")] = 1024,
+    ] = None
     width: Annotated[
         int | None,
         typer.Option(min=1, max=8192, help="Of the gates' hidden layer.  [default: a quarter of the model's]"),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Which documents, and where the gates begin.")] = 0,
+    ] = None
     out: Annotated[
         Path | None,
         typer.Option(help="The gate file.  [default: in KVSHELF_GATES or your data folder, where engines look]"),
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of the same file.")] = False,
+    ] = None
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of the same file.")] = False
+
+
+def train_gates(
+    model: Annotated[str, typer.Option(help="A bundled name, a folder, a GGUF file, a hub id, or a name served here.")],
+    family: Annotated[str, typer.Option(help="The policy (kvzip_gate, locret ...), or the family of its gates.")],
+    gates: _Gates,
+    by: _Lessons,
     device: _options.Device = "auto",
     dtype: _options.Dtype = "auto",
     as_json: _options.AsJson = False,
@@ -208,18 +230,18 @@ def train_gates(
         from kvshelf.training.gates.objectives import objective, trained_policy
         from kvshelf.training.gates.trainer import Checkpoint, Settings, Trainer
 
-        policy = trained_policy(family, target)
+        policy = trained_policy(family, gates.target)
         loaded, tokenizer = models.load(served_model(model), device=device, dtype=dtype)
         engine = Engine(loaded, tokenizer, name=model)  # not `Engine.load`: gradients go through its plain weights
-        path = out or gate_path(engine.identity.weights, policy.name)
+        path = gates.out or gate_path(engine.identity.weights, policy.name)
         calibration.require_writable(path)
-        settings = Settings(steps, length, seed)
-        made, lesson = objective(policy, engine, width), lessons(engine, length, seed)
+        settings = Settings(by.steps, by.length, by.seed)
+        made, lesson = objective(policy, engine, gates.width), lessons(engine, by.length, by.seed)
         with searching(f"{policy.name} of {engine.name}") as show:
 
             def read(number: int) -> Lesson:
                 if number >= 0:  # the others are held out
-                    show(number, steps)
+                    show(number, by.steps)
                 return lesson(number)
 
             def report(line: Mapping[str, Any]) -> None:
@@ -227,7 +249,7 @@ def train_gates(
                     f"step {line['step']}: loss {line['loss']:.4g}, held out {line['held_out']:.3f}", highlight=False
                 )
 
-            Trainer(engine, made, read, settings, Checkpoint(path), report).run(resume=resume)
+            Trainer(engine, made, read, settings, Checkpoint(path), report).run(resume=gates.resume)
     say(path)
 
 

@@ -6,7 +6,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
@@ -31,27 +31,50 @@ _WITH_PROGRESS = ("scrub", "reseal")
 Check = tuple[str, Callable[[], str]]
 
 
-def doctor(
-    store: _options.Store = None,
-    encryption_key_file: _options.KeyFile = None,
-    scrub: Annotated[
-        bool, typer.Option("--scrub", help="Read every cache of --store and set corrupt ones aside.")
-    ] = False,
+@dataclass(frozen=True)
+class _Shelf:
+    """A store to check."""
+
+    store: _options.Store = None
+    encryption_key_file: _options.KeyFile = None
+    scrub: Annotated[bool, typer.Option("--scrub", help="Read every cache of --store and set corrupt ones aside.")] = (
+        False
+    )
     reseal: Annotated[
         bool, typer.Option("--reseal", help="Seal every cache of --store with the first key of the key file.")
-    ] = False,
+    ] = False
+
+    def checks(self) -> Iterator[Check]:
+        if (url := self.store) is None:
+            return
+        yield "store", lambda: stores.look_over(url, self.encryption_key_file)
+        if self.reseal:
+            yield "reseal", lambda: stores.reseal(url, self.encryption_key_file)
+        if self.scrub:
+            yield "scrub", lambda: stores.scrub(url, self.encryption_key_file)
+
+
+@dataclass(frozen=True)
+class _Isolation:
+    """Two tenants of a service that must see nothing of each other."""
+
+    isolation: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Only prove that the tenants of two keys see nothing of each other there."),
+    ] = None
+    key: Annotated[
+        list[str] | None, typer.Option(help="With --isolation: the key of a tenant; give two, or name two files.")
+    ] = None
+    pairs: Annotated[int, typer.Option(min=20, help="With --isolation: look-ups of each kind to time.")] = 400
+
+
+def doctor(
+    shelf: _Shelf,
+    tenants: _Isolation,
     model: Annotated[str, typer.Option(help="Model to load and ask.")] = BUNDLED,
     device: _options.Device = "auto",
     dtype: _options.Dtype = "auto",
     url: _options.Url = None,
-    isolation: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Only prove that the tenants of two keys see nothing of each other there."),
-    ] = None,
-    key: Annotated[
-        list[str] | None, typer.Option(help="With --isolation: the key of a tenant; give two, or name two files.")
-    ] = None,
-    pairs: Annotated[int, typer.Option(min=20, help="With --isolation: look-ups of each kind to time.")] = 400,
     as_json: _options.AsJson = False,
 ) -> None:
     """Check versions, device and model; with --store a store, with --url a service. Exits with 1 if a check fails.
@@ -62,13 +85,12 @@ def doctor(
     With --isolation nothing else is checked: two keys of a running service, one tenant each, must get equal answers in
     equal times for what the other one has and for what nobody has. It takes some minutes, and removes what it made.
     """
-    if isolation is not None:
-        _isolated(isolation, key or [], pairs, as_json=as_json)
+    if tenants.isolation is not None:
+        _isolated(tenants.isolation, tenants.key or [], tenants.pairs, as_json=as_json)
         return
-    with common.named_errors(as_json=as_json):
-        if store is None and (scrub or reseal):
-            raise InvalidRequest("--scrub and --reseal need a store; give its URL as --store", param="--store")
-    checks = [*_checks(device, dtype), *_store_checks(store, encryption_key_file, scrub=scrub, reseal=reseal)]
+    if shelf.store is None and (shelf.scrub or shelf.reseal):
+        raise InvalidRequest("--scrub and --reseal need a store; give its URL as --store", param="--store")
+    checks = [*_checks(device, dtype), *shelf.checks()]
     if url is not None:
         checks.append(("service", lambda: _service(url)))
     failed = False
@@ -88,16 +110,6 @@ def _checks(device: str, dtype: str) -> Iterator[Check]:
     yield "device", _device
     yield "intensity", lambda: _intensity(device, dtype)
     yield "kernels", _kernels
-
-
-def _store_checks(url: str | None, key_file: Path | None, *, scrub: bool, reseal: bool) -> Iterator[Check]:
-    if url is None:
-        return
-    yield "store", lambda: stores.look_over(url, key_file)
-    if reseal:
-        yield "reseal", lambda: stores.reseal(url, key_file)
-    if scrub:
-        yield "scrub", lambda: stores.scrub(url, key_file)
 
 
 def _run(checks: Sequence[Check]) -> Iterator[Finding]:

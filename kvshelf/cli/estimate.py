@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from kvshelf.cli import _options
+from kvshelf.cli import _forms, _options
 from kvshelf.cli.output import common
 from kvshelf.cli.output.common import connected
 
@@ -18,32 +18,11 @@ if TYPE_CHECKING:
 
 def estimate(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A UTF-8 text file; - reads standard input.")],
-    policy: Annotated[
-        str | None, typer.Option(help="Estimate only this policy; auto: the ones it would try.  [default: all]")
-    ] = None,
-    compression_ratio: _options.CompressionRatio = None,
-    budget_tokens: _options.BudgetTokens = None,
-    level: _options.Levels = None,
-    param: _options.Parameters = None,
-    model: _options.ServiceModel = None,
-    layout: _options.Layout = None,
-    codec: Annotated[
-        str | None, typer.Option(help="Estimate only this codec.  [default: all, without parameters]")
-    ] = None,
+    fields: Annotated[dict[str, Any], _forms.COST],
     url: _options.Url = None,
     as_json: _options.AsJson = False,
 ) -> None:
     """Estimate the tokens, bytes and seconds of a `put`, by policy and codec. Nothing is compressed or stored."""
-    fields: dict[str, Any] = {
-        "policy": policy,
-        "policy_params": common.parameters(param) or None,
-        "compression_ratio": compression_ratio,
-        "budget_tokens": budget_tokens,
-        "levels": common.levels(level),
-        "model": model,
-        "layout": layout,
-        "codec": codec,
-    }
     with connected(url, as_json=as_json) as client:
         document = {"document": common.standard_input()} if file == Path("-") else {"file": file}
         found = client.estimate(**document, **fields)

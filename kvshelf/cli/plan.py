@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 
 from kvshelf._extras import needs_extra
-from kvshelf.cli import _options
+from kvshelf.cli import _forms, _options
 from kvshelf.cli.output import common, say_json
 from kvshelf.errors import InvalidRequest
 
@@ -27,69 +27,115 @@ _NAMES = "one-long, throughput, edge, multi-turn or accuracy."
 _QUALITY = "Least share of the full cache's exact answers that is good enough."
 
 
+@dataclass(frozen=True)
+class _Corpus:
+    """How many documents, and how long they are."""
+
+    documents: Annotated[int | None, typer.Option(min=1, help="How many.  [default: 1000000, or by --lengths]")] = None
+    tokens: Annotated[int, typer.Option(min=1, help="Length of each document.")] = 4096
+    lengths: Annotated[Path | None, typer.Option(help="A file: a length, or a length and a count, per line.")] = None
+
+    def read(self) -> Any:
+        from kvshelf.corpus.plan import read_lengths
+
+        return (
+            read_lengths(self.lengths, self.documents)
+            if self.lengths
+            else ((self.tokens, self.documents or 1_000_000),)
+        )
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What is done with each document."""
+
+    size: Annotated[dict[str, Any], _forms.SIZE]
+    policy: Annotated[str | None, typer.Option(help="As in `kvshelf put`.")] = None
+    codec: Annotated[str | None, typer.Option(help="As in `kvshelf put`: none, int8, int4, int2 ...")] = None
+    home: Annotated[str, typer.Option(help="redis, disk, or objects: an index in Redis, blobs in S3.")] = "redis"
+
+    def settled(self) -> Any:
+        """With the policy and the codec that a creation would have."""
+        from kvshelf.api.creation import default_codec, default_policy
+        from kvshelf.corpus.plan import Work
+
+        given = {"policy": self.policy, **self.size}
+        codec = self.codec or default_codec(given)
+        return Work(self.policy or default_policy(given), **self.size, codec=codec, home=self.home)
+
+
+@dataclass(frozen=True)
+class _Pace:
+    """What it may take, and how fast a GPU is."""
+
+    gpus: Annotated[int | None, typer.Option(min=1, help="Number of GPUs; or give --hours.")] = None
+    hours: Annotated[float | None, typer.Option(min=0.01, help="Hours available; the plan says how many GPUs.")] = None
+    tokens_per_s: Annotated[float | None, typer.Option(min=0.001, help="Of one GPU, compression included.")] = None
+    rates: Annotated[Path | None, typer.Option(help=_SPEED)] = None
+    shared_rates: Annotated[Path | None, typer.Option(help="From `kvshelf bench rates`.  [default: built in]")] = None
+    gb_month_price: Annotated[float | None, typer.Option(min=0, help="Of 10^9 stored bytes, in any currency.")] = None
+
+
+@dataclass(frozen=True)
+class _Machines:
+    """The machines of a simulated run."""
+
+    servers: Annotated[int, typer.Option(min=1, help="Redis servers.")] = 1
+    server_memory_gb: Annotated[float, typer.Option(min=0.1, help="Memory for caches of one Redis server.")] = 512.0
+    server_gbit: Annotated[float, typer.Option(min=0.1, help="Network of one Redis server.")] = 25.0
+    shelves: Annotated[int, typer.Option(min=1, help="Redis prefixes that share the corpus.")] = 1
+    services: Annotated[int, typer.Option(min=1, help="Ray clusters that share the corpus.")] = 1
+    node_gpus: Annotated[int, typer.Option(min=1, help="GPUs in a node.")] = 8
+    node_gbit: Annotated[float, typer.Option(min=0.1, help="Network of a node.")] = 100.0
+    node_mtbf_h: Annotated[float, typer.Option(min=0.1, help="Hours between two failures of a node.")] = 6300.0
+    poison: Annotated[float, typer.Option(min=0, max=0.1, help="Share of documents that kill their worker.")] = 1e-5
+    seed: Annotated[int, typer.Option(help="Seed of the simulation.")] = 0
+
+    def fleet(self, gpus: int) -> Fleet:
+        from kvshelf.corpus.plan import Fleet
+
+        return Fleet(
+            gpus, self.node_gpus, self.node_gbit, self.servers, self.server_gbit, self.server_memory_gb * 1e9,
+            self.shelves, self.services, self.node_mtbf_h, poison=self.poison,
+        )  # fmt: skip
+
+
 def plan(
-    documents: Annotated[int | None, typer.Option(min=1, help="How many.  [default: 1000000, or by --lengths]")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Length of each document.")] = 4096,
-    lengths: Annotated[Path | None, typer.Option(help="A file: a length, or a length and a count, per line.")] = None,
+    corpus: _Corpus,
+    work: _Work,
+    pace: _Pace,
+    machines: _Machines,
     model: Annotated[str, typer.Option(help=_MODELS)] = "llama-3.1-8b",
-    policy: Annotated[str | None, typer.Option(help="As in `kvshelf put`.")] = None,
-    compression_ratio: _options.CompressionRatio = None,
-    budget_tokens: _options.BudgetTokens = None,
-    codec: Annotated[str | None, typer.Option(help="As in `kvshelf put`: none, int8, int4, int2 ...")] = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="Number of GPUs; or give --hours.")] = None,
-    hours: Annotated[float | None, typer.Option(min=0.01, help="Hours available; the plan says how many GPUs.")] = None,
-    tokens_per_s: Annotated[float | None, typer.Option(min=0.001, help="Of one GPU, compression included.")] = None,
-    rates: Annotated[Path | None, typer.Option(help=_SPEED)] = None,
-    shared_rates: Annotated[Path | None, typer.Option(help="From `kvshelf bench rates`.  [default: built in]")] = None,
-    home: Annotated[str, typer.Option(help="redis, disk, or objects: an index in Redis, blobs in S3.")] = "redis",
-    gb_month_price: Annotated[float | None, typer.Option(min=0, help="Of 10^9 stored bytes, in any currency.")] = None,
     simulate: Annotated[bool, typer.Option("--simulate", help="Simulate a run with failures.")] = False,
-    servers: Annotated[int, typer.Option(min=1, help="Redis servers.")] = 1,
-    server_memory_gb: Annotated[float, typer.Option(min=0.1, help="Memory for caches of one Redis server.")] = 512.0,
-    server_gbit: Annotated[float, typer.Option(min=0.1, help="Network of one Redis server.")] = 25.0,
-    shelves: Annotated[int, typer.Option(min=1, help="Redis prefixes that share the corpus.")] = 1,
-    services: Annotated[int, typer.Option(min=1, help="Ray clusters that share the corpus.")] = 1,
-    node_gpus: Annotated[int, typer.Option(min=1, help="GPUs in a node.")] = 8,
-    node_gbit: Annotated[float, typer.Option(min=0.1, help="Network of a node.")] = 100.0,
-    node_mtbf_h: Annotated[float, typer.Option(min=0.1, help="Hours between two failures of a node.")] = 6300.0,
-    poison: Annotated[float, typer.Option(min=0, max=0.1, help="Share of documents that kill their worker.")] = 1e-5,
-    seed: Annotated[int, typer.Option(help="Seed of the simulation.")] = 0,
     as_json: _options.AsJson = False,
 ) -> None:
     """Say what a corpus takes: documents an hour, GPUs, bytes, memory, network, requests. Nothing is run.
 
     --simulate adds the resources that all GPUs share, the fullest first, and a run with failures.
     """
-    with common.named_errors(as_json=as_json), needs_extra("serve", purpose=f"kvshelf plan --model {model}"):
-        from kvshelf.api.creation import default_codec, default_policy
+    with needs_extra("serve", purpose=f"kvshelf plan --model {model}"):
         from kvshelf.corpus import plan as paper
 
-        numbers = {"--tokens-per-s": tokens_per_s, "--hours": hours, "--server-memory-gb": server_memory_gb}
-        numbers |= {"--gb-month-price": gb_month_price}
+        numbers = {"--tokens-per-s": pace.tokens_per_s, "--hours": pace.hours}
+        numbers |= {"--server-memory-gb": machines.server_memory_gb, "--gb-month-price": pace.gb_month_price}
         for option, number in numbers.items():
             if number is not None and not math.isfinite(number):
                 raise InvalidRequest(f"{option} is {number}, which is no number to plan with", param=option)
-        if simulate and home == "disk":
+        if simulate and work.home == "disk":
             raise InvalidRequest(
                 "a shelf in a folder is one machine's; --simulate is of redis or objects", param="--home"
             )
         shape = paper.shape_of(model)
-        shared = paper.MEASURED if shared_rates is None else paper.SharedRates.read(shared_rates)
-        corpus = paper.read_lengths(lengths, documents) if lengths else ((tokens, documents or 1_000_000),)
-        given = {"policy": policy, "compression_ratio": compression_ratio, "budget_tokens": budget_tokens}
-        policy, codec = policy or default_policy(given), codec or default_codec(given)
-        work = paper.Work(policy, compression_ratio, budget_tokens, codec, home)
-        speed = paper.Speed.of(shape, policy, tokens_per_s, rates)
-        found = paper.make_plan(corpus, shape, work, speed, shared, gpus, hours, gb_month_price)
+        shared = paper.MEASURED if pace.shared_rates is None else paper.SharedRates.read(pace.shared_rates)
+        lengths, done = corpus.read(), work.settled()
+        speed = paper.Speed.of(shape, done.policy, pace.tokens_per_s, pace.rates)
+        found = paper.make_plan(lengths, shape, done, speed, shared, pace.gpus, pace.hours, pace.gb_month_price)
         report: dict[str, Any] = {"plan": asdict(found)}
         tables = [_plan_table(found)]
         if simulate:
-            fleet = paper.Fleet(
-                found.gpus, node_gpus, node_gbit, servers, server_gbit, server_memory_gb * 1e9, shelves, services,
-                node_mtbf_h, poison=poison,
-            )  # fmt: skip
+            fleet = machines.fleet(found.gpus)
             resources = {each: each.full_at(found.gpus) for each in paper.shared_resources(found, fleet, shared)}
-            outcome = paper.simulate(found, fleet, shared, seed=seed)
+            outcome = paper.simulate(found, fleet, shared, seed=machines.seed)
             parts = [asdict(each) | {"breaks_at_gpus": at} for each, at in resources.items()]
             report |= {"fleet": asdict(fleet), "parts": parts, "outcome": asdict(outcome)}
             tables += [_resources_table(resources), _outcome_table(outcome, fleet)]

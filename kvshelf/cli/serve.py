@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -13,30 +14,27 @@ from kvshelf.cli import _options
 from kvshelf.cli.output import common, say_json
 
 
-def serve(
-    store: _options.Store = None,
+@dataclass(frozen=True, kw_only=True)
+class _Serving(_options.Hosting):
     encryption_key_file: Annotated[
         Path | None, typer.Option(help="Encrypt stored caches with the first key of this file, one key per line.")
-    ] = None,
+    ] = None
     api_key_file: Annotated[
         Path | None,
         typer.Option(help="API keys of those who may use the service; see `kvshelf keys`.  [default: everybody]"),
-    ] = None,
-    model: _options.Models = None,
+    ] = None
     chat_template: Annotated[
         str | None,
         typer.Option(metavar="NAME|FILE", help="Another chat template: of the model, by its name, or in a file."),
-    ] = None,
-    device: _options.ServiceDevice = None,
-    dtype: _options.ServiceDtype = None,
-    weights: _options.ServiceWeights = None,
-    replicas: _options.Replicas = None,
-    gpus_per_replica: _options.GpusPerReplica = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads per replica.")] = None,
-    address: _options.Address = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    ] = None
+    threads: Annotated[int | None, typer.Option(help="CPU threads per replica.")] = None
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None
+
+
+def serve(
+    options: _Serving,
     env_file: Annotated[
         Path | None,
         typer.Option(envvar="KVSHELF_ENV_FILE", help="File with lines NAME=value; environment variables win over it."),
@@ -52,24 +50,7 @@ def serve(
     with common.named_errors(), needs_extra("serve", purpose="kvshelf serve"):
         from kvshelf.service.settings import load_settings
 
-        settings = load_settings(
-            env_file,
-            store=store,
-            encryption_key_file=None if encryption_key_file is None else str(encryption_key_file),
-            api_key_file=None if api_key_file is None else str(api_key_file),
-            models=tuple(model) if model else None,
-            chat_template=chat_template,
-            device=device,
-            dtype=dtype,
-            weights=weights,
-            replicas=replicas,
-            gpus_per_replica=gpus_per_replica,
-            threads=threads,
-            address=address,
-            host=host,
-            port=port,
-            log_level=log_level,
-        )
+        settings = load_settings(env_file, **options.settings)
         if print_config:
             say_json(settings.redacted(), indent=2)
             return

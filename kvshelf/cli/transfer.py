@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvshelf.cli import _options, _references
+from kvshelf.cli import _forms, _options, _references
 from kvshelf.cli.caches import Cache
 from kvshelf.cli.checks import stores
 from kvshelf.cli.output import common, say, say_json
@@ -18,7 +18,6 @@ from kvshelf.errors import CacheCorrupt, InvalidRequest
 
 if TYPE_CHECKING:
     from kvshelf.api import CacheObject
-    from kvshelf.client._calls import ImportFields
 
 
 _UNCHECKED = (
@@ -67,12 +66,7 @@ def export_cache(
 
 def import_cache(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A file written by `kvshelf export`.")],
-    ttl: _options.Ttl = None,
-    ttl_renew: _options.TtlRenew = False,
-    name: Annotated[
-        str | None, typer.Option(help="Display name.  [default: the exported one; for a blob alone, the file's]")
-    ] = None,
-    label: _options.Labels = None,
+    fields: Annotated[dict[str, Any], _forms.IMPORTED],
     store: _options.Store = None,
     encryption_key_file: _options.KeyFile = None,
     url: _options.Url = None,
@@ -88,12 +82,8 @@ def import_cache(
         from kvshelf.artifact.exported import MAGIC
 
         blob = _read(file)
-        fields: ImportFields = {
-            "ttl_s": common.seconds(ttl),
-            "ttl_renew": ttl_renew or None,
-            "name": file.name if name is None and not blob.endswith(MAGIC) else name,
-            "labels": common.pairs(label, "--label"),
-        }
+        if fields["name"] is None and not blob.endswith(MAGIC):
+            fields["name"] = file.name
         if store is None:
             with (
                 common.connected(url, as_json=as_json) as client,
@@ -119,7 +109,7 @@ def _of_input(file: Path) -> Iterator[None]:
         raise InvalidRequest(f"{file} is no sound cache: {error.message}", param="FILE", **error.details) from error
 
 
-def _put(store: str, key_file: Path | None, blob: bytes, fields: ImportFields) -> CacheObject:
+def _put(store: str, key_file: Path | None, blob: bytes, fields: Mapping[str, Any]) -> CacheObject:
     with stores.opened(store, key_file) as shelf:
         from kvshelf.artifact.blob import inspect
         from kvshelf.artifact.cache import CompressedCache

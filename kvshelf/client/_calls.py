@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from kvshelf import api
 from kvshelf.api.inspect import BuiltPrompt, KeptOf, KeptTokens
+from kvshelf.api.options import AskFields
 from kvshelf.api.strict import RequestBody, parse_request, refusal
 from kvshelf.api.usage import UsageQuery, UsageReport
 from kvshelf.client._exchange import Call, parse_as
@@ -135,7 +136,7 @@ class ImportFields(TypedDict, total=False):
     labels: Mapping[str, str] | None
 
 
-class AskFields(TypedDict, total=False):
+class QuestionFields(AskFields, total=False):
     """How an answer is made: at most `max_tokens` tokens, until one of the `stop` texts. Temperature 0 is greedy.
 
     `select` is what the answer reads, where it does not read all: `{"method": "quest", "tokens": 256}`; with
@@ -162,10 +163,6 @@ class AskFields(TypedDict, total=False):
     """
 
     max_tokens: int | None
-    temperature: float | None
-    top_p: float | None
-    seed: int | None
-    stop: str | Sequence[str] | None
     response_format: Mapping[str, Any] | None
     grammar: str | None
     choices: Sequence[str] | None
@@ -183,15 +180,15 @@ class AskFields(TypedDict, total=False):
     ttl_renew: bool | None
 
 
-class JointFields(AskFields, total=False):
-    """As `AskFields`, for several caches. `route="nearest"`: of caches of episodes only that one answers which the
+class JointFields(QuestionFields, total=False):
+    """As `QuestionFields`, for several caches. `route="nearest"`: of caches of episodes only that one answers which the
     question is about."""
 
     route: Literal["nearest"] | None
 
 
-class QueryFields(AskFields, total=False):
-    """As `AskFields`, for one cache. `compare` adds the answer of the full cache, and may raise `SourceNotKept`."""
+class QueryFields(QuestionFields, total=False):
+    """As `QuestionFields`, for one cache. `compare` adds the answer of the full cache; it may raise `SourceNotKept`."""
 
     compare: bool | None
 

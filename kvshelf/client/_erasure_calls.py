@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypedDict, Unpack
 
-from kvshelf.api.erasures import CreateErasure, Erasure
+from kvshelf.api.caches import CreateErasure, Erasure
 from kvshelf.client._calls import checked
 from kvshelf.client._exchange import Call, parse_as
 

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, Unpack, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from kvshelf.api import Quality
+from kvshelf.api import Quality, Select, SuffixOptions
 from kvshelf.api.creation import EPISODES_POLICY, default_policy
 from kvshelf.api.inspect import BuiltPrompt
 from kvshelf.artifact.cache import CompressedCache
@@ -28,6 +28,7 @@ from kvshelf.artifact.opened.partial import PartialCache
 from kvshelf.artifact.packed import Rotate
 from kvshelf.artifact.shape import LayerShape
 from kvshelf.artifact.transforms import Transforms
+from kvshelf.engine.asking import AnswerFields, AnswerOptions
 from kvshelf.engine.attention.attached import AttachedCache
 from kvshelf.engine.attention.attachment import Attached, Attachment, JointAttachment, PartialAttachment
 from kvshelf.engine.attention.function import kvshelf_attention
@@ -35,7 +36,6 @@ from kvshelf.engine.attention.inspection import layer_shapes
 from kvshelf.engine.decode.batch import DecodeBatch
 from kvshelf.engine.decode.equivalents import Equivalents
 from kvshelf.engine.decode.generation import Answer, Generation, Sampling
-from kvshelf.engine.decode.grammar import Grammar
 from kvshelf.engine.decode.logprobs import Logprobs
 from kvshelf.engine.decode.passages import Passages
 from kvshelf.engine.decode.reduction import SuffixReducer
@@ -72,7 +72,6 @@ from kvshelf.engine.requirements import (
     require_questions_taken,
     require_selectable,
     require_sentences,
-    require_suffix_fields,
     require_unshared,
 )
 from kvshelf.engine.summary import LAYERS, Codes, KeyCoder, require_summarised
@@ -1082,45 +1081,24 @@ class Engine:
         cache: Asked,
         prompt: Prompt,
         *,
-        max_new_tokens: int = 32,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int | None = None,
-        stop: Sequence[str] = (),
-        select: str | None = None,
-        select_tokens: int | None = None,
-        select_params: Mapping[str, Any] | None = None,
-        suffix: Mapping[str, Any] | None = None,
-        shape: Mapping[str, Any] | None = None,
-        logprobs: int | None = None,
         route: Literal["nearest"] | None = None,
+        **options: Unpack[AnswerFields],
     ) -> Answer:
-        """Ask one document, or several together (a list of caches, see `joined`), and wait. Greedy unless a temperature
-        is given. select: the name of a selector, whose budget and parameters follow (see `Engine.select`). suffix: the
-        `policy` that bounds what the answer adds in memory, its `budget` and `params` (see `Engine.bound`). shape: what
-        the answer must be, as one of `response_format`, `grammar` and `choices` (see `Grammar.of`). logprobs: how many
-        of the likeliest tokens to tell at each place, with the logarithm of each token's probability. route:
-        "nearest" asks only that of several caches of episodes that the question is about; its share among the
-        `sources` is 1."""
+        """Ask one document, or several together (a list of caches, see `joined`), and wait.
+
+        At most `max_new_tokens` (32), greedy unless a `temperature` is given, with `top_p`, `seed` and `stop` as of
+        `Ask`. select: the name of a selector, with `select_tokens` and `select_params` as its budget and parameters
+        (see `Engine.select`). suffix: the `policy` that bounds what the answer adds in memory, its `budget` and
+        `params` (see `Engine.bound`). shape: what the answer must be, as one of `response_format`, `grammar` and
+        `choices` (see `Grammar.of`). logprobs: how many of the likeliest tokens to tell at each place, with the
+        logarithm of each token's probability. route: "nearest" asks only that of several caches of episodes that the
+        question is about; its share among the `sources` is 1."""
         place = None
         if route is not None:
             caches = [cache] if isinstance(cache, CompressedCache) else cache
             place = self._routed(caches, prompt, route)
             cache, count = caches[place], len(caches)
-        (answer,) = self.answer_all(
-            [(cache, prompt)],
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
-            stop=stop,
-            select=select,
-            select_tokens=select_tokens,
-            select_params=select_params,
-            suffix=suffix,
-            shape=shape,
-            logprobs=logprobs,
-        )
+        (answer,) = self.answer_all([(cache, prompt)], **options)
         if place is None:
             return answer
         return replace(answer, sources=tuple(float(at == place) for at in range(count)))
@@ -1132,42 +1110,20 @@ class Engine:
             self.require_own(cache)
         return self.nearest([cache.identity.policy_params for cache in caches], prompt)
 
-    def answer_all(
-        self,
-        asked: Sequence[tuple[Asked, Prompt]],
-        *,
-        max_new_tokens: int = 32,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int | None = None,
-        stop: Sequence[str] = (),
-        select: str | None = None,
-        select_tokens: int | None = None,
-        select_params: Mapping[str, Any] | None = None,
-        suffix: Mapping[str, Any] | None = None,
-        shape: Mapping[str, Any] | None = None,
-        logprobs: int | None = None,
-    ) -> list[Answer]:
+    def answer_all(self, asked: Sequence[tuple[Asked, Prompt]], **options: Unpack[AnswerFields]) -> list[Answer]:
         """Answer every prompt from its cache, with one forward pass per token for all. In the order of `asked`.
 
         The options are those of `answer`. Keys and values of all questions and answers are in memory at once, 1 to 2
         times `kv_bytes_per_token` for each token, or for each entry of the budget of `suffix`. Raises the first error.
         """
-        sampling = Sampling(
-            max_new_tokens, temperature, top_p, seed, tuple(stop), Grammar.of(shape) if shape else None, logprobs
-        )
-        batch = self.batch()
+        how, batch = AnswerOptions.of(**options), self.batch()
         answers = []
         for cache, prompt in asked:
             caches = [cache] if isinstance(cache, CompressedCache) else cache
             document = self.joined([self.attach(each) for each in caches])
-            query, selection = self.encode_query(document, prompt), None
-            if select is not None:
-                selection = self.select(
-                    document, select, question_tokens=len(query), tokens=select_tokens, params=select_params
-                )
-            reducer = None if suffix is None else self._bound(suffix, len(query))
-            answers.append(self.start(document, query, sampling, selection, reducer=reducer))
+            query = self.encode_query(document, prompt)
+            selection, reducer = self.selection(document, how.select, len(query)), self.reducer(how.suffix, len(query))
+            answers.append(self.start(document, query, how.sampling, selection, reducer=reducer))
         with kvshelf_attention(self.model):  # otherwise each step would select and restore it
             while open_ones := [answer for answer in answers if not answer.finished]:
                 for told in batch.step(open_ones):
@@ -1175,9 +1131,19 @@ class Engine:
                         raise told
         return [answer.answer() for answer in answers]
 
-    def _bound(self, suffix: Mapping[str, Any], question_tokens: int) -> SuffixReducer:
-        given = require_suffix_fields(suffix)
-        return self.bound(given.pop("policy"), question_tokens=question_tokens, **given)
+    def selection(self, document: Attached, select: Select | None, question_tokens: int) -> Selection | None:
+        """As `select`, for a request's options; None: all is read."""
+        if select is None:
+            return None
+        return self.select(
+            document, select.method, question_tokens=question_tokens, tokens=select.tokens, params=select.params
+        )
+
+    def reducer(self, suffix: SuffixOptions | None, question_tokens: int) -> SuffixReducer | None:
+        """As `bound`, for a request's options; None: all stays."""
+        if suffix is None:
+            return None
+        return self.bound(suffix.policy, question_tokens=question_tokens, budget=suffix.budget, params=suffix.params)
 
     def _longest(self, num_tokens: int) -> int:
         """Most tokens of a sequence that begins with a document of so many. A LongRoPE may rotate longer ones by other

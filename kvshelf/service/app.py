@@ -52,7 +52,7 @@ from kvshelf.service.settings import Settings
 from kvshelf.store.base import Store
 from kvshelf.workers.cluster.remote import RemoteEngine, watch
 from kvshelf.workers.replica.api import ReplicaApi
-from kvshelf.workers.replica.calls import Computing, Threads
+from kvshelf.workers.replica.calls import Caller, Computing, Threads
 from kvshelf.workers.replica.fair_queue import FairQueue
 from kvshelf.workers.replica.singleflight import SingleFlight
 
@@ -164,7 +164,7 @@ def _tell_of(about: Mapping[str, Any]) -> None:
 
 async def _settle(workers: Iterable[RemoteEngine]) -> None:
     """Have the replicas store what tenants have used: with a local cluster they end without notice."""
-    calls = (engine.broadcast(_SETTLE_S, ReplicaApi.settle) for engine in workers)
+    calls = (engine.broadcast(_SETTLE_S, ReplicaApi.settle, caller=Caller()) for engine in workers)
     for error in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(error, BaseException):
             log.warning("the use of the last seconds may be lost", message=str(error))

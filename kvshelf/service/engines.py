@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from kvshelf.service.observe.tracing import add_phases
 from kvshelf.service.settings import Settings
 from kvshelf.workers.cluster.remote import RemoteEngine
 from kvshelf.workers.replica.api import ReplicaApi
+from kvshelf.workers.replica.calls import Caller
 from kvshelf.workers.replica.fair_queue import FairQueue
 from kvshelf.workers.replica.results import Created, Found, Phase, Reply
 
@@ -43,7 +44,7 @@ MAX_UNREAD_PIECES = 1024
 
 @dataclass(eq=False)
 class EngineClient:
-    """Calls the replicas of one model in fair turns of tenants; `deadline_s` includes the waiting.
+    """Calls the replicas of one model in fair turns of tenants; a caller's deadline includes the waiting.
 
     There are as many slots as requests that the replicas can work on at once. Requests queue here, because replicas
     know no tenants and work in the order of arrival. Each call is counted, timed, traced, and noted for the log;
@@ -71,12 +72,12 @@ class EngineClient:
         """How many requests wait, by kind of work."""
         return {kind: queue.waiting for kind, queue in self._queues.items()}
 
-    async def estimate(self, spec: Estimate, *, tenant: str, deadline_s: float) -> EstimateObject:
+    async def estimate(self, spec: Estimate, *, caller: Caller) -> EstimateObject:
         """Costs the document's tokens, as its tokens are made."""
         self.remote.require_bounded(spec)
-        async with self._queues["estimate"].turn(tenant, deadline_s) as left_s:
-            estimated = await self.remote.call_within(left_s, ReplicaApi.estimate, spec, tenant=tenant)
-        self.spend(tenant, estimated.tokens)
+        async with self._queued("estimate", caller) as left_s:
+            estimated = await self.remote.call_within(left_s, ReplicaApi.estimate, spec, caller=caller)
+        self.spend(caller.tenant, estimated.tokens)
         return estimated
 
     async def count(
@@ -86,54 +87,51 @@ class EngineClient:
         boundary: Boundary | None,
         cached: Mapping[str, Any],
         *,
-        tenant: str,
-        deadline_s: float,
+        caller: Caller,
     ) -> int:
         """As `kvshelf.engine.tools.counting.count`; takes the turn of a question, and costs what it counts."""
         self.remote.require_bounded(query, document)
-        async with self._queues["question"].turn(tenant, deadline_s) as left_s:
+        async with self._queued("question", caller) as left_s:
             counted = await self.remote.call_within(
-                left_s, ReplicaApi.count, query, document, boundary, cached, tenant=tenant
+                left_s, ReplicaApi.count, query, document, boundary, cached, caller=caller
             )
-        self.spend(tenant, counted)
+        self.spend(caller.tenant, counted)
         return counted
 
-    async def create(self, spec: CreateCache, *, tenant: str, deadline_s: float, **recorded: Any) -> Created:
+    async def create(self, spec: CreateCache, *, caller: Caller, **recorded: Any) -> Created:
         """A recorded request (`request_id`, `max_attempts`) skips the queue: it has waited in the background."""
         self.remote.require_bounded(spec)
-        turn = nullcontext(deadline_s) if recorded else self._queues["creation"].turn(tenant, deadline_s)
+        turn = nullcontext(caller.deadline_s) if recorded else self._queued("creation", caller)
         async with turn as left_s:
             with self.metrics.creating(self.model, spec.policy), self._observed("create") as trace:
-                created = await self.remote.call(ReplicaApi.create, spec, tenant=tenant, deadline_s=left_s, **recorded)
+                created = await self.remote.call(ReplicaApi.create, spec, caller=caller.within(left_s), **recorded)
                 trace(created.phases)
-        self._created(created, spec.policy, tenant)
+        self._created(created, spec.policy, caller.tenant)
         return created
 
-    async def append(self, cache_id: str, spec: AppendCache, policy: str, *, tenant: str, deadline_s: float) -> Created:
+    async def append(self, cache_id: str, spec: AppendCache, policy: str, *, caller: Caller) -> Created:
         """policy: that reduces what is appended, for the metrics."""
         self.remote.require_bounded(spec)
-        async with self._queues["creation"].turn(tenant, deadline_s) as left_s:
+        async with self._queued("creation", caller) as left_s:
             with self.metrics.creating(self.model, policy), self._observed("append") as trace:
-                created = await self.remote.call(ReplicaApi.append, cache_id, spec, tenant=tenant, deadline_s=left_s)
+                created = await self.remote.call(ReplicaApi.append, cache_id, spec, caller=caller.within(left_s))
                 trace(created.phases)
-        self._created(created, policy, tenant)
+        self._created(created, policy, caller.tenant)
         return created
 
-    def watch(
-        self, spec: CreateCache, *, tenant: str, deadline_s: float
-    ) -> AsyncGenerator[CreationProgress | Created, None]:
+    def watch(self, spec: CreateCache, *, caller: Caller) -> AsyncGenerator[CreationProgress | Created, None]:
         """As `create`, with events while it goes on, and last the creation. A slow reader holds no slot."""
         self.remote.require_bounded(spec)
 
         async def fetch(events: asyncio.Queue[CreationProgress | Created | None]) -> None:
-            async with self._queues["creation"].turn(tenant, deadline_s) as left_s:
+            async with self._queued("creation", caller) as left_s:
                 with self.metrics.creating(self.model, spec.policy), self._observed("create") as trace:
-                    watched = self.remote.stream(ReplicaApi.watch, spec, tenant=tenant, deadline_s=left_s)
+                    watched = self.remote.stream(ReplicaApi.watch, spec, caller=caller.within(left_s))
                     async with aclosing(watched) as going:
                         async for event in going:
                             if isinstance(event, Created):
                                 trace(event.phases)
-                                self._created(event, spec.policy, tenant)
+                                self._created(event, spec.policy, caller.tenant)
                             events.put_nowait(event)
 
         return relayed(fetch)
@@ -145,30 +143,30 @@ class EngineClient:
             note(caches=len(created.caches))
         self.spend(tenant, created.prefilled_tokens)
 
-    async def hint(self, cache_id: str, next_use_s: float | None, *, tenant: str) -> None:
+    async def hint(self, cache_id: str, next_use_s: float | None, *, caller: Caller) -> None:
         """Tell every replica when the next question on a cache comes. A replica that cannot be told reads the cache
         with its question, as without a hint."""
         try:
-            told = await self.remote.broadcast(HINT_S, ReplicaApi.hint, cache_id, next_use_s, tenant=tenant)
+            told = await self.remote.broadcast(HINT_S, ReplicaApi.hint, cache_id, next_use_s, caller=caller)
         except KvshelfError as error:
             note(hint=error.code)
             return
         for counts in told:
             self.metrics.remembered(self.model, counts)
 
-    async def search(self, spec: SearchCaches, *, tenant: str, deadline_s: float) -> Found:
+    async def search(self, spec: SearchCaches, *, caller: Caller) -> Found:
         """Which documents hold the words of a question; takes the turn of one."""
         self.remote.require_bounded(spec)
         with self.metrics.searching(self.model):
-            async with self._turn("search", tenant, deadline_s) as (left_s, trace):
-                found = await self.remote.call(ReplicaApi.search, spec, tenant=tenant, deadline_s=left_s)
+            async with self._turn("search", caller) as (left_s, trace):
+                found = await self.remote.call(ReplicaApi.search, spec, caller=caller.within(left_s))
                 trace(found.phases)
         self.metrics.searched(self.model, found)
-        self.spend(tenant, found.prefill_tokens)
+        self.spend(caller.tenant, found.prefill_tokens)
         note(searched=found.searched, prefill_tokens=found.prefill_tokens)
         return found
 
-    async def query(self, caches: str | Sequence[str], query: Asking, *, tenant: str, deadline_s: float) -> list[Reply]:
+    async def query(self, caches: str | Sequence[str], query: Asking, *, caller: Caller) -> list[Reply]:
         """The answers of a cache, or of several together: `query.n` to each prompt, in their order. Each answer takes a
         turn of its own, for which the next one does not wait before: a long list has one place in the queue. The first
         error ends all."""
@@ -178,7 +176,7 @@ class EngineClient:
                 async with asyncio.TaskGroup() as group:
                     for each in each_alone(query):
                         begun = asyncio.Event()
-                        asked.append(group.create_task(self._ask(caches, each, tenant, deadline_s, begun)))
+                        asked.append(group.create_task(self._ask(caches, each, caller, begun)))
                         await begun.wait()
             except ExceptionGroup as errors:
                 raise errors.exceptions[0] from None
@@ -186,23 +184,21 @@ class EngineClient:
             self._answered(replies)
         return replies
 
-    async def _ask(
-        self, caches: str | Sequence[str], query: Asking, tenant: str, deadline_s: float, begun: asyncio.Event
-    ) -> Reply:
+    async def _ask(self, caches: str | Sequence[str], query: Asking, caller: Caller, begun: asyncio.Event) -> Reply:
         """begun: is set when it has its turn, or has failed."""
         try:
             self.remote.require_bounded(query)
-            async with self._turn("query", tenant, deadline_s) as (left_s, trace):
+            async with self._turn("query", caller) as (left_s, trace):
                 begun.set()
-                reply = await self.remote.call(ReplicaApi.query, caches, query, tenant=tenant, deadline_s=left_s)
+                reply = await self.remote.call(ReplicaApi.query, caches, query, caller=caller.within(left_s))
                 trace(reply.phases)
         finally:
             begun.set()
-        self.spend(tenant, _used(reply))
+        self.spend(caller.tenant, _used(reply))
         return reply
 
     def stream(
-        self, caches: str | Sequence[str], query: Asking, *, tenant: str, deadline_s: float
+        self, caches: str | Sequence[str], query: Asking, *, caller: Caller
     ) -> AsyncGenerator[str | Reply, None]:
         """The pieces as they come. A slow reader holds no slot; it gets `RequestTimeout` for too many unread pieces."""
         self.remote.require_bounded(query)
@@ -210,10 +206,8 @@ class EngineClient:
         async def fetch(pieces: asyncio.Queue[str | Reply | None]) -> None:
             used = 0  # a reader that leaves early has used one token for each piece, as far as is known
             async with (
-                self._turn("stream", tenant, deadline_s) as (left_s, trace),
-                aclosing(
-                    self.remote.stream(ReplicaApi.stream, caches, query, tenant=tenant, deadline_s=left_s)
-                ) as answer,
+                self._turn("stream", caller) as (left_s, trace),
+                aclosing(self.remote.stream(ReplicaApi.stream, caches, query, caller=caller.within(left_s))) as answer,
             ):
                 try:
                     async for piece in answer:
@@ -228,7 +222,7 @@ class EngineClient:
                             self._answered([piece])
                         pieces.put_nowait(piece)
                 finally:
-                    self.spend(tenant, used)
+                    self.spend(caller.tenant, used)
 
         async def counted(pieces: asyncio.Queue[str | Reply | None]) -> None:
             with self.metrics.asking():
@@ -236,10 +230,15 @@ class EngineClient:
 
         return relayed(counted)
 
+    def _queued(self, kind: str, caller: Caller) -> AbstractAsyncContextManager[float]:
+        """The turn of a caller for work of a kind; gives the seconds that are left of its deadline."""
+        assert caller.deadline_s is not None
+        return self._queues[kind].turn(caller.tenant, caller.deadline_s)
+
     @asynccontextmanager
-    async def _turn(self, name: str, tenant: str, deadline_s: float) -> AsyncIterator[tuple[float, Trace]]:
+    async def _turn(self, name: str, caller: Caller) -> AsyncIterator[tuple[float, Trace]]:
         """Holds a slot for a question; gives the seconds left after the wait for the slot, and as `_observed`."""
-        async with self._queues["question"].turn(tenant, deadline_s) as left_s:
+        async with self._queued("question", caller) as left_s:
             with self._observed(name) as trace:
                 yield left_s, trace
 

@@ -135,12 +135,12 @@ class Question:
     async def answers(self) -> list[Reply]:
         """The answers to each prompt."""
         deadline_s = self.service.settings.request_deadline_s
-        return await self.engine.query(self.cache_ids, self.asking, tenant=self.caller.tenant, deadline_s=deadline_s)
+        return await self.engine.query(self.cache_ids, self.asking, caller=self.caller.within(deadline_s))
 
     def stream(self) -> AsyncGenerator[str | Reply, None]:
         """The one answer in pieces, and then as a whole."""
         deadline_s = self.service.settings.request_deadline_s
-        return self.engine.stream(self.cache_ids, self.asking, tenant=self.caller.tenant, deadline_s=deadline_s)
+        return self.engine.stream(self.cache_ids, self.asking, caller=self.caller.within(deadline_s))
 
     async def again(self, miss: KvshelfError) -> Question:
         """The question with the cache of this miss compressed again, with the same parameters. A changed model gives
@@ -182,7 +182,7 @@ class Question:
             fields = _document(cache.manifest, cache.source)
             spec = Recreation.model_construct(**fields, policy="full", ttl_s=FULL_TTL_S, model=self.engine.model)
             deadline_s = self.service.settings.request_deadline_s
-            found = (await self.engine.create(spec, tenant=self.caller.tenant, deadline_s=deadline_s)).manifest
+            found = (await self.engine.create(spec, caller=self.caller.within(deadline_s))).manifest
         return replace(self, caches=(AskedCache(found.id, found),))
 
     async def _stored_full(self, manifest: Manifest) -> Manifest | None:
@@ -233,7 +233,7 @@ async def _made_again(
         update={"model": engine.model}
     )
     deadline_s = service.settings.request_deadline_s
-    created = await engine.create(spec, tenant=caller.tenant, deadline_s=deadline_s)
+    created = await engine.create(spec, caller=caller.within(deadline_s))
     made = created.manifest
     if made.id != cache.asked and not moved:
         raise ModelMismatch(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Self
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Final, Self, Unpack
 
-from kvshelf.api import Timings
-from kvshelf.api.erasures import Erasure
+from kvshelf.api.caches import Erasure
 from kvshelf.artifact.identity import Identity
 from kvshelf.store.blobs import Health
 from kvshelf.store.erasure.eraser import Subject
@@ -18,7 +17,18 @@ from kvshelf.store.jobs.requests import Requests
 from kvshelf.store.jobs.responses import Responses
 from kvshelf.store.jobs.transforms import KeptTransforms
 from kvshelf.store.manifest import Judgement, Manifest, Usage
-from kvshelf.store.types import UNSET, BlobFile, Changes, Page, Receipt, Scrubbed, Source, Swept, Unset
+from kvshelf.store.types import (
+    BlobFile,
+    ChangeFields,
+    Changes,
+    FilterFields,
+    KeepFields,
+    Page,
+    Receipt,
+    Scrubbed,
+    Source,
+    Swept,
+)
 
 RENEW_SHARE: Final = 0.01
 """A cache that uses renew lives on for at least 1 - `RENEW_SHARE` of its `ttl_renew_s` after each use."""
@@ -50,24 +60,15 @@ class Store(abc.ABC):
         *,
         codec: str = "none",
         tenant: str = "default",
-        ttl_s: float | None = None,
-        expires_at: float | None = None,
-        ttl_renew_s: float | None = None,
-        labels: Mapping[str, str] | None = None,
-        name: str = "",
-        pinned: bool = False,
-        timings: Timings | None = None,
-        source: Source | None = None,
-        source_ttl_s: float | None = None,
-        judged: Judgement | None = None,
-        parent_id: str | None = None,
+        **fields: Unpack[KeepFields],
     ) -> Manifest:
         """Store a cache: write, verify what was written, then make it visible. Durable when it returns.
 
         `codec` is a text of `kvshelf.artifact.codecs`; "none" adds no encoding to the cache. The manifest and
-        the id hold the canonical text of the codec. ttl_renew_s: see `touch`. source, source_ttl_s: see `keep_source`.
-        judged: the cache's measured quality. parent_id: the stored cache that this one extends. The home then keeps
-        only the bytes that the parent lacks, and deletes the parent only together with this cache (see `delete`).
+        the id hold the canonical text of the codec. fields: of `Keep`. ttl_renew_s: see `touch`. source, source_ttl_s:
+        see `keep_source`. judged: the cache's measured quality. parent_id: the stored cache that this one extends. The
+        home then keeps only the bytes that the parent lacks, and deletes the parent only together with this cache (see
+        `delete`).
         If this cache is on the shelf already, nothing is written and its manifest is returned unchanged, labels and
         expiry included; only a source is added as by `keep_source`. An expired or corrupt cache is replaced. Sets
         `store_s` in the manifest's timings. Raises `InvalidRequest` (arguments, or a cache that the codec or the format
@@ -164,18 +165,13 @@ class Store(abc.ABC):
         self,
         *,
         tenant: str = "default",
-        document_id: str | None = None,
-        model: str | None = None,
-        policy: str | None = None,
-        name: str | None = None,
-        id_prefix: str | None = None,
-        labels: Mapping[str, str] | None = None,
-        parent_id: str | None = None,
         ended: bool = False,
         limit: int = 20,
         after: str | None = None,
+        **filters: Unpack[FilterFields],
     ) -> Page:
-        """Live caches of a tenant, newest first. A cache must match every filter, and have every label in `labels`.
+        """Live caches of a tenant, newest first. A cache must match every filter (`document_id`, `model`, `policy`,
+        `name`, `id_prefix`, `parent_id`), and have every label in `labels`.
 
         ended: instead of these, the caches that have expired or were evicted, and whose source is kept; each as it was,
         with the time until which the source stays.
@@ -203,15 +199,11 @@ class Store(abc.ABC):
         cache_id: str,
         *,
         tenant: str = "default",
-        ttl_s: float | Unset | None = UNSET,
-        expires_at: float | Unset | None = UNSET,
-        ttl_renew_s: float | Unset | None = UNSET,
-        labels: Mapping[str, str] | Unset = UNSET,
-        name: str | Unset = UNSET,
-        pinned: bool | Unset = UNSET,
         if_revision: Collection[str] | None = None,
+        **changes: Unpack[ChangeFields],
     ) -> Manifest:
-        """Change a manifest. None as `ttl_s` or `expires_at` means no expiry; labels are replaced as a whole.
+        """Change these fields of a manifest: `ttl_s`, `expires_at`, `ttl_renew_s`, `labels`, `name`, `pinned`. None as
+        `ttl_s` or `expires_at` means no expiry; labels are replaced as a whole.
 
         Raises as `get` does, and `InvalidRequest`. A pinned cache is never evicted for space, but it expires.
         if_revision: change the cache only if its `Manifest.revision` is one of these, else raise `EtagMismatch`. Of

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 
 from kvshelf.errors import CacheCorrupt, CacheHasChildren, CacheNotFound, EtagMismatch, InvalidRequest
 from kvshelf.store.manifest import Manifest
-from kvshelf.store.types import Source, TokenIds, Unset
+from kvshelf.store.types import ChangeFields, Source, TokenIds
 
 PAGE_LIMIT: Final = 1000
 LABEL_LIMIT: Final = 64
@@ -72,15 +72,18 @@ def require_revision(manifest: Manifest, if_revision: Collection[str] | None) ->
         )
 
 
-def changes(labels: Mapping[str, str] | Unset, name: str | Unset, pinned: bool | Unset) -> dict[str, Any]:
-    """Check the arguments of `update` except the expiry; returns the manifest's fields that change."""
+def changes(fields: ChangeFields) -> dict[str, Any]:
+    """Check the arguments of `update` except the expiry; returns the manifest's fields that change. Raises `TypeError`
+    for other names, as a call does."""
+    if unknown := fields.keys() - ChangeFields.__annotations__.keys():
+        raise TypeError(f"update() got an unexpected keyword argument {min(unknown)!r}")
     found: dict[str, Any] = {}
-    if not isinstance(labels, Unset):
-        found["labels"] = require_labels(labels)
-    if not isinstance(name, Unset):
-        found["name"] = require_text(name, "name")
-    if not isinstance(pinned, Unset):
-        found["pinned"] = bool(pinned)
+    if "labels" in fields:
+        found["labels"] = require_labels(fields["labels"])
+    if "name" in fields:
+        found["name"] = require_text(fields["name"], "name")
+    if "pinned" in fields:
+        found["pinned"] = bool(fields["pinned"])
     return found
 
 

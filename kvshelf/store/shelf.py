@@ -9,10 +9,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from io import BufferedReader
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Unpack
 
 from kvshelf.api import Timings
-from kvshelf.api.erasures import Erasure
+from kvshelf.api.caches import Erasure
 from kvshelf.artifact import blob, codecs
 from kvshelf.artifact.blob import PackedBlob
 from kvshelf.artifact.blob.frame import FORMAT_MAJOR, BlobSummary
@@ -45,7 +45,19 @@ from kvshelf.store.manifest import Judgement, Manifest, SourceRecord, Usage, des
 from kvshelf.store.reader import Reader
 from kvshelf.store.rules import Rules
 from kvshelf.store.table import read
-from kvshelf.store.types import UNSET, BlobFile, Changes, Page, Receipt, Scrubbed, Source, Swept, Unset
+from kvshelf.store.types import (
+    BlobFile,
+    ChangeFields,
+    Changes,
+    FilterFields,
+    Keep,
+    KeepFields,
+    Page,
+    Receipt,
+    Scrubbed,
+    Source,
+    Swept,
+)
 from kvshelf.store.writer import Content, Writer, blob_content, is_whole, spliced_content
 
 if TYPE_CHECKING:
@@ -122,30 +134,21 @@ class Shelf(Store):
         *,
         codec: str = "none",
         tenant: str = "default",
-        ttl_s: float | None = None,
-        expires_at: float | None = None,
-        ttl_renew_s: float | None = None,
-        labels: Mapping[str, str] | None = None,
-        name: str = "",
-        pinned: bool = False,
-        timings: Timings | None = None,
-        source: Source | None = None,
-        source_ttl_s: float | None = None,
-        judged: Judgement | None = None,
-        parent_id: str | None = None,
+        **fields: Unpack[KeepFields],
     ) -> Manifest:
-        until = self.expiry(source_ttl_s, None)
-        fields: dict[str, Any] = {
-            "expires_at": self.expiry(ttl_s, expires_at),
-            "ttl_renew_s": self._rules.renewal(ttl_renew_s),
+        keep = Keep(**fields)
+        until, parent_id = self.expiry(keep.source_ttl_s, None), keep.parent_id
+        described: dict[str, Any] = {
+            "expires_at": self.expiry(keep.ttl_s, keep.expires_at),
+            "ttl_renew_s": self._rules.renewal(keep.ttl_renew_s),
             "tenant": checks.require_text(tenant, "tenant", empty=False),
-            "labels": checks.require_labels(labels or {}),
-            "name": checks.require_text(name, "name"),
-            "pinned": bool(pinned),
-            "timings": timings or Timings(),
-            **dict(judged or Judgement()),
+            "labels": checks.require_labels(keep.labels or {}),
+            "name": checks.require_text(keep.name, "name"),
+            "pinned": bool(keep.pinned),
+            "timings": keep.timings or Timings(),
+            **dict(keep.judged or Judgement()),
         }
-        source = None if source is None else checks.require_source(source)
+        source = None if keep.source is None else checks.require_source(keep.source)
         codec = str(codecs.resolve(cache.codec, codec))
         cache_id = self.cache_id(cache.identity, tenant=tenant, codec=codec)
         if parent_id is not None:
@@ -157,12 +160,12 @@ class Shelf(Store):
             return self.keep_source(cache_id, source, tenant=tenant, expires_at=until)
         started = time.perf_counter()
         packed = cache.encoded(codec).pack()
-        fields |= {
+        described |= {
             "id": cache_id,
             "document_id": self.document_id(cache.identity, tenant=tenant),
             "parent_id": parent_id,
         }
-        manifest = describe(cache, packed, created_at=self._now(), **fields)
+        manifest = describe(cache, packed, created_at=self._now(), **described)
         with self._holding(manifest, source, until) as held:
             put = partial(self._writer.put, held, started=started, parent_id=parent_id)
             with ExitStack() as parent:  # open until the cache is published, so that nobody evicts it for the cache
@@ -350,25 +353,18 @@ class Shelf(Store):
         self,
         *,
         tenant: str = "default",
-        document_id: str | None = None,
-        model: str | None = None,
-        policy: str | None = None,
-        name: str | None = None,
-        id_prefix: str | None = None,
-        labels: Mapping[str, str] | None = None,
-        parent_id: str | None = None,
         ended: bool = False,
         limit: int = 20,
         after: str | None = None,
+        **filters: Unpack[FilterFields],
     ) -> Page:
         checks.require_limit(limit)
-        texts = {"document_id": document_id, "model": model, "policy": policy, "name": name, "parent_id": parent_id}
-        for param, value in texts.items():
-            checks.require_text(value or "", param)
-        if id_prefix is not None:
-            checks.require_id_prefix(id_prefix)
-        wanted = checks.require_labels(labels or {})
-        query = Query(tenant, document_id, model, policy, name, id_prefix, wanted, parent_id)
+        wanted: dict[str, Any] = {**filters, "labels": checks.require_labels(filters.get("labels") or {})}
+        query = Query(tenant, **wanted)
+        for param in ("document_id", "model", "policy", "name", "parent_id"):
+            checks.require_text(getattr(query, param) or "", param)
+        if query.id_prefix is not None:
+            checks.require_id_prefix(query.id_prefix)
         if ended:
             return self._ended(query, limit, after)
         before = None
@@ -412,21 +408,16 @@ class Shelf(Store):
         cache_id: str,
         *,
         tenant: str = "default",
-        ttl_s: float | Unset | None = UNSET,
-        expires_at: float | Unset | None = UNSET,
-        ttl_renew_s: float | Unset | None = UNSET,
-        labels: Mapping[str, str] | Unset = UNSET,
-        name: str | Unset = UNSET,
-        pinned: bool | Unset = UNSET,
         if_revision: Collection[str] | None = None,
+        **changes: Unpack[ChangeFields],
     ) -> Manifest:
-        changes: dict[str, Any] = checks.changes(labels, name, pinned)
-        if not (isinstance(ttl_s, Unset) and isinstance(expires_at, Unset)):
-            ttl, at = (None if isinstance(value, Unset) else value for value in (ttl_s, expires_at))
-            changes["expires_at"] = self._rules.changed_expiry(ttl, at, self._now())
-        if not isinstance(ttl_renew_s, Unset):
-            changes["ttl_renew_s"] = self._rules.renewal(ttl_renew_s)
-        return self._changed(cache_id, tenant, changes, if_revision)
+        fields = checks.changes(changes)
+        if {"ttl_s", "expires_at"} & changes.keys():
+            ttl_s, expires_at = changes.get("ttl_s"), changes.get("expires_at")
+            fields["expires_at"] = self._rules.changed_expiry(ttl_s, expires_at, self._now())
+        if "ttl_renew_s" in changes:
+            fields["ttl_renew_s"] = self._rules.renewal(changes["ttl_renew_s"])
+        return self._changed(cache_id, tenant, fields, if_revision)
 
     def _changed(
         self, cache_id: str, tenant: str, changes: Mapping[str, Any], if_revision: Collection[str] | None

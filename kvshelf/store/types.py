@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import BinaryIO, Final, Self
+from typing import BinaryIO, Self, TypedDict
 
-from kvshelf.store.manifest import Manifest, Record
-
-
-class Unset:
-    """Distinguishes "leave it as it is" from None, which means no expiry."""
-
-
-UNSET: Final = Unset()
+from kvshelf.api import Timings
+from kvshelf.store.manifest import Judgement, Manifest, Record
 
 
 @dataclass(frozen=True)
@@ -25,6 +20,60 @@ class TokenIds:
 
 Source = str | TokenIds
 """The text of a document, messages as JSON, or the token ids alone."""
+
+
+@dataclass(frozen=True)
+class Keep:
+    """How a cache is kept, as `Store.put` takes it; `KeepFields` are its keyword arguments."""
+
+    ttl_s: float | None = None
+    expires_at: float | None = None
+    ttl_renew_s: float | None = None
+    labels: Mapping[str, str] | None = None
+    name: str = ""
+    pinned: bool = False
+    timings: Timings | None = None
+    source: Source | None = None
+    source_ttl_s: float | None = None
+    judged: Judgement | None = None
+    parent_id: str | None = None
+
+
+class KeepFields(TypedDict, total=False):
+    ttl_s: float | None
+    expires_at: float | None
+    ttl_renew_s: float | None
+    labels: Mapping[str, str] | None
+    name: str
+    pinned: bool
+    timings: Timings | None
+    source: Source | None
+    source_ttl_s: float | None
+    judged: Judgement | None
+    parent_id: str | None
+
+
+class FilterFields(TypedDict, total=False):
+    """Which caches `Store.list` lists; None: any."""
+
+    document_id: str | None
+    model: str | None
+    policy: str | None
+    name: str | None
+    id_prefix: str | None
+    labels: Mapping[str, str] | None
+    parent_id: str | None
+
+
+class ChangeFields(TypedDict, total=False):
+    """What `Store.update` changes; absent fields stay. None as `ttl_s` or `expires_at`: no expiry."""
+
+    ttl_s: float | None
+    expires_at: float | None
+    ttl_renew_s: float | None
+    labels: Mapping[str, str]
+    name: str
+    pinned: bool
 
 
 class Page(Record):

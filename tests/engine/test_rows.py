@@ -17,6 +17,7 @@ import torch
 from tokenizers import decoders
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from kvshelf.api.options import Ask
 from kvshelf.artifact import blob
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.opened.arriving import ArrivingCache
@@ -32,7 +33,7 @@ from tests.byte_fallback import WORDS, byte_fallback_tokenizer
 
 WAIT_S = 60.0
 GREEDY = Sampling(12)
-DRAWN = Sampling(12, temperature=2.0, seed=3)
+DRAWN = Sampling(12, Ask(temperature=2.0, seed=3))
 DOCUMENT = list(range(3, 120))
 QUESTIONS = ([270, 271], [272, 280, 281], [290], [275, 276], [299, 264])
 
@@ -108,7 +109,7 @@ def alone(engine: Engine, cache: CompressedCache, query: Sequence[int], sampling
 
 def test_answers_of_any_bytes_are_whole_and_end_no_other(engine: Engine, cache: CompressedCache) -> None:
     """Drawn from nearly all tokens alike, most of them bytes: the tokenizer's stream itself raises in most rows."""
-    samplings = [Sampling(40, temperature=20.0, seed=seed) for seed in range(6)]
+    samplings = [Sampling(40, Ask(temperature=20.0, seed=seed)) for seed in range(6)]
     with together(engine) as scheduler:
         asked = [Asked(scheduler, cache, QUESTIONS[0], sampling) for sampling in samplings]
     answers = [each.answer() for each in asked]

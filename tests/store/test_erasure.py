@@ -14,7 +14,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from kvshelf.api.erasures import Erasure
+from kvshelf.api.caches import Erasure
 from kvshelf.corpus.row import Row
 from kvshelf.corpus.run.stored import HomeJournal
 from kvshelf.errors import FileNotFound, InvalidRequest, StateConflict

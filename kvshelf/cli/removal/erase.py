@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvshelf._extras import needs_extra
-from kvshelf.cli import _options
+from kvshelf.cli import _forms, _options
 from kvshelf.cli.checks import stores
 from kvshelf.cli.output import common, say
 from kvshelf.errors import InvalidRequest
@@ -16,7 +16,7 @@ from kvshelf.errors import InvalidRequest
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvshelf.api.erasures import Erasure
+    from kvshelf.api.caches import Erasure
 
 _TENANT = "default"
 
@@ -31,16 +31,7 @@ SigningKey = Annotated[
 
 
 def erase(
-    label: _options.Labels = None,
-    name: Annotated[str | None, typer.Option(help="What has this name.")] = None,
-    tenant: Annotated[
-        str | None,
-        typer.Option(
-            help="Of this tenant; without labels and a name everything that it has. A service erases for the tenant of "
-            "the key alone.  [default with --store: default]"
-        ),
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and leave it.")] = False,
+    fields: Annotated[dict[str, Any], _forms.ERASED],
     output: Annotated[Path | None, typer.Option(help="Write the receipt to this file, and not to stdout.")] = None,
     store: _options.Store = None,
     encryption_key_file: _options.KeyFile = None,
@@ -56,22 +47,22 @@ def erase(
     command goes on.
     """
     with common.named_errors(as_json=as_json):
-        labels = common.pairs(label, "--label")
-        if not labels and not name and tenant is None:
+        if not any(fields[name] for name in ("labels", "name")) and fields["tenant"] is None:
             raise InvalidRequest(
                 "say what is to be erased: --label subject=X, --name NAME, or --tenant NAME for everything of it",
                 param="--label",
             )
         if store is None:
-            receipt = _by_service(url, labels, name, tenant, dry_run=dry_run)
+            receipt = _by_service(url, fields)
         else:
             with stores.opened(store, encryption_key_file) as shelf:
                 from kvshelf.store.erasure.eraser import Subject
                 from kvshelf.store.erasure.signing import Signer, sealed
 
                 signer = None if erasure_key_file is None else Signer.read(erasure_key_file)
-                subject = Subject(tenant=tenant or _TENANT, labels=labels, name=name)
-                receipt = sealed(shelf.erase(subject, dry_run=dry_run), signer)
+                tenant, labels = fields["tenant"] or _TENANT, fields["labels"] or {}
+                subject = Subject(tenant=tenant, labels=labels, name=fields["name"])
+                receipt = sealed(shelf.erase(subject, dry_run=bool(fields["dry_run"])), signer)
         if output is None:
             common.print_object(receipt)
         else:
@@ -81,14 +72,12 @@ def erase(
     common.notes.print(_told(receipt), soft_wrap=True)
 
 
-def _by_service(
-    url: str | None, labels: Mapping[str, str], name: str | None, tenant: str | None, *, dry_run: bool
-) -> Erasure:
+def _by_service(url: str | None, fields: Mapping[str, Any]) -> Erasure:
     from kvshelf.client import Client
 
     with Client(url) as client:
         while True:
-            receipt = client.erasures.create(labels=labels or None, name=name, tenant=tenant, dry_run=dry_run or None)
+            receipt = client.erasures.create(**fields)
             if receipt.status != "in_progress":
                 return receipt
             common.notes.print(_told(receipt))
@@ -111,7 +100,7 @@ def verify_receipt(
 ) -> None:
     """Check the digest and the signature of a receipt."""
     with common.named_errors(), needs_extra("serve", purpose="the digest of a receipt"):
-        from kvshelf.api.erasures import Erasure
+        from kvshelf.api.caches import Erasure
         from kvshelf.store.erasure.signing import verify
 
         try:

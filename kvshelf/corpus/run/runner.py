@@ -33,6 +33,7 @@ from kvshelf.store.base import Store
 from kvshelf.store.jobs.requests import RequestRecord, Requests
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.replica.attempts import LEASE_S, MAX_ATTEMPTS, Standing, give_up
+from kvshelf.workers.replica.calls import Caller
 from kvshelf.workers.replica.results import Created
 
 log = structlog.get_logger("kvshelf.corpus")
@@ -187,7 +188,7 @@ class Runner:
             async with self._suspects if record.tries else nullcontext():
                 spec = await asyncio.to_thread(job.spec)
                 about = {"request_id": job.id, "max_attempts": job.max_attempts}
-                return await job.create(spec, tenant=job.tenant, deadline_s=job.deadline_s, **about)
+                return await job.create(spec, caller=Caller(job.tenant, job.deadline_s), **about)
         except self.breaker.trips as error:
             if error.details.get("fits") is False:  # the document is to blame, and recorded so
                 return 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from kvshelf.api import Usage
+from kvshelf.api.options import Ask
 from kvshelf.api.shapes import Logprob
 from kvshelf.api.strict import FinishReason
 from kvshelf.engine.attention.attachment import Attached, Wait
@@ -35,23 +36,21 @@ _LEAST_TEMPERATURE = 1e-30  # float32 has smaller numbers, but not many
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen and when to stop. Temperature 0 is greedy; above, tokens are drawn from the likeliest
-    `top_p` of the mass, repeatably with a `seed`. grammar: what the answer must be. logprobs: how many of the likeliest
-    tokens to tell beside each token of the answer, with their logarithms; None: nothing."""
+    """How tokens are chosen and when to stop. ask: at temperature 0 the likeliest one; above, one is drawn from the
+    likeliest `top_p` of the mass, repeatably with a `seed`. grammar: what the answer must be. logprobs: how many of the
+    likeliest tokens to tell beside each token of the answer, with their logarithms; None: nothing."""
 
     max_tokens: int = 64
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
+    ask: Ask = field(default_factory=Ask)
     grammar: Grammar | None = None
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "an integer from 1")
-        _require(self.temperature >= 0, "temperature", self.temperature, "a number from 0")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
-        _require(all(self.stop), "stop", self.stop, "texts that are not empty")
+        ask = self.ask
+        _require(ask.temperature >= 0, "temperature", ask.temperature, "a number from 0")
+        _require(0 < ask.top_p <= 1, "top_p", ask.top_p, "above 0 and at most 1")
+        _require(all(ask.stops), "stop", ask.stops, "texts that are not empty")
         _require(self.logprobs is None or self.logprobs >= 0, "logprobs", self.logprobs, "an integer from 0")
 
 
@@ -115,8 +114,8 @@ class Generation:
         self.row = SuffixRow(None if reducer is None else reducer.most)
         self._end_ids = end_ids
         self._equivalents = equivalents
-        self.sampler = _Sampler(sampling)
-        self._text = _TextStream(decoder, sampling.stop)
+        self.sampler = _Sampler(sampling.ask)
+        self._text = _TextStream(decoder, sampling.ask.stops)
         self._room = min(sampling.max_tokens, room)
         self._prefill_tokens = 0
         self._observed: dict[int, Attended] = {}  # by the step that runs, which may be abandoned and run again
@@ -297,29 +296,29 @@ class Generation:
 class _Sampler:
     """Chooses tokens on the CPU in fp32, so that a seed means the same on every device."""
 
-    def __init__(self, sampling: Sampling) -> None:
-        self._sampling = sampling
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
         self._generator = torch.Generator()
-        if sampling.seed is None:
+        if ask.seed is None:
             self._generator.seed()
         else:
-            self._generator.manual_seed(sampling.seed)
+            self._generator.manual_seed(ask.seed)
 
     @property
     def samples(self) -> bool:
         """Whether tokens are drawn at random; otherwise the likeliest one is taken."""
-        return self._sampling.temperature > 0
+        return self._ask.temperature > 0
 
     def choose(self, logits: Tensor) -> int:
         """Draw the next token id from logits `[vocabulary]`."""
         logits = logits.float().cpu()
         # The largest becomes 0, so that no temperature makes it infinite. At the least temperature only it has mass.
-        scaled = (logits - logits.max()) / max(self._sampling.temperature, _LEAST_TEMPERATURE)
+        scaled = (logits - logits.max()) / max(self._ask.temperature, _LEAST_TEMPERATURE)
         probabilities = torch.softmax(scaled, dim=-1)
         ranked, order = probabilities.sort(descending=True, stable=True)
         # A token stays while the mass before it is short of top_p. The first one always stays, even if top_p is so
         # small that float32 makes it 0.
-        cut = ranked.cumsum(0) - ranked >= self._sampling.top_p
+        cut = ranked.cumsum(0) - ranked >= self._ask.top_p
         cut[0] = False
         ranked[cut] = 0
         return int(order[torch.multinomial(ranked, 1, generator=self._generator)])

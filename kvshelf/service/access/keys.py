@@ -19,7 +19,7 @@ from kvshelf.service.access.keyfile import SCOPES, KeyFile, Keys, Scope
 from kvshelf.service.access.limits import TenantLimits
 from kvshelf.service.http.errors import error_response
 from kvshelf.service.settings import is_loopback
-from kvshelf.workers.replica.calls import tenant_at_work
+from kvshelf.workers.replica import calls
 from kvshelf.workers.replica.fair_queue import LoopTurns
 
 log = structlog.get_logger("kvshelf.service")
@@ -40,6 +40,10 @@ class Caller:
     tenant: str
     scopes: frozenset[Scope]
     key_id: str | None
+
+    def within(self, deadline_s: float | None) -> calls.Caller:
+        """As replicas know it, with so many seconds for a call."""
+        return calls.Caller(self.tenant, deadline_s)
 
     def require(self, scope: Scope) -> None:
         """Raises `Forbidden` without the scope."""
@@ -181,7 +185,7 @@ class Access:
             caller = await self._keys.identified(Headers(scope=scope))
             structlog.contextvars.bind_contextvars(tenant=caller.tenant, key=caller.key_id)
         scope.setdefault("state", {})["caller"] = caller
-        tenant_at_work.set(caller.tenant)
+        calls.tenant_at_work.set(caller.tenant)
 
         async def send_with_rate(message: Message) -> None:
             if message["type"] == "http.response.start":

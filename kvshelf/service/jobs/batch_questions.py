@@ -21,6 +21,7 @@ from kvshelf.service.serving import serving_all
 from kvshelf.store.base import Store
 from kvshelf.workers.cluster.remote import RemoteEngine
 from kvshelf.workers.replica.api import ReplicaApi
+from kvshelf.workers.replica.calls import Caller
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,9 @@ class Asker:
         model = serving_all(self.identities, manifests)
         assert model is not None  # else `serving_all` has raised
         require_model(question.model, manifests[0].id, (manifests[0].model, model))
+        caller = Caller(tenant, deadline_s)
         replies = [
-            await engines[model].call(ReplicaApi.query, ids, each, of_batch=True, tenant=tenant, deadline_s=deadline_s)
+            await engines[model].call(ReplicaApi.query, ids, each, caller=caller, of_batch=True)
             for each in each_alone(question.asking)
         ]
         together = question.cache_ids is not None

@@ -59,7 +59,7 @@ async def import_cache(request: Request, service: InService, caller: Writer) -> 
         if arrived.source is not None:
             remote = service.engine(arrived.model).remote
             await remote.call_within(
-                left_s, ReplicaApi.require_source, arrived.identity, arrived.source, tenant=caller.tenant
+                left_s, ReplicaApi.require_source, arrived.identity, arrived.source, caller=caller.within(left_s)
             )
         manifest, existing = await off_loop(_import, service.store, arrived, wanted, caller.tenant)
     return cache_response(manifest, existing=existing)

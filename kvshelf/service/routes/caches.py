@@ -86,9 +86,9 @@ async def create(
         return JSONResponse(request_json(record), status_code=202, headers=headers)
     deadline_s = service.settings.request_deadline_s
     if EVENT_STREAM in request.headers.get("accept", ""):
-        watched = engine.watch(spec, tenant=caller.tenant, deadline_s=deadline_s)
+        watched = engine.watch(spec, caller=caller.within(deadline_s))
         return await event_stream(request, _events(service, watched, body))
-    created = await until_hangup(request, engine.create(spec, tenant=caller.tenant, deadline_s=deadline_s))
+    created = await until_hangup(request, engine.create(spec, caller=caller.within(deadline_s)))
     if _makes_several(body):
         status = 200 if created.existing else 201
         return await service.computing.run(lambda: JSONResponse(_cache_list(created), status_code=status))
@@ -172,7 +172,7 @@ async def update_cache(
         manifest = await off_loop(service.store.update, cache_id, **condition, **changes)
     else:
         require_revision(manifest, condition["if_revision"])
-    await engine.hint(cache_id, body.next_use_s, tenant=caller.tenant)
+    await engine.hint(cache_id, body.next_use_s, caller=caller.within(None))
     return _tagged(manifest)
 
 

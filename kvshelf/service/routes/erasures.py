@@ -6,7 +6,7 @@ from typing import Final
 
 from fastapi import APIRouter, Request, Response
 
-from kvshelf.api.erasures import CreateErasure, Erasure
+from kvshelf.api.caches import CreateErasure, Erasure
 from kvshelf.errors import InvalidRequest
 from kvshelf.service.access.keys import Writer
 from kvshelf.service.bodies import read_json

@@ -54,7 +54,7 @@ async def prompt(cache_id: str, request: Request, service: InService, caller: Re
     manifest = await off_loop(service.store.stat, cache_id, tenant=caller.tenant)
     engine = service.engine_for_all([manifest])
     limit_s = service.settings.request_deadline_s
-    call = engine.remote.call_within(limit_s, ReplicaApi.prompt, cache_id, body, tenant=caller.tenant)
+    call = engine.remote.call_within(limit_s, ReplicaApi.prompt, cache_id, body, caller=caller.within(limit_s))
     shown = await until_hangup(request, call)
     service.limits.spend_tokens(caller.tenant, sum(part.num_tokens for part in shown.parts))
     return await service.computing.run(written, shown)
@@ -69,6 +69,6 @@ async def _kept(
     # A replica reads the whole cache and holds it until it has answered.
     async with service.whole.turn(caller.tenant, service.settings.request_deadline_s) as left_s:
         call = engine.remote.call_within(
-            left_s, ReplicaApi.inspect, cache_id, body, tenant=caller.tenant, first_layer=first_layer
+            left_s, ReplicaApi.inspect, cache_id, body, caller=caller.within(left_s), first_layer=first_layer
         )
         return await until_hangup(request, call)

@@ -57,8 +57,8 @@ async def _counted(service: Service, caller: Caller, body: CountTokensRequest) -
         manifest = question.caches[0].manifest
         cached, boundary = manifest.num_tokens, manifest.identity["boundary"]
         variables = manifest.identity.get("variables", {})
-    limits: dict[str, Any] = {"tenant": caller.tenant, "deadline_s": service.settings.request_deadline_s}
-    added = await engine.count(body.asking, body.document, boundary, variables, **limits)
+    within = caller.within(service.settings.request_deadline_s)
+    added = await engine.count(body.asking, body.document, boundary, variables, caller=within)
     return cached + added
 
 
@@ -100,8 +100,8 @@ async def _beginning(service: Service, caller: Caller, body: MessagesRequest) ->
     spec = body.creation
     require_policy(spec)
     engine = service.engine(body.model, NotFound)
-    limits: dict[str, Any] = {"tenant": caller.tenant, "deadline_s": service.settings.request_deadline_s}
+    within = caller.within(service.settings.request_deadline_s)
     if body.tools or body.output_config:  # what the model cannot do is refused before its cache is made
-        await engine.count(body.asking, None, "document", {}, **limits)
-    created = await engine.create(spec, **limits)
+        await engine.count(body.asking, None, "document", {}, caller=within)
+    created = await engine.create(spec, caller=within)
     return created.manifest.id, not created.existing

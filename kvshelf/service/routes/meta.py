@@ -37,6 +37,7 @@ from kvshelf.service.service import InService, Service
 from kvshelf.store.disk.room import shortage
 from kvshelf.workers.cluster.remote import RemoteEngine
 from kvshelf.workers.replica.api import ReplicaApi
+from kvshelf.workers.replica.calls import Caller
 
 router = APIRouter(tags=["service"], responses=openapi.ERRORS)
 
@@ -160,7 +161,7 @@ async def _workers(engine: RemoteEngine, replicas: int) -> ReadyPart:
     name = f"workers:{engine.model}"
     running = await _running(engine)
     try:
-        await engine.call_within(_PROBE_S, ReplicaApi.describe)
+        await engine.call_within(_PROBE_S, ReplicaApi.describe, caller=Caller())
     except QueueFull:
         pass  # busy, and therefore running
     except DeadlineExceeded:

@@ -84,7 +84,7 @@ async def search(request: Request, service: InService, caller: Reader) -> Search
     question alone. The caches of one model are searched, those with all `labels`."""
     body = await read_json(request, SearchCaches, service)
     engine = service.engine(body.model)
-    work = engine.search(body, tenant=caller.tenant, deadline_s=service.settings.request_deadline_s)
+    work = engine.search(body, caller=caller.within(service.settings.request_deadline_s))
     return await until_hangup(request, work)
 
 

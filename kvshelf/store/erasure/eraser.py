@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Final, Literal
 import msgpack
 from blake3 import blake3
 
-from kvshelf.api.erasures import ErasedThing, Erasure, StayingThing
+from kvshelf.api.caches import ErasedThing, Erasure, StayingThing
 from kvshelf.artifact.identity import canonical_json, digest
 from kvshelf.errors import BlobError, CacheNotFound, FileNotFound, StateConflict
 from kvshelf.store.index import Entry, Index

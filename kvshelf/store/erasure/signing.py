@@ -10,7 +10,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_pem_public_key
 
-from kvshelf.api.erasures import Erasure
+from kvshelf.api.caches import Erasure
 from kvshelf.artifact.identity import canonical_json
 from kvshelf.errors import InvalidRequest
 from kvshelf.store.private import read_private, refused

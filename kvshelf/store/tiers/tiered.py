@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from kvshelf.api.erasures import Erasure
+from kvshelf.api.caches import Erasure
 from kvshelf.artifact.identity import Identity
 from kvshelf.errors import (
     CacheCorrupt,

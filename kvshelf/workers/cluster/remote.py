@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Concatenate, Final, ParamSpec, TypeAlias, TypeVar
 
@@ -37,6 +38,7 @@ from kvshelf.errors import (
 )
 from kvshelf.model.split import MOST_PARTS, too_many_parts
 from kvshelf.workers.replica.api import ReplicaApi
+from kvshelf.workers.replica.calls import Caller
 from kvshelf.workers.replica.queues import Pace
 
 CallP = ParamSpec("CallP")
@@ -90,7 +92,7 @@ class RemoteEngine:
 
     async def described(self, limit_s: float) -> dict[str, Any]:
         """What `ReplicaApi.describe` says, which bounds what is sent from now on."""
-        about = await self.call_within(limit_s, ReplicaApi.describe)
+        about = await self.call_within(limit_s, ReplicaApi.describe, caller=Caller())
         self.most_tokens, self.token_characters = about["max_tokens"], about["token_bytes"]
         return about
 
@@ -136,10 +138,9 @@ class RemoteEngine:
             raise too_many_parts(size)
 
     async def call(self, method: Method[CallP, ResultT], *args: CallP.args, **kwargs: CallP.kwargs) -> ResultT:
-        """As `call_within`, a little longer than the `deadline_s` among the arguments, which the replica itself
-        enforces."""
-        deadline_s: Any = kwargs["deadline_s"]
-        return await self.call_within(deadline_s + _GRACE_S, method, *args, **kwargs)
+        """As `call_within`, a little longer than the deadline of the `caller` among the arguments, which the
+        replica itself enforces."""
+        return await self.call_within(_limit_s(kwargs), method, *args, **kwargs)
 
     async def call_within(
         self, limit_s: float, method: Method[CallP, ResultT], *args: CallP.args, **kwargs: CallP.kwargs
@@ -149,7 +150,7 @@ class RemoteEngine:
         self.require_bounded(*args)
         started = time.monotonic()
         with self._translated():
-            response = getattr(self.handle, method.__name__).remote(*args, **kwargs, origin=_origin())
+            response = getattr(self.handle, method.__name__).remote(*args, **_logged(kwargs))
             try:
                 async with asyncio.timeout(limit_s):
                     result: ResultT = await response
@@ -166,7 +167,7 @@ class RemoteEngine:
         past all queues: they must be short."""
         self.require_bounded(*args)
         with self._translated():
-            response = self.handle.broadcast(method.__name__, *args, **kwargs, origin=_origin())
+            response = self.handle.broadcast(method.__name__, *args, **_logged(kwargs))
             results: list[ResultT] = await response.results_async(timeout_s=limit_s)
         return results
 
@@ -174,13 +175,12 @@ class RemoteEngine:
         self, method: Streaming[CallP, ResultT], *args: CallP.args, **kwargs: CallP.kwargs
     ) -> AsyncGenerator[ResultT, None]:
         """What a method of `ReplicaApi` yields, which runs under the caller's log id, for a little longer than the
-        `deadline_s` among the arguments. Raises as `require_bounded`."""
+        deadline of the `caller` among the arguments. Raises as `require_bounded`."""
         self.require_bounded(*args)
-        deadline_s: Any = kwargs["deadline_s"]
         with self._translated():
-            response = getattr(self._streaming, method.__name__).remote(*args, **kwargs, origin=_origin())
+            response = getattr(self._streaming, method.__name__).remote(*args, **_logged(kwargs))
             try:
-                async with asyncio.timeout(deadline_s + _GRACE_S):
+                async with asyncio.timeout(_limit_s(kwargs)):
                     async for piece in response:
                         yield piece
             finally:
@@ -235,9 +235,17 @@ class RemoteEngine:
         return InternalError(f"the worker of {self.model!r} failed unexpectedly: {type(exc).__name__}")
 
 
-def _origin() -> str:
-    """The id of the current request, as this process logs it."""
-    return str(structlog.contextvars.get_contextvars().get("request_id", ""))
+def _limit_s(kwargs: Mapping[str, Any]) -> float:
+    """How long the caller waits for a call with these arguments."""
+    caller: Caller = kwargs["caller"]
+    assert caller.deadline_s is not None
+    return caller.deadline_s + _GRACE_S
+
+
+def _logged(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call, whose caller has the id of the current request, as this process logs it."""
+    origin = str(structlog.contextvars.get_contextvars().get("request_id", ""))
+    return {**kwargs, "caller": replace(kwargs["caller"], origin=origin)}
 
 
 def replicas_running(app: str) -> int:

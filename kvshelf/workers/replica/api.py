@@ -19,46 +19,37 @@ from kvshelf.api import (
 from kvshelf.api.inspect import BuiltPrompt, KeptOf, KeptTokens
 from kvshelf.artifact.identity import Boundary, Identity
 from kvshelf.workers.replica.attempts import MAX_ATTEMPTS
+from kvshelf.workers.replica.calls import Caller
 from kvshelf.workers.replica.results import Created, Found, Reply
 
 
 class ReplicaApi(Protocol):
-    """origin: the id under which the caller logs the request, which log lines of the replica carry, too."""
+    async def describe(self, *, caller: Caller) -> dict[str, Any]: ...
 
-    async def describe(self, *, origin: str = "") -> dict[str, Any]: ...
-
-    async def settle(self, *, origin: str = "") -> None: ...
+    async def settle(self, *, caller: Caller) -> None: ...
 
     async def create(
         self,
         spec: CreateCache,
         *,
-        tenant: str,
-        deadline_s: float | None = None,
+        caller: Caller,
         request_id: str | None = None,
         max_attempts: int = MAX_ATTEMPTS,
-        origin: str = "",
     ) -> Created: ...
 
-    def watch(
-        self, spec: CreateCache, *, tenant: str, deadline_s: float | None = None, origin: str = ""
-    ) -> AsyncIterator[CreationProgress | Created]: ...
+    def watch(self, spec: CreateCache, *, caller: Caller) -> AsyncIterator[CreationProgress | Created]: ...
 
-    async def append(
-        self, cache_id: str, spec: AppendCache, *, tenant: str, deadline_s: float | None = None, origin: str = ""
-    ) -> Created: ...
+    async def append(self, cache_id: str, spec: AppendCache, *, caller: Caller) -> Created: ...
 
-    async def estimate(self, spec: Estimate, *, tenant: str, origin: str = "") -> EstimateObject: ...
+    async def estimate(self, spec: Estimate, *, caller: Caller) -> EstimateObject: ...
 
     async def query(
         self,
         caches: str | Sequence[str],
         query: Asking,
         *,
+        caller: Caller,
         of_batch: bool = False,
-        tenant: str,
-        deadline_s: float | None = None,
-        origin: str = "",
     ) -> Reply: ...
 
     def stream(
@@ -66,14 +57,10 @@ class ReplicaApi(Protocol):
         caches: str | Sequence[str],
         query: Asking,
         *,
-        tenant: str,
-        deadline_s: float | None = None,
-        origin: str = "",
+        caller: Caller,
     ) -> AsyncIterator[str | Reply]: ...
 
-    async def hint(
-        self, cache_id: str, next_use_s: float | None, *, tenant: str, origin: str = ""
-    ) -> dict[str, int]: ...
+    async def hint(self, cache_id: str, next_use_s: float | None, *, caller: Caller) -> dict[str, int]: ...
 
     async def count(
         self,
@@ -82,18 +69,15 @@ class ReplicaApi(Protocol):
         boundary: Boundary | None,
         cached: Mapping[str, Any],
         *,
-        tenant: str,
-        origin: str = "",
+        caller: Caller,
     ) -> int: ...
 
-    async def prompt(self, cache_id: str, query: Query, *, tenant: str, origin: str = "") -> BuiltPrompt: ...
+    async def prompt(self, cache_id: str, query: Query, *, caller: Caller) -> BuiltPrompt: ...
 
-    async def search(
-        self, spec: SearchCaches, *, tenant: str, deadline_s: float | None = None, origin: str = ""
-    ) -> Found: ...
+    async def search(self, spec: SearchCaches, *, caller: Caller) -> Found: ...
 
     async def inspect(
-        self, cache_id: str, body: KeptOf | None, *, tenant: str, first_layer: int = 0, origin: str = ""
+        self, cache_id: str, body: KeptOf | None, *, caller: Caller, first_layer: int = 0
     ) -> KeptTokens: ...
 
-    async def require_source(self, identity: Identity, source: str, *, tenant: str, origin: str = "") -> None: ...
+    async def require_source(self, identity: Identity, source: str, *, caller: Caller) -> None: ...

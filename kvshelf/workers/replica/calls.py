@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -137,12 +138,26 @@ class ReplicaThreads(Threads):
         super().shutdown(wait, cancel_futures=cancel_futures)
 
 
+@dataclass(frozen=True)
+class Caller:
+    """For whom a replica works: a tenant, "" for the service itself; the seconds that it may take, None for any; and
+    the id under which the caller logs the request, which log lines of the replica carry, too."""
+
+    tenant: str = ""
+    deadline_s: float | None = None
+    origin: str = ""
+
+    def within(self, deadline_s: float | None) -> Caller:
+        """The same, with so many seconds from now."""
+        return replace(self, deadline_s=deadline_s)
+
+
 @contextmanager
-def called_as(origin: str, tenant: str = "") -> Iterator[None]:
+def called_by(caller: Caller) -> Iterator[None]:
     """One call of a replica, in its own task: log lines carry the caller's id, work takes the turn of its tenant, and
     errors are kvshelf's."""
-    structlog.contextvars.bind_contextvars(request_id=origin)
-    tenant_at_work.set(tenant)
+    structlog.contextvars.bind_contextvars(request_id=caller.origin)
+    tenant_at_work.set(caller.tenant)
     with named_errors():
         yield
 

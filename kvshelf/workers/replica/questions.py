@@ -22,8 +22,6 @@ from kvshelf.artifact.identity import Boundary, Identity
 from kvshelf.engine.attention.attachment import Attached, Attachment
 from kvshelf.engine.decode.generation import Answer, Sampling
 from kvshelf.engine.decode.grammar import Grammar
-from kvshelf.engine.decode.reduction import SuffixReducer
-from kvshelf.engine.decode.selection import Selection
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.inputs.dialogue import Dialogue, Said
 from kvshelf.engine.tools.counting import count
@@ -34,7 +32,7 @@ from kvshelf.model.templates.thoughts import Thought, Thoughts, ThoughtStream, t
 from kvshelf.model.text import Broken, TemplateOptions
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.meter import Meter
-from kvshelf.workers.replica.calls import ReplicaThreads, called_as
+from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by
 from kvshelf.workers.replica.conversations import Conversations, Line
 from kvshelf.workers.replica.inspect import shown_prompt
 from kvshelf.workers.replica.memory.residents import Resident, Residents
@@ -63,11 +61,11 @@ class Questions:
             task.cancel()
         self.residents.close()
 
-    async def hint(self, cache_id: str, next_use_s: float | None, *, tenant: str, origin: str = "") -> dict[str, int]:
+    async def hint(self, cache_id: str, next_use_s: float | None, *, caller: Caller) -> dict[str, int]:
         """The next question on a cache comes in so many seconds, see `Residents.hint`; returns its `take_counts`."""
-        with called_as(origin, tenant):
+        with called_by(caller):
             self._keep_house()
-            self.residents.hint(cache_id, tenant, next_use_s)
+            self.residents.hint(cache_id, caller.tenant, next_use_s)
             return self.residents.take_counts()
 
     async def count(
@@ -77,23 +75,22 @@ class Questions:
         boundary: Boundary | None,
         cached: Mapping[str, Any],
         *,
-        tenant: str,
-        origin: str = "",
+        caller: Caller,
     ) -> int:
         """As `kvshelf.engine.tools.counting.count`. Refuses what a question with these tools and this shape
         refuses, and more than the model takes."""
-        with called_as(origin, tenant):
+        with called_by(caller):
             said = [*texts_of(query), *([] if document is None else [document])]
             await self.threads.compute(self.engine.require_askable, said, "messages")
             shape = await self.threads.compute(self._shape, query)
             form, variables = self.engine.require_text("messages"), shape.variables
             return await self.threads.compute(count, form, shape.tools, variables, query, document, boundary, cached)
 
-    async def prompt(self, cache_id: str, query: Query, *, tenant: str, origin: str = "") -> BuiltPrompt:
+    async def prompt(self, cache_id: str, query: Query, *, caller: Caller) -> BuiltPrompt:
         """The prompt that a question builds, without an answer to it. Raises as a question does."""
-        with called_as(origin, tenant):
+        with called_by(caller):
             shape = await self.threads.compute(self._shape, query)
-            return await self.threads.compute(self._prompt, cache_id, query, shape, tenant)
+            return await self.threads.compute(self._prompt, cache_id, query, shape, caller.tenant)
 
     def _prompt(self, cache_id: str, query: Query, shape: _Shape, tenant: str) -> BuiltPrompt:
         manifest = self.store.stat(cache_id, tenant=tenant)
@@ -111,19 +108,17 @@ class Questions:
         caches: str | Sequence[str],
         query: Asking,
         *,
+        caller: Caller,
         of_batch: bool = False,
-        tenant: str,
-        deadline_s: float | None = None,
-        origin: str = "",
     ) -> Reply:
         """Answer the one prompt of a query about a cache, or about several together: callers ask several prompts one by
         one, so that tenants take turns. of_batch: whether users' questions go before it."""
-        with called_as(origin, tenant):
-            async with self._loaded(caches, query, tenant, deadline_s) as loaded:
-                ticket = await self._begun(loaded, of_batch=of_batch, tenant=tenant, deadline_s=deadline_s)
+        with called_by(caller):
+            async with self._loaded(caches, query, caller) as loaded:
+                ticket = await self._begun(loaded, caller, of_batch=of_batch)
                 try:
                     answer = await asyncio.wrap_future(ticket.future)
-                    return await self._kept(loaded, answer, self._counted(loaded, answer, ticket, tenant), tenant)
+                    return await self._kept(loaded, answer, ticket, caller.tenant)
                 finally:
                     ticket.cancel()
 
@@ -132,13 +127,11 @@ class Questions:
         caches: str | Sequence[str],
         query: Asking,
         *,
-        tenant: str,
-        deadline_s: float | None = None,
-        origin: str = "",
+        caller: Caller,
     ) -> AsyncGenerator[str | Reply, None]:
         """Pieces of the answer to the prompt as they become final, then the answer. Closing the iterator cancels it."""
-        with called_as(origin, tenant):
-            async with self._loaded(caches, query, tenant, deadline_s) as loaded:
+        with called_by(caller):
+            async with self._loaded(caches, query, caller) as loaded:
                 pieces: asyncio.Queue[str | None] = asyncio.Queue()
                 loop = asyncio.get_running_loop()
 
@@ -146,7 +139,7 @@ class Questions:
                     loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
                 thoughts, held = loaded.thought_stream(), HeldPieces(loaded.settled)
-                ticket = await self._begun(loaded, on_text=put, tenant=tenant, deadline_s=deadline_s)
+                ticket = await self._begun(loaded, caller, on_text=put)
                 ticket.future.add_done_callback(lambda _: put(None))
                 try:
                     while (piece := await pieces.get()) is not None:
@@ -157,7 +150,7 @@ class Questions:
                     for part in thoughts.rest():
                         for text in [part] if isinstance(part, Thought) else held.push(part):
                             yield text
-                    reply = await self._kept(loaded, answer, self._counted(loaded, answer, ticket, tenant), tenant)
+                    reply = await self._kept(loaded, answer, ticket, caller.tenant)
                     for text in held.rest(reply.text):
                         yield text
                     yield reply
@@ -165,10 +158,9 @@ class Questions:
                     ticket.cancel()
 
     @asynccontextmanager
-    async def _loaded(
-        self, caches: str | Sequence[str], query: Asking, tenant: str, deadline_s: float | None
-    ) -> AsyncIterator[_Loaded]:
+    async def _loaded(self, caches: str | Sequence[str], query: Asking, caller: Caller) -> AsyncIterator[_Loaded]:
         self._keep_house()
+        tenant, deadline_s = caller.tenant, caller.deadline_s
         started = time.monotonic()
         asked = [caches] if isinstance(caches, str) else list(caches)
         routed = isinstance(query, JointQuery) and query.route is not None
@@ -271,13 +263,19 @@ class Questions:
         using = self.residents.using_all(cache_ids, tenant, part=part, tool=query.tool)
         return await stack.enter_async_context(using)
 
-    async def _begun(self, loaded: _Loaded, **options: Any) -> Ticket[Answer]:
+    async def _begun(self, loaded: _Loaded, caller: Caller, **options: Any) -> Ticket[Answer]:
         """The queued answer. options: of `Scheduler.generate`."""
         document, query = loaded.document, loaded.query
         ids = await self.threads.compute(self._encoded, loaded)
         passages = query.select is not None and query.select.passages
-        options |= {"passages": passages, "reducer": self._bound(query, ids)}
-        selection = await self._selected(document, query, ids)
+        options |= {
+            "tenant": caller.tenant,
+            "deadline_s": caller.deadline_s,
+            "passages": passages,
+            "reducer": self.engine.reducer(query.suffix, len(ids)),
+        }
+        # On a thread: it waits for all layers of a cache that is arriving.
+        selection = await self.threads.run(self.engine.selection, document, query.select, len(ids))
         if query.store:
             assert isinstance(document, Attachment)
             options["turn_of"] = partial(self._turn_ids, document, loaded)
@@ -357,9 +355,10 @@ class Questions:
                 resident.prefill_s = _prefill_s(self.store, cache_id, tenant)
         self.meter.add(tenant, saved_s=sum(resident.prefill_s or 0.0 for resident, _ in held.values()))
 
-    async def _kept(self, loaded: _Loaded, answer: Answer, reply: Reply, tenant: str) -> Reply:
+    async def _kept(self, loaded: _Loaded, answer: Answer, ticket: Ticket[Answer], tenant: str) -> Reply:
         """The reply, once its turn is stored if the query asks for that. What keeps a turn from being stored is no
         error of the answer. The reply has thoughts, and calls of tools, beside its text."""
+        reply = self._counted(loaded, answer, ticket, tenant)
         read = loaded.read(answer.text)
         reply = reply.model_copy(update={
             "text": read.text, "tool_calls": read.calls, "reasoning_content": read.thought,
@@ -380,21 +379,6 @@ class Questions:
         if kept.document is not None:
             await self.residents.hold(stored.id, tenant, kept.document, stored.blob_digest)
         return reply.model_copy(update={"stored_cache_id": stored.id})
-
-    def _bound(self, query: Asking, ids: Sequence[int]) -> SuffixReducer | None:
-        """What bounds the answer's memory."""
-        if query.suffix is None:
-            return None
-        return self.engine.bound(
-            query.suffix.policy, question_tokens=len(ids), budget=query.suffix.budget, params=query.suffix.params
-        )
-
-    async def _selected(self, document: Attached, query: Asking, ids: Sequence[int]) -> Selection | None:
-        """What the answer reads, on a thread: it waits for all layers of a cache that is arriving."""
-        if (chosen := query.select) is None:
-            return None
-        more = {"tokens": chosen.tokens, "params": chosen.params}
-        return await self.threads.run(self.engine.select, document, chosen.method, question_tokens=len(ids), **more)
 
 
 class _Read(NamedTuple):
@@ -550,9 +534,7 @@ def _of_text(logprobs: Sequence[Logprob], text: str, read: _Read) -> list[Logpro
 
 
 def _sampling(query: Asking, grammar: Grammar | None) -> Sampling:
-    stop = (query.stop,) if isinstance(query.stop, str) else tuple(query.stop or ())
-    logprobs = (query.top_logprobs or 0) if query.logprobs else None
-    return Sampling(query.max_tokens, query.temperature, query.top_p, query.seed, stop, grammar, logprobs)
+    return Sampling(query.max_tokens, query, grammar, (query.top_logprobs or 0) if query.logprobs else None)
 
 
 def _prefill_s(store: Store, cache_id: str, tenant: str) -> float:

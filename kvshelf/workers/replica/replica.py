@@ -33,7 +33,7 @@ from kvshelf.store.base import Store
 from kvshelf.store.jobs.meter import Meter
 from kvshelf.workers.replica.api import ReplicaApi
 from kvshelf.workers.replica.attempts import MAX_ATTEMPTS, Attempts
-from kvshelf.workers.replica.calls import ReplicaThreads, called_as
+from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by
 from kvshelf.workers.replica.conversations import Conversations
 from kvshelf.workers.replica.create.creations import Creations
 from kvshelf.workers.replica.create.spec import document_of
@@ -103,15 +103,15 @@ class Replica(ReplicaApi):
         if self._scheduler.overdue_s > STUCK_S:
             raise InternalError(f"{self._engine.name!r} hangs in a document that should have ended {STUCK_S:g} s ago")
 
-    async def settle(self, *, origin: str = "") -> None:
+    async def settle(self, *, caller: Caller) -> None:
         """Add what tenants have used to the store now. Raises `StoreUnavailable`; it is then added later."""
-        with called_as(origin):
+        with called_by(caller):
             await self._threads.run(self._meter.flush)
 
-    async def describe(self, *, origin: str = "") -> dict[str, Any]:
+    async def describe(self, *, caller: Caller) -> dict[str, Any]:
         """The model, for /v1/models, its `ModelIdentity`, the shape of its layers, the digest of its transforms, what
         its chat template is, and the bytes that a token stands for at most. JSON types only."""
-        with called_as(origin):
+        with called_by(caller):
             engine = self._engine
             return {
                 "id": engine.name,
@@ -132,62 +132,51 @@ class Replica(ReplicaApi):
         self,
         spec: CreateCache,
         *,
-        tenant: str,
-        deadline_s: float | None = None,
+        caller: Caller,
         request_id: str | None = None,
         max_attempts: int = MAX_ATTEMPTS,
-        origin: str = "",
     ) -> Created:
         """See `Creations`, as `watch`, `append` and `estimate`."""
         recorded: dict[str, Any] = {"request_id": request_id, "max_attempts": max_attempts}
-        return await self._creations.create(spec, tenant=tenant, deadline_s=deadline_s, **recorded, origin=origin)
+        return await self._creations.create(spec, caller=caller, **recorded)
 
-    async def watch(
-        self, spec: CreateCache, *, tenant: str, deadline_s: float | None = None, origin: str = ""
-    ) -> AsyncIterator[CreationProgress | Created]:
-        watched = self._creations.watch(spec, tenant=tenant, deadline_s=deadline_s, origin=origin)
+    async def watch(self, spec: CreateCache, *, caller: Caller) -> AsyncIterator[CreationProgress | Created]:
+        watched = self._creations.watch(spec, caller=caller)
         async with aclosing(watched):  # Ray streams generators alone
             async for event in watched:
                 yield event
 
-    async def append(
-        self, cache_id: str, spec: AppendCache, *, tenant: str, deadline_s: float | None = None, origin: str = ""
-    ) -> Created:
-        return await self._creations.append(cache_id, spec, tenant=tenant, deadline_s=deadline_s, origin=origin)
+    async def append(self, cache_id: str, spec: AppendCache, *, caller: Caller) -> Created:
+        return await self._creations.append(cache_id, spec, caller=caller)
 
-    async def estimate(self, spec: Estimate, *, tenant: str, origin: str = "") -> EstimateObject:
-        return await self._creations.estimate(spec, tenant=tenant, origin=origin)
+    async def estimate(self, spec: Estimate, *, caller: Caller) -> EstimateObject:
+        return await self._creations.estimate(spec, caller=caller)
 
     async def query(
         self,
         caches: str | Sequence[str],
         query: Asking,
         *,
+        caller: Caller,
         of_batch: bool = False,
-        tenant: str,
-        deadline_s: float | None = None,
-        origin: str = "",
     ) -> Reply:
         """See `Questions`, as `stream`, `hint`, `count` and `prompt`."""
-        about: dict[str, Any] = {"tenant": tenant, "deadline_s": deadline_s, "origin": origin}
-        return await self._questions.query(caches, query, of_batch=of_batch, **about)
+        return await self._questions.query(caches, query, caller=caller, of_batch=of_batch)
 
     async def stream(
         self,
         caches: str | Sequence[str],
         query: Asking,
         *,
-        tenant: str,
-        deadline_s: float | None = None,
-        origin: str = "",
+        caller: Caller,
     ) -> AsyncIterator[str | Reply]:
-        pieces = self._questions.stream(caches, query, tenant=tenant, deadline_s=deadline_s, origin=origin)
+        pieces = self._questions.stream(caches, query, caller=caller)
         async with aclosing(pieces):
             async for piece in pieces:
                 yield piece
 
-    async def hint(self, cache_id: str, next_use_s: float | None, *, tenant: str, origin: str = "") -> dict[str, int]:
-        return await self._questions.hint(cache_id, next_use_s, tenant=tenant, origin=origin)
+    async def hint(self, cache_id: str, next_use_s: float | None, *, caller: Caller) -> dict[str, int]:
+        return await self._questions.hint(cache_id, next_use_s, caller=caller)
 
     async def count(
         self,
@@ -196,32 +185,33 @@ class Replica(ReplicaApi):
         boundary: Boundary | None,
         cached: Mapping[str, Any],
         *,
-        tenant: str,
-        origin: str = "",
+        caller: Caller,
     ) -> int:
-        return await self._questions.count(query, document, boundary, cached, tenant=tenant, origin=origin)
+        return await self._questions.count(query, document, boundary, cached, caller=caller)
 
-    async def prompt(self, cache_id: str, query: Query, *, tenant: str, origin: str = "") -> BuiltPrompt:
-        return await self._questions.prompt(cache_id, query, tenant=tenant, origin=origin)
+    async def prompt(self, cache_id: str, query: Query, *, caller: Caller) -> BuiltPrompt:
+        return await self._questions.prompt(cache_id, query, caller=caller)
 
-    async def search(
-        self, spec: SearchCaches, *, tenant: str, deadline_s: float | None = None, origin: str = ""
-    ) -> Found:
+    async def search(self, spec: SearchCaches, *, caller: Caller) -> Found:
         """See `Searches`."""
-        return await self._searches.search(spec, tenant=tenant, deadline_s=deadline_s, origin=origin)
+        return await self._searches.search(spec, caller=caller)
 
-    async def inspect(
-        self, cache_id: str, body: KeptOf | None, *, tenant: str, first_layer: int = 0, origin: str = ""
-    ) -> KeptTokens:
+    async def inspect(self, cache_id: str, body: KeptOf | None, *, caller: Caller, first_layer: int = 0) -> KeptTokens:
         """Which tokens of its document a cache kept, see `kvshelf.workers.replica.inspect`. body: the
         caller's own copy of it; None stands for the kept source."""
-        with called_as(origin, tenant):
+        with called_by(caller):
             document = None if body is None else document_of(body)
             return await self._threads.compute(
-                kept_tokens, self._engine, self._store, cache_id, document, tenant=tenant, first_layer=first_layer
+                kept_tokens,
+                self._engine,
+                self._store,
+                cache_id,
+                document,
+                tenant=caller.tenant,
+                first_layer=first_layer,
             )
 
-    async def require_source(self, identity: Identity, source: str, *, tenant: str, origin: str = "") -> None:
+    async def require_source(self, identity: Identity, source: str, *, caller: Caller) -> None:
         """Whether a text is a cache's document, see `kvshelf.workers.replica.inspect`."""
-        with called_as(origin, tenant):
+        with called_by(caller):
             await self._threads.compute(require_source, self._engine, identity, source)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kvshelf.api.options import Ask
 from kvshelf.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.engine.decode import batch as batch_module
 from kvshelf.engine.decode.generation import Sampling
@@ -74,7 +75,7 @@ def require_equal(engine, cache, query, together, expected):
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(24), Sampling(24, temperature=0.8, top_p=0.9, seed=5)], ids=["greedy", "drawn"]
+    "sampling", [Sampling(24), Sampling(24, Ask(temperature=0.8, top_p=0.9, seed=5))], ids=["greedy", "drawn"]
 )
 def test_every_answer_is_the_one_it_is_alone(llama, caches, sampling):
     """Rows on eight kinds of documents, several on one, with questions of 1 to 70 tokens."""
@@ -96,7 +97,7 @@ def test_joining_and_leaving_at_any_step_changes_nothing(llama, caches):
     for i in range(60):
         if rng.random() < 0.6:
             cache, question = rng.choice(caches), llama.ids[i : i + rng.choice([1, 3, 40])]
-            sampling = Sampling(rng.choice([1, 5, 30]), rng.choice([0.0, 0.7]), seed=i)
+            sampling = Sampling(rng.choice([1, 5, 30]), Ask(temperature=rng.choice([0.0, 0.7]), seed=i))
             open_ones.append((llama.engine.start(cache, question, sampling), cache, question, sampling))
         stepped = [entry for entry in open_ones if rng.random() < 0.8]
         if stepped:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvshelf.api.options import Ask
+from kvshelf.engine.asking import AnswerOptions
 from kvshelf.engine.decode.generation import Sampling, _Sampler, _TextStream
 from kvshelf.errors import Cancelled, InvalidRequest
 
@@ -80,7 +82,7 @@ def test_a_seed_repeats_a_sampled_answer_and_seeds_differ(tiny, cache):
 def test_top_p_cuts_the_tail_and_keeps_the_first():
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0])  # probabilities 0.64, 0.24, 0.09, 0.03
     draws = lambda top_p: {  # noqa: E731
-        _Sampler(Sampling(temperature=1.0, top_p=top_p, seed=seed)).choose(logits) for seed in range(300)
+        _Sampler(Ask(temperature=1.0, top_p=top_p, seed=seed)).choose(logits) for seed in range(300)
     }
     assert draws(1e-320) == {0}  # as a float32 it is 0
     assert draws(0.01) == {0}
@@ -91,7 +93,7 @@ def test_top_p_cuts_the_tail_and_keeps_the_first():
 
 def test_sampling_follows_the_probabilities():
     logits = torch.tensor([1.0, 0.0])
-    sampler = _Sampler(Sampling(temperature=0.5, seed=3))
+    sampler = _Sampler(Ask(temperature=0.5, seed=3))
     share = sum(sampler.choose(logits) == 0 for _ in range(2000)) / 2000
     assert abs(share - 0.8808) < 0.03  # four standard deviations
 
@@ -162,7 +164,7 @@ def test_pieces_have_the_logprobs_of_their_tokens(tiny, cache):
     question = tiny.encode_query(cache, "What is the gate code?")
     whole = tiny.answer(cache, question, max_new_tokens=12)
     stop = whole.text[-3:]
-    row = tiny.start(cache, question, Sampling(max_tokens=12, stop=(stop, whole.text[2:5] + "\x00"), logprobs=0))
+    row = tiny.start(cache, question, Sampling(12, Ask(stop=[stop, whole.text[2:5] + "\x00"]), logprobs=0))
     batch, pieces = tiny.batch(), []
     while not row.finished:
         pieces += filter(None, batch.step([row]))
@@ -198,11 +200,16 @@ def test_stop_texts_in_a_real_answer(tiny, cache):
 
 
 @pytest.mark.parametrize(
-    "bad", [{"max_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"stop": ("",)}], ids=str
+    "bad", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"stop": ("",)}], ids=str
 )
 def test_bad_sampling_is_refused_by_name(bad):
-    with pytest.raises(InvalidRequest, match=next(iter(bad))):
-        Sampling(**bad)
+    with pytest.raises(InvalidRequest, match=next(iter(bad)).replace("max_new", "max")):
+        AnswerOptions.of(**bad)
+
+
+def test_an_option_that_does_not_exist_is_refused_as_by_a_call(tiny, cache):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'top_k'"):
+        tiny.answer(cache, "Tell me.", top_k=5)
 
 
 @pytest.mark.usefixtures("by_modules")

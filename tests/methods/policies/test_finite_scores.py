@@ -18,6 +18,7 @@ from kvshelf.methods.policies import POLICIES
 from kvshelf.model import loading as models
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.jobs.requests import RequestRecord
+from kvshelf.workers.replica.calls import Caller
 from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.scheduler import Scheduler
 
@@ -104,7 +105,7 @@ def refused_creation(engine: Engine, home: Path, **fields: Any) -> tuple[PolicyU
 
     async def create() -> None:
         replica.start()
-        await replica.create(spec, tenant="default", request_id="req_1")
+        await replica.create(spec, caller=Caller("default"), request_id="req_1")
 
     store.requests.open("req_1", tenant="default", body=b"{}")
     try:

@@ -25,6 +25,7 @@ from kvshelf.store.jobs.requests import Requests
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.cluster.remote import RemoteEngine
 from kvshelf.workers.replica.api import ReplicaApi
+from kvshelf.workers.replica.calls import Caller
 from kvshelf.workers.replica.fair_queue import FairQueue
 from kvshelf.workers.replica.queues import Rounds
 from kvshelf.workers.replica.results import Created, Phase, Reply, Stored
@@ -349,8 +350,8 @@ class Creator:
         self.asked: list[str] = []
         self._requests = requests
 
-    async def create(self, _: CreateCache, *, tenant: str, request_id: str, **__: Any) -> None:
-        self.asked.append(tenant)
+    async def create(self, _: CreateCache, *, caller: Caller, request_id: str, **__: Any) -> None:
+        self.asked.append(caller.tenant)
         attempt = self._requests.start(request_id, worker="test", lease_s=9)
         self._requests.fail(request_id, attempt, code="internal", message="a test", final=True)
         raise InternalError("a test")
@@ -449,11 +450,11 @@ def test_a_reader_who_takes_nothing_holds_no_slot_and_is_cut_off() -> None:
     async def test() -> None:
         talker = Talker(MAX_UNREAD_PIECES + 10)
         engine = fair(talker)
-        slow = engine.stream("kvs", ASKED, tenant="a", deadline_s=60)
+        slow = engine.stream("kvs", ASKED, caller=Caller("a", 60))
         assert await anext(slow) == "0"
         while not talker.closed:
             await asyncio.sleep(0)
-        quick = engine.stream("kvs", ASKED, tenant="b", deadline_s=60)
+        quick = engine.stream("kvs", ASKED, caller=Caller("b", 60))
         assert [piece async for piece in quick] == [*(str(number) for number in range(talker.pieces)), REPLY]
         for number in range(1, MAX_UNREAD_PIECES + 1):
             assert await anext(slow) == str(number)
@@ -467,11 +468,11 @@ def test_a_reader_who_leaves_ends_the_work() -> None:
     async def test() -> None:
         talker = Talker(10**9)
         engine = fair(talker)
-        stream = engine.stream("kvs", ASKED, tenant="a", deadline_s=60)
+        stream = engine.stream("kvs", ASKED, caller=Caller("a", 60))
         assert await anext(stream) == "0"
         await stream.aclose()
         assert talker.closed
-        again = engine.stream("kvs", ASKED, tenant="a", deadline_s=60)
+        again = engine.stream("kvs", ASKED, caller=Caller("a", 60))
         assert await anext(again) == "0"
         await again.aclose()
 
@@ -485,11 +486,11 @@ def test_each_prompt_of_a_question_takes_a_turn_of_its_own() -> None:
         talker = Talker(0)
         engine = fair(talker)
         many = Query(prompt=[f"many {number}" for number in range(256)])
-        asking = asyncio.create_task(engine.query("kvs", many, tenant="a", deadline_s=60))
+        asking = asyncio.create_task(engine.query("kvs", many, caller=Caller("a", 60)))
         while not talker.asked:
             await asyncio.sleep(0)
         before = len(talker.asked)
-        await engine.query("kvs", ASKED, tenant="b", deadline_s=60)
+        await engine.query("kvs", ASKED, caller=Caller("b", 60))
         assert talker.asked.index("?") <= before + 1
         assert len(await asking) == 256
         assert [prompt for prompt in talker.asked if prompt != "?"] == many.prompt
@@ -510,7 +511,7 @@ def test_the_first_error_of_a_prompt_ends_the_others() -> None:
         talker.call = call  # type: ignore[assignment, method-assign]
         prompts = Query(prompt=["bad", "good", "good"])
         with pytest.raises(InvalidRequest, match="bad"):
-            await asyncio.wait_for(fair(talker).query("kvs", prompts, tenant="a", deadline_s=60), 5)
+            await asyncio.wait_for(fair(talker).query("kvs", prompts, caller=Caller("a", 60)), 5)
 
     run(test())
 
@@ -519,7 +520,7 @@ def test_a_tenant_s_tokens_are_those_that_went_through_the_model_and_came_out() 
     async def test() -> None:
         spent: list[tuple[str, int]] = []
         engine = fair(Talker(5), spend=lambda tenant, tokens: spent.append((tenant, tokens)))
-        call: dict[str, Any] = {"tenant": "a", "deadline_s": 60}
+        call: dict[str, Any] = {"caller": Caller("a", 60)}
         await engine.create(CreateCache(document="new"), **call)
         await engine.create(CreateCache(document="on the shelf"), **call)
         await engine.query("kvs", Query(prompt=["one", "two"]), **call)

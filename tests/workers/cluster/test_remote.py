@@ -20,6 +20,7 @@ from kvshelf.api.queries import Select
 from kvshelf.errors import DocumentTooLong, InvalidRequest, KvshelfError, by_code
 from kvshelf.workers.cluster.remote import MOST_BESIDE, RemoteEngine
 from kvshelf.workers.replica.api import ReplicaApi
+from kvshelf.workers.replica.calls import Caller
 
 SELECT = Select(method="quest", params={"page": "x" * MOST_BESIDE})
 
@@ -92,11 +93,11 @@ def test_what_cannot_fit_goes_to_no_replica(remote: RemoteEngine, argument: obje
     remote.most_tokens, remote.token_characters = 100, 1
     for engine in (remote, pickle.loads(pickle.dumps(remote))):
         with pytest.raises(error, match=r"more than|together|takes 100 tokens|at most"):
-            asyncio.run(engine.call_within(1.0, anything, argument))
+            asyncio.run(engine.call_within(1.0, anything, argument, caller=Caller()))
         with pytest.raises(error):
-            asyncio.run(engine.broadcast(1.0, anything, argument))
+            asyncio.run(engine.broadcast(1.0, anything, argument, caller=Caller()))
         with pytest.raises(error):
-            asyncio.run(anext(engine.stream(anything, argument, tenant="t", deadline_s=1.0)))
+            asyncio.run(anext(engine.stream(anything, argument, caller=Caller("t", 1.0))))
 
 
 def test_what_may_fit_is_for_the_replica_to_count(remote: RemoteEngine) -> None:

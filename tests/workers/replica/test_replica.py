@@ -35,10 +35,13 @@ from kvshelf.store.index import Quota
 from kvshelf.store.jobs.meter import Meter
 from kvshelf.store.jobs.metering import Metering
 from kvshelf.store.rules import Rules
+from kvshelf.workers.replica.calls import Caller
 from kvshelf.workers.replica.memory.residents import ResidentLimits
 from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.results import Reply
 from kvshelf.workers.replica.scheduler import Scheduler
+
+DEFAULT = Caller("default")
 
 pytestmark = pytest.mark.anyio
 
@@ -93,27 +96,27 @@ def asked(prompt: str, max_tokens: int = 8) -> Query:
 
 
 async def test_what_is_created_is_on_the_shelf_and_is_not_made_again(replica: Replica, engine: Watched) -> None:
-    created = await replica.create(spec(labels={"kind": "log"}, name="tides"), tenant="default")
+    created = await replica.create(spec(labels={"kind": "log"}, name="tides"), caller=DEFAULT)
     assert not created.existing
     stored = replica._store.get(created.manifest.id)
     assert stored.to_bytes() == engine.encoded(engine.compress(DOCUMENT), "int8").to_bytes()
     assert created.manifest.labels == {"kind": "log"}
     assert created.manifest.timings.prefill_s > 0
     runs = engine.runs
-    again = await replica.create(spec(), tenant="default")
+    again = await replica.create(spec(), caller=DEFAULT)
     assert (again.existing, again.manifest.id, engine.runs) == (True, created.manifest.id, runs)
 
 
 async def test_what_a_tenant_uses_is_counted(replica: Replica) -> None:
     """Seconds of the model for whoever it works, tokens of what ended, and the prefills that answers did without."""
     began = time.monotonic()
-    made = (await replica.create(spec(), tenant="me")).manifest
-    await replica.create(spec(), tenant="me")  # it is there
-    replies = [await replica.query(made.id, asked("When?"), tenant="me") for _ in range(2)]
-    grown = await replica.append(made.id, AppendCache(document=" And more."), tenant="me")
-    replies.append(await replica.query(grown.manifest.id, asked("What?"), tenant="me"))
+    made = (await replica.create(spec(), caller=Caller("me"))).manifest
+    await replica.create(spec(), caller=Caller("me"))  # it is there
+    replies = [await replica.query(made.id, asked("When?"), caller=Caller("me")) for _ in range(2)]
+    grown = await replica.append(made.id, AppendCache(document=" And more."), caller=Caller("me"))
+    replies.append(await replica.query(grown.manifest.id, asked("What?"), caller=Caller("me")))
     with pytest.raises(CacheNotFound):
-        await replica.query(made.id, asked("When?"), tenant="you")
+        await replica.query(made.id, asked("When?"), caller=Caller("you"))
     passed_s = time.monotonic() - began
     await asyncio.sleep(0.1)  # answers are counted on a thread
     replica._meter.flush()
@@ -153,15 +156,15 @@ def test_what_the_store_has_taken_is_not_counted_again(tmp_path: Path) -> None:
 
 
 async def test_equal_creations_at_the_same_time_are_one_prefill(replica: Replica, engine: Watched) -> None:
-    many = await asyncio.gather(*(replica.create(spec(), tenant="default") for _ in range(20)))
+    many = await asyncio.gather(*(replica.create(spec(), caller=DEFAULT) for _ in range(20)))
     assert engine.runs == 1
     assert len({created.manifest.id for created in many}) == 1
     assert [created.existing for created in many].count(False) == 1
 
 
 async def test_one_of_two_equal_creations_leaves_and_the_other_is_done(replica: Replica, engine: Watched) -> None:
-    first = asyncio.ensure_future(replica.create(spec(), tenant="default"))
-    second = asyncio.ensure_future(replica.create(spec(), tenant="default"))
+    first = asyncio.ensure_future(replica.create(spec(), caller=DEFAULT))
+    second = asyncio.ensure_future(replica.create(spec(), caller=DEFAULT))
     while not replica._creations._singleflight._calls:
         await asyncio.sleep(0)
     first.cancel()
@@ -180,12 +183,12 @@ async def test_a_creation_that_everybody_left_stops_within_a_layer(replica: Repl
         asyncio.run_coroutine_threadsafe(_cancelled(task), loop).result(30)
 
     engine.on_layer = on_layer
-    task = asyncio.ensure_future(replica.create(spec(), tenant="default"))
+    task = asyncio.ensure_future(replica.create(spec(), caller=DEFAULT))
     await reached.wait()
     with pytest.raises(asyncio.CancelledError):
         await task
     engine.on_layer = lambda: None
-    assert not (await replica.create(spec(), tenant="default")).existing  # the thread is free, and nothing was stored
+    assert not (await replica.create(spec(), caller=DEFAULT)).existing  # the thread is free, and nothing was stored
     assert len(layers) == 1
 
 
@@ -209,15 +212,15 @@ async def test_what_cannot_be_compressed_is_refused_before_any_work(
     replica: Replica, engine: Watched, fields: dict[str, Any], error: type[Exception]
 ) -> None:
     with pytest.raises(error):
-        await replica.create(spec(**fields), tenant="default")
+        await replica.create(spec(**fields), caller=DEFAULT)
     assert engine.runs == 0
 
 
 async def test_answers_at_once_are_those_that_each_prompt_gets(replica: Replica, engine: Watched) -> None:
-    cache_id = (await replica.create(spec(policy="keydiff", compression_ratio=0.5), tenant="default")).manifest.id
+    cache_id = (await replica.create(spec(policy="keydiff", compression_ratio=0.5), caller=DEFAULT)).manifest.id
     cache = replica._store.get(cache_id)
     prompts = ("tide", "Who keeps the green book?", "1984", "a b c d")
-    asking = (replica.query(cache_id, asked(prompt), tenant="default") for prompt in prompts)
+    asking = (replica.query(cache_id, asked(prompt), caller=DEFAULT) for prompt in prompts)
     replies = await asyncio.gather(*asking)
     answers = [engine.answer(cache, prompt, max_new_tokens=8) for prompt in prompts]
     told = [(reply.text, reply.token_ids, reply.finish_reason, reply.usage.model_dump()) for reply in replies]
@@ -226,9 +229,9 @@ async def test_answers_at_once_are_those_that_each_prompt_gets(replica: Replica,
 
 
 async def test_a_stream_is_the_answer_in_pieces(replica: Replica) -> None:
-    cache_id = (await replica.create(spec(), tenant="default")).manifest.id
-    whole = await replica.query(cache_id, asked("tide", max_tokens=30), tenant="default")
-    pieces = [piece async for piece in replica.stream(cache_id, asked("tide", max_tokens=30), tenant="default")]
+    cache_id = (await replica.create(spec(), caller=DEFAULT)).manifest.id
+    whole = await replica.query(cache_id, asked("tide", max_tokens=30), caller=DEFAULT)
+    pieces = [piece async for piece in replica.stream(cache_id, asked("tide", max_tokens=30), caller=DEFAULT)]
     *texts, last = pieces
     assert isinstance(last, Reply)
     assert (last.text, last.token_ids, last.usage) == (whole.text, whole.token_ids, whole.usage)
@@ -238,17 +241,17 @@ async def test_a_stream_is_the_answer_in_pieces(replica: Replica) -> None:
 
 async def test_work_that_takes_longer_than_its_caller_waits(replica: Replica) -> None:
     with pytest.raises(DeadlineExceeded):
-        await replica.create(spec(), tenant="default", deadline_s=1e-6)
-    cache_id = (await replica.create(spec(), tenant="default")).manifest.id
+        await replica.create(spec(), caller=Caller("default", 1e-6))
+    cache_id = (await replica.create(spec(), caller=DEFAULT)).manifest.id
     for _ in range(2):
         with pytest.raises(DeadlineExceeded):
-            await replica.query(cache_id, asked("tide", max_tokens=10_000), tenant="default", deadline_s=0.1)
-    assert await replica.query(cache_id, asked("tide"), tenant="default")
+            await replica.query(cache_id, asked("tide", max_tokens=10_000), caller=Caller("default", 0.1))
+    assert await replica.query(cache_id, asked("tide"), caller=DEFAULT)
 
 
 async def test_leaving_a_stream_ends_its_work(replica: Replica) -> None:
-    cache_id = (await replica.create(spec(), tenant="default")).manifest.id
-    stream = replica.stream(cache_id, asked("tide", max_tokens=10_000), tenant="default")
+    cache_id = (await replica.create(spec(), caller=DEFAULT)).manifest.id
+    stream = replica.stream(cache_id, asked("tide", max_tokens=10_000), caller=DEFAULT)
     await anext(stream)
     await stream.aclose()
     end = time.monotonic() + 30
@@ -263,14 +266,14 @@ async def test_no_room_for_a_cache_is_an_error_in_time(engine: Watched, tmp_path
     replica.start()
     try:
         first, second = [
-            (await replica.create(spec(document=DOCUMENT + text), tenant="default")).manifest.id for text in "ab"
+            (await replica.create(spec(document=DOCUMENT + text), caller=DEFAULT)).manifest.id for text in "ab"
         ]
-        stream = replica.stream(first, asked("tide", max_tokens=10_000), tenant="default")
+        stream = replica.stream(first, asked("tide", max_tokens=10_000), caller=DEFAULT)
         await anext(stream)
         with pytest.raises(DeadlineExceeded, match="memory for caches is full"):
-            await replica.query(second, asked("tide"), tenant="default", deadline_s=0.3)
+            await replica.query(second, asked("tide"), caller=Caller("default", 0.3))
         await stream.aclose()
-        assert await replica.query(second, asked("tide"), tenant="default")
+        assert await replica.query(second, asked("tide"), caller=DEFAULT)
     finally:
         replica.stop()
 
@@ -282,7 +285,7 @@ async def several(replica: Replica) -> list[str]:
         spec(document=DOCUMENT * 2, policy="keydiff", codec="int4"),
         spec(document="A lighthouse stands on the point. " * 9, policy="full", codec="int8"),
     ]
-    return [(await replica.create(each, tenant="default")).manifest.id for each in specs]
+    return [(await replica.create(each, caller=DEFAULT)).manifest.id for each in specs]
 
 
 async def test_several_documents_are_one_question(replica: Replica, engine: Watched) -> None:
@@ -291,8 +294,8 @@ async def test_several_documents_are_one_question(replica: Replica, engine: Watc
     caches = [replica._store.get(id) for id in ids]
     right = engine.answer(caches, "Who keeps the green book?", max_new_tokens=8)
     query = asked("Who keeps the green book?")
-    cold = await replica.query(ids, query, tenant="default")
-    *texts, warm = [piece async for piece in replica.stream(ids, query, tenant="default")]
+    cold = await replica.query(ids, query, caller=DEFAULT)
+    *texts, warm = [piece async for piece in replica.stream(ids, query, caller=DEFAULT)]
     assert isinstance(warm, Reply)
     assert "".join(texts) == warm.text  # type: ignore[arg-type]  # all but the last are text
     for reply in (cold, warm):
@@ -314,10 +317,10 @@ async def test_an_error_names_the_cache_that_it_is_of(replica: Replica, other_en
     blob.write_bytes(data)
     damaged = max(ids, key=lambda id: replica._store.stat(id, tenant="default").bytes_stored)
     with pytest.raises(CacheCorrupt) as corrupt:
-        await replica.query(ids, asked("tide"), tenant="default")
+        await replica.query(ids, asked("tide"), caller=DEFAULT)
     assert corrupt.value.details["cache_id"] == damaged
     sound = [id for id in ids if id != damaged]
-    assert await replica.query(sound, asked("tide"), tenant="default")
+    assert await replica.query(sound, asked("tide"), caller=DEFAULT)
 
     put, compress = replica._store.put, other_engine.compress
     foreign = put(compress(DOCUMENT), tenant="default").id
@@ -325,14 +328,14 @@ async def test_an_error_names_the_cache_that_it_is_of(replica: Replica, other_en
     await asyncio.sleep(0.02)
     for error, named in ((ModelMismatch, foreign), (CacheExpired, late), (CacheNotFound, "kvs_" + "0" * 40)):
         with pytest.raises(error) as refused:
-            await replica.query([sound[0], named, sound[1]], asked("tide"), tenant="default")
+            await replica.query([sound[0], named, sound[1]], asked("tide"), caller=DEFAULT)
         assert refused.value.details["cache_id"] == named
     assert not any(resident.users for resident in replica._questions.residents._held.values())
 
 
 async def test_leaving_a_stream_about_several_ends_its_work_and_lets_go_of_all(replica: Replica) -> None:
     ids = await several(replica)
-    stream = replica.stream(ids, asked("tide", max_tokens=10_000), tenant="default")
+    stream = replica.stream(ids, asked("tide", max_tokens=10_000), caller=DEFAULT)
     await anext(stream)
     assert all(replica._questions.residents._held["default", id].users == 1 for id in ids)
     await stream.aclose()
@@ -351,42 +354,42 @@ async def test_documents_that_memory_never_holds_together_are_refused_at_once(en
     replica = Replica(engine, DiskStore.open(tmp_path / "home"), Scheduler(engine), limits)
     replica.start()
     try:
-        made = [await replica.create(spec(document=text, policy="full"), tenant="default") for text in documents]
+        made = [await replica.create(spec(document=text, policy="full"), caller=DEFAULT) for text in documents]
         ids = [each.manifest.id for each in made]
         with pytest.raises(InvalidRequest, match="of the 3 documents of this question, 2 take"):
-            await replica.query(ids, asked("tide"), tenant="default", deadline_s=20)
+            await replica.query(ids, asked("tide"), caller=Caller("default", 20))
         pairs = [[ids[0], ids[1]], [ids[1], ids[2]], [ids[2], ids[0]], [ids[1], ids[0]]]
-        asking = (replica.query(pair, asked("tide"), tenant="default", deadline_s=60) for pair in pairs)
+        asking = (replica.query(pair, asked("tide"), caller=Caller("default", 60)) for pair in pairs)
         assert len(await asyncio.gather(*asking)) == 4
     finally:
         replica.stop()
 
 
 async def test_a_flipped_bit_never_reaches_the_model(replica: Replica, tmp_path: Path) -> None:
-    cache_id = (await replica.create(spec(), tenant="default")).manifest.id
+    cache_id = (await replica.create(spec(), caller=DEFAULT)).manifest.id
     (blob,) = (tmp_path / "home" / "blobs").iterdir()
     data = bytearray(blob.read_bytes())
     data[len(data) // 2] ^= 1
     blob.write_bytes(data)
     with pytest.raises(CacheCorrupt):
-        await replica.query(cache_id, asked("tide"), tenant="default")
-    assert not (await replica.create(spec(), tenant="default")).existing  # it is made anew
-    assert await replica.query(cache_id, asked("tide"), tenant="default")
+        await replica.query(cache_id, asked("tide"), caller=DEFAULT)
+    assert not (await replica.create(spec(), caller=DEFAULT)).existing  # it is made anew
+    assert await replica.query(cache_id, asked("tide"), caller=DEFAULT)
 
 
 async def test_a_cache_of_another_model_or_tenant_is_refused(replica: Replica, other_engine: Engine) -> None:
     foreign = replica._store.put(other_engine.compress(DOCUMENT), tenant="default").id
     with pytest.raises(ModelMismatch) as refused:
-        await replica.query(foreign, asked("tide"), tenant="default")
+        await replica.query(foreign, asked("tide"), caller=DEFAULT)
     assert refused.value.details["field"] == "weights"
     with pytest.raises(CacheNotFound):
-        await replica.query(foreign, asked("tide"), tenant="somebody else")
+        await replica.query(foreign, asked("tide"), caller=Caller("somebody else"))
 
 
 async def test_a_cache_lives_as_long_as_its_newest_request_asks(replica: Replica) -> None:
     expiries = []
     for fields in ({"ttl_s": 100.0}, {"ttl_s": 1000.0}, {"ttl_s": 10.0}, {}):
-        expiries.append((await replica.create(spec(**fields), tenant="default")).manifest.expires_at)
+        expiries.append((await replica.create(spec(**fields), caller=DEFAULT)).manifest.expires_at)
     assert expiries[0] < expiries[1] == expiries[2]
     assert expiries[3] is None
 
@@ -396,16 +399,16 @@ async def test_a_used_up_quota_is_said_before_the_prefill(engine: Watched, tmp_p
     replica = Replica(engine, store, Scheduler(engine))
     replica.start()
     try:
-        await replica.create(spec(), tenant="default")
+        await replica.create(spec(), caller=DEFAULT)
         runs = engine.runs
         with pytest.raises(QuotaExceeded):
-            await replica.create(spec(policy="knorm"), tenant="default")
+            await replica.create(spec(policy="knorm"), caller=DEFAULT)
         assert engine.runs == runs
-        assert (await replica.create(spec(), tenant="default")).existing
-        assert not (await replica.create(spec(policy="knorm"), tenant="another")).existing
+        assert (await replica.create(spec(), caller=DEFAULT)).existing
+        assert not (await replica.create(spec(policy="knorm"), caller=Caller("another"))).existing
         store.requests.open("req_1", tenant="default", body=b"{}")
         with pytest.raises(QuotaExceeded):
-            await replica.create(spec(policy="knorm"), tenant="default", request_id="req_1")
+            await replica.create(spec(policy="knorm"), caller=DEFAULT, request_id="req_1")
         assert store.requests.get("req_1", tenant="default").state == "failed"  # trying again frees nothing
     finally:
         replica.stop()
@@ -419,7 +422,7 @@ async def test_a_default_lifetime_prolongs_and_never_shortens(engine: Watched, t
     try:
         expiries = []
         for fields in ({}, {"ttl_s": 500.0}, {}):
-            expiries.append((await replica.create(spec(**fields), tenant="default")).manifest.expires_at)
+            expiries.append((await replica.create(spec(**fields), caller=DEFAULT)).manifest.expires_at)
             now[0] += 50
         assert expiries == [1100, 1550, 1550]
     finally:
@@ -428,11 +431,11 @@ async def test_a_default_lifetime_prolongs_and_never_shortens(engine: Watched, t
 
 async def test_a_source_is_kept_once_for_new_and_for_old_caches(replica: Replica) -> None:
     store = replica._store
-    bare = (await replica.create(spec(), tenant="default")).manifest
-    kept = await asyncio.gather(*(replica.create(spec(keep_source=True), tenant="default") for _ in range(5)))
+    bare = (await replica.create(spec(), caller=DEFAULT)).manifest
+    kept = await asyncio.gather(*(replica.create(spec(keep_source=True), caller=DEFAULT) for _ in range(5)))
     assert [bare.has_source, *(created.manifest.has_source for created in kept)] == [False] + [True] * 5
     assert store.source(bare.id) == DOCUMENT
-    many = [replica.create(spec(keep_source=True, policy="knorm"), tenant="default") for _ in range(5)]
+    many = [replica.create(spec(keep_source=True, policy="knorm"), caller=DEFAULT) for _ in range(5)]
     ids = {created.manifest.id for created in await asyncio.gather(*many)}
     assert store.source(ids.pop()) == DOCUMENT
     assert not ids
@@ -448,12 +451,12 @@ async def test_an_attempt_is_counted_before_the_work_and_its_end_recorded(replic
 
     engine.on_layer = on_layer
     requests.open("req_1", tenant="default", body=b"{}")
-    created = await replica.create(spec(), tenant="default", request_id="req_1")
+    created = await replica.create(spec(), caller=DEFAULT, request_id="req_1")
     assert set(states) == {("running", 1)}
     record = requests.get("req_1", tenant="default")
     assert (record.state, record.cache_ids) == ("done", (created.manifest.id,))
     with pytest.raises(StateConflict):
-        await replica.create(spec(), tenant="default", request_id="req_1")
+        await replica.create(spec(), caller=DEFAULT, request_id="req_1")
 
 
 async def test_a_failure_of_the_caller_is_final_and_one_of_ours_is_tried_again(
@@ -462,7 +465,7 @@ async def test_a_failure_of_the_caller_is_final_and_one_of_ours_is_tried_again(
     requests = replica._store.requests
     requests.open("req_bad", tenant="default", body=b"{}")
     with pytest.raises(DocumentTooShort):
-        await replica.create(spec(document=""), tenant="default", request_id="req_bad")
+        await replica.create(spec(document=""), caller=DEFAULT, request_id="req_bad")
     record = requests.get("req_bad", tenant="default")
     assert record.error is not None
     assert (record.state, record.error.code) == ("failed", "document_too_short")
@@ -476,7 +479,7 @@ async def test_a_failure_of_the_caller_is_final_and_one_of_ours_is_tried_again(
         seen = []
         for _ in range(3):
             with pytest.raises(InternalError):
-                await replica.create(spec(), tenant="default", request_id="req_bug")
+                await replica.create(spec(), caller=DEFAULT, request_id="req_bug")
             seen.append(requests.get("req_bug", tenant="default").state)
         assert seen == ["queued", "queued", "failed"]
 

@@ -16,6 +16,7 @@ from kvshelf.engine.engine import Engine
 from kvshelf.engine.summary import score, scores
 from kvshelf.errors import InvalidRequest
 from kvshelf.store.disk import DiskStore
+from kvshelf.workers.replica.calls import Caller
 from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.scheduler import Scheduler
 from kvshelf.workers.replica.search import searches as module
@@ -66,16 +67,18 @@ async def replica(engine: Engine, store: Counting) -> AsyncIterator[Replica]:
 
 
 async def put(replica: Replica, text: str, tenant: str = "t", **spec: object) -> str:
-    made = await replica.create(CreateCache.model_validate({"document": text, "policy": "full"} | spec), tenant=tenant)
+    made = await replica.create(
+        CreateCache.model_validate({"document": text, "policy": "full"} | spec), caller=Caller(tenant)
+    )
     return made.manifest.id
 
 
 async def test_summaries_are_read_once(replica: Replica, store: Counting) -> None:
     ids = [await put(replica, text) for text in TEXTS]
     store.opened = 0
-    first = await replica.search(SearchCaches(query="ferry crosses"), tenant="t")
+    first = await replica.search(SearchCaches(query="ferry crosses"), caller=Caller("t"))
     assert (first.data[0].cache_id, first.searched, store.opened) == (ids[1], 3, 3)
-    again = await replica.search(SearchCaches(query="ferry crosses"), tenant="t")
+    again = await replica.search(SearchCaches(query="ferry crosses"), caller=Caller("t"))
     assert (again.data, store.opened) == (first.data, 3)
     assert [phase.name for phase in again.phases] == ["list", "read", "code", "rank"]
 
@@ -83,7 +86,7 @@ async def test_summaries_are_read_once(replica: Replica, store: Counting) -> Non
 async def test_a_tenant_searches_its_own(replica: Replica) -> None:
     theirs = await put(replica, TEXTS[0], tenant="other")
     mine = await put(replica, TEXTS[1], tenant="t")
-    found = await replica.search(SearchCaches(query="lamp"), tenant="t")
+    found = await replica.search(SearchCaches(query="lamp"), caller=Caller("t"))
     assert [hit.cache_id for hit in found.data] == [mine]
     assert theirs != mine
 
@@ -102,7 +105,7 @@ async def test_what_is_left_out_is_counted(replica: Replica, store: Counting, en
     assert entry is not None
     (path,) = (path for path in (tmp_path / "home").rglob("*.kvb") if entry.name in str(path))
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    found = await replica.search(SearchCaches(query="lamp"), tenant="t")
+    found = await replica.search(SearchCaches(query="lamp"), caller=Caller("t"))
     assert found.skipped.model_dump() == {
         "same_document": 1, "other_model": 1, "without_summary": 2, "unreadable": 1
     }  # fmt: skip
@@ -117,12 +120,12 @@ async def test_nothing_to_compare_runs_no_model(
     runs: list[object] = []
     search_codes = engine.search_codes
     monkeypatch.setattr(engine, "search_codes", lambda ids: runs.append(ids) or search_codes(ids))
-    empty = await replica.search(SearchCaches(query="lamp", labels={"no": "such"}), tenant="t")
+    empty = await replica.search(SearchCaches(query="lamp", labels={"no": "such"}), caller=Caller("t"))
     assert (empty.data, empty.searched, empty.prefill_tokens, runs) == ([], 0, 0, [])
     with pytest.raises(InvalidRequest, match="empty"):
-        await replica.search(SearchCaches(query=" "), tenant="t")
+        await replica.search(SearchCaches(query=" "), caller=Caller("t"))
     with pytest.raises(InvalidRequest, match="tokens"):
-        await replica.search(SearchCaches(query="tide " * 20_000), tenant="t")
+        await replica.search(SearchCaches(query="tide " * 20_000), caller=Caller("t"))
     assert runs == []
 
 
@@ -131,10 +134,10 @@ async def test_too_many_caches_are_refused(replica: Replica, monkeypatch: pytest
         await put(replica, text)
     monkeypatch.setattr(module, "_PAGE", 1)
     monkeypatch.setattr(module, "MOST_CACHES", 3)
-    assert (await replica.search(SearchCaches(query="lamp"), tenant="t")).searched == 3, "page by page"
+    assert (await replica.search(SearchCaches(query="lamp"), caller=Caller("t"))).searched == 3, "page by page"
     monkeypatch.setattr(module, "MOST_CACHES", 2)
     with pytest.raises(InvalidRequest, match="over 2 caches") as refusal:
-        await replica.search(SearchCaches(query="lamp"), tenant="t")
+        await replica.search(SearchCaches(query="lamp"), caller=Caller("t"))
     assert refusal.value.param == "labels"
 
 
@@ -204,7 +207,7 @@ async def test_tenants_that_searched_longest_ago_are_forgotten(replica: Replica)
         await put(replica, TEXTS[0], tenant=tenant)
     searches = replica._searches
     for tenant in ("one", "two", "one", "three"):
-        await replica.search(SearchCaches(query="lamp"), tenant=tenant)
+        await replica.search(SearchCaches(query="lamp"), caller=Caller(tenant))
         searches.held_bytes = 2 * searches.shelved["one"].nbytes + 10
     assert list(searches.shelved) == ["one", "three"]
 
@@ -220,7 +223,7 @@ async def test_a_question_longer_than_any_is_refused(replica: Replica, monkeypat
 
 async def ranked(replica: Replica, query: str, **filters: object) -> list[str]:
     spec = SearchCaches.model_validate({"query": query} | filters)
-    return [hit.cache_id for hit in (await replica.search(spec, tenant="t")).data]
+    return [hit.cache_id for hit in (await replica.search(spec, caller=Caller("t"))).data]
 
 
 def test_summaries_keep_their_places_as_blocks_fill_up(monkeypatch: pytest.MonkeyPatch) -> None:

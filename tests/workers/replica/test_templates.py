@@ -23,7 +23,10 @@ from kvshelf.engine.tools.tools import ToolFormat
 from kvshelf.errors import InvalidRequest
 from kvshelf.model.text import TextFormat
 from kvshelf.service.questions import _spec
+from kvshelf.workers.replica.calls import Caller
 from scripts.measure_templates import CELLS, DOCUMENT, TOOLS, Subject, on_day, row, templates, tokenizer_for
+
+DEFAULT = Caller("default")
 
 pytestmark = pytest.mark.skipif(
     find_spec("trl") is None, reason="trl, whose chat templates these are, is not installed"
@@ -98,20 +101,18 @@ async def test_a_document_with_a_date_is_itself_on_another_day(tmp_path: Path) -
         for keep in (True, "tokens"):
             document = f"{DOCUMENT} {keep}"
             with on_day(datetime.date(2031, 3, 7)):
-                made = (
-                    await replica.create(CreateCache(document=document, keep_source=keep), tenant="default")
-                ).manifest
+                made = (await replica.create(CreateCache(document=document, keep_source=keep), caller=DEFAULT)).manifest
             assert made.identity["date"] == "2031-03-07"
             with on_day(datetime.date(2031, 12, 24)):
                 source = store.source(made.id)
                 if isinstance(source, str):
-                    await replica.require_source(Identity.from_dict(made.identity), source, tenant="default")
+                    await replica.require_source(Identity.from_dict(made.identity), source, caller=DEFAULT)
                 again = _spec(made, source, keep=False, now=time.time())
                 store.delete(made.id)
-                assert (await replica.create(again, tenant="default")).manifest.id == made.id
+                assert (await replica.create(again, caller=DEFAULT)).manifest.id == made.id
                 asked = await subject.ask(made.id, [{"role": "user", "content": "Where?"}], store=True, max_tokens=4)
                 assert store.stat(str(asked.stored_cache_id)).identity["date"] == "2031-03-07"
-                other = (await replica.create(CreateCache(document=f"Other. {document}"), tenant="default")).manifest
+                other = (await replica.create(CreateCache(document=f"Other. {document}"), caller=DEFAULT)).manifest
                 assert other.identity["date"] == "2031-12-24"
     finally:
         replica.stop()
@@ -128,14 +129,14 @@ async def test_what_a_document_is_put_with_lasts(tmp_path: Path) -> None:
         for keep in (True, "tokens"):
             document = f"{DOCUMENT} {keep}"
             spec = CreateCache(document=document, policy="full", keep_source=keep, chat_template_kwargs=given)
-            made = (await replica.create(spec, tenant="default")).manifest
+            made = (await replica.create(spec, caller=DEFAULT)).manifest
             assert made.identity["variables"] == given
             source = store.source(made.id)
             if isinstance(source, str):
-                await replica.require_source(Identity.from_dict(made.identity), source, tenant="default")
+                await replica.require_source(Identity.from_dict(made.identity), source, caller=DEFAULT)
             again = _spec(made, source, keep=False, now=time.time())
             store.delete(made.id)
-            assert (await replica.create(again, tenant="default")).manifest.id == made.id
+            assert (await replica.create(again, caller=DEFAULT)).manifest.id == made.id
             asked = await subject.ask(made.id, [question], store=True, **subject.answer(1))
             turn = store.stat(str(asked.stored_cache_id))
             assert turn.identity["variables"] == given
@@ -145,7 +146,7 @@ async def test_what_a_document_is_put_with_lasts(tmp_path: Path) -> None:
             first = dict(question, content=f"{document}\n\n{question['content']}")
             whole = subject.ids(subject.plain([first, *said[1:]], **given))
             assert subject.engine.asked[-1][1] == whole[turn.num_tokens :]
-            more = (await replica.append(made.id, AppendCache(document=" More."), tenant="default")).manifest
+            more = (await replica.append(made.id, AppendCache(document=" More."), caller=DEFAULT)).manifest
             assert more.identity["variables"] == given
             for cache in (made, turn, more):
                 with pytest.raises(InvalidRequest, match=r'with reasoning_effort "high" .* made with reasoning_effort'):
@@ -153,13 +154,13 @@ async def test_what_a_document_is_put_with_lasts(tmp_path: Path) -> None:
                 await subject.ask(cache.id, [question], reasoning_effort="low", max_tokens=2)
         both = [made.id, (await subject.put()).id]
         with pytest.raises(InvalidRequest, match="put with different chat_template_kwargs"):
-            await replica.query(both, JointQuery(cache_ids=both, prompt="Where?"), tenant="default")
+            await replica.query(both, JointQuery(cache_ids=both, prompt="Where?"), caller=DEFAULT)
         for wrong, reason in (({"effort": "low"}, "reads no effort"), ({"tools": "x"}, "has tools, which kvshelf")):
             with pytest.raises(InvalidRequest, match=reason):
-                await replica.create(CreateCache(document=DOCUMENT, chat_template_kwargs=wrong), tenant="default")
+                await replica.create(CreateCache(document=DOCUMENT, chat_template_kwargs=wrong), caller=DEFAULT)
         for fields in ({"document": DOCUMENT, "layout": "plain"}, {"token_ids": [5, 6]}):
             with pytest.raises(InvalidRequest, match="leave chat_template_kwargs out"):
-                await replica.create(CreateCache(**fields, chat_template_kwargs=given), tenant="default")
+                await replica.create(CreateCache(**fields, chat_template_kwargs=given), caller=DEFAULT)
     finally:
         replica.stop()
 
@@ -170,14 +171,14 @@ async def test_a_document_is_given_its_day(tmp_path: Path) -> None:
     subject.replica.start()
     try:
         spec = CreateCache(document=DOCUMENT, date="2031-03-07")
-        made = (await subject.replica.create(spec, tenant="default")).manifest
+        made = (await subject.replica.create(spec, caller=DEFAULT)).manifest
         assert made.identity["date"] == "2031-03-07"
         with on_day(datetime.date(2031, 3, 7)):
-            again = await subject.replica.create(CreateCache(document=DOCUMENT), tenant="default")
+            again = await subject.replica.create(CreateCache(document=DOCUMENT), caller=DEFAULT)
             assert again.manifest.id == made.id
         undated = Subject(templates()["phi3"], tmp_path / "undated")
         with pytest.raises(InvalidRequest, match="nothing writes a date before this document"):
-            await undated.replica.create(spec, tenant="default")
+            await undated.replica.create(spec, caller=DEFAULT)
     finally:
         subject.replica.stop()
 

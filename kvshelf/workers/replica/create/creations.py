@@ -20,7 +20,7 @@ from kvshelf.store.base import Store
 from kvshelf.store.jobs.meter import Meter
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.replica.attempts import MAX_ATTEMPTS, Attempts
-from kvshelf.workers.replica.calls import ReplicaThreads, called_as, named_errors
+from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by, named_errors
 from kvshelf.workers.replica.create.auto import Selection
 from kvshelf.workers.replica.create.estimates import Rates, estimate
 from kvshelf.workers.replica.create.progress import Teller, Watcher
@@ -88,15 +88,13 @@ class Creations:
     _negative_cache: NegativeCache = field(default_factory=NegativeCache, init=False)
     _rates: Rates = field(default_factory=Rates, init=False)
 
-    async def estimate(self, spec: Estimate, *, tenant: str, origin: str = "") -> EstimateObject:
+    async def estimate(self, spec: Estimate, *, caller: Caller) -> EstimateObject:
         """The bytes and seconds of this creation, at the speed that this replica has measured."""
-        with called_as(origin, tenant):
+        with called_by(caller):
             document = await self.threads.compute(encode, self.engine, spec, self.max_document_tokens)
             return await self.threads.compute(estimate, self.engine, self._rates, document, spec)
 
-    async def watch(
-        self, spec: CreateCache, *, tenant: str, deadline_s: float | None = None, origin: str = ""
-    ) -> AsyncGenerator[CreationProgress | Created, None]:
+    async def watch(self, spec: CreateCache, *, caller: Caller) -> AsyncGenerator[CreationProgress | Created, None]:
         """How far a creation is, as it goes on, then the creation. Closing the iterator cancels it."""
         events: asyncio.Queue[CreationProgress | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -104,7 +102,7 @@ class Creations:
         def put(event: CreationProgress | None) -> None:
             loop.call_soon_threadsafe(events.put_nowait, event)
 
-        work = self.create(spec, tenant=tenant, deadline_s=deadline_s, origin=origin, watcher=put)
+        work = self.create(spec, caller=caller, watcher=put)
         creating = asyncio.ensure_future(work)
         creating.add_done_callback(lambda _: put(None))
         try:
@@ -118,11 +116,9 @@ class Creations:
         self,
         spec: CreateCache,
         *,
-        tenant: str,
-        deadline_s: float | None = None,
+        caller: Caller,
         request_id: str | None = None,
         max_attempts: int = MAX_ATTEMPTS,
-        origin: str = "",
         watcher: Watcher = lambda _: None,
     ) -> Created:
         """Compress a document and store it, unless the shelf has it. `watcher` is told how far the work is.
@@ -130,13 +126,13 @@ class Creations:
         With `request_id`, a request of the job table, the attempt is counted there before any work, and its end is
         recorded: the failure of the `max_attempts`th is final.
         """
-        with called_as(origin, tenant):
+        with called_by(caller):
             if request_id is None:
-                return await self._created(spec, tenant, deadline_s, watcher)
+                return await self._created(spec, caller, watcher)
             self.scheduler.require_room()  # a full queue is no attempt
-            async with self.attempts.counted(request_id, tenant, max_attempts=max_attempts) as attempt:
+            async with self.attempts.counted(request_id, caller.tenant, max_attempts=max_attempts) as attempt:
                 with named_errors():
-                    created = await self._created(spec, tenant, deadline_s, watcher)
+                    created = await self._created(spec, caller, watcher)
                 ids = [cache.manifest.id for cache in created.caches]
                 await self.threads.run(self.store.requests.finish, request_id, attempt, cache_ids=ids)
                 return replace(created, worker=self.attempts.worker)
@@ -146,12 +142,11 @@ class Creations:
         cache_id: str,
         spec: AppendCache,
         *,
-        tenant: str,
-        deadline_s: float | None = None,
-        origin: str = "",
+        caller: Caller,
     ) -> Created:
         """Read more of a document behind its cache and store the cache of all, unless the shelf has it."""
-        with called_as(origin, tenant):
+        with called_by(caller):
+            tenant = caller.tenant
             manifest = await self.threads.run(self.store.stat, cache_id, tenant=tenant)
             if spec.ttl_s is None and spec.expires_at is None:
                 spec = spec.model_copy(update=lifetime_of(manifest))
@@ -161,28 +156,30 @@ class Creations:
             return await self._once(
                 Levels((level,), self.tenant_quality.get(tenant, self.quality)),
                 publisher,
-                deadline_s,
+                caller.deadline_s,
                 Teller(lambda _: None),
             )
 
-    async def _created(self, spec: CreateCache, tenant: str, deadline_s: float | None, watcher: Watcher) -> Created:
+    async def _created(self, spec: CreateCache, caller: Caller, watcher: Watcher) -> Created:
         """The caches on the shelf, compressed if they were not there."""
         if not spec.in_parts:
-            return await self._whole(spec, tenant, deadline_s, Teller(watcher))
-        end = None if deadline_s is None else time.monotonic() + deadline_s
-        parts = await self._parts(spec, tenant, deadline_s)
+            return await self._whole(spec, caller, Teller(watcher))
+        end = None if caller.deadline_s is None else time.monotonic() + caller.deadline_s
+        parts = await self._parts(spec, caller)
         made = []
         kind = "part" if spec.episodes is None else "episode"  # also the label that has the number
         for part in parts:
             with naming(kind, part.labels[kind]):
                 left_s = None if end is None else end - time.monotonic()
-                made.append(await self._whole(part, tenant, left_s, Teller(watcher, part.labels[kind])))
+                made.append(
+                    await self._whole(part, replace(caller, deadline_s=left_s), Teller(watcher, part.labels[kind]))
+                )
         return joined(made)
 
-    async def _parts(self, spec: CreateCache, tenant: str, deadline_s: float | None) -> Iterator[CreateCache]:
+    async def _parts(self, spec: CreateCache, caller: Caller) -> Iterator[CreateCache]:
         """The creation of each part. The thread that looks for them ends with its caller, and at its deadline."""
-        ticket: Ticket[Any] = Ticket(deadline_s)
-        limits = {"tenant": tenant, "checkpoint": ticket.check}
+        ticket: Ticket[Any] = Ticket(caller.deadline_s)
+        limits = {"tenant": caller.tenant, "checkpoint": ticket.check}
         try:
             return await self.threads.compute(
                 parts_of, self.engine, self.store, spec, self.max_document_tokens, **limits
@@ -190,13 +187,14 @@ class Creations:
         finally:
             ticket.cancel()
 
-    async def _whole(self, spec: CreateCache, tenant: str, deadline_s: float | None, teller: Teller) -> Created:
+    async def _whole(self, spec: CreateCache, caller: Caller, teller: Teller) -> Created:
         """The caches of one document, or of one part."""
+        tenant = caller.tenant
         date = await self.threads.compute(first_date, self.engine, self.store, spec, tenant)
         how, limit = self.tenant_quality.get(tenant, self.quality), self.max_document_tokens
         wanted = await self.threads.compute(requested_levels, self.engine, spec, how, limit, date)
         publisher = Publisher.of(self.store, tenant, spec, wanted.levels)
-        return await self._once(wanted, publisher, deadline_s, teller)
+        return await self._once(wanted, publisher, caller.deadline_s, teller)
 
     async def _once(
         self, wanted: Levels | Selection, publisher: Publisher, deadline_s: float | None, teller: Teller

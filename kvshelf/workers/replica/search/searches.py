@@ -22,7 +22,7 @@ from kvshelf.engine.summary import Block, Codes, scores, unpacked
 from kvshelf.errors import CacheError, CacheNotFound, InvalidRequest, ModelMismatch
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
-from kvshelf.workers.replica.calls import ReplicaThreads, called_as
+from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by
 from kvshelf.workers.replica.results import Found, in_sequence, rounded
 from kvshelf.workers.replica.scheduler import Scheduler
 from kvshelf.workers.replica.search.summaries import Choice, Places, Record, Shelved, Summary
@@ -65,20 +65,18 @@ class Searches:
     def __post_init__(self) -> None:
         self._own = lru_cache(maxsize=1024)(self._is_own)
 
-    async def search(
-        self, spec: SearchCaches, *, tenant: str, deadline_s: float | None = None, origin: str = ""
-    ) -> Found:
+    async def search(self, spec: SearchCaches, *, caller: Caller) -> Found:
         """Rank the documents whose caches have the labels. A filter without caches gives an empty list.
 
         Of one tenant's searches one at a time lists, reads and compares; the model reads their questions beside that.
         Raises `InvalidRequest` for a question that is empty or too long and for a filter of too many caches,
         `PolicyUnsupported` for a model whose documents have no summaries; all before the model runs.
         """
-        with called_as(origin, tenant):
+        with called_by(caller):
             token_ids = await self.threads.compute(self._encoded, spec.query)
-            ticket: Ticket[Any] = Ticket(deadline_s)
+            ticket: Ticket[Any] = Ticket(caller.deadline_s)
             try:
-                return await self._found(spec, token_ids, tenant, ticket, deadline_s)
+                return await self._found(spec, token_ids, caller, ticket)
             finally:
                 ticket.cancel()
 
@@ -91,15 +89,14 @@ class Searches:
             )
         return token_ids
 
-    async def _found(
-        self, spec: SearchCaches, token_ids: Sequence[int], tenant: str, ticket: Ticket[Any], deadline_s: float | None
-    ) -> Found:
+    async def _found(self, spec: SearchCaches, token_ids: Sequence[int], caller: Caller, ticket: Ticket[Any]) -> Found:
+        tenant = caller.tenant
         shelved = self.shelved.setdefault(tenant, Shelved())
         self.shelved.move_to_end(tenant)
         async with shelved.lock:
             list_s, _ = await _timed(self._follow(shelved, tenant))
             choice = await self._chosen(shelved, spec)
-        code_s, question = await _timed(self._codes(token_ids, tenant, deadline_s) if choice.records else _nothing())
+        code_s, question = await _timed(self._codes(token_ids, caller) if choice.records else _nothing())
         async with shelved.lock:
             if shelved.version != choice.version:  # by another search, while the model read the question
                 choice = await self._chosen(shelved, spec)
@@ -259,10 +256,10 @@ class Searches:
                 nbytes -= each.nbytes
                 del self.shelved[tenant]
 
-    async def _codes(self, token_ids: Sequence[int], tenant: str, deadline_s: float | None) -> list[Codes]:
+    async def _codes(self, token_ids: Sequence[int], caller: Caller) -> list[Codes]:
         """The codes of the question, by the thread that owns the model."""
         run = partial(self.engine.search_codes, token_ids)
-        ticket = self.scheduler.pass_of(run, tenant=tenant, deadline_s=deadline_s)
+        ticket = self.scheduler.pass_of(run, tenant=caller.tenant, deadline_s=caller.deadline_s)
         try:
             return await asyncio.wrap_future(ticket.future)
         finally:

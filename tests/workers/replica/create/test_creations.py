@@ -21,6 +21,7 @@ from kvshelf.store.disk import DiskStore
 from kvshelf.store.rules import Rules
 from kvshelf.store.shelf import Shelf
 from kvshelf.store.types import TokenIds
+from kvshelf.workers.replica.calls import Caller
 from kvshelf.workers.replica.create.auto import Target, auto, candidates
 from kvshelf.workers.replica.create.creations import NegativeCache
 from kvshelf.workers.replica.replica import Replica
@@ -28,6 +29,8 @@ from kvshelf.workers.replica.results import Created
 from kvshelf.workers.replica.scheduler import Scheduler
 from scripts.conversations import make_conversation
 from tests.qualities import quality_of
+
+DEFAULT = Caller("default")
 
 pytestmark = pytest.mark.anyio
 
@@ -77,7 +80,7 @@ async def replica(engine: Counting, shelf: Shelf) -> AsyncIterator[Replica]:
 
 async def create(replica: Replica, document: str | None = None, **fields: Any) -> Created:
     spec = CreateCache(document=document, **fields)
-    return await replica.create(spec, tenant="default")
+    return await replica.create(spec, caller=DEFAULT)
 
 
 def ids(created: Created) -> list[str]:
@@ -167,7 +170,7 @@ async def test_a_refusal_is_remembered_of_one_tenant(replica: Replica, engine: C
     before = engine.prefills
     for tenant in ("default", "another", "default", "another"):
         with pytest.raises(QualityBelowFloor):
-            await replica.create(spec, tenant=tenant)
+            await replica.create(spec, caller=Caller(tenant))
     assert engine.prefills == before + 2
 
 
@@ -262,12 +265,12 @@ async def test_equal_creations_at_once_are_one_piece_of_work(replica: Replica, e
 async def test_a_request_of_the_job_table_names_every_level(replica: Replica, shelf: Shelf, document: str) -> None:
     shelf.requests.open("req_levels", tenant="default", body=b"{}")
     spec = CreateCache(document=document, levels=[0.5, 0.75])
-    created = await replica.create(spec, tenant="default", request_id="req_levels")
+    created = await replica.create(spec, caller=DEFAULT, request_id="req_levels")
     record = shelf.requests.get("req_levels", tenant="default")
     assert (record.state, list(record.cache_ids)) == ("done", ids(created))
     shelf.requests.open("req_floor", tenant="default", body=b"{}")
     with pytest.raises(QualityBelowFloor):
-        await replica.create(spec.model_copy(update={"min_quality": 1.0}), tenant="default", request_id="req_floor")
+        await replica.create(spec.model_copy(update={"min_quality": 1.0}), caller=DEFAULT, request_id="req_floor")
     record = shelf.requests.get("req_floor", tenant="default")
     assert (record.state, record.tries) == ("failed", 1)  # it would come out the same
     assert record.error is not None
@@ -299,9 +302,9 @@ async def test_a_document_that_is_longer_than_the_service_takes_is_refused_befor
     before = engine.prefills
     fits, long = ({"token_ids": [5] * tokens} for tokens in (60, 61))
     try:
-        assert (await narrow.estimate(Estimate(**fits), tenant="t")).tokens == 60
+        assert (await narrow.estimate(Estimate(**fits), caller=Caller("t"))).tokens == 60
         assert (await create(narrow, **fits)).manifest.num_tokens == 60
-        for work in (create(narrow, **long), narrow.estimate(Estimate(**long), tenant="t")):
+        for work in (create(narrow, **long), narrow.estimate(Estimate(**long), caller=Caller("t"))):
             with pytest.raises(DocumentTooLong, match=r"has 61 tokens.*takes 60 \(max_document_tokens\)") as refused:
                 await work
             assert refused.value.param == "document"
@@ -326,7 +329,7 @@ async def test_token_ids_make_the_very_same_bytes(
         manifest, source = shelf.original(first.id)
         assert isinstance(source, TokenIds)
         spec = _spec(manifest, source, keep=False, now=time.time())
-        again = (await replica.create(spec, tenant="default")).manifest
+        again = (await replica.create(spec, caller=DEFAULT)).manifest
     finally:
         torch.set_num_threads(threads)
     assert (again.id, again.blob_digest, again.source) == (first.id, first.blob_digest, first.source)
@@ -368,7 +371,7 @@ async def test_a_cache_that_is_there_gets_the_labels_and_the_name_of_its_newest_
 
 
 async def append(replica: Replica, cache_id: str, **fields: Any) -> Created:
-    return await replica.append(cache_id, AppendCache(document=" The gate code is 4711.", **fields), tenant="default")
+    return await replica.append(cache_id, AppendCache(document=" The gate code is 4711.", **fields), caller=DEFAULT)
 
 
 async def test_labels_that_many_creations_give_at_once_are_all_there(replica: Replica, document: str) -> None:
@@ -420,7 +423,7 @@ async def test_a_creation_that_is_watched_tells_its_phases_and_then_its_caches(
 ) -> None:
     async def watched(**fields: Any) -> list[Any]:
         spec = CreateCache(document=document, **fields)
-        return [event async for event in replica.watch(spec, tenant="default")]
+        return [event async for event in replica.watch(spec, caller=DEFAULT)]
 
     *events, made = await watched(policy="knorm", compression_ratio=0.5)
     assert isinstance(made, Created)
@@ -480,7 +483,7 @@ async def test_levels_of_a_policy_that_keeps_all_are_refused(replica: Replica, d
 
 async def test_an_estimate_has_a_row_for_each_level_and_for_each_way_of_auto(replica: Replica, document: str) -> None:
     async def rows(**fields: Any) -> list[PolicyEstimate]:
-        return (await replica.estimate(Estimate(document=document, **fields), tenant="t")).policies
+        return (await replica.estimate(Estimate(document=document, **fields), caller=Caller("t"))).policies
 
     levels = [0.75, 0.25]
     said = await rows(policy="keydiff", levels=levels)
@@ -504,7 +507,7 @@ async def test_a_missing_cache_stays_missing_to_others(replica: Replica, shelf: 
     with pytest.raises(CacheNotFound):
         shelf.stat(other)
     spec = CreateCache(document=document, levels=[0.95, 0.0], min_quality=1.0)
-    theirs = await replica.create(spec, tenant="another")
+    theirs = await replica.create(spec, caller=Caller("another"))
     assert (theirs.existing, theirs.manifest.id != kept.manifest.id) == (False, True)
 
 
@@ -529,14 +532,14 @@ async def test_episodes_are_caches_of_the_whole_document_and_a_question_goes_to_
     for _, question in talk.questions[:4]:
         expected = engine.answer(here, question.text, max_new_tokens=8, route="nearest")
         asked = JointQuery(cache_ids=ids(made), prompt=question.text, max_tokens=8, route="nearest")
-        answer = (await replica.query(ids(made), asked, tenant="default")).joint
+        answer = (await replica.query(ids(made), asked, caller=DEFAULT)).joint
         assert answer.text == expected.text
         assert answer.cache_ids == ids(made)
         assert [source.share for source in answer.sources] == list(expected.sources)
     plain = await create(replica, talk.text)
     asked = JointQuery(cache_ids=[*ids(made), *ids(plain)], prompt="Who?", route="nearest")
     with pytest.raises(InvalidRequest) as refused:
-        await replica.query(asked.cache_ids, asked, tenant="default")
+        await replica.query(asked.cache_ids, asked, caller=DEFAULT)
     assert refused.value.param == "cache_ids[3]"
 
 

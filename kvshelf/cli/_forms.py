@@ -1,0 +1,300 @@
+"""Which fields of a request each command takes, and how people write those that are no number and no text: as a
+duration, pairs, a file or several options."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import typer
+
+from kvshelf.cli import _options
+from kvshelf.cli._commands import FieldsOf, Form
+from kvshelf.cli.output import common
+from kvshelf.errors import InvalidRequest
+
+Texts = list[str] | None
+
+
+def _levels(
+    level: Annotated[
+        Texts,
+        typer.Option(
+            metavar="RATIO[:CODEC]",
+            help="A compression ratio, or 0.5:int4. Repeat it to make several caches from one prefill.",
+        ),
+    ] = None,
+) -> Any:
+    return common.levels(level)
+
+
+def _quality(
+    quality: Annotated[
+        Literal["full", "fast"] | None,
+        typer.Option(
+            help="How to measure the quality: by 150 cues, or by as many as take half the prefill's time at most."
+        ),
+    ] = None,
+    no_quality: Annotated[bool, typer.Option("--no-quality", help="Do not measure the quality of the cache.")] = False,
+) -> Any:
+    return common.measured(quality, no_quality)
+
+
+def _policy_params(param: _options.Parameters = None) -> Any:
+    return common.parameters(param) or None
+
+
+def _template(
+    chat_template_kwarg: Annotated[
+        Texts,
+        typer.Option(
+            "--chat-template-kwarg",
+            metavar="NAME=VALUE",
+            help="A variable of the model's chat template, such as reasoning_effort=low. May be repeated.",
+        ),
+    ] = None,
+) -> Any:
+    return common.parameters(chat_template_kwarg, "--chat-template-kwarg") or None
+
+
+def _ttl(ttl: Annotated[str | None, typer.Option(help="Lifetime of the cache: 90s, 15m, 2h, 7d.")] = None) -> Any:
+    return common.seconds(ttl)
+
+
+def _ttl_renew(
+    ttl_renew: Annotated[
+        bool, typer.Option("--ttl-renew", help="With --ttl: each question prolongs the lifetime to --ttl from then.")
+    ] = False,
+) -> Any:
+    return ttl_renew or None
+
+
+def _labels(label: _options.Labels = None) -> Any:
+    return common.pairs(label, "--label") or None
+
+
+def _keep_source(
+    keep_source: Annotated[
+        Literal["text", "tokens"] | None,
+        typer.Option(help="Keep the document's text, or its token ids alone, to make a lost cache again."),
+    ] = None,
+) -> Any:
+    return common.SOURCE_FORMS[keep_source]
+
+
+def _source_ttl(
+    source_ttl: Annotated[
+        str | None,
+        typer.Option(help="With --keep-source: lifetime of the source.  [default: until the cache is deleted]"),
+    ] = None,
+) -> Any:
+    return common.seconds(source_ttl, "--source-ttl")
+
+
+def _split(
+    split: Annotated[
+        bool,
+        typer.Option("--split", help="Make one cache for each part of a document that is too long for the model."),
+    ] = False,
+    part_tokens: Annotated[
+        int | None, typer.Option(help="With --split: most tokens of a part.  [default: 7/8 of what the model takes]")
+    ] = None,
+    overlap_tokens: Annotated[
+        int | None, typer.Option(help="With --split: tokens that a part shares with the next.  [default: 128]")
+    ] = None,
+) -> Any:
+    given = {"max_tokens": part_tokens, "overlap_tokens": overlap_tokens}
+    options = {name: tokens for name, tokens in given.items() if tokens is not None}
+    if options and not split:
+        raise InvalidRequest("--part-tokens and --overlap-tokens say how to --split; add it", param="--split")
+    return options or split
+
+
+def _episodes(
+    episodes: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Take the document for a conversation, and make a cache for each of so many episodes."
+        ),
+    ] = None,
+) -> Any:
+    return None if episodes is None else {"count": episodes}
+
+
+def _schema(
+    schema: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The answer is JSON that fits the JSON schema in this file.")
+    ] = None,
+) -> Any:
+    if schema is None:
+        return None
+    wrapped = {"name": "answer", "schema": _read(schema, json.loads, "--schema")}
+    return {"type": "json_schema", "json_schema": wrapped}
+
+
+def _grammar(
+    grammar: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The answer fits the grammar in this file, in Lark.")
+    ] = None,
+) -> Any:
+    return None if grammar is None else _read(grammar, str, "--grammar")
+
+
+def _read(file: Path, parse: Callable[[str], Any], option: str) -> Any:
+    try:
+        return parse(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"cannot be read: {error}", param_hint=option) from error
+
+
+def _select(
+    select: Annotated[
+        str | None, typer.Option(help="Read only what this selector chooses for the question; see `kvshelf selectors`.")
+    ] = None,
+    select_tokens: Annotated[int | None, typer.Option(min=1, help="Entries of a KV head to read at most.")] = None,
+    select_param: Annotated[
+        Texts, typer.Option(metavar="NAME=VALUE", help="A parameter of the selector. May be repeated.")
+    ] = None,
+    passages: Annotated[
+        bool, typer.Option("--passages", help="With --select: print the passages that the answer read most.")
+    ] = False,
+) -> Any:
+    if select is None and (select_tokens is not None or select_param or passages):
+        raise typer.BadParameter(
+            "--select-tokens, --select-param and --passages need a selector", param_hint="--select"
+        )
+    if select is None:
+        return None
+    params = common.parameters(select_param)
+    return {"method": select, "tokens": select_tokens, "params": params, "passages": passages}
+
+
+def _suffix(
+    suffix: Annotated[
+        str | None,
+        typer.Option(help="Keep of question and answer what this suffix policy keeps; see `kvshelf suffixes`."),
+    ] = None,
+    suffix_budget: Annotated[int | None, typer.Option(min=1, help="Entries of a KV head to keep of them.")] = None,
+    suffix_param: Annotated[
+        Texts, typer.Option(metavar="NAME=VALUE", help="A parameter of the suffix policy. May be repeated.")
+    ] = None,
+) -> Any:
+    if suffix is None and (suffix_budget is not None or suffix_param):
+        raise typer.BadParameter("--suffix-budget and --suffix-param need a suffix policy", param_hint="--suffix")
+    return (
+        None
+        if suffix is None
+        else {"policy": suffix, "budget": suffix_budget, "params": common.parameters(suffix_param)}
+    )
+
+
+NEVER: Final = "never"
+"""What an update is told for a time that there is not to be any more."""
+
+
+def _new_ttl(
+    ttl: Annotated[str | None, typer.Option(help="Lifetime from now on: 90s, 15m, 2h, 7d, or never.")] = None,
+) -> Any:
+    return ttl if ttl == NEVER else common.seconds(ttl)
+
+
+def _new_labels(
+    label: Annotated[Texts, typer.Option(metavar="KEY=VALUE", help="Replaces all labels. May be repeated.")] = None,
+) -> Any:
+    return common.pairs(label, "--label") if label else None
+
+
+def _pinned(
+    pin: Annotated[
+        bool | None, typer.Option("--pin/--no-pin", help="Never evict it to make room on the shelf.")
+    ] = None,
+) -> Any:
+    return pin
+
+
+def _next_use(
+    next_use: Annotated[
+        str | None,
+        typer.Option(
+            help="Time until its next question: 20s, 5m; the service has it in memory by then. never takes it back."
+        ),
+    ] = None,
+) -> Any:
+    return next_use if next_use == NEVER else common.seconds(next_use, "--next-use")
+
+
+_KEPT: Final[dict[str, Form]] = {"ttl_s": _ttl, "ttl_renew": _ttl_renew, "labels": _labels}
+_CREATION: Final[dict[str, Form]] = {
+    **_KEPT,
+    "levels": _levels,
+    "quality": _quality,
+    "policy_params": _policy_params,
+    "chat_template_kwargs": _template,
+    "keep_source": _keep_source,
+    "source_ttl_s": _source_ttl,
+    "split": _split,
+    "episodes": _episodes,
+}
+_TOLD: Final = {
+    "policy": "a policy of `kvshelf policies`, or auto: it chooses policy, ratio and codec; default: full under codec "
+    "int8; keydiff with a ratio, a budget, levels or parameters",
+    "model": "one of the service's models; default: its first",
+    "name": "display name; default: the file's name",
+}
+_DOCUMENT: Final = frozenset({"document", "messages", "token_ids", "tokenizer", "expires_at"})
+
+CREATION: Final = FieldsOf("CreateCache", _CREATION, without=_DOCUMENT, told=_TOLD)
+"""How one document is compressed and kept."""
+
+DEFAULTS: Final = FieldsOf("CacheOptions", _CREATION, without=_DOCUMENT | {"model"}, told=_TOLD)
+"""How all documents of a corpus are."""
+
+COST: Final = FieldsOf(
+    "Estimate",
+    _CREATION,
+    ("policy", "compression_ratio", "budget_tokens", "levels", "policy_params", "model", "layout", "codec"),
+    told=_TOLD
+    | {
+        "policy": "estimate only this policy; auto: the ones it would try; default: all",
+        "codec": "estimate only this codec; default: all, without parameters",
+    },
+)
+SIZE: Final = FieldsOf("CreateCache", {}, ("compression_ratio", "budget_tokens"))
+APPENDED: Final = FieldsOf(
+    "AppendCache",
+    _CREATION,
+    without=_DOCUMENT,
+    told={"policy": "a policy of `kvshelf policies`; default: that of CACHE", "name": _TOLD["name"]},
+)
+IMPORTED: Final = FieldsOf(
+    "ImportCache",
+    _KEPT,
+    without=_DOCUMENT,
+    told={"name": "display name; default: the exported one; for a blob alone, the file's"},
+)
+CHANGES: Final = FieldsOf(
+    "UpdateCache",
+    {"ttl_s": _new_ttl, "ttl_renew": _ttl_renew, "labels": _new_labels, "pinned": _pinned, "next_use_s": _next_use},
+    without=_DOCUMENT,
+    told={"name": "display name"},
+)
+ERASED: Final = FieldsOf("CreateErasure", _KEPT)
+LISTED: Final = FieldsOf("ListCaches", _KEPT, ("policy", "model", "document_id", "labels", "ended"))
+
+QUESTION: Final = FieldsOf(
+    "JointQuery",
+    {
+        "chat_template_kwargs": _template,
+        "response_format": _schema,
+        "grammar": _grammar,
+        "select": _select,
+        "suffix": _suffix,
+    },
+    # `ask` gives the first three itself, and prints one text that nobody keeps
+    without=frozenset({"prompt", "messages", "cache_ids", "stream", "n", "logprobs", "top_logprobs"})
+    | {"store", "ttl_s", "ttl_renew"},
+    told={"route": "of several caches of episodes ask only that which the question is about"},
+)
+"""How a question is answered."""

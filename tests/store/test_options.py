@@ -1,0 +1,23 @@
+"""The keyword arguments of a store, and the values that they make."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from kvshelf.store.base import Store
+from kvshelf.store.index import Query
+from kvshelf.store.types import FilterFields, Keep, KeepFields
+
+
+def test_keyword_arguments_are_those_of_the_values() -> None:
+    assert KeepFields.__annotations__.keys() == {field.name for field in fields(Keep)}
+    assert FilterFields.__annotations__.keys() == {field.name for field in fields(Query)} - {"tenant"}
+
+
+@pytest.mark.parametrize("call", ["list", "update"])
+def test_a_name_that_does_not_exist_is_refused_as_by_a_call(store: Store, call: str) -> None:
+    given = [] if call == "list" else ["kvs_" + "0" * 40]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'tag'"):
+        getattr(store, call)(*given, tag="a")
