@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -123,8 +124,15 @@ def publish(
                 raise InvalidRequest(f"cannot write --output {output}: {error.strerror}", param="output") from error
 
 
-def _print(tables: list[Table], notes: str, where: dict[str, Any]) -> None:
-    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
+def rendered(tables: list[Table], notes: str, where: dict[str, Any]) -> str:
+    """What a run prints, as text of 120 columns."""
+    file = StringIO()
+    _print(tables, notes, where, Console(file=file, width=_PIPE_WIDTH, highlight=False))
+    return file.getvalue()
+
+
+def _print(tables: list[Table], notes: str, where: dict[str, Any], console: Console | None = None) -> None:
+    console = console or Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
     for table in tables:
         console.print(table)
         console.print()

@@ -18,7 +18,6 @@ from rich.table import Table
 
 from kvshelf._extras import needs_extra
 from kvshelf.errors import InvalidRequest
-from kvshelf.terminal import progress_bar
 from kvshelf_bench.options import (
     Device,
     Dtype,
@@ -36,16 +35,17 @@ from kvshelf_bench.options import (
 )
 
 if TYPE_CHECKING:
-    from kvshelf_bench.engines import EngineOptions
-    from kvshelf_bench.quality.dataset.measuring import DocumentUnit
     from kvshelf_bench.quality.grid import MadeUnit
     from kvshelf_bench.quality.measuring import Progress
     from kvshelf_bench.quality.outcome import Outcome
 
 _PICTURES = (".png", ".svg", ".pdf")
-_OF_MADE = ("size", "tasks", "haystacks", "lengths", "documents", "export", "picture")
-_CROSSED = ("policies", "ratios", "codecs", "select", "shares")
-_OF_DATASETS = ("ways", "fraction", "limit", "max_new_tokens", "cues")
+_OF_MADE = ("size", "tasks", "haystacks", "lengths", "documents", "export")
+_CROSSED = ("policies", "ratios", "budgets", "codecs", "select", "shares")
+_OF_DATASETS = (
+    *("ways", "fraction", "limit", "max_new_tokens", "cues", "questions", "turns", "scorer", "prompts", "truncate"),
+    *("results", "compare", "baseline", "kvpress_python"),
+)
 
 
 def quality(
@@ -64,6 +64,7 @@ def quality(
     ] = "default",
     policies: Annotated[str, typer.Option(help="Such as ems,lagkv:lag=64,sink=8.  [default: all]")] = "",
     ratios: Annotated[str, typer.Option(help="Fractions removed, comma-separated.")] = "",
+    budgets: Annotated[str, typer.Option(help="Entries kept per KV head, comma-separated: beside the ratios.")] = "",
     codecs: Annotated[str, typer.Option(help="Comma-separated.")] = "",
     tasks: Annotated[str, typer.Option(help="Comma-separated.")] = "",
     haystacks: Annotated[str, typer.Option(help="filler, prose, dense.")] = "",
@@ -76,19 +77,45 @@ def quality(
     export: Annotated[bool, typer.Option("--export", help="Also rows answered by plain transformers.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Another set of documents.")] = 0,
     dataset: Annotated[
-        Path | None, typer.Option(help="Documents and questions of a file of JSON lines instead of made ones.")
-    ] = None,
+        str, typer.Option(help="Instead of made documents: those of a file, a folder or a dataset of the hub.")
+    ] = "",
     ways: Annotated[
-        str, typer.Option(help="With --dataset, instead of --policies: such as full/int4,keydiff@0.75,kvzip@0.5/int8.")
+        str, typer.Option(help="With --dataset, instead of --policies: such as full/int4,keydiff@0.75,snapkv@128.")
     ] = "",
     fraction: Annotated[
         float, typer.Option(min=0, max=1, help="With --dataset: the share of its documents, drawn by --seed.")
     ] = 1.0,
     limit: Annotated[int | None, typer.Option(min=1, help="With --dataset: at most so many documents.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="With --dataset: tokens of an answer.")] = 48,
+    max_new_tokens: Annotated[
+        int,
+        typer.Option(min=0, help="With --dataset: tokens of an answer; 0: as its rows or their benchmark say, or 48."),
+    ] = 0,
     cues: Annotated[
-        int, typer.Option(min=0, help="With --dataset: cues of each cache's figure; 0 measures none.")
-    ] = 150,
+        int | None, typer.Option(min=0, help="With --dataset: cues of each cache's figure; 0 measures none.")
+    ] = None,
+    questions: Annotated[
+        str, typer.Option(help="With --dataset: unknown at compression, or known: one compression for each.")
+    ] = "unknown",
+    turns: Annotated[
+        bool, typer.Option("--turns", help="With --dataset: each question behind the earlier ones and their answers.")
+    ] = False,
+    scorer: Annotated[str, typer.Option(help="With --dataset: in place of those of its tasks.")] = "",
+    prompts: Annotated[
+        Path | None, typer.Option(help="With --dataset: prompts of its tasks, as LongBench's dataset2prompt.json.")
+    ] = None,
+    truncate: Annotated[
+        str, typer.Option(help="With --dataset: middle cuts contexts that are too long; middle:3500 sets the tokens.")
+    ] = "",
+    results: Annotated[
+        Path | None, typer.Option(help="With --dataset: a new folder of predictions, metrics and configurations.")
+    ] = None,
+    compare: Annotated[
+        Path | None, typer.Option(help="With --dataset: an earlier --results folder, set beside this run.")
+    ] = None,
+    baseline: Annotated[str, typer.Option(help="With --dataset: kvpress runs the ways that it has, too.")] = "",
+    kvpress_python: Annotated[
+        Path | None, typer.Option(help="With --baseline kvpress: a Python that has kvpress installed.")
+    ] = None,
     resume: Annotated[
         Path, typer.Option(callback=writable, help="Results so far; what it holds is not measured again.")
     ] = Path("kvshelf-quality.jsonl"),
@@ -99,7 +126,7 @@ def quality(
     as_json: Json = False,
 ) -> None:
     """How well the model answers from what each policy, ratio and codec keeps, at how many bytes."""
-    _require_of_one_kind(context, dataset)
+    _require_of_one_kind(context, bool(dataset))
     if picture is not None:
         _require_drawable(picture)
     with needs_extra("serve", "the bench"):
@@ -113,15 +140,24 @@ def quality(
     crossed: dict[str, Any] = {
         "policies": _split(policies),
         "ratios": decimals(ratios, "--ratios", 0, 1) if ratios else (),
+        "budgets": numbers(budgets, "--budgets") if budgets else (),
         "codecs": _split(codecs),
         "select": _split(select),
         "shares": decimals(shares, "--shares", 0, 1) if shares else (),
     }
-    if dataset is not None:
-        part = {"fraction": fraction, "limit": limit, "seed": seed}
-        asking = {"max_new_tokens": max_new_tokens, "cues": cues}
-        measured = _over_dataset(dataset, _split(ways), crossed, part, options, resume, processes, asking)
-        publish(*measured[:2], output, as_json, notes=measured[2])
+    if dataset:
+        from kvshelf_bench.quality.dataset import command
+
+        command.measure(
+            command.Chosen(
+                bench="quality", dataset=dataset, resume=resume, processes=processes, output=output, as_json=as_json,
+                ways=_split(ways), crossed=crossed, fraction=fraction, limit=limit, seed=seed,
+                max_new_tokens=max_new_tokens, cues=cues, questions=questions, turns=turns, scorer=scorer,
+                prompts=prompts, truncate=truncate, results=results, compare=compare, baseline=baseline,
+                kvpress_python=kvpress_python, picture=picture,
+            ),
+            options,
+        )  # fmt: skip
         return
     grid = make_grid(
         size,
@@ -153,47 +189,16 @@ def quality(
             typer.echo(f"{picture} was not drawn: the model can do none of the cells that all rows share", err=True)
 
 
-def _require_of_one_kind(context: typer.Context, dataset: Path | None) -> None:
+def _require_of_one_kind(context: typer.Context, dataset: bool) -> None:
     """Refuses options of made documents with a dataset, those of a dataset without one, and ways beside policies."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
-    others, kind = (_OF_MADE, "made documents") if dataset is not None else (_OF_DATASETS, "a --dataset")
+    others, kind = (_OF_MADE, "made documents") if dataset else (_OF_DATASETS, "a --dataset")
     for name in given:
         if name in others:
             raise InvalidRequest(f"--{name.replace('_', '-')} is for {kind} alone; leave it out", param=name)
         if name in _CROSSED and "ways" in given:
             raise InvalidRequest(f"--ways says all that --{name} does; give one of them", param=name)
-
-
-def _over_dataset(
-    path: Path,
-    ways: Sequence[str],
-    crossed: dict[str, Any],
-    part: dict[str, Any],
-    options: EngineOptions,
-    resume: Path,
-    processes: int,
-    asking: dict[str, int],
-) -> tuple[dict[str, Any], list[Table], str]:
-    """The report, its tables, and how to read them. crossed: arguments of `make_grid`, where there are no `ways`; part:
-    of `chosen`; asking: of `run`."""
-    from kvshelf_bench.measure import machine
-    from kvshelf_bench.quality.dataset.documents import chosen, read_documents
-    from kvshelf_bench.quality.dataset.run import run
-    from kvshelf_bench.quality.dataset.tables import dataset_tables, notes
-    from kvshelf_bench.quality.grid import FEATURED, make_grid, make_rows
-
-    if not ways:
-        crossed = crossed | {"policies": crossed["policies"] or FEATURED, "ratios": crossed["ratios"] or (0.5,)}
-    rows = make_rows(ways) if ways else make_grid("small", **crossed).rows()
-    documents = chosen(read_documents(path), **part)
-    with _dataset_bar(len(documents) * len({row.variant for row in rows})) as done:
-        summary = run(documents, rows, options, resume, processes=processes, progress=done, **asking)
-    report: dict[str, Any] = {"bench": "quality", "dataset": path.name, "model": options.model, **part, **asking}
-    report["weights"] = options.weights
-    report |= {"machine": machine(), **summary.to_dict()}
-    title = f"{options.model} on {path.name}: {len(documents)} documents, the question unknown at compression"
-    return report, dataset_tables(summary, title), notes(summary)
 
 
 def memory(
@@ -373,35 +378,6 @@ def _bar(units: Sequence[MadeUnit]) -> Iterator[Progress[MadeUnit]]:
         def done(unit: MadeUnit, _: Sequence[Outcome], found: bool) -> None:
             name = f"{next(numbered)}/{len(units)} {unit.variant.label}, {unit.cell.label}"
             progress.update(bar, advance=_cost(unit), description=name + (" (found)" if found else ""))
-
-        yield done
-
-
-@contextmanager
-def _dataset_bar(units: int) -> Iterator[Progress[DocumentUnit]]:
-    """A bar over the units, and above it a line for each row as soon as it is measured."""
-    from kvshelf_bench.quality.dataset.summary import PLAIN
-    from kvshelf_bench.quality.dataset.tables import way_label
-
-    full: dict[str, tuple[int, ...]] = {}
-    with progress_bar() as progress:
-        bar = progress.add_task("documents and policies", total=units)
-
-        def done(unit: DocumentUnit, outcomes: Sequence[Outcome], found: bool) -> None:
-            for row, outcome in zip(unit.rows, outcomes, strict=True):
-                told = f"refused: {outcome.refused}"
-                if outcome.refused is None:
-                    told = f"{sum(outcome.exact)} of {len(outcome.exact)} right"
-                    if row == PLAIN:
-                        full[unit.document.id] = outcome.exact
-                    elif had := full.get(unit.document.id):
-                        lost = sum(was > now for was, now in zip(had, outcome.exact, strict=True))
-                        told += f", {lost} lost"
-                told += " (measured before)" if found else ""
-                progress.console.print(
-                    f"{unit.document.id}, {way_label(row)}: {told}", highlight=False, markup=False, soft_wrap=True
-                )
-            progress.advance(bar)
 
         yield done
 
