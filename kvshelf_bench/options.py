@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,6 +58,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a tabl
 NumberT = TypeVar("NumberT", int, float)
 
 _PIPE_WIDTH = 120
+
+
+def split(text: str) -> tuple[str, ...]:
+    """`int4:group=64,residual=8,none` is two names: a comma before `name=` belongs to the parameters of one."""
+    return tuple(part.strip() for part in re.split(r",(?!\s*\w+=)", text) if part.strip())
 
 
 def choices(text: str, known: tuple[Any, ...], option: str) -> list[Any]:

@@ -1,8 +1,7 @@
-"""`kvshelf bench quality`, `memory`, `retrieval`, `together` and `search`."""
+"""`kvshelf bench quality`, `needle`, `memory`, `retrieval`, `together` and `search`."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -31,6 +30,7 @@ from kvshelf_bench.options import (
     decimals,
     numbers,
     publish,
+    split,
     writable,
 )
 
@@ -77,7 +77,7 @@ def quality(
     export: Annotated[bool, typer.Option("--export", help="Also rows answered by plain transformers.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Another set of documents.")] = 0,
     dataset: Annotated[
-        str, typer.Option(help="Instead of made documents: those of a file, a folder or a dataset of the hub.")
+        str, typer.Option(help="Instead of made cells: a file, a folder, a dataset of the hub, or abilities.")
     ] = "",
     ways: Annotated[
         str, typer.Option(help="With --dataset, instead of --policies: such as full/int4,keydiff@0.75,snapkv@128.")
@@ -138,11 +138,11 @@ def quality(
 
     options = EngineOptions(model, device, dtype, threads, weights)
     crossed: dict[str, Any] = {
-        "policies": _split(policies),
+        "policies": split(policies),
         "ratios": decimals(ratios, "--ratios", 0, 1) if ratios else (),
         "budgets": numbers(budgets, "--budgets") if budgets else (),
-        "codecs": _split(codecs),
-        "select": _split(select),
+        "codecs": split(codecs),
+        "select": split(select),
         "shares": decimals(shares, "--shares", 0, 1) if shares else (),
     }
     if dataset:
@@ -151,7 +151,7 @@ def quality(
         command.measure(
             command.Chosen(
                 bench="quality", dataset=dataset, resume=resume, processes=processes, output=output, as_json=as_json,
-                ways=_split(ways), crossed=crossed, fraction=fraction, limit=limit, seed=seed,
+                ways=split(ways), crossed=crossed, fraction=fraction, limit=limit, seed=seed,
                 max_new_tokens=max_new_tokens, cues=cues, questions=questions, turns=turns, scorer=scorer,
                 prompts=prompts, truncate=truncate, results=results, compare=compare, baseline=baseline,
                 kvpress_python=kvpress_python, picture=picture,
@@ -161,8 +161,8 @@ def quality(
         return
     grid = make_grid(
         size,
-        tasks=_split(tasks),  # type: ignore[arg-type]  # make_grid refuses unknown names
-        haystacks=_split(haystacks),  # type: ignore[arg-type]
+        tasks=split(tasks),  # type: ignore[arg-type]  # make_grid refuses unknown names
+        haystacks=split(haystacks),  # type: ignore[arg-type]
         lengths=numbers(lengths) if lengths else (),
         documents=documents,
         export=export,
@@ -201,6 +201,59 @@ def _require_of_one_kind(context: typer.Context, dataset: bool) -> None:
             raise InvalidRequest(f"--ways says all that --{name} does; give one of them", param=name)
 
 
+def needle(
+    model: Model = "kvshelf-tiny",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    weights: Weights = "plain",
+    threads: Threads = 1,
+    processes: Annotated[int, typer.Option(min=0, help="0: one per core, or one for a GPU.")] = 0,
+    ways: Annotated[str, typer.Option(help="Such as full/int4,keydiff@0.75,snapkv@128.")] = "keydiff,kvzip,snapkv",
+    lengths: Annotated[str, typer.Option(help="Tokens of a document, comma-separated.")] = "512,1024,2048",
+    depths: Annotated[str, typer.Option(help="Percent of the haystack before the needle.")] = "0,25,50,75,100",
+    documents: Annotated[int, typer.Option(min=1, help="Documents of a cell.")] = 1,
+    haystack: Annotated[Path | None, typer.Option(help="A text, or a folder of .txt files.  [default: prose]")] = None,
+    needle: Annotated[str, typer.Option(help="A sentence to hide.  [default: a fact for each document]")] = "",
+    question: Annotated[str, typer.Option(help="About the --needle.")] = "",
+    answer: Annotated[str, typer.Option(help="To the --question.")] = "",
+    questions: Annotated[str, typer.Option(help="unknown at compression, or known.")] = "unknown",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 24,
+    seed: Annotated[int, typer.Option(min=0, help="Another set of documents.")] = 0,
+    resume: Annotated[
+        Path, typer.Option(callback=writable, help="Results so far; what it holds is not measured again.")
+    ] = Path("kvshelf-quality.jsonl"),
+    results: Annotated[Path | None, typer.Option(help="A new folder, as of `bench quality --dataset`.")] = None,
+    output: Output = None,
+    picture: Annotated[Path | None, typer.Option(callback=writable, help="A map of each way.")] = None,
+    as_json: Json = False,
+) -> None:
+    """A needle in a haystack: right answers by the length of the document and the depth of the needle in it."""
+    if picture is not None:
+        _require_drawable(picture)
+    if any((needle, question, answer)) and not all((needle, question, answer)):
+        raise InvalidRequest("--needle, --question and --answer are of one needle; give all three", param="needle")
+    percent = [round(one) for one in decimals(depths, "--depths", 0, 100)]
+    with needs_extra("serve", "the bench"), needs_extra("bench", "the picture"):
+        from functools import partial
+
+        from kvshelf_bench.engines import EngineOptions
+        from kvshelf_bench.quality.dataset import command
+        from kvshelf_bench.quality.dataset.needle import Cells, Needle, draw, grids, made, read_haystack
+
+    hay = None if haystack is None else read_haystack(haystack)
+    hidden = Needle(needle, question, answer) if needle else None
+    cells = Cells(numbers(lengths), percent, documents, seed)
+    options = EngineOptions(model, device, dtype, threads, weights)
+    found = made(cells, options.load().require_text("haystack"), hay, hidden)
+    chosen = command.Chosen(
+        bench="needle", dataset="needle", resume=resume, processes=processes, output=output, as_json=as_json,
+        ways=split(ways), crossed={}, seed=seed, max_new_tokens=max_new_tokens, cues=0,
+        questions=questions, results=results, picture=picture,
+    )  # fmt: skip
+    shown = command.Made(found, partial(grids, cells=cells), partial(draw, cells=cells))
+    command.measure(chosen, options, shown)
+
+
 def memory(
     model: Model = "kvshelf-tiny",
     device: Device = "auto",
@@ -219,7 +272,7 @@ def memory(
         from kvshelf_bench.measure import machine
         from kvshelf_bench.quality import memory as bench
 
-    chosen = _split(policies) or tuple(POLICIES)
+    chosen = split(policies) or tuple(POLICIES)
     rows = []
     with counted(f"{model}, {tokens} tokens", len(dict.fromkeys(("full", *chosen)))) as step:
         for row in bench.peaks(EngineOptions(model, device, dtype, threads), tokens, chosen, removed):
@@ -393,8 +446,3 @@ def _require_drawable(picture: Path) -> None:
         raise InvalidRequest(f"--picture {picture} must end in one of {', '.join(_PICTURES)}", param="picture")
     with needs_extra("bench", "--picture"):
         import matplotlib  # noqa: F401
-
-
-def _split(text: str) -> tuple[str, ...]:
-    """`int4:group=64,residual=8,none` is two names: a comma before `name=` belongs to the parameters of one."""
-    return tuple(part.strip() for part in re.split(r",(?!\s*\w+=)", text) if part.strip())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -11,12 +11,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rich.table import Table
+
 from kvshelf.errors import InvalidRequest
 from kvshelf.terminal import progress_bar
 from kvshelf_bench.engines import EngineOptions
 from kvshelf_bench.measure import machine
 from kvshelf_bench.options import counted, publish, rendered
-from kvshelf_bench.quality.dataset import folder
+from kvshelf_bench.quality.dataset import abilities, folder
 from kvshelf_bench.quality.dataset.compare import compare, compare_table
 from kvshelf_bench.quality.dataset.documents import Document, chosen, read_documents, read_prompts
 from kvshelf_bench.quality.dataset.kvpress import Kvpress
@@ -87,6 +89,9 @@ class Chosen:
         """Raises `InvalidRequest`."""
         if self.scorer:
             _require(self.scorer in SCORERS, "scorer", f"one of {', '.join(SCORERS)}", self.scorer)
+        if self.dataset == abilities.NAME:
+            made = abilities.documents(self.seed, turns=self.turns)
+            return chosen(made, fraction=self.fraction, limit=self.limit, seed=self.seed)
         prompts = read_prompts(self.prompts) if self.prompts is not None else {}
         documents = read_documents(self.dataset, Reading(self.scorer, prompts))
         return chosen(documents, fraction=self.fraction, limit=self.limit, seed=self.seed)
@@ -99,14 +104,22 @@ class Chosen:
         return (int(tokens) if tokens else 0) if self.truncate else None
 
 
-def measure(chosen_: Chosen, options: EngineOptions, made: Sequence[Document] | None = None) -> DatasetSummary:
-    """Read, measure, and publish. All that may be refused is refused before a model is loaded. made: documents in place
-    of those of the dataset."""
+@dataclass(frozen=True)
+class Made:
+    """Documents in place of those of a dataset. tables: more of them; draw: another picture."""
+
+    documents: Sequence[Document]
+    tables: Callable[[DatasetSummary], list[Table]]
+    draw: Callable[..., None]
+
+
+def measure(chosen_: Chosen, options: EngineOptions, made: Made | None = None) -> None:
+    """Read, measure, and publish. All that may be refused is refused before a model is loaded."""
     if chosen_.results is not None:
         folder.require_new(chosen_.results)
     before = None if chosen_.compare is None else folder.read_report(chosen_.compare)
     asking, rows, longest = chosen_.asking(), chosen_.rows(), chosen_.longest()
-    documents = chosen_.documents() if made is None else made
+    documents = chosen_.documents() if made is None else made.documents
     kvpress = Kvpress.of(chosen_.baseline, chosen_.kvpress_python, options, asking)
     with _bar(len(documents) * len({row.variant for row in rows})) as done:
         summary = run(
@@ -116,18 +129,22 @@ def measure(chosen_: Chosen, options: EngineOptions, made: Sequence[Document] | 
     if kvpress is not None:
         with counted("kvpress", len(documents) * len(kvpress.taken(rows))) as step:
             summary = summary.beside("kvpress", kvpress.run(summary.documents, rows, step))
-    _publish(chosen_, options, asking, summary, before)
-    return summary
+    _publish(chosen_, options, asking, summary, before, made)
 
 
 def _publish(
-    chosen_: Chosen, options: EngineOptions, asking: Asking, summary: DatasetSummary, before: dict[str, Any] | None
+    chosen_: Chosen,
+    options: EngineOptions,
+    asking: Asking,
+    summary: DatasetSummary,
+    before: dict[str, Any] | None,
+    made: Made | None,
 ) -> None:
     part = {name: getattr(chosen_, name) for name in ("fraction", "limit", "seed", "scorer", "truncate")}
     report: dict[str, Any] = {"bench": chosen_.bench, "dataset": chosen_.dataset, **asdict(options), **part}
     report |= {"asking": asdict(asking), "machine": machine(), **summary.to_dict()}
     title = f"{options.model} on {Path(chosen_.dataset).name}: {len(summary.documents)} documents, {told(asking)}"
-    tables = dataset_tables(summary, title)
+    tables = dataset_tables(summary, title) + ([] if made is None else made.tables(summary))
     if before is not None and chosen_.compare is not None:
         rows = compare(report, before)
         report["compared"] = rows
@@ -136,7 +153,7 @@ def _publish(
     if find_spec("matplotlib") is not None:
         from kvshelf_bench.quality.dataset.picture import draw
 
-        drawn = partial(draw, summary, title=title)
+        drawn = partial(draw if made is None else made.draw, summary, title=title)
     if chosen_.results is not None:
         folder.write(chosen_.results, report, summary, rendered(tables, notes(summary), report["machine"]), drawn)
     if chosen_.picture is not None and drawn is not None:
