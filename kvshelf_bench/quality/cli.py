@@ -37,6 +37,7 @@ from kvshelf_bench.options import (
 if TYPE_CHECKING:
     from kvshelf_bench.quality.grid import MadeUnit
     from kvshelf_bench.quality.measuring import Progress
+    from kvshelf_bench.quality.memory import Answers, Peak
     from kvshelf_bench.quality.outcome import Outcome
 
 _PICTURES = (".png", ".svg", ".pdf")
@@ -259,36 +260,58 @@ def memory(
     device: Device = "auto",
     dtype: Dtype = "auto",
     threads: Threads = 1,
-    tokens: Annotated[int, typer.Option(min=64, help="Tokens of the document, template included.")] = 16000,
+    tokens: Annotated[str, typer.Option(help="Tokens of the document, template included, comma-separated.")] = "16000",
     policies: Annotated[str, typer.Option(help="Comma-separated.  [default: all]")] = "",
     removed: Annotated[float, typer.Option(help="Fraction removed.")] = 0.75,
+    ways: Annotated[str, typer.Option(help="Instead of --policies: such as snapkv@1024,lagkv:lag=64@0.5.")] = "",
+    questions: Annotated[int, typer.Option(min=1, help="Asked of each cache at once, with --answer-tokens.")] = 1,
+    answer_tokens: Annotated[int, typer.Option(min=0, help="Of each answer; 0 asks nothing.")] = 0,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Peak memory of compressing one document under each policy, against a prefill that keeps the whole cache."""
+    """Peak memory of compressing a document under each policy, beside a prefill that keeps all, and of answering."""
     with needs_extra("serve", "the bench"):
         from kvshelf.methods.policies import POLICIES
         from kvshelf_bench.engines import EngineOptions
         from kvshelf_bench.measure import machine
         from kvshelf_bench.quality import memory as bench
+        from kvshelf_bench.quality.grid import Row, Variant
 
-    chosen = split(policies) or tuple(POLICIES)
-    rows = []
-    with counted(f"{model}, {tokens} tokens", len(dict.fromkeys(("full", *chosen)))) as step:
-        for row in bench.peaks(EngineOptions(model, device, dtype, threads), tokens, chosen, removed):
-            rows.append(row)
-            step()
-    table = Table(
-        "policy", "phase", "removed", "peak", "of full's", "cache", "prefill", "compression", title=f"{tokens} tokens"
-    )
+    if not 0 <= removed < 1:
+        raise InvalidRequest(f"--removed is {removed}; it must be a fraction from 0 to below 1", param="removed")
+    lengths = numbers(tokens, "--tokens")
+    if min(lengths) < 64:
+        raise InvalidRequest(f"--tokens {tokens}: each number must be at least 64", param="tokens")
+    variants = [] if ways else list(map(Variant.parse, split(policies) or tuple(POLICIES)))
+    chosen = [Row.parse(way) for way in split(ways)]
+    chosen += [Row(variant, removed if variant.takes_budget else 0.0) for variant in variants]
+    options, answers, rows = EngineOptions(model, device, dtype, threads), bench.Answers(questions, answer_tokens), []
+    tables = []
+    each = len(dict.fromkeys((Row(Variant("full"), 0.0), *chosen)))
+    with counted(f"{model}, {tokens} tokens", each * len(lengths)) as step:
+        for length in lengths:
+            found = []
+            for row in bench.peaks(options, length, chosen, answers):
+                found.append(row)
+                step()
+            tables.append(_memory_table(found, length, answers))
+            rows += found
+    report: dict[str, Any] = {"bench": "memory", "model": model, "machine": machine(), "answers": asdict(answers)}
+    publish(report | {"rows": rows}, tables, output, as_json)
+
+
+def _memory_table(rows: Sequence[Peak], length: int, answers: Answers) -> Table:
+    headings = ["policy", "phase", "removed", "peak", "of full's", "cache", "prefill", "compression"]
+    table = Table(*headings, *(["answering", "a token"] if answers.tokens else []), title=f"{length} tokens")
     for row in rows:
         share = f"{row.peak_bytes / rows[0].peak_bytes:.0%}" if rows[0].peak_bytes else ""
         cells = [f"{row.peak_bytes / 1e6:,.1f} MB", share, f"{row.cache_bytes / 1e6:,.1f} MB"]
         cells += [f"{row.prefill_s:.2f} s", f"{row.compress_s:.2f} s"]
+        if answers.tokens:
+            cells += [f"{row.answer_bytes / 1e6:,.1f} MB", f"{row.token_s * 1000:.1f} ms"]
         shown = cells if row.refused is None else [f"refused: {row.refused}"]
-        table.add_row(row.policy, row.phase, f"{row.removed:.0%}", *shown)
-    report: dict[str, Any] = {"bench": "memory", "model": model, "machine": machine()}
-    publish(report | {"rows": rows}, [table], output, as_json)
+        table.add_row(row.policy, row.phase, f"{row.removed:.0%}" if row.budget is None else f"to {row.budget}", *shown)
+    return table
 
 
 def retrieval(

@@ -25,7 +25,7 @@ _WORDS: Final = 320
 """Of the prose around."""
 
 _THINGS: Final = ("harbour", "orchard", "library", "station", "mill", "bakery", "chapel", "quarry")
-_RULES: Final = (
+_RULES: Final[tuple[tuple[str, str], ...]] = (
     ("Answer in at most twelve words.", "words_at_most:12"),
     ("Begin every answer with the word Notice.", "begins_with:Notice"),
     ("Never use a comma.", "no_comma"),
