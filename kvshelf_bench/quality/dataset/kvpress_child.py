@@ -28,20 +28,33 @@ def main() -> None:
             dtype=getattr(torch, task["dtype"]),
         )
 
-    def answer(press: Any, context: str, question: dict[str, Any]) -> dict[str, Any]:
+    def answer(press: Any, context: str, alike: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Of questions with one prefix and one length, which share a prefill, as kvpress's `evaluate.py` has it."""
         cache, started = DynamicCache(), time.perf_counter()
+        known = alike[0]["text"] if task["known"] else ""
         output = asked(
-            context + (question["text"] if task["known"] else ""),
-            question="" if task["known"] else question["text"],
-            answer_prefix=question["prefix"],
+            context + known,
+            questions=[""] if known else [one["text"] for one in alike],
+            answer_prefix=alike[0]["prefix"],
             press=press,
-            max_new_tokens=question["max_new_tokens"],
+            max_new_tokens=alike[0]["max_new_tokens"],
             cache=cache,
         )
         stored = sum(
             tensor.numel() * tensor.element_size() for layer in cache.layers for tensor in (layer.keys, layer.values)
         )
-        return {"answer": output["answer"], "bytes": stored, "seconds": time.perf_counter() - started}
+        seconds = (time.perf_counter() - started) / len(alike)
+        return [{"answer": text, "bytes": stored, "seconds": seconds} for text in output["answers"]]
+
+    def answers(press: Any, document: dict[str, Any]) -> list[dict[str, Any]]:
+        groups: dict[Any, list[int]] = {}
+        for at, one in enumerate(document["questions"]):
+            groups.setdefault((at if task["known"] else None, one["prefix"], one["max_new_tokens"]), []).append(at)
+        found: dict[int, dict[str, Any]] = {}
+        for places in groups.values():
+            of_group = answer(press, document["context"], [document["questions"][at] for at in places])
+            found |= dict(zip(places, of_group, strict=True))
+        return [found[at] for at in range(len(found))]
 
     for document in task["documents"]:
         for press in task["presses"]:
@@ -50,7 +63,7 @@ def main() -> None:
             told["tokens"] = len(asked.tokenizer.encode(document["context"], add_special_tokens=False))
             try:
                 with torch.inference_mode(), contextlib.redirect_stdout(sys.stderr):
-                    told["answers"] = [answer(made, document["context"], one) for one in document["questions"]]
+                    told["answers"] = answers(made, document)
             except Exception as error:  # of one document; the others go on
                 told["refused"] = f"{type(error).__name__}: {error}"
             print(json.dumps(told), flush=True)
