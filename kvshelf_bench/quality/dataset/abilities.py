@@ -21,7 +21,7 @@ NAME: Final = "abilities"
 DOCUMENTS: Final = 4
 """Of each ability."""
 
-_WORDS: Final = 320
+_WORDS: Final = 120
 """Of the prose around."""
 
 _THINGS: Final = ("harbour", "orchard", "library", "station", "mill", "bakery", "chapel", "quarry")
@@ -70,28 +70,26 @@ def _instructions(rng: random.Random, prose: list[str]) -> tuple[str, list[Quest
 
 
 def _key_values(rng: random.Random, _: list[str]) -> tuple[str, list[Question]]:
-    pairs = {f"{rng.choice(_THINGS)}-{rng.randrange(1000, 9999)}": f"{rng.randrange(10**7, 10**8)}" for _ in range(48)}
+    pairs = {f"{rng.choice(_THINGS)}-{rng.randrange(1000, 9999)}": f"{rng.randrange(10**7, 10**8)}" for _ in range(10)}
     asked = rng.sample(sorted(pairs), 4)
     text = "Below is a JSON object.\n" + json.dumps(pairs, indent=0)
     return text, [
-        Question(
-            f'What is the value of the key "{key}"?', (pairs[key],), "stands_in", max_new_tokens=24, task="key-values"
-        )
+        Question(f'What is the value of "{key}"?', (pairs[key],), "stands_in", max_new_tokens=24, task="key-values")
         for key in asked
     ]
 
 
 def _copying(rng: random.Random, prose: list[str]) -> tuple[str, list[Question]]:
-    """Three functions; each is to be repeated, line by line."""
+    """Two functions; each is to be repeated, line by line."""
     blocks = {}
-    for thing in rng.sample(_THINGS, 3):
+    for thing in rng.sample(_THINGS, 2):
         a, b, c = (rng.randrange(2, 99) for _ in range(3))
         lines = [f"def {thing}_total(count):", f"    base = count * {a} + {b}", f"    return base - {c}"]
         blocks[thing] = lines
     text = _spread(rng, prose, ["\n```python\n" + "\n".join(lines) + "\n```\n" for lines in blocks.values()])
     return text, [
         Question(
-            f"Repeat the function {thing}_total of the text, word for word.",
+            f"Write the Python function {thing}_total exactly as the text has it.",
             tuple(line.strip() for line in lines),
             "string_match_all",
             max_new_tokens=64,
@@ -106,12 +104,17 @@ def _exception(rng: random.Random, prose: list[str]) -> tuple[str, list[Question
     thing, other = rng.sample(_THINGS, 2)
     hour, late = rng.sample(range(6, 12), 2)
     rule, but = (
-        f"Every building opens at {hour} o'clock.",
-        f"The {thing} is the only exception and opens at {late} o'clock.",
+        f"Every building opens at {hour} o'clock",
+        f"The {thing} is the only exception and opens at {late} o'clock",
     )
-    text = ". ".join([*prose[:4], rule, *prose[4:-4], but, *prose[-4:]])
+    text = ". ".join([*prose[:2], rule, *prose[2:-2], but, *prose[-2:]])
     return text, [
-        Question(f"At what hour does the {name} open?", (f"{answer}",), max_new_tokens=24, task="exception")
+        Question(
+            f"At what hour does the {name} open, by the rule of the text?",
+            (f"{answer}",),
+            max_new_tokens=24,
+            task="exception",
+        )
         for name, answer in ((thing, late), (other, hour))
     ]
 
