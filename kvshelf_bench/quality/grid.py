@@ -132,13 +132,13 @@ class Row:
         if not variant.takes_budget:
             _require(not at, "ways", text, "without a share removed, as this policy keeps everything")
             return cls(variant, 0.0, str(Codec.parse(codec or "none")))
-        if removed.isdecimal() and removed.isascii() and int(removed) >= 1:
+        if removed.isdecimal() and removed.isascii() and int(removed) >= 2:
             return cls(variant, 0.0, str(Codec.parse(codec or "none")), budget=int(removed))
         try:
             share = float(removed)
         except ValueError:
             share = -1.0
-        rule = "with a share removed from 0 to below 1 behind the @, or entries kept, a whole number from 1"
+        rule = "with a share removed from 0 to below 1 behind the @, or entries kept, a whole number from 2"
         _require(0 <= share < 1, "ways", text, rule)
         return cls(variant, share, str(Codec.parse(codec or "none")))
 
