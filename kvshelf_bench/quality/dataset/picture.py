@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
 from kvshelf_bench.quality.dataset.summary import DatasetSummary
 from kvshelf_bench.quality.picture import COLOURS, MARKERS, REST, spread_down
@@ -27,9 +27,10 @@ def draw(summary: DatasetSummary, path: Path, title: str) -> None:
         place = policies.index(way.name.partition("@")[0].partition("/")[0]) - 1  # the full cache is black
         colour = "black" if place < 0 else COLOURS[place] if place < len(COLOURS) else REST
         marker = "*" if place < 0 else MARKERS[place % len(MARKERS)]
-        bars = [[way.score - way.low], [way.high - way.score]]
+        bars = [[max(0.0, way.score - way.low)], [max(0.0, way.high - way.score)]]  # a bound at 0 or 1 is rounded
         axes.errorbar(way.bytes, way.score, bars, color=colour, marker=marker, elinewidth=0.6, zorder=2)
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1000:,.0f} kB"))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))

@@ -18,9 +18,10 @@ from kvshelf.samples.suite import make_case
 from kvshelf_bench.cli import app
 from kvshelf_bench.quality.dataset.documents import Document, read_documents
 from kvshelf_bench.quality.dataset.measuring import Asking, DatasetProtocol, make_units
+from kvshelf_bench.quality.dataset.picture import draw
 from kvshelf_bench.quality.dataset.rows import Question
 from kvshelf_bench.quality.dataset.run import truncated
-from kvshelf_bench.quality.dataset.summary import PLAIN, Way
+from kvshelf_bench.quality.dataset.summary import PLAIN, DatasetSummary, Way
 from kvshelf_bench.quality.grid import Row, Variant
 from kvshelf_bench.quality.outcome import Outcome
 from kvshelf_bench.quality.retrieval import counter
@@ -127,6 +128,14 @@ def test_ways_are_compared_with_the_full_cache_question_by_question():
     way = Way.of("blind", documents, [outcome(refused="no")] * 3, full)
     assert (way.documents, way.right, dict(way.refused)) == (0, 0, {"a": "no", "b": "no", "c": "no"})
     assert Way.of("full", documents, full, full).change is None
+
+
+def test_a_way_that_answers_nothing_or_everything_is_drawn(tmp_path):
+    """The bounds of a share of 0 or 1 are off by a rounding."""
+    documents = documents_of(one=11)
+    found = {PLAIN: [outcome(*[1.0] * 11)], BLIND: [outcome(*[0.0] * 11)]}
+    draw(DatasetSummary.of(documents, found, 100), tmp_path / "score.svg", "title")
+    assert b"</svg>" in (tmp_path / "score.svg").read_bytes()
 
 
 def test_an_answer_begins_with_its_prefix_and_has_the_tokens_of_its_row(tiny, dataset):
