@@ -9,7 +9,8 @@ from kvshelf_bench.characterize.cli import characterize, heads
 from kvshelf_bench.growth.cli import append, growing, turns
 from kvshelf_bench.kernels.cli import column_sums, kernels
 from kvshelf_bench.models.cli import models
-from kvshelf_bench.quality.cli import memory, quality, retrieval, search, together
+from kvshelf_bench.perplexity.cli import perplexity
+from kvshelf_bench.quality.cli import memory, needle, quality, retrieval, search, together
 from kvshelf_bench.retention.cli import retention
 from kvshelf_bench.speed.cli import speed
 from kvshelf_bench.stores.cli import rates, store
@@ -17,6 +18,7 @@ from kvshelf_bench.stores.cli import rates, store
 app = typer.Typer(help="Measure models, policies and speed on this machine.", no_args_is_help=True)
 for command in (
     quality,
+    needle,
     memory,
     speed,
     column_sums,
@@ -32,6 +34,7 @@ for command in (
     turns,
     models,
     retention,
+    perplexity,
     characterize,
     heads,
 ):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -56,6 +58,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a tabl
 NumberT = TypeVar("NumberT", int, float)
 
 _PIPE_WIDTH = 120
+
+
+def split(text: str) -> tuple[str, ...]:
+    """`int4:group=64,residual=8,none` is two names: a comma before `name=` belongs to the parameters of one."""
+    return tuple(part.strip() for part in re.split(r",(?!\s*\w+=)", text) if part.strip())
 
 
 def choices(text: str, known: tuple[Any, ...], option: str) -> list[Any]:
@@ -123,8 +130,15 @@ def publish(
                 raise InvalidRequest(f"cannot write --output {output}: {error.strerror}", param="output") from error
 
 
-def _print(tables: list[Table], notes: str, where: dict[str, Any]) -> None:
-    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
+def rendered(tables: list[Table], notes: str, where: dict[str, Any]) -> str:
+    """What a run prints, as text of 120 columns."""
+    file = StringIO()
+    _print(tables, notes, where, Console(file=file, width=_PIPE_WIDTH, highlight=False))
+    return file.getvalue()
+
+
+def _print(tables: list[Table], notes: str, where: dict[str, Any], console: Console | None = None) -> None:
+    console = console or Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
     for table in tables:
         console.print(table)
         console.print()

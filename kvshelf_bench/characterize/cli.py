@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from kvshelf._extras import needs_extra
-from kvshelf_bench.options import Device, Dtype, Json, Model, Output, Threads, counted, decimals, publish
+from kvshelf_bench.options import Device, Dtype, Json, Model, Output, Threads, counted, decimals, publish, split
 
 _TINY = "kvshelf-tiny"
 
@@ -19,7 +19,9 @@ def characterize(
     device: Device = "auto",
     dtype: Dtype = "auto",
     threads: Threads = 1,
-    systems: Annotated[str, typer.Option(help="Comma-separated.")] = "full,quest,h2o,kvzip",
+    systems: Annotated[
+        str, typer.Option(help="Policies and selectors: such as lagkv:lag=64,policy:snapkv,read:infllm.")
+    ] = "full,quest,h2o,kvzip",
     shares: Annotated[str, typer.Option(help="Of the entries, to read or to keep.")] = "0.5,0.125",
     rates: Annotated[str, typer.Option(help="Questions a second.")] = "8,64",
     requests: Annotated[int, typer.Option(min=2, help="Questions at each rate.")] = 32,
@@ -33,7 +35,7 @@ def characterize(
     """Full shelf, selection and eviction under load: which wins where, by request rate, model size and share.
 
     Questions arrive at random times (Poisson), whether those before are answered or not. full keeps and reads all,
-    quest reads a share at each token of an answer, h2o and kvzip keep a share; all under int4. Right answers are
+    selectors read a share at each token of an answer, policies keep a share; all under int4. Right answers are
     counted on kvshelf-tiny.
     """
     with needs_extra("serve", "the bench"):
@@ -44,7 +46,7 @@ def characterize(
         from kvshelf_bench.measure import load_warning, machine
         from kvshelf_bench.speed.subject import load_subject
 
-    ways = require_known([name.strip() for name in systems.split(",")], decimals(shares, "--shares", 0.01, 1), tokens)
+    ways = require_known(list(split(systems)), decimals(shares, "--shares", 0.01, 1), tokens)
     offer = Offer(decimals(rates, "--rates", 0.01, 1e4), requests, documents, tokens, answer_tokens, seed)
     where, names, cells = machine(), [name.strip() for name in models.split(",")], list[Cell]()
     with counted("loads", len(names) * len(offer.rates) * len(ways)) as step:

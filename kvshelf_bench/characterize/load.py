@@ -14,27 +14,25 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from statistics import fmean, quantiles
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.decode.generation import Answer, Sampling
-from kvshelf.errors import InvalidRequest
+from kvshelf.errors import InvalidRequest, KvshelfError
+from kvshelf.methods.policies import POLICIES
 from kvshelf.model.source import BUNDLED
 from kvshelf.samples.suite import Ask, make_case, score
 from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
 from kvshelf.workers.replica.ticket import Ticket
 from kvshelf_bench.measure import with_peak
+from kvshelf_bench.quality.grid import Reading, Row, Variant
+from kvshelf_bench.quality.outcome import selecting
 from kvshelf_bench.quality.retrieval import EVALUATION_SEED, counter
 from kvshelf_bench.speed.decode import endless_answers
 from kvshelf_bench.speed.subject import QUESTION_TOKENS, Subject
 
-SYSTEMS: Final[dict[str, Literal["full", "selection", "eviction"]]] = {
-    "full": "full",
-    "quest": "selection",
-    "h2o": "eviction",
-    "kvzip": "eviction",
-}
-"""By selector or policy. All caches are under one codec, so that what is kept or read alone differs."""
+_READ: Final = "read:"
+"""Before the name of a selector that is a policy's, too."""
 
 _CODEC: Final = "int4"
 _SPARE_TOKENS: Final = 8
@@ -43,21 +41,34 @@ _SPARE_TOKENS: Final = 8
 
 @dataclass(frozen=True)
 class Way:
-    """A system, and the share of a document's entries that it keeps (eviction) or an answer token reads (selection)."""
+    """A system, and the share of a document's entries that it keeps (a policy) or an answer token reads (a selector).
+
+    system: a policy with its parameters, as `lagkv:lag=64`, or a selector, as `quest:page=8`, `policy:snapkv` or
+    `read:infllm`. All caches are under one codec, so that what is kept or read alone differs.
+    """
 
     system: str
     share: float = 1.0
 
     @property
-    def kept(self) -> dict[str, Any]:
-        """The arguments of `Engine.compress`."""
-        if SYSTEMS[self.system] != "eviction":
-            return {"policy": "full"}
-        return {"policy": self.system, "compression_ratio": 1 - self.share}
+    def selects(self) -> bool:
+        """Whether the system is a selector."""
+        return self.system.startswith(_READ) or self.system.partition(":")[0] not in POLICIES
 
-    def reading(self, num_tokens: int) -> tuple[str, int] | None:
-        """The selector and its budget; None: an answer token reads what is stored."""
-        return (self.system, round(self.share * num_tokens)) if SYSTEMS[self.system] == "selection" else None
+    @property
+    def kept(self) -> dict[str, Any]:
+        """The arguments of `Engine.prepare`. Raises `InvalidRequest` for a system that is none."""
+        return Row(Variant.parse("full" if self.selects else self.system), 1 - self.share).sizes
+
+    def reading(self, cache: CompressedCache) -> dict[str, Any]:
+        """The arguments of `Engine.answer` that select; none: an answer token reads what is stored. Raises
+        `InvalidRequest` for a system that is none."""
+        return selecting(cache, self.reads)
+
+    @property
+    def reads(self) -> Reading | None:
+        """The selector. Raises `InvalidRequest` for a system that is none."""
+        return Reading.parse(self.system.removeprefix(_READ), self.share) if self.selects else None
 
 
 @dataclass(frozen=True)
@@ -107,7 +118,10 @@ def characterized(
     machine for a while slows them alike."""
     engine = subject.engine
     documents, asks = _documents(subject, name, offer)
-    caches = {way: [engine.encoded(engine.compress(each, **way.kept), _CODEC) for each in documents] for way in ways}
+    caches = {
+        way: [engine.encoded(engine.run(engine.prepare(each, **way.kept)).cache, _CODEC) for each in documents]
+        for way in ways
+    }
     exact = {way: _exact(subject, caches[way], asks, way) for way in ways}
     cells = []
     scheduler = Scheduler(engine, SchedulerLimits(max_waiting=offer.requests))
@@ -145,10 +159,11 @@ def _answered(
     arrivals = list(offer.arrivals(rate))
     for due, number, seed in arrivals:
         time.sleep(max(0.0, started + due - time.monotonic()))
-        document = engine.attach(caches[number % len(caches)])
-        reading, selection = way.reading(document.num_tokens), None
-        if reading is not None:
-            selection = engine.select(document, reading[0], question_tokens=QUESTION_TOKENS, tokens=reading[1])
+        cache, selection = caches[number % len(caches)], None
+        document = engine.attach(cache)
+        if reading := way.reading(cache):
+            named = {"tokens": reading["select_tokens"], "params": reading["select_params"]}
+            selection = engine.select(document, reading["select"], question_tokens=QUESTION_TOKENS, **named)
         question = subject.tokens(QUESTION_TOKENS, seed=1000 + seed)
         ticket = scheduler.generate(document, question, sampling, selection)
         ticket.future.add_done_callback(lambda _: ended.append(time.monotonic()))
@@ -194,11 +209,10 @@ def _exact(
 ) -> float | None:
     engine, found = subject.engine, []
     for cache, questions in zip(caches, asks, strict=False):
-        reading = way.reading(cache.num_tokens)
-        options = {} if reading is None else dict(zip(("select", "select_tokens"), reading, strict=True))
         for ask in questions:
             longest = _SPARE_TOKENS + sum(map(len, ask.references))
-            found.append(score(ask, engine.answer(cache, ask.text, max_new_tokens=longest, **options).text).exact)  # type: ignore[arg-type]
+            answer = engine.answer(cache, ask.text, max_new_tokens=longest, **way.reading(cache))
+            found.append(score(ask, answer.text).exact)
     return fmean(found) if found else None
 
 
@@ -214,7 +228,13 @@ def require_known(systems: Sequence[str], shares: Sequence[float], tokens: int) 
             "larger shares",
             param="shares",
         )
-    unknown = [system for system in systems if system not in SYSTEMS]
-    if unknown:
-        raise InvalidRequest(f"unknown system {unknown[0]!r}; one of {', '.join(SYSTEMS)}", param="systems")
-    return [Way(system, share) for system in systems for share in ((1.0,) if SYSTEMS[system] == "full" else shares)]
+    ways = []
+    for system in systems:
+        way = Way(system)
+        try:
+            kept, reads = way.kept, way.reads
+        except KvshelfError as error:
+            raise InvalidRequest(f"--systems has {system!r}: {error.message}", param="systems") from error
+        whole = reads is None and "compression_ratio" not in kept
+        ways += [Way(system, share) for share in ((1.0,) if whole else shares)]
+    return ways

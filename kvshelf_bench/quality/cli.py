@@ -1,8 +1,7 @@
-"""`kvshelf bench quality`, `memory`, `retrieval`, `together` and `search`."""
+"""`kvshelf bench quality`, `needle`, `memory`, `retrieval`, `together` and `search`."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -18,7 +17,6 @@ from rich.table import Table
 
 from kvshelf._extras import needs_extra
 from kvshelf.errors import InvalidRequest
-from kvshelf.terminal import progress_bar
 from kvshelf_bench.options import (
     Device,
     Dtype,
@@ -32,20 +30,23 @@ from kvshelf_bench.options import (
     decimals,
     numbers,
     publish,
+    split,
     writable,
 )
 
 if TYPE_CHECKING:
-    from kvshelf_bench.engines import EngineOptions
-    from kvshelf_bench.quality.dataset.measuring import DocumentUnit
     from kvshelf_bench.quality.grid import MadeUnit
     from kvshelf_bench.quality.measuring import Progress
+    from kvshelf_bench.quality.memory import Answers, Peak
     from kvshelf_bench.quality.outcome import Outcome
 
 _PICTURES = (".png", ".svg", ".pdf")
-_OF_MADE = ("size", "tasks", "haystacks", "lengths", "documents", "export", "picture")
-_CROSSED = ("policies", "ratios", "codecs", "select", "shares")
-_OF_DATASETS = ("ways", "fraction", "limit", "max_new_tokens", "cues")
+_OF_MADE = ("size", "tasks", "haystacks", "lengths", "documents", "export")
+_CROSSED = ("policies", "ratios", "budgets", "codecs", "select", "shares")
+_OF_DATASETS = (
+    *("ways", "fraction", "limit", "max_new_tokens", "cues", "questions", "turns", "scorer", "prompts", "truncate"),
+    *("results", "compare", "baseline", "kvpress_python"),
+)
 
 
 def quality(
@@ -64,6 +65,7 @@ def quality(
     ] = "default",
     policies: Annotated[str, typer.Option(help="Such as ems,lagkv:lag=64,sink=8.  [default: all]")] = "",
     ratios: Annotated[str, typer.Option(help="Fractions removed, comma-separated.")] = "",
+    budgets: Annotated[str, typer.Option(help="Entries kept per KV head, comma-separated: beside the ratios.")] = "",
     codecs: Annotated[str, typer.Option(help="Comma-separated.")] = "",
     tasks: Annotated[str, typer.Option(help="Comma-separated.")] = "",
     haystacks: Annotated[str, typer.Option(help="filler, prose, dense.")] = "",
@@ -76,19 +78,45 @@ def quality(
     export: Annotated[bool, typer.Option("--export", help="Also rows answered by plain transformers.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Another set of documents.")] = 0,
     dataset: Annotated[
-        Path | None, typer.Option(help="Documents and questions of a file of JSON lines instead of made ones.")
-    ] = None,
+        str, typer.Option(help="Instead of made cells: a file, a folder, a dataset of the hub, or abilities.")
+    ] = "",
     ways: Annotated[
-        str, typer.Option(help="With --dataset, instead of --policies: such as full/int4,keydiff@0.75,kvzip@0.5/int8.")
+        str, typer.Option(help="With --dataset, instead of --policies: such as full/int4,keydiff@0.75,snapkv@128.")
     ] = "",
     fraction: Annotated[
         float, typer.Option(min=0, max=1, help="With --dataset: the share of its documents, drawn by --seed.")
     ] = 1.0,
     limit: Annotated[int | None, typer.Option(min=1, help="With --dataset: at most so many documents.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="With --dataset: tokens of an answer.")] = 48,
+    max_new_tokens: Annotated[
+        int,
+        typer.Option(min=0, help="With --dataset: tokens of an answer; 0: as its rows or their benchmark say, or 48."),
+    ] = 0,
     cues: Annotated[
-        int, typer.Option(min=0, help="With --dataset: cues of each cache's figure; 0 measures none.")
-    ] = 150,
+        int | None, typer.Option(min=0, help="With --dataset: cues of each cache's figure; 0 measures none.")
+    ] = None,
+    questions: Annotated[
+        str, typer.Option(help="With --dataset: unknown at compression, or known: one compression for each.")
+    ] = "unknown",
+    turns: Annotated[
+        bool, typer.Option("--turns", help="With --dataset: each question behind the earlier ones and their answers.")
+    ] = False,
+    scorer: Annotated[str, typer.Option(help="With --dataset: in place of those of its tasks.")] = "",
+    prompts: Annotated[
+        Path | None, typer.Option(help="With --dataset: prompts of its tasks, as LongBench's dataset2prompt.json.")
+    ] = None,
+    truncate: Annotated[
+        str, typer.Option(help="With --dataset: middle cuts contexts that are too long; middle:3500 sets the tokens.")
+    ] = "",
+    results: Annotated[
+        Path | None, typer.Option(help="With --dataset: a new folder of predictions, metrics and configurations.")
+    ] = None,
+    compare: Annotated[
+        Path | None, typer.Option(help="With --dataset: an earlier --results folder, set beside this run.")
+    ] = None,
+    baseline: Annotated[str, typer.Option(help="With --dataset: kvpress runs the ways that it has, too.")] = "",
+    kvpress_python: Annotated[
+        Path | None, typer.Option(help="With --baseline kvpress: a Python that has kvpress installed.")
+    ] = None,
     resume: Annotated[
         Path, typer.Option(callback=writable, help="Results so far; what it holds is not measured again.")
     ] = Path("kvshelf-quality.jsonl"),
@@ -99,7 +127,7 @@ def quality(
     as_json: Json = False,
 ) -> None:
     """How well the model answers from what each policy, ratio and codec keeps, at how many bytes."""
-    _require_of_one_kind(context, dataset)
+    _require_of_one_kind(context, bool(dataset))
     if picture is not None:
         _require_drawable(picture)
     with needs_extra("serve", "the bench"):
@@ -111,22 +139,31 @@ def quality(
 
     options = EngineOptions(model, device, dtype, threads, weights)
     crossed: dict[str, Any] = {
-        "policies": _split(policies),
+        "policies": split(policies),
         "ratios": decimals(ratios, "--ratios", 0, 1) if ratios else (),
-        "codecs": _split(codecs),
-        "select": _split(select),
+        "budgets": numbers(budgets, "--budgets") if budgets else (),
+        "codecs": split(codecs),
+        "select": split(select),
         "shares": decimals(shares, "--shares", 0, 1) if shares else (),
     }
-    if dataset is not None:
-        part = {"fraction": fraction, "limit": limit, "seed": seed}
-        asking = {"max_new_tokens": max_new_tokens, "cues": cues}
-        measured = _over_dataset(dataset, _split(ways), crossed, part, options, resume, processes, asking)
-        publish(*measured[:2], output, as_json, notes=measured[2])
+    if dataset:
+        from kvshelf_bench.quality.dataset import command
+
+        command.measure(
+            command.Chosen(
+                bench="quality", dataset=dataset, resume=resume, processes=processes, output=output, as_json=as_json,
+                ways=split(ways), crossed=crossed, fraction=fraction, limit=limit, seed=seed,
+                max_new_tokens=max_new_tokens, cues=cues, questions=questions, turns=turns, scorer=scorer,
+                prompts=prompts, truncate=truncate, results=results, compare=compare, baseline=baseline,
+                kvpress_python=kvpress_python, picture=picture,
+            ),
+            options,
+        )  # fmt: skip
         return
     grid = make_grid(
         size,
-        tasks=_split(tasks),  # type: ignore[arg-type]  # make_grid refuses unknown names
-        haystacks=_split(haystacks),  # type: ignore[arg-type]
+        tasks=split(tasks),  # type: ignore[arg-type]  # make_grid refuses unknown names
+        haystacks=split(haystacks),  # type: ignore[arg-type]
         lengths=numbers(lengths) if lengths else (),
         documents=documents,
         export=export,
@@ -153,11 +190,11 @@ def quality(
             typer.echo(f"{picture} was not drawn: the model can do none of the cells that all rows share", err=True)
 
 
-def _require_of_one_kind(context: typer.Context, dataset: Path | None) -> None:
+def _require_of_one_kind(context: typer.Context, dataset: bool) -> None:
     """Refuses options of made documents with a dataset, those of a dataset without one, and ways beside policies."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
-    others, kind = (_OF_MADE, "made documents") if dataset is not None else (_OF_DATASETS, "a --dataset")
+    others, kind = (_OF_MADE, "made documents") if dataset else (_OF_DATASETS, "a --dataset")
     for name in given:
         if name in others:
             raise InvalidRequest(f"--{name.replace('_', '-')} is for {kind} alone; leave it out", param=name)
@@ -165,35 +202,57 @@ def _require_of_one_kind(context: typer.Context, dataset: Path | None) -> None:
             raise InvalidRequest(f"--ways says all that --{name} does; give one of them", param=name)
 
 
-def _over_dataset(
-    path: Path,
-    ways: Sequence[str],
-    crossed: dict[str, Any],
-    part: dict[str, Any],
-    options: EngineOptions,
-    resume: Path,
-    processes: int,
-    asking: dict[str, int],
-) -> tuple[dict[str, Any], list[Table], str]:
-    """The report, its tables, and how to read them. crossed: arguments of `make_grid`, where there are no `ways`; part:
-    of `chosen`; asking: of `run`."""
-    from kvshelf_bench.measure import machine
-    from kvshelf_bench.quality.dataset.documents import chosen, read_documents
-    from kvshelf_bench.quality.dataset.run import run
-    from kvshelf_bench.quality.dataset.tables import dataset_tables, notes
-    from kvshelf_bench.quality.grid import FEATURED, make_grid, make_rows
+def needle(
+    model: Model = "kvshelf-tiny",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    weights: Weights = "plain",
+    threads: Threads = 1,
+    processes: Annotated[int, typer.Option(min=0, help="0: one per core, or one for a GPU.")] = 0,
+    ways: Annotated[str, typer.Option(help="Such as full/int4,keydiff@0.75,snapkv@128.")] = "keydiff,kvzip,snapkv",
+    lengths: Annotated[str, typer.Option(help="Tokens of a document, comma-separated.")] = "512,1024,2048",
+    depths: Annotated[str, typer.Option(help="Percent of the haystack before the needle.")] = "0,25,50,75,100",
+    documents: Annotated[int, typer.Option(min=1, help="Documents of a cell.")] = 1,
+    haystack: Annotated[Path | None, typer.Option(help="A text, or a folder of .txt files.  [default: prose]")] = None,
+    needle: Annotated[str, typer.Option(help="A sentence to hide.  [default: a fact for each document]")] = "",
+    question: Annotated[str, typer.Option(help="About the --needle.")] = "",
+    answer: Annotated[str, typer.Option(help="To the --question.")] = "",
+    questions: Annotated[str, typer.Option(help="unknown at compression, or known.")] = "unknown",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 24,
+    seed: Annotated[int, typer.Option(min=0, help="Another set of documents.")] = 0,
+    resume: Annotated[
+        Path, typer.Option(callback=writable, help="Results so far; what it holds is not measured again.")
+    ] = Path("kvshelf-quality.jsonl"),
+    results: Annotated[Path | None, typer.Option(help="A new folder, as of `bench quality --dataset`.")] = None,
+    output: Output = None,
+    picture: Annotated[Path | None, typer.Option(callback=writable, help="A map of each way.")] = None,
+    as_json: Json = False,
+) -> None:
+    """A needle in a haystack: right answers by the length of the document and the depth of the needle in it."""
+    if picture is not None:
+        _require_drawable(picture)
+    if any((needle, question, answer)) and not all((needle, question, answer)):
+        raise InvalidRequest("--needle, --question and --answer are of one needle; give all three", param="needle")
+    percent = [round(one) for one in decimals(depths, "--depths", 0, 100)]
+    with needs_extra("serve", "the bench"), needs_extra("bench", "the picture"):
+        from functools import partial
 
-    if not ways:
-        crossed = crossed | {"policies": crossed["policies"] or FEATURED, "ratios": crossed["ratios"] or (0.5,)}
-    rows = make_rows(ways) if ways else make_grid("small", **crossed).rows()
-    documents = chosen(read_documents(path), **part)
-    with _dataset_bar(len(documents) * len({row.variant for row in rows})) as done:
-        summary = run(documents, rows, options, resume, processes=processes, progress=done, **asking)
-    report: dict[str, Any] = {"bench": "quality", "dataset": path.name, "model": options.model, **part, **asking}
-    report["weights"] = options.weights
-    report |= {"machine": machine(), **summary.to_dict()}
-    title = f"{options.model} on {path.name}: {len(documents)} documents, the question unknown at compression"
-    return report, dataset_tables(summary, title), notes(summary)
+        from kvshelf_bench.engines import EngineOptions
+        from kvshelf_bench.quality.dataset import command
+        from kvshelf_bench.quality.dataset.needle import Cells, Needle, draw, grids, made, read_haystack
+
+    hay = None if haystack is None else read_haystack(haystack)
+    hidden = Needle(needle, question, answer) if needle else None
+    cells = Cells(numbers(lengths), percent, documents, seed)
+    options = EngineOptions(model, device, dtype, threads, weights)
+    found = made(cells, options.load().require_text("haystack"), hay, hidden)
+    chosen = command.Chosen(
+        bench="needle", dataset="needle", resume=resume, processes=processes, output=output, as_json=as_json,
+        ways=split(ways), crossed={}, seed=seed, max_new_tokens=max_new_tokens, cues=0,
+        questions=questions, results=results, picture=picture,
+    )  # fmt: skip
+    shown = command.Made(found, partial(grids, cells=cells), partial(draw, cells=cells))
+    command.measure(chosen, options, shown)
 
 
 def memory(
@@ -201,36 +260,58 @@ def memory(
     device: Device = "auto",
     dtype: Dtype = "auto",
     threads: Threads = 1,
-    tokens: Annotated[int, typer.Option(min=64, help="Tokens of the document, template included.")] = 16000,
+    tokens: Annotated[str, typer.Option(help="Tokens of the document, template included, comma-separated.")] = "16000",
     policies: Annotated[str, typer.Option(help="Comma-separated.  [default: all]")] = "",
     removed: Annotated[float, typer.Option(help="Fraction removed.")] = 0.75,
+    ways: Annotated[str, typer.Option(help="Instead of --policies: such as snapkv@1024,lagkv:lag=64@0.5.")] = "",
+    questions: Annotated[int, typer.Option(min=1, help="Asked of each cache at once, with --answer-tokens.")] = 1,
+    answer_tokens: Annotated[int, typer.Option(min=0, help="Of each answer; 0 asks nothing.")] = 0,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Peak memory of compressing one document under each policy, against a prefill that keeps the whole cache."""
+    """Peak memory of compressing a document under each policy, beside a prefill that keeps all, and of answering."""
     with needs_extra("serve", "the bench"):
         from kvshelf.methods.policies import POLICIES
         from kvshelf_bench.engines import EngineOptions
         from kvshelf_bench.measure import machine
         from kvshelf_bench.quality import memory as bench
+        from kvshelf_bench.quality.grid import Row, Variant
 
-    chosen = _split(policies) or tuple(POLICIES)
-    rows = []
-    with counted(f"{model}, {tokens} tokens", len(dict.fromkeys(("full", *chosen)))) as step:
-        for row in bench.peaks(EngineOptions(model, device, dtype, threads), tokens, chosen, removed):
-            rows.append(row)
-            step()
-    table = Table(
-        "policy", "phase", "removed", "peak", "of full's", "cache", "prefill", "compression", title=f"{tokens} tokens"
-    )
+    if not 0 <= removed < 1:
+        raise InvalidRequest(f"--removed is {removed}; it must be a fraction from 0 to below 1", param="removed")
+    lengths = numbers(tokens, "--tokens")
+    if min(lengths) < 64:
+        raise InvalidRequest(f"--tokens {tokens}: each number must be at least 64", param="tokens")
+    variants = [] if ways else list(map(Variant.parse, split(policies) or tuple(POLICIES)))
+    chosen = [Row.parse(way) for way in split(ways)]
+    chosen += [Row(variant, removed if variant.takes_budget else 0.0) for variant in variants]
+    options, answers, rows = EngineOptions(model, device, dtype, threads), bench.Answers(questions, answer_tokens), []
+    tables = []
+    each = len(dict.fromkeys((Row(Variant("full"), 0.0), *chosen)))
+    with counted(f"{model}, {tokens} tokens", each * len(lengths)) as step:
+        for length in lengths:
+            found = []
+            for row in bench.peaks(options, length, chosen, answers):
+                found.append(row)
+                step()
+            tables.append(_memory_table(found, length, answers))
+            rows += found
+    report: dict[str, Any] = {"bench": "memory", "model": model, "machine": machine(), "answers": asdict(answers)}
+    publish(report | {"rows": rows}, tables, output, as_json)
+
+
+def _memory_table(rows: Sequence[Peak], length: int, answers: Answers) -> Table:
+    headings = ["policy", "phase", "removed", "peak", "of full's", "cache", "prefill", "compression"]
+    table = Table(*headings, *(["answering", "a token"] if answers.tokens else []), title=f"{length} tokens")
     for row in rows:
         share = f"{row.peak_bytes / rows[0].peak_bytes:.0%}" if rows[0].peak_bytes else ""
         cells = [f"{row.peak_bytes / 1e6:,.1f} MB", share, f"{row.cache_bytes / 1e6:,.1f} MB"]
         cells += [f"{row.prefill_s:.2f} s", f"{row.compress_s:.2f} s"]
+        if answers.tokens:
+            cells += [f"{row.answer_bytes / 1e6:,.1f} MB", f"{row.token_s * 1000:.1f} ms"]
         shown = cells if row.refused is None else [f"refused: {row.refused}"]
-        table.add_row(row.policy, row.phase, f"{row.removed:.0%}", *shown)
-    report: dict[str, Any] = {"bench": "memory", "model": model, "machine": machine()}
-    publish(report | {"rows": rows}, [table], output, as_json)
+        table.add_row(row.policy, row.phase, f"{row.removed:.0%}" if row.budget is None else f"to {row.budget}", *shown)
+    return table
 
 
 def retrieval(
@@ -377,35 +458,6 @@ def _bar(units: Sequence[MadeUnit]) -> Iterator[Progress[MadeUnit]]:
         yield done
 
 
-@contextmanager
-def _dataset_bar(units: int) -> Iterator[Progress[DocumentUnit]]:
-    """A bar over the units, and above it a line for each row as soon as it is measured."""
-    from kvshelf_bench.quality.dataset.summary import PLAIN
-    from kvshelf_bench.quality.dataset.tables import way_label
-
-    full: dict[str, tuple[int, ...]] = {}
-    with progress_bar() as progress:
-        bar = progress.add_task("documents and policies", total=units)
-
-        def done(unit: DocumentUnit, outcomes: Sequence[Outcome], found: bool) -> None:
-            for row, outcome in zip(unit.rows, outcomes, strict=True):
-                told = f"refused: {outcome.refused}"
-                if outcome.refused is None:
-                    told = f"{sum(outcome.exact)} of {len(outcome.exact)} right"
-                    if row == PLAIN:
-                        full[unit.document.id] = outcome.exact
-                    elif had := full.get(unit.document.id):
-                        lost = sum(was > now for was, now in zip(had, outcome.exact, strict=True))
-                        told += f", {lost} lost"
-                told += " (measured before)" if found else ""
-                progress.console.print(
-                    f"{unit.document.id}, {way_label(row)}: {told}", highlight=False, markup=False, soft_wrap=True
-                )
-            progress.advance(bar)
-
-        yield done
-
-
 def _cost(unit: MadeUnit) -> int:
     """What a unit takes, in tokens to prefill: a row's answers take about as long as 512 of them."""
     return unit.cell.tokens + 512 * len(unit.rows)
@@ -417,8 +469,3 @@ def _require_drawable(picture: Path) -> None:
         raise InvalidRequest(f"--picture {picture} must end in one of {', '.join(_PICTURES)}", param="picture")
     with needs_extra("bench", "--picture"):
         import matplotlib  # noqa: F401
-
-
-def _split(text: str) -> tuple[str, ...]:
-    """`int4:group=64,residual=8,none` is two names: a comma before `name=` belongs to the parameters of one."""
-    return tuple(part.strip() for part in re.split(r",(?!\s*\w+=)", text) if part.strip())

@@ -113,36 +113,57 @@ def _shown(params: Sequence[tuple[str, Any]]) -> str:
 @dataclass(frozen=True)
 class Row:
     """A way to keep a document, and to read it: `select` None reads all. `exported`: answered by the model's own
-    attention from `Engine.export`."""
+    attention from `Engine.export`. budget: the entries kept per KV head, in place of the share removed, then 0."""
 
     variant: Variant
     removed: float
     codec: str = "none"
     exported: bool = False
     select: Reading | None = None
+    budget: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> Row:
-        """`full`, `full/int4`, `keydiff@0.75` or `lagkv:lag=64@0.5/int8`: a policy, the share that it removes (half,
-        unless given) and a codec. Raises `InvalidRequest`."""
+        """`full`, `full/int4`, `keydiff@0.75`, `snapkv@128` or `lagkv:lag=64@0.5/int8`: a policy, the share that it
+        removes (half, unless given) or the entries that it keeps per KV head, and a codec. Raises `InvalidRequest`."""
         way, _, codec = text.strip().partition("/")
         policy, at, removed = way.rpartition("@") if "@" in way else (way, "", "0.5")
         variant = Variant.parse(policy)
         if not variant.takes_budget:
             _require(not at, "ways", text, "without a share removed, as this policy keeps everything")
             return cls(variant, 0.0, str(Codec.parse(codec or "none")))
+        if removed.isdecimal() and removed.isascii() and int(removed) >= 2:
+            return cls(variant, 0.0, str(Codec.parse(codec or "none")), budget=int(removed))
         try:
             share = float(removed)
         except ValueError:
             share = -1.0
-        _require(0 <= share < 1, "ways", text, "with a share removed from 0 to below 1 behind the @")
+        rule = "with a share removed from 0 to below 1 behind the @, or entries kept, a whole number from 2"
+        _require(0 <= share < 1, "ways", text, rule)
         return cls(variant, share, str(Codec.parse(codec or "none")))
 
     @property
     def label(self) -> str:
         """What `parse` reads, for a row that is read as a whole."""
-        removed = f"@{self.removed:g}" if self.variant.takes_budget else ""
-        return self.variant.label + removed + (f"/{self.codec}" if self.codec != "none" else "")
+        size = f"@{self.removed:g}" if self.budget is None else f"@{self.budget}"
+        return (
+            self.variant.label
+            + (size if self.variant.takes_budget else "")
+            + (f"/{self.codec}" if self.codec != "none" else "")
+        )
+
+    @property
+    def kept(self) -> tuple[Variant, float, int | None]:
+        """What rows of one compressed cache share."""
+        return self.variant, self.removed, self.budget
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The arguments of `Engine.prepare` that say how much is kept, with the policy."""
+        policy = {"policy": self.variant.policy, "policy_params": dict(self.variant.params)}
+        if not self.variant.takes_budget:
+            return policy
+        return policy | ({"compression_ratio": self.removed} if self.budget is None else {"budget_tokens": self.budget})
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -158,6 +179,8 @@ class Row:
         }
         if self.select is not None:  # results of rows that read all stay found
             settings["select"] = asdict(self.select)
+        if self.budget is not None:
+            settings["budget"] = self.budget
         return settings
 
 
@@ -176,9 +199,8 @@ class Unit:
 
 @dataclass(frozen=True)
 class MadeUnit(Unit):
-    """Of a made document: the one of this number in a cell. All rows have one share removed."""
+    """Of a made document: the one of this number in a cell. All rows are read from one compressed cache."""
 
-    removed: float
     cell: Cell
     document: int
 
@@ -202,6 +224,7 @@ class Block:
     export: bool = False
     select: tuple[str, ...] = ()
     shares: tuple[float, ...] = SHARES
+    budgets: tuple[int, ...] = ()
 
     def cells(self) -> list[Cell]:
         chosen = product(self.lengths, self.tasks, self.haystacks)
@@ -214,12 +237,13 @@ class Block:
         rows = []
         for variant in variants:
             codecs = self.codecs if variant.label != BASELINE else tuple(dict.fromkeys(("none", *self.codecs)))
-            for removed in self.ratios if variant.takes_budget else (0.0,):
+            sizes = [(removed, None) for removed in self.ratios] + [(0.0, budget) for budget in self.budgets]
+            for removed, budget in sizes if variant.takes_budget else [(0.0, None)]:
                 for codec in codecs:
                     readings = (Reading.parse(text, share) for text in self.select for share in self.shares)
-                    rows += [Row(variant, removed, codec, select=select) for select in (None, *readings)]
+                    rows += [Row(variant, removed, codec, False, select, budget) for select in (None, *readings)]
                 if export or self.export:
-                    rows.append(Row(variant, removed, exported=True))
+                    rows.append(Row(variant, removed, exported=True, budget=budget))
         return rows
 
 
@@ -239,18 +263,17 @@ class Grid:
         """All rows, those of one policy and ratio together."""
         rows = dict.fromkeys(row for block in self.blocks for row in block.rows(export=self.export))
         order = {variant: i for i, variant in enumerate(dict.fromkeys(row.variant for row in rows))}
-        return sorted(rows, key=lambda row: (order[row.variant], row.removed))
+        return sorted(rows, key=lambda row: (order[row.variant], row.removed, row.budget or 0))
 
     def units(self) -> list[MadeUnit]:
         """Document by document through all cells: a run that is stopped has a little of everything."""
-        planned: dict[tuple[int, Cell, Variant, float], dict[Row, None]] = {}
+        planned: dict[tuple[Any, ...], dict[Row, None]] = {}
         for document in range(max((block.documents for block in self.blocks), default=0)):
             for block in (block for block in self.blocks if document < block.documents):
                 for cell, row in product(block.cells(), block.rows(export=self.export)):
-                    planned.setdefault((document, cell, row.variant, row.removed), {})[row] = None
+                    planned.setdefault((document, cell, *row.kept), {})[row] = None
         return [
-            MadeUnit(variant, tuple(rows), removed, cell, document)
-            for (document, cell, variant, removed), rows in planned.items()
+            MadeUnit(variant, tuple(rows), cell, document) for (document, cell, variant, *_), rows in planned.items()
         ]
 
 
@@ -263,6 +286,7 @@ def make_grid(
     documents: int | None = None,
     policies: Sequence[str] = (),
     ratios: Sequence[float] = (),
+    budgets: Sequence[int] = (),
     codecs: Sequence[str] = (),
     select: Sequence[str] = (),
     shares: Sequence[float] = (),
@@ -294,7 +318,10 @@ def make_grid(
     for share in shares:
         _require(0 < share < 1, "shares", share, "a fraction read, above 0 and below 1")
     _require(documents is None or documents >= 1, "documents", documents, "an integer from 1")
-    blocks = tuple(replace(block, **{key: value for key, value in given.items() if value}) for block in blocks)
+    chosen = {key: value for key, value in given.items() if value}
+    if budgets:
+        chosen |= {"budgets": tuple(budgets), "ratios": tuple(ratios)}
+    blocks = tuple(replace(block, **chosen) for block in blocks)
     grid = Grid(blocks, seed=seed, export=export)
     if not grid.cells():
         raise InvalidRequest("no cell is left: the task cwe stands in the haystack dense only", param="haystacks")
@@ -305,8 +332,8 @@ def make_grid(
 def make_rows(ways: Sequence[str]) -> list[Row]:
     """The rows of ways (see `Row.parse`), those of one policy and share together, after the full cache."""
     rows = dict.fromkeys([Row(Variant(BASELINE), 0.0), *map(Row.parse, ways)])
-    groups = list(dict.fromkeys((row.variant, row.removed) for row in rows))
-    return sorted(rows, key=lambda row: groups.index((row.variant, row.removed)))
+    groups = list(dict.fromkeys(row.kept for row in rows))
+    return sorted(rows, key=lambda row: groups.index(row.kept))
 
 
 def length_label(tokens: int) -> str:

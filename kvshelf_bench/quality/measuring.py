@@ -69,7 +69,7 @@ def outcomes(
                 progress(unit, [known[protocol.key(unit, row)] for row in unit.rows], True)
         for unit, measured in _measured(missing, protocol, options, engine, processes):
             for row, outcome in zip(unit.rows, measured, strict=True):
-                about = {"removed": row.removed, "codec": row.codec, "exported": row.exported}
+                about = {"removed": row.removed, "budget": row.budget, "codec": row.codec, "exported": row.exported}
                 file.append(outcome, {**unit.about, **about})
                 known[outcome.key] = outcome
             progress(unit, measured, False)

@@ -1,82 +1,118 @@
-"""Peak memory of compressing one long document under each policy, against a prefill that keeps everything."""
+"""Peak memory of compressing one long document under each policy, against a prefill that keeps everything, and of
+answering from it."""
 
 from __future__ import annotations
 
 import multiprocessing
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.engine import Engine
-from kvshelf.errors import InvalidRequest, KvshelfError
+from kvshelf.errors import KvshelfError
 from kvshelf.methods.policies import build
 from kvshelf.samples.suite import make_case
 from kvshelf_bench.engines import EngineOptions
 from kvshelf_bench.measure import with_peak
-from kvshelf_bench.quality.grid import BASELINE, Variant
+from kvshelf_bench.quality.grid import BASELINE, Row, Variant
 from kvshelf_bench.quality.retrieval import EVALUATION_SEED, counter
 
 _WARM_UP_TOKENS = 512
+_QUESTION = "What does the document say?"
 
 
 @dataclass(frozen=True)
 class Peak:
-    """One compression in a process of its own.
+    """One compression, and perhaps answers from it, in a process of its own.
 
     phase: when the policy acts, on which the peak depends: "during" the prefill, in "cascade" or "after" it.
     peak_bytes: the most that was allocated (GPU) or resident (CPU) beyond the loaded, warm model. cache_bytes: the size
-    of the compressed cache. refused: why there is no result.
+    of the compressed cache. answer_bytes: by which answering raised the memory at most; token_s: wall seconds between
+    tokens of the answers; both 0 where nothing is asked. refused: why there is no result.
     """
 
     policy: str
     phase: str
     removed: float
+    budget: int | None = None
     tokens: int = 0
     peak_bytes: int = 0
     cache_bytes: int = 0
     prefill_s: float = 0.0
     compress_s: float = 0.0
+    answer_bytes: int = 0
+    token_s: float = 0.0
     refused: str | None = None
 
 
-def peaks(options: EngineOptions, tokens: int, policies: Sequence[str], removed: float) -> Iterator[Peak]:
-    """The baseline, then every policy, each in a fresh process, as the allocator keeps the memory of earlier ones.
+@dataclass(frozen=True)
+class Answers:
+    """What is asked of each cache: so many questions at once, with answers of so many tokens; none with 0 tokens."""
 
-    `tokens` counts the chat template too. Raises `InvalidRequest` for an unknown policy, before any work.
+    questions: int = 1
+    tokens: int = 0
+
+
+def peaks(options: EngineOptions, tokens: int, rows: Sequence[Row], answers: Answers) -> Iterator[Peak]:
+    """The baseline, then every row, each in a fresh process, as the allocator keeps the memory of earlier ones.
+
+    `tokens` counts the chat template too.
     """
-    if not 0 <= removed < 1:
-        raise InvalidRequest(f"--removed is {removed}; it must be a fraction from 0 to below 1", param="removed")
-    for variant in dict.fromkeys(map(Variant.parse, (BASELINE, *policies))):
-        share = removed if variant.takes_budget else 0.0
+    for row in dict.fromkeys((Row(Variant(BASELINE), 0.0), *rows)):
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as alone:
             try:
-                yield alone.submit(_peak, options, tokens, variant, share).result()
+                yield alone.submit(_peak, options, tokens, row, answers).result()
             except BrokenProcessPool:
                 killed = "the process was killed: there was not enough memory"
-                yield Peak(variant.label, _phase(variant), share, tokens, refused=killed)
+                yield replace(_named(row), tokens=tokens, refused=killed)
 
 
-def _peak(options: EngineOptions, tokens: int, variant: Variant, removed: float) -> Peak:
-    engine, phase = options.load(), _phase(variant)
+def _peak(options: EngineOptions, tokens: int, row: Row, answers: Answers) -> Peak:
+    engine = options.load()
     try:
-        _compress(engine, min(tokens, _WARM_UP_TOKENS), variant, removed)
-        compression, peak_bytes = with_peak(engine.model.device, lambda: _compress(engine, tokens, variant, removed))
+        _compress(engine, min(tokens, _WARM_UP_TOKENS), row)
+        compression, peak_bytes = with_peak(engine.model.device, lambda: _compress(engine, tokens, row))
+        answer_bytes, token_s = _answered(engine, compression.cache, answers) if answers.tokens else (0, 0.0)
     except KvshelfError as error:
-        return Peak(variant.label, phase, removed, tokens, refused=error.message)
+        return replace(_named(row), tokens=tokens, refused=error.message)
     cache = compression.cache
-    seconds = compression.prefill_s, compression.compress_s
-    return Peak(variant.label, phase, removed, cache.num_tokens, peak_bytes, cache.nbytes, *seconds)
+    return replace(
+        _named(row),
+        tokens=cache.num_tokens,
+        peak_bytes=peak_bytes,
+        cache_bytes=cache.nbytes,
+        prefill_s=compression.prefill_s,
+        compress_s=compression.compress_s,
+        answer_bytes=answer_bytes,
+        token_s=token_s,
+    )
 
 
-def _phase(variant: Variant) -> str:
-    return build(variant.policy, dict(variant.params)).phase
+def _named(row: Row) -> Peak:
+    phase = build(row.variant.policy, dict(row.variant.params)).phase
+    return Peak(row.variant.label, phase, row.removed, row.budget)
 
 
-def _compress(engine: Engine, tokens: int, variant: Variant, removed: float) -> Any:
+def _answered(engine: Engine, cache: CompressedCache, answers: Answers) -> tuple[int, float]:
+    """See `Peak`. No token ends an answer: this process measures nothing else."""
+    engine.model.generation_config.eos_token_id = []
+    asked = [(cache, _QUESTION)] * answers.questions
+
+    def ask(tokens: int) -> float:
+        started = time.perf_counter()
+        engine.answer_all(asked, max_new_tokens=tokens)
+        return time.perf_counter() - started
+
+    first_s = ask(1)
+    whole_s, answer_bytes = with_peak(engine.model.device, lambda: ask(answers.tokens))
+    return answer_bytes, (whole_s - first_s) / (answers.tokens - 1) if answers.tokens > 1 else whole_s
+
+
+def _compress(engine: Engine, tokens: int, row: Row) -> Any:
     template = engine.prepare("x", policy=BASELINE).num_tokens - 1
     text = make_case("multikey", "prose", tokens - template, EVALUATION_SEED, counter(engine)).text
-    ratio = removed if variant.takes_budget else None
-    job = engine.prepare(text, policy=variant.policy, compression_ratio=ratio, policy_params=dict(variant.params))
-    return engine.run(job)
+    return engine.run(engine.prepare(text, **row.sizes))

@@ -34,7 +34,8 @@ class Outcome:
     exact and partial: one entry per question. stored_bytes: length of the blob. read_share: entries that a token of an
     answer read, of those stored; the mean over questions. probe_tokens: tokens that the policy
     runs behind the document, within the prefill. refused: why there is no result; all other fields are then empty or 0.
-    answers: texts, and quality: the cache's figure (an `api.Quality`), of documents from a dataset alone.
+    answers: texts, first_tokens: the first token of each (-1 where there is none), and quality: the cache's figure (an
+    `api.Quality`), of documents from a dataset alone.
     """
 
     key: str
@@ -50,6 +51,7 @@ class Outcome:
     encode_s: float = 0.0
     answer_s: float = 0.0
     answers: tuple[str, ...] = ()
+    first_tokens: tuple[int, ...] = ()
     quality: Mapping[str, Any] | None = None
 
 
@@ -97,9 +99,8 @@ def measure_unit(engine: Engine, unit: MadeUnit, protocol: Protocol) -> list[Out
     cell = unit.cell
     seed, count = EVALUATION_SEED + protocol.seed + unit.document, counter(engine)
     case = make_case(cell.task, cell.haystack, cell.tokens, seed, count, questions=protocol.questions)
-    ratio, params = unit.removed if unit.variant.takes_budget else None, dict(unit.variant.params)
     try:
-        job = engine.prepare(case.text, policy=unit.variant.policy, compression_ratio=ratio, policy_params=params)
+        job = engine.prepare(case.text, **unit.rows[0].sizes)
         compression = engine.run(job)
     except KvshelfError as error:
         return [Outcome(protocol.key(unit, row), refused=error.message) for row in unit.rows]

@@ -18,9 +18,9 @@ from kvshelf_bench.quality.summary import ABLE, Summary, pareto
 from kvshelf_bench.quality.tables import removed_label, row_name
 
 # Okabe and Ito (2008): distinct under every common form of colour blindness. The baseline is black, yellow too pale.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A3E9D")
-_REST = "#9A9A9A"
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A3E9D")
+REST = "#9A9A9A"
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _PANELS_A_ROW, _MOST_PANELS = 6, 24
 _SAME_SIZE = 1.02  # of front points within this ratio of bytes, only the best gets a label
 _LABEL_HEIGHT = 0.026
@@ -76,12 +76,12 @@ def _lines(points: Sequence[_Point]) -> list[_Line]:
         if point.row.codec == "none":
             plain.setdefault(row_name(point.row), []).append(point)
     ranked = sorted(plain, key=lambda name: -sum(p.exact for p in plain[name]) / len(plain[name]))
-    coloured = [name for name in ranked if name != BASELINE][: len(_COLOURS)]
+    coloured = [name for name in ranked if name != BASELINE][: len(COLOURS)]
     lines = []
     for name, found in plain.items():
         place = coloured.index(name) if name in coloured else None
-        colour = "black" if name == BASELINE else _REST if place is None else _COLOURS[place]
-        marker = "*" if name == BASELINE else "." if place is None else _MARKERS[place]
+        colour = "black" if name == BASELINE else REST if place is None else COLOURS[place]
+        marker = "*" if name == BASELINE else "." if place is None else MARKERS[place]
         ordered = sorted(found, key=lambda point: point.bytes_per_token)
         lines.append(_Line(name, ordered, colour, marker, best=place is not None or name == BASELINE))
     return lines
@@ -114,7 +114,7 @@ def _draw_lines(axes: Axes, points: Sequence[_Point], lines: Sequence[_Line]) ->
         axes.plot(*_places(line.points), color=line.colour, **marks)
     colours = {line.name: line.colour for line in lines}
     encoded = [point for point in points if point.row.codec != "none"]
-    edges = [colours.get(row_name(point.row), _REST) for point in encoded]
+    edges = [colours.get(row_name(point.row), REST) for point in encoded]
     axes.scatter(*_places(encoded), s=16, facecolors="none", edgecolors=edges, linewidths=0.9, zorder=2.5)
 
 
@@ -137,9 +137,9 @@ def _draw_panel(axes: Axes, summary: Summary, cell: Cell, lines: Sequence[_Line]
         entries = [summary.entries.get((point.row, cell)) for point in line.points]
         measured = [entry for entry in entries if entry is not None and entry.refused is None]
         sizes, scores = [entry.bytes_per_token for entry in measured], [entry.exact for entry in measured]
-        colour = line.colour if able else _REST
+        colour = line.colour if able else REST
         axes.plot(sizes, scores, color=colour, marker=line.marker, markersize=3, linewidth=1.1 if line.best else 0.5)
-    axes.set_title(cell.label, fontsize=7.5, color="black" if able else _REST)
+    axes.set_title(cell.label, fontsize=7.5, color="black" if able else REST)
     axes.set_facecolor("white" if able else "#EFEFEF")
     if not able:
         text = f"the model itself:\nunder {ABLE:.0%}"

@@ -69,7 +69,8 @@ class ResumeFile:
         try:
             fields = {name: value for name, value in json.loads(line).items() if name in names}
             lists = {name: tuple(fields[name]) for name in ("exact", "partial")}
-            return Outcome(**{**fields, **lists, "answers": tuple(fields.get("answers", ()))})
+            later = {name: tuple(fields.get(name, ())) for name in ("answers", "first_tokens")}
+            return Outcome(**{**fields, **lists, **later})
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise self._foreign(number, error) from error
 

@@ -157,6 +157,7 @@ class Summary:
             "policy": row.variant.policy,
             "policy_params": dict(row.variant.params),
             "removed": row.removed,
+            "budget": row.budget,
             "codec": row.codec,
             "exported": row.exported,
             "select": None if row.select is None else asdict(row.select),

@@ -20,9 +20,9 @@ def quality_tables(summary: Summary, title: str) -> list[Table]:
     selectors read, and refusals."""
     reasons = {reason: number for number, reason in enumerate(summary.refusals(), 1)}
     whole = [row for row in summary.rows if row.select is None]
-    encoded = {(row.variant, row.removed) for row in whole if row.codec != "none"}
+    encoded = {row.kept for row in whole if row.codec != "none"}
     plain_rows = [row for row in whole if row.codec == "none"]
-    encoded_rows = [row for row in whole if (row.variant, row.removed) in encoded]
+    encoded_rows = [row for row in whole if row.kept in encoded]
     selected_rows = [row for row in summary.rows if row.select is not None]
     tables = [_table(summary, plain_rows, cells, title, reasons) for cells in _columns(summary, plain_rows)]
     if encoded_rows:
@@ -63,7 +63,9 @@ def read_label(row: Row) -> str:
 
 
 def removed_label(row: Row) -> str:
-    """The share removed in percent; empty for a policy that removes nothing."""
+    """The share removed in percent, or the entries kept; empty for a policy that removes nothing."""
+    if row.budget is not None:
+        return f"to {row.budget}"
     return f"{row.removed * 100:g} %" if row.variant.takes_budget else ""
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from kvshelf._extras import needs_extra
 from kvshelf.terminal import progress_bar
-from kvshelf_bench.options import Device, Dtype, Json, Model, Output, Threads, Weights, choices, numbers, publish
+from kvshelf_bench.options import Device, Dtype, Json, Model, Output, Threads, Weights, choices, numbers, publish, split
 
 if TYPE_CHECKING:
     from kvshelf.store.base import Store
@@ -45,6 +45,10 @@ def speed(
     policies: Annotated[str, typer.Option(help="To compress with.  [default: all of one pass]")] = "",
     removed: Annotated[float, typer.Option(help="Fraction that those remove.")] = 0.75,
     questions: Annotated[str, typer.Option(help="Asked at once, comma-separated.")] = "1,8,32,128",
+    ways: Annotated[
+        str, typer.Option(help="Of the documents of the part decode: such as keydiff,snapkv@1024.  [default: full]")
+    ] = "",
+    answer_tokens: Annotated[int, typer.Option(min=2, help="Of each answer in the part decode.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds; medians are printed.")] = 5,
     kvpress_python: Annotated[
         str | None,
@@ -76,11 +80,12 @@ def speed(
 
         from kvshelf.methods.suffixes.registry import SUFFIX_POLICIES
         from kvshelf_bench.measure import load_warning, machine
+        from kvshelf_bench.quality.grid import Row
         from kvshelf_bench.speed import tables as show
         from kvshelf_bench.speed.codecs import codec_costs
         from kvshelf_bench.speed.cold import colds
         from kvshelf_bench.speed.compression import ONE_PASS, compression_costs
-        from kvshelf_bench.speed.decode import decodings
+        from kvshelf_bench.speed.decode import DEFAULT, DOCUMENT_TOKENS, decodings
         from kvshelf_bench.speed.first_token import first_tokens
         from kvshelf_bench.speed.peers.peer import open_kvpress
         from kvshelf_bench.speed.ranks import sharings
@@ -121,8 +126,13 @@ def speed(
             report["first_token"] = firsts
             tables += map(show.first_token_table, firsts)
         if "decode" in chosen:
-            bar = progress.add_task("decoding", total=len(asked))
-            found = decodings(subject, asked, rounds, lambda: progress.advance(bar))
+            of_lengths = fitting(subject, at, (DOCUMENT_TOKENS,), "decode", notes)
+            kept = [Row.parse(way) for way in split(ways)] or [DEFAULT]
+            bar = progress.add_task("decoding", total=len(asked) * len(of_lengths) * len(kept))
+            found = decodings(
+                subject, asked, rounds, lambda: progress.advance(bar),
+                rows=kept, lengths=of_lengths, new_tokens=answer_tokens,
+            )  # fmt: skip
             report["decode"] = found
             tables.append(show.decode_table(found))
         if "select" in chosen:

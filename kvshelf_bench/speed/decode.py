@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.decode.generation import Sampling
+from kvshelf.errors import InvalidRequest
 from kvshelf.kernels.rates import Cost, cost, read_bandwidth
 from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
 from kvshelf_bench.measure import Spread, interleaved, ratios
+from kvshelf_bench.quality.grid import BASELINE, Row, Variant
 from kvshelf_bench.speed.subject import QUESTION_TOKENS, Subject
 
 DOCUMENT_TOKENS = 2048
 NEW_TOKENS = 64
+DEFAULT = Row(Variant(BASELINE), 0.0)
 
 _ALONE = 8
 """Most questions answered one at a time for the comparison; their rate does not depend on their number."""
@@ -23,17 +27,20 @@ _ALONE = 8
 
 @dataclass(frozen=True)
 class Decoding:
-    """`questions` asked at once about `documents` different documents, under the default policy and ratio.
+    """`questions` asked at once about `documents` different documents of `document_tokens` tokens, kept in a `way`.
 
-    together, alone: new tokens per second through the scheduler, and one question at a time through the engine; both
-    include the prefill of the questions. gain: their ratio within a round. step_s: seconds of one decode step of all
-    questions, from the difference between answers of 64 tokens and of one. step_bytes: what such a step must read:
-    weights once, each document's cache once, suffixes at their mean length. share: step_bytes / step_s over
-    `Decodings.read_bandwidth`. Tokens are counted in the answers.
+    held_bytes: of the keys and values of these documents in memory. together, alone: new tokens per second through the
+    scheduler, and one question at a time through the engine; both include the prefill of the questions. gain: their
+    ratio within a round. step_s: seconds of one decode step of all questions, from the difference between whole answers
+    and those of one token. step_bytes: what such a step must read: weights once, each document's cache once, suffixes
+    at their mean length. share: step_bytes / step_s over `Decodings.read_bandwidth`. Tokens are counted in the answers.
     """
 
+    way: str
+    document_tokens: int
     questions: int
     documents: int
+    held_bytes: int
     together: Spread
     alone: Spread
     gain: Spread
@@ -47,7 +54,6 @@ class Decoding:
 class Decodings:
     """All rows. read_bandwidth: bytes per second, measured before the rows with the same threads."""
 
-    document_tokens: int
     question_tokens: int
     new_tokens: int
     read_bandwidth: float
@@ -55,20 +61,39 @@ class Decodings:
 
 
 def decodings(
-    subject: Subject, questions: Sequence[int], rounds: int, progress: Callable[[], None] = lambda: None
+    subject: Subject,
+    questions: Sequence[int],
+    rounds: int,
+    progress: Callable[[], None] = lambda: None,
+    *,
+    rows: Sequence[Row] = (DEFAULT,),
+    lengths: Sequence[int] = (DOCUMENT_TOKENS,),
+    new_tokens: int = NEW_TOKENS,
 ) -> Decodings:
-    """Every number in `questions`: that many questions on a document each, and on one shared document."""
+    """Every row, length and number in `questions`: that many questions on a document each, and on one shared document.
+    new_tokens: of each answer, from 2. Raises `InvalidRequest` for answers that the model has no room for."""
+    longest = max(lengths) + QUESTION_TOKENS + new_tokens
+    if longest > subject.engine.max_tokens:
+        raise InvalidRequest(
+            f"{max(lengths)} tokens with a question and an answer of {new_tokens} are {longest}, and the model takes "
+            f"{subject.engine.max_tokens}; give shorter ones",
+            param="answer_tokens",
+        )
     bandwidth = read_bandwidth(subject.device)
     engine = subject.engine
-    caches = [engine.compress(subject.tokens(DOCUMENT_TOKENS, seed=10 + i)) for i in range(max(questions))]
-    rows = []
+    found = []
     with endless_answers(subject):
-        for count in questions:
-            for attached in dict.fromkeys((count, 1)):
-                asked = [caches[i % attached] for i in range(count)]
-                rows.append(_measure(subject, asked, attached, rounds, bandwidth))
-            progress()
-    return Decodings(DOCUMENT_TOKENS, QUESTION_TOKENS, NEW_TOKENS, bandwidth, rows)
+        for length, row in product(lengths, rows):
+            documents = [subject.tokens(length, seed=10 + i) for i in range(max(questions))]
+            jobs = (engine.prepare(each, **row.sizes) for each in documents)
+            caches = [engine.encoded(engine.run(job).cache, row.codec) for job in jobs]
+            for count in questions:
+                for attached in dict.fromkeys((count, 1)):
+                    asked = [caches[i % attached] for i in range(count)]
+                    measured = _measure(subject, asked, attached, rounds, bandwidth, new_tokens)
+                    found.append(replace(measured, way=row.label, document_tokens=length))
+                progress()
+    return Decodings(QUESTION_TOKENS, new_tokens, bandwidth, found)
 
 
 @contextmanager
@@ -89,15 +114,15 @@ class _Answered:
 
 
 def _measure(
-    subject: Subject, caches: list[CompressedCache], documents: int, rounds: int, bandwidth: float
+    subject: Subject, caches: list[CompressedCache], documents: int, rounds: int, bandwidth: float, new_tokens: int
 ) -> Decoding:
     scheduler = Scheduler(subject.engine, SchedulerLimits(max_open=len(caches), max_waiting=len(caches)))
     scheduler.start()
     try:
         runs = interleaved(
             {
-                "alone": lambda: _one_at_a_time(subject, caches[:_ALONE], NEW_TOKENS),
-                "together": lambda: _together(subject, scheduler, caches, NEW_TOKENS),
+                "alone": lambda: _one_at_a_time(subject, caches[:_ALONE], new_tokens),
+                "together": lambda: _together(subject, scheduler, caches, new_tokens),
                 "first": lambda: _together(subject, scheduler, caches, 1),
             },
             rounds,
@@ -107,9 +132,12 @@ def _measure(
     together, alone = ([run.tokens / run.cost.seconds for run in runs[way]] for way in ("together", "alone"))
     walls = ([run.tokens / run.cost.wall_s for run in runs[way]] for way in ("together", "alone"))
     both = zip(runs["together"], runs["first"], strict=True)
-    steps = [(run.cost.seconds - first.cost.seconds) / (NEW_TOKENS - 1) for run, first in both]
-    needed = step_bytes(subject, caches[:documents], len(caches))
+    steps = [(run.cost.seconds - first.cost.seconds) / (new_tokens - 1) for run, first in both]
+    needed = step_bytes(subject, caches[:documents], len(caches), new_tokens)
     return Decoding(
+        way="",
+        document_tokens=0,
+        held_bytes=sum(subject.engine.attach(cache).nbytes for cache in caches[:documents]),
         questions=len(caches),
         documents=documents,
         together=Spread.of(together),
@@ -152,12 +180,12 @@ def _question(subject: Subject, i: int) -> list[int]:
     return subject.tokens(QUESTION_TOKENS, seed=1000 + i)
 
 
-def step_bytes(subject: Subject, documents: Sequence[CompressedCache], rows: int) -> int:
+def step_bytes(subject: Subject, documents: Sequence[CompressedCache], rows: int, new_tokens: int = NEW_TOKENS) -> int:
     """Bytes that a decode step of `rows` answers must read: weights, one cache per document, one suffix per row."""
     model = subject.engine.model
     # The embedding is read one row per token; a tied one is the head as well, and read in full.
     embedding = model.get_input_embeddings().weight
     tied = model.get_output_embeddings().weight is embedding
     weights = sum(int(parameter.nbytes) for parameter in model.parameters()) - (0 if tied else int(embedding.nbytes))
-    suffix = rows * math.ceil(QUESTION_TOKENS + NEW_TOKENS / 2) * subject.engine.kv_bytes_per_token
+    suffix = rows * math.ceil(QUESTION_TOKENS + new_tokens / 2) * subject.engine.kv_bytes_per_token
     return int(weights + sum(cache.nbytes for cache in documents) + suffix)

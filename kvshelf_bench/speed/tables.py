@@ -81,16 +81,17 @@ def first_token_table(firsts: FirstTokens) -> Table:
 
 
 def decode_table(found: Decodings) -> Table:
-    """One row per number of questions and documents."""
-    table = Table("questions", "documents", "one at a time", "together", "gain", "step", "read", "of bandwidth")
+    """One row per way, length and number of questions and documents."""
+    table = Table("way", "tokens", "questions", "documents", "held", "one by one", "together", "gain", "step", "read")
     table.title = (
-        f"new tokens per second: {found.question_tokens} + {found.new_tokens} tokens behind documents of "
-        f"{found.document_tokens}; reading memory {found.read_bandwidth / 1e9:.1f} GB/s"
+        f"new tokens per second: {found.question_tokens} + {found.new_tokens} tokens behind documents; a step, what it "
+        f"reads, and its share of the {found.read_bandwidth / 1e9:.1f} GB/s that memory gives"
     )
     for row in found.rows:
         rates = (f"{row.alone.median:,.0f}/s", f"{row.together.median:,.0f}/s", ratio(row.gain))
-        read = (f"{row.step_bytes / 1e6:,.1f} MB", f"{row.share.median:.0%}")
-        table.add_row(str(row.questions), str(row.documents), *rates, _ms(row.step_s), *read)
+        read = f"{row.step_bytes / 1e6:,.1f} MB, {row.share.median:.0%}"
+        about = (row.way, f"{row.document_tokens:,}", f"{row.questions}", f"{row.documents}")
+        table.add_row(*about, f"{row.held_bytes / 1e6:,.1f} MB", *rates, _ms(row.step_s), read)
     return table
 
 

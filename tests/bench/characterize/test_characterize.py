@@ -76,6 +76,11 @@ def test_a_question_that_waits_for_the_model_is_late_from_its_arrival():
 
 def test_unknown_systems_are_refused():
     assert require_known(["full", "h2o"], [0.5, 0.25], 512) == [Way("full"), Way("h2o", 0.5), Way("h2o", 0.25)]
+    several = ["lagkv:lag=64", "quest:page=8", "policy:snapkv", "infllm", "read:infllm"]
+    ways = require_known(several, [0.5], 512)
+    assert [way.selects for way in ways] == [False, True, True, False, True]
+    assert ways[0].kept == {"policy": "lagkv", "policy_params": {"lag": 64}, "compression_ratio": 0.5}
+    assert [way.kept["policy"] for way in ways[1:]] == ["full", "full", "infllm", "full"]
     with pytest.raises(InvalidRequest, match="chess") as refused:
         require_known(["full", "chess"], [0.5], 512)
     assert refused.value.param == "systems"

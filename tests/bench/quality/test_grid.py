@@ -33,7 +33,7 @@ def test_a_prefill_is_planned_once_for_all_codecs_and_blocks():
         ("none", "int2"),
     )
     units = Grid((block, wider)).units()
-    assert len(units) == len({(unit.cell, unit.document, unit.variant, unit.removed) for unit in units}) == 3 * 2
+    assert len(units) == len({(unit.cell, unit.document, *unit.rows[0].kept) for unit in units}) == 3 * 2
     first = next(unit for unit in units if unit.variant.policy == "keydiff")
     assert sorted(row.codec for row in first.rows) == ["int2", "int4", "none"]
     last = [unit for unit in units if unit.document == 2 and unit.variant.policy == "keydiff"]
@@ -106,3 +106,19 @@ def test_ways_are_rows_behind_the_full_cache():
 def test_a_way_that_is_none_is_refused(way, reason):
     with pytest.raises(InvalidRequest, match=reason):
         make_rows([way])
+
+
+def test_budgets_stand_beside_ratios_or_in_their_place():
+    both = make_grid("small", policies=["keydiff"], ratios=[0.5], budgets=[64])
+    assert [row.label for row in both.rows()] == ["full", "keydiff@64", "keydiff@0.5"]
+    alone = make_grid("small", policies=["keydiff"], budgets=[64, 128])
+    assert [row.label for row in alone.rows()] == ["full", "keydiff@64", "keydiff@128"]
+    row = Row.parse("lagkv:lag=64@96/int8")
+    assert (row.budget, row.codec, row.label) == (96, "int8", "lagkv:lag=64@96/int8")
+    assert row.sizes == {"policy": "lagkv", "policy_params": {"lag": 64}, "budget_tokens": 96}
+    assert Row.parse("full").sizes == {"policy": "full", "policy_params": {}}
+    assert Row.parse("keydiff@0.5").sizes["compression_ratio"] == 0.5
+    assert row.settings != Row.parse("lagkv:lag=64@0.0/int8").settings
+    assert "budget" not in Row.parse("keydiff@0.5").settings, "results of ratios stay found"
+    with pytest.raises(InvalidRequest, match="entries kept, a whole number"):
+        Row.parse("keydiff@1.5")

@@ -15,8 +15,8 @@ from kvshelf.errors import InvalidRequest
 from kvshelf_bench.cli import app
 from kvshelf_bench.engines import EngineOptions
 from kvshelf_bench.measure import with_peak
-from kvshelf_bench.quality.grid import Variant
-from kvshelf_bench.quality.memory import _peak, peaks
+from kvshelf_bench.quality.grid import Row
+from kvshelf_bench.quality.memory import Answers, _peak
 
 
 def peaks_of_64_mb() -> list[int]:
@@ -52,7 +52,9 @@ def test_each_policy_has_its_peak_and_refusals_are_rows(tmp_path):
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     full, refused = json.loads(report.read_text())["rows"]
-    streaming = asdict(_peak(EngineOptions(), 2048, Variant("streaming_llm"), 0.75))  # here: a process takes seconds
+    streaming = asdict(
+        _peak(EngineOptions(), 2048, Row.parse("streaming_llm@0.75"), Answers())
+    )  # here: a process takes seconds
     assert (full["policy"], streaming["policy"], refused["policy"]) == ("full", "streaming_llm", "lagkv:lag=4096")
     assert full["tokens"] == streaming["tokens"]
     assert streaming["phase"] == "during"
@@ -65,12 +67,24 @@ def test_each_policy_has_its_peak_and_refusals_are_rows(tmp_path):
     assert "refused" in result.output
 
 
-@pytest.mark.parametrize("removed", [-0.1, 1.0])
-def test_impossible_ratios_are_refused_before_any_work(removed):
-    with pytest.raises(InvalidRequest, match="--removed"):
-        next(peaks(EngineOptions(), 1024, ["keydiff"], removed))
+def test_answers_are_measured_behind_what_was_kept():
+    """In this process; what is read of a tenth of the document takes less memory and no more time."""
+    small = _peak(EngineOptions(), 1024, Row.parse("streaming_llm@64"), Answers(questions=3, tokens=4))
+    assert small.budget == 64
+    assert 0 < small.cache_bytes < 64 * 4200
+    assert small.token_s > 0
+    assert small.answer_bytes > 0
+    assert _peak(EngineOptions(), 512, Row.parse("full"), Answers()).token_s == 0
 
 
-def test_unknown_policies_are_refused_before_any_work():
-    with pytest.raises(InvalidRequest, match="magic"):
-        next(peaks(EngineOptions(), 1024, ["magic"], 0.5))
+def test_impossible_options_are_refused_before_any_work():
+    for arguments, reason in (
+        (["--removed", "1.0"], "--removed"),
+        (["--removed", "-0.1"], "--removed"),
+        (["--policies", "magic"], "magic"),
+        (["--ways", "magic@3"], "magic"),
+        (["--tokens", "2048,8"], "at least 64"),
+    ):
+        refused = CliRunner().invoke(app, ["memory", *arguments]).exception
+        assert isinstance(refused, InvalidRequest), arguments
+        assert reason in refused.message

@@ -24,6 +24,7 @@ from kvshelf.model.loading import shares_models
 from kvshelf.model.source import bundled_folder
 from kvshelf.store.url import open_store
 from kvshelf_bench.cli import app
+from kvshelf_bench.quality.grid import Row
 from kvshelf_bench.speed import compression, decode, serving
 from kvshelf_bench.speed.codecs import codec_costs, codec_ways
 from kvshelf_bench.speed.compression import Hooked, compress, compression_costs, plain_prefill
@@ -354,14 +355,19 @@ def test_a_step_reads_weights_once_each_document_once_and_every_suffix(subject):
     assert decode.step_bytes(subject, [cache] * 3, 3) == weights + 3 * cache.nbytes + 3 * mean_suffix * per_token
 
 
-def test_decoding_is_measured_on_different_documents_and_on_one(subject, monkeypatch):
-    monkeypatch.setattr(decode, "DOCUMENT_TOKENS", 128)
-    monkeypatch.setattr(decode, "NEW_TOKENS", 8)
-    found = decode.decodings(subject, [1, 3], rounds=1)
+def test_decoding_is_measured_on_different_documents_and_on_one(subject):
+    found = decode.decodings(subject, [1, 3], rounds=1, lengths=[128], new_tokens=8)
     assert [(row.questions, row.documents) for row in found.rows] == [(1, 1), (3, 3), (3, 1)]
     assert all(row.together.median > 0 and row.gain.median > 0 for row in found.rows)
     assert found.rows[1].step_bytes > found.rows[2].step_bytes
     assert found.read_bandwidth > 1e8
+    rows = [Row.parse("full"), Row.parse("streaming_llm@32")]
+    found = decode.decodings(subject, [2], rounds=1, rows=rows, lengths=[128, 256], new_tokens=4)
+    told = [(row.way, row.document_tokens, row.documents) for row in found.rows]
+    assert told == [(row.label, length, count) for length in (128, 256) for row in rows for count in (2, 1)]
+    assert found.rows[2].held_bytes == found.rows[0].held_bytes / 4
+    with pytest.raises(InvalidRequest, match="an answer of 20000"):
+        decode.decodings(subject, [1], rounds=1, new_tokens=20_000)
 
 
 def test_a_random_model_is_the_same_every_time(tmp_path):

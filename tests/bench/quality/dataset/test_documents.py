@@ -7,9 +7,36 @@ import json
 import pytest
 
 from kvshelf.errors import InvalidRequest
-from kvshelf_bench.quality.dataset.documents import Document, Question, chosen, read_documents
+from kvshelf_bench.quality.dataset.documents import Document, chosen, read_documents, read_prompts
+from kvshelf_bench.quality.dataset.rows import Question, Reading
 
 ROW = {"context": "The door is green.", "question": ["Which colour?"], "answers": [["green", "Green"]]}
+
+KVPRESS = {
+    "context": "A box holds 7 coins.",
+    "question": "How many coins?",
+    "answer_prefix": "There are",
+    "answer": ["7"],
+    "max_new_tokens": 5,
+    "task": "niah_single_1",
+}
+LONGBENCH = {
+    "context": "One. Two.",
+    "input": "Which class?",
+    "answers": ["Date"],
+    "all_classes": ["Date", "City"],
+    "length": 2,
+    "dataset": "trec",
+    "_id": "x1",
+}
+SCBENCH = {
+    "id": 4,
+    "context": "A long book.",
+    "multi_turns": [
+        {"input": "Who?", "answer": "the keeper", "options": ["the sailor", "the keeper", "a", "b"]},
+        {"input": "Where?", "answer": "here", "options": ["here", "there", "c", "d"]},
+    ],
+}
 
 
 def written(path, *rows):
@@ -35,20 +62,25 @@ def test_rows_of_one_context_are_one_document(tmp_path):
         ("{", "is no JSON"),
         ('{"context": "half a \\ud800"}', "is no JSON"),
         ("[" * 100_000, "is no JSON"),
-        ("[1]", "has list; a row needs context, question, answers"),
-        ({"context": "a", "input": "b"}, "has the fields 'context', 'input'; a row needs context, question, answers"),
+        ("[1]", "has list; a row is an object"),
+        ({"context": "a", "input": "b"}, "has the fields 'context', 'input'; a row needs .*context, multi_turns"),
         ("{}", "has the fields none"),
         (ROW | {"context": " "}, "context must be a text"),
         (ROW | {"context": 7}, "context must be a text"),
-        (ROW | {"question": "Which colour?"}, "question must be a list"),
+        (ROW | {"question": "Which colour?"}, "a row needs"),
         (ROW | {"question": []}, "question must be a list"),
         (ROW | {"question": ["a", ""], "answers": ["b", "c"]}, "question must be a list"),
         (ROW | {"answers": []}, "one entry for each of 1 questions, not 0"),
         (ROW | {"answers": {"a": 1}}, "one entry for each of 1 questions, not dict"),
         (ROW | {"answers": [[]]}, "at least one"),
-        (ROW | {"answers": [[3]]}, "must be texts"),
-        (ROW | {"answers": [["green", "*"]]}, "'\\*' of 'Which colour\\?' has no word"),
-        (ROW | {"id": 3}, "id must be a text"),
+        (ROW | {"answers": [[None]]}, "must be texts"),
+        (ROW | {"answers": [["green", "*"]]}, "does not fit 'Which colour\\?': the answer '\\*' has no word"),
+        (ROW | {"scorer": "best"}, "there is no scorer 'best'; one of contains"),
+        (ROW | {"scorer": ["exact", "f1"]}, "one for each of 1 questions"),
+        (ROW | {"scorer": "letter"}, "the scorer letter does not fit .*'green' is no letter"),
+        (ROW | {"max_new_tokens": 0}, "max_new_tokens must be a whole number from 1"),
+        (ROW | {"id": 3.5}, "id must be a text"),
+        (KVPRESS, "has the shape kvpress, and .*line 1 lists; give files of one shape"),
     ],
 )
 def test_a_row_that_is_none_is_refused_with_its_line(tmp_path, row, reason):
@@ -61,7 +93,7 @@ def test_a_file_without_documents_is_refused(tmp_path):
     (tmp_path / "latin").write_bytes("n\xf6te".encode("latin-1"))
     with pytest.raises(InvalidRequest, match="latin cannot be read"):
         read_documents(tmp_path / "latin")
-    with pytest.raises(InvalidRequest, match="nothing cannot be read"):
+    with pytest.raises(InvalidRequest, match="nothing cannot be read: no such file or folder"):
         read_documents(tmp_path / "nothing")
     with pytest.raises(InvalidRequest, match="has no row"):
         read_documents(written(tmp_path / "empty", ""))
@@ -80,3 +112,97 @@ def test_a_fraction_is_drawn_by_the_seed_and_keeps_the_order():
     assert chosen(documents, fraction=0.25, limit=3, seed=3) == drawn[:3]
     assert chosen(documents, fraction=1, limit=None, seed=3) == documents
     assert len(chosen(documents, fraction=0, limit=None, seed=3)) == 1
+
+
+def test_a_row_of_kvpress(tmp_path):
+    other = KVPRESS | {"question": "What holds them?", "answer": "box", "task": "mine"}
+    (document,) = read_documents(written(tmp_path / "rows.jsonl", KVPRESS, other))
+    asked, own = document.questions
+    assert document.context == KVPRESS["context"]
+    assert (asked.text, asked.prefix, asked.answers) == ("How many coins?", "There are", ("7",))
+    assert (asked.scorer, asked.max_new_tokens, asked.task) == ("string_match_all", 5, "niah_single_1")
+    assert (own.scorer, own.answers, own.task) == ("contains", ("box",), "mine")
+    letters = KVPRESS | {"task": None, "choice_A": "x", "difficulty": "easy", "answer": "B"}
+    (document,) = read_documents(written(tmp_path / "v2.jsonl", letters))
+    assert (document.questions[0].scorer, document.questions[0].task) == ("letter", "v2")
+
+
+def test_a_row_of_longbench_and_its_prompt(tmp_path):
+    path = written(tmp_path / "trec.jsonl", LONGBENCH)
+    (document,) = read_documents(path)
+    (asked,) = document.questions
+    assert (document.id, document.context, asked.text) == ("x1", "One. Two.", "Which class?")
+    assert (asked.scorer, asked.classes, asked.max_new_tokens) == ("classification", ("Date", "City"), 64)
+    assert asked.first_line
+    prompted = Reading(prompts={"trec": "Examples:\n{context}\n{input} It is a"})
+    (document,) = read_documents(path, prompted)
+    assert document.context == "Examples:\nOne. Two."
+    assert document.questions[0].text == "\nWhich class? It is a"
+    (document,) = read_documents(path, Reading(scorer="exact"))
+    assert document.questions[0].scorer == "exact"
+    with pytest.raises(InvalidRequest, match=r"line 1: input is empty, .* give --prompts"):
+        read_documents(written(tmp_path / "report.jsonl", LONGBENCH | {"input": ""}))
+    with pytest.raises(InvalidRequest, match="line 1: the prompt of trec asks nothing"):
+        read_documents(path, Reading(prompts={"trec": "Read {context}\n"}))
+    with pytest.raises(InvalidRequest, match="line 1: the prompt of trec does not fit: 'inputs'"):
+        read_documents(path, Reading(prompts={"trec": "{context}{inputs}"}))
+
+
+def test_a_row_of_scbench_is_of_the_task_that_its_file_is_named_after(tmp_path):
+    path = written(tmp_path / "scbench_choice_eng.jsonl", SCBENCH)
+    (document,) = read_documents(path)
+    assert (document.id, document.context) == ("4", "A long book.")
+    first, second = document.questions
+    assert (first.text, first.answers, first.scorer) == ("Who?", ("the keeper", "B"), "option")
+    assert (second.answers, second.max_new_tokens) == (("here", "A"), 40)
+    prompt = "Read.\n{context}\n\nQuestion: {question}\nA. {OPTION_A}\nB. {OPTION_B}"
+    (document,) = read_documents(path, Reading(prompts={"scbench_choice_eng": prompt}))
+    assert document.context == "Read.\nA long book."
+    assert document.questions[1].text == "\n\nQuestion: Where?\nA. here\nB. there"
+    numbers = {"context": "a", "multi_turns": [{"input": "sum?", "answer": 12}]}
+    (document,) = read_documents(written(tmp_path / "scbench_mf.jsonl", numbers))
+    assert (document.questions[0].answers, document.questions[0].scorer) == (("12",), "first_number")
+    for turns, reason in (([], "must be a list"), ([{"input": "a"}], "a turn has no answer"), ("a", "must be a list")):
+        with pytest.raises(InvalidRequest, match=f"line 1: .*{reason}"):
+            read_documents(written(tmp_path / "bad.jsonl", SCBENCH | {"multi_turns": turns}))
+
+
+def test_parquet_and_the_folders_of_datasets_have_the_same_rows(tmp_path):
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    rows = [ROW | {"id": "a"}, {"id": "b", "context": "The gate is red.", "question": ["Which?"], "answers": [["red"]]}]
+    expected = read_documents(written(tmp_path / "rows.jsonl", *rows))
+    table = pa.Table.from_pylist(rows)
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    assert read_documents(tmp_path / "rows.parquet") == expected
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    (saved / "state.json").write_text("{}")
+    with (
+        pa.OSFile(str(saved / "data-00000-of-00001.arrow"), "wb") as file,
+        pa.ipc.new_stream(file, table.schema) as out,
+    ):
+        out.write_table(table)
+    assert read_documents(saved) == expected
+    written(saved / "more.jsonl", {**ROW, "id": "a", "context": "Another door."})
+    assert [document.id for document in read_documents(saved)] == [
+        "data-00000-of-00001/a",
+        "data-00000-of-00001/b",
+        "more/a",
+    ]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InvalidRequest, match=r"a folder without \.jsonl"):
+        read_documents(tmp_path / "empty")
+    (tmp_path / "torn.parquet").write_bytes(b"PAR1")
+    with pytest.raises(InvalidRequest, match=r"torn.parquet cannot be read"):
+        read_documents(tmp_path / "torn.parquet")
+
+
+@pytest.mark.parametrize("text", ["[]", '{"a": 1}', '{"a": "no place"}', "{", None])
+def test_prompts_that_are_none_are_refused(tmp_path, text):
+    path = tmp_path / "prompts.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(InvalidRequest, match=r"--prompts .*prompts.json"):
+        read_prompts(path)

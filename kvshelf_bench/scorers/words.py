@@ -1,4 +1,4 @@
-"""Scores of an answer against its references, between 0 and 1."""
+"""Answers that contain a reference as whole words."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Perplexity of a text behind compressed beginnings and under suffix policies."""

@@ -1,0 +1,60 @@
+"""`kvshelf bench perplexity`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from kvshelf._extras import needs_extra
+from kvshelf.errors import InvalidRequest
+from kvshelf_bench.options import Device, Dtype, Json, Model, Output, Threads, counted, numbers, publish, split
+
+
+def perplexity(
+    file: Annotated[Path, typer.Argument(help="A text, in UTF-8: a book, say.")],
+    model: Model = "kvshelf-tiny",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    threads: Threads = 1,
+    ways: Annotated[str, typer.Option(help="How the beginning is kept: such as snapkv@0.9,lagkv@128,full/int4.")] = "",
+    suffixes: Annotated[str, typer.Option(help="Suffix policies for what follows: such as window,h2o.")] = "",
+    budgets: Annotated[str, typer.Option(help="Entries that these leave per KV head, comma-separated.")] = "512",
+    context: Annotated[int, typer.Option(min=2, help="Tokens of a window's beginning, which is compressed.")] = 1024,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a window that follow, which are measured.")] = 256,
+    windows: Annotated[int, typer.Option(min=1, help="Windows of the text, without overlap.")] = 4,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Perplexity of a text behind beginnings that policies compress, and under suffix policies while it is read."""
+    with needs_extra("serve", "the bench"):
+        from kvshelf_bench.engines import EngineOptions
+        from kvshelf_bench.measure import machine
+        from kvshelf_bench.perplexity.perplexity import Stream, perplexities, require_suffixes, windows_of
+        from kvshelf_bench.quality.grid import make_rows
+
+    try:
+        text = file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"{file} cannot be read: {error}", param="file") from error
+    rows, named = make_rows(split(ways)), split(suffixes)
+    require_suffixes(named)
+    streams = [Stream(row) for row in rows]
+    streams += [Stream(rows[0], name, budget) for name in named for budget in numbers(budgets, "--budgets")]
+    engine = EngineOptions(model, device, dtype, threads).load()
+    found = windows_of(engine.require_text("file").encode(text), context, tokens, windows)
+    with counted(f"{model}, {file.name}", len(found) * len(streams)) as step:
+        results = perplexities(engine, found, streams, step)
+    title = f"{model} on {file.name}: {len(found)} windows of {context} + {tokens} tokens"
+    table = Table("way", "perplexity", "over full", "95 %", "kB", "entries added", title=title)
+    for one in results:
+        if one.refused is not None:
+            table.add_row(one.way, f"refused: {one.refused}")
+            continue
+        bounds = f"{one.low:.3f}-{one.high:.3f}"
+        sizes = f"{one.bytes / 1000:,.0f}", f"{one.entries}"
+        table.add_row(one.way, f"{one.perplexity:.2f}", f"{one.over_full:.3f}", bounds, *sizes)
+    report: dict[str, Any] = {"bench": "perplexity", "model": model, "file": file.name, "context": context}
+    publish(report | {"machine": machine(), "ways": results}, [table], output, as_json)

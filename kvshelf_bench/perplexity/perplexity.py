@@ -1,0 +1,171 @@
+"""Perplexity of a text's continuation behind a compressed beginning, and under policies that bound what is added.
+
+After the streams of PG19 that EMS and SAGE measure. A window of the text is a beginning, which is compressed, and a
+continuation, whose tokens the model is told one by one: it says how likely each is before it reads it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import exp
+from statistics import fmean, stdev
+from typing import Any
+
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.engine.decode.generation import Sampling
+from kvshelf.engine.engine import Engine
+from kvshelf.errors import InvalidRequest, KvshelfError
+from kvshelf.methods.suffixes.registry import build as build_suffix
+from kvshelf_bench.quality.grid import Row
+from kvshelf_bench.quality.outcome import selecting
+
+_BITS = 32
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A way to read a text: how its beginning is kept, and the suffix policy with the entries that it leaves of the
+    continuation (None: all stay)."""
+
+    row: Row
+    suffix: str = ""
+    budget: int | None = None
+
+    @property
+    def label(self) -> str:
+        return self.row.label + (f" + {self.suffix}@{self.budget}" if self.suffix else "")
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """A stream over all windows. perplexity: e to the mean negative log likelihood of a token. over_full: its ratio to
+    that of the full cache, with `low` and `high` of its 95 % interval over windows. bytes: of a stored beginning, the
+    mean. entries: that a token reads at most of what was added. refused: why there is no result."""
+
+    way: str
+    windows: int = 0
+    tokens: int = 0
+    perplexity: float = 0.0
+    over_full: float = 1.0
+    low: float = 1.0
+    high: float = 1.0
+    bytes: float = 0.0
+    entries: int = 0
+    refused: str | None = None
+
+
+class Dictated:
+    """A constraint of an answer that allows the next token of a given text alone."""
+
+    def __init__(self, token_ids: Sequence[int], vocabulary: int) -> None:
+        self._left = list(token_ids)
+        self.vocabulary = vocabulary
+
+    def fill(self, address: int, nbytes: int) -> None:
+        """See `engine.decode.guide.Constraint`."""
+        ctypes.memset(address, 0, nbytes)
+        word, bit = divmod(self._left[0], _BITS)
+        ctypes.c_uint32.from_address(address + word * 4).value = 1 << bit
+
+    def take(self, token: int) -> bool:
+        """See `engine.decode.guide.Constraint`."""
+        assert token == self._left[0]
+        self._left.pop(0)
+        return not self._left
+
+
+def windows_of(token_ids: Sequence[int], context: int, tokens: int, most: int) -> list[tuple[list[int], list[int]]]:
+    """The first `most` windows of a text, without overlap: beginnings of `context` tokens, and `tokens` that follow.
+    Raises `InvalidRequest` for a text that is shorter than one."""
+    size = context + tokens
+    found = [
+        (list(token_ids[first : first + context]), list(token_ids[first + context : first + size]))
+        for first in range(0, len(token_ids) - size + 1, size)
+    ][:most]
+    if not found:
+        raise InvalidRequest(f"the text has {len(token_ids)} tokens, and a window {size}; take a longer text")
+    return found
+
+
+def perplexities(
+    engine: Engine,
+    windows: Sequence[tuple[list[int], list[int]]],
+    streams: Sequence[Stream],
+    progress: Callable[[], None] = lambda: None,
+) -> list[Perplexity]:
+    """Every stream over every window, the full cache first."""
+    full: list[float] = []
+    found = []
+    for stream in streams:
+        try:
+            told = []
+            for beginning, continuation in windows:
+                told.append(_window(engine, stream, beginning, continuation))
+                progress()
+        except KvshelfError as error:
+            found.append(Perplexity(stream.label, refused=error.message))
+            continue
+        losses = [loss for loss, _ in told]
+        full = full or losses
+        differences = [one - other for one, other in zip(losses, full, strict=True)]
+        half = 1.96 * stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else 0.0
+        tokens = len(windows[0][1])
+        low, mean, high = (exp(fmean(differences) + side * half) for side in (-1, 0, 1))
+        found.append(
+            Perplexity(
+                way=stream.label,
+                windows=len(windows),
+                tokens=tokens,
+                perplexity=exp(fmean(losses)),
+                over_full=mean,
+                low=low,
+                high=high,
+                bytes=fmean(size for _, size in told),
+                entries=stream.budget if stream.suffix and stream.budget else tokens,
+            )
+        )
+    return found
+
+
+def likelihoods(
+    engine: Engine, cache: CompressedCache, token_ids: Sequence[int], stream: Stream | None = None
+) -> list[float]:
+    """The logarithm of what the model gives each token but the first, read behind the cache."""
+    first, rest = list(token_ids[:1]), list(token_ids[1:])
+    select = selecting(cache, None if stream is None else stream.row.select)
+    selection = reducer = None
+    document = engine.attach(cache)
+    if select:
+        method, tokens, params = select["select"], select["select_tokens"], select["select_params"]
+        selection = engine.select(document, method, question_tokens=1, tokens=tokens, params=params)
+    if stream is not None and stream.suffix:
+        reducer = engine.bound(stream.suffix, question_tokens=1, budget=stream.budget)
+    generation = engine.start(document, first, Sampling(len(rest), logprobs=0), selection, reducer=reducer)
+    forced: Any = Dictated(rest, engine.model.config.vocab_size)
+    generation.constraint = forced
+    batch = engine.batch()
+    while not generation.finished:
+        for told in batch.step([generation]):
+            if isinstance(told, Exception):
+                raise told
+    logprobs = generation.answer().logprobs or ()
+    return [one.logprob for one in logprobs]
+
+
+def require_suffixes(texts: Sequence[str]) -> None:
+    """Raises `InvalidRequest` for an unknown suffix policy."""
+    for text in texts:
+        build_suffix(text, {})
+
+
+def _window(engine: Engine, stream: Stream, beginning: list[int], continuation: list[int]) -> tuple[float, int]:
+    """The mean negative log likelihood of the continuation, and the bytes of the stored beginning. The beginning's last
+    token is read with the continuation, so that every token of this one is foretold."""
+    job = engine.prepare(beginning[:-1], **stream.row.sizes)
+    cache = engine.encoded(engine.run(job).cache, stream.row.codec)
+    found = likelihoods(engine, cache, [beginning[-1], *continuation], stream)
+    if len(found) != len(continuation):
+        raise InvalidRequest("the text holds a token that ends an answer; take another")
+    return -fmean(found), len(cache.to_bytes())

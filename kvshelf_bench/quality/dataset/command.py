@@ -1,0 +1,198 @@
+"""`kvshelf bench quality --dataset`: from what was asked for to tables, report, picture and folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.table import Table
+
+from kvshelf.errors import InvalidRequest
+from kvshelf.terminal import progress_bar
+from kvshelf_bench.engines import EngineOptions
+from kvshelf_bench.measure import machine
+from kvshelf_bench.options import counted, publish, rendered
+from kvshelf_bench.quality.dataset import abilities, folder
+from kvshelf_bench.quality.dataset.compare import compare, compare_table
+from kvshelf_bench.quality.dataset.documents import Document, chosen, read_documents, read_prompts
+from kvshelf_bench.quality.dataset.kvpress import Kvpress
+from kvshelf_bench.quality.dataset.measuring import Asking, DocumentUnit
+from kvshelf_bench.quality.dataset.rows import Reading
+from kvshelf_bench.quality.dataset.run import run
+from kvshelf_bench.quality.dataset.summary import PLAIN, DatasetSummary, way_label
+from kvshelf_bench.quality.dataset.tables import dataset_tables, notes
+from kvshelf_bench.quality.grid import FEATURED, Row, make_grid, make_rows
+from kvshelf_bench.quality.measuring import Progress
+from kvshelf_bench.quality.outcome import Outcome
+from kvshelf_bench.scorers.scorers import SCORERS
+
+CUES = 150
+"""Of each cache's figure by default, where the questions are unknown."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The options of `kvshelf bench quality` for a dataset, as they were given. crossed: arguments of `make_grid`,
+    where there are no `ways`."""
+
+    bench: str
+    dataset: str
+    resume: Path
+    processes: int
+    output: Path | None
+    as_json: bool
+    ways: Sequence[str]
+    crossed: dict[str, Any]
+    fraction: float = 1.0
+    limit: int | None = None
+    seed: int = 0
+    max_new_tokens: int = 0
+    cues: int | None = None
+    questions: str = "unknown"
+    turns: bool = False
+    scorer: str = ""
+    prompts: Path | None = None
+    truncate: str = ""
+    results: Path | None = None
+    compare: Path | None = None
+    baseline: str = ""
+    kvpress_python: Path | None = None
+    picture: Path | None = None
+
+    def asking(self) -> Asking:
+        """Raises `InvalidRequest`."""
+        _require(self.questions in ("known", "unknown"), "questions", "known or unknown", self.questions)
+        known = self.questions == "known"
+        if known and self.turns:
+            raise InvalidRequest("--turns asks questions that are unknown; leave --questions out", param="turns")
+        if known and self.cues:
+            raise InvalidRequest("--cues measures caches for unknown questions; leave it out", param="cues")
+        cues = (0 if known else CUES) if self.cues is None else self.cues
+        return Asking(self.max_new_tokens, cues, known, self.turns)
+
+    def rows(self) -> list[Row]:
+        """Raises `InvalidRequest`."""
+        if self.ways:
+            return make_rows(self.ways)
+        crossed = self.crossed | {"policies": self.crossed["policies"] or FEATURED}
+        if not crossed["ratios"] and not crossed["budgets"]:
+            crossed["ratios"] = (0.5,)
+        return make_grid("small", **crossed).rows()
+
+    def documents(self) -> list[Document]:
+        """Raises `InvalidRequest`."""
+        if self.scorer:
+            _require(self.scorer in SCORERS, "scorer", f"one of {', '.join(SCORERS)}", self.scorer)
+        if self.dataset == abilities.NAME:
+            made = abilities.documents(self.seed, turns=self.turns)
+            return chosen(made, fraction=self.fraction, limit=self.limit, seed=self.seed)
+        prompts = read_prompts(self.prompts) if self.prompts is not None else {}
+        documents = read_documents(self.dataset, Reading(self.scorer, prompts))
+        return chosen(documents, fraction=self.fraction, limit=self.limit, seed=self.seed)
+
+    def longest(self) -> int | None:
+        """As of `run`. Raises `InvalidRequest`."""
+        manner, colon, tokens = self.truncate.partition(":")
+        fits = (manner == "middle" and (not colon or (tokens.isdecimal() and int(tokens) >= 2))) or not self.truncate
+        _require(fits, "truncate", "middle, or middle:N with tokens from 2", self.truncate)
+        return (int(tokens) if tokens else 0) if self.truncate else None
+
+
+@dataclass(frozen=True)
+class Made:
+    """Documents in place of those of a dataset. tables: more of them; draw: another picture."""
+
+    documents: Sequence[Document]
+    tables: Callable[[DatasetSummary], list[Table]]
+    draw: Callable[..., None]
+
+
+def measure(chosen_: Chosen, options: EngineOptions, made: Made | None = None) -> None:
+    """Read, measure, and publish. All that may be refused is refused before a model is loaded."""
+    if chosen_.results is not None:
+        folder.require_new(chosen_.results)
+    before = None if chosen_.compare is None else folder.read_report(chosen_.compare)
+    asking, rows, longest = chosen_.asking(), chosen_.rows(), chosen_.longest()
+    documents = chosen_.documents() if made is None else made.documents
+    kvpress = Kvpress.of(chosen_.baseline, chosen_.kvpress_python, options, asking)
+    with _bar(len(documents) * len({row.variant for row in rows})) as done:
+        summary = run(
+            documents, rows, options, chosen_.resume, asking,
+            longest=longest, processes=chosen_.processes, progress=done,
+        )  # fmt: skip
+    if kvpress is not None:
+        with counted("kvpress", len(documents) * len(kvpress.taken(rows))) as step:
+            summary = summary.beside("kvpress", kvpress.run(summary.documents, rows, step))
+    _publish(chosen_, options, asking, summary, before, made)
+
+
+def _publish(
+    chosen_: Chosen,
+    options: EngineOptions,
+    asking: Asking,
+    summary: DatasetSummary,
+    before: dict[str, Any] | None,
+    made: Made | None,
+) -> None:
+    part = {name: getattr(chosen_, name) for name in ("fraction", "limit", "seed", "scorer", "truncate")}
+    report: dict[str, Any] = {"bench": chosen_.bench, "dataset": chosen_.dataset, **asdict(options), **part}
+    report |= {"asking": asdict(asking), "machine": machine(), **summary.to_dict()}
+    title = f"{options.model} on {Path(chosen_.dataset).name}: {len(summary.documents)} documents, {told(asking)}"
+    tables = dataset_tables(summary, title) + ([] if made is None else made.tables(summary))
+    if before is not None and chosen_.compare is not None:
+        rows = compare(report, before)
+        report["compared"] = rows
+        tables.append(compare_table(rows, f"this run beside {chosen_.compare.name}"))
+    drawn = None
+    if find_spec("matplotlib") is not None:
+        from kvshelf_bench.quality.dataset.picture import draw
+
+        drawn = partial(draw if made is None else made.draw, summary, title=title)
+    if chosen_.results is not None:
+        folder.write(chosen_.results, report, summary, rendered(tables, notes(summary), report["machine"]), drawn)
+    if chosen_.picture is not None and drawn is not None:
+        drawn(chosen_.picture)
+    publish(report, tables, chosen_.output, chosen_.as_json, notes=notes(summary))
+
+
+def told(asking: Asking) -> str:
+    """How the documents were asked."""
+    if asking.turns:
+        return "in turns"
+    return f"the question {'known' if asking.known else 'unknown'} at compression"
+
+
+@contextmanager
+def _bar(units: int) -> Iterator[Progress[DocumentUnit]]:
+    """A bar over the units, and above it a line for each row as soon as it is measured."""
+    full: dict[str, tuple[int, ...]] = {}
+    with progress_bar() as progress:
+        bar = progress.add_task("documents and policies", total=units)
+
+        def done(unit: DocumentUnit, outcomes: Sequence[Outcome], found: bool) -> None:
+            for row, outcome in zip(unit.rows, outcomes, strict=True):
+                said = f"refused: {outcome.refused}"
+                if outcome.refused is None:
+                    said = f"score {100 * fmean(outcome.partial):.1f} over {len(outcome.partial)} questions"
+                    if row == PLAIN:
+                        full[unit.document.id] = outcome.exact
+                    elif had := full.get(unit.document.id):
+                        said += f", {sum(was > now for was, now in zip(had, outcome.exact, strict=True))} lost"
+                said += " (measured before)" if found else ""
+                progress.console.print(
+                    f"{unit.document.id}, {way_label(row)}: {said}", highlight=False, markup=False, soft_wrap=True
+                )
+            progress.advance(bar)
+
+        yield done
+
+
+def _require(legal: bool, param: str, rule: str, value: str) -> None:
+    if not legal:
+        raise InvalidRequest(f"--{param} is {value!r}; it must be {rule}", param=param)

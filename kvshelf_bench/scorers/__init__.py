@@ -1,0 +1,1 @@
+"""Scores of answers as published benchmarks compute them, and by whole words."""

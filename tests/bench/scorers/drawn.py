@@ -1,0 +1,143 @@
+"""Answers, references and classes, drawn the same on every machine, for comparing scorers with published ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+ItemT = TypeVar("ItemT")
+Case = tuple[str, list[str], list[str]]
+"""An answer, its references and the classes."""
+
+COUNT = 1000
+_ENGLISH = (
+    "the a an of and river station Harbour KEEPER lantern seven 7 12 3.5 12.0 0 report signed in on code-7 isn't U.S. "
+    'amber falcon, 48291 (north) #12 key: value. end; "quoted" it\'s x_1 def return sum(a,b) // ` A B C D A. option is'
+)
+_MIXED = "北京 首都 中国 是 的 ， 。 一九九九 年 会议 记录 段落 总结 我们 today 12 《书》"  # noqa: RUF001
+WORDS, CHINESE = tuple(_ENGLISH.split()), tuple(_MIXED.split())
+CLASSES = ("Date", "Number of something", "Number", "Individual", "Other entity", "Other", "City", "Color")
+GAPS = (" ", " ", " ", " ", " ", "\n", "  ", ". ", "\t", "")
+
+
+class Draw:
+    """Draws by `random()` alone, whose numbers no version of Python changes."""
+
+    def __init__(self, seed: str) -> None:
+        self._rng = random.Random(seed)
+
+    def below(self, count: int) -> int:
+        return int(self._rng.random() * count)
+
+    def one(self, items: Sequence[ItemT]) -> ItemT:
+        return items[self.below(len(items))]
+
+    def text(self, words: Sequence[str], most: int, gaps: Sequence[str] = GAPS) -> str:
+        return "".join(self.one(words) + self.one(gaps) for _ in range(self.below(most) + 1))
+
+    def like(self, text: str, words: Sequence[str]) -> str:
+        """Something that shares much with a text, or all, or nothing."""
+        kind = self.below(6)
+        parts = text.split(" ")
+        if kind == 0:
+            return text
+        if kind == 1:
+            return self.text(words, 3) + text + self.text(words, 3)
+        if kind == 2:
+            return self.text(words, 12)
+        if kind == 3:
+            return text.upper() if self.below(2) else text.lower() + "\n" + self.text(words, 6)
+        kept = [part for part in parts if self.below(3)]
+        return self.one(GAPS) + self.one(GAPS).join([*kept, self.one(words), *kept[: self.below(4)]])
+
+
+def draw(name: str) -> list[Case]:
+    """The cases of a scorer."""
+    rng = Draw(name)
+    maker = _MAKERS.get(name, _words)
+    return [maker(rng) for _ in range(COUNT)]
+
+
+def _words(rng: Draw) -> Case:
+    references = [rng.text(WORDS, 9) for _ in range(1 + rng.below(3))]
+    return rng.like(rng.one(references), WORDS), references, []
+
+
+def _one_long(rng: Draw) -> Case:
+    reference = rng.text(WORDS, 40)
+    return rng.like(reference, WORDS), [reference], []
+
+
+def _chinese(rng: Draw) -> Case:
+    references = [rng.text(CHINESE, 12, ("", "", "", " ", "\n", ".")) for _ in range(1 + rng.below(2))]
+    return rng.like(rng.one(references), CHINESE), references, []
+
+
+def _short(rng: Draw) -> Case:
+    references = [rng.text(WORDS, 2, ("", " ")).strip() or "7" for _ in range(1 + rng.below(4))]
+    return rng.one(("\n", "", "\x07 ")) + rng.like(" ".join(references), WORDS), references, []
+
+
+def _classes(rng: Draw) -> Case:
+    said = [rng.one(CLASSES) for _ in range(rng.below(4))]
+    classes = [one for one in CLASSES if rng.below(4)] or list(CLASSES)
+    return " or ".join([*said, rng.one(WORDS)]), [rng.one(classes)], classes
+
+
+def _number(pattern: str) -> Callable[[Draw], Case]:
+    def case(rng: Draw) -> Case:
+        numbers = ("1", "2", "12", "21", "7", "30", "007", "3.5")
+        return rng.text((*numbers, *numbers, *WORDS), 5), [pattern.format(rng.one(numbers[:6]))], []
+
+    return case
+
+
+def _decimal(rng: Draw) -> Case:
+    numbers = ("1", "2.0", "12", "3.5", "7", "-4", "0.25", "12.75")
+    return rng.text((*numbers, *WORDS[:6]), 4), [rng.one(numbers)], []
+
+
+def _letter(rng: Draw) -> Case:
+    letter, said = rng.one("ABCD"), rng.one("ABCDE")
+    shape = rng.one(("({})", "{}", "**{}**", "**({})**", "[{}]", "({}", " {}"))
+    before = rng.one(("The correct answer is ", "the correct answer is ", "Answer: ", "The correct answer is\n"))
+    again = rng.one(("", "", f" The correct answer is ({letter})", f"\nThe correct answer is {letter}"))
+    return rng.text(WORDS, 3) + before + shape.format(said) + again, [letter], []
+
+
+def _option(rng: Draw) -> Case:
+    letter, text = rng.one("ABCD"), rng.text(WORDS[3:10], 2, ("", " ")).strip()
+    said = rng.one((letter, text, rng.one("ABCD"), rng.text(WORDS, 3)))
+    before = rng.one(("", " ", "answer is: ", "The answer is ", "answer:", "the option is ", "it is ", "AB ", "so: "))
+    return before + said + rng.one(("", ".", "\n", f" {letter}", ", option is B")), [text, letter], []
+
+
+def _code(rng: Draw) -> Case:
+    lines = ("x = 1", "return sum(a, b)", "# a comment", "```python", "// more", "for i in range(12):", "", "  y += x")
+    reference = rng.one(lines) + rng.one(("", " ", ";"))
+    said = [rng.one((reference, *lines)) + rng.one(("", " # note", "x")) for _ in range(1 + rng.below(3))]
+    return rng.one(("", "\n")) + "\n".join(said), [reference], []
+
+
+_MAKERS: dict[str, Callable[[Draw], Case]] = {
+    "f1_zh": _chinese,
+    "rouge_l_zh": _chinese,
+    "f1_characters": _chinese,
+    "rouge_l": _one_long,
+    "rouge_l_sum": _one_long,
+    "string_match_all": _short,
+    "string_match_part": _short,
+    "string_match_rounded": _short,
+    "said_aloud": _short,
+    "stands_in": lambda rng: (lambda case: (case[0], case[1][:1], []))(_short(rng)),
+    "classification": _classes,
+    "count": _number("{}"),
+    "first_integer": _number("{}"),
+    "retrieval": _number("Paragraph {}"),
+    "retrieval_zh": _number("段落{}"),
+    "first_number": _decimal,
+    "letter": _letter,
+    "option": _option,
+    "edit_similarity": _code,
+}

@@ -1,0 +1,66 @@
+"""The scorers beside the published functions, whose results on 1,000 drawn answers each are recorded."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from kvshelf_bench.scorers.scorers import SCORERS, TASKS, scored, task_of
+from tests.bench.scorers.drawn import draw
+
+RECORDED = json.loads((Path(__file__).parents[2] / "oracles" / "published_scores.json").read_text())
+ROUNDED = 1e-4
+"""The recorded ones are of four digits, those of RULER are rounded to hundredths of a percent before."""
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_scorer_gives_what_the_published_function_gives(name):
+    if name in ("f1_zh", "rouge_l_zh") and find_spec("jieba") is None:
+        pytest.skip("jieba is not here: pip install 'kvshelf[bench]'")
+    scores = [SCORERS[name].score(*case) for case in draw(name)]
+    differing = [
+        (case, ours, theirs)
+        for case, ours, theirs in zip(draw(name), scores, RECORDED[name], strict=True)
+        if abs(ours - theirs) > ROUNDED
+    ]
+    assert not differing[:3]
+    assert 0.02 < sum(scores) / len(scores) < 0.98, "cases that say nothing"
+
+
+def test_every_task_has_a_scorer_and_ours_alone_are_not_recorded():
+    assert {task.scorer for task in TASKS.values()} <= SCORERS.keys()
+    assert SCORERS.keys() - RECORDED.keys() == {"contains", "exact", "rules"}
+    assert task_of("trec_e") == task_of("trec-e") == TASKS["trec"]
+    assert task_of("quality") is None
+
+
+def test_of_some_tasks_only_the_first_line_counts():
+    said = "\nDate\nCity\n"
+    assert scored("classification", said, ["Date"], ["Date", "City"], first_line=True) == 1
+    assert scored("classification", said, ["Date"], ["Date", "City"], first_line=False) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "references", "classes", "reason"),
+    [
+        ("contains", ["*"], [], "'\\*' has no word"),
+        ("classification", ["Date"], [], "no all_classes"),
+        ("classification", ["Date"], ["City"], "none of all_classes"),
+        ("retrieval", ["12"], [], "no Paragraph with a number"),
+        ("letter", ["E"], [], "no letter"),
+        ("letter", [""], [], "no letter"),
+        ("first_number", ["seven"], [], "no number"),
+        ("first_integer", ["1.5"], [], "no whole number"),
+        ("rules", ["polite"], [], "no rule 'polite'"),
+        ("rules", ["words_at_most:few"], [], "whole number"),
+        ("rules", ["mentions:"], [], "needs a text"),
+    ],
+)
+def test_a_scorer_says_which_references_do_not_fit(name, references, classes, reason):
+    found = SCORERS[name].unfit(references, classes)
+    assert found is not None
+    assert re.search(reason, found)
