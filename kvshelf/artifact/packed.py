@@ -51,8 +51,9 @@ class Packed:
     """
 
     kind: ClassVar[str]
-    """Each kind is a class below this one, in a file of `records`, with fields of its own and what differs of these
-    methods."""
+    """Each kind is a class below this one (`records`), with fields of its own and what differs of these methods."""
+    own_tensors: ClassVar[tuple[str, ...]] = ()
+    """The names of the tensors that no other kind has."""
     continues: ClassVar[bool] = False
     """Whether rows of later tokens may stand behind its own."""
     latent: ClassVar[bool] = False
@@ -149,7 +150,7 @@ class Packed:
     @property
     def nbytes(self) -> int:
         """Bytes held in memory, with positions expanded and without `importance`."""
-        held: int = sum(getattr(self, name).nbytes for name in self._tensors())
+        held: int = sum(getattr(self, name).nbytes for name in ("keys", "values", *self.own_tensors))
         return held + self.entries * torch.int32.itemsize
 
     def heads(self) -> list[tuple[Tensor, Tensor]]:
@@ -217,22 +218,18 @@ class Packed:
         """The fields of this kind alone that differ in a record of KV heads `first` to `last - 1`."""
         return {}
 
-    @staticmethod
-    def own_joined(records: Sequence[Any]) -> dict[str, Any]:  # noqa: ARG004
+    @classmethod
+    def own_joined(cls, records: Sequence[Any]) -> dict[str, Any]:
         """The same for a record whose heads are those of `records`, one after the other."""
-        return {}
+        return {name: torch.cat([getattr(record, name) for record in records]) for name in cls.own_tensors}
 
     def to(self, device: torch.device | str) -> Self:
         """The same record on another device; itself when it is there already."""
         if self.keys.device == torch.device(device):
             return self
-        moved = {name: getattr(self, name).to(device) for name in self._tensors()}
+        moved = {name: getattr(self, name).to(device) for name in ("keys", "values", *self.own_tensors)}
         importance = None if self.importance is None else self.importance.to(device)
         return replace(self, **moved, entries_at=self.entry_positions.to(device), importance=importance)
-
-    def _tensors(self) -> tuple[str, ...]:
-        """Names of the artifact's tensor fields, except the positions of the entries."""
-        return ("keys", "values")
 
 
 def offsets_of(lengths: Sequence[int]) -> tuple[int, ...]:

@@ -102,7 +102,8 @@ class Layer(Strict):
     @property
     def joined_bytes(self) -> int:
         """As `Latents.joined_bytes`, of all records."""
-        return sum(record.joined_entries for record in self.records) * self._row_bytes
+        plain = (record for record in self.records if record.latent and record.codec == "none")
+        return sum(sum(record.lengths) for record in plain) * self._row_bytes
 
     @property
     def decoded_bytes(self) -> int:
@@ -220,7 +221,7 @@ class Layer(Strict):
         if len({len(record.lengths) for record in self.records}) > 1:
             raise BlobError(f"the records of layer {index} have different numbers of heads", reason="inconsistent")
         if len(self.records) > 1:
-            for recent in (record for record in self.records if record.alone):
+            for recent in (record for record in self.records if record.verbatim):
                 raise BlobError(f"layer {index} has other records beside its {recent.kind}", reason="inconsistent")
         if len({record.latent for record in self.records}) > 1:
             raise BlobError(f"layer {index} has other records beside its latents", reason="inconsistent")

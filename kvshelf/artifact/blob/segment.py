@@ -207,8 +207,7 @@ class _Target:
 
     num_tokens: int
 
-    def raw(self, tensor: Tensor) -> memoryview:
-        return _raw(tensor)
+    raw = staticmethod(_raw)
 
     def positions(self, positions: Tensor, lengths: list[int]) -> tuple[Encoding, memoryview]:
         encoding, data = encode(ints(positions), lengths, self.num_tokens)
@@ -286,7 +285,8 @@ def _require_sound(where: str, record: Entries, num_tokens: int) -> None:
         KINDS[part.kind].require_sound(where, part, num_tokens)
     if len(parts) > 1:
         _require_disjoint(where, [_by_head(part.entry_positions, part.lengths) for part in parts])
-        _require_disjoint(where, [_by_head(*part.tokens) for part in parts])
+        if any(part.tokens[0] is not part.entry_positions for part in parts):
+            _require_disjoint(where, [_by_head(*part.tokens) for part in parts])
 
 
 def _require_rows(where: str, parts: Sequence[PackedRecord]) -> None:

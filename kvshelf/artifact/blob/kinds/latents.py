@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import ClassVar, Literal
 
 from kvshelf.artifact.blob.kinds.record import Dims, RecordHeader
-from kvshelf.artifact.codecs import Codec, Precision
 from kvshelf.errors import BlobError
 
 
@@ -15,16 +13,9 @@ class LatentsHeader(RecordHeader):
 
     in_runs: ClassVar[bool] = True
     latent: ClassVar[bool] = True
+    transformable: ClassVar[bool] = False
 
     kind: Literal["latents"]
-
-    @property
-    def joined_entries(self) -> int:
-        return sum(self.lengths) if self.codec == "none" else 0
-
-    def precisions(self, codec: Codec) -> Collection[tuple[Precision, int]]:
-        """None under klt: its transforms are those of whole keys without their rotation, which these are not."""
-        return () if codec.name == "klt" else codec.precisions
 
     def check(self, where: str, dims: Dims, num_tokens: int) -> None:
         super().check(where, dims, num_tokens)

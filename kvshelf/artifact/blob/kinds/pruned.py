@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import numpy as np
 
 from kvshelf.artifact.blob.kinds.record import Arrays, Dims, RecordHeader, Size, Source, Target, ints
-from kvshelf.artifact.codecs import Codec, Precision
 from kvshelf.errors import BlobError
 
 if TYPE_CHECKING:
@@ -21,15 +19,13 @@ _CHANNEL_BYTES: Final = 2
 class PrunedHeader(RecordHeader):
     """One `Pruned` record. channels: D', those that the keys of each head have."""
 
+    transformable: ClassVar[bool] = False
+
     kind: Literal["pruned"]
     channels: Size
 
     def key_dim(self, dims: Dims) -> int:  # noqa: ARG002
         return self.channels
-
-    def precisions(self, codec: Codec) -> Collection[tuple[Precision, int]]:
-        """None under klt: its transforms are those of whole keys without their rotation, which these are not."""
-        return () if codec.name == "klt" else codec.precisions
 
     def own_sizes(self) -> dict[str, int | None]:
         return {"channels": len(self.lengths) * self.channels * _CHANNEL_BYTES}

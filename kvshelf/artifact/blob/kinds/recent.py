@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from kvshelf.artifact.blob.kinds.record import Arrays, Dims, RecordHeader, Source, Target, ints
-from kvshelf.artifact.codecs import Codec, Precision
 from kvshelf.artifact.shape import tokens_seen
 from kvshelf.errors import BlobError
 
@@ -19,10 +17,7 @@ if TYPE_CHECKING:
 class RecentHeader(RecordHeader):
     """One `Recent` record."""
 
-    alone: ClassVar[bool] = True
-
-    def precisions(self, codec: Codec) -> Collection[tuple[Precision, int]]:  # noqa: ARG002
-        return {("none", 0)}
+    verbatim: ClassVar[bool] = True
 
     def check(self, where: str, dims: Dims, num_tokens: int) -> None:
         super().check(where, dims, num_tokens)

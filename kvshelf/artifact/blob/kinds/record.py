@@ -99,9 +99,11 @@ class RecordHeader(Strict):
 
     in_runs: ClassVar[bool] = False
     """Whether its rows are cut into runs. Other kinds are read whole at any length."""
-    alone: ClassVar[bool] = False
-    """Whether a layer with such a record has no other."""
+    verbatim: ClassVar[bool] = False
+    """Whether it is stored as it is under any codec, alone in its layer."""
     latent: ClassVar[bool] = False
+    transformable: ClassVar[bool] = True
+    """Whether codec klt can store it. Its transforms are those of whole keys without their rotation."""
 
     kind: str
     rope_mode: RopeMode
@@ -115,11 +117,6 @@ class RecordHeader(Strict):
     def sees(self) -> tuple[int | None, int | None]:
         """The window and the chunk of a `LayerShape`."""
         return None, None
-
-    @property
-    def joined_entries(self) -> int:
-        """Entries of which attention reads a copy (`Latents.joined_bytes`)."""
-        return 0
 
     @property
     def run_rows(self) -> int:
@@ -140,7 +137,9 @@ class RecordHeader(Strict):
 
     def precisions(self, codec: Codec) -> Collection[tuple[Precision, int]]:
         """The precisions that a codec may give a record of this kind."""
-        return codec.precisions
+        if self.verbatim:
+            return {("none", 0)}
+        return codec.precisions if self.transformable or codec.name != "klt" else ()
 
     def row_arrays(self, dims: Dims) -> list[RowArray]:
         """The arrays with its rows, in segment order; none under codec klt, whose streams are not cut by rows."""
