@@ -18,15 +18,11 @@ from kvshelf.artifact.encoding import classes_of, encode
 from kvshelf.artifact.exported import split
 from kvshelf.artifact.identity import Identity
 from kvshelf.artifact.records import (
-    Chunk,
     Entries,
-    Latents,
     LayerRecord,
     Recent,
     States,
-    Window,
     entries_of,
-    is_latent,
     parts_of,
     states_of,
     with_entries,
@@ -93,8 +89,7 @@ class CompressedCache:
         """Bytes that the layers take while questions are asked: those of a cache under codec klt are decoded first, and
         latents are joined with their rotated parts."""
         if not self.identity.transforms:
-            parts = (part for entries in self._with_entries for part in parts_of(entries))
-            return self.nbytes + sum(part.joined_bytes for part in parts if isinstance(part, Latents))
+            return self.nbytes + sum(part.joined_bytes for each in self._with_entries for part in parts_of(each))
         shapes = ((each.entries, each.key_dim + each.value_dim, each.dtype.itemsize) for each in self._with_entries)
         return self._states_bytes + sum(entries * channels * itemsize for entries, channels, itemsize in shapes)
 
@@ -184,8 +179,6 @@ def _layer_shape(layer: LayerRecord) -> LayerShape:
     states, entries = tuple(state.shape for state in states_of(layer)), entries_of(layer)
     if entries is None:
         return LayerShape(states=states)
-    window = entries.window if isinstance(entries, Window) else None
-    chunk = entries.chunk if isinstance(entries, Chunk) else None
-    dtype = str(entries.dtype).removeprefix("torch.")
-    shape = LayerShape(entries.kv_heads, entries.key_dim, entries.value_dim, dtype, window, chunk)
-    return shape._replace(latent=is_latent(entries), states=states)
+    dims = (entries.kv_heads, entries.key_dim, entries.value_dim, str(entries.dtype).removeprefix("torch."))
+    first = parts_of(entries)[0]
+    return LayerShape(*dims, *first.sees, first.latent, states)

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvshelf.artifact.codecs import Codec, refused
 from kvshelf.artifact.coded import CodedRows, Turn, encode_rows
 from kvshelf.artifact.packed import Packed
-from kvshelf.artifact.records import Kept, LayerRecord, PackedRecord, Parts, entries_of, with_entries
+from kvshelf.artifact.records import LayerRecord, Merged, PackedRecord, Parts, entries_of, with_entries
 from kvshelf.artifact.transforms import STEP_PARTS, Kind, RowTransform, Transforms
 from kvshelf.kernels.ans import Tables
 
@@ -44,7 +44,7 @@ class LayerCoder:
         record = record.to("cpu")
         assert isinstance(record.keys, Tensor)
         assert isinstance(record.values, Tensor)
-        joint = isinstance(record, Kept) and _alike(record)
+        joint = not isinstance(record, Merged) and _alike(record)
         if codec.heads == "joint" and not joint:
             raise refused(f"the heads of {where} keep different tokens, and heads=joint transforms them together")
         joint = joint and codec.heads != "each"

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvshelf.artifact.codecs import BITS, Codec, Precision, refused
 from kvshelf.artifact.coder import LayerCoder
 from kvshelf.artifact.packed import Packed
-from kvshelf.artifact.records import Entries, Indexed, PackedRecord, Pruned, entries_from, parts_of
+from kvshelf.artifact.records import Entries, PackedRecord, Pruned, entries_from, parts_of
 from kvshelf.kernels.quantize.rows import QuantizedRows
 
 
@@ -37,10 +37,7 @@ def encode(
         return record
     parts = parts_of(record)
     for part in parts:
-        if isinstance(part, Indexed):
-            codec.require_blocks(part.block)
-        if isinstance(part, Pruned):
-            codec.require_pruned()
+        part.require_codec(codec)
     if codec.name == "klt":
         if coder is None:
             raise refused("codec klt needs the transforms of the model; encode the cache by its engine: Engine.encoded")

@@ -19,10 +19,7 @@ from kvshelf.artifact.codecs import BITS, Codec
 from kvshelf.artifact.packed import offsets_of
 from kvshelf.artifact.records import (
     Entries,
-    Kept,
-    Latents,
     LayerRecord,
-    Merged,
     PackedRecord,
     Recent,
     entries_from,
@@ -45,12 +42,7 @@ def placed(entries: Entries, first: int) -> Entries:
     """The entries of a document as those of one in which its first token stands at position `first`."""
     if not first:
         return entries
-    return entries_from([_placed(part, first) for part in parts_of(entries)])
-
-
-def _placed(record: PackedRecord, first: int) -> PackedRecord:
-    moved = replace(record, entries_at=record.entry_positions + first)
-    return replace(moved, slot_positions=moved.slot_positions + first) if isinstance(moved, Merged) else moved
+    return entries_from([part.placed(first) for part in parts_of(entries)])
 
 
 def followed(parent: Sequence[LayerRecord], appended: Sequence[LayerRecord]) -> list[LayerRecord]:
@@ -109,19 +101,18 @@ def _staying(layer: LayerRecord) -> tuple[PackedRecord, ...]:
     return tuple(part for part in _parts(layer) if not isinstance(part, Recent))
 
 
-def _cut(layer: LayerRecord, codec: Codec) -> tuple[tuple[PackedRecord, ...], Kept | None]:
+def _cut(layer: LayerRecord, codec: Codec) -> tuple[tuple[PackedRecord, ...], PackedRecord | None]:
     """The records of a layer that stay, and its residual, which does not."""
     staying = _staying(layer)
     if codec.name not in BITS or not staying:
         return staying, None
     last = staying[-1]
-    if type(last) not in (Kept, Latents) or last.quantized:
+    if not last.continues or last.quantized:
         return staying, None
-    assert isinstance(last, Kept)
     return staying[:-1], last
 
 
-def _behind(residual: Kept | None, new: LayerRecord) -> tuple[PackedRecord, ...]:
+def _behind(residual: PackedRecord | None, new: LayerRecord) -> tuple[PackedRecord, ...]:
     """The parent's residual and the new entries, as one record where that is possible: then as few groups as possible
     are cut short."""
     parts = _parts(new)
@@ -139,7 +130,7 @@ def _with_parts(layer: LayerRecord, parts: Sequence[PackedRecord]) -> LayerRecor
 
 def _continues(first: PackedRecord, then: PackedRecord) -> bool:
     """Whether the rows of `then` can stand behind those of `first` in one record, and take the same numbers there."""
-    alike = type(first) is type(then) and type(first) in (Kept, Latents) and first.rope_mode == then.rope_mode
+    alike = type(first) is type(then) and first.continues and first.rope_mode == then.rope_mode
     if not alike or first.dtype != then.dtype:
         return False
     rows = (first.keys, then.keys)

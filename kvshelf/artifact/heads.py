@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvshelf.artifact.packed import offsets_of
-from kvshelf.artifact.records import Entries, Indexed, Merged, PackedRecord, Pruned, entries_from, parts_of
+from kvshelf.artifact.records import Entries, PackedRecord, entries_from, parts_of
 from kvshelf.kernels.quantize.rows import QuantizedRows, Rows
 
 
@@ -39,16 +39,7 @@ def _cut(record: PackedRecord, first: int, last: int) -> PackedRecord:
         "importance": None if record.importance is None else record.importance[rows].clone(),
         "precise": None if record.precise is None else record.precise[first:last],
     }
-    if isinstance(record, Pruned):
-        fields["channels"] = record.channels[first:last].clone()
-    if isinstance(record, Merged):
-        slots = slice(record.slot_offsets[first], record.slot_offsets[last])
-        fields |= {name: getattr(record, name)[slots].clone() for name in _SLOTS}
-        fields["slot_offsets"] = offsets_of(record.slot_lengths[first:last])
-    return replace(record, **fields)
-
-
-_SLOTS = ("slot_scales", "slot_classes", "slot_positions")
+    return replace(record, **fields, **record.own_cut(first, last))
 
 
 def _rows_cut(rows: Rows, own: slice, first: int, last: int) -> Rows:
@@ -75,11 +66,4 @@ def _joined(records: Sequence[PackedRecord]) -> PackedRecord:
         "importance": None if first.importance is None else of_all("importance"),
         "precise": None if first.precise is None else tuple(n for record in records for n in record.precise or ()),
     }
-    if isinstance(first, Pruned):
-        fields["channels"] = of_all("channels")
-    if isinstance(first, Indexed):  # a summary has a part of each query head
-        fields["summaries"] = torch.cat([each.summaries for each in records if isinstance(each, Indexed)], dim=1)
-    if isinstance(first, Merged):
-        lengths = chain.from_iterable(record.slot_lengths for record in records if isinstance(record, Merged))
-        fields |= {name: of_all(name) for name in _SLOTS} | {"slot_offsets": tuple(accumulate(lengths, initial=0))}
-    return replace(first, **fields)
+    return replace(first, **fields, **first.own_joined(records))

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from kvshelf.artifact.codecs import Codec
 from kvshelf.artifact.coded import CodedRows
 from kvshelf.artifact.identity import RopeMode
 from kvshelf.errors import StateConflict
+from kvshelf.kernels.prefix_attention.prefixes import PackedPrefix, Prefix, StreamedPrefix
 from kvshelf.kernels.quantize.rows import HeadRows, QuantizedRows, Rows, by_head, plain
 
 Rotate = Callable[[Tensor, Tensor], Tensor]
@@ -47,6 +49,14 @@ class Packed:
     many entries of each head, the most important ones, are to have more bits (`mixed:share=policy`), or None. Both
     exist in memory only, not in blobs, and do not count in `nbytes`.
     """
+
+    kind: ClassVar[str]
+    """Each kind is a class below this one (`records`), with fields of its own and what differs of these methods."""
+    own_tensors: ClassVar[tuple[str, ...]] = ()
+    """The names of the tensors that no other kind has."""
+    continues: ClassVar[bool] = False
+    """Whether rows of later tokens may stand behind its own."""
+    latent: ClassVar[bool] = False
 
     keys: Rows | CodedRows
     values: Rows | CodedRows
@@ -123,9 +133,24 @@ class Packed:
         return list(torch.split(self.entry_positions, self.lengths))
 
     @property
+    def tokens(self) -> tuple[Tensor, list[int]]:
+        """Positions of the tokens that attention sees, int32, head by head, and how many each head has."""
+        return self.entry_positions, self.lengths
+
+    @property
+    def sees(self) -> tuple[int | None, int | None]:
+        """The window and the chunk of a `LayerShape`."""
+        return None, None
+
+    @property
+    def joined_bytes(self) -> int:
+        """Bytes of a copy that attention reads in place of the rows."""
+        return 0
+
+    @property
     def nbytes(self) -> int:
         """Bytes held in memory, with positions expanded and without `importance`."""
-        held: int = sum(getattr(self, name).nbytes for name in self._tensors())
+        held: int = sum(getattr(self, name).nbytes for name in ("keys", "values", *self.own_tensors))
         return held + self.entries * torch.int32.itemsize
 
     def heads(self) -> list[tuple[Tensor, Tensor]]:
@@ -153,19 +178,23 @@ class Packed:
         """
         return padded(*self.plain_heads())
 
-    def to(self, device: torch.device | str) -> Self:
-        """The same record on another device; itself when it is there already."""
-        if self.keys.device == torch.device(device):
-            return self
-        moved = {name: getattr(self, name).to(device) for name in self._tensors()}
-        importance = None if self.importance is None else self.importance.to(device)
-        return replace(self, **moved, entries_at=self.entry_positions.to(device), importance=importance)
+    def prefixes(self, rotate: Rotate | None = None) -> tuple[Prefix, ...]:
+        """The prefixes of this layer for attention. `rotate` is needed for keys that carry no rotation yet.
 
-    def _tensors(self) -> tuple[str, ...]:
-        """Names of the artifact's tensor fields, except the positions of the entries."""
-        return ("keys", "values")
+        Rows are read in place, quantized or not. Keys without rotation are rotated a block of rows at a time, and the
+        result is not kept. Raises `StateConflict` when the model has no rotation to apply.
+        """
+        rotate = rotation(self.rope_mode, rotate)
+        lengths = tuple(self.lengths)
+        if rotate is None:
+            return (PackedPrefix(*self.rows, lengths),)
+        return (StreamedPrefix(lengths, partial(_block, self.views(), rotate)),)
 
-    def _selected(self, chosen: Tensor) -> dict[str, Any]:
+    def select(self, chosen: Tensor) -> Packed:
+        """The entries that `chosen` `[entries]` bool marks. For records that are not quantized."""
+        return replace(self, **self.selected(chosen))
+
+    def selected(self, chosen: Tensor) -> dict[str, Any]:
         """The fields of this class for the entries that `chosen` `[entries]` bool marks."""
         assert isinstance(self.keys, Tensor)
         assert isinstance(self.values, Tensor)
@@ -177,6 +206,30 @@ class Packed:
             "rope_mode": self.rope_mode,
             "importance": None if self.importance is None else self.importance[chosen],
         }
+
+    def placed(self, first: int) -> Self:
+        """The same entries in a document whose first token stands at position `first`."""
+        return replace(self, entries_at=self.entry_positions + first)
+
+    def require_codec(self, codec: Codec) -> None:
+        """Raise `InvalidRequest` for a codec that cannot encode this kind."""
+
+    def own_cut(self, first: int, last: int) -> dict[str, Any]:  # noqa: ARG002
+        """The fields of this kind alone that differ in a record of KV heads `first` to `last - 1`."""
+        return {}
+
+    @classmethod
+    def own_joined(cls, records: Sequence[Any]) -> dict[str, Any]:
+        """The same for a record whose heads are those of `records`, one after the other."""
+        return {name: torch.cat([getattr(record, name) for record in records]) for name in cls.own_tensors}
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same record on another device; itself when it is there already."""
+        if self.keys.device == torch.device(device):
+            return self
+        moved = {name: getattr(self, name).to(device) for name in ("keys", "values", *self.own_tensors)}
+        importance = None if self.importance is None else self.importance.to(device)
+        return replace(self, **moved, entries_at=self.entry_positions.to(device), importance=importance)
 
 
 def offsets_of(lengths: Sequence[int]) -> tuple[int, ...]:
@@ -202,3 +255,10 @@ def rotation(rope_mode: RopeMode, rotate: Rotate | None) -> Rotate | None:
             "apply"
         )
     return rotate
+
+
+def _block(views: Sequence[HeadView], rotate: Rotate, head: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of some entries of a head, dequantized and rotated."""
+    view = views[head]
+    keys, values = view.keys[start:stop], view.values[start:stop]
+    return rotate(keys.float(), view.positions[start:stop].long()).to(values.dtype), values

@@ -10,20 +10,22 @@
 `Parts`    several of these at once, their entries disjoint: mixed precision, a residual in full precision
 `States`   the recurrent and convolution states of a layer, beside its entries or without any
 
-Keys and values are tensors or `QuantizedRows`. All kinds have `nbytes` and `to(device)`, and those of entries
-`kv_heads`, `entries`, `uniform`, `positions`, `dense()` and `prefixes(rotate)`.
+Keys and values are tensors or `QuantizedRows`. All kinds have `nbytes` and `to(device)`, and those of
+entries `kv_heads`, `entries`, `uniform`, `positions`, `dense()` and `prefixes(rotate)`. What a blob has of a kind is in
+its file of `kvshelf.artifact.blob.kinds`, which needs no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvshelf.artifact.codecs import Codec
 from kvshelf.artifact.packed import HeadView, Packed, Rotate, offsets_of, padded, rotation
 from kvshelf.artifact.shape import StateRole, StateShape, tokens_seen
 from kvshelf.kernels.prefix_attention.prefixes import MergedPrefix, PackedPrefix, Prefix, StreamedPrefix
@@ -33,27 +35,15 @@ from kvshelf.kernels.prefix_attention.prefixes import MergedPrefix, PackedPrefix
 class Kept(Packed):
     """Some of a layer's entries, unchanged but for the codec. An entry is a token. See `Packed` for the fields."""
 
-    kind: ClassVar[Literal["kept"]] = "kept"
+    kind: ClassVar[str] = "kept"
+    continues: ClassVar[bool] = True
 
-    def prefixes(self, rotate: Rotate | None = None) -> tuple[Prefix, ...]:
-        """The prefixes of this layer for attention. `rotate` is needed for keys that carry no rotation yet.
-
-        Rows are read in place, quantized or not. Keys without rotation are rotated a block of rows at a time, and the
-        result is not kept. Raises `StateConflict` when the model has no rotation to apply.
-        """
-        rotate = rotation(self.rope_mode, rotate)
-        lengths = tuple(self.lengths)
-        if rotate is None:
-            return (PackedPrefix(*self.rows, lengths),)
-        return (StreamedPrefix(lengths, partial(_block, self.views(), rotate)),)
-
-    def select(self, chosen: Tensor) -> Self:
-        """The entries that `chosen` `[entries]` bool marks. For records that are not quantized."""
-        return replace(self, **self._selected(chosen))
+    def select(self, chosen: Tensor) -> Kept:
+        return Kept(**self.selected(chosen))
 
 
 @dataclass(frozen=True, eq=False)
-class Pruned(Kept):
+class Pruned(Packed):
     """Some tokens whose keys have D' of the D channels, others in each head (ThinK, arXiv 2407.21018): a query reads
     them with the same channels of its own.
 
@@ -61,7 +51,8 @@ class Pruned(Kept):
     one would mix channels of which some are gone. Where keys are asked for as numbers they have D channels, with zeros.
     """
 
-    kind: ClassVar[Literal["pruned"]] = "pruned"  # type: ignore[assignment]
+    kind: ClassVar[str] = "pruned"
+    own_tensors: ClassVar[tuple[str, ...]] = ("channels",)
 
     channels: Tensor = field(kw_only=True)
     full_dim: int = field(kw_only=True)
@@ -84,8 +75,14 @@ class Pruned(Kept):
         return [self._widened(head, rows) for head, rows in enumerate(keys)], values
 
     def prefixes(self, rotate: Rotate | None = None) -> tuple[Prefix, ...]:  # noqa: ARG002
-        """See `Kept.prefixes`."""
+        """See `Packed.prefixes`."""
         return (PackedPrefix(*self.rows, tuple(self.lengths), self.channels.to(torch.int32)),)
+
+    def require_codec(self, codec: Codec) -> None:
+        codec.require_pruned()
+
+    def own_cut(self, first: int, last: int) -> dict[str, Any]:
+        return {"channels": self.channels[first:last].clone()}
 
     def _widened(self, head: int, keys: Tensor) -> Tensor:
         """`[kept_h, D']` as `[kept_h, D]`."""
@@ -93,12 +90,9 @@ class Pruned(Kept):
         whole[:, self.channels[head].long()] = keys
         return whole
 
-    def _tensors(self) -> tuple[str, ...]:
-        return (*super()._tensors(), "channels")
-
 
 @dataclass(frozen=True, eq=False)
-class Indexed(Kept):
+class Indexed(Packed):
     """The first tokens of a document, the same in every head, and an index of them: a summary of each `block` tokens.
 
     The last block may be shorter. What a summary is, the policy that made it says. summaries: `[blocks, W]` bf16.
@@ -106,7 +100,8 @@ class Indexed(Kept):
     blocks that it chooses by the index.
     """
 
-    kind: ClassVar[Literal["indexed"]] = "indexed"  # type: ignore[assignment]
+    kind: ClassVar[str] = "indexed"
+    own_tensors: ClassVar[tuple[str, ...]] = ("summaries",)
 
     block: int = field(kw_only=True)
     summaries: Tensor = field(kw_only=True)
@@ -117,20 +112,25 @@ class Indexed(Kept):
         assert self.summaries.shape[0] == -(-self.lengths[0] // self.block)
         assert self.summaries.dtype == torch.bfloat16
 
-    def select(self, chosen: Tensor) -> Kept:  # type: ignore[override]
-        """See `Kept.select`. The index stays with the first tokens; other entries have none."""
-        selected = self._selected(chosen)
+    def select(self, chosen: Tensor) -> Kept | Indexed:
+        """See `Packed.select`. The index stays with the first tokens; other entries have none."""
+        selected = self.selected(chosen)
         if not bool(chosen[0]):
             return Kept(**selected)
         blocks = -(-selected["offsets"][1] // self.block)
         return Indexed(**selected, block=self.block, summaries=self.summaries[:blocks])
 
-    def _tensors(self) -> tuple[str, ...]:
-        return (*super()._tensors(), "summaries")
+    def require_codec(self, codec: Codec) -> None:
+        codec.require_blocks(self.block)
+
+    @classmethod
+    def own_joined(cls, records: Sequence[Any]) -> dict[str, Any]:
+        """A summary has a part of each query head."""
+        return {"summaries": torch.cat([record.summaries for record in records], dim=1)}
 
 
 @dataclass(frozen=True, eq=False)
-class Recent(Kept):
+class Recent(Packed):
     """The last tokens of a document in a layer whose queries see no others. Kept verbatim, under every policy and
     codec: they do not grow with the document.
 
@@ -152,7 +152,7 @@ class Recent(Kept):
         own_keys, own_values = (torch.stack(heads) for heads in self.plain_heads())  # [kv_heads, kept, D]
         keys = torch.cat([own_keys.to(keys.device), keys], dim=1)
         values = torch.cat([own_values.to(values.device), values], dim=1)
-        return Recent._ending_at(end, keys, values, getattr(self, "window", None), getattr(self, "chunk", None))
+        return Recent._ending_at(end, keys, values, *self.sees)
 
     @staticmethod
     def _ending_at(end: int, keys: Tensor, values: Tensor, window: int | None, chunk: int | None) -> Recent:
@@ -177,9 +177,13 @@ class Window(Recent):
     """The last `window - 1` tokens of a layer whose queries see `window` tokens, themselves included; all of a shorter
     document."""
 
-    kind: ClassVar[Literal["window"]] = "window"  # type: ignore[assignment]
+    kind: ClassVar[str] = "window"
 
     window: int = field(kw_only=True)
+
+    @property
+    def sees(self) -> tuple[int | None, int | None]:
+        return self.window, None
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,13 +191,17 @@ class Chunk(Recent):
     """The tokens of the document's last chunk, none if it is finished, of a layer whose queries see those of their own
     chunk of `chunk` tokens."""
 
-    kind: ClassVar[Literal["chunk"]] = "chunk"  # type: ignore[assignment]
+    kind: ClassVar[str] = "chunk"
 
     chunk: int = field(kw_only=True)
 
+    @property
+    def sees(self) -> tuple[int | None, int | None]:
+        return None, self.chunk
+
 
 @dataclass(frozen=True, eq=False)
-class Latents(Kept):
+class Latents(Packed):
     """Some tokens of a layer with latent attention (MLA, arXiv 2405.04434, section 2.1), for all its heads together.
 
     keys: the latents `[entries, rank]`, of which the model makes the keys and values of each head by one product.
@@ -204,7 +212,9 @@ class Latents(Kept):
     `[latent, rotated]` and the value `latent`.
     """
 
-    kind: ClassVar[Literal["latents"]] = "latents"  # type: ignore[assignment]
+    kind: ClassVar[str] = "latents"
+    continues: ClassVar[bool] = True
+    latent: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -212,18 +222,17 @@ class Latents(Kept):
         assert self.rope_mode == "baked"
 
     @classmethod
-    def of(cls, record: Kept) -> Latents:
+    def of(cls, record: Packed) -> Latents:
         """From a record of one head, whose keys are latents and whose values are rotated parts."""
-        return cls(**{each.name: getattr(record, each.name) for each in fields(Kept)})
+        return cls(**{each.name: getattr(record, each.name) for each in fields(Packed)})
 
     @property
     def joined_bytes(self) -> int:
-        """Bytes of the copy that attention reads, which has latents and rotated parts side by side; quantized rows are
-        read in place."""
+        """The copy has latents and rotated parts side by side; quantized rows are read in place."""
         return 0 if self.quantized else self.entries * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
     def prefixes(self, rotate: Rotate | None = None) -> tuple[Prefix, ...]:  # noqa: ARG002
-        """See `Kept.prefixes`. Keys `[entries, rank + rope]`; values are their first `rank` channels, not a copy."""
+        """See `Packed.prefixes`. Keys `[entries, rank + rope]`; values are their first `rank` channels, not a copy."""
         latents, rotated = self.rows
         if isinstance(latents, Tensor) and isinstance(rotated, Tensor):
             joined = torch.cat([latents, rotated], dim=1)
@@ -248,7 +257,8 @@ class Merged(Packed):
     `slot_offsets[h + 1]`.
     """
 
-    kind: ClassVar[Literal["merged"]] = "merged"
+    kind: ClassVar[str] = "merged"
+    own_tensors: ClassVar[tuple[str, ...]] = ("slot_scales", "slot_classes", "slot_positions")
 
     slot_scales: Tensor = field(kw_only=True)
     slot_classes: Tensor = field(kw_only=True)
@@ -274,7 +284,7 @@ class Merged(Packed):
         return [end - start for start, end in zip(self.slot_offsets, self.slot_offsets[1:], strict=False)]
 
     def prefixes(self, rotate: Rotate | None = None) -> tuple[Prefix, ...]:
-        """The slots of this layer, as prefixes for attention. See `Kept.prefixes`.
+        """The slots of this layer, as prefixes for attention. See `Packed.prefixes`.
 
         If slots need no rotation, those of a class differ only by a factor and are never expanded. Otherwise they are
         expanded a block of rows at a time.
@@ -300,7 +310,7 @@ class Merged(Packed):
         starts = torch.tensor(self.offsets[:-1], device=chosen.device)
         rows = starts[slot_heads] + self.slot_classes  # each slot's class as a row of `keys`
         slots = chosen[rows]
-        selected = self._selected(chosen)
+        selected = self.selected(chosen)
         # A class's new index within its head: the chosen rows before it, minus those before its head.
         before = torch.cat([chosen.new_zeros(1, dtype=torch.int64), chosen.cumsum(0)])
         classes = before[rows] - before[starts][slot_heads]
@@ -312,11 +322,30 @@ class Merged(Packed):
             slot_offsets=offsets_of(torch.bincount(slot_heads[slots], minlength=self.kv_heads).tolist()),
         )
 
-    def _tensors(self) -> tuple[str, ...]:
-        return (*super()._tensors(), "slot_scales", "slot_classes", "slot_positions")
+    @property
+    def tokens(self) -> tuple[Tensor, list[int]]:
+        return self.slot_positions, self.slot_lengths
+
+    def placed(self, first: int) -> Merged:
+        return replace(super().placed(first), slot_positions=self.slot_positions + first)
+
+    def own_cut(self, first: int, last: int) -> dict[str, Any]:
+        slots = slice(self.slot_offsets[first], self.slot_offsets[last])
+        cut = {name: getattr(self, name)[slots].clone() for name in self.own_tensors}
+        return cut | {"slot_offsets": offsets_of(self.slot_lengths[first:last])}
+
+    @classmethod
+    def own_joined(cls, records: Sequence[Any]) -> dict[str, Any]:
+        lengths = [length for record in records for length in record.slot_lengths]
+        return super().own_joined(records) | {"slot_offsets": offsets_of(lengths)}
 
 
-PackedRecord = Kept | Merged
+RECORDS: Final[Mapping[str, type[PackedRecord]]] = {
+    record.kind: record for record in (Kept, Pruned, Indexed, Window, Chunk, Latents, Merged)
+}
+"""The kinds of which a blob has records (`kvshelf.artifact.blob.kinds`), by name."""
+
+PackedRecord = Packed
 """The kinds that hold entries themselves."""
 
 
@@ -324,7 +353,7 @@ PackedRecord = Kept | Merged
 class Parts:
     """One layer as several records with the same heads and disjoint tokens. Attention sums over all of them."""
 
-    kind: ClassVar[Literal["parts"]] = "parts"
+    kind: ClassVar[str] = "parts"
 
     parts: tuple[PackedRecord, ...]
 
@@ -379,7 +408,7 @@ class Parts:
         )
 
     def prefixes(self, rotate: Rotate | None = None) -> tuple[Prefix, ...]:
-        """The prefixes of all parts, for attention. See `Kept.prefixes`."""
+        """The prefixes of all parts, for attention. See `Packed.prefixes`."""
         return tuple(prefix for part in self.parts for prefix in part.prefixes(rotate))
 
     def to(self, device: torch.device | str) -> Parts:
@@ -393,7 +422,7 @@ class Parts:
         return [torch.cat(heads) for heads in zip(*parts, strict=True)]
 
 
-Entries = Kept | Merged | Parts
+Entries = PackedRecord | Parts
 """Every kind that has entries."""
 
 
@@ -419,7 +448,7 @@ class States:
     They cannot be shared as entries are: each token that follows changes them, so a row of a batch needs its own copy.
     """
 
-    kind: ClassVar[Literal["states"]] = "states"
+    kind: ClassVar[str] = "states"
 
     states: tuple[State, ...]
     beside: Entries | None = None
@@ -461,7 +490,7 @@ def entries_from(parts: Sequence[PackedRecord]) -> Entries:
 
 def is_latent(entries: Entries) -> bool:
     """Whether a layer holds latents."""
-    return isinstance(parts_of(entries)[0], Latents)
+    return parts_of(entries)[0].latent
 
 
 def states_of(record: LayerRecord) -> tuple[State, ...]:
@@ -479,13 +508,6 @@ def _joined_block(views: Sequence[HeadView], rank: int, head: int, start: int, s
     view = views[head]
     joined = torch.cat([view.keys[start:stop], view.values[start:stop]], dim=1)
     return joined, joined[:, :rank]
-
-
-def _block(views: Sequence[HeadView], rotate: Rotate, head: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of some entries of a head, dequantized and rotated."""
-    view = views[head]
-    keys, values = view.keys[start:stop], view.values[start:stop]
-    return rotate(keys.float(), view.positions[start:stop].long()).to(values.dtype), values
 
 
 def _slot_block(

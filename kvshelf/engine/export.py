@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvshelf.artifact.cache import CompressedCache
-from kvshelf.artifact.packed import HeadView
-from kvshelf.artifact.records import Entries, Kept, Merged, Recent, Window, entries_of, parts_of, states_of
+from kvshelf.artifact.packed import HeadView, Packed
+from kvshelf.artifact.records import Entries, Merged, Recent, Window, entries_of, parts_of, states_of
 from kvshelf.engine.attention.states import fill, together
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.model.rope import Rope
@@ -56,13 +56,13 @@ class Places:
         self._stored_at_slots = stored_at_slots
         self._wanted_at_slots = wanted_at_slots
 
-    def layer(self, parts: Sequence[Kept], heads: slice = slice(None)) -> tuple[Tensor, Tensor]:
+    def layer(self, parts: Sequence[Packed], heads: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """Keys `[heads, K, D]` and values `[heads, K, Dv]` of a layer (`plain_parts`), of some of its heads."""
         chosen = list(zip(*(part.views() for part in parts), strict=True))[heads]
         keys, values = zip(*(self._head(views, parts[0]) for views in chosen), strict=True)
         return torch.stack(keys), torch.stack(values)
 
-    def _head(self, views: Sequence[HeadView], like: Kept) -> tuple[Tensor, Tensor]:
+    def _head(self, views: Sequence[HeadView], like: Packed) -> tuple[Tensor, Tensor]:
         """Keys `[K, D]` and values `[K, Dv]` of a head, of all its parts, in ascending position."""
         positions, order = torch.cat([view.positions for view in views]).long().sort()
         keys = torch.cat([view.keys[:] for view in views])[order]
@@ -83,7 +83,7 @@ class Places:
         return self._rope
 
 
-def plain_parts(record: Entries, index: int) -> tuple[Kept, ...]:
+def plain_parts(record: Entries, index: int) -> tuple[Packed, ...]:
     """The parts of a layer, if each entry is one token's key and value and all heads have equally many. Raises
     `PolicyUnsupported` where not."""
     kept = []

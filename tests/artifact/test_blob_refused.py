@@ -116,7 +116,7 @@ def test_a_writer_that_signs_anything_gets_a_named_refusal(make: Make, soak: boo
 
 
 def test_every_reason_is_tested_and_documented() -> None:
-    source = "".join(path.read_text() for path in (ROOT / "kvshelf/artifact/blob").glob("*.py"))
+    source = "".join(path.read_text() for path in (ROOT / "kvshelf/artifact/blob").rglob("*.py"))
     source += (ROOT / "kvshelf/artifact/positions.py").read_text()
     named = set(re.findall(r'reason="(\w+)"', source))
     elsewhere = {"digest_mismatch", "wrong_shape", "coded_malformed"}  # see test_shape.py and test_klt.py

@@ -193,11 +193,7 @@ def tensors_of(record: PackedRecord) -> dict[str, Tensor]:
             found[name] = rows
         else:
             found |= {f"{name} {what}": getattr(rows, what) for what in ("codes", "scales", "zeros")}
-    if isinstance(record, Pruned):
-        found["channels"] = record.channels
-    if isinstance(record, Merged):
-        found |= {name: getattr(record, name) for name in ("slot_scales", "slot_classes", "slot_positions")}
-    return found
+    return found | {name: getattr(record, name) for name in record.own_tensors}
 
 
 def require_equal(left: CompressedCache, right: CompressedCache) -> None:

@@ -7,7 +7,6 @@ they are parsed, every field has one type, and each refusal has one name (docs/i
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from typing import Annotated, Any, Final
 
 import msgpack
@@ -22,20 +21,9 @@ from pydantic import (
 )
 
 from kvshelf.artifact import positions
-from kvshelf.artifact.blob.layer import (
-    ALIGNMENT,
-    DIGEST_BYTES,
-    MAX_ARRAY,
-    RECENT,
-    Count,
-    LatentsHeader,
-    Layer,
-    PrunedHeader,
-    RecordHeader,
-    Size,
-    Strict,
-)
-from kvshelf.artifact.codecs import Codec, Precision
+from kvshelf.artifact.blob.kinds.record import MAX_ARRAY, Count, Size, Strict
+from kvshelf.artifact.blob.layer import ALIGNMENT, DIGEST_BYTES, Layer
+from kvshelf.artifact.codecs import Codec
 from kvshelf.artifact.identity import Boundary, Identity, Layout, canonical_msgpack
 from kvshelf.artifact.shape import CODE_BYTES, MAX_CODES, Shape
 from kvshelf.errors import BlobError, InvalidRequest
@@ -300,21 +288,12 @@ def _check_codec(header: Header) -> None:
         )
     for index, layer in enumerate(header.layers):
         for record in layer.records:
-            if (record.codec, record.group) not in _made(codec, record):
+            if (record.codec, record.group) not in record.precisions(codec):
                 raise BlobError(
                     f"layer {index} is under {record.codec} in groups of {record.group}; codec {codec} makes no such "
                     "layer",
                     reason="inconsistent",
                 )
-
-
-def _made(codec: Codec, record: RecordHeader) -> Collection[tuple[Precision, int]]:
-    """The precisions that a codec may give a record of its kind."""
-    if isinstance(record, RECENT):
-        return {("none", 0)}
-    if isinstance(record, LatentsHeader | PrunedHeader) and codec.name == "klt":
-        return ()  # its transforms are those of whole keys without their rotation, which these are not
-    return codec.precisions
 
 
 def _check_layout(header: Header) -> None:

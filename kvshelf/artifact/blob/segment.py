@@ -12,48 +12,25 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvshelf.artifact import positions
 from kvshelf.artifact.blob.body import Body
 from kvshelf.artifact.blob.header import Header
-from kvshelf.artifact.blob.layer import (
-    NO_DIMS,
-    ChunkHeader,
-    Dims,
-    DtypeName,
-    IndexedHeader,
-    KeptHeader,
-    LatentsHeader,
-    Layer,
-    MergedHeader,
-    PrunedHeader,
-    RecordHeader,
-    Span,
-    StateHeader,
-    WindowHeader,
-    class_bytes,
-    key_width,
-)
+from kvshelf.artifact.blob.kinds import KINDS
+from kvshelf.artifact.blob.kinds.record import Arrays, Dims, DtypeName, Ints, RecordHeader, ints
+from kvshelf.artifact.blob.layer import NO_DIMS, Layer, Span, StateHeader
 from kvshelf.artifact.codecs import BITS, Precision
 from kvshelf.artifact.coded import CodedRows
 from kvshelf.artifact.packed import offsets_of
+from kvshelf.artifact.positions import Encoding, decode, encode
 from kvshelf.artifact.records import (
-    Chunk,
+    RECORDS,
     Entries,
-    Indexed,
-    Kept,
-    Latents,
     LayerRecord,
-    Merged,
     PackedRecord,
-    Pruned,
-    Recent,
     State,
     States,
-    Window,
     entries_from,
     entries_of,
     parts_of,
@@ -67,19 +44,6 @@ DTYPES: dict[DtypeName, torch.dtype] = {"float32": torch.float32, "bfloat16": to
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PRECISIONS: dict[int, Precision] = {bits: name for name, bits in BITS.items()}
 _AXES: dict[str, Axis] = {"keys": "tokens", "values": "channels"}
-_HEADERS: dict[str, type[RecordHeader]] = {
-    "kept": KeptHeader,
-    "pruned": PrunedHeader,
-    "indexed": IndexedHeader,
-    "window": WindowHeader,
-    "chunk": ChunkHeader,
-    "latents": LatentsHeader,
-    "merged": MergedHeader,
-}
-
-Ints = npt.NDArray[np.int64]
-Arrays = dict[str, memoryview]
-"""The bytes of a record's arrays, in the order of `array_sizes`."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +66,7 @@ def write_layer(record: LayerRecord, num_tokens: int) -> Written:
         return Written(NO_DIMS, [], headers, of_states)
     parts = parts_of(entries)
     dims = Dims(_dtype_name(parts), entries.key_dim, entries.value_dim)
-    written = [_write_record(part, num_tokens) for part in parts]
+    written = [_write_record(part, _Target(num_tokens)) for part in parts]
     try:
         _require_sound("the layer", entries, num_tokens)
         _require_rows("the layer", parts)
@@ -191,11 +155,10 @@ def _state_header(state: State) -> StateHeader:
     return StateHeader(role=state.role, number=state.number, dtype=_DTYPE_NAMES[state.tensor.dtype], dims=dims)
 
 
-def _write_record(record: PackedRecord, num_tokens: int) -> tuple[RecordHeader, Arrays]:
+def _write_record(record: PackedRecord, target: _Target) -> tuple[RecordHeader, Arrays]:
     codec, group = _precision(record)
     arrays = _row_arrays("keys", record.keys) | _row_arrays("values", record.values)
-    encoding, data = positions.encode(_ints(record.entry_positions), record.lengths, num_tokens)
-    arrays["positions"] = memoryview(data)
+    encoding, arrays["positions"] = target.positions(record.entry_positions, record.lengths)
     fields: dict[str, Any] = {
         "kind": record.kind,
         "rope_mode": record.rope_mode,
@@ -204,24 +167,9 @@ def _write_record(record: PackedRecord, num_tokens: int) -> tuple[RecordHeader, 
         "lengths": record.lengths,
         "position_encoding": encoding,
     }
-    if isinstance(record, Window):
-        fields["window"] = record.window
-    elif isinstance(record, Chunk):
-        fields["chunk"] = record.chunk
-    elif isinstance(record, Pruned):
-        arrays["channels"] = _raw(record.channels)
-        fields["channels"] = record.channels.shape[1]
-    elif isinstance(record, Indexed):
-        arrays["summaries"] = _raw(record.summaries)
-        fields |= {"block": record.block, "width": record.summaries.shape[1]}
-    elif isinstance(record, Merged):
-        slot_encoding, slot_data = positions.encode(_ints(record.slot_positions), record.slot_lengths, num_tokens)
-        classes = _ints(record.slot_classes).astype(f"<u{class_bytes(record.lengths)}")
-        arrays["slot_positions"] = memoryview(slot_data)
-        arrays["slot_classes"] = memoryview(classes.tobytes())
-        arrays["slot_scales"] = _raw(record.slot_scales.to(torch.float32))
-        fields |= {"slot_lengths": record.slot_lengths, "slot_position_encoding": slot_encoding}
-    return _HEADERS[record.kind](**fields, sizes=[len(data) for data in arrays.values()]), arrays
+    own, own_arrays = KINDS[record.kind].write(record, target)
+    arrays |= own_arrays
+    return KINDS[record.kind](**fields, **own, sizes=[len(data) for data in arrays.values()]), arrays
 
 
 def _precision(record: PackedRecord) -> tuple[Precision, int]:
@@ -253,13 +201,23 @@ def _raw(tensor: Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def _ints(tensor: Tensor) -> Ints:
-    return tensor.cpu().numpy().astype(np.int64)
+@dataclass(frozen=True)
+class _Target:
+    """As `kinds.record.Target`, for records of a document of so many tokens."""
+
+    num_tokens: int
+
+    raw = staticmethod(_raw)
+
+    def positions(self, positions: Tensor, lengths: list[int]) -> tuple[Encoding, memoryview]:
+        encoding, data = encode(ints(positions), lengths, self.num_tokens)
+        return encoding, memoryview(data)
 
 
 @dataclass(frozen=True)
 class _Reader:
-    """One record of a segment. The header has been checked against the size of the segment."""
+    """One record of a segment, as `kinds.record.Source`. The header has been checked against the size of the
+    segment."""
 
     header: RecordHeader
     spans: dict[str, Span]
@@ -269,126 +227,66 @@ class _Reader:
 
     def record(self) -> PackedRecord:
         header = self.header
-        fields: dict[str, Any] = {
-            "keys": self._rows("keys", key_width(header, self.layer.dims)),
-            "values": self._rows("values", self.layer.value_dim),
-            "entries_at": self._positions("positions", header.position_encoding, header.lengths),
-            "offsets": offsets_of(header.lengths),
-            "rope_mode": header.rope_mode,
-        }
-        if isinstance(header, WindowHeader):
-            return Window(**fields, window=header.window)
-        if isinstance(header, ChunkHeader):
-            return Chunk(**fields, chunk=header.chunk)
-        if isinstance(header, LatentsHeader):
-            return Latents(**fields)
-        if isinstance(header, PrunedHeader):
-            channels = self._tensor("channels", torch.int16, len(header.lengths), header.channels)
-            return Pruned(**fields, channels=channels, full_dim=self.layer.key_dim)
-        if isinstance(header, IndexedHeader):
-            summaries = self._tensor("summaries", torch.bfloat16, header.blocks, header.width)
-            return Indexed(**fields, block=header.block, summaries=summaries)
-        if isinstance(header, KeptHeader):
-            return Kept(**fields)
-        classes = np.frombuffer(self._bytes("slot_classes"), f"<u{class_bytes(header.lengths)}")
-        return Merged(
-            **fields,
-            slot_scales=self._tensor("slot_scales", torch.float32, sum(header.slot_lengths)),
-            slot_classes=torch.from_numpy(classes.astype(np.int32)),
-            slot_positions=self._positions("slot_positions", header.slot_position_encoding, header.slot_lengths)(),
-            slot_offsets=offsets_of(header.slot_lengths),
+        return RECORDS[header.kind](
+            keys=self._rows("keys", header.key_dim(self.dims)),
+            values=self._rows("values", self.dims.value_dim),
+            entries_at=self.positions("positions", header.position_encoding, header.lengths),
+            offsets=offsets_of(header.lengths),
+            rope_mode=header.rope_mode,
+            **header.read(self),
         )
 
+    @property
+    def dims(self) -> Dims:
+        return self.layer.dims
+
     def _rows(self, name: str, dim: int) -> Rows | CodedRows:
-        header, dtype = self.header, DTYPES[self.layer.dtype]
+        header, dtype = self.header, self.dims.dtype
         entries = sum(header.lengths)
         if header.codec == "klt":
             array = f"{name}_coded"
-            data = self._tensor(array, torch.uint8, self.spans[array].nbytes)
-            rows = CodedRows(data, tuple(header.lengths), dim, dtype)
+            data = self.tensor(array, "uint8", self.spans[array].nbytes)
+            rows = CodedRows(data, tuple(header.lengths), dim, DTYPES[dtype])
             rows.require_sound(array)
             return rows
         if header.codec == "none":
-            return self._tensor(name, dtype, entries, dim)
+            return self.tensor(name, dtype, entries, dim)
         bits, axis = BITS[header.codec], _AXES[name]
         shape = scales_shape(axis, header.group, header.lengths, dim)
         return QuantizedRows(
-            codes=self._tensor(f"{name}_codes", torch.uint8, entries, -(-dim * bits // 8)),
-            scales=self._tensor(f"{name}_scales", torch.bfloat16, *shape),
-            zeros=self._tensor(f"{name}_zeros", torch.bfloat16, *shape),
+            codes=self.tensor(f"{name}_codes", "uint8", entries, -(-dim * bits // 8)),
+            scales=self.tensor(f"{name}_scales", "bfloat16", *shape),
+            zeros=self.tensor(f"{name}_zeros", "bfloat16", *shape),
             bits=bits,
             group=header.group,
             axis=axis,
             num_channels=dim,
-            dtype=dtype,
+            dtype=DTYPES[dtype],
             lengths=tuple(header.lengths),
         )
 
-    def _tensor(self, name: str, dtype: torch.dtype, *shape: int) -> Tensor:
-        return self.body.tensor(self.layer.offset + self.spans[name].offset, dtype, *shape)
+    def tensor(self, name: str, dtype: str, *shape: int) -> Tensor:
+        return self.body.tensor(self._start(name), getattr(torch, dtype), *shape)
 
-    def _bytes(self, name: str) -> memoryview:
-        span = self.spans[name]
-        start = self.layer.offset + span.offset
-        return self.body.memory[start : start + span.nbytes]
-
-    def _positions(self, name: str, encoding: positions.Encoding, lengths: list[int]) -> Callable[[], Tensor]:
-        """Check the positions; returns a function that expands them."""
-        expand = positions.decode(encoding, self._bytes(name), lengths, self.num_tokens)
+    def positions(self, name: str, encoding: Encoding, lengths: list[int]) -> Callable[[], Tensor]:
+        start = self._start(name)
+        data = self.body.memory[start : start + self.spans[name].nbytes]
+        expand = decode(encoding, data, lengths, self.num_tokens)
         return lambda: torch.from_numpy(expand().astype(np.int32))
+
+    def _start(self, name: str) -> int:
+        return self.layer.offset + self.spans[name].offset
 
 
 def _require_sound(where: str, record: Entries, num_tokens: int) -> None:
-    """Refuse records that attention would misread: codes without a number, slots without a class, repeated tokens,
-    windows or chunks of other tokens than the last, an index of other tokens than the first, channels that there are
-    not."""
+    """Refuse records that attention would misread, by what their kind requires, and tokens that two have."""
     parts = parts_of(record)
-    if isinstance(record, Recent):
-        _require_last(where, record, num_tokens)
     for part in parts:
-        if isinstance(part, Indexed):
-            _require_index(where, part)
-        if isinstance(part, Pruned):
-            _require_channels(where, part)
-        if isinstance(part, Merged):
-            _require_classes(_ints(part.slot_classes), part.lengths, part.slot_lengths)
-            if not bool(torch.isfinite(part.slot_scales).all()):
-                raise BlobError(f"{where} has a slot whose scale is not finite", reason="not_finite")
+        KINDS[part.kind].require_sound(where, part, num_tokens)
     if len(parts) > 1:
-        entries = [_by_head(part.entry_positions, part.lengths) for part in parts]
-        _require_disjoint(where, entries)
-        slots = [_by_head(part.slot_positions, part.slot_lengths) for part in parts if isinstance(part, Merged)]
-        kept = [found for found, part in zip(entries, parts, strict=True) if isinstance(part, Kept)]
-        _require_disjoint(where, slots + kept)
-
-
-def _require_index(where: str, record: Indexed) -> None:
-    first = np.arange(record.lengths[0])
-    if not all(np.array_equal(_ints(head), first) for head in record.positions):
-        raise BlobError(f"{where} has an index of other tokens than the document's first", reason="inconsistent")
-    if not bool(torch.isfinite(record.summaries).all()):
-        raise BlobError(f"{where} has a summary that is not finite", reason="not_finite")
-
-
-def _require_channels(where: str, record: Pruned) -> None:
-    channels = _ints(record.channels)  # [kv_heads, D']
-    outside = (channels < 0) | (channels >= record.full_dim)
-    if outside.any():
-        raise BlobError(
-            f"{where} has pruned keys with channel {channels[outside][0]}, of {record.full_dim}",
-            reason="channel_out_of_range",
-        )
-    if (np.diff(channels, axis=1) <= 0).any():
-        raise BlobError(f"{where} has the channels of pruned keys out of order, or one twice", reason="inconsistent")
-
-
-def _require_last(where: str, record: Recent, num_tokens: int) -> None:
-    last = np.arange(num_tokens - record.lengths[0], num_tokens)
-    for head in record.positions:
-        if not np.array_equal(_ints(head), last):
-            raise BlobError(
-                f"{where} has a {record.kind} of other tokens than the document's last", reason="inconsistent"
-            )
+        _require_disjoint(where, [_by_head(part.entry_positions, part.lengths) for part in parts])
+        if any(part.tokens[0] is not part.entry_positions for part in parts):
+            _require_disjoint(where, [_by_head(*part.tokens) for part in parts])
 
 
 def _require_rows(where: str, parts: Sequence[PackedRecord]) -> None:
@@ -406,24 +304,9 @@ def _require_codes(where: str, rows: QuantizedRows | HeadRows) -> None:
         raise BlobError(f"{where} has codes whose unused bits are not zero", reason="nonzero_padding")
 
 
-def _require_classes(classes: Ints, lengths: list[int], slot_lengths: list[int]) -> None:
-    """Every slot names a class of its head, and every class has a slot."""
-    counts = np.repeat(np.asarray(lengths, np.int64), slot_lengths)  # classes of each slot's head
-    outside = (classes < 0) | (classes >= counts)
-    if outside.any():
-        first = int(np.flatnonzero(outside)[0])
-        raise BlobError(
-            f"slot {first} names class {int(classes[first])} of a head of {int(counts[first])}",
-            reason="class_out_of_range",
-        )
-    starts = np.repeat(np.asarray(offsets_of(lengths)[:-1], np.int64), slot_lengths)
-    if not np.bincount(classes + starts, minlength=sum(lengths)).all():
-        raise BlobError("a class has no slot, so that nothing could ever read it", reason="class_without_slot")
-
-
 def _by_head(found: Tensor, lengths: list[int]) -> Ints:
     """Positions as numbers that are distinct across heads, ascending."""
-    return _ints(found) + np.repeat(np.arange(len(lengths), dtype=np.int64) << 31, lengths)
+    return ints(found) + np.repeat(np.arange(len(lengths), dtype=np.int64) << 31, lengths)
 
 
 def _require_disjoint(where: str, parts: list[Ints]) -> None:

@@ -15,7 +15,7 @@ from kvshelf.artifact.blob import check_padding
 from kvshelf.artifact.blob.body import Body
 from kvshelf.artifact.blob.digests import digest_of, require_head, require_run
 from kvshelf.artifact.blob.frame import TRAILER, BlobSummary
-from kvshelf.artifact.blob.layer import Span, run_rows
+from kvshelf.artifact.blob.layer import Span
 from kvshelf.artifact.blob.segment import require_runs_sound, view_layer
 from kvshelf.artifact.memory import sparse_memory
 from kvshelf.artifact.opened.arriving import Guard, OpenedCache
@@ -150,7 +150,7 @@ class PartialLayer:
         self._digests = self._at(layer.digests)
         self.num_runs = layer.num_runs
         self.runs = layer.runs
-        self.run_rows = tuple(map(run_rows, layer.records))
+        self.run_rows = tuple(record.run_rows for record in layer.records)
         self.record = view_layer(index, cache._header, cache._body)
         self.fetched: frozenset[int] = frozenset()
 

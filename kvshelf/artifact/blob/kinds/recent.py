@@ -1,0 +1,49 @@
+"""What `Window` and `Chunk` records have in common in a blob."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from kvshelf.artifact.blob.kinds.record import Arrays, Dims, RecordHeader, Source, Target, ints
+from kvshelf.artifact.shape import tokens_seen
+from kvshelf.errors import BlobError
+
+if TYPE_CHECKING:
+    from kvshelf.artifact.records import Recent
+
+
+class RecentHeader(RecordHeader):
+    """One `Recent` record."""
+
+    verbatim: ClassVar[bool] = True
+
+    def check(self, where: str, dims: Dims, num_tokens: int) -> None:
+        super().check(where, dims, num_tokens)
+        if self.rope_mode != "baked":
+            raise BlobError(f"{where} has a {self.kind} whose keys carry no rotation", reason="inconsistent")
+        seen = tokens_seen(num_tokens, *self.sees)
+        if set(self.lengths) != {seen}:
+            raise BlobError(
+                f"{where} has {self.kind}s of {min(self.lengths)} to {max(self.lengths)} entries; the document's "
+                f"{num_tokens} tokens leave {seen} in a {self.kind} of {getattr(self, self.kind)}",
+                reason="inconsistent",
+            )
+
+    def read(self, source: Source) -> dict[str, Any]:  # noqa: ARG002
+        return {self.kind: getattr(self, self.kind)}
+
+    @staticmethod
+    def write(record: Recent, target: Target) -> tuple[dict[str, Any], Arrays]:  # noqa: ARG004
+        return {record.kind: getattr(record, record.kind)}, {}
+
+    @staticmethod
+    def require_sound(where: str, record: Recent, num_tokens: int) -> None:
+        """Its tokens are the document's last."""
+        last = np.arange(num_tokens - record.lengths[0], num_tokens)
+        for head in record.positions:
+            if not np.array_equal(ints(head), last):
+                raise BlobError(
+                    f"{where} has a {record.kind} of other tokens than the document's last", reason="inconsistent"
+                )

@@ -1,0 +1,212 @@
+"""What all kinds of records have in a blob."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvshelf.artifact.codecs import BITS, Codec, Precision
+from kvshelf.artifact.identity import RopeMode
+from kvshelf.artifact.positions import Encoding
+from kvshelf.artifact.shape import ITEM_BYTES
+from kvshelf.errors import BlobError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+RUN_ROWS: Final = 1024
+"""Rows of each head that have a digest of their own: a multiple of every codec's group, so that runs share no scale. In
+an indexed record they are those of a block."""
+
+MAX_ARRAY: Final = 4096
+INT32_MAX: Final = 2**31 - 1
+
+Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Size = Annotated[int, Field(ge=1, le=INT32_MAX)]
+Sizes = Annotated[list[Count], Field(max_length=MAX_ARRAY)]
+Lengths = Annotated[list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(min_length=1, max_length=MAX_ARRAY)]
+DtypeName = Literal["float32", "bfloat16", "float16"]
+
+Ints = npt.NDArray[np.int64]
+Arrays = dict[str, memoryview]
+"""The bytes of a record's arrays, in the order of `RecordHeader.array_sizes`."""
+
+
+class Strict(BaseModel):
+    """A part of the header: no conversions, no unknown fields."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class Dims(NamedTuple):
+    """What the records of a layer have in common."""
+
+    dtype: DtypeName
+    key_dim: int
+    value_dim: int
+
+
+class RowArray(NamedTuple):
+    """An array with the rows of a record, packed by head: an item of `item_bytes` for every `rows` rows of a head."""
+
+    name: str
+    rows: int
+    item_bytes: int
+
+    def nbytes(self, rows: int) -> int:
+        """Of so many rows from the first of a head, or of a run, on."""
+        return -(-rows // self.rows) * self.item_bytes
+
+    def total(self, lengths: Sequence[int]) -> int:
+        """Bytes of all heads, of these lengths."""
+        rows = self.rows  # read once, and one row apart: a header may have 200 layers of 128 heads
+        items = sum(lengths) if rows == 1 else sum(-(-length // rows) for length in lengths)
+        return items * self.item_bytes
+
+
+class Source(Protocol):
+    """The arrays of one record in a segment, by name, which have the sizes that its header says."""
+
+    @property
+    def dims(self) -> Dims: ...
+
+    def tensor(self, name: str, dtype: str, *shape: int) -> Tensor: ...
+
+    def positions(self, name: str, encoding: Encoding, lengths: list[int]) -> Callable[[], Tensor]:
+        """Checks the positions; returns a function that expands them."""
+        ...
+
+
+class Target(Protocol):
+    """Makes arrays of what a record in memory has."""
+
+    def raw(self, tensor: Tensor) -> memoryview: ...
+
+    def positions(self, positions: Tensor, lengths: list[int]) -> tuple[Encoding, memoryview]: ...
+
+
+class RecordHeader(Strict):
+    """One record. lengths: entries of each KV head. group: that of the cache's codec, 0 under "none".
+
+    sizes: bytes of each array, without padding, in the order in which they lie in the segment.
+
+    Each kind is a class below this one: a `Literal` as `kind`, fields of its own, and what differs of the methods.
+    """
+
+    in_runs: ClassVar[bool] = False
+    """Whether its rows are cut into runs. Other kinds are read whole at any length."""
+    verbatim: ClassVar[bool] = False
+    """Whether it is stored as it is under any codec, alone in its layer."""
+    latent: ClassVar[bool] = False
+    transformable: ClassVar[bool] = True
+    """Whether codec klt can store it. Its transforms are those of whole keys without their rotation."""
+
+    kind: str
+    rope_mode: RopeMode
+    codec: Precision
+    group: Count
+    lengths: Lengths
+    position_encoding: Encoding
+    sizes: Sizes
+
+    @property
+    def sees(self) -> tuple[int | None, int | None]:
+        """The window and the chunk of a `LayerShape`."""
+        return None, None
+
+    @property
+    def run_rows(self) -> int:
+        """Rows of each head in a run."""
+        return RUN_ROWS
+
+    @property
+    def run_count(self) -> int:
+        """How many runs it has: none if one would hold all of its rows, or if it is read whole."""
+        if self.codec == "klt" or not self.in_runs:
+            return 0
+        runs = -(-max(self.lengths) // self.run_rows)
+        return runs if runs > 1 else 0
+
+    def key_dim(self, dims: Dims) -> int:
+        """Channels that its keys have."""
+        return dims.key_dim
+
+    def precisions(self, codec: Codec) -> Collection[tuple[Precision, int]]:
+        """The precisions that a codec may give a record of this kind."""
+        if self.verbatim:
+            return {("none", 0)}
+        return codec.precisions if self.transformable or codec.name != "klt" else ()
+
+    def row_arrays(self, dims: Dims) -> list[RowArray]:
+        """The arrays with its rows, in segment order; none under codec klt, whose streams are not cut by rows."""
+        key_dim = self.key_dim(dims)
+        if self.codec == "klt":
+            return []
+        if self.codec == "none":
+            item = ITEM_BYTES[dims.dtype]
+            return [RowArray("keys", 1, key_dim * item), RowArray("values", 1, dims.value_dim * item)]
+        bits, group, item = BITS[self.codec], self.group, ITEM_BYTES["bfloat16"]
+        scales = {"keys": (group, key_dim * item), "values": (1, -(-dims.value_dim // group) * item)}
+        arrays: list[RowArray] = []
+        for name, dim in (("keys", key_dim), ("values", dims.value_dim)):
+            arrays.append(RowArray(f"{name}_codes", 1, -(-dim * bits // 8)))
+            arrays += [RowArray(f"{name}_{what}", *scales[name]) for what in ("scales", "zeros")]
+        return arrays
+
+    def array_sizes(self, dims: Dims) -> dict[str, int | None]:
+        """Bytes that each array must have, in segment order; None where it depends on the data: positions and coded
+        rows.
+
+        Python's integers are unbounded: no product of dimensions overflows.
+        """
+        sizes: dict[str, int | None] = {array.name: array.total(self.lengths) for array in self.row_arrays(dims)}
+        if self.codec == "klt":
+            sizes |= {"keys_coded": None, "values_coded": None}
+        return sizes | {"positions": None} | self.own_sizes()
+
+    def own_sizes(self) -> dict[str, int | None]:
+        """As `array_sizes`, of the arrays that only this kind has."""
+        return {}
+
+    def check(self, where: str, dims: Dims, num_tokens: int) -> None:
+        """Raise `BlobError` for fields that contradict each other, the layer's or the document's."""
+        expected = self.array_sizes(dims)
+        if len(self.sizes) != len(expected):
+            raise BlobError(
+                f"{where} says {len(self.sizes)} sizes for the arrays {', '.join(expected)}", reason="size_mismatch"
+            )
+        for (name, size), said in zip(expected.items(), self.sizes, strict=True):
+            if size is not None and said != size:
+                raise BlobError(
+                    f"{where} says {said} bytes of {name}, its shape and dtype make {size}", reason="size_mismatch"
+                )
+        check_lengths(where, "entries", self.lengths, num_tokens)
+
+    def read(self, source: Source) -> dict[str, Any]:  # noqa: ARG002
+        """The fields of the record in memory that only this kind has."""
+        return {}
+
+    @staticmethod
+    def write(record: Any, target: Target) -> tuple[dict[str, Any], Arrays]:  # noqa: ARG004
+        """The fields and arrays that only this kind has, of a record in memory."""
+        return {}, {}
+
+    @staticmethod
+    def require_sound(where: str, record: Any, num_tokens: int) -> None:
+        """Raise `BlobError` for numbers of a record in memory that attention would misread."""
+
+
+def check_lengths(where: str, what: str, lengths: list[int], num_tokens: int) -> None:
+    """Raise `BlobError` for a head with more of these than the document has tokens."""
+    if max(lengths) > num_tokens:
+        raise BlobError(
+            f"{where} has {max(lengths)} {what} in a head, the document {num_tokens} tokens", reason="positions_count"
+        )
+
+
+def ints(tensor: Tensor) -> Ints:
+    return tensor.cpu().numpy().astype(np.int64)
