@@ -11,7 +11,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -79,6 +79,17 @@ def called(function: Form, options: Mapping[str, Any]) -> Any:
     return function(**given)
 
 
+def without_groups(function: Form) -> Callable[..., Any]:
+    """A function that takes each option of the groups of this one by its name, as typer wants it."""
+
+    def flat(**options: Any) -> Any:
+        return called(function, options)
+
+    flat.__name__, flat.__doc__ = function.__name__, function.__doc__
+    flat.__signature__ = inspect.Signature(list(parameters(function)))  # type: ignore[attr-defined]
+    return flat
+
+
 def _own(function: Form) -> Iterator[inspect.Parameter]:
     """The parameters of a function or a dataclass, with their types."""
     if not is_dataclass(function):
@@ -143,13 +154,13 @@ class Command(TyperCommand):
 
     @cached_property
     def _made(self) -> Any:
-        function: Form = self._stub.function
+        flat = without_groups(self._stub.function)
 
+        @wraps(flat)
         def run(**options: Any) -> Any:
             with common.named_errors(as_json=options.get("as_json", False)):
-                return called(function, options)
+                return flat(**options)
 
-        run.__signature__ = inspect.Signature(list(parameters(function)))  # type: ignore[attr-defined]
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
         app.command(self.name)(run)
         return typer.main.get_command(app)
