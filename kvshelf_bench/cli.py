@@ -19,9 +19,9 @@ app = typer.Typer(help="Measure models, policies and speed on this machine.", no
 
 
 def _register() -> None:
-    from kvshelf.cli._commands import without_groups  # the package mounts `app`, which has to be there first
+    from kvshelf.cli._commands import GroupedCommand, command  # the package mounts `app`, which has to be there first
 
-    for command in (
+    for function in (
         quality,
         needle,
         memory,
@@ -43,7 +43,7 @@ def _register() -> None:
         characterize,
         heads,
     ):
-        app.command()(without_groups(command))
+        command(app, function, cls=GroupedCommand)
 
 
 _register()

@@ -11,7 +11,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass
-from functools import cached_property, wraps
+from functools import cached_property
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -79,17 +79,6 @@ def called(function: Form, options: Mapping[str, Any]) -> Any:
     return function(**given)
 
 
-def without_groups(function: Form) -> Callable[..., Any]:
-    """A function that takes each option of the groups of this one by its name, as typer wants it."""
-
-    def flat(**options: Any) -> Any:
-        return called(function, options)
-
-    flat.__name__, flat.__doc__ = function.__name__, function.__doc__
-    flat.__signature__ = inspect.Signature(list(parameters(function)))  # type: ignore[attr-defined]
-    return flat
-
-
 def _own(function: Form) -> Iterator[inspect.Parameter]:
     """The parameters of a function or a dataclass, with their types."""
     if not is_dataclass(function):
@@ -149,21 +138,23 @@ def _sentence(description: str) -> str:
     return f"{said}  [default: {default}]" if given else said
 
 
-class Command(TyperCommand):
+class GroupedCommand(TyperCommand):
     """A command that `command` has registered: its options are made when it runs or shows its help."""
 
     @cached_property
     def _made(self) -> Any:
-        flat = without_groups(self._stub.function)
+        function: Form = self._stub.function
 
-        @wraps(flat)
         def run(**options: Any) -> Any:
-            with common.named_errors(as_json=options.get("as_json", False)):
-                return flat(**options)
+            return self._run(function, options)
 
+        run.__signature__ = inspect.Signature(list(parameters(function)))  # type: ignore[attr-defined]
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
         app.command(self.name)(run)
         return typer.main.get_command(app)
+
+    def _run(self, function: Form, options: Mapping[str, Any]) -> Any:
+        return called(function, options)
 
     @property
     def params(self) -> Any:
@@ -182,10 +173,25 @@ class Command(TyperCommand):
         self._stub = stub
 
 
-def command(app: typer.Typer, function: Form, name: str | None = None, **options: Any) -> None:
+class Command(GroupedCommand):
+    """One whose errors are said as its option --json wants them."""
+
+    def _run(self, function: Form, options: Mapping[str, Any]) -> Any:
+        with common.named_errors(as_json=options.get("as_json", False)):
+            return super()._run(function, options)
+
+
+def command(
+    app: typer.Typer,
+    function: Form,
+    name: str | None = None,
+    *,
+    cls: type[GroupedCommand] = Command,
+    **options: Any,
+) -> None:
     """Register a command under its name, by default that of the function. options: of `Typer.command`."""
 
     def stub() -> None: ...
 
     stub.__name__, stub.__doc__, stub.function = function.__name__, function.__doc__, function  # type: ignore[attr-defined]
-    app.command(name, cls=Command, **options)(stub)
+    app.command(name, cls=cls, **options)(stub)
