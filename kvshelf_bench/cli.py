@@ -16,26 +16,34 @@ from kvshelf_bench.speed.cli import speed
 from kvshelf_bench.stores.cli import rates, store
 
 app = typer.Typer(help="Measure models, policies and speed on this machine.", no_args_is_help=True)
-for command in (
-    quality,
-    needle,
-    memory,
-    speed,
-    column_sums,
-    kernels,
-    store,
-    rates,
-    batch,
-    retrieval,
-    search,
-    together,
-    append,
-    growing,
-    turns,
-    models,
-    retention,
-    perplexity,
-    characterize,
-    heads,
-):
-    app.command()(command)
+
+
+def _register() -> None:
+    from kvshelf.cli._commands import GroupedCommand, command  # the package mounts `app`, which has to be there first
+
+    for function in (
+        quality,
+        needle,
+        memory,
+        speed,
+        column_sums,
+        kernels,
+        store,
+        rates,
+        batch,
+        retrieval,
+        search,
+        together,
+        append,
+        growing,
+        turns,
+        models,
+        retention,
+        perplexity,
+        characterize,
+        heads,
+    ):
+        command(app, function, cls=GroupedCommand)
+
+
+_register()

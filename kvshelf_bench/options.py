@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -21,6 +21,7 @@ from kvshelf.errors import InvalidRequest
 from kvshelf.terminal import progress_bar
 
 if TYPE_CHECKING:
+    from kvshelf_bench.engines import EngineOptions
     from kvshelf_bench.measure import Spread
 
 
@@ -54,6 +55,50 @@ Output = Annotated[
     Path | None, typer.Option("--output", callback=writable, help="Write the result as JSON to this file.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+class _Loads:
+    def engine_options(self) -> EngineOptions:
+        from kvshelf_bench.engines import EngineOptions
+
+        return EngineOptions(**vars(self))
+
+
+@dataclass(frozen=True)
+class Loading(_Loads):
+    """The model of a command, and how it is loaded."""
+
+    model: Model = "kvshelf-tiny"
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    threads: Threads = 1
+
+
+@dataclass(frozen=True)
+class FreeLoading(Loading):
+    """With the threads that torch chooses."""
+
+    threads: Threads = 0
+
+
+@dataclass(frozen=True)
+class WeightedLoading(_Loads):
+    """With the form of the weights. Options are listed in the order of fields, so this does not extend `Loading`."""
+
+    model: Model = "kvshelf-tiny"
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    weights: Weights = "plain"
+    threads: Threads = 1
+
+
+@dataclass(frozen=True)
+class Reporting:
+    """Where the result of a command goes: always to the terminal."""
+
+    output: Output = None
+    as_json: Json = False
+
 
 NumberT = TypeVar("NumberT", int, float)
 
@@ -109,25 +154,24 @@ def counted(title: str, total: int) -> Iterator[Callable[[], None]]:
         yield lambda: progress.advance(task)
 
 
-def publish(
-    report: dict[str, Any], tables: list[Table], output: Path | None, as_json: bool, *, notes: str = ""
-) -> None:
+def publish(report: dict[str, Any], tables: list[Table], reporting: Reporting, *, notes: str = "") -> None:
     """The report to the terminal as JSON or as tables with `notes` and the machine below, and as JSON to a file.
 
     `report` holds JSON types and dataclasses. If one of the two cannot be written, the other one still is.
     """
     text = json.dumps(report, indent=2, default=asdict)
     try:
-        if as_json:
+        if reporting.as_json:
             typer.echo(text)
         else:
             _print(tables, notes, report["machine"])
     finally:
-        if output is not None:
+        if reporting.output is not None:
             try:
-                output.write_text(text + "\n")
+                reporting.output.write_text(text + "\n")
             except OSError as error:
-                raise InvalidRequest(f"cannot write --output {output}: {error.strerror}", param="output") from error
+                reason = f"cannot write --output {reporting.output}: {error.strerror}"
+                raise InvalidRequest(reason, param="output") from error
 
 
 def rendered(tables: list[Table], notes: str, where: dict[str, Any]) -> str:

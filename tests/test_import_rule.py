@@ -331,7 +331,7 @@ def test_a_folder_is_read_at_a_glance() -> None:
 
 
 MOST_PARAMETERS = 8
-LONG_SIGNATURES = {"kvshelf": 8, "kvshelf_bench": 15}
+LONG_SIGNATURES = {"kvshelf": 8, "kvshelf_bench": 0}
 """Functions with more parameters: no more than today. What belongs together is a value (`kvshelf.api.options`), or in a
 command a group of options (`kvshelf.cli._commands`). The launch signatures of Triton's kernels are pointers and
 strides, which nothing can hold together."""

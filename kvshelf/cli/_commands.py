@@ -138,7 +138,7 @@ def _sentence(description: str) -> str:
     return f"{said}  [default: {default}]" if given else said
 
 
-class Command(TyperCommand):
+class GroupedCommand(TyperCommand):
     """A command that `command` has registered: its options are made when it runs or shows its help."""
 
     @cached_property
@@ -146,13 +146,15 @@ class Command(TyperCommand):
         function: Form = self._stub.function
 
         def run(**options: Any) -> Any:
-            with common.named_errors(as_json=options.get("as_json", False)):
-                return called(function, options)
+            return self._run(function, options)
 
         run.__signature__ = inspect.Signature(list(parameters(function)))  # type: ignore[attr-defined]
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
         app.command(self.name)(run)
         return typer.main.get_command(app)
+
+    def _run(self, function: Form, options: Mapping[str, Any]) -> Any:
+        return called(function, options)
 
     @property
     def params(self) -> Any:
@@ -171,10 +173,25 @@ class Command(TyperCommand):
         self._stub = stub
 
 
-def command(app: typer.Typer, function: Form, name: str | None = None, **options: Any) -> None:
+class Command(GroupedCommand):
+    """One whose errors are said as its option --json wants them."""
+
+    def _run(self, function: Form, options: Mapping[str, Any]) -> Any:
+        with common.named_errors(as_json=options.get("as_json", False)):
+            return super()._run(function, options)
+
+
+def command(
+    app: typer.Typer,
+    function: Form,
+    name: str | None = None,
+    *,
+    cls: type[GroupedCommand] = Command,
+    **options: Any,
+) -> None:
     """Register a command under its name, by default that of the function. options: of `Typer.command`."""
 
     def stub() -> None: ...
 
     stub.__name__, stub.__doc__, stub.function = function.__name__, function.__doc__, function  # type: ignore[attr-defined]
-    app.command(name, cls=Command, **options)(stub)
+    app.command(name, cls=cls, **options)(stub)

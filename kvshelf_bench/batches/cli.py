@@ -13,16 +13,16 @@ from rich.table import Table
 
 from kvshelf._extras import needs_extra
 from kvshelf.errors import InvalidRequest
-from kvshelf_bench.options import Json, Model, Output, counted, numbers, publish
+from kvshelf_bench.options import Model, Reporting, counted, numbers, publish
 
 
 def batch(
+    *,
     model: Model = "kvshelf-tiny",
     documents: Annotated[int, typer.Option(min=4, help="Of 200 to 6,000 tokens.")] = 200,
     replicas: Annotated[str, typer.Option(help="How many, comma-separated.")] = "1,2",
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds; medians are printed.")] = 3,
-    output: Output = None,
-    as_json: Json = False,
+    reporting: Reporting,
 ) -> None:
     """A batch through Ray beside bare loops of compress and put on as many processes."""
     chosen = numbers(replicas, "--replicas")
@@ -53,7 +53,7 @@ def batch(
                 step()
             report["runs"].append({"replicas": count, "rounds": found})
             table.add_row(str(count), *_row(found))
-    publish(report, [table], output, as_json, notes=load_warning(where))
+    publish(report, [table], reporting, notes=load_warning(where))
 
 
 def _row(found: list[dict[str, Any]]) -> list[str]:

@@ -2,36 +2,60 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvshelf._extras import needs_extra
-from kvshelf_bench.options import Device, Dtype, Json, Model, Output, Threads, counted, decimals, publish, split
+from kvshelf_bench.options import Device, Dtype, Model, Reporting, Threads, counted, decimals, publish, split
+
+if TYPE_CHECKING:
+    from kvshelf_bench.characterize.load import Offer
 
 _TINY = "kvshelf-tiny"
 
 
-def characterize(
-    models: Annotated[
-        str, typer.Option(help="Comma-separated; random:8 is a Llama of 8 layers of random weights.")
-    ] = f"{_TINY},random:2,random:8",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    threads: Threads = 1,
+@dataclass(frozen=True)
+class _Subjects:
+    """The models, and how they are loaded."""
+
+    models: Annotated[str, typer.Option(help="Comma-separated; random:8 is a Llama of 8 layers of random weights.")] = (
+        f"{_TINY},random:2,random:8"
+    )
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    threads: Threads = 1
+
+
+@dataclass(frozen=True)
+class _Ways:
+    """How documents are kept and read."""
+
     systems: Annotated[
         str, typer.Option(help="Policies and selectors: such as lagkv:lag=64,policy:snapkv,read:infllm.")
-    ] = "full,quest,h2o,kvzip",
-    shares: Annotated[str, typer.Option(help="Of the entries, to read or to keep.")] = "0.5,0.125",
-    rates: Annotated[str, typer.Option(help="Questions a second.")] = "8,64",
-    requests: Annotated[int, typer.Option(min=2, help="Questions at each rate.")] = 32,
-    documents: Annotated[int, typer.Option(min=1, help="Documents that they are about.")] = 3,
-    tokens: Annotated[int, typer.Option(min=512, help="Tokens of each document.")] = 2048,
-    answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 32,
-    seed: Annotated[int, typer.Option(help="Of documents and arrivals.")] = 0,
-    output: Output = None,
-    as_json: Json = False,
-) -> None:
+    ] = "full,quest,h2o,kvzip"
+    shares: Annotated[str, typer.Option(help="Of the entries, to read or to keep.")] = "0.5,0.125"
+
+
+@dataclass(frozen=True)
+class _Questions:
+    """How many there are, about what, and how fast they come."""
+
+    rates: Annotated[str, typer.Option(help="Questions a second.")] = "8,64"
+    requests: Annotated[int, typer.Option(min=2, help="Questions at each rate.")] = 32
+    documents: Annotated[int, typer.Option(min=1, help="Documents that they are about.")] = 3
+    tokens: Annotated[int, typer.Option(min=512, help="Tokens of each document.")] = 2048
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 32
+    seed: Annotated[int, typer.Option(help="Of documents and arrivals.")] = 0
+
+    def offer(self) -> Offer:
+        from kvshelf_bench.characterize.load import Offer
+
+        return Offer(**vars(self) | {"rates": decimals(self.rates, "--rates", 0.01, 1e4)})
+
+
+def characterize(subjects: _Subjects, ways: _Ways, questions: _Questions, reporting: Reporting) -> None:
     """Full shelf, selection and eviction under load: which wins where, by request rate, model size and share.
 
     Questions arrive at random times (Poisson), whether those before are answered or not. full keeps and reads all,
@@ -41,32 +65,32 @@ def characterize(
     with needs_extra("serve", "the bench"):
         import torch
 
-        from kvshelf_bench.characterize.load import Cell, Offer, characterized, require_known
+        from kvshelf_bench.characterize.load import Cell, characterized, require_known
         from kvshelf_bench.characterize.tables import cells_table, winners_table
         from kvshelf_bench.measure import load_warning, machine
         from kvshelf_bench.speed.subject import load_subject
 
-    ways = require_known(list(split(systems)), decimals(shares, "--shares", 0.01, 1), tokens)
-    offer = Offer(decimals(rates, "--rates", 0.01, 1e4), requests, documents, tokens, answer_tokens, seed)
-    where, names, cells = machine(), [name.strip() for name in models.split(",")], list[Cell]()
-    with counted("loads", len(names) * len(offer.rates) * len(ways)) as step:
+    known = require_known(list(split(ways.systems)), decimals(ways.shares, "--shares", 0.01, 1), questions.tokens)
+    offer = questions.offer()
+    where, names, cells = machine(), [name.strip() for name in subjects.models.split(",")], list[Cell]()
+    with counted("loads", len(names) * len(offer.rates) * len(known)) as step:
         for name in names:
-            with load_subject(name, device, dtype, threads) as subject:
-                cells += characterized(subject, name, ways, offer, step)
+            with load_subject(name, subjects.device, subjects.dtype, subjects.threads) as subject:
+                cells += characterized(subject, name, known, offer, step)
     where["threads"] = torch.get_num_threads()
     report: dict[str, Any] = {"bench": "characterize", "machine": where, "offer": offer, "cells": cells}
-    publish(report, [cells_table(cells), winners_table(cells)], output, as_json, notes=load_warning(where))
+    publish(report, [cells_table(cells), winners_table(cells)], reporting, notes=load_warning(where))
 
 
 def heads(
+    *,
     model: Model = _TINY,
     device: Device = "auto",
     dtype: Dtype = "auto",
     threads: Threads = 1,
     documents: Annotated[int, typer.Option(min=1, help="Documents, of prose.")] = 4,
     tokens: Annotated[int, typer.Option(min=16, help="Tokens of each document.")] = 2048,
-    output: Output = None,
-    as_json: Json = False,
+    reporting: Reporting,
 ) -> None:
     """How sparse and how redundant each KV head is: what speaks for eviction, and what for merging (EMS)."""
     with needs_extra("serve", "the bench"):
@@ -84,4 +108,4 @@ def heads(
             ids = [text.encode(prose) for prose in haystacks(documents, tokens, text.count_tokens)]
         found = measured(subject.engine, ids)
     report: dict[str, Any] = {"bench": "heads", "model": model, "machine": where, "heads": found}
-    publish(report, [heads_table(found)], output, as_json)
+    publish(report, [heads_table(found)], reporting)

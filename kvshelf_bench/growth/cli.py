@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from kvshelf._extras import needs_extra
-from kvshelf_bench.options import Device, Dtype, Json, Model, Output, Threads, counted, numbers, publish
+from kvshelf_bench.growth.options import Documents
+from kvshelf_bench.options import Device, Dtype, Loading, Model, Reporting, Threads, counted, numbers, publish
 
 
 def append(
+    *,
     model: Model = "random:8",
     device: Device = "auto",
     dtype: Dtype = "auto",
     threads: Threads = 1,
     lengths: Annotated[str, typer.Option(help="Tokens of the stored document.")] = "4096,32768",
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds; medians are printed.")] = 3,
-    output: Output = None,
-    as_json: Json = False,
+    reporting: Reporting,
 ) -> None:
     """Appending to a stored cache, beside compressing the whole text anew: seconds and bytes.
 
@@ -42,44 +44,31 @@ def append(
     ):
         found = growings(subject, store, sizes, rounds, step)
     report: dict[str, Any] = {"bench": "append", "model": model, "rounds": rounds, "machine": where, "rows": found}
-    publish(report, [growing_table(found)], output, as_json, notes=load_warning(where))
+    publish(report, [growing_table(found)], reporting, notes=load_warning(where))
 
 
-def growing(
-    model: Model = "kvshelf-tiny",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    threads: Threads = 1,
-    policies: Annotated[
-        str, typer.Option(help="Comma-separated.")
-    ] = "keydiff,snapkv,kvzip,expected_attention,streaming_llm",
-    removed: Annotated[float, typer.Option(help="Fraction that the policies remove.")] = 0.5,
-    codec: Annotated[str, typer.Option(help="Of every cache.")] = "none",
-    tokens: Annotated[int, typer.Option(min=300, help="Tokens of each document.")] = 4096,
-    appends: Annotated[int, typer.Option(min=1, help="Appends, behind a beginning of one more part.")] = 8,
-    documents: Annotated[int, typer.Option(min=1, help="Documents.")] = 5,
-    questions: Annotated[int, typer.Option(min=1, max=48, help="Questions about a document.")] = 16,
-    seed: Annotated[int, typer.Option(min=0, help="Another set of documents.")] = 0,
-    output: Output = None,
-    as_json: Json = False,
-) -> None:
+@dataclass(frozen=True)
+class _Caches:
+    """How caches are kept."""
+
+    policies: Annotated[str, typer.Option(help="Comma-separated.")] = (
+        "keydiff,snapkv,kvzip,expected_attention,streaming_llm"
+    )
+    removed: Annotated[float, typer.Option(help="Fraction that the policies remove.")] = 0.5
+    codec: Annotated[str, typer.Option(help="Of every cache.")] = "none"
+
+
+def growing(loading: Loading, caches: _Caches, documents: Documents, reporting: Reporting) -> None:
     """Exact answers behind a document that grew by appends, beside the same text compressed as one."""
     with needs_extra("serve", "the bench"):
-        from kvshelf_bench.engines import EngineOptions
         from kvshelf_bench.growth.quality import measure_grown
         from kvshelf_bench.measure import machine
 
-    engine, rows = EngineOptions(model, device, dtype, threads).load(), []
-    levels = [("full", 0.0), *((name.strip(), removed) for name in policies.split(","))]
-    with counted(model, documents * len(levels)) as step:
-        for policy, share in levels:
-            rows.append(
-                measure_grown(
-                    engine, policy, share, codec, tokens=tokens, appends=appends, documents=documents,
-                    questions=questions, seed=seed, progress=step,
-                )
-            )  # fmt: skip
-    title = f"{model}, {codec}: {tokens} tokens in {appends + 1} parts, exact answers"
+    engine, model, codec = loading.engine_options().load(), loading.model, caches.codec
+    levels = [("full", 0.0), *((name.strip(), caches.removed) for name in caches.policies.split(","))]
+    with counted(model, documents.documents * len(levels)) as step:
+        rows = [measure_grown(engine, policy, removed, codec, documents, step) for policy, removed in levels]
+    title = f"{model}, {codec}: {documents.tokens} tokens in {documents.appends + 1} parts, exact answers"
     table = Table("policy", "removed", "questions", "grown", "95 %", "as one", "bytes, grown / as one", title=title)
     for row in rows:
         grown, whole = (f"{100 * found / row.questions:.1f} %" for found in (row.grown, row.whole))
@@ -87,15 +76,15 @@ def growing(
         cells = (f"{row.removed:.0%}", f"{row.questions}", grown, f"{row.low:.1%} - {row.high:.1%}", whole, size)
         table.add_row(row.policy, *cells)
     report: dict[str, Any] = {"bench": "growing", "model": model, "codec": codec, "machine": machine(), "rows": rows}
-    publish(report, [table], output, as_json)
+    publish(report, [table], reporting)
 
 
 def turns(
+    *,
     url: Annotated[str, typer.Option(help="Of a running service.")] = "http://127.0.0.1:8000",
     count: Annotated[int, typer.Option("--turns", min=2, max=48, help="Turns of the conversation.")] = 20,
     tokens: Annotated[int, typer.Option(min=300, help="Of the document, about.")] = 4096,
-    output: Output = None,
-    as_json: Json = False,
+    reporting: Reporting,
 ) -> None:
     """A conversation about a stored document, sent whole at every turn: what is prefilled, and the time to the first
     token, with `store` and without."""
@@ -114,4 +103,4 @@ def turns(
             found[store], said[store] = conversation(client, url, made.text, questions, store=store, progress=step)
     same = sum(a == b for a, b in zip(said[False], said[True], strict=True))
     report = {"bench": "turns", "machine": where, "stored": found[True], "resent": found[False], "same": same}
-    publish(report, [turns_table(found[True], found[False], same)], output, as_json)
+    publish(report, [turns_table(found[True], found[False], same)], reporting)

@@ -11,6 +11,7 @@ from typing import Any
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.engine import Engine
 from kvshelf.samples.tasks import MULTIKEY_FACTS, SHORT_VALUE_DIGITS, Question, make_facts, write_document
+from kvshelf_bench.growth.options import Documents
 from kvshelf_bench.measure import wilson
 from kvshelf_bench.quality.retrieval import counter
 
@@ -42,31 +43,27 @@ def measure_grown(
     policy: str,
     removed: float,
     codec: str,
-    *,
-    tokens: int,
-    appends: int,
-    documents: int,
-    questions: int,
-    seed: int,
+    documents: Documents,
     progress: Callable[[], None] = lambda: None,
 ) -> Grown:
-    """`documents` texts, of each of which `questions` questions are asked."""
+    """Every document, beside the same text compressed as one."""
+    tokens, questions = documents.tokens, documents.questions
     level: dict[str, Any] = {"policy": policy} | ({"compression_ratio": removed} if removed else {})
     grown = whole = 0
-    for number in range(documents):
-        text, asked = _document(engine, tokens, questions, f"growing/{tokens}/{seed}/{number}")
+    for number in range(documents.documents):
+        text, asked = _document(engine, tokens, questions, f"growing/{tokens}/{documents.seed}/{number}")
         one = engine.encoded(engine.compress(text, **level), codec)
-        first, *rest = _pieces(engine, text, appends + 1)
+        first, *rest = _pieces(engine, text, documents.appends + 1)
         cache = engine.encoded(engine.compress(first, **level), codec)
         for piece in rest:
             cache = engine.extend(cache, piece)
         grown += sum(_right(engine, cache, question) for question in asked)
         whole += sum(_right(engine, one, question) for question in asked)
         progress()
-    count = documents * questions
+    count = documents.documents * questions
     low, high = wilson(grown, count)
     sizes = len(cache.to_bytes()), len(one.to_bytes())
-    return Grown(policy, removed, codec, tokens, appends, count, grown, low, high, whole, *sizes)
+    return Grown(policy, removed, codec, tokens, documents.appends, count, grown, low, high, whole, *sizes)
 
 
 def _document(engine: Engine, tokens: int, questions: int, seed: str) -> tuple[str, list[Question]]:

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from kvshelf._extras import needs_extra
 from kvshelf.terminal import progress_bar
-from kvshelf_bench.options import Device, Dtype, Json, Output, Threads, numbers, publish
+from kvshelf_bench.options import Device, Dtype, Reporting, Threads, numbers, publish
 
 if TYPE_CHECKING:
     from kvshelf_bench.kernels.kernels import Ceilings, KernelTime
@@ -20,6 +20,7 @@ _ROUNDS = {"cuda": 20, "cpu": 5}
 
 
 def kernels(
+    *,
     device: Device = "auto",
     dtype: Dtype = "auto",
     threads: Threads = 1,
@@ -31,8 +32,7 @@ def kernels(
         str,
         typer.Option(help="On a CPU, products with the weights of smollm2-135m, qwen2.5-0.5b, llama-3.1-8b, or none."),
     ] = "smollm2-135m",
-    output: Output = None,
-    as_json: Json = False,
+    reporting: Reporting,
 ) -> None:
     """Every kernel on one layer of Llama-3.1-8B, beside the bandwidth and the matrix rate of this device.
 
@@ -66,7 +66,7 @@ def kernels(
         found = list(product_times(products, rounds or _ROUNDS["cpu"], limits))
         report["products"] = found
         tables += [_products_table(products, found, where["cpu_kernels"])] if found else []
-    publish(report, tables, output, as_json, notes=load_warning(where))
+    publish(report, tables, reporting, notes=load_warning(where))
 
 
 def _table(rows: list[KernelTime], dtype: str, limits: Ceilings) -> Table:
@@ -111,11 +111,11 @@ def _products_table(model: str, rows: list[ProductTime], form: str) -> Table:
 
 
 def column_sums(
+    *,
     tokens: Annotated[int, typer.Option(min=16, help="Tokens of the sequence.")] = 8192,
     rounds: Annotated[int, typer.Option(min=1, help="Repeats; medians are printed.")] = 5,
     threads: Threads = 1,
-    output: Output = None,
-    as_json: Json = False,
+    reporting: Reporting,
 ) -> None:
     """Exact attention column sums beside plain attention and two other ways to the same sums, on the CPU.
 
@@ -137,4 +137,4 @@ def column_sums(
         table.add_row(dtype, f"{attention:.3f} s", *shown)
         rows.append({"dtype": dtype, **times})
     report = {"bench": "column-sums", "tokens": tokens, "rounds": rounds, "machine": machine(), "rows": rows}
-    publish(report, [table], output, as_json)
+    publish(report, [table], reporting)

@@ -11,18 +11,18 @@ from rich.table import Table
 
 from kvshelf._extras import needs_extra
 from kvshelf.terminal import progress_bar
-from kvshelf_bench.options import Json, Output, Threads, choices, publish
+from kvshelf_bench.options import Reporting, Threads, choices, publish
 
 if TYPE_CHECKING:
     from kvshelf_bench.models.trial import Outcome
 
 
 def models(
+    *,
     types: Annotated[str, typer.Option(help="Model types of transformers, comma-separated.  [default: all]")] = "",
     limit_s: Annotated[float, typer.Option("--limit", min=1, help="Seconds that a type may take.")] = 60.0,
     threads: Threads = 1,
-    output: Output = None,
-    as_json: Json = False,
+    reporting: Reporting,
 ) -> None:
     """Which model types of transformers kvshelf takes: a small random model of each, behind a stored document.
 
@@ -39,8 +39,8 @@ def models(
     where = machine()
     with progress_bar() as progress:
         outcomes = [tried(each, limit_s) for each in progress.track(chosen, description="model types")]
-    publish({"bench": "models", "machine": where, "outcomes": outcomes}, [_table(outcomes)], output, as_json)
-    if not as_json:
+    publish({"bench": "models", "machine": where, "outcomes": outcomes}, [_table(outcomes)], reporting)
+    if not reporting.as_json:
         found = Counter(outcome.what for outcome in outcomes)
         counts = ", ".join(f"{what} {found[what]}" for what in WHAT)
         typer.echo(f"{counts} of transformers {where['transformers']}")

@@ -2,49 +2,69 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from kvshelf._extras import needs_extra
 from kvshelf.errors import InvalidRequest
-from kvshelf_bench.options import Device, Dtype, Json, Model, Output, Threads, counted, numbers, publish, split
+from kvshelf_bench.options import Loading, Reporting, counted, numbers, publish, split
+
+if TYPE_CHECKING:
+    from kvshelf_bench.perplexity.perplexity import Stream
+
+
+@dataclass(frozen=True)
+class _Ways:
+    """How the beginning of a window is kept, and what follows."""
+
+    ways: Annotated[str, typer.Option(help="How the beginning is kept: such as snapkv@0.9,lagkv@128,full/int4.")] = ""
+    suffixes: Annotated[str, typer.Option(help="Suffix policies for what follows: such as window,h2o.")] = ""
+    budgets: Annotated[str, typer.Option(help="Entries that these leave per KV head, comma-separated.")] = "512"
+
+    def streams(self) -> list[Stream]:
+        """Raises `InvalidRequest`."""
+        from kvshelf_bench.perplexity.perplexity import Stream, require_suffixes
+        from kvshelf_bench.quality.grid import make_rows
+
+        rows, named = make_rows(split(self.ways)), split(self.suffixes)
+        require_suffixes(named)
+        bounded = [Stream(rows[0], name, each) for name in named for each in numbers(self.budgets, "--budgets")]
+        return [*map(Stream, rows), *bounded]
+
+
+@dataclass(frozen=True)
+class _Windows:
+    """Parts of the text."""
+
+    context: Annotated[int, typer.Option(min=2, help="Tokens of a window's beginning, which is compressed.")] = 1024
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a window that follow, which are measured.")] = 256
+    windows: Annotated[int, typer.Option(min=1, help="Windows of the text, without overlap.")] = 4
 
 
 def perplexity(
     file: Annotated[Path, typer.Argument(help="A text, in UTF-8: a book, say.")],
-    model: Model = "kvshelf-tiny",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    threads: Threads = 1,
-    ways: Annotated[str, typer.Option(help="How the beginning is kept: such as snapkv@0.9,lagkv@128,full/int4.")] = "",
-    suffixes: Annotated[str, typer.Option(help="Suffix policies for what follows: such as window,h2o.")] = "",
-    budgets: Annotated[str, typer.Option(help="Entries that these leave per KV head, comma-separated.")] = "512",
-    context: Annotated[int, typer.Option(min=2, help="Tokens of a window's beginning, which is compressed.")] = 1024,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a window that follow, which are measured.")] = 256,
-    windows: Annotated[int, typer.Option(min=1, help="Windows of the text, without overlap.")] = 4,
-    output: Output = None,
-    as_json: Json = False,
+    loading: Loading,
+    ways: _Ways,
+    windows: _Windows,
+    reporting: Reporting,
 ) -> None:
     """Perplexity of a text behind beginnings that policies compress, and under suffix policies while it is read."""
     with needs_extra("serve", "the bench"):
-        from kvshelf_bench.engines import EngineOptions
         from kvshelf_bench.measure import machine
-        from kvshelf_bench.perplexity.perplexity import Stream, perplexities, require_suffixes, windows_of
-        from kvshelf_bench.quality.grid import make_rows
+        from kvshelf_bench.perplexity.perplexity import perplexities, windows_of
 
     try:
         text = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"{file} cannot be read: {error}", param="file") from error
-    rows, named = make_rows(split(ways)), split(suffixes)
-    require_suffixes(named)
-    streams = [Stream(row) for row in rows]
-    streams += [Stream(rows[0], name, budget) for name in named for budget in numbers(budgets, "--budgets")]
-    engine = EngineOptions(model, device, dtype, threads).load()
-    found = windows_of(engine.require_text("file").encode(text), context, tokens, windows)
+    streams, model = ways.streams(), loading.model
+    engine = loading.engine_options().load()
+    context, tokens = windows.context, windows.tokens
+    found = windows_of(engine.require_text("file").encode(text), context, tokens, windows.windows)
     with counted(f"{model}, {file.name}", len(found) * len(streams)) as step:
         results = perplexities(engine, found, streams, step)
     title = f"{model} on {file.name}: {len(found)} windows of {context} + {tokens} tokens"
@@ -57,4 +77,4 @@ def perplexity(
         sizes = f"{one.bytes / 1000:,.0f}", f"{one.entries}"
         table.add_row(one.way, f"{one.perplexity:.2f}", f"{one.over_full:.3f}", bounds, *sizes)
     report: dict[str, Any] = {"bench": "perplexity", "model": model, "file": file.name, "context": context}
-    publish(report | {"machine": machine(), "ways": results}, [table], output, as_json)
+    publish(report | {"machine": machine(), "ways": results}, [table], reporting)

@@ -277,52 +277,58 @@ class Grid:
         ]
 
 
-def make_grid(
-    size: str,
-    *,
-    tasks: Sequence[TaskName] = (),
-    haystacks: Sequence[HaystackName] = (),
-    lengths: Sequence[int] = (),
-    documents: int | None = None,
-    policies: Sequence[str] = (),
-    ratios: Sequence[float] = (),
-    budgets: Sequence[int] = (),
-    codecs: Sequence[str] = (),
-    select: Sequence[str] = (),
-    shares: Sequence[float] = (),
-    export: bool = False,
-    seed: int = 0,
-) -> Grid:
-    """The grid of a size, in which the given values replace the size's own.
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """What replaces the values of a size; what is empty or None replaces nothing.
 
     Given tasks or haystacks replace all cells by their product, measured under the rows of the first block.
-    Raises `InvalidRequest` for anything unknown or out of range, before any work.
     """
+
+    tasks: Sequence[TaskName] = ()
+    haystacks: Sequence[HaystackName] = ()
+    lengths: Sequence[int] = ()
+    documents: int | None = None
+    policies: Sequence[str] = ()
+    ratios: Sequence[float] = ()
+    budgets: Sequence[int] = ()
+    codecs: Sequence[str] = ()
+    select: Sequence[str] = ()
+    shares: Sequence[float] = ()
+
+    def block(self, block: Block) -> Block:
+        """Raises `InvalidRequest` for an unknown codec."""
+        given = {name: tuple(value) if isinstance(value, Sequence) else value for name, value in vars(self).items()}
+        given["codecs"] = tuple(str(Codec.parse(codec)) for codec in self.codecs)
+        chosen: dict[str, Any] = {name: value for name, value in given.items() if value}
+        if self.budgets:
+            chosen["ratios"] = tuple(self.ratios)
+        return replace(block, **chosen)
+
+    def require(self) -> None:
+        """Raises `InvalidRequest` for a value that is unknown or out of range, but for what a policy or a selector
+        says."""
+        for task in self.tasks:
+            _require(task in TASK_NAMES, "tasks", task, f"one of {', '.join(TASK_NAMES)}")
+        for haystack in self.haystacks:
+            _require(haystack in HAYSTACK_NAMES, "haystacks", haystack, f"one of {', '.join(HAYSTACK_NAMES)}")
+        for tokens in self.lengths:
+            _require(tokens >= 1, "lengths", tokens, "a number of tokens from 1")
+        for removed in self.ratios:
+            _require(0 <= removed < 1, "ratios", removed, "a fraction removed, from 0 to below 1")
+        for share in self.shares:
+            _require(0 < share < 1, "shares", share, "a fraction read, above 0 and below 1")
+        _require(self.documents is None or self.documents >= 1, "documents", self.documents, "an integer from 1")
+
+
+def make_grid(size: str, changes: Changes | None = None, *, export: bool = False, seed: int = 0) -> Grid:
+    """The grid of a size, changed. Raises `InvalidRequest` for anything unknown or out of range, before any work."""
     if size not in SIZES:
         raise InvalidRequest(f"unknown size {size!r}; one of {', '.join(SIZES)}", param="size")
-    blocks = SIZES[size]
-    if tasks or haystacks:
-        first = blocks[0]
-        blocks = (replace(first, tasks=tuple(tasks) or first.tasks, haystacks=tuple(haystacks) or first.haystacks),)
-    given: dict[str, Any] = {"policies": tuple(policies), "ratios": tuple(ratios), "documents": documents}
-    given |= {"lengths": tuple(lengths), "select": tuple(select), "shares": tuple(shares)}
-    given["codecs"] = tuple(str(Codec.parse(codec)) for codec in codecs)
-    for task in tasks:
-        _require(task in TASK_NAMES, "tasks", task, f"one of {', '.join(TASK_NAMES)}")
-    for haystack in haystacks:
-        _require(haystack in HAYSTACK_NAMES, "haystacks", haystack, f"one of {', '.join(HAYSTACK_NAMES)}")
-    for tokens in lengths:
-        _require(tokens >= 1, "lengths", tokens, "a number of tokens from 1")
-    for removed in ratios:
-        _require(0 <= removed < 1, "ratios", removed, "a fraction removed, from 0 to below 1")
-    for share in shares:
-        _require(0 < share < 1, "shares", share, "a fraction read, above 0 and below 1")
-    _require(documents is None or documents >= 1, "documents", documents, "an integer from 1")
-    chosen = {key: value for key, value in given.items() if value}
-    if budgets:
-        chosen |= {"budgets": tuple(budgets), "ratios": tuple(ratios)}
-    blocks = tuple(replace(block, **chosen) for block in blocks)
-    grid = Grid(blocks, seed=seed, export=export)
+    changes, blocks = changes or Changes(), SIZES[size]
+    changes.require()
+    if changes.tasks or changes.haystacks:
+        blocks = blocks[:1]
+    grid = Grid(tuple(map(changes.block, blocks)), seed=seed, export=export)
     if not grid.cells():
         raise InvalidRequest("no cell is left: the task cwe stands in the haystack dense only", param="haystacks")
     grid.rows()  # parses every policy

@@ -13,6 +13,7 @@ from kvshelf.engine.engine import Engine
 from kvshelf.kernels.rates import cost
 from kvshelf.samples.tasks import MULTIKEY_FACTS, SHORT_VALUE_DIGITS, Question, make_facts, write_document
 from kvshelf_bench.measure import Spread, ratios, wilson
+from kvshelf_bench.quality.options import Sets
 from kvshelf_bench.quality.retrieval import counter
 
 _TIMED = 5
@@ -58,26 +59,20 @@ class _Asked:
 def measure_together(
     engine: Engine,
     documents: int,
-    *,
-    tokens: int,
-    sets: int,
-    questions: int,
-    policy: str,
-    codec: str,
-    selector: str,
-    seed: int,
+    sets: Sets,
     progress: Callable[[], None] = lambda: None,
 ) -> Together:
-    """`sets` sets of so many documents of `tokens` tokens, and `questions` questions about each set."""
+    """Sets of so many documents each, and questions about each set."""
+    tokens = sets.tokens
     asked: list[_Asked] = []
     joined: list[CompressedCache | None] = []
-    for number in range(sets):
-        texts, known = _documents(engine, documents, tokens, f"together/{documents}/{tokens}/{seed}/{number}")
-        caches = [_compressed(engine, text, policy, codec) for text in texts]
+    for number in range(sets.sets):
+        texts, known = _documents(engine, documents, tokens, f"together/{documents}/{tokens}/{sets.seed}/{number}")
+        caches = [_compressed(engine, text, sets) for text in texts]
         whole = _SEPARATOR.join(texts)
         fits = counter(engine)(whole) + tokens <= engine.max_tokens
-        joined += [_compressed(engine, whole, policy, codec) if fits else None] * questions
-        chosen = random.Random(f"{seed}/{number}").sample(known, questions)
+        joined += [_compressed(engine, whole, sets) if fits else None] * sets.questions
+        chosen = random.Random(f"{sets.seed}/{number}").sample(known, sets.questions)
         asked += [_Asked(question, place, caches) for place, question in chosen]
         progress()
     together = [_answer(engine, each.caches, each.question) for each in asked]
@@ -94,9 +89,9 @@ def measure_together(
         high=high,
         alone=sum(_answer(engine, [each.caches[each.place]], each.question)[0] for each in asked),
         joined=sum(map(bool, of_one)) if None not in joined else None,
-        selector=selector,
+        selector=sets.select,
         select_tokens=select_tokens,
-        selected=sum(_answer(engine, each.caches, each.question, selector, select_tokens)[0] for each in asked),
+        selected=sum(_answer(engine, each.caches, each.question, sets.select, select_tokens)[0] for each in asked),
         first_source=sum(first == each.place for (_, first), each in zip(together, asked, strict=True)),
         first_token=_first_tokens(engine, asked[:: max(1, len(asked) // _TIMED)][:_TIMED]),
     )
@@ -115,8 +110,8 @@ def _documents(engine: Engine, documents: int, tokens: int, seed: str) -> tuple[
     return [document.text for document in made], known
 
 
-def _compressed(engine: Engine, text: str, policy: str, codec: str) -> CompressedCache:
-    return engine.encoded(engine.compress(text, policy=policy), codec)
+def _compressed(engine: Engine, text: str, sets: Sets) -> CompressedCache:
+    return engine.encoded(engine.compress(text, policy=sets.policy), sets.codec)
 
 
 def _answer(

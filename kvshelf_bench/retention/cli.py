@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,7 +10,7 @@ from rich.table import Table
 
 from kvshelf._extras import needs_extra
 from kvshelf.terminal import progress_bar
-from kvshelf_bench.options import Json, Output, Threads, choices, decimals, publish
+from kvshelf_bench.options import Reporting, Threads, choices, decimals, publish
 
 if TYPE_CHECKING:
     from kvshelf_bench.retention.simulation import Outcome
@@ -18,18 +18,25 @@ if TYPE_CHECKING:
 PARTS = ("simulation", "live")
 
 
-def retention(
-    parts: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(PARTS),
-    memory: Annotated[str, typer.Option(help="Gigabytes for caches, comma-separated.")] = "4,8,16",
-    seconds: Annotated[float, typer.Option(min=60, help="Length of the simulated trace.")] = 3600.0,
+@dataclass(frozen=True)
+class _Traces:
+    """The traces of agents, and how fast caches are read for the simulated one."""
+
+    seconds: Annotated[float, typer.Option(min=60, help="Length of the simulated trace.")] = 3600.0
     live_seconds: Annotated[
         float, typer.Option(min=60, help="Length of the trace that is replayed, 64 times faster.")
-    ] = 1200.0,
-    read_mb_s: Annotated[float, typer.Option(min=1, help="Simulated rate of reads.")] = 1000.0,
-    load: Annotated[float, typer.Option(min=0.01, help="Programs that start in a second.")] = 0.2,
+    ] = 1200.0
+    read_mb_s: Annotated[float, typer.Option(min=1, help="Simulated rate of reads.")] = 1000.0
+    load: Annotated[float, typer.Option(min=0.01, help="Programs that start in a second.")] = 0.2
+
+
+def retention(
+    *,
+    parts: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(PARTS),
+    memory: Annotated[str, typer.Option(help="Gigabytes for caches, comma-separated.")] = "4,8,16",
+    traces: _Traces,
     threads: Threads = 1,
-    output: Output = None,
-    as_json: Json = False,
+    reporting: Reporting,
 ) -> None:
     """Which caches a replica's memory keeps for a trace of agents: LRU, GDSF, Continuum's pins, KVFlow's hints, both.
 
@@ -49,15 +56,17 @@ def retention(
     report: dict[str, Any] = {"bench": "retention", "machine": where, "memory_gb": gigabytes}
     with progress_bar() as progress:
         if "simulation" in chosen:
-            trace = make_trace(seconds, load)
+            trace, rate = make_trace(traces.seconds, traces.load), traces.read_mb_s * 1e6
             found = {
-                size: {order.name: Simulation(trace, order, int(size * 1e9), read_mb_s * 1e6).run() for order in ORDERS}
+                size: {order.name: Simulation(trace, order, int(size * 1e9), rate).run() for order in ORDERS}
                 for size in progress.track(gigabytes, description="simulation")
             }
-            title = f"simulation of {trace.questions} questions (trace {trace.digest}), reads at {read_mb_s:g} MB/s"
+            title = (
+                f"simulation of {trace.questions} questions (trace {trace.digest}), reads at {traces.read_mb_s:g} MB/s"
+            )
             _add("simulation", title, found, trace.digest, report, tables)
         if "live" in chosen:
-            trace = make_trace(live_seconds, load).scaled(1 / SCALE, 1 / SIZE_SCALE)
+            trace = make_trace(traces.live_seconds, traces.load).scaled(1 / SCALE, 1 / SIZE_SCALE)
             engine = Engine.load("kvshelf-tiny", device="cpu")
             with shelf_of(trace, engine) as (store, ids):
                 found = {
@@ -69,7 +78,7 @@ def retention(
                 }
             title = f"live, {trace.questions} questions (trace {trace.digest}), times / {SCALE}, sizes / {SIZE_SCALE}"
             _add("live", title, found, trace.digest, report, tables)
-    publish(report, tables, output, as_json, notes=load_warning(where))
+    publish(report, tables, reporting, notes=load_warning(where))
 
 
 def _add(

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from kvshelf._extras import needs_extra
 from kvshelf.terminal import progress_bar
-from kvshelf_bench.options import Json, Output, Threads, choices, decimals, publish, ratio
+from kvshelf_bench.options import Reporting, Threads, choices, decimals, publish, ratio
 
 if TYPE_CHECKING:
     from kvshelf_bench.measure import Spread
@@ -25,6 +25,7 @@ _MEGABYTES = (0.01, 8000.0)  # smallest: every layer has an entry; largest: the 
 
 
 def store(
+    *,
     stores: Annotated[
         list[str] | None,
         typer.Option(
@@ -39,8 +40,7 @@ def store(
     manifests: Annotated[int, typer.Option(min=1, help="Caches on the shelf that is listed.")] = 100_000,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds; medians are printed.")] = 5,
     threads: Threads = 1,
-    output: Output = None,
-    as_json: Json = False,
+    reporting: Reporting,
 ) -> None:
     """Put and get beside plain files, redis-py and obstore, and a shelf of very many caches.
 
@@ -72,10 +72,11 @@ def store(
                     listed = measure_manifests(home, manifests, rounds, partial(progress.advance, bar))
                 report.setdefault("manifests", []).append(listed)
                 tables.append(_manifests_table(listed))
-    publish(report, tables, output, as_json, notes=load_warning(where))
+    publish(report, tables, reporting, notes=load_warning(where))
 
 
 def rates(
+    *,
     redis: Annotated[str, typer.Option(help="redis://host to make a shelf in, also with ?blobs=s3://...")],
     folder: Annotated[
         str | None, typer.Option(help="disk:///folder to make another in.  [default: a temporary one]")
@@ -83,8 +84,7 @@ def rates(
     documents: Annotated[int, typer.Option(min=10, help="On each shelf.")] = 1000,
     replicas: Annotated[int, typer.Option(min=3, help="Idle replicas during the measurement of Ray.")] = 10,
     seconds: Annotated[float, typer.Option(min=1, help="How long to measure Ray.")] = 30.0,
-    output: Output = None,
-    as_json: Json = False,
+    reporting: Reporting,
 ) -> None:
     """Measure what a document costs the resources that all replicas share, for `kvshelf plan --shared-rates`.
 
@@ -116,7 +116,7 @@ def rates(
         if value is not None:
             table.add_row(name, f"{value:,.0f} bytes" if name.endswith("bytes") else f"{1e3 * value:.4g} ms")
     report = {"bench": "rates", "machine": where, "homes": [asdict(server), asdict(disk)], "rates": found}
-    publish(report, [table], output, as_json, notes=load_warning(where))
+    publish(report, [table], reporting, notes=load_warning(where))
 
 
 def _ways_table(found: list[Throughput]) -> Table:

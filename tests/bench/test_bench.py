@@ -18,7 +18,7 @@ from kvshelf.kernels.rates import cost
 from kvshelf.model.loading import chosen_device
 from kvshelf_bench.cli import app
 from kvshelf_bench.measure import Spread, interleaved, load_warning, machine, ratios, wilson
-from kvshelf_bench.options import publish
+from kvshelf_bench.options import Reporting, publish
 from kvshelf_bench.quality.retrieval import measure_cell
 
 
@@ -129,15 +129,15 @@ def test_an_output_that_is_there_may_be_written_again(tmp_path):
 
 def test_what_was_measured_is_printed_when_its_folder_is_gone(tmp_path, capsys):
     with pytest.raises(InvalidRequest, match="--output"):
-        publish({"found": 1}, [], tmp_path / "gone" / "report.json", True)
+        publish({"found": 1}, [], Reporting(tmp_path / "gone" / "report.json", as_json=True))
     assert json.loads(capsys.readouterr().out) == {"found": 1}
 
 
 def test_what_was_measured_is_written_when_nobody_reads_it(tmp_path):
     report = tmp_path / "report.json"
     program = (
-        "import sys; from pathlib import Path; from kvshelf_bench.options import publish; "
-        "sys.stdin.read(); publish({'found': 1}, [], Path(sys.argv[1]), True)"
+        "import sys; from pathlib import Path; from kvshelf_bench.options import Reporting, publish; "
+        "sys.stdin.read(); publish({'found': 1}, [], Reporting(Path(sys.argv[1]), True))"
     )
     command = [sys.executable, "-c", program, str(report)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +17,7 @@ from kvshelf.errors import InvalidRequest
 from kvshelf.terminal import progress_bar
 from kvshelf_bench.engines import EngineOptions
 from kvshelf_bench.measure import machine
-from kvshelf_bench.options import counted, publish, rendered
+from kvshelf_bench.options import Reporting, counted, publish, rendered, split
 from kvshelf_bench.quality.dataset import abilities, folder
 from kvshelf_bench.quality.dataset.compare import compare, compare_table
 from kvshelf_bench.quality.dataset.documents import Document, chosen, read_documents, read_prompts
@@ -27,8 +27,9 @@ from kvshelf_bench.quality.dataset.rows import Reading
 from kvshelf_bench.quality.dataset.run import run
 from kvshelf_bench.quality.dataset.summary import PLAIN, DatasetSummary, way_label
 from kvshelf_bench.quality.dataset.tables import dataset_tables, notes
-from kvshelf_bench.quality.grid import FEATURED, Row, make_grid, make_rows
+from kvshelf_bench.quality.grid import FEATURED, Changes, Row, make_grid, make_rows
 from kvshelf_bench.quality.measuring import Progress
+from kvshelf_bench.quality.options import DatasetOptions
 from kvshelf_bench.quality.outcome import Outcome
 from kvshelf_bench.scorers.scorers import SCORERS
 
@@ -36,33 +37,17 @@ CUES = 150
 """Of each cache's figure by default, where the questions are unknown."""
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """The options of `kvshelf bench quality` for a dataset, as they were given. crossed: arguments of `make_grid`,
-    where there are no `ways`."""
+@dataclass(frozen=True, kw_only=True)
+class Chosen(DatasetOptions):
+    """The options of `kvshelf bench quality` for a dataset, as they were given. changes: of the rows, where there are
+    no `ways`."""
 
     bench: str
-    dataset: str
     resume: Path
     processes: int
-    output: Path | None
-    as_json: bool
-    ways: Sequence[str]
-    crossed: dict[str, Any]
-    fraction: float = 1.0
-    limit: int | None = None
+    reporting: Reporting
+    changes: Changes = field(default_factory=Changes)
     seed: int = 0
-    max_new_tokens: int = 0
-    cues: int | None = None
-    questions: str = "unknown"
-    turns: bool = False
-    scorer: str = ""
-    prompts: Path | None = None
-    truncate: str = ""
-    results: Path | None = None
-    compare: Path | None = None
-    baseline: str = ""
-    kvpress_python: Path | None = None
     picture: Path | None = None
 
     def asking(self) -> Asking:
@@ -79,11 +64,11 @@ class Chosen:
     def rows(self) -> list[Row]:
         """Raises `InvalidRequest`."""
         if self.ways:
-            return make_rows(self.ways)
-        crossed = self.crossed | {"policies": self.crossed["policies"] or FEATURED}
-        if not crossed["ratios"] and not crossed["budgets"]:
-            crossed["ratios"] = (0.5,)
-        return make_grid("small", **crossed).rows()
+            return make_rows(split(self.ways))
+        changes = replace(self.changes, policies=self.changes.policies or FEATURED)
+        if not changes.ratios and not changes.budgets:
+            changes = replace(changes, ratios=(0.5,))
+        return make_grid("small", changes).rows()
 
     def documents(self) -> list[Document]:
         """Raises `InvalidRequest`."""
@@ -158,7 +143,7 @@ def _publish(
         folder.write(chosen_.results, report, summary, rendered(tables, notes(summary), report["machine"]), drawn)
     if chosen_.picture is not None and drawn is not None:
         drawn(chosen_.picture)
-    publish(report, tables, chosen_.output, chosen_.as_json, notes=notes(summary))
+    publish(report, tables, chosen_.reporting, notes=notes(summary))
 
 
 def told(asking: Asking) -> str:

@@ -6,7 +6,7 @@ import pytest
 
 from kvshelf.errors import InvalidRequest
 from kvshelf.methods.policies import POLICIES
-from kvshelf_bench.quality.grid import SIZES, Block, Grid, Row, Variant, make_grid, make_rows
+from kvshelf_bench.quality.grid import SIZES, Block, Changes, Grid, Row, Variant, make_grid, make_rows
 
 FULL = Row(Variant("full"), 0.0)
 
@@ -41,11 +41,13 @@ def test_a_prefill_is_planned_once_for_all_codecs_and_blocks():
 
 
 def test_given_options_replace_those_of_the_size():
-    grid = make_grid("small", tasks=["vt"], lengths=[512], policies=["lagkv:lag=64,sink=8"], ratios=[0.25], documents=3)
+    grid = make_grid(
+        "small", Changes(tasks=["vt"], lengths=[512], policies=["lagkv:lag=64,sink=8"], ratios=[0.25], documents=3)
+    )
     assert {cell.task for cell in grid.cells()} == {"vt"}
     assert [(row.variant.label, row.removed) for row in grid.rows()] == [("full", 0.0), ("lagkv:lag=64,sink=8", 0.25)]
     assert max(unit.document for unit in grid.units()) == 2
-    core = make_grid("core", lengths=[512, 4096])
+    core = make_grid("core", Changes(lengths=[512, 4096]))
     assert [(cell.tokens, cell.task, cell.haystack) for cell in core.cells()] == [
         (tokens, *cell)
         for cells in ([("multikey", "filler"), ("multikey", "prose"), ("multikey", "dense")], [("digits32", "dense")])
@@ -71,7 +73,7 @@ def test_given_options_replace_those_of_the_size():
 )
 def test_bad_choices_are_refused_before_any_work(given, param):
     with pytest.raises(InvalidRequest) as refusal:
-        make_grid("small", **given)
+        make_grid("small", Changes(**given))
     assert refusal.value.param == param
 
 
@@ -109,9 +111,9 @@ def test_a_way_that_is_none_is_refused(way, reason):
 
 
 def test_budgets_stand_beside_ratios_or_in_their_place():
-    both = make_grid("small", policies=["keydiff"], ratios=[0.5], budgets=[64])
+    both = make_grid("small", Changes(policies=["keydiff"], ratios=[0.5], budgets=[64]))
     assert [row.label for row in both.rows()] == ["full", "keydiff@64", "keydiff@0.5"]
-    alone = make_grid("small", policies=["keydiff"], budgets=[64, 128])
+    alone = make_grid("small", Changes(policies=["keydiff"], budgets=[64, 128]))
     assert [row.label for row in alone.rows()] == ["full", "keydiff@64", "keydiff@128"]
     row = Row.parse("lagkv:lag=64@96/int8")
     assert (row.budget, row.codec, row.label) == (96, "int8", "lagkv:lag=64@96/int8")

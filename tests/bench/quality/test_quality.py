@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from kvshelf.errors import InvalidRequest, KvshelfError, StateConflict
 from kvshelf_bench.cli import app
 from kvshelf_bench.engines import EngineOptions
-from kvshelf_bench.quality.grid import BASELINE, Block, Grid, Row, Variant, make_grid
+from kvshelf_bench.quality.grid import BASELINE, Block, Changes, Grid, Row, Variant, make_grid
 from kvshelf_bench.quality.outcome import Outcome, Protocol, measure_unit
 from kvshelf_bench.quality.quality import run
 from kvshelf_bench.quality.resume import ResumeFile
@@ -42,7 +42,7 @@ def bench(options: str, *more: object) -> tuple[int, str]:
 
 def test_a_unit_measures_the_policy_and_not_only_the_model(tiny):
     """Keeping 5 % of a document's ends cannot answer what the whole cache can; chance has one in 10^3 per answer."""
-    grid = make_grid("small", haystacks=["prose"], policies=["streaming_llm"], ratios=[0.95], documents=3)
+    grid = make_grid("small", Changes(haystacks=["prose"], policies=["streaming_llm"], ratios=[0.95], documents=3))
     protocol = Protocol.of(tiny, grid.questions, grid.seed)
     hits = {BASELINE: 0, "streaming_llm": 0}
     for unit in grid.units():
@@ -71,11 +71,18 @@ def test_the_key_changes_with_whatever_the_result_depends_on(tiny):
     ]
     assert replace(protocol, transforms="0f" * 32).key(unit, row) == protocol.key(unit, row)
     for changed in (
-        make_grid("small", tasks=["needle"], haystacks=["prose"], lengths=[301], policies=["keydiff"], ratios=[0.5]),
-        make_grid("small", tasks=["needle"], haystacks=["prose"], lengths=[300], policies=["keydiff"], ratios=[0.6]),
-        make_grid("small", tasks=["needle"], haystacks=["prose"], lengths=[300], policies=["lagkv"], ratios=[0.5]),
         make_grid(
-            "small", tasks=["needle"], haystacks=["prose"], lengths=[300], policies=["lagkv:lag=8"], ratios=[0.5]
+            "small", Changes(tasks=["needle"], haystacks=["prose"], lengths=[301], policies=["keydiff"], ratios=[0.5])
+        ),
+        make_grid(
+            "small", Changes(tasks=["needle"], haystacks=["prose"], lengths=[300], policies=["keydiff"], ratios=[0.6])
+        ),
+        make_grid(
+            "small", Changes(tasks=["needle"], haystacks=["prose"], lengths=[300], policies=["lagkv"], ratios=[0.5])
+        ),
+        make_grid(
+            "small",
+            Changes(tasks=["needle"], haystacks=["prose"], lengths=[300], policies=["lagkv:lag=8"], ratios=[0.5]),
         ),
     ):
         other = changed.units()[1]
@@ -97,16 +104,17 @@ def test_a_policy_that_refuses_gives_a_refused_cell_and_the_run_goes_on(tmp_path
 def test_a_length_that_cannot_hold_the_facts_is_refused_before_any_work(tmp_path):
     journal = tmp_path / "journal.jsonl"
     with pytest.raises(InvalidRequest, match="16 facts do not fit into 40 tokens"):
-        run(make_grid("small", lengths=[40]), EngineOptions(), journal)
+        run(make_grid("small", Changes(lengths=[40])), EngineOptions(), journal)
     assert not journal.exists()
 
 
 def test_an_exported_row_is_answered_by_plain_transformers_or_refused(tiny):
     """At half of a short document KeyDiff keeps nearly every fact; ragged heads are no prefix at all."""
-    grid = make_grid(
-        "small", tasks=["needle"], haystacks=["prose"], lengths=[300], policies=["keydiff", "ada:base=keydiff"],
-        ratios=[0.5], documents=4, export=True,
+    changes = Changes(
+        tasks=["needle"], haystacks=["prose"], lengths=[300], policies=["keydiff", "ada:base=keydiff"], ratios=[0.5],
+        documents=4,
     )  # fmt: skip
+    grid = make_grid("small", changes, export=True)
     protocol = Protocol.of(tiny, grid.questions, grid.seed)
     found: dict[tuple[str, bool], list[Outcome]] = {}
     for unit in grid.units():
