@@ -62,5 +62,8 @@ export function useCaches(query, whole) {
   };
   const replace = (cache) => change((rows) => rows.map((row) => (row.id === cache.id ? cache : row)));
   const remove = (id) => change((rows) => rows.filter((row) => row.id !== id));
-  return { ...state, loadMore, refresh, replace, remove };
+  const loadBehind = () => {
+    if (state.rows === current.current.rows) loadMore(); // a page that has come and is not drawn yet is not the last one
+  };
+  return { ...state, loadMore: loadBehind, refresh, replace, remove };
 }

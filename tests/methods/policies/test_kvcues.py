@@ -94,6 +94,8 @@ def test_cues_of_one_length_are_attended_to_together(engine, monkeypatch):
 
     real = function.prefix_attention
     monkeypatch.setattr(function, "prefix_attention", counting)
+    engine.compress(TEXT, policy="kvcues", chunk=512)  # the first pass is recorded, and the recording is tried
+    calls.clear()
     job = engine.prepare(TEXT, policy="kvcues", policy_params={"chunk": 512})
     engine.run(job)
     cues = len(job.passes) - 1
