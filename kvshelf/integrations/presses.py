@@ -212,7 +212,8 @@ def _imported() -> Any:
         ) from error
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS._local_mapping.pop(IMPLEMENTATION, None)
+    for name in [name for name in ALL_ATTENTION_FUNCTIONS._local_mapping if name.startswith(IMPLEMENTATION)]:
+        del ALL_ATTENTION_FUNCTIONS._local_mapping[name]  # also those under which passes are recorded and gates trained
     return kvpress
 
 

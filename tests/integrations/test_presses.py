@@ -206,6 +206,10 @@ first = engine.answer(cache, "What is the code?").text
 kept = engine.compress(text, policy="press:knorm")
 assert engine.answer(cache, "What is the code?").text == first
 engine.answer(kept, "What is the code?")
+
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+assert not [name for name in ALL_ATTENTION_FUNCTIONS._local_mapping if name.startswith("kvshelf")]
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=dict(os.environ))
     assert done.returncode == 0, done.stderr
