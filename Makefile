@@ -72,7 +72,7 @@ test-faults: setup  ## killed processes, full disks, stores that are cut off, re
 test-page: setup  ## the page in a real browser; needs Chromium
 	$(BIN)/python -m pytest tests/page
 
-test-real: setup  ## the three jobs, both vendors' clients, tools, policies and codecs on SmolLM2; four minutes
+test-real: setup  ## the three jobs, both vendors' clients, tools, policies and codecs on SmolLM2; two minutes
 	@$(MAKE) --no-print-directory $(SMOLLM2)
 	$(BIN)/python -m pytest -m real tests/real
 
