@@ -22,7 +22,7 @@ from kvshelf.kernels.rowwise import (
     LANES,
     LINES,
     PANEL,
-    WEIGHTS,
+    WEIGHT_DTYPES,
     available,
     linear,
     pack_weight,
@@ -152,7 +152,7 @@ class PanelLinear(PackedLinear):
         return weight.view(torch.bfloat16).float() if weight.dtype == torch.int16 else weight
 
     def _multiplies(self, dtype: torch.dtype) -> bool:
-        return dtype == torch.float32 and self.weight.dtype in WEIGHTS
+        return dtype == torch.float32 and self.weight.dtype in WEIGHT_DTYPES
 
     def _product(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
@@ -244,8 +244,9 @@ def prepack(model: PreTrainedModel, weights: str = "plain") -> None:
         module = model.get_submodule(name)
         if type(module) is not nn.Linear or not _is_fast(module.weight):
             continue
-        narrow = PanelLinear.takes(module.weight) and (name in rounded or bits_of_bf16(module.weight) is not None)
-        if uses[id(module.weight)] > 1 and not narrow:
+        if uses[id(module.weight)] > 1 and not (
+            PanelLinear.takes(module.weight) and (name in rounded or bits_of_bf16(module.weight) is not None)
+        ):
             if TiedLinear.takes(module):
                 model.set_submodule(name, TiedLinear(module.weight).train(module.training))
             continue

@@ -19,7 +19,7 @@ from kvshelf.kernels.rowwise.native import (
     BLOCK_ROWS,
     LINES,
     PANEL,
-    WEIGHTS,
+    WEIGHT_DTYPES,
     Buffer,
     Instruction,
     Place,
@@ -33,7 +33,7 @@ __all__ = [
     "LANES",
     "LINES",
     "PANEL",
-    "WEIGHTS",
+    "WEIGHT_DTYPES",
     "Buffer",
     "Instruction",
     "Place",
@@ -81,7 +81,7 @@ def _linear(x: Tensor, packed: Tensor, bias: Tensor | None, scales: Tensor | Non
     panels, inputs, _ = packed.shape
     require(
         x.dtype == torch.float32
-        and packed.dtype in WEIGHTS
+        and packed.dtype in WEIGHT_DTYPES
         and (packed.dtype == torch.int8) == (scales is not None)
         and x.device.type == "cpu"
         and x.shape[-1] == inputs,

@@ -23,7 +23,7 @@ OPERATIONS: Final = (
 )  # fmt: skip
 """In the order of their numbers in C."""
 
-WEIGHTS: Final = (torch.float32, torch.int16, torch.int8)
+WEIGHT_DTYPES: Final = (torch.float32, torch.int16, torch.int8)
 """Dtypes of packed weights, in the order of their numbers in C: int16 holds the bits of bf16."""
 
 BLOCK_ROWS: Final = 96
@@ -126,7 +126,7 @@ class RowProgram:
         places = [word for p in each.places for word in (self._at[p.buffer], p.offset, *p.strides)]
         given = (each.weight, each.scales, each.bias)
         weight = [0 if tensor is None else tensor.data_ptr() for tensor in given]
-        kind = 0 if each.weight is None else WEIGHTS.index(each.weight.dtype)
+        kind = 0 if each.weight is None else WEIGHT_DTYPES.index(each.weight.dtype)
         return [OPERATIONS.index(each.operation), *each.sizes, *places, *weight, kind]
 
 
@@ -135,7 +135,7 @@ def multiply(x: Tensor, packed: Tensor, scales: Tensor | None, bias: Tensor | No
     weight in int8."""
     (panels, inputs, _), threads = packed.shape, torch.get_num_threads()
     rows = out.numel() // (panels * PANEL)
-    sizes = (ctypes.c_int64 * 5)(rows, panels, inputs, _block_rows(rows, threads), WEIGHTS.index(packed.dtype))
+    sizes = (ctypes.c_int64 * 5)(rows, panels, inputs, _block_rows(rows, threads), WEIGHT_DTYPES.index(packed.dtype))
     given = (None if each is None else pointer(each) for each in (scales, bias))
     compiled().kvshelf_multiply(pointer(x), pointer(packed), *given, pointer(out), sizes, threads)
 

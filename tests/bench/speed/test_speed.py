@@ -89,6 +89,9 @@ def test_compression_has_a_row_per_policy_and_no_peer_where_there_is_none(subjec
         ("ems", 300, None),
     ]
     assert all(0 < row.hook_s.low <= row.hook_s.high and row.share.low > 0 for row in found.rows)
+    for policy in ("lagkv", "ems"):
+        run = compress(subject, subject.tokens(300, seed=1), policy, 0.5)
+        assert 0 < run.hook_s < run.total.wall_s, "a part of its own run"
     assert found.same.low <= found.same.median <= found.same.high
 
 
