@@ -23,14 +23,15 @@ ONE_PASS = (
 
 @dataclass(frozen=True)
 class Hooked:
-    """One prefill that compresses. `total` is the whole call; `hook_s` the part of it that compressed, in seconds."""
+    """One prefill that compresses. `total` is the whole call; `hook_s` the part of it that compressed, in wall time, as
+    `prefill_s`, the rest."""
 
     total: Cost
     hook_s: float
 
     @property
     def prefill_s(self) -> float:
-        return self.total.seconds - self.hook_s
+        return self.total.wall_s - self.hook_s
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@
 
 It writes one JSON line when the model of FOLDER is loaded: the methods it knows and the versions of kvpress,
 transformers and torch. Each line of input then asks for one prefill, {"method", "removed", "token_ids"}, and it answers
-with {"total_s", "hook_s", "wall_s", "kept"}. total_s and hook_s are processor time of this process, on a GPU wall time.
-hook_s is spent in the press's `forward_hook`, which runs after the attention of each layer: it recomputes the queries
+with {"total_s", "hook_s", "wall_s", "kept"}. total_s is processor time of this process, on a GPU wall time; hook_s is
+wall time, spent in the press's `forward_hook`, which runs after the attention of each layer: it recomputes the queries
 it needs from the hidden states, scores, chooses and gathers, which is all that kvpress adds to a prefill. kept: entries
 left in a head of the first layer. It ends when its standard input does.
 """
@@ -60,14 +60,15 @@ def main(folder: str, dtype: str, device: str, threads: str) -> None:
 def measure(model: Any, press: Any, token_ids: list[int]) -> dict[str, float]:
     """One prefill under `press`."""
     now = _clock(model.device)
+    wall = now if model.device.type == "cuda" else time.perf_counter
     hook_s = 0.0
     plain_hook = press.forward_hook
 
     def timed_hook(*args: Any) -> Any:
         nonlocal hook_s
-        started = now()
+        started = wall()
         output = plain_hook(*args)
-        hook_s += now() - started
+        hook_s += wall() - started
         return output
 
     press.forward_hook = timed_hook  # the press registers what it finds under this name

@@ -68,8 +68,8 @@ def test_the_hook_is_the_policys_part_of_the_run(subject):
         min(compress(subject, ids, name, 0.75).hook_s for _ in range(3)) for name in ("h2o", "streaming_llm")
     )
     run = compress(subject, ids, "h2o", 0.75)
-    assert 0 < cheap < costly < run.total.seconds
-    assert run.prefill_s == pytest.approx(run.total.seconds - run.hook_s)
+    assert 0 < cheap < costly < run.total.wall_s
+    assert run.prefill_s == pytest.approx(run.total.wall_s - run.hook_s)
     assert not subject.engine.model.base_model._forward_pre_hooks
 
 
@@ -107,7 +107,7 @@ def test_each_share_is_of_the_prefill_of_its_own_round(subject, monkeypatch):
     (row,) = found.rows
     assert (row.whole.low, row.whole.median, row.whole.high) == (2, 2.5, 3)
     assert (row.whole_wall.low, row.whole_wall.high) == pytest.approx((1.1, 2))
-    assert (row.share.low, row.share.high) == pytest.approx((1 / 3, 1 / 2))
+    assert (row.share.low, row.share.high) == pytest.approx((1 / 39, 1 / 10))
     assert (row.plain_s.median, row.hook_s.median, found.same.high) == (1.5, 1, 1.5)
 
 
@@ -117,7 +117,7 @@ print(json.dumps({"methods": ["lagkv"], "versions": {"kvpress": "1"}}), flush=Tr
 for line in sys.stdin:
     asked = json.loads(line)
     hook = 0.25 * len(asked["token_ids"])
-    print(json.dumps({"total_s": 4 * hook, "hook_s": hook, "wall_s": 1.0, "kept": 1}), flush=True)
+    print(json.dumps({"total_s": 1.0, "hook_s": hook, "wall_s": 4 * hook, "kept": 1}), flush=True)
 """
 
 
@@ -290,7 +290,7 @@ def test_the_worker_times_the_hook_of_a_press_within_a_whole_prefill():
     model = AutoModelForCausalLM.from_pretrained(bundled_folder("kvshelf-tiny")).eval()
     answer = kvpress_worker.measure(model, HalvingPress(), list(range(100)))
     assert answer["kept"] == 50
-    assert 0 < answer["hook_s"] < answer["total_s"]
+    assert 0 < answer["hook_s"] < answer["wall_s"]
 
 
 def test_first_tokens_come_from_memory_and_from_every_store(subject, tmp_path):
