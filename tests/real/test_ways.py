@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
+import sys
+
 import pytest
 
 from kvshelf import Client, Engine
@@ -13,14 +17,19 @@ QUESTION = "Who founded the Larkfield Tool Library?"
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_a_policy(engine: Engine, handbook: str, policy: str) -> None:
+    """One that needs gates is first refused with the command that trains them, and that command is what is run, for one
+    step: a cache of such gates loses what it likes, but it is made, and answers."""
     given = {"compression_ratio": 0.5} if POLICIES[policy].takes_budget else {}
     document = handbook[:1600]
     try:
         job = engine.prepare(document, policy=policy, **given)
     except PolicyUnsupported as error:
-        if "train-gates" not in error.message:
-            raise
-        pytest.skip(error.message)  # training takes minutes for each of six
+        _, found, command = error.message.partition("train them with: kvshelf ")
+        assert found, error.message
+        subprocess.run(
+            [sys.executable, "-m", "kvshelf", *shlex.split(command), "--steps", "1", "--length", "512"], check=True
+        )
+        job = engine.prepare(document, policy=policy, **given)
     cache = engine.run(job).cache
     assert 0 < cache.kept_tokens <= cache.num_tokens
     assert (cache.kept_tokens < cache.num_tokens) is POLICIES[policy].takes_budget

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 CHECKPOINT_EVERY: Final = 50
 HELD_OUT: Final = 8
-"""Lessons that no step learns from."""
+"""Lessons that no step learns from; as many as there are steps in a training of fewer, which would else spend its
+time on them."""
 _PATIENCE: Final = 8
 """So many checkpoints in a row without a better agreement on the held-out lessons end a training."""
 _WARM_UP: Final = 50
@@ -147,7 +148,8 @@ class Trainer:
 
     def _save(self, step: int, optimizer: torch.optim.Optimizer) -> None:
         """The state first, then the line of the journal: after a crash between the two, the state has the line."""
-        held_out = fmean(self.objective.agreement(self.lessons(-1 - i)) for i in range(HELD_OUT))
+        lessons = range(min(HELD_OUT, self.settings.steps))
+        held_out = fmean(self.objective.agreement(self.lessons(-1 - i)) for i in lessons)
         line = {"step": step, "loss": round(fmean(self._losses), 6), "held_out": round(held_out, 6)}
         self._losses = []
         if all(line["held_out"] > before["held_out"] for before in self._journal):
