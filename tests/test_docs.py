@@ -57,14 +57,14 @@ def name(page: Path) -> str:
 
 
 FIRST = (ROOT / "README.md",)
-REAL = tuple(DOCS / "use" / f"{page}.md" for page in ("start", "models", "put", "ask", "grow", "quality"))
+REAL = tuple(DOCS / "use" / f"{page}.md" for page in ("start", "models", "put", "ask", "grow", "quality", "clients"))
 """Pages that serve SmolLM2: what a reader does first with a model and a document of his own."""
 LIMIT_S = 480
 """For the program of a page. Those of `REAL` take a minute or two on a machine that does nothing else."""
 SAID = {
     "python": {
-        **dict.fromkeys(("README.md", "use/clients.md"), FACT.value),
-        **dict.fromkeys(("use/start.md", "use/ask.md"), "Maren Oduya"),
+        "README.md": FACT.value,
+        **dict.fromkeys(("use/start.md", "use/ask.md", "use/clients.md"), "Maren Oduya"),
     },
     "bash": {
         "README.md": FACT.value,
