@@ -9,10 +9,13 @@ and an answer ends after 256 tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
+from kvshelf.api.anthropic import MIN_CACHED_CHARACTERS, CompressionChoice
+from kvshelf.api.anthropic_blocks import BETWEEN_BLOCKS
+from kvshelf.api.creation import CreateCache
 from kvshelf.api.queries import Asking, AskShelf, Remade, Source, require_storable
 from kvshelf.api.shapes import (
     Answers,
@@ -58,6 +61,11 @@ from kvshelf.api.tools import (
 DEFAULT_MAX_TOKENS = 256
 ChatReason = FinishReason | Literal["tool_calls"]
 
+MAX_MARKS: Final = 4
+"""Parts of a request with a breakpoint."""
+_TTL_S: Final = {"30m": 1800.0, "12h": 43200.0}
+_SYSTEM: Final = ("system", "developer")
+
 _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "frequency_penalty": (0,),
@@ -72,9 +80,28 @@ _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
 """OpenAI's unsupported fields, each with the values besides null that change nothing."""
 
 
+CacheTtl = Literal["30m", "12h"]
+
+
+class Breakpoint(RequestBody):
+    """The conversation up to this part is to be found again. `ttl`: of `prompt_cache_options` by default."""
+
+    mode: Literal["explicit"]
+    ttl: CacheTtl | None = None
+
+
+class CacheOptions(RequestBody):
+    """`ttl`: how long what a breakpoint makes lives from its last use on. `mode` has no effect: a cache is made for a
+    breakpoint alone."""
+
+    mode: Literal["implicit", "explicit"] = "implicit"
+    ttl: CacheTtl = "30m"
+
+
 class TextPart(RequestBody):
     type: Literal["text"]
     text: str
+    prompt_cache_breakpoint: Breakpoint | None = None
 
 
 _Parts = Annotated[list[TextPart], Field(min_length=1, max_length=256, fail_fast=True), Tag("(list)")]
@@ -106,9 +133,15 @@ class ChatMessage(RequestBody):
         return self
 
     @property
+    def parts(self) -> list[TextPart]:
+        """A text is one part."""
+        if isinstance(self.content, str):
+            return [TextPart(type="text", text=self.content)]
+        return self.content or []
+
+    @property
     def _text(self) -> str:
-        given = self.content or ""
-        return given if isinstance(given, str) else "".join(part.text for part in given)
+        return "".join(part.text for part in self.parts)
 
     def plain(self) -> Message:
         thoughts = {"reasoning_content": self.reasoning_content} if self.reasoning_content else {}
@@ -130,7 +163,8 @@ class StreamOptions(RequestBody):
 
 class OpenAIRequest(AskShelf):
     """What the bodies of OpenAI's two APIs have in common: kvshelf's own fields, sampling, and hints without effect:
-    `user`, `metadata`, `safety_identifier`, `prompt_cache_key`, `prompt_cache_retention`."""
+    `user`, `metadata`, `safety_identifier`, `prompt_cache_key`, `prompt_cache_retention`, and, where a
+    cache is named, `prompt_cache_options`."""
 
     NAMES_CACHE: ClassVar[tuple[str, ...]] = ("cache_id", "cache_ids")
 
@@ -146,13 +180,14 @@ class OpenAIRequest(AskShelf):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: CacheOptions | None = None
 
     @model_validator(mode="after")
     def _about_caches(self) -> Self:
         if self.cache_ids is not None:
             require_each_once(self.cache_ids)
         given = [name for name in self.NAMES_CACHE if getattr(self, name) is not None]
-        if not given:
+        if not given and not self._has_beginning:
             needed = " or ".join(self.NAMES_CACHE)
             raise misuse("cache_id", f"{needed} is needed: this service answers from stored caches only")
         if len(given) > 1:
@@ -165,6 +200,11 @@ class OpenAIRequest(AskShelf):
         if self.select is not None and self.select.passages:
             raise misuse("select.passages", "this answer has no passages; ask POST /v1/caches/{id}/query instead")
         return self
+
+    @property
+    def _has_beginning(self) -> bool:
+        """Whether the conversation itself has what is cached."""
+        return False
 
     def _asking(
         self, messages: Sequence[Any], max_tokens: int, kind: type[Asking] = Asking, *, store: bool, **more: Any
@@ -226,6 +266,10 @@ class ChatCompletionRequest(OpenAIRequest):
         return self
 
     @property
+    def _asked(self) -> list[ChatMessage]:
+        return self.messages
+
+    @property
     def asking(self) -> Asking:
         """The question that the body asks."""
         limit = self.max_completion_tokens or self.max_tokens or DEFAULT_MAX_TOKENS
@@ -234,7 +278,7 @@ class ChatCompletionRequest(OpenAIRequest):
             parallel = self.parallel_tool_calls is not False
             own = {"tools": self.tools, "tool_choice": self.tool_choice or "auto", "parallel_tool_calls": parallel}
         return self._asking(
-            [message.turn() if own else message.plain() for message in self.messages],
+            [message.turn() if own else message.plain() for message in self._asked],
             limit,
             ToolAsking if own else Asking,
             **own,
@@ -250,10 +294,119 @@ class ChatCompletionRequest(OpenAIRequest):
         )
 
 
+class PrewarmOptions(CacheOptions):
+    """`prewarm`: the cache is made, and nothing is answered."""
+
+    prewarm: bool = False
+
+
+class MarkedCompletionRequest(ChatCompletionRequest):
+    """A `ChatCompletionRequest` that may have a `prompt_cache_breakpoint` in place of `cache_id`. The document is what
+    stands before the question, the last part of the user's first message, up to the last part with a breakpoint; if
+    none of them has one and a later part does, all of it. `cache` says how it is compressed; by default nothing is
+    lost. It lives for the longest `ttl` of the request, from its last use on.
+
+    With `prompt_cache_options.prewarm` the cache is made, and nothing is answered.
+    """
+
+    model_config = ConfigDict(json_schema_extra=None)
+
+    cache: CompressionChoice | None = None
+    prompt_cache_options: PrewarmOptions | None = None
+
+    @model_validator(mode="after")
+    def _begins_with_a_document(self) -> Self:
+        if self.prewarm and self.stream:
+            raise misuse("stream", "with prewarm there is no answer to stream; leave stream out")
+        if self.cache_id is not None or self.cache_ids is not None:
+            if self.cache is not None:
+                raise misuse("cache", "the cache of cache_id is there already; leave cache out")
+            return self
+        if len(self._marks) > MAX_MARKS:
+            raise misuse(
+                "prompt_cache_breakpoint",
+                f"{len(self._marks)} parts have a prompt_cache_breakpoint; at most {MAX_MARKS} may",
+            )
+        length = len(self.document or "")
+        if length < MIN_CACHED_CHARACTERS:
+            raise misuse(
+                "prompt_cache_breakpoint",
+                f"what is to be cached has {length} characters, and at least {MIN_CACHED_CHARACTERS} are needed; put "
+                "the document, and its prompt_cache_breakpoint, into a part before the question, which is the last "
+                "part of the user's first message",
+            )
+        return self
+
+    @property
+    def prewarm(self) -> bool:
+        """Whether the cache is made, and nothing is answered."""
+        return self.prompt_cache_options is not None and self.prompt_cache_options.prewarm
+
+    @property
+    def document(self) -> str | None:
+        """What the cache holds that this request makes or finds; None where it names caches."""
+        if self.cache_id is not None or self.cache_ids is not None:
+            return None
+        kept = self._kept_parts
+        texts = []
+        for message in self._beginning:
+            texts.append("".join(part.text for part in message.parts[:kept]))
+            kept = max(kept - len(message.parts), 0)
+        return BETWEEN_BLOCKS.join(text for text in texts if text)
+
+    @property
+    def creation(self) -> CreateCache:
+        """The cache of the document."""
+        choice = self.cache or CompressionChoice()
+        options = self.prompt_cache_options
+        by_default = "30m" if options is None else options.ttl
+        ttl_s = max(_TTL_S[mark.ttl or by_default] for mark in self._marks)
+        return CreateCache(
+            model=self.model, document=self.document, layout="chat", ttl_s=ttl_s, ttl_renew=True, **choice.model_dump()
+        )
+
+    @property
+    def _has_beginning(self) -> bool:
+        return bool(self._marks)
+
+    @property
+    def _asked(self) -> list[ChatMessage]:
+        """The conversation behind the document: what is left of the messages that it comes from is the user's turn."""
+        if self.document is None:
+            return self.messages
+        parts = [part for message in self._beginning for part in message.parts]
+        rest = ChatMessage(role="user", content=parts[self._kept_parts :])
+        return [rest, *self.messages[len(self._beginning) :]]
+
+    @property
+    def _beginning(self) -> list[ChatMessage]:
+        """The messages up to the user's first."""
+        first = next(
+            (at for at, message in enumerate(self.messages) if message.role not in _SYSTEM), len(self.messages)
+        )
+        if first == len(self.messages) or self.messages[first].role != "user":
+            raise misuse("messages", "the first message behind the system's must be the user's, with the question")
+        return self.messages[: first + 1]
+
+    @property
+    def _kept_parts(self) -> int:
+        """How many parts of the beginning the document has."""
+        parts = [part for message in self._beginning for part in message.parts][:-1]
+        marked = [at for at, part in enumerate(parts, 1) if part.prompt_cache_breakpoint is not None]
+        return marked[-1] if marked else len(parts)
+
+    @property
+    def _marks(self) -> list[Breakpoint]:
+        marks = [part.prompt_cache_breakpoint for message in self.messages for part in message.parts]
+        return [mark for mark in marks if mark is not None]
+
+
 class PromptTokensDetails(ResponseBody):
-    """`cached_tokens` are document tokens served from the shelf."""
+    """`cached_tokens` are document tokens served from the shelf, `cache_write_tokens` those that this request put
+    there."""
 
     cached_tokens: int
+    cache_write_tokens: int = 0
     audio_tokens: int = 0
 
 

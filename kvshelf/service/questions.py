@@ -19,6 +19,7 @@ from kvshelf.errors import (
     Forbidden,
     KvshelfError,
     ModelMismatch,
+    NotFound,
     SourceNotKept,
 )
 from kvshelf.methods.policies import POLICIES
@@ -31,8 +32,8 @@ from kvshelf.service.service import Service
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.types import Source, TokenIds
-from kvshelf.workers.replica.create.spec import Recreation
-from kvshelf.workers.replica.results import Reply, Stored
+from kvshelf.workers.replica.create.spec import Recreation, require_policy
+from kvshelf.workers.replica.results import Created, Reply, Stored
 
 UNUSABLE: Final = (CacheCorrupt, CacheExpired, ModelMismatch)
 """Errors of a cache that is or was on the shelf and cannot be used."""
@@ -335,6 +336,18 @@ async def question_to(
     manifest = question.caches[0].manifest
     require_model(model, manifest.id, (manifest.model, question.engine.model))
     return question
+
+
+async def beginning(service: Service, caller: Caller, spec: CreateCache, *, needs: Asking | None) -> Created:
+    """The cache of a conversation's beginning: it is on the shelf, or this request makes it. needs: what is asked
+    behind it, where the model may be unable to do that; then this is refused before a cache is made."""
+    caller.require("write")
+    require_policy(spec)
+    engine = service.engine(spec.model, NotFound)
+    within = caller.within(service.settings.request_deadline_s)
+    if needs is not None:
+        await engine.count(needs, None, "document", {}, caller=within)
+    return await engine.create(spec, caller=within)
 
 
 async def pieces_of(question: Question, *, together: bool) -> AsyncGenerator[str | Ending, None]:

@@ -270,7 +270,9 @@ class ShelfMachine(RuleBasedStateMachine):
         assert self.store.usage().bytes == len(ready) * SIZE <= BUDGET
         corrupt = [expected for expected in self.model.values() if expected.state == "corrupt"]
         assert len(self.store.check()) <= len(corrupt), "only what was damaged on purpose is out of order"
-        assert len(self.place.names()) == len(ready)
+        # In a bucket the bytes of a corrupt cache stay where they are: to hide them is to copy them.
+        in_sight = len(corrupt) if self.place.kind == "objects" else 0
+        assert len(ready) <= len(self.place.names()) <= len(ready) + in_sight
 
 
 class OnDisk(ShelfMachine):

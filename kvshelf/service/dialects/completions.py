@@ -75,9 +75,11 @@ def ending_of(reply: Reply, remade: list[Remade] | None = None, *, together: boo
 
 @dataclass(frozen=True)
 class Completion:
-    """One completion: what all its chunks have in common, and its shapes."""
+    """One completion: what all its chunks have in common, and its shapes. written: the tokens of the document that this
+    request put on the shelf."""
 
     model: str
+    written: int = 0
     id: str = field(default_factory=lambda: "chatcmpl-" + secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -96,7 +98,7 @@ class Completion:
             )
             for index, (text, end) in enumerate(answers)
         ]
-        ours, usage = answers[0][1].ours, _usage([end.usage for _, end in answers])
+        ours, usage = answers[0][1].ours, self._usage([end.usage for _, end in answers])
         completion = ChatCompletion(
             id=self.id, created=self.created, model=self.model, choices=choices, usage=usage, **ours
         )
@@ -141,9 +143,29 @@ class Completion:
         return wire
 
     def _last(self, usages: Sequence[Usage]) -> dict[str, Any]:
-        usage = _usage(usages)
+        usage = self._usage(usages)
         chunk = ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=[], usage=usage)
         return chunk.model_dump(mode="json", exclude=OURS)
+
+    def unasked(self, tokens: int) -> dict[str, Any]:
+        """A `ChatCompletion` without an answer as JSON. tokens: of the caches that are there now."""
+        usage = Usage(cache_read_tokens=tokens, read_tokens=0, prefill_tokens=0, completion_tokens=0)
+        return self.whole([("", Ending("length", usage))])
+
+    def _usage(self, usages: Sequence[Usage]) -> ChatUsage:
+        """Of all choices: they have one prompt, which counts once."""
+        first, answered = usages[0], sum(usage.completion_tokens for usage in usages)
+        prompt = first.cache_read_tokens + first.prefill_tokens
+        return ChatUsage(
+            prompt_tokens=prompt,
+            completion_tokens=answered,
+            total_tokens=prompt + answered,
+            prompt_tokens_details=PromptTokensDetails(
+                cached_tokens=first.cache_read_tokens - self.written, cache_write_tokens=self.written
+            ),
+            prefill_token_equivalents=_sum(usage.prefill_token_equivalents for usage in usages),
+            prefill_token_equivalents_saved=_sum(usage.prefill_token_equivalents_saved for usage in usages),
+        )
 
 
 def require_model(model: str | None, cache_id: str, names: tuple[str, str]) -> None:
@@ -167,20 +189,6 @@ def _closing(index: int, end: Ending, told: int) -> ChunkChoice:
 def _logprobs(tokens: Sequence[Logprob]) -> ChoiceLogprobs | None:
     """What a chunk says of its tokens, in OpenAI's shape."""
     return ChoiceLogprobs(content=list(tokens)) if tokens else None
-
-
-def _usage(usages: Sequence[Usage]) -> ChatUsage:
-    """Of all choices: they have one prompt, which counts once."""
-    first, answered = usages[0], sum(usage.completion_tokens for usage in usages)
-    prompt = first.cache_read_tokens + first.prefill_tokens
-    return ChatUsage(
-        prompt_tokens=prompt,
-        completion_tokens=answered,
-        total_tokens=prompt + answered,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=first.cache_read_tokens),
-        prefill_token_equivalents=_sum(usage.prefill_token_equivalents for usage in usages),
-        prefill_token_equivalents_saved=_sum(usage.prefill_token_equivalents_saved for usage in usages),
-    )
 
 
 def _sum(costs: Iterable[float | None]) -> float | None:

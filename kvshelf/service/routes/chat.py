@@ -9,7 +9,7 @@ from contextlib import aclosing
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from kvshelf.api.openai import ChatCompletion, ChatCompletionRequest
+from kvshelf.api.openai import ChatCompletion, MarkedCompletionRequest
 from kvshelf.service.access.keys import Reader
 from kvshelf.service.bodies import read_json
 from kvshelf.service.dialects.completions import Completion, Ending, ending_of, wants_usage
@@ -17,7 +17,7 @@ from kvshelf.service.engines import relayed
 from kvshelf.service.http import openapi
 from kvshelf.service.http.events import event_stream
 from kvshelf.service.http.waiting import until_hangup
-from kvshelf.service.questions import Question, pieces_of, question_to
+from kvshelf.service.questions import Question, beginning, pieces_of, question_to
 from kvshelf.service.service import TAKES_TOKENS, InService
 
 router = APIRouter(prefix="/v1/chat", tags=["chat"], responses=openapi.ERRORS)
@@ -27,15 +27,23 @@ router = APIRouter(prefix="/v1/chat", tags=["chat"], responses=openapi.ERRORS)
     "/completions",
     response_class=JSONResponse,
     responses=openapi.json_or_events(ChatCompletion),
-    openapi_extra=openapi.body_of(ChatCompletionRequest),
+    openapi_extra=openapi.body_of(MarkedCompletionRequest),
     dependencies=[TAKES_TOKENS],
 )
 async def complete(request: Request, service: InService, caller: Reader) -> Response:
-    """Continue a conversation that begins with a stored cache, or with several together."""
-    body = await read_json(request, ChatCompletionRequest, service)
+    """Continue a conversation that begins with a stored cache, with several together, or with a document that a
+    `prompt_cache_breakpoint` ends."""
+    body = await read_json(request, MarkedCompletionRequest, service)
     together = body.cache_ids is not None
-    question = await question_to(service, caller, body.cache_ids or [str(body.cache_id)], body.asking, body.model)
-    completion = Completion(question.caches[0].manifest.model)
+    cache_ids, written = body.cache_ids or [str(body.cache_id)], 0
+    if body.document is not None:
+        needs = body.asking if body.tools or body.response_format or body.grammar or body.choices else None
+        begun = await until_hangup(request, beginning(service, caller, body.creation, needs=needs))
+        cache_ids, written = [begun.manifest.id], 0 if begun.existing else begun.manifest.num_tokens
+    question = await question_to(service, caller, cache_ids, body.asking, body.model)
+    completion = Completion(question.caches[0].manifest.model, written=written)
+    if body.prewarm:
+        return JSONResponse(completion.unasked(sum(cache.manifest.num_tokens for cache in question.caches)))
     if body.stream:
         pieces = _pieces(question.each_alone(), together=together)
         return await event_stream(request, completion.chunks(pieces, with_usage=wants_usage(body)))

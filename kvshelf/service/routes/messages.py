@@ -19,9 +19,8 @@ from kvshelf.service.http import openapi
 from kvshelf.service.http.errors import MESSAGES
 from kvshelf.service.http.events import event_stream
 from kvshelf.service.http.waiting import until_hangup
-from kvshelf.service.questions import Question, question_to
+from kvshelf.service.questions import Question, beginning, question_to
 from kvshelf.service.service import TAKES_TOKENS, InService, Service
-from kvshelf.workers.replica.create.spec import require_policy
 
 router = APIRouter(prefix=MESSAGES, tags=["messages"], responses=openapi.errors_of(MessageError))
 
@@ -87,21 +86,10 @@ async def _events(service: Service, caller: Caller, body: MessagesRequest) -> As
 async def _begun(service: Service, caller: Caller, body: MessagesRequest) -> _Begun:
     cache_id, created = body.cache_id, False
     if cache_id is None:
-        cache_id, created = await _beginning(service, caller, body)
+        needs = body.asking if body.tools or body.output_config else None
+        begun = await beginning(service, caller, body.creation, needs=needs)
+        cache_id, created = begun.manifest.id, not begun.existing
     question = await question_to(service, caller, [cache_id], body.asking, body.model)
     tokens = question.caches[0].manifest.num_tokens
     read, made = (0, tokens) if created else (tokens, 0)
     return _Begun(question, Answering(body.model, cache_id, read, made))
-
-
-async def _beginning(service: Service, caller: Caller, body: MessagesRequest) -> tuple[str, bool]:
-    """The cache of the conversation's beginning, and whether this request made it."""
-    caller.require("write")
-    spec = body.creation
-    require_policy(spec)
-    engine = service.engine(body.model, NotFound)
-    within = caller.within(service.settings.request_deadline_s)
-    if body.tools or body.output_config:  # what the model cannot do is refused before its cache is made
-        await engine.count(body.asking, None, "document", {}, caller=within)
-    created = await engine.create(spec, caller=within)
-    return created.manifest.id, not created.existing
