@@ -425,6 +425,15 @@ def test_usage_of_the_service(report: Path) -> None:
     assert shown.stdout.split()[:3] == ["DAY", "MODEL", "ANSWERS"]
     assert "default stores" in shown.stderr
     assert "is after to" in run("usage", "--from", "2026-02-01", "--to", "2026-01-01", code=2).stderr
+    prices = report.with_name("prices.json")
+    prices.write_text('{"currency": "EUR", "worker_hour": 36000, "gb_month": 100}')
+    paid = run("usage", "--prices", prices, "--label", "team")
+    assert "COST EUR" in paid.stdout
+    assert "EUR a month" in paid.stderr
+    assert " asked so far), in seconds of the model" in run("show", cache_id).stdout
+    assert "EUR, kept for" in run("show", cache_id, "--prices", prices).stdout
+    prices.write_text('{"worker_hour": 36000}')
+    assert "prices need a currency" in run("usage", "--prices", prices, code=2).stderr
 
 
 def test_an_answer_that_reads_a_part(report: Path) -> None:
