@@ -39,8 +39,8 @@ class ModelPrices(_Prices):
 
 class Prices(_Prices):
     """What things cost, in one currency (ISO 4217: EUR). worker_hour: an hour of a model's thread, on any device.
-    gb_month: 1e9 bytes stored for a month. input_mtok: a million tokens that the shelf did not have to read again; None:
-    they are worth the seconds of prefill that they save."""
+    gb_month: 1e9 bytes stored for a month. input_mtok: a million tokens that were read from the shelf in place of the
+    document; None: they are worth the seconds of prefill that they save."""
 
     currency: str = Field(pattern=r"^[A-Z]{3}$")
     worker_hour: Price

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -24,6 +25,11 @@ from kvshelf.store.erasure.signing import Signer, signed_by
 def push(place: Place, name: str, exports: Iterable[bytes], signer: Signer, producer: str = "") -> Entry:
     """Write exports as the bundle `name`, in place of an older one; other bundles at the place stay. Everything is
     written, read back and compared before the index names it. Raises `InvalidRequest`, `StoreUnavailable`."""
+    if not re.fullmatch(layout.NAME, name):
+        raise InvalidRequest(
+            f"a bundle is called by up to 128 of a-z, 0-9 and ._- between letters or digits, not {name!r:.80}",
+            param="--name",
+        )
     index = _index(place)
     layers, said, models = list[Descriptor](), list[Said](), list[ModelHeader]()
     for export in exports:
