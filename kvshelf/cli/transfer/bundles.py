@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import kvshelf
 from kvshelf._extras import needs_extra
 from kvshelf.cli import _forms, _options, _references
 from kvshelf.cli.checks import stores
@@ -63,7 +64,8 @@ def push(
         signer = Signer.read(key, param="--key")
         with ExitStack() as stack:
             exports = _exports(stack, caches or [], labels, store, encryption_key_file, url, as_json)
-            entry = push_bundle(place_at(place), name, exports, signer, producer)
+            software = f"kvshelf {kvshelf.__version__}"
+            entry = push_bundle(place_at(place), name, exports, signer, producer, software)
     if as_json:
         say_json({"name": name, "digest": entry.digest, "key": entry.annotations.key})
     else:

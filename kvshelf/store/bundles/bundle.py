@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-import kvshelf
 from kvshelf.artifact.blob import inspect
 from kvshelf.artifact.blob.header import ModelHeader
 from kvshelf.artifact.cache import CompressedCache
@@ -22,7 +21,9 @@ from kvshelf.store.bundles.trust import Trust
 from kvshelf.store.erasure.signing import Signer, signed_by
 
 
-def push(place: Place, name: str, exports: Iterable[bytes], signer: Signer, producer: str = "") -> Entry:
+def push(
+    place: Place, name: str, exports: Iterable[bytes], signer: Signer, producer: str = "", software: str = ""
+) -> Entry:
     """Write exports as the bundle `name`, in place of an older one; other bundles at the place stay. Everything is
     written, read back and compared before the index names it. Raises `InvalidRequest`, `StoreUnavailable`."""
     if not re.fullmatch(layout.NAME, name):
@@ -46,7 +47,7 @@ def push(place: Place, name: str, exports: Iterable[bytes], signer: Signer, prod
         sequence=_next_sequence(place, index, name),
         made_at=time.time(),
         producer=producer,
-        software=f"kvshelf {kvshelf.__version__}",
+        software=software,
         models=models,
         caches=said,
     )

@@ -249,7 +249,7 @@ def test_any_flipped_bit_is_refused(place: Path, trust: Trust, soak: bool) -> No
     assert pulled(place, trust) == EXPORTS
 
 
-def test_in_object_storage_it_is_as_in_a_folder(shared_s3: S3Server, trust: Trust, place: Path) -> None:
+def test_in_object_storage_it_is_as_in_a_folder(shared_s3: S3Server, trust: Trust) -> None:
     url = shared_s3.url(f"bundles-{secrets.token_hex(4)}")
     push(place_at(url), "handbooks", EXPORTS, SIGNER, "Acme's librarians")
     assert list(opened(place_at(url), trust).exports()) == EXPORTS
