@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from kvshelf.api.usage.prices import DAY_S, Prices, made_s, read_prices, worth
 from kvshelf.cli import _forms, _options, _references
 from kvshelf.cli.output import common, say, say_json
 from kvshelf.cli.output.common import connected
@@ -28,6 +27,7 @@ from kvshelf.names import told
 
 if TYPE_CHECKING:
     from kvshelf.api import Answered, CacheObject, JointAnswer, SearchList
+    from kvshelf.api.usage.prices import Prices
     from kvshelf.client import Client
 
 _ONE_FILE = "UTF-8 text, PDF or HTML; - reads text from standard input."
@@ -505,6 +505,8 @@ def show(
 
     "pays back": after how many questions it has saved what making it took; with --prices also what keeping it costs.
     """
+    from kvshelf.api.usage.prices import read_prices
+
     with connected(url, as_json=as_json) as client:
         money = None if prices is None else read_prices(prices)
         found = client.caches.retrieve(_references.id_at(client, cache))
@@ -552,6 +554,8 @@ def _details(cache: CacheObject, prices: Prices | None) -> Table:
 
 def _break_even(cache: CacheObject, prices: Prices | None) -> str:
     """After how many questions the cache has paid: in the model's seconds, or in money over the life it has."""
+    from kvshelf.api.usage.prices import DAY_S, made_s, worth
+
     asked = f"{cache.uses} asked so far"
     if prices is None:
         least = math.ceil(made_s(cache) / cache.timings.prefill_s)

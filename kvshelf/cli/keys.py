@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvshelf._extras import needs_extra
-from kvshelf.api.usage.prices import Prices, by_label, by_ttl, priced, read_prices
 from kvshelf.cli import _options
 from kvshelf.cli.output import common, say, say_json
 
 if TYPE_CHECKING:
     from kvshelf.api.usage import Cost, LabelUse, TtlUse, UsageReport, UsageRow
+    from kvshelf.api.usage.prices import Prices
     from kvshelf.client import Client
     from kvshelf.service.access.keyfile import KeyFile
 
@@ -103,6 +103,8 @@ def usage(
         if prices is None:
             found = client.usage(**window, group_by=group_by or None)
         else:
+            from kvshelf.api.usage.prices import read_prices
+
             found = _priced(client, window, group_by or [], read_prices(prices))
     if as_json:
         common.print_object(found)
@@ -112,6 +114,8 @@ def usage(
 
 def _priced(client: Client, window: Mapping[str, Any], groups: Sequence[str], prices: Prices) -> UsageReport:
     """A report in money. Labels and lifetimes are those of the caller's own caches, which alone can be listed."""
+    from kvshelf.api.usage.prices import by_label, by_ttl, priced
+
     found = priced(client.usage(**window, group_by=sorted({*groups, "model"})), groups, prices)
     if window["all_tenants"]:
         return found

@@ -27,6 +27,7 @@ OTHER_VARIABLES = frozenset(
         "KVSHELF_CPU_LEVEL",
         "KVSHELF_GATES",
         "KVSHELF_KERNELS",
+        "KVSHELF_TRUST_FILE",
         "KVSHELF_VLLM_UNTESTED",
     }
 )

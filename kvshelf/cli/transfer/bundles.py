@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,19 +32,33 @@ TrustFile = Annotated[
 ]
 
 
-def push(
-    place: Place,
-    caches: Annotated[list[str] | None, typer.Argument(metavar="[CACHE]...", help="Ids or names of caches.")] = None,
-    name: Annotated[str, typer.Option(help="Of the bundle; one of this name at the place is replaced.")] = "bundle",
-    label: _options.Labels = None,
+@dataclass(frozen=True, kw_only=True)
+class Signing:
+    """What a bundle is called, and who signs it."""
+
+    name: Annotated[str, typer.Option(help="Of the bundle; one of this name at the place is replaced.")] = "bundle"
     key: Annotated[
         Path | None,
         typer.Option(help="Private key of Ed25519 in PEM: openssl genpkey -algorithm ed25519 -out bundles.pem"),
-    ] = None,
-    producer: Annotated[str, typer.Option(help="Who makes it, in your own words.")] = "",
-    store: _options.Store = None,
-    encryption_key_file: _options.KeyFile = None,
-    url: _options.Url = None,
+    ] = None
+    producer: Annotated[str, typer.Option(help="Who makes it, in your own words.")] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shelf:
+    """The shelf of caches: that of a service, or a store."""
+
+    store: _options.Store = None
+    encryption_key_file: _options.KeyFile = None
+    url: _options.Url = None
+
+
+def push(
+    place: Place,
+    signing: Signing,
+    shelf: Shelf,
+    caches: Annotated[list[str] | None, typer.Argument(metavar="[CACHE]...", help="Ids or names of caches.")] = None,
+    label: _options.Labels = None,
     as_json: _options.AsJson = False,
 ) -> None:
     """Write caches as a signed bundle, for `kvshelf pull` elsewhere. Prints its digest.
@@ -56,18 +72,18 @@ def push(
             from kvshelf.store.bundles.places import place_at
             from kvshelf.store.erasure.signing import Signer
 
-        if key is None:
+        if signing.key is None:
             raise InvalidRequest("a bundle is signed; name the private key with --key", param="--key")
         labels = common.pairs(label, "--label")
         if not caches and not labels:
             raise InvalidRequest("no cache was named; give some, or --label", param="CACHE")
-        signer = Signer.read(key, param="--key")
+        signer = Signer.read(signing.key, param="--key")
         with ExitStack() as stack:
-            exports = _exports(stack, caches or [], labels, store, encryption_key_file, url, as_json)
+            exports = _exports(stack, shelf, caches or [], labels)
             software = f"kvshelf {kvshelf.__version__}"
-            entry = push_bundle(place_at(place), name, exports, signer, producer, software)
+            entry = push_bundle(place_at(place), signing.name, exports, signer, signing.producer, software)
     if as_json:
-        say_json({"name": name, "digest": entry.digest, "key": entry.annotations.key})
+        say_json({"name": signing.name, "digest": entry.digest, "key": entry.annotations.key})
     else:
         say(entry.digest)
 
@@ -76,10 +92,8 @@ def pull(
     place: Place,
     trust: TrustFile,
     fields: Annotated[dict[str, Any], _forms.IMPORTED],
+    shelf: Shelf,
     bundle: Annotated[str | None, typer.Option(help="Which bundle, where the place has several.")] = None,
-    store: _options.Store = None,
-    encryption_key_file: _options.KeyFile = None,
-    url: _options.Url = None,
     as_json: _options.AsJson = False,
 ) -> None:
     """Put the caches of a bundle on a shelf, once all of it is checked. Prints their ids.
@@ -94,7 +108,7 @@ def pull(
             from kvshelf.store.bundles.trust import Trust
 
         found = opened(place_at(place), Trust(trust), bundle)
-        with _importing(found, store, encryption_key_file, url, as_json) as put:
+        with _importing(found, shelf) as put:
             found.verify()
             for export in found.exports():
                 cache = put(export, fields)
@@ -125,49 +139,41 @@ def trust(
     say(key)
 
 
-def _exports(
-    stack: ExitStack,
-    references: Sequence[str],
-    labels: Mapping[str, str],
-    store: str | None,
-    key_file: Path | None,
-    url: str | None,
-    as_json: bool,
-) -> Iterator[bytes]:
+def _exports(stack: ExitStack, shelf: Shelf, references: Sequence[str], labels: Mapping[str, str]) -> Iterator[bytes]:
     """The exports of caches, each once, as they are asked for."""
-    if store is None:
-        client = stack.enter_context(common.connected(url, as_json=as_json))
+    if shelf.store is None:
+        client = stack.enter_context(_client(shelf))
         ids = [_references.id_at(client, reference) for reference in references]
         ids += [cache.id for cache in client.caches.list(labels=labels, limit=1000)] if labels else []
         return (client.caches.download(id, about=True) for id in dict.fromkeys(ids))
-    shelf = stack.enter_context(stores.opened(store, key_file))
+    store = stack.enter_context(stores.opened(shelf.store, shelf.encryption_key_file))
     from kvshelf.store.about import export_part
 
     def export(id: str) -> bytes:
-        with shelf.open_blob(id) as stored:
-            return stored.file.read() + export_part(shelf, shelf.stat(id))
+        with store.open_blob(id) as stored:
+            return stored.file.read() + export_part(store, store.stat(id))
 
-    ids = [_references.id_in(shelf, reference) for reference in references]
-    page = shelf.list(labels=labels, limit=1000) if labels else None
+    ids = [_references.id_in(store, reference) for reference in references]
+    page = store.list(labels=labels, limit=1000) if labels else None
     while page is not None:
         ids += [manifest.id for manifest in page.data]
-        page = shelf.list(labels=labels, limit=1000, after=page.data[-1].id) if page.has_more else None
+        page = store.list(labels=labels, limit=1000, after=page.data[-1].id) if page.has_more else None
     return map(export, dict.fromkeys(ids))
 
 
 @contextmanager
-def _importing(
-    found: Bundle, store: str | None, key_file: Path | None, url: str | None, as_json: bool
-) -> Iterator[Any]:
+def _importing(found: Bundle, shelf: Shelf) -> Iterator[Callable[[bytes, Mapping[str, Any]], CacheObject]]:
     """What puts an export on the shelf."""
-    if store is not None:
-        with stores.opened(store, key_file) as shelf:
-            yield lambda export, fields: put_export(shelf, export, fields)
+    if shelf.store is not None:
+        with stores.opened(shelf.store, shelf.encryption_key_file) as store:
+            yield partial(put_export, store)
         return
-    with common.connected(url, as_json=as_json) as client:
+    with _client(shelf) as client:
         found.require_models(model.fingerprint for model in client.models.list())
-        yield lambda export, fields: _sent(client, export, fields)
+        yield lambda export, fields: client.caches.import_blob(export, **fields)
 
 
-def _sent(client: Client, export: bytes, fields: Mapping[str, Any]) -> CacheObject:
-    return client.caches.import_blob(export, **fields)
+def _client(shelf: Shelf) -> Client:
+    from kvshelf.client import Client
+
+    return Client(shelf.url)
