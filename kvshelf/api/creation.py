@@ -130,7 +130,7 @@ class CacheOptions(RequestBody, Renewable):
     )
     codec: CodecText = Field(
         "none",
-        description="one of none, int8, int4, int2, mixed and klt, with parameters if any: int4:group=64, "
+        description="one of none, int8, int4, int2, mixed, klt and lossless, with parameters if any: int4:group=64, "
         "klt:step=2,steps=kl; default: none; int8 without a policy, a ratio, a budget, levels and parameters",
     )
     min_quality: Annotated[float, Field(ge=0, le=1)] | None = Field(

@@ -63,7 +63,7 @@ Ttl = Annotated[float, Field(gt=0, le=MAX_TTL_S)]
 ExpiresAt = Annotated[float, Field(gt=0)]
 
 
-_CODECS = ("none", "int8", "int4", "int2", "mixed", "klt")
+_CODECS = ("none", "int8", "int4", "int2", "mixed", "klt", "lossless")
 _CODEC = rf"^({'|'.join(_CODECS)})(:[a-z]+=[a-z0-9./]+(,[a-z]+=[a-z0-9./]+)*)?$"
 
 
@@ -84,7 +84,8 @@ CodecText = Annotated[
     AfterValidator(_codec_text),
     Field(
         json_schema_extra={"pattern": _CODEC},  # a refusal that shows it would be hard to read
-        description="none, int8, int4, int2, mixed or klt, with parameters if any: int4:group=64, klt:step=2,steps=kl",
+        description="none, int8, int4, int2, mixed, klt or lossless, with parameters if any: int4:group=64, "
+        "klt:step=2,steps=kl",
     ),
 ]
 """The pattern covers the syntax only; the store checks parameters and their ranges."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvshelf.artifact import codecs
 from kvshelf.artifact.blob import PackedBlob, as_view, tensors
-from kvshelf.artifact.coder import Coder
+from kvshelf.artifact.coder import Coder, plain_layer
 from kvshelf.artifact.encoding import classes_of, encode
 from kvshelf.artifact.exported import split
 from kvshelf.artifact.identity import Identity
@@ -86,12 +86,15 @@ class CompressedCache:
 
     @property
     def attached_bytes(self) -> int:
-        """Bytes that the layers take while questions are asked: those of a cache under codec klt are decoded first, and
-        latents are joined with their rotated parts."""
-        if not self.identity.transforms:
-            return self.nbytes + sum(part.joined_bytes for each in self._with_entries for part in parts_of(each))
-        shapes = ((each.entries, each.key_dim + each.value_dim, each.dtype.itemsize) for each in self._with_entries)
-        return self._states_bytes + sum(entries * channels * itemsize for entries, channels, itemsize in shapes)
+        """Bytes that the layers take while questions are asked: those of a coded cache are decoded first, and latents
+        are joined with their rotated parts."""
+        parts = (part for each in self._with_entries for part in parts_of(each))
+        return self.nbytes + sum(part.joined_bytes + part.unpacked_bytes for part in parts)
+
+    @property
+    def coded(self) -> bool:
+        """Whether rows have to be decoded before attention reads them: under klt and lossless."""
+        return codecs.Codec.parse(self.codec).coded
 
     @property
     def reduced(self) -> Sequence[Entries]:
@@ -141,10 +144,11 @@ class CompressedCache:
             identity = coder.transforms.mark(identity)
         return replace(self, layers=tuple(layers), identity=identity, codec=str(wanted))
 
-    def decoded(self, coder: Coder) -> CompressedCache:
-        """The cache with plain rows in place of those under codec `klt`, for attention. It is no artifact any more: its
-        codec says what its numbers went through, and it cannot be written."""
-        layers = (coder.layer(index, self.repositioned).decoded(layer) for index, layer in enumerate(self.layers))
+    def decoded(self, coder: Coder | None = None) -> CompressedCache:
+        """The cache with plain rows in place of those under codec `klt`, which takes its `coder`, or `lossless`, for
+        attention. It is no artifact any more: its codec says what its numbers went through, and it cannot be written.
+        """
+        layers = (plain_layer(layer, coder, index, self.repositioned) for index, layer in enumerate(self.layers))
         return replace(self, layers=tuple(layers))
 
     @property

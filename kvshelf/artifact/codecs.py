@@ -4,6 +4,7 @@
     int8, int4, int2         codes in groups (`QuantizedRows`), after KIVI (arXiv 2402.02750)
     mixed                    the important entries in more bits than the rest, after MiKV (arXiv 2402.18096)
     klt                      entropy-coded coefficients of a transform of the model, after KVTC (arXiv 2511.01815)
+    lossless                 the model's dtype, bit by bit, in entropy-coded byte planes (`planes`)
 
 A text is a name and parameters: `int4`, `int4:group=64,residual=128`, `klt:classes=1.5/4,shares=25/25`. Its canonical
 form leaves defaults out and keeps the parameters in order; cache ids and manifests hold that form.
@@ -18,11 +19,14 @@ from typing import Any, Final, Literal
 
 from kvshelf.errors import InvalidRequest, nearest
 
-Name = Literal["none", "int8", "int4", "int2", "mixed", "klt"]
-Precision = Literal["none", "int8", "int4", "int2", "klt"]
+Name = Literal["none", "int8", "int4", "int2", "mixed", "klt", "lossless"]
+Precision = Literal["none", "int8", "int4", "int2", "klt", "lossless"]
 """How the rows of one record are stored."""
 
 BITS: Final[Mapping[Precision, int]] = {"int8": 8, "int4": 4, "int2": 2}
+
+CODED: Final = frozenset({"klt", "lossless"})
+"""Those of which rows are streams of bytes: they are decoded before attention reads them, and are not cut into runs."""
 
 _PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
     "none": (),
@@ -31,6 +35,7 @@ _PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
     "int2": ("group", "residual"),
     "mixed": ("high", "low", "share", "group"),
     "klt": ("step", "heads", "steps", "classes", "shares"),
+    "lossless": (),
 }
 _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "high": ("none", "int8"),
@@ -106,6 +111,11 @@ class Codec:
         changed = ",".join(f"{key}={_text(value)}" for key, value in given if value != defaults[key])
         return f"{self.name}:{changed}" if changed else self.name
 
+    @property
+    def coded(self) -> bool:
+        """Whether its rows have to be decoded before attention reads them."""
+        return self.name in CODED
+
     def require_kept(self, kept: int, num_tokens: int) -> None:
         """Raise `InvalidRequest` for shares of more entries than a policy keeps of a document. kept: of each head."""
         total = sum(self.shares)
@@ -128,7 +138,7 @@ class Codec:
         if self.name == "mixed" or self.classes:
             raise refused(
                 f"codec {self} stores some entries of a block apart from the others, and an index needs them together; "
-                "take none, int8, int4, int2 or klt without classes"
+                "take none, lossless, int8, int4, int2 or klt without classes"
             )
         if self.name in BITS and block % self.group:
             raise refused(
@@ -149,8 +159,8 @@ class Codec:
         """Every precision that a record may have under this codec, with its group size (0 for none)."""
         if self.name == "none":
             return {("none", 0)}
-        if self.name == "klt":
-            return {("none", 0), ("klt", 0)}
+        if self.coded:
+            return {("none", 0), (self.name, 0)}  # type: ignore[arg-type]  # names of `CODED` are precisions
         names: tuple[Precision, ...] = (self.high, self.low) if self.name == "mixed" else (self.name,)
         found: set[tuple[Precision, int]] = {("none", 0)}
         return found | {(name, self.group) for name in names if name != "none"}

@@ -1,4 +1,5 @@
-"""The codec `klt` for one model: its transforms, and its RoPE, which is undone before and done again after."""
+"""The codec `klt` for one model: its transforms, and its RoPE, which is undone before and done again after. And plain
+rows from those of any codec that has to be decoded."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from torch import Tensor
 from kvshelf.artifact.codecs import Codec, refused
 from kvshelf.artifact.coded import CodedRows, Turn, encode_rows
 from kvshelf.artifact.packed import Packed
-from kvshelf.artifact.records import LayerRecord, Merged, PackedRecord, Parts, entries_of, with_entries
+from kvshelf.artifact.planes import PlaneRows
+from kvshelf.artifact.records import LayerRecord, Merged, PackedRecord, entries_from, entries_of, parts_of, with_entries
 from kvshelf.artifact.transforms import STEP_PARTS, Kind, RowTransform, Transforms
 from kvshelf.kernels.ans import Tables
 
@@ -69,16 +71,8 @@ class LayerCoder:
         values = coded("values", record.values, None, places)
         return replace(record, keys=keys, values=values, importance=None, precise=None)
 
-    def decoded(self, layer: LayerRecord) -> LayerRecord:
-        """The layer with plain rows. Raises `BlobError` for streams that no encoder writes."""
-        entries = entries_of(layer)
-        if entries is None:
-            return layer
-        if isinstance(entries, Parts):
-            return with_entries(layer, Parts(tuple(self._decoded(part) for part in entries.parts)))
-        return with_entries(layer, self._decoded(entries))
-
-    def _decoded(self, record: PackedRecord) -> PackedRecord:
+    def decoded(self, record: PackedRecord) -> PackedRecord:
+        """The record with plain rows. Raises `BlobError` for streams that no encoder writes."""
         if not isinstance(record.keys, CodedRows) or not isinstance(record.values, CodedRows):
             return record
         rotate = self.coder.rotate if record.rope_mode == "baked" else None
@@ -91,6 +85,23 @@ class LayerCoder:
         if self.repositioned:
             return [torch.arange(length) for length in record.lengths]
         return [each.cpu() for each in record.positions]
+
+
+def plain_layer(layer: LayerRecord, coder: Coder | None, index: int, repositioned: bool) -> LayerRecord:
+    """A layer of a cache with plain rows in place of those under codec klt or lossless. coder: of klt; other codecs
+    need none. index, repositioned: as of `Coder.layer`. Raises `BlobError` for streams that no encoder writes."""
+    entries = entries_of(layer)
+    if entries is None:
+        return layer
+    of_layer = None if coder is None else coder.layer(index, repositioned)
+    return with_entries(layer, entries_from([plain_record(part, of_layer) for part in parts_of(entries)]))
+
+
+def plain_record(record: PackedRecord, of_layer: LayerCoder | None = None) -> PackedRecord:
+    """As `plain_layer`, of one record."""
+    if isinstance(record.keys, PlaneRows) and isinstance(record.values, PlaneRows):
+        return replace(record, keys=record.keys.decode(), values=record.values.decode())
+    return record if of_layer is None else of_layer.decoded(record)
 
 
 def _alike(record: Packed) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvshelf.artifact.codecs import BITS, Codec, Precision, refused
 from kvshelf.artifact.coder import LayerCoder
 from kvshelf.artifact.packed import Packed
+from kvshelf.artifact.planes import encode_planes
 from kvshelf.artifact.records import Entries, PackedRecord, Pruned, entries_from, parts_of
 from kvshelf.kernels.quantize.rows import QuantizedRows
 
@@ -38,6 +39,8 @@ def encode(
     parts = parts_of(record)
     for part in parts:
         part.require_codec(codec)
+    if codec.name == "lossless":
+        return entries_from([_planed(part, where) for part in parts])
     if codec.name == "klt":
         if coder is None:
             raise refused("codec klt needs the transforms of the model; encode the cache by its engine: Engine.encoded")
@@ -100,6 +103,12 @@ def _pieces(codec: Codec, record: PackedRecord, where: str, *, whole_groups: boo
     return [_quantized(codec, record.select(chosen), precision, where) for precision, chosen in split if chosen.any()]
 
 
+def _planed(record: PackedRecord, where: str) -> PackedRecord:
+    _require_plain(record, where)
+    keys, values = (encode_planes(rows) for rows in record.rows)  # type: ignore[arg-type]  # tensors, as was checked
+    return replace(record.to("cpu"), keys=keys, values=values, importance=None, precise=None)
+
+
 def _important(codec: Codec, record: PackedRecord, where: str) -> Tensor:
     """`[entries]` bool: the most important `share` of each head's entries, or as many as the policy says; ties go to
     the earlier entry."""
@@ -154,9 +163,15 @@ def _last(record: Packed, count: int, group: int) -> Tensor:
     return last
 
 
-def _require_encodable(record: PackedRecord, where: str) -> None:
+def _require_plain(record: PackedRecord, where: str) -> None:
     for name, rows in (("keys", record.keys), ("values", record.values)):
         if not isinstance(rows, Tensor):
             raise refused(f"the {name} of {where} are encoded already and are not encoded again")
+
+
+def _require_encodable(record: PackedRecord, where: str) -> None:
+    _require_plain(record, where)
+    for name, rows in (("keys", record.keys), ("values", record.values)):
+        assert isinstance(rows, Tensor)
         if not bool(torch.isfinite(rows).all()):
             raise refused(f"the {name} of {where} hold NaN or infinity, which no quantizing codec can store")

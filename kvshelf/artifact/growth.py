@@ -16,7 +16,9 @@ from torch import Tensor
 
 from kvshelf.artifact.blob.layer import MAX_RECORDS
 from kvshelf.artifact.codecs import BITS, Codec
+from kvshelf.artifact.coder import plain_record
 from kvshelf.artifact.packed import offsets_of
+from kvshelf.artifact.planes import PlaneRows, encode_planes
 from kvshelf.artifact.records import (
     Entries,
     LayerRecord,
@@ -134,7 +136,7 @@ def _continues(first: PackedRecord, then: PackedRecord) -> bool:
     if not alike or first.dtype != then.dtype:
         return False
     rows = (first.keys, then.keys)
-    if all(isinstance(each, Tensor) for each in rows):
+    if any(all(isinstance(each, kind) for each in rows) for kind in (Tensor, PlaneRows)):
         return True
     one, other = rows
     if not isinstance(one, QuantizedRows) or not isinstance(other, QuantizedRows):
@@ -145,6 +147,10 @@ def _continues(first: PackedRecord, then: PackedRecord) -> bool:
 def _one(records: Sequence[PackedRecord]) -> PackedRecord:
     """Records of which each continues the one before, as one."""
     first = records[0]
+    if isinstance(first.keys, PlaneRows):
+        whole = _one([plain_record(record) for record in records])
+        coded = [encode_planes(rows) for rows in whole.rows]  # type: ignore[arg-type]  # tensors, once decoded
+        return replace(whole, keys=coded[0], values=coded[1])
     lengths = [sum(of_head) for of_head in zip(*(record.lengths for record in records), strict=True)]
     positions = _by_head([record.positions for record in records])
     given = {each.name: getattr(first, each.name) for each in fields(first)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -15,9 +16,13 @@ from torch.nn.utils.rnn import pad_sequence
 from kvshelf.artifact.codecs import Codec
 from kvshelf.artifact.coded import CodedRows
 from kvshelf.artifact.identity import RopeMode
+from kvshelf.artifact.planes import PlaneRows
 from kvshelf.errors import StateConflict
 from kvshelf.kernels.prefix_attention.prefixes import PackedPrefix, Prefix, StreamedPrefix
 from kvshelf.kernels.quantize.rows import HeadRows, QuantizedRows, Rows, by_head, plain
+
+Stored = Rows | CodedRows | PlaneRows
+"""Rows as a record holds them. The last two are decoded before attention reads them (`coder.plain_layer`)."""
 
 Rotate = Callable[[Tensor, Tensor], Tensor]
 """Applies the model's RoPE: keys `[n, D]` fp32 and positions `[n]` int64 to keys `[n, D]`."""
@@ -39,7 +44,8 @@ class Packed:
     can still be viewed as `[kv_heads, kept, D]` without a copy.
 
     keys: `[entries, D]` and values: `[entries, Dv]`, in the model's dtype, contiguous, each head's rows in ascending
-    position; or the same as `QuantizedRows`; or as `CodedRows`, which have to be decoded before anything reads them.
+    position; or the same as `QuantizedRows`; or as the other
+    kinds of `Stored`, which have to be decoded before anything reads them.
     entries_at: `[entries]` int32, the value of `entry_positions`, or a function that computes it on first use and
     cannot fail: expanding the bitmaps of a 64 MB cache takes half as long as receiving it, and attention needs no
     positions. Two threads may both call it; the results are equal. `rope_mode` says whether the rotation of RoPE is in
@@ -58,8 +64,8 @@ class Packed:
     """Whether rows of later tokens may stand behind its own."""
     latent: ClassVar[bool] = False
 
-    keys: Rows | CodedRows
-    values: Rows | CodedRows
+    keys: Stored
+    values: Stored
     entries_at: Tensor | Callable[[], Tensor]
     offsets: tuple[int, ...]
     rope_mode: RopeMode = "baked"
@@ -117,10 +123,12 @@ class Packed:
 
     @property
     def rows(self) -> tuple[Rows, Rows]:
-        """Keys and values. Raises `StateConflict` for coded ones: `Coder` decodes them."""
-        if isinstance(self.keys, CodedRows) or isinstance(self.values, CodedRows):
-            raise StateConflict("the cache is under codec klt; decode it with its model: Engine.decoded(cache)")
-        return self.keys, self.values
+        """Keys and values. Raises `StateConflict` for coded ones: see `Stored`."""
+        keys, values = self.keys, self.values
+        if isinstance(keys, CodedRows | PlaneRows) or isinstance(values, CodedRows | PlaneRows):
+            codec = "klt" if isinstance(keys, CodedRows) else "lossless"
+            raise StateConflict(f"the cache is under codec {codec}; decode it with its model: Engine.decoded(cache)")
+        return keys, values
 
     @cached_property
     def entry_positions(self) -> Tensor:
@@ -146,6 +154,12 @@ class Packed:
     def joined_bytes(self) -> int:
         """Bytes of a copy that attention reads in place of the rows."""
         return 0
+
+    @property
+    def unpacked_bytes(self) -> int:
+        """Bytes that its rows take more once they are decoded; 0 for those that are read as they are."""
+        coded = (rows for rows in (self.keys, self.values) if isinstance(rows, CodedRows | PlaneRows))
+        return sum(math.prod(rows.shape) * rows.dtype.itemsize - rows.nbytes for rows in coded)
 
     @property
     def nbytes(self) -> int:

@@ -28,6 +28,7 @@ from kvshelf.cli import (
 from kvshelf.cli._commands import command
 from kvshelf.cli.output import common, say
 from kvshelf.cli.removal import erase, uninstall
+from kvshelf.cli.transfer import bundles
 from kvshelf.errors import KvshelfError, StorageFull
 
 app = typer.Typer(
@@ -81,6 +82,9 @@ command(app, calibrate.train_gates, "train-gates")
 command(app, serve.vllm_proxy, "vllm-proxy")
 command(app, transfer.export_cache, "export")
 command(app, transfer.import_cache, "import")
+command(app, bundles.push)
+command(app, bundles.pull)
+command(app, bundles.trust)
 app.add_typer(batches.app, name="batches")
 app.add_typer(keys.app, name="keys")
 if find_spec("kvshelf_bench"):  # by its name: a package beside this one, which imports it and never the other way

@@ -26,6 +26,15 @@ def _warned(store: str | None) -> str | None:
     return store
 
 
+Prices = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="KVSHELF_PRICES_FILE",
+        metavar="FILE",
+        help='Prices as JSON: {"currency": "EUR", "worker_hour": 2.1, "gb_month": 0.03}.',
+    ),
+]
+
 Store = Annotated[
     str | None,
     typer.Option(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import shlex
 import sys
@@ -26,6 +27,7 @@ from kvshelf.names import told
 
 if TYPE_CHECKING:
     from kvshelf.api import Answered, CacheObject, JointAnswer, SearchList
+    from kvshelf.api.usage.prices import Prices
     from kvshelf.client import Client
 
 _ONE_FILE = "UTF-8 text, PDF or HTML; - reads text from standard input."
@@ -495,11 +497,18 @@ def _table(caches: Sequence[CacheObject], columns: Sequence[str]) -> Table:
 def show(
     cache: Cache,
     output: Annotated[Path | None, typer.Option(help="Also write the blob of the cache to this file.")] = None,
+    prices: _options.Prices = None,
     url: _options.Url = None,
     as_json: _options.AsJson = False,
 ) -> None:
-    """Show one cache. With --output, also fetch it for `CompressedCache.from_bytes` in your own program."""
+    """Show one cache. With --output, also fetch it for `CompressedCache.from_bytes` in your own program.
+
+    "pays back": after how many questions it has saved what making it took; with --prices also what keeping it costs.
+    """
+    from kvshelf.api.usage.prices import read_prices
+
     with connected(url, as_json=as_json) as client:
+        money = None if prices is None else read_prices(prices)
         found = client.caches.retrieve(_references.id_at(client, cache))
         if output is not None:
             blob = client.caches.download(found.id)
@@ -508,10 +517,10 @@ def show(
         if as_json:
             common.print_object(found)
         else:
-            common.table_console().print(_details(found))
+            common.table_console().print(_details(found, money))
 
 
-def _details(cache: CacheObject) -> Table:
+def _details(cache: CacheObject, prices: Prices | None) -> Table:
     when = partial(common.local_time, timespec="seconds")
     used = ", ".join(f"{name}={value}" for name, value in cache.policy_params.items())
     renewed = "" if cache.ttl_s is None else f", {common.duration(cache.ttl_s)} after each question"
@@ -538,8 +547,27 @@ def _details(cache: CacheObject) -> Table:
         "last used": when(cache.last_used_at),
         "expires": when(cache.expires_at) + renewed + (", never evicted: pinned" if cache.pinned else ""),
         "source": _source(cache),
+        **({"pays back": _break_even(cache, prices)} if cache.timings.prefill_s else {}),
     }
     return common.details(rows)
+
+
+def _break_even(cache: CacheObject, prices: Prices | None) -> str:
+    """After how many questions the cache has paid: in the model's seconds, or in money over the life it has."""
+    from kvshelf.api.usage.prices import DAY_S, made_s, worth
+
+    asked = f"{cache.uses} asked so far"
+    if prices is None:
+        least = math.ceil(made_s(cache) / cache.timings.prefill_s)
+        return f"after {least} questions ({asked}), in seconds of the model"
+    one = worth(cache, prices)
+    days = 0.0 if cache.expires_at is None else (cache.expires_at - cache.created_at) / DAY_S
+    least_paid = one.answers(days)
+    if least_paid is None:
+        return f"never: a question saves nothing by these prices ({asked})"
+    idle = "" if math.isinf(one.most_idle_days) else f"; keep it while it is asked every {one.most_idle_days:,.1f} days"
+    costs = f"made for {one.made:.2g} {prices.currency}, kept for {one.a_day:.2g} a day, saves {one.an_answer:.2g} each"
+    return f"after {least_paid} questions ({asked}): {costs}{idle}"
 
 
 def _source(cache: CacheObject) -> str:

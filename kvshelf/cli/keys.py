@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,7 +14,9 @@ from kvshelf.cli import _options
 from kvshelf.cli.output import common, say, say_json
 
 if TYPE_CHECKING:
-    from kvshelf.api.usage import UsageReport, UsageRow
+    from kvshelf.api.usage import Cost, LabelUse, TtlUse, UsageReport, UsageRow
+    from kvshelf.api.usage.prices import Prices
+    from kvshelf.client import Client
     from kvshelf.service.access.keyfile import KeyFile
 
 app = typer.Typer(help="Create, list and revoke the API keys of a service.", no_args_is_help=True)
@@ -85,36 +89,107 @@ def usage(
         list[str] | None, typer.Option(metavar="day|model|tenant", help="A row for each. May be repeated.")
     ] = None,
     all_tenants: Annotated[bool, typer.Option("--all-tenants", help="Needs a key with the scope admin.")] = False,
+    label: Annotated[str | None, typer.Option(help="Also what is on the shelf, by the values of this label.")] = None,
+    prices: _options.Prices = None,
     url: _options.Url = None,
     as_json: _options.AsJson = False,
 ) -> None:
-    """Show what your tenant has used of a service, and what it has on the shelf now."""
+    """Show what your tenant has used of a service, and what it has on the shelf now.
+
+    With --prices all of it in money, and the lifetimes of caches that did not pay back.
+    """
+    window: dict[str, Any] = {"from_": from_, "to": to, "all_tenants": all_tenants or None, "label": label}
     with common.connected(url, as_json=as_json) as client:
-        found = client.usage(from_=from_, to=to, group_by=group_by or None, all_tenants=all_tenants or None)
+        if prices is None:
+            found = client.usage(**window, group_by=group_by or None)
+        else:
+            from kvshelf.api.usage.prices import read_prices
+
+            found = _priced(client, window, group_by or [], read_prices(prices))
     if as_json:
         common.print_object(found)
     else:
         _print(found)
 
 
+def _priced(client: Client, window: Mapping[str, Any], groups: Sequence[str], prices: Prices) -> UsageReport:
+    """A report in money. Labels and lifetimes are those of the caller's own caches, which alone can be listed."""
+    from kvshelf.api.usage.prices import by_label, by_ttl, priced
+
+    found = priced(client.usage(**window, group_by=sorted({*groups, "model"})), groups, prices)
+    if window["all_tenants"]:
+        return found
+    caches = list(client.caches.list(limit=1000))
+    ended = client.caches.list(limit=1000, ended=True)
+    tenant, label = found.stored[0].tenant, window["label"]
+    more = {
+        "labels": by_label(caches, tenant, label, prices) if label else [],
+        "ttls": by_ttl([*caches, *ended], tenant, prices, time.time()),
+    }
+    return found.model_copy(update=more)
+
+
 def _print(found: UsageReport) -> None:
     groups = [name for name in ("day", "model", "tenant") if any(getattr(row, name) is not None for row in found.data)]
-    headings = [
-        *map(str.upper, groups),
-        "ANSWERS",
-        "CREATED",
-        "READ",
-        "PREFILLED",
-        "ANSWERED",
-        "WORKER",
-        "QUALITY",
-        "SAVED",
+    money = found.currency
+    headings = ["ANSWERS", "CREATED", "READ", "PREFILLED", "ANSWERED", "WORKER", "QUALITY", "SAVED"]
+    headings += [f"COST {money}", f"SAVED {money}"] if money else []
+    rows = [
+        [*(str(getattr(row, name)) for name in groups), *_amounts(row), *_money(row.cost, money)] for row in found.data
     ]
-    rows = [[*(str(getattr(row, name)) for name in groups), *_amounts(row)] for row in found.data]
-    numbers = range(len(groups), len(headings))
-    common.print_table(common.table(headings, rows, numbers=numbers))
+    _table([*map(str.upper, groups), *headings], rows, len(groups))
     for each in found.stored:
-        common.notes.print(f"{each.tenant} stores {each.caches} caches, {common.megabytes(each.bytes)}", style="dim")
+        month = "" if each.month is None else f", {each.month:,.2f} {money} a month"
+        said = f"{each.tenant} stores {each.caches} caches, {common.megabytes(each.bytes)}{month}"
+        common.notes.print(said, style="dim")
+    if found.labels:
+        _print_labels(found.labels, money)
+    for use in found.ttls:
+        if told := _told(use, money or ""):
+            common.notes.print(told, style="yellow", soft_wrap=True)
+
+
+def _print_labels(labels: Sequence[LabelUse], money: str | None) -> None:
+    headings = ["TENANT", "LABEL", "CACHES", "STORED", "ASKED", "MADE", "SAVED"]
+    headings += [f"COST {money}", f"SAVED {money}", "A MONTH"] if money else []
+    rows = [
+        [
+            use.tenant,
+            "-" if use.value is None else use.value,
+            str(use.caches),
+            common.megabytes(use.bytes),
+            str(use.uses),
+            *(f"{seconds:,.1f} s" for seconds in (use.made_s, use.saved_s)),
+            *_money(use.cost, money),
+            *([] if use.month is None else [f"{use.month:,.2f}"]),
+        ]
+        for use in labels
+    ]
+    _table(headings, rows, 2)
+
+
+def _told(use: TtlUse, money: str) -> str:
+    """What a lifetime says to who chose it; nothing where most of its caches paid back."""
+    if 2 * use.paid_back >= use.caches:
+        return ""
+    said = f"ttl {common.duration(use.ttl_s)}: {use.caches - use.paid_back} of {use.caches} caches did not pay back"
+    said += f" ({use.lost:,.2f} {money} lost)"
+    if use.within_s is None:
+        return f"{said}; none was asked: compress such documents when they are asked"
+    if use.within_s <= use.ttl_s / 2:
+        wanted = common.duration(max(use.within_s, 60.0))
+        return f"{said}; of those that were asked, 95 of 100 had their last question within {wanted}: shorten it"
+    return f"{said}; {use.unused} were never asked"
+
+
+def _money(cost: Cost | None, money: str | None) -> list[str]:
+    if money is None:
+        return []
+    return ["-", "-"] if cost is None else [f"{amount:,.2f}" for amount in (cost.worker, cost.saved)]
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], texts: int) -> None:
+    common.print_table(common.table(headings, rows, numbers=range(texts, len(headings))))
 
 
 def _amounts(row: UsageRow) -> list[str]:

@@ -538,12 +538,16 @@ class UsageFields(TypedDict, total=False):
     to: date | str | None
     group_by: str | Sequence[str] | None
     all_tenants: bool | None
+    label: str | None
+    cost: bool | None
 
 
 def usage(**fields: Unpack[UsageFields]) -> Call[UsageReport]:
     """What your tenant has used, and what it stores now; by default of the last 30 days, in one row.
 
     `group_by` is any of "day", "model" and "tenant", one or several. `all_tenants` needs a key with the scope `admin`.
+    `label` adds up the caches on the shelf by the values of a label; `cost` says all of it in money, by the prices of
+    the service.
     Raises `InvalidRequest`, `Forbidden`.
     """
     given: dict[str, Any] = dict(fields)

@@ -526,8 +526,7 @@ class Engine:
         return own.behind(parent, codec, kept_tokens, as_bytes(ids))
 
     def _parent(self, cache: CompressedCache) -> Parent:
-        coder = self.coder_of(cache.identity.transforms) if cache.identity.transforms else None
-        return Parent(cache, coder, self.passes.devices.layers, self.rotate)
+        return Parent(cache, self._coder_for(cache.identity), self.passes.devices.layers, self.rotate)
 
     def _require_room(self, cache: CompressedCache, appended: int) -> None:
         longest = self._longest(cache.num_tokens)
@@ -725,8 +724,13 @@ class Engine:
         return cache.encoded(codec, self.coder if Codec.parse(codec).name == "klt" else None)
 
     def decoded(self, cache: CompressedCache) -> CompressedCache:
-        """A cache under codec klt with plain keys and values; any other cache as it is. Raises as `coder_of` does."""
-        return cache if not cache.identity.transforms else cache.decoded(self.coder_of(cache.identity.transforms))
+        """A cache under codec klt or lossless with plain keys and values; any other cache as it is. Raises as
+        `coder_of` does."""
+        return cache.decoded(self._coder_for(cache.identity)) if cache.coded else cache
+
+    def _coder_for(self, made: Identity) -> Coder | None:
+        """What decodes a cache under codec klt; None under any other."""
+        return self.coder_of(made.transforms) if made.transforms else None
 
     @cached_property
     def coder(self) -> Coder:
@@ -873,8 +877,7 @@ class Engine:
         found = self._attachments.get(cache)
         if found is None:
             self.require_own(cache)
-            transforms = cache.identity.transforms
-            coder = self.coder_of(transforms) if transforms else None
+            coder = self._coder_for(cache.identity)
             ranks = self.passes.ranks
             heads = None if ranks is None else ranks.heads_of(ranks.rank, self.kv_heads)
             found = Attachment(cache, self.passes.devices.layers, self.rotate, coder, heads=heads)
@@ -883,10 +886,10 @@ class Engine:
 
     def attach_part(self, cache: PartialCache) -> PartialAttachment | None:
         """`attach`, for a cache of which questions read what they select. None unless it has an index and its rows are
-        read in place: on a CPU, by one process, not under codec klt. Raises as `require_own` does."""
+        read in place: on a CPU, by one process, under a codec that is not decoded first. Raises as `require_own`."""
         devices = self.passes.devices.layers
         in_place = self.passes.ranks is None and all(device.type == "cpu" for device in devices)
-        if not in_place or not cache.indexed or cache.identity.transforms:
+        if not in_place or not cache.indexed or cache.coded:
             return None
         self.require_own(cache)
         return PartialAttachment(cache, devices[0], self.rotate)

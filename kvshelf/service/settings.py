@@ -27,6 +27,7 @@ OTHER_VARIABLES = frozenset(
         "KVSHELF_CPU_LEVEL",
         "KVSHELF_GATES",
         "KVSHELF_KERNELS",
+        "KVSHELF_TRUST_FILE",
         "KVSHELF_VLLM_UNTESTED",
     }
 )
@@ -62,6 +63,9 @@ class Settings(BaseSettings):
         None,
         min_length=1,
         description="private key of Ed25519 in PEM that signs the receipts of erasures; default: they are not signed",
+    )
+    prices_file: str | None = Field(
+        None, min_length=1, description="prices of use, as JSON, for `GET /v1/usage?cost=true`; default: none"
     )
     default_ttl_s: Ttl | None = Field(None, description="lifetime of caches without their own; default: forever")
     max_ttl_s: Ttl | None = Field(None, description="longest lifetime of a cache")
@@ -170,7 +174,7 @@ class Settings(BaseSettings):
         told = given.lower() if isinstance(given, str) else given
         return {"true": "fast", "1": "fast", True: "fast", "false": False, "0": False}.get(told, told)
 
-    @field_validator("encryption_key_file", "api_key_file", "erasure_key_file")
+    @field_validator("encryption_key_file", "api_key_file", "erasure_key_file", "prices_file")
     @classmethod
     def _absolute(cls, path: str | None) -> str | None:
         # Replicas run in other folders, perhaps on other machines.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -44,6 +47,21 @@ def _is_ours_alone(found: os.stat_result) -> bool:
     others = found.st_mode & 0o077
     by_root = found.st_uid == 0 != os.geteuid() and found.st_gid in (os.getegid(), *os.getgroups())
     return others == 0 or (others == stat.S_IRGRP and by_root)
+
+
+@contextmanager
+def locked(path: Path, *, param: str) -> Iterator[None]:
+    """Allows one change of a file at a time. Locks its folder, because each change replaces the file. Raises
+    `InvalidRequest`, which names the setting `param`."""
+    try:
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise refused(path, error.strerror or "its folder cannot be read", param=param) from error
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def write_private(path: Path, data: bytes, *, param: str) -> None:

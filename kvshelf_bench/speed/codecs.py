@@ -14,7 +14,7 @@ import zstandard
 from torch import Tensor
 
 from kvshelf.artifact.cache import CompressedCache
-from kvshelf.artifact.coder import Coder
+from kvshelf.artifact.coder import Coder, plain_layer
 from kvshelf.artifact.records import entries_of, parts_of
 from kvshelf.engine.engine import Engine
 from kvshelf.kernels.quantize.rows import plain
@@ -34,7 +34,7 @@ ResultT = TypeVar("ResultT")
 _Seconds = Mapping[tuple[str, str, int], list[float]]
 
 _THREADS: Final = (1, 2)
-_ENCODED: Final[tuple[str, ...]] = ("int8", "int4", "klt")
+_ENCODED: Final[tuple[str, ...]] = ("int8", "int4", "lossless", "klt")
 _ASKED: Final[tuple[str, ...]] = ("none", "int4", "klt")
 """Codecs under which a question is asked from a shelf."""
 
@@ -160,9 +160,7 @@ def _plain_rows(cache: CompressedCache, coder: Coder | None) -> list[Tensor]:
 
     def decoded(index: int) -> list[Tensor]:
         layer = cache.layers[index]
-        if coder is not None:
-            layer = coder.layer(index, cache.repositioned).decoded(layer)
-        entries = entries_of(layer)
+        entries = entries_of(plain_layer(layer, coder, index, cache.repositioned))
         assert entries is not None
         return [plain(rows) for part in parts_of(entries) for rows in part.rows]
 

@@ -66,7 +66,9 @@ def test_bytes_come_back_and_are_the_same_bytes(lengths, dtype) -> None:
     read = CompressedCache.from_bytes(data)
     assert read.to_bytes() == data
     assert (read.codec, read.identity.transforms) == ("klt", coder.transforms.digest)
-    assert read.attached_bytes == coded.attached_bytes == sum(x.entries * 16 * dtype.itemsize for x in coded.layers)
+    assert (
+        read.attached_bytes == coded.attached_bytes == sum(x.entries * (16 * dtype.itemsize + 4) for x in coded.layers)
+    )
     require_equal(read.decoded(coder), coded.decoded(coder))
 
 

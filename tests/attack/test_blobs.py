@@ -50,6 +50,7 @@ def blobs(attacked: Attacked) -> list[bytes]:
         {"policy": "lagkv", "compression_ratio": 0.9, "codec": "int8"},
         {"policy": "ems", "compression_ratio": 0.5, "codec": "int4"},
         {"policy": "full", "codec": "klt"},
+        {"policy": "full", "codec": "lossless"},
         {"policy": "kvzip", "compression_ratio": 0.5, "codec": "klt"},
     ]
     with attacked.client("alice") as client:

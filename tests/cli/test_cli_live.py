@@ -7,13 +7,21 @@ import time
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from typer.testing import CliRunner, Result
 
 from kvshelf import Client, CompressedCache
 from kvshelf.api import ReadShares
+from kvshelf.artifact.blob import inspect
+from kvshelf.artifact.exported import about_part
 from kvshelf.cli import app
 from kvshelf.cli.output import harmless
 from kvshelf.cli.output.common import megabytes
+from kvshelf.store.bundles.bundle import push
+from kvshelf.store.bundles.places import Folder
+from kvshelf.store.erasure.signing import Signer
+from tests.store.caches import make_cache
 
 QUESTION = "What is the access code of the amber falcon?"
 
@@ -425,6 +433,37 @@ def test_usage_of_the_service(report: Path) -> None:
     assert shown.stdout.split()[:3] == ["DAY", "MODEL", "ANSWERS"]
     assert "default stores" in shown.stderr
     assert "is after to" in run("usage", "--from", "2026-02-01", "--to", "2026-01-01", code=2).stderr
+    prices = report.with_name("prices.json")
+    prices.write_text('{"currency": "EUR", "worker_hour": 36000, "gb_month": 100}')
+    paid = run("usage", "--prices", prices, "--label", "team")
+    assert "COST EUR" in paid.stdout
+    assert "EUR a month" in paid.stderr
+    assert " asked so far), in seconds of the model" in run("show", cache_id).stdout
+    assert "EUR, kept for" in run("show", cache_id, "--prices", prices).stdout
+    prices.write_text('{"worker_hour": 36000}')
+    assert "prices need a currency" in run("usage", "--prices", prices, code=2).stderr
+
+
+def test_a_bundle_of_the_service(report: Path, tmp_path: Path) -> None:
+    private, public, place, trust = (tmp_path / name for name in ("key.pem", "public.pem", "place", "trust.json"))
+    key = Ed25519PrivateKey.from_private_bytes(b"k" * 32)
+    private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    private.chmod(0o600)
+    public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    cache_id = run("put", report, "--codec", "lossless", "--keep-source", "text", "--name", "b").stdout.strip()
+    run("push", place, cache_id, "--name", "own", "--key", private)
+    run("trust", "us", public, "--trust", trust)
+    before = json.loads(run("show", cache_id, "--json").stdout)
+    run("rm", cache_id)
+    assert run("pull", place, "--trust", trust).stdout.strip() == cache_id
+    after = json.loads(run("show", cache_id, "--json").stdout)
+    for same in ("name", "labels", "quality", "codec", "has_source", "bytes"):
+        assert after[same] == before[same]
+    blob = make_cache().to_bytes()
+    foreign = blob + about_part(inspect(blob).root, b'{"name": "foreign"}', b"")
+    push(Folder(place), "other", [foreign], Signer(key))
+    refused = run("pull", place, "--bundle", "other", "--trust", trust, code=2)
+    assert "which is not served here" in refused.stderr
 
 
 def test_an_answer_that_reads_a_part(report: Path) -> None:

@@ -9,6 +9,8 @@ import stat
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from typer.testing import CliRunner, Result
 
 from kvshelf import CompressedCache, Engine, open_store
@@ -190,3 +192,38 @@ def test_everything_of_a_subject_is_erased_in_a_store(cache: CompressedCache, tm
     with open_store(url) as store:
         assert store.source(yours, tenant="acme") == "the iris"
     assert json.loads(run("erase", "--tenant", "acme", "--store", url).stdout)["counts"] == {"source": 1, "cache": 1}
+
+
+def test_a_bundle_goes_from_one_store_to_another(cache: CompressedCache, tmp_path: Path) -> None:
+    here, there, place, trust = (str(tmp_path / name) for name in ("here", "there", "place", "trust.json"))
+    private, public = tmp_path / "bundles.pem", tmp_path / "public.pem"
+    key = Ed25519PrivateKey.generate()
+    private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    private.chmod(0o600)
+    public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    with open_store(f"disk://{here}") as store:
+        put = store.put(cache, name="parrots", labels={"team": "ship"}, judged=Judgement(quality=quality_of(0.9)))
+        other = store.put(cache.encoded("lossless"), labels={"team": "ship"})
+    pushed = run("push", place, "parrots", "--label", "team=ship", "--name", "ship", "--key", private,
+                 "--producer", "the captain", "--store", f"disk://{here}")  # fmt: skip
+    assert pushed.stdout.startswith("sha256:")
+    pull = ("pull", place, "--trust", trust, "--store", f"disk://{there}")
+    assert "No such file" in run(*pull, code=2).stderr
+    run("trust", "captain", public, "--trust", trust)
+    pulled = run(*pull)
+    assert "ship number " in pulled.stderr
+    assert ", signed by captain" in pulled.stderr
+    with open_store(f"disk://{there}") as store:
+        assert {manifest.blob_digest for manifest in store.list().data} == {put.blob_digest, other.blob_digest}
+        first = store.stat(pulled.stdout.split()[0])
+        assert (first.name, first.labels, first.quality) == ("parrots", {"team": "ship"}, quality_of(0.9))
+    assert run(*pull).stdout == pulled.stdout, "again is no fault"
+    assert "a bundle is signed" in run("push", place, "parrots", "--store", f"disk://{here}", code=2).stderr
+    assert "no cache was named" in run("push", place, "--key", private, "--store", f"disk://{here}", code=2).stderr
+    blob = max((tmp_path / "place/blobs/sha256").iterdir(), key=lambda path: path.stat().st_size)
+    data = blob.read_bytes()
+    blob.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    fresh = f"disk://{tmp_path / 'fresh'}"
+    assert "its digest differs" in run("pull", place, "--trust", trust, "--store", fresh, code=2).stderr
+    with open_store(fresh) as store:
+        assert not store.list().data, "nothing of a bundle is stored unless all of it is sound"

@@ -35,7 +35,7 @@ pytestmark = [
 _SHARED: list[ParallelEngine] = []
 """The engine of `two`, once it is there."""
 
-CODECS = ("none", "int8", "int4", "mixed", "klt")
+CODECS = ("none", "lossless", "int8", "int4", "mixed", "klt")
 
 
 @pytest.fixture(scope="module")

@@ -36,12 +36,12 @@ def test_a_policy(engine: Engine, handbook: str, policy: str) -> None:
     assert engine.answer(cache, QUESTION, max_new_tokens=6).token_ids
 
 
-@pytest.mark.parametrize("codec", ["none", "int8", "int4", "int2", "mixed", "klt"])
+@pytest.mark.parametrize("codec", ["none", "lossless", "int8", "int4", "int2", "mixed", "klt"])
 def test_a_codec(shelf: Client, stored: str, handbook: str, codec: str) -> None:
     made = shelf.caches.create(document=handbook, policy="full", codec=codec, quality=False)
     whole = shelf.caches.retrieve(stored)
     assert (made.tokens, made.codec) == (whole.tokens, codec)
     assert made.bytes.stored <= whole.bytes.stored
     answer = shelf.caches.query(made.id, QUESTION, max_tokens=12)
-    if codec in ("none", "int8"):
+    if codec in ("none", "lossless", "int8"):
         assert answer.text == shelf.caches.query(stored, QUESTION, max_tokens=12).text

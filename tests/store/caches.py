@@ -13,6 +13,7 @@ from torch import Tensor
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.identity import Identity, ModelIdentity, RopeMode
 from kvshelf.artifact.packed import offsets_of
+from kvshelf.artifact.planes import PlaneRows
 from kvshelf.artifact.records import (
     Indexed,
     Kept,
@@ -189,8 +190,8 @@ def tensors_of(record: PackedRecord) -> dict[str, Tensor]:
     """Everything a record holds, by name."""
     found = {"positions": record.entry_positions}
     for name, rows in (("keys", record.keys), ("values", record.values)):
-        if isinstance(rows, Tensor):
-            found[name] = rows
+        if isinstance(rows, Tensor | PlaneRows):
+            found[name] = rows if isinstance(rows, Tensor) else rows.data
         else:
             found |= {f"{name} {what}": getattr(rows, what) for what in ("codes", "scales", "zeros")}
     return found | {name: getattr(record, name) for name in record.own_tensors}
@@ -288,6 +289,7 @@ def encoded_golden_caches(plain: Mapping[str, CompressedCache]) -> dict[str, Com
             "int2:group=16,residual=1"
         ),
         "mixed-bfloat16": replace(ragged, layers=ranked).encoded("mixed:low=int4,share=0.25,group=8"),
+        "lossless-bfloat16": ragged.encoded("lossless"),
         "residual-only": sparse.encoded("int4"),
         "merged": merged_layers,
         "merged-int4": merged_layers.encoded("int4:group=8,residual=1"),

@@ -118,7 +118,7 @@ def rows_in_runs(layer: Fields) -> list[tuple[int, int]]:
     start, found = 0, []
     try:
         for record in layer["records"]:
-            plain = record["kind"] in ("kept", "indexed", "latents") and record["codec"] != "klt"
+            plain = record["kind"] in ("kept", "indexed", "latents") and record["codec"] not in ("klt", "lossless")
             rows = record["block"] if record["kind"] == "indexed" else 1024
             for name, size in zip(_names(record), record["sizes"], strict=True):
                 if plain and max(record["lengths"]) > rows and name.startswith(("keys", "values")):
@@ -146,7 +146,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 def _names(record: Fields) -> list[str]:
     """The arrays of a record, in the order of docs/internals/format.md."""
     names = ["keys", "values"]
-    if record["codec"] == "klt":
+    if record["codec"] in ("klt", "lossless"):
         names = [f"{rows} coded" for rows in names]
     elif record["codec"] != "none":
         names = [f"{rows} {what}" for rows in names for what in ("codes", "scales", "zeros")]
@@ -239,7 +239,7 @@ def whole_blob() -> bytes:
 
 CODECS = (
     "none", "int8", "int8:group=8,residual=0", "int4", "int4:group=64,residual=0", "int4:group=8,residual=5",
-    "int2", "int2:group=1024,residual=1", "mixed", "mixed:high=none,low=int4,share=0.25,group=16",
+    "int2", "int2:group=1024,residual=1", "mixed", "mixed:high=none,low=int4,share=0.25,group=16", "lossless",
 )  # fmt: skip
 
 

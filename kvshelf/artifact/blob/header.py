@@ -115,9 +115,12 @@ class Header(Strict):
     @property
     def attached_bytes(self) -> int:
         """As `CompressedCache.attached_bytes`."""
-        if self.identity.transforms:
-            return sum(layer.decoded_bytes for layer in self.layers)
-        return self.body_bytes + sum(layer.joined_bytes for layer in self.layers)
+        return self.body_bytes + sum(layer.joined_bytes + layer.unpacked_bytes for layer in self.layers)
+
+    @property
+    def coded(self) -> bool:
+        """As `CompressedCache.coded`."""
+        return Codec.parse(self.codec).coded
 
     @property
     def shape(self) -> Shape:

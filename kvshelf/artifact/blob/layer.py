@@ -11,6 +11,7 @@ from pydantic import FailFast, Field
 
 from kvshelf.artifact.blob.kinds import AnyHeader
 from kvshelf.artifact.blob.kinds.record import Count, Dims, DtypeName, RecordHeader, RowArray, Size, Strict
+from kvshelf.artifact.codecs import BITS, CODED
 from kvshelf.artifact.shape import ITEM_BYTES, LayerShape, StateRole, StateShape
 from kvshelf.errors import BlobError
 
@@ -102,20 +103,21 @@ class Layer(Strict):
     @property
     def joined_bytes(self) -> int:
         """As `Latents.joined_bytes`, of all records."""
-        plain = (record for record in self.records if record.latent and record.codec == "none")
-        return sum(sum(record.lengths) for record in plain) * self._row_bytes
+        plain = (record for record in self.records if record.latent and record.codec not in BITS)
+        return sum(sum(record.lengths) for record in plain) * self._row_bytes(self.key_dim)
 
     @property
-    def decoded_bytes(self) -> int:
-        """Bytes of all keys and values in `dtype`, and of the states."""
-        entries = sum(sum(record.lengths) for record in self.records)
-        of_states = sum(state.nbytes for state in self.states)
-        return entries * self._row_bytes + of_states
+    def unpacked_bytes(self) -> int:
+        """As `Packed.unpacked_bytes`, of all records."""
+        return sum(
+            sum(record.lengths) * self._row_bytes(record.key_dim(self.dims)) - sum(record.sizes[:2])
+            for record in self.records
+            if record.codec in CODED  # whose first two arrays are the rows
+        )
 
-    @property
-    def _row_bytes(self) -> int:
+    def _row_bytes(self, key_dim: int) -> int:
         """Bytes of a key and a value in `dtype`."""
-        return (self.key_dim + self.value_dim) * ITEM_BYTES[self.dtype]
+        return (key_dim + self.value_dim) * ITEM_BYTES[self.dtype]
 
     @cached_property
     def arrays(self) -> list[dict[str, Span]]:

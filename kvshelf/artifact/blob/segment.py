@@ -20,9 +20,10 @@ from kvshelf.artifact.blob.header import Header
 from kvshelf.artifact.blob.kinds import KINDS
 from kvshelf.artifact.blob.kinds.record import Arrays, Dims, DtypeName, Ints, RecordHeader, ints
 from kvshelf.artifact.blob.layer import NO_DIMS, Layer, Span, StateHeader
-from kvshelf.artifact.codecs import BITS, Precision
+from kvshelf.artifact.codecs import BITS, CODED, Precision
 from kvshelf.artifact.coded import CodedRows
-from kvshelf.artifact.packed import offsets_of
+from kvshelf.artifact.packed import Stored, offsets_of
+from kvshelf.artifact.planes import PlaneRows
 from kvshelf.artifact.positions import Encoding, decode, encode
 from kvshelf.artifact.records import (
     RECORDS,
@@ -38,7 +39,7 @@ from kvshelf.artifact.records import (
 )
 from kvshelf.errors import BlobError, InvalidRequest
 from kvshelf.kernels.groups import Axis, scales_shape
-from kvshelf.kernels.quantize.rows import HeadRows, QuantizedRows, Rows
+from kvshelf.kernels.quantize.rows import HeadRows, QuantizedRows
 
 DTYPES: dict[DtypeName, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -179,6 +180,8 @@ def _precision(record: PackedRecord) -> tuple[Precision, int]:
         return "none", 0
     if isinstance(keys, CodedRows) and isinstance(values, CodedRows):
         return "klt", 0
+    if isinstance(keys, PlaneRows) and isinstance(values, PlaneRows):
+        return "lossless", 0
     if isinstance(keys, QuantizedRows) and isinstance(values, QuantizedRows):
         alike = (keys.bits, keys.group, keys.lengths) == (values.bits, values.group, values.lengths)
         if alike and (keys.axis, values.axis, keys.lengths) == ("tokens", "channels", tuple(record.lengths)):
@@ -188,10 +191,10 @@ def _precision(record: PackedRecord) -> tuple[Precision, int]:
     )
 
 
-def _row_arrays(name: str, rows: Rows | CodedRows) -> Arrays:
+def _row_arrays(name: str, rows: Stored) -> Arrays:
     if isinstance(rows, Tensor):
         return {name: _raw(rows)}
-    if isinstance(rows, CodedRows):
+    if isinstance(rows, CodedRows | PlaneRows):
         return {f"{name}_coded": _raw(rows.data)}
     return {f"{name}_{what}": _raw(getattr(rows, what)) for what in ("codes", "scales", "zeros")}
 
@@ -240,13 +243,17 @@ class _Reader:
     def dims(self) -> Dims:
         return self.layer.dims
 
-    def _rows(self, name: str, dim: int) -> Rows | CodedRows:
+    def _rows(self, name: str, dim: int) -> Stored:
         header, dtype = self.header, self.dims.dtype
         entries = sum(header.lengths)
-        if header.codec == "klt":
+        if header.codec in CODED:
             array = f"{name}_coded"
             data = self.tensor(array, "uint8", self.spans[array].nbytes)
-            rows = CodedRows(data, tuple(header.lengths), dim, DTYPES[dtype])
+            rows = (
+                CodedRows(data, tuple(header.lengths), dim, DTYPES[dtype])
+                if header.codec == "klt"
+                else PlaneRows(data, entries, dim, DTYPES[dtype])
+            )
             rows.require_sound(array)
             return rows
         if header.codec == "none":

@@ -57,6 +57,7 @@ class OpenedCache(abc.ABC):
         self.num_layers = len(header.layers)
         self.nbytes = header.body_bytes
         """Bytes of all layers together."""
+        self.coded = header.coded
         self.attached_bytes = header.attached_bytes
         """As `CompressedCache.attached_bytes`."""
         self.root = summary.root

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kvshelf.artifact.cache import CompressedCache
-from kvshelf.artifact.coder import Coder
+from kvshelf.artifact.codecs import Codec
+from kvshelf.artifact.coder import Coder, plain_layer
 from kvshelf.artifact.heads import cut
 from kvshelf.artifact.opened.arriving import ArrivingCache
 from kvshelf.artifact.opened.partial import PartialCache, PartialLayer
@@ -73,10 +74,10 @@ class Attachment:
         number: int | None = None,
     ) -> None:
         """devices: of each layer. `rotate` applies the model's RoPE; records whose keys carry no rotation need it, and
-        raise `StateConflict` without. `coder` decodes a cache under codec klt, each layer as soon as it arrives, on
-        threads of its own. heads: the first KV head that attention reads here and the one behind the last, where other
-        processes read the others. number: the attachment's, which orders documents in a step; where several processes
-        step together, the same in each."""
+        raise `StateConflict` without. A coded cache is decoded, each layer as soon as it arrives, on threads of its
+        own, by `coder` under codec klt. heads: the first KV head that attention reads here and the one behind the last,
+        where other processes read the others. number: the attachment's, which orders documents in a step; where several
+        processes step together, the same in each."""
         self.number = next_number() if number is None else number
         self.identity = cache.identity
         self.num_tokens = cache.num_tokens
@@ -175,9 +176,9 @@ class Attachment:
         return sum(record.nbytes for record in records) - positions
 
     def stored(self, codec: str) -> CompressedCache | None:
-        """The cache itself, of this codec, once all layers have arrived; None under codec klt, whose rows are decoded
+        """The cache itself, of this codec, once all layers have arrived; None under one whose rows are decoded
         here. It has no summary. Raises the error of a layer that could not be read."""
-        if self.identity.transforms:
+        if Codec.parse(codec).coded:
             return None
         layers = tuple(self._record(layer, block) for layer in range(self.num_layers))
         return CompressedCache(layers, self.num_tokens, self.next_position, self.identity, codec, self.sentence_ends)
@@ -342,17 +343,17 @@ def _records_of(cache: CompressedCache | ArrivingCache | PartialCache, coder: Co
     if isinstance(cache, PartialCache):
         return ()  # `PartialAttachment` has its own
     records = _arrived(cache.layers) if isinstance(cache, CompressedCache) else cache.layers
-    return records if coder is None else _decoded(records, coder, cache.repositioned)
+    return _decoded(records, coder, cache.repositioned) if cache.coded else records
 
 
-def _decoded(records: Records, coder: Coder, repositioned: bool) -> Records:
+def _decoded(records: Records, coder: Coder | None, repositioned: bool) -> Records:
     """The layers once they are decoded; as many at a time as there are threads."""
     threads = ThreadPoolExecutor(torch.get_num_threads(), "kvshelf-decode")
     decoded: Records = tuple(Future() for _ in records)
 
     def decode(index: int, record: Future[LayerRecord]) -> None:
         try:
-            decoded[index].set_result(coder.layer(index, repositioned).decoded(record.result()))
+            decoded[index].set_result(plain_layer(record.result(), coder, index, repositioned))
         except Exception as error:  # any error: threads wait for the layer
             decoded[index].set_exception(error)
 

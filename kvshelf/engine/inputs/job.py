@@ -35,7 +35,7 @@ class Parent:
     @cached_property
     def plain(self) -> CompressedCache:
         """The cache with rows that attention can read."""
-        return self.cache if self.coder is None else self.cache.decoded(self.coder)
+        return self.cache.decoded(self.coder) if self.cache.coded else self.cache
 
     @cached_property
     def document(self) -> Attachment:

@@ -8,7 +8,7 @@ from typing import Self
 
 from torch import Tensor
 
-from kvshelf.artifact.coder import Coder
+from kvshelf.artifact.coder import Coder, plain_layer
 from kvshelf.artifact.identity import ModelIdentity
 from kvshelf.artifact.opened.arriving import ArrivingCache
 from kvshelf.artifact.records import LayerRecord, entries_of
@@ -75,8 +75,8 @@ class ReadingModel:
         """Keys and values `[entries, heads, D]` of a layer, keys rotated to the places 0 to `entries` - 1. Waits for
         the layer. Raises what reading it raises, and `PolicyUnsupported` unless every head has so many."""
         record: LayerRecord = cache.layers[index].result()
-        if cache.identity.transforms:
-            record = self.coders[cache.identity.transforms].layer(index, cache.repositioned).decoded(record)
+        if cache.coded:
+            record = plain_layer(record, self.coders.get(cache.identity.transforms), index, cache.repositioned)
         kept = entries_of(record)
         assert kept is not None, "every layer of a model that `of` takes has entries"
         places = Places(self.rope, stored_at_slots=cache.repositioned, wanted_at_slots=True)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import hmac
-import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvshelf.errors import InvalidRequest, Unauthorized
-from kvshelf.store.private import read_private, refused, write_private
+from kvshelf.store.private import locked, read_private, refused, write_private
 
 Scope = Literal["read", "write", "admin"]
 
@@ -119,14 +116,14 @@ class KeyFile:
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             raise InvalidRequest(f"{first['loc'][0]}: {first['msg']}", param=str(first["loc"][0])) from error
-        with self._locked():
+        with locked(self.path, param=PARAM):
             there = self.read() if self.path.exists() else ()
             self._write((*there, record))
         return record, f"kvsk_{record.id}_{secret}"
 
     def revoke(self, key_id: str) -> KeyRecord:
         """Removes a key from the file. Raises `InvalidRequest` if it is not there."""
-        with self._locked():
+        with locked(self.path, param=PARAM):
             there = self.read()
             gone = next((record for record in there if record.id == key_id), None)
             if gone is None:
@@ -137,19 +134,6 @@ class KeyFile:
     def _write(self, records: tuple[KeyRecord, ...]) -> None:
         content = _Content(keys=records).model_dump_json(indent=2)
         write_private(self.path, content.encode() + b"\n", param=PARAM)
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Allows one change at a time. Locks the folder, because each change replaces the file."""
-        try:
-            folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError as error:
-            raise refused(self.path, error.strerror or "its folder cannot be read", param=PARAM) from error
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(folder)
 
 
 def _digest(secret: str) -> str:

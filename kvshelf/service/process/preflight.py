@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvshelf.api.usage.prices import read_prices
 from kvshelf.model.hub import require_available
 from kvshelf.model.source import source_of
 from kvshelf.service.settings import Settings
@@ -9,15 +10,17 @@ from kvshelf.store.erasure.signing import Signer
 
 
 def require_startable(settings: Settings) -> None:
-    """Raise `InvalidRequest` for a key of receipts that cannot be used, for a model folder that does not exist, for a
-    model that is neither in the hub's cache nor to be downloaded, and for a GPU that this machine does not have; and as
-    `loading.require_shared`, where several processes are to share a model.
+    """Raise `InvalidRequest` for a key of receipts or prices that cannot be used, for a model folder that does not
+    exist, for a model that is neither in the hub's cache nor to be downloaded, and for a GPU that this machine does not
+    have; and as `loading.require_shared`, where several processes are to share a model.
 
     On another cluster no model and GPU is refused: its nodes have folders, networks and GPUs of their own, and may join
     later.
     """
     if settings.erasure_key_file is not None:
         Signer.read(settings.erasure_key_file)
+    if settings.prices_file is not None:
+        read_prices(settings.prices_file)
     if settings.address is not None:
         return
     for model in settings.models:

@@ -1,20 +1,30 @@
-"""GET /v1/usage: what tenants have used."""
+"""GET /v1/usage: what tenants have used, and what it costs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterator
+from typing import Final
 
 from fastapi import APIRouter, Request, Response
 
-from kvshelf.api.usage import Metered, TenantStored, UsageQuery, UsageReport, UsageRow
+from kvshelf.api import CacheObject
+from kvshelf.api.usage import LabelUse, TenantStored, TtlUse, UsageQuery, UsageReport, UsageRow
+from kvshelf.api.usage.prices import Prices, by_label, by_ttl, grouped, priced, read_prices
+from kvshelf.errors import InvalidRequest
 from kvshelf.service.access.keys import AnyCaller
 from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_query
-from kvshelf.service.service import InService, written
+from kvshelf.service.service import InService, cache_object, written
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.metering import DayUsed
 
 router = APIRouter(tags=["service"], responses=openapi.ERRORS)
+
+MOST_CACHES: Final = 50_000
+"""Caches that one answer reads, for labels and lifetimes."""
+
+_PAGE: Final = 1000
 
 
 @router.get("/v1/usage", response_model=UsageReport, openapi_extra=openapi.query_of(UsageQuery))
@@ -22,32 +32,72 @@ async def usage(request: Request, service: InService, caller: AnyCaller) -> Resp
     """What the caller's tenant has used, by day of UTC, model and tenant, and what it has on the shelf now. With
     `all_tenants`, which needs the scope `admin`, of each tenant that has used anything in the window.
 
+    `label` names a label, by whose values the caches on the shelf are added up. `cost` says all of it in money, by the
+    prices of the service, and which lifetimes of caches paid.
+
     Workers add what they have counted every two seconds. The use of a day is kept for 400 days.
     """
     wanted = read_query(request, UsageQuery)
     caller.require("admin" if wanted.all_tenants else "read")
-    return await service.listing.run(_report, service.store, wanted, None if wanted.all_tenants else caller.tenant)
+    tenant = None if wanted.all_tenants else caller.tenant
+    return await service.listing.run(_report, service.store, wanted, tenant, service.settings.prices_file)
 
 
-def _report(store: Store, wanted: UsageQuery, tenant: str | None) -> Response:
+def _report(store: Store, wanted: UsageQuery, tenant: str | None, prices_file: str | None) -> Response:
+    prices = _prices(prices_file) if wanted.cost else None
     used = store.metering.days(wanted.first_day, wanted.last_day, tenant=tenant)
     tenants = sorted({each.tenant for each in used}) if tenant is None else [tenant]
     stored = {name: store.usage(tenant=name) for name in tenants}
+    count = sum(each.caches for each in stored.values())
+    if (wanted.label or wanted.cost) and count > MOST_CACHES:
+        raise InvalidRequest(
+            f"labels and lifetimes are read cache by cache, at most {MOST_CACHES:,} at once, and {count:,} are stored; "
+            "leave label and cost out, or ask for one tenant alone",
+            param="label" if wanted.label else "cost",
+        )
+    rows = [row for each in used for row in _rows(each)]
     report = UsageReport(
         first_day=wanted.first_day,
         last_day=wanted.last_day,
-        data=_rows(used, wanted.groups),
+        data=grouped(rows, wanted.groups) if prices is None else rows,
         stored=[TenantStored(tenant=name, caches=each.caches, bytes=each.bytes) for name, each in stored.items()],
+        labels=[use for name in tenants for use in _labels(store, name, wanted.label, prices)],
+        ttls=[use for name in tenants for use in _ttls(store, name, prices)],
     )
-    return written(report)
+    return written(report if prices is None else priced(report, wanted.groups, prices))
 
 
-def _rows(used: Iterable[DayUsed], groups: list[str]) -> list[UsageRow]:
-    sums: dict[tuple[str, ...], UsageRow] = {}
-    for each in used:
-        for model, amounts in each.by_model.items():
-            about = {"day": each.day, "model": model, "tenant": each.tenant}
-            group = {name: value for name, value in about.items() if name in groups}
-            key = tuple(map(str, group.values()))
-            sums[key] = UsageRow.model_validate(dict(sums.get(key, Metered()) + amounts) | group)
-    return [sums[key] for key in sorted(sums)]
+def _prices(file: str | None) -> Prices:
+    if file is None:
+        raise InvalidRequest(
+            "this service has no prices; name a file of them in KVSHELF_PRICES_FILE, or take `kvshelf usage --prices`",
+            param="cost",
+        )
+    return read_prices(file)
+
+
+def _labels(store: Store, tenant: str, label: str | None, prices: Prices | None) -> list[LabelUse]:
+    return by_label(_caches(store, tenant), tenant, label, prices) if label else []
+
+
+def _ttls(store: Store, tenant: str, prices: Prices | None) -> list[TtlUse]:
+    if prices is None:
+        return []
+    caches = (cache for ended in (False, True) for cache in _caches(store, tenant, ended=ended))
+    return by_ttl(caches, tenant, prices, time.time())
+
+
+def _caches(store: Store, tenant: str, *, ended: bool = False) -> Iterator[CacheObject]:
+    after = None
+    for _ in range(MOST_CACHES // _PAGE):
+        page = store.list(tenant=tenant, ended=ended, limit=_PAGE, after=after)
+        yield from map(cache_object, page.data)
+        if not page.has_more:
+            return
+        after = page.data[-1].id
+
+
+def _rows(used: DayUsed) -> Iterator[UsageRow]:
+    """Of each model."""
+    for model, amounts in used.by_model.items():
+        yield UsageRow.model_validate(dict(amounts) | {"day": used.day, "model": model, "tenant": used.tenant})

@@ -60,7 +60,7 @@ class ObjectBlobs(Blobs):
         self._place = place
         self._index = index
         self._leases = leases
-        self._store = _connect(place)
+        self._store = connect(place)
         self._pool = ThreadPoolExecutor(_REQUESTS, thread_name_prefix="kvshelf-objects")
         self._known: tuple[str, str] | None = None  # the index's incarnation, and its namespace, found with its marker
 
@@ -281,7 +281,7 @@ class ObjectBlobs(Blobs):
             obstore.put(self._store, path, _MARKED, mode="create")
 
 
-def _connect(place: ObjectPlace) -> ObjectStore:
+def connect(place: ObjectPlace) -> ObjectStore:
     """Nothing is sent yet. Credentials, and the endpoint without one in the URL, are read from the environment."""
     timeout = timedelta(seconds=place.timeout_s)
     given = {"endpoint": place.endpoint, "region": place.region}

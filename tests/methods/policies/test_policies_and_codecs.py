@@ -15,7 +15,7 @@ from kvshelf.methods.policies import POLICIES
 from kvshelf.samples.tasks import make_document
 from tests.amounts import SOAK
 
-CODECS = ("none", "int8", "int4", "int2", "mixed", "klt")
+CODECS = ("none", "lossless", "int8", "int4", "int2", "mixed", "klt")
 CLASSES = "klt:steps=kl,classes=1.5/4,shares=20/30"
 
 KINDS = ("full", "keydiff", "ada", "ems", "think")
@@ -104,11 +104,11 @@ def test_quantized_answers_stay_close(tiny, document, compressed, policy):
 
 def test_fewer_bits_are_fewer_bytes(tiny, compressed):
     full = compressed("full")
-    none, int8, int4, int2, mixed, klt, coarser = (
+    none, lossless, int8, int4, int2, mixed, klt, coarser = (
         len(tiny.encoded(full, codec).to_bytes()) - sum(map(len, full.summary))  # the same under every codec
         for codec in (*CODECS, "klt:classes=1.5/4,shares=20/30")
     )
-    assert none > int8 > int4 > int2
+    assert none > lossless > int8 > int4 > int2
     assert int8 > mixed > int2
     assert int2 < none / 6
     assert coarser < klt < none / 2 / 16, "16 times fewer than in 16 bits, with the rest of the header"

@@ -118,7 +118,9 @@ def guarded(start_service: Start, tiny_folder: Path, tmp_path_factory: pytest.Te
     home = tmp_path_factory.mktemp("guarded")
     file = KeyFile(home / "api-keys.json")
     file.create("nobody", ["read"])
-    limits = {"tenant_requests_per_minute": PER_MINUTE, "tenant_max_concurrent": CONCURRENT}
+    prices = home / "prices.json"
+    prices.write_text(json.dumps({"currency": "EUR", "worker_hour": 3600, "gb_month": 1000}))
+    limits = {"tenant_requests_per_minute": PER_MINUTE, "tenant_max_concurrent": CONCURRENT, "prices_file": prices}
     limits |= {"unread_deadline_s": UNREAD_S, "upload_grace_s": 30, "tenant_max_caches": MOST_CACHES}
     with start_service(home, tiny_folder, host="0.0.0.0", api_key_file=file.path, **limits) as running:
         yield Guarded(running, file)
@@ -508,10 +510,25 @@ def test_use_is_told_to_its_tenant_and_to_who_may_know_all(guarded: Guarded) -> 
         assert row["saved_s"] == pytest.approx(2 * cache["timings"]["prefill_s"])
         assert 0 < row["worker_s"] < 60
         (stored,) = usage(user)["stored"]
-        assert stored == {"tenant": "user", "caches": 1, "bytes": cache["bytes"]["stored"]}
+        assert stored == {"tenant": "user", "caches": 1, "bytes": cache["bytes"]["stored"], "month": None}
         (grouped,) = usage(user, group_by="day,model,tenant")["data"]
         assert (grouped["model"], grouped["tenant"]) == (cache["model"], "user")
         assert usage(user, **{"from": "2020-01-01", "to": "2020-02-01"})["data"] == []
+        paid = usage(user, cost="true", label="team", group_by="tenant")
+        assert (paid["currency"], paid["ttls"], row["cost"]) == ("EUR", [], None)
+        assert paid["data"][0]["cost"] == pytest.approx({"worker": row["worker_s"], "saved": row["saved_s"]})
+        assert paid["stored"][0]["month"] == pytest.approx(cache["bytes"]["stored"] * 1e-6)
+        assert paid["labels"][0] | {"cost": None} == {
+            "tenant": "user",
+            "value": None,
+            "caches": 1,
+            "bytes": cache["bytes"]["stored"],
+            "uses": 2,
+            "made_s": pytest.approx(paid["labels"][0]["cost"]["worker"]),
+            "saved_s": pytest.approx(row["saved_s"]),
+            "month": pytest.approx(paid["stored"][0]["month"]),
+            "cost": None,
+        }
         refused(user.get("/v1/usage", params={"all_tenants": "true"}), 403, "forbidden")
         refused(admin.get("/v1/usage"), 403, "forbidden")
         everyone = usage(admin, all_tenants="true", group_by="tenant")

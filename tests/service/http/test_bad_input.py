@@ -289,6 +289,8 @@ def test_a_form_that_is_none(http: httpx.Client) -> None:
         ({"group_by": "week"}, "group_by"),
         ({"group_by": "day,,model"}, "group_by"),
         ({"all_tenants": "perhaps"}, "all_tenants"),
+        ({"cost": "true"}, "cost"),
+        ({"label": ""}, "label"),
         ({"tenant": "other"}, "tenant"),
         ({"label.a": "b"}, "labels"),
     ],

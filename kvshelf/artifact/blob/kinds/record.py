@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvshelf.artifact.codecs import BITS, Codec, Precision
+from kvshelf.artifact.codecs import BITS, CODED, Codec, Precision
 from kvshelf.artifact.identity import RopeMode
 from kvshelf.artifact.positions import Encoding
 from kvshelf.artifact.shape import ITEM_BYTES
@@ -126,7 +126,7 @@ class RecordHeader(Strict):
     @property
     def run_count(self) -> int:
         """How many runs it has: none if one would hold all of its rows, or if it is read whole."""
-        if self.codec == "klt" or not self.in_runs:
+        if self.codec in CODED or not self.in_runs:
             return 0
         runs = -(-max(self.lengths) // self.run_rows)
         return runs if runs > 1 else 0
@@ -142,9 +142,9 @@ class RecordHeader(Strict):
         return codec.precisions if self.transformable or codec.name != "klt" else ()
 
     def row_arrays(self, dims: Dims) -> list[RowArray]:
-        """The arrays with its rows, in segment order; none under codec klt, whose streams are not cut by rows."""
+        """The arrays with its rows, in segment order; none under codecs of `CODED`, whose streams are not cut."""
         key_dim = self.key_dim(dims)
-        if self.codec == "klt":
+        if self.codec in CODED:
             return []
         if self.codec == "none":
             item = ITEM_BYTES[dims.dtype]
@@ -164,7 +164,7 @@ class RecordHeader(Strict):
         Python's integers are unbounded: no product of dimensions overflows.
         """
         sizes: dict[str, int | None] = {array.name: array.total(self.lengths) for array in self.row_arrays(dims)}
-        if self.codec == "klt":
+        if self.codec in CODED:
             sizes |= {"keys_coded": None, "values_coded": None}
         return sizes | {"positions": None} | self.own_sizes()
 

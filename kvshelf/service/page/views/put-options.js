@@ -14,6 +14,7 @@ const CODECS = {
   int2: "2 bits per number",
   mixed: "8 bits for important entries, 2 bits for the others",
   klt: "transform coding: the fewest bytes of all entries",
+  lossless: "unchanged bit by bit, a third smaller in bfloat16",
 };
 const SPANS = { "": "never", 3600: "in an hour", 86400: "in a day", 604800: "in a week", 2592000: "in 30 days" };
 const AUTO = {

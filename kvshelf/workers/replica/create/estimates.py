@@ -22,7 +22,7 @@ from kvshelf.workers.replica.create.spec import AUTO
 Basis = Literal["measured", "other_policies", "assumed"]
 """The source of seconds: compressions of this policy, of other policies, or the assumption below."""
 
-CODECS: Final = ("none", "int8", "int4", "int2", "mixed", "klt")
+CODECS: Final = ("none", "lossless", "int8", "int4", "int2", "mixed", "klt")
 """Estimated where a request names none; klt only where the model has transforms."""
 
 

@@ -1,4 +1,4 @@
-"""The types of GET /v1/usage: what tenants have used, by day, model and tenant."""
+"""The types of GET /v1/usage: what tenants have used, by day, model, tenant and label, and what it costs (`prices`)."""
 
 from __future__ import annotations
 
@@ -50,12 +50,24 @@ class Metered(ResponseBody):
         return Metered(**{name: getattr(self, name) + getattr(other, name) for name in Metered.model_fields})
 
 
+class Cost(ResponseBody):
+    """In the currency of the prices. worker: of the seconds that workers spent. saved: what the tokens that answers
+    read from the shelf would have cost without it."""
+
+    worker: float = 0.0
+    saved: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(worker=self.worker + other.worker, saved=self.saved + other.saved)
+
+
 class UsageRow(Metered):
-    """One group. Fields that the answer is not grouped by are null."""
+    """One group. Fields that the answer is not grouped by are null, as is the cost of an answer without prices."""
 
     day: datetime.date | None = None
     model: str | None = None
     tenant: str | None = None
+    cost: Cost | None = None
 
 
 class TenantStored(ResponseBody):
@@ -64,16 +76,52 @@ class TenantStored(ResponseBody):
     tenant: str
     caches: int
     bytes: int
+    month: float | None = Field(None, description="what these bytes cost a month, in the currency of the prices")
+
+
+class LabelUse(ResponseBody):
+    """The caches on the shelf whose label has one value; null: those without it. Over their whole lives, whatever the
+    window: `uses` answers, `made_s` seconds of workers that made them, `saved_s` of prefill that answers did not spend.
+    `month`: what their bytes cost a month."""
+
+    tenant: str
+    value: str | None
+    caches: int
+    bytes: int
+    uses: int
+    made_s: float
+    saved_s: float
+    cost: Cost | None = None
+    month: float | None = None
+
+
+class TtlUse(ResponseBody):
+    """The caches with one lifetime that have lived half of it or more, ended ones with a kept source among them.
+    `paid_back`: those whose answers saved more than making and keeping them costs; `lost`: what the others cost beyond
+    what they saved. `within_s`: the age at which 95 of 100 of those that were asked had their last answer; null: none
+    was asked."""
+
+    tenant: str
+    ttl_s: float
+    caches: int
+    unused: int
+    paid_back: int
+    lost: float
+    within_s: float | None = None
 
 
 class UsageReport(ResponseBody):
-    """The answer to GET /v1/usage: a row for each group with any use, in order, and what the tenants store now."""
+    """The answer to GET /v1/usage: a row for each group with any use, in order, and what the tenants store now.
+    `labels`: if a label was asked for. `currency` and `ttls`: if the cost was."""
 
     object: Literal["usage"] = "usage"
     first_day: datetime.date
     last_day: datetime.date
     data: list[UsageRow]
     stored: list[TenantStored]
+    labels: list[LabelUse] = Field(default_factory=list)
+    ttls: list[TtlUse] = Field(default_factory=list)
+    currency: str | None = None
 
 
 class UsageQuery(QueryString):
@@ -83,6 +131,10 @@ class UsageQuery(QueryString):
     to: Day | None = Field(None, description="the last day; default: today")
     group_by: str = Field("", description="day, model, tenant, or several with commas; default: one row for all")
     all_tenants: bool = Field(False, description="of all tenants, which needs the scope admin; default: the caller's")
+    label: str | None = Field(
+        None, min_length=1, max_length=256, description="a label's name: also what is on the shelf by its values"
+    )
+    cost: bool = Field(False, description="also in money, by the prices of the service (`KVSHELF_PRICES_FILE`)")
 
     @property
     def last_day(self) -> datetime.date:
@@ -107,5 +159,5 @@ class UsageQuery(QueryString):
             if name not in get_args(Group):
                 raise misuse("group_by", f"{name!r:.80} is no group; give some of {', '.join(get_args(Group))}")
         if self.labels:
-            raise misuse("labels", "usage has no labels; leave them out")
+            raise misuse("labels", "usage is not filtered by labels; `label=NAME` groups what is stored by one")
         return self

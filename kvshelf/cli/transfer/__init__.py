@@ -18,6 +18,7 @@ from kvshelf.errors import CacheCorrupt, InvalidRequest
 
 if TYPE_CHECKING:
     from kvshelf.api import CacheObject
+    from kvshelf.store.base import Store
 
 
 _UNCHECKED = (
@@ -92,8 +93,8 @@ def import_cache(
             ):
                 cache = client.caches.import_blob(blob, **fields)
         else:
-            with _of_input(file):
-                cache = _put(store, encryption_key_file, blob, fields)
+            with _of_input(file), stores.opened(store, encryption_key_file) as shelf:
+                cache = put_export(shelf, blob, fields)
     if as_json:
         common.print_object(cache)
     else:
@@ -109,31 +110,31 @@ def _of_input(file: Path) -> Iterator[None]:
         raise InvalidRequest(f"{file} is no sound cache: {error.message}", param="FILE", **error.details) from error
 
 
-def _put(store: str, key_file: Path | None, blob: bytes, fields: Mapping[str, Any]) -> CacheObject:
-    with stores.opened(store, key_file) as shelf:
-        from kvshelf.artifact.blob import inspect
-        from kvshelf.artifact.cache import CompressedCache
-        from kvshelf.artifact.exported import split
-        from kvshelf.service.service import cache_object
-        from kvshelf.store.about import about_of
-        from kvshelf.store.manifest import Judgement
+def put_export(shelf: Store, blob: bytes, fields: Mapping[str, Any]) -> CacheObject:
+    """Import a blob or an export directly into a store."""
+    from kvshelf.artifact.blob import inspect
+    from kvshelf.artifact.cache import CompressedCache
+    from kvshelf.artifact.exported import split
+    from kvshelf.service.service import cache_object
+    from kvshelf.store.about import about_of
+    from kvshelf.store.manifest import Judgement
 
-        exported = split(blob)
-        about = about_of(exported)
-        header = inspect(exported.blob).header
-        header.shape.require_bounds(header.to_identity().model)
-        cache = CompressedCache.from_bytes(exported.blob)
-        if exported.source:
-            common.notes.print(_UNCHECKED, style="yellow", soft_wrap=True)
-        stored = shelf.put(
-            cache,
-            ttl_s=fields["ttl_s"],
-            ttl_renew_s=fields["ttl_s"] if fields["ttl_renew"] else None,
-            name=about.name if fields["name"] is None else fields["name"],
-            labels=about.labels | dict(fields["labels"] or {}),
-            judged=Judgement(quality=about.quality),
-        )
-        return cache_object(stored)
+    exported = split(blob)
+    about = about_of(exported)
+    header = inspect(exported.blob).header
+    header.shape.require_bounds(header.to_identity().model)
+    cache = CompressedCache.from_bytes(exported.blob)
+    if exported.source:
+        common.notes.print(_UNCHECKED, style="yellow", soft_wrap=True)
+    stored = shelf.put(
+        cache,
+        ttl_s=fields["ttl_s"],
+        ttl_renew_s=fields["ttl_s"] if fields["ttl_renew"] else None,
+        name=about.name if fields["name"] is None else fields["name"],
+        labels=about.labels | dict(fields["labels"] or {}),
+        judged=Judgement(quality=about.quality),
+    )
+    return cache_object(stored)
 
 
 def _read(file: Path) -> bytes:

@@ -1,0 +1,209 @@
+"""Bundles written, and read with everything in them checked."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from kvshelf.artifact.blob import inspect
+from kvshelf.artifact.blob.header import ModelHeader
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.artifact.exported import split
+from kvshelf.artifact.identity import ModelIdentity
+from kvshelf.errors import InvalidRequest, KvshelfError, StoreUnavailable
+from kvshelf.store.about import about_of
+from kvshelf.store.bundles import layout
+from kvshelf.store.bundles.layout import About, Descriptor, Entry, Index, Manifest, Said, Signed, refused
+from kvshelf.store.bundles.places import Place
+from kvshelf.store.bundles.trust import Trust
+from kvshelf.store.erasure.signing import Signer, signed_by
+
+
+def push(
+    place: Place, name: str, exports: Iterable[bytes], signer: Signer, producer: str = "", software: str = ""
+) -> Entry:
+    """Write exports as the bundle `name`, in place of an older one; other bundles at the place stay. Everything is
+    written, read back and compared before the index names it. Raises `InvalidRequest`, `StoreUnavailable`."""
+    if not re.fullmatch(layout.NAME, name):
+        raise InvalidRequest(
+            f"a bundle is called by up to 128 of a-z, 0-9 and ._- between letters or digits, not {name!r:.80}",
+            param="--name",
+        )
+    index = _index(place)
+    layers, said, models = list[Descriptor](), list[Said](), list[ModelHeader]()
+    for export in exports:
+        if len(layers) == layout.MOST_CACHES:
+            raise InvalidRequest(f"a bundle has at most {layout.MOST_CACHES} caches; make several", param="CACHE")
+        about, model = _said(export)
+        models = layout.models_of([*models, model])
+        said.append(about.model_copy(update={"model": models.index(model)}))
+        layers.append(_add(place, export, layout.EXPORT_TYPE))
+    if not layers:
+        raise InvalidRequest("no cache was named; a bundle has one at least", param="CACHE")
+    described = About(
+        name=name,
+        sequence=_next_sequence(place, index, name),
+        made_at=time.time(),
+        producer=producer,
+        software=software,
+        models=models,
+        caches=said,
+    )
+    config = _add(place, layout.written(described), layout.ABOUT_TYPE)
+    manifest = layout.written(Manifest(config=config, layers=layers))
+    digest = _keep(place, manifest)
+    signature = signer.signature(layout.signed_text(digest))
+    annotations = Signed(name=name, key=signature["public_key"], signature=signature["signature"])
+    entry = Entry(digest=digest, size=len(manifest), annotations=annotations)
+    others = [each for each in index.manifests if each.annotations.name != name]
+    place.write(layout.LAYOUT_FILE, layout.LAYOUT)
+    place.write(layout.INDEX_FILE, layout.written(Index(manifests=[*others, entry])))
+    return entry
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle whose signature is that of a trusted key, and which is not older than one that was taken.
+
+    producer: the name of the key in the file of trusted keys.
+    """
+
+    entry: Entry
+    about: About
+    layers: tuple[Descriptor, ...]
+    producer: str
+    place: Place
+    trust: Trust
+
+    def exports(self) -> Iterator[bytes]:
+        """Each cache, for an import, once its digest and all digests in it have been checked against what is said of
+        it. Raises `InvalidRequest`."""
+        for number, (layer, said) in enumerate(zip(self.layers, self.about.caches, strict=True)):
+            what = f"cache {number}"
+            export = _blob(self.place, layer, what)
+            try:
+                found, model = _said(export)
+                CompressedCache.from_bytes(export)
+            except KvshelfError as error:
+                raise refused("malformed", f"{what} is no sound export ({error.message})") from error
+            if said.model >= len(self.about.models) or model != self.about.models[said.model]:
+                raise refused("other_model", f"{what} was made under another model than the bundle says")
+            if found.model_copy(update={"model": said.model}) != said:
+                raise refused("malformed", f"the bundle says of {what} what its export does not")
+            yield export
+
+    def verify(self) -> None:
+        """Read everything once. Raises `InvalidRequest`."""
+        for _ in self.exports():
+            pass
+
+    def require_models(self, fingerprints: Iterable[str | None]) -> None:
+        """Raise `InvalidRequest` for a cache of a model that is none of these, by `ModelIdentity.fingerprint`."""
+        known = set(fingerprints)
+        for header in self.about.models:
+            model = ModelIdentity(**header.model_dump())
+            if model.fingerprint() not in known:
+                raise refused(
+                    "other_model",
+                    f"it has caches of {model.name!r} with the fingerprint {model.fingerprint()[:16]}, which is not "
+                    "served here",
+                )
+
+    def taken(self) -> None:
+        """Remember it as the newest, once its caches are on the shelf."""
+        self.trust.take(self.entry.annotations.key, self.about.name, self.about.sequence, self.entry.digest)
+
+
+def opened(place: Place, trust: Trust, name: str | None = None) -> Bundle:
+    """The bundle of a name at a place, or the only one there. Raises `InvalidRequest` with a reason: `malformed`,
+    `digest_mismatch`, `bad_signature`, `untrusted_key`, `newer_format` or `rollback`."""
+    version = place.read(layout.LAYOUT_FILE, layout.MAX_JSON)
+    if version is None:
+        raise refused("malformed", f"there is none: the place has no {layout.LAYOUT_FILE}")
+    if version != layout.LAYOUT:
+        raise refused("malformed", f"{layout.LAYOUT_FILE} is not that of version 1.0.0")
+    entry = layout.entry_of(_index(place), name)
+    signed = entry.annotations
+    producer = trust.require(signed.key)
+    if not signed_by(signed.key, signed.signature, layout.signed_text(entry.digest)):
+        raise refused("bad_signature", f"the signature is not that of {producer}")
+    manifest = layout.read(Manifest, _checked(place, entry.digest, entry.size, "the manifest"), "the manifest")
+    about = layout.read(About, _blob(place, manifest.config, "what is said"), "what is said of it")
+    if about.name != signed.name:
+        raise refused("malformed", f"it is called {signed.name!r}, and signed as {about.name!r}")
+    if len(about.caches) != len(manifest.layers):
+        raise refused("malformed", f"{len(about.caches)} caches are said, and {len(manifest.layers)} are there")
+    trust.require_newer(signed.key, about.name, about.sequence, entry.digest)
+    return Bundle(entry, about, tuple(manifest.layers), producer, place, trust)
+
+
+def _index(place: Place) -> Index:
+    data = place.read(layout.INDEX_FILE, layout.MAX_JSON)
+    return Index(manifests=[]) if data is None else layout.read(Index, data, layout.INDEX_FILE)
+
+
+def _next_sequence(place: Place, index: Index, name: str) -> int:
+    """Seconds since 1970, so that a bundle at a new place is newer than one at an old place, and above that of the one
+    it replaces."""
+    before = 0
+    for entry in index.manifests:
+        if entry.annotations.name == name:
+            manifest = layout.read(Manifest, _checked(place, entry.digest, entry.size, "the manifest"), "the manifest")
+            before = layout.read(About, _blob(place, manifest.config, "what is said"), "what is said of it").sequence
+    return max(before + 1, int(time.time()))
+
+
+def _said(export: bytes) -> tuple[Said, ModelHeader]:
+    """What is said of a cache, by its export alone. Raises `BlobError`, `InvalidRequest`."""
+    exported = split(export)
+    summary, about = inspect(exported.blob), about_of(exported)
+    identity = summary.header.identity
+    said = Said(
+        root=summary.root.hex(),
+        model=0,
+        policy=identity.policy,
+        codec=summary.header.codec,
+        compression_ratio=identity.compression_ratio,
+        num_tokens=summary.header.num_tokens,
+        name=about.name,
+        labels=about.labels,
+        quality=about.quality,
+    )
+    return said, identity.model
+
+
+def _add(place: Place, data: bytes, media_type: str) -> Descriptor:
+    return Descriptor.model_validate({"mediaType": media_type, "digest": _keep(place, data), "size": len(data)})
+
+
+def _keep(place: Place, data: bytes) -> str:
+    """Write a file under its digest unless it is there, and read it back."""
+    digest = layout.digest_of(data)
+    name = layout.blob_name(digest)
+    if not _holds(place, name, data):
+        place.write(name, data)
+        if not _holds(place, name, data):
+            raise StoreUnavailable(f"{name} does not hold what was written; check the disk or the storage")
+    return digest
+
+
+def _holds(place: Place, name: str, data: bytes) -> bool:
+    try:
+        return place.read(name, len(data)) == data
+    except InvalidRequest:  # it is longer
+        return False
+
+
+def _blob(place: Place, descriptor: Descriptor, what: str) -> bytes:
+    return _checked(place, descriptor.digest, descriptor.size, what)
+
+
+def _checked(place: Place, digest: str, size: int, what: str) -> bytes:
+    data = place.read(layout.blob_name(digest), size)
+    if data is None:
+        raise refused("malformed", f"{what} is missing, {digest}")
+    if layout.digest_of(data) != digest or len(data) != size:
+        raise refused("digest_mismatch", f"{what} is not what was signed: its digest differs")
+    return data

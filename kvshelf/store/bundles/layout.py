@@ -1,0 +1,200 @@
+"""The files of a bundle: OCI's image layout 1.0, whose manifest names the exports and what is said about them."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.alias_generators import to_camel
+
+from kvshelf.api import Quality
+from kvshelf.api.strict import CacheName, Labels, parse_json
+from kvshelf.artifact.blob.header import ModelHeader
+from kvshelf.artifact.identity import canonical_json
+from kvshelf.errors import InvalidRequest
+
+FORMAT: Final = 1
+MOST_CACHES: Final = 1024
+MAX_JSON: Final = 8 << 20
+"""Bytes of a file that is no export."""
+
+NAME: Final = r"^[a-z0-9]([a-z0-9._-]{0,126}[a-z0-9])?$"
+
+LAYOUT_FILE: Final = "oci-layout"
+INDEX_FILE: Final = "index.json"
+LAYOUT: Final = b'{"imageLayoutVersion":"1.0.0"}'
+
+_ARTIFACT: Final = "application/vnd.kvshelf.bundle.v{}+json"
+ABOUT_TYPE: Final = "application/vnd.kvshelf.bundle.about.v1+json"
+EXPORT_TYPE: Final = "application/vnd.kvshelf.export.v1"
+_NEWER: Final = re.compile(_ARTIFACT.replace(".", r"\.").replace("+", r"\+").format(r"(\d{1,9})"))
+
+Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
+Size = Annotated[int, Field(ge=0, le=2**53)]
+
+
+class _Part(BaseModel):
+    """Of a file of a bundle: nothing is converted, nothing unknown passes."""
+
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        frozen=True,
+        alias_generator=to_camel,
+        populate_by_name=True,
+        hide_input_in_errors=True,
+    )
+
+
+class Descriptor(_Part):
+    media_type: Literal["application/vnd.kvshelf.bundle.about.v1+json", "application/vnd.kvshelf.export.v1"]
+    digest: Digest
+    size: Size
+
+
+class Manifest(_Part):
+    """An OCI image manifest. config: what is said about the bundle (`About`). layers: the exports, in its order."""
+
+    schema_version: Literal[2] = 2
+    media_type: Literal["application/vnd.oci.image.manifest.v1+json"] = "application/vnd.oci.image.manifest.v1+json"
+    artifact_type: Literal["application/vnd.kvshelf.bundle.v1+json"] = "application/vnd.kvshelf.bundle.v1+json"
+    config: Descriptor
+    layers: Annotated[list[Descriptor], Field(min_length=1, max_length=MOST_CACHES)]
+
+
+class Signed(_Part):
+    """The annotations of a bundle in an index. key: the public key, signature: see `signed_text`, both of Ed25519."""
+
+    name: Annotated[str, Field(alias="org.opencontainers.image.ref.name", pattern=NAME)]
+    key: Annotated[str, Field(alias="org.kvshelf.key", pattern="^[0-9a-f]{64}$")]
+    signature: Annotated[str, Field(alias="org.kvshelf.signature", pattern="^[0-9a-f]{128}$")]
+
+
+class Entry(_Part):
+    """One bundle of an index."""
+
+    media_type: Literal["application/vnd.oci.image.manifest.v1+json"] = "application/vnd.oci.image.manifest.v1+json"
+    artifact_type: Literal["application/vnd.kvshelf.bundle.v1+json"] = "application/vnd.kvshelf.bundle.v1+json"
+    digest: Digest
+    size: Size
+    annotations: Signed
+
+
+class Index(_Part):
+    schema_version: Literal[2] = 2
+    media_type: Literal["application/vnd.oci.image.index.v1+json"] = "application/vnd.oci.image.index.v1+json"
+    manifests: Annotated[list[Entry], Field(max_length=MOST_CACHES)]
+
+
+class Said(_Part):
+    """One cache. root: the root digest of its blob, in hex. model: its place among `About.models`. quality: measured
+    when it was made, None if it was not."""
+
+    root: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    model: Annotated[int, Field(ge=0)]
+    policy: str
+    codec: str
+    compression_ratio: float
+    num_tokens: int
+    name: CacheName
+    labels: Labels
+    quality: Quality | None
+
+
+class About(_Part):
+    """What is said about a bundle. sequence: a later bundle of the same name and key has a higher one. made_at: Unix
+    seconds. producer: who made it, in their own words; software: with what."""
+
+    format: Literal[1] = FORMAT
+    name: Annotated[str, Field(pattern=NAME)]
+    sequence: Annotated[int, Field(ge=1, lt=2**53)]
+    made_at: float
+    producer: Annotated[str, Field(max_length=256)]
+    software: Annotated[str, Field(max_length=256)]
+    models: list[ModelHeader]
+    caches: Annotated[list[Said], Field(min_length=1, max_length=MOST_CACHES)]
+
+
+PartT = TypeVar("PartT", bound=_Part)
+
+
+def written(part: _Part) -> bytes:
+    """The one form that a reader takes."""
+    return canonical_json(part.model_dump(mode="json", by_alias=True)).encode()
+
+
+def read(kind: type[PartT], data: bytes, what: str) -> PartT:
+    """Raises `InvalidRequest`, with reason newer_format for what a later version of kvshelf made."""
+    try:
+        values = parse_json(data)
+    except ValueError as error:
+        raise refused("malformed", f"{what} is no JSON") from error
+    _require_known(values, what)
+    try:
+        part = kind.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))[:200]
+        raise refused("malformed", f"{what} has {where or 'no object'}: {first['msg']}") from error
+    if written(part) != data:
+        raise refused("malformed", f"{what} is not written in the one canonical way")
+    return part
+
+
+def _require_known(values: Any, what: str) -> None:
+    """Before anything else in it: fields of a later version are unknown here."""
+    for part in _with_versions(values):
+        found = _NEWER.fullmatch(str(part.get("artifactType", "")))
+        version = int(found[1]) if found else part.get("format", FORMAT)
+        if isinstance(version, int) and version > FORMAT:
+            raise refused(
+                "newer_format",
+                f"{what} has format {version}; this version of kvshelf reads {FORMAT}. Upgrade kvshelf",
+            )
+
+
+def _with_versions(values: Any) -> Iterable[dict[str, Any]]:
+    if isinstance(values, dict):
+        yield values
+        listed = values.get("manifests")
+        yield from (each for each in listed if isinstance(each, dict)) if isinstance(listed, list) else ()
+
+
+def digest_of(data: bytes | memoryview) -> str:
+    return f"sha256:{hashlib.sha256(data).hexdigest()}"
+
+
+def blob_name(digest: str) -> str:
+    """The file with these bytes."""
+    return "blobs/" + digest.replace(":", "/")
+
+
+def signed_text(manifest: str) -> str:
+    """What a signature is of. manifest: its digest, which covers the digests of all other files."""
+    return f"kvshelf.bundle {manifest}"
+
+
+def entry_of(index: Index, name: str | None) -> Entry:
+    """The bundle of a name, or the only one. Raises `InvalidRequest`."""
+    found = [entry for entry in index.manifests if name in (None, entry.annotations.name)]
+    if len(found) != 1:
+        names = ", ".join(sorted(entry.annotations.name for entry in index.manifests)[:20]) or "none"
+        asked = "it is not said which" if name is None else f"not {name!r} once"
+        raise InvalidRequest(f"the place has the bundles {names}, and {asked}; name one of them", param="--name")
+    return found[0]
+
+
+def models_of(headers: Sequence[ModelHeader]) -> list[ModelHeader]:
+    """Each once, in order."""
+    found: list[ModelHeader] = []
+    for header in headers:
+        if header not in found:
+            found.append(header)
+    return found
+
+
+def refused(reason: str, problem: str) -> InvalidRequest:
+    return InvalidRequest(f"the bundle is refused: {problem}", param="SOURCE", reason=reason)

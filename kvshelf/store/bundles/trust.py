@@ -1,0 +1,105 @@
+"""Whose bundles a shelf takes, and the newest of each that it has taken: a file that only its owner may change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvshelf.api.strict import parse_json
+from kvshelf.errors import InvalidRequest
+from kvshelf.store.bundles.layout import refused
+from kvshelf.store.private import locked, read_private, write_private
+from kvshelf.store.private import refused as file_refused
+
+PARAM = "--trust"
+
+KeyName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$")]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class Taken(_Strict):
+    """The newest bundle of one name that was taken. manifest: its digest."""
+
+    sequence: int
+    manifest: str
+
+
+class _Content(_Strict):
+    """keys: public keys of Ed25519 in hex, by the name of who has the other half. taken: by key and bundle."""
+
+    keys: dict[KeyName, Annotated[str, Field(pattern="^[0-9a-f]{64}$")]] = Field(default_factory=dict)
+    taken: dict[str, Taken] = Field(default_factory=dict)
+
+
+class Trust:
+    """A file of trusted keys."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def add(self, name: str, key: str) -> None:
+        """Trust a key, in hex, under a name. Makes the file if it is missing. Raises `InvalidRequest` for a name that
+        another key has."""
+        with locked(self._path, param=PARAM):
+            content = self._read() if self._path.exists() else _Content()
+            if content.keys.get(name, key) != key:
+                raise InvalidRequest(
+                    f"{self._path} has another key of {name!r} already; take its line out first, or give another name",
+                    param="NAME",
+                )
+            self._write(_checked(self._path, content.model_dump() | {"keys": content.keys | {name: key}}))
+
+    def require(self, key: str) -> str:
+        """The name of a key. Raises `InvalidRequest` unless it is trusted."""
+        for name, known in self._read().keys.items():
+            if known == key:
+                return name
+        raise refused("untrusted_key", f"it is signed with the key {key}, which {self._path} does not have")
+
+    def require_newer(self, key: str, bundle: str, sequence: int, manifest: str) -> None:
+        """Raise `InvalidRequest` for a bundle older than one that was taken, or another one of the same number."""
+        before = self._read().taken.get(_place(key, bundle))
+        if before is None or before.sequence < sequence or before == Taken(sequence=sequence, manifest=manifest):
+            return
+        older = "an older one" if before.sequence > sequence else "another one with the same number"
+        raise refused(
+            "rollback",
+            f"of {bundle!r} number {before.sequence} was taken, and this is {older}, number {sequence}; take what its "
+            "producer publishes now",
+        )
+
+    def take(self, key: str, bundle: str, sequence: int, manifest: str) -> None:
+        """Remember a bundle whose caches are on the shelf. Raises as `require_newer`."""
+        with locked(self._path, param=PARAM):
+            self.require_newer(key, bundle, sequence, manifest)
+            content = self._read()
+            taken = content.taken | {_place(key, bundle): Taken(sequence=sequence, manifest=manifest)}
+            self._write(content.model_copy(update={"taken": taken}))
+
+    def _read(self) -> _Content:
+        try:
+            values = parse_json(read_private(self._path, param=PARAM))
+        except ValueError as error:
+            raise file_refused(self._path, "it is no JSON", param=PARAM) from error
+        return _checked(self._path, values)
+
+    def _write(self, content: _Content) -> None:
+        write_private(self._path, content.model_dump_json(indent=1).encode(), param=PARAM)
+
+
+def _checked(path: Path, values: object) -> _Content:
+    try:
+        return _Content.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        problem = f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}"
+        raise file_refused(path, problem, param=PARAM) from error
+
+
+def _place(key: str, bundle: str) -> str:
+    return f"{key}/{bundle}"
