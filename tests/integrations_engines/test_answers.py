@@ -93,12 +93,16 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 def greedy(model: Any, past: Any, ids: list[int], count: int) -> list[int]:
-    """What transformers answers from a prefix, by its own attention."""
+    """What transformers answers from a prefix, by its own attention. It ends early where two tokens are as good as
+    equal: there engines may part."""
     said: list[int] = []
     with torch.no_grad():
         while len(said) < count:
-            logits = model(torch.tensor([ids]), **{CACHE_ARGUMENT: past}).logits
-            ids = [int(logits[0, -1].argmax())]
+            logits = model(torch.tensor([ids]), **{CACHE_ARGUMENT: past}).logits[0, -1]
+            best = logits.topk(2)
+            if float(best.values[0] - best.values[1]) < 0.005 * float(logits.std()):
+                break
+            ids = [int(best.indices[0])]
             said += ids
     return said
 
@@ -123,7 +127,7 @@ def told(made: Made, results: list[dict[str, Any]], of: str) -> dict[str, float]
     shares = {}
     for policy in POLICIES:
         both = [(a, r) for a, r in zip(made.asked, results, strict=True) if a["name"].endswith(policy)]
-        shares[policy] = sum(r["tokens"] == a["exported"] for a, r in both) / len(both)
+        shares[policy] = sum(r["tokens"][: len(a["exported"])] == a["exported"] for a, r in both) / len(both)
         own = sum(r["tokens"] == a["answer"] for a, r in both)
         first = statistics.median(r["first_s"] for _, r in both)
         print(f"{of} {policy}: {shares[policy]:.0%} of {len(both)} as exported, {own} as kvshelf, first {first:.3f} s")
@@ -155,7 +159,7 @@ def test_mlx_answers_the_same(made: Made, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_type_of_model_is_computed_alike(tmp_path: Path, architecture: str) -> None:
-    """Random weights, 200 tokens, 12 further ones: where the two best are nearly one, engines may part."""
+    """Random weights, half a document, 12 further tokens."""
     from kvshelf.engine.files.export import export_file
     from tests.integrations_engines.ggufs import written
     from tests.recorded import load_oracle
@@ -177,6 +181,7 @@ def test_every_type_of_model_is_computed_alike(tmp_path: Path, architecture: str
     shutil.copy(Path(bundled_folder("kvshelf-tiny")) / "tokenizer.json", weights)
     with_theta(weights)
     made = Made(tmp_path, gguf, weights, asked)
+    assert all(len(each["exported"]) > 3 for each in asked)
     if LLAMA:
         found = run(made, LLAMA, "in_llama.py", str(gguf), "float32")
         assert [each["tokens"] for each in found] == [each["exported"] for each in asked]
