@@ -471,7 +471,7 @@ def test_calibrate_refuses_a_model_that_finds_nothing(tiny_folder: Path, tmp_pat
     )  # fmt: skip
     assert failed.exit_code == 2
     assert "answered none of 1 questions" in " ".join(failed.stderr.split())
-    assert list((tmp_path / "made").iterdir()) == []
+    assert list((tmp_path / "made" / "kvshelf").iterdir()) == []
 
 
 def test_calibrate_refuses_an_output_that_cannot_be_written_before_the_search(tmp_path: Path) -> None:
