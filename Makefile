@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(PYTHON_VERSION)
 
-.PHONY: help setup demo check test test-slow test-fast test-faults test-page test-real test-vllm test-arm mutate gpu soak clean
+.PHONY: help setup demo check test test-slow test-fast test-faults test-page test-real test-vllm test-engines test-arm mutate gpu soak clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1|/' | column -t -s '|'
@@ -87,6 +87,24 @@ $(VLLM)/.installed-$(PYTHON_VERSION): pyproject.toml
 
 test-vllm: $(VLLM)/.installed-$(PYTHON_VERSION)  ## vLLM answers from the shelf; in an environment of its own of 3.5 GB
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/integrations_vllm
+
+# llama.cpp is compiled from its package's sources, which takes a quarter of an hour; pip keeps the wheel.
+LLAMA := .venv-llama
+$(LLAMA)/.installed-$(PYTHON_VERSION):
+	$(PYTHON) -m venv --clear $(LLAMA)
+	$(LLAMA)/bin/python -m pip install --quiet 'llama-cpp-python>=0.3.36,<0.4'
+	@touch $@
+
+MLX := .venv-mlx
+$(MLX)/.installed-$(PYTHON_VERSION):
+	$(PYTHON) -m venv --clear $(MLX)
+	$(MLX)/bin/python -m pip install --quiet 'mlx[cpu]' 'mlx-lm>=0.32.2,<0.33'
+	@touch $@
+
+test-engines: setup $(LLAMA)/.installed-$(PYTHON_VERSION) $(MLX)/.installed-$(PYTHON_VERSION)  ## llama.cpp and MLX answer from exported caches; each in an environment of its own
+	@$(MAKE) --no-print-directory $(SMOLLM2)
+	KVSHELF_LLAMA_PYTHON=$(LLAMA)/bin/python KVSHELF_MLX_PYTHON=$(MLX)/bin/python \
+	  $(BIN)/python -m pytest -s tests/integrations_engines
 
 test-arm: setup  ## the C forms for ARM under qemu: tests of each operation; ten minutes, and 1 GB in .arm
 	scripts/arm.sh

@@ -16,7 +16,9 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-GATES: Final = Path(__file__).resolve().parents[1] / "kvshelf" / "model" / "bundled" / "kvshelf-tiny" / "gates"
+GATES: Final = (
+    Path(__file__).resolve().parents[1] / "kvshelf" / "model" / "bundled" / "kvshelf-tiny" / "kvshelf" / "gates"
+)
 SETTINGS: Final = {
     "kvzip_gate": ("--steps", "600", "--width", "32"),
     "locret": ("--steps", "300", "--width", "16"),

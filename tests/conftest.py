@@ -137,16 +137,17 @@ def copy_tokenizer(folder: Path) -> None:
 
 
 def save_transforms(folder: Path) -> None:
-    """Transforms of a saved model, from two pages of the documentation, beside its weights."""
+    """Transforms of a saved model, from two pages of the documentation, in its folder."""
     from kvshelf import Engine
-    from kvshelf.model.calibration import TRANSFORMS_BESIDE_THE_WEIGHTS
+    from kvshelf.model.calibration import OWN_FOLDER, TRANSFORMS_BESIDE_THE_WEIGHTS
     from kvshelf.training.transform_search import find_transforms
 
     engine = Engine.load(str(folder), device="cpu")
     assert engine.text is not None
     pages = [(DOCS / "use" / name).read_text()[:4000] for name in ("put.md", "secure.md")]
     data = find_transforms(engine, [engine.text.encode(page) for page in pages])
-    (folder / TRANSFORMS_BESIDE_THE_WEIGHTS).write_bytes(data)
+    (folder / OWN_FOLDER).mkdir(exist_ok=True)
+    (folder / OWN_FOLDER / TRANSFORMS_BESIDE_THE_WEIGHTS).write_bytes(data)
 
 
 def len_tokenizer() -> int:

@@ -116,6 +116,8 @@ READERS: Final = {
     "kvshelf/training/gates": "headers of files of the operator",
     "kvshelf/training/journal.py": "what the search itself has written",
     "kvshelf/training/transform_search.py": "what the search itself has written",
+    "kvshelf/engine/files": "what the export itself has written, in files that the caller names",
+    "kvshelf/integrations/engine_weights.py": "a configuration of weights that the caller names",
     "kvshelf/engine/tools/calls.py": "what the model wrote: in calls of tools",
     "kvshelf/engine/tools/harmony.py": "what the model wrote: in calls of tools",
     "kvshelf/engine/tools/pythonic.py": "what the model wrote: in calls of tools",

@@ -394,7 +394,17 @@ def test_a_test_stands_where_its_module_stands() -> None:
 
 
 def test_every_folder_of_tests_is_a_folder_of_the_package_or_has_a_name_of_its_own() -> None:
-    apart = {"attack", "deploy", "integrations_vllm", "models", "oracles", "page", "real", "scripts"}
+    apart = {
+        "attack",
+        "deploy",
+        "integrations_engines",
+        "integrations_vllm",
+        "models",
+        "oracles",
+        "page",
+        "real",
+        "scripts",
+    }
     folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
     inside = [folder for folder in folders if folder.parts and folder.parts[0] not in apart]
     roots = {folder: ROOT / "kvshelf_bench" if folder.parts[0] == "bench" else PACKAGE for folder in inside}

@@ -4,7 +4,7 @@ says what went and what stays."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -25,6 +25,15 @@ from kvshelf.api.strict import (
     misuse,
     require_one_expiry,
 )
+
+ExportTo = Literal["llama.cpp", "mlx"]
+"""The engines of others that a cache can become a file of."""
+
+ExportDtype = Literal["float32", "float16", "bfloat16"]
+"""Of the numbers in such a file."""
+
+EXPORT_SUFFIXES: Final[dict[ExportTo, str]] = {"llama.cpp": ".bin", "mlx": ".safetensors"}
+"""How the names of those files end."""
 
 
 class TokenCounts(ResponseBody):

@@ -51,7 +51,8 @@ def calibrate(
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="Folder for the results.  [default: your data folder, where engines look]")
+        Path | None,
+        typer.Option(help="The model's folder, for results in kvshelf/ there.  [default: your data folder]"),
     ] = None,
     device: _options.Device = "auto",
     dtype: _options.Dtype = "auto",
@@ -62,8 +63,8 @@ def calibrate(
     heads retrieve, for the policy compresskv, and which frequency chunks do, for the selector fasa.
 
     The results hold for these weights in this dtype. Engines look for them in $XDG_DATA_HOME/kvshelf/calibrations and,
-    as klt.safetensors, compresskv.json and fasa.json, in the model's folder. A command that was interrupted goes on
-    where it was when it is given again.
+    as klt.safetensors, compresskv.json and fasa.json, in the folder kvshelf in the model's own. A command that was
+    interrupted goes on where it was when it is given again.
     """
     with common.named_errors(as_json=as_json), needs_extra("serve", purpose="kvshelf calibrate"):
         from kvshelf.engine.engine import Engine

@@ -154,6 +154,7 @@ class AsyncCaches(_Group):
     query = _awaited(_calls.query_cache)
     stream = _streamed(_calls.stream_query)
     download = _awaited(_calls.download_cache)
+    export = _awaited(_calls.export_cache)
     import_blob = _awaited(_calls.import_blob)
     verify = _awaited(_calls.verify_cache)
     kept = _awaited(_calls.kept_tokens)

@@ -18,6 +18,7 @@ from urllib.parse import quote
 from pydantic import ValidationError
 
 from kvshelf import api
+from kvshelf.api.caches import ExportDtype, ExportTo
 from kvshelf.api.inspect import BuiltPrompt, KeptOf, KeptTokens
 from kvshelf.api.options import AskFields
 from kvshelf.api.strict import RequestBody, parse_request, refusal
@@ -376,6 +377,19 @@ def download_cache(id: str, *, about: bool = False) -> Call[bytes]:
     export: `import_blob` then gives the cache its name, labels, quality and kept source, too."""
     params = {"about": "true"} if about else {}
     return Call("GET", _cache_path(id) + "/blob", lambda response: response.content, params=params)
+
+
+def export_cache(
+    id: str, to: ExportTo, *, dtype: ExportDtype | None = None, engine_model: str | None = None
+) -> Call[bytes]:
+    """One cache as a file of another engine, `llama.cpp` or `mlx`, which then answers questions to its document.
+
+    dtype: of the numbers, by default float16 for llama.cpp and the model's for MLX. engine_model: what `mlx_lm` is told
+    as its model, by default the model's name here. Raises `PolicyUnsupported` for a cache that the engine cannot hold
+    and for a model that was not compared with the engine's, `InvalidRequest` for numbers that the dtype does not hold.
+    """
+    params = {"to": to, "dtype": dtype, "engine_model": engine_model}
+    return Call("GET", _cache_path(id) + "/export", lambda response: response.content, params=params)
 
 
 def import_blob(blob: bytes, **fields: Unpack[ImportFields]) -> Call[api.CacheObject]:

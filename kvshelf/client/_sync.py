@@ -155,6 +155,7 @@ class Caches(_Group):
     query = _sent(_calls.query_cache)
     stream = _streamed(_calls.stream_query)
     download = _sent(_calls.download_cache)
+    export = _sent(_calls.export_cache)
     import_blob = _sent(_calls.import_blob)
     verify = _sent(_calls.verify_cache)
     kept = _sent(_calls.kept_tokens)

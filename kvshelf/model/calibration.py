@@ -1,7 +1,8 @@
 """Calibrations: measured scores of a model's heads and layers, and the files that hold them.
 
 A calibration is a small JSON file, made by `kvshelf calibrate` for one set of weights, whose digest it holds. kvshelf
-looks for it in the user's data folder, under that digest, and then in the folder of the weights.
+looks for it in the user's data folder, under that digest, and then in the folder `kvshelf` in that of the weights:
+other engines take every file beside the weights for some.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from kvshelf.artifact.shape import LayerShape
 from kvshelf.artifact.transforms import Transforms
 from kvshelf.atomic import written
 from kvshelf.errors import InvalidRequest, ModelMismatch, PolicyUnsupported
+
+OWN_FOLDER = "kvshelf"
+"""Name of the folder with files of kvshelf that a model's own folder may hold."""
 
 BESIDE_THE_WEIGHTS = "compresskv.json"
 """Name of the calibration that a model's own folder may hold."""
@@ -208,10 +212,10 @@ class Paths(NamedTuple):
 
 
 def paths(weights: str, folder: Path | None = None) -> Paths:
-    """In a model's folder, or in the user's data folder, which holds those of many models."""
+    """For a model's folder, in `OWN_FOLDER`, or in the user's data folder, which holds those of many models."""
     if folder is not None:
         names = BESIDE_THE_WEIGHTS, TRANSFORMS_BESIDE_THE_WEIGHTS, CHUNKS_BESIDE_THE_WEIGHTS
-        return Paths(*(folder / name for name in names))
+        return Paths(*(folder / OWN_FOLDER / name for name in names))
     names = f"{weights}.json", f"{weights}.{TRANSFORMS_BESIDE_THE_WEIGHTS}", f"{weights}.{CHUNKS_BESIDE_THE_WEIGHTS}"
     return Paths(*(data_folder() / name for name in names))
 
@@ -236,8 +240,9 @@ def find_transforms(model: ModelIdentity, folder: str, layers: Sequence[LayerSha
 
 
 def place(own: Path, folder: str, beside: str) -> Path | None:
-    """The first of both that is a file: the user's own, or the one in the folder of the weights, if these have one."""
-    places = [own, *([Path(folder) / beside] if folder else [])]
+    """The first that is a file: the user's own, that in `OWN_FOLDER` in the folder of the weights, if these have one,
+    or that beside the weights, where files lay before."""
+    places = [own, *([Path(folder) / OWN_FOLDER / beside, Path(folder) / beside] if folder else [])]
     return next((path for path in places if path.is_file()), None)
 
 

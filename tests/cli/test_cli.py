@@ -379,10 +379,10 @@ def test_calibrate_writes_where_engines_look(tmp_path: Path, monkeypatch: pytest
         "--output", str(tmp_path / "elsewhere"),
     )  # fmt: skip
     assert printed.exit_code == 0, printed.output
-    assert (tmp_path / "elsewhere" / "compresskv.json").read_text() == path.read_text()
-    made_again = (tmp_path / "elsewhere" / "klt.safetensors").read_bytes()
+    assert (tmp_path / "elsewhere" / "kvshelf" / "compresskv.json").read_text() == path.read_text()
+    made_again = (tmp_path / "elsewhere" / "kvshelf" / "klt.safetensors").read_bytes()
     assert engine.coder.transforms.data == made_again == path.with_suffix(".klt.safetensors").read_bytes()
-    chunks = (tmp_path / "elsewhere" / "fasa.json").read_bytes()
+    chunks = (tmp_path / "elsewhere" / "kvshelf" / "fasa.json").read_bytes()
     assert chunks == path.with_suffix(".fasa.json").read_bytes()
 
 
@@ -413,8 +413,8 @@ def test_train_gates_makes_what_an_engine_then_finds(tmp_path, monkeypatch):
 def test_the_bundled_chunks_are_those_that_are_found(tmp_path: Path) -> None:
     made = run("calibrate", "--model", "kvshelf-tiny", "--only", "chunks", "--device", "cpu", "--output", str(tmp_path))
     assert made.exit_code == 0, made.output
-    bundled = Path(bundled_folder("kvshelf-tiny")) / "fasa.json"
-    found, packaged = (json.loads(path.read_text()) for path in (tmp_path / "fasa.json", bundled))
+    bundled = Path(bundled_folder("kvshelf-tiny")) / "kvshelf" / "fasa.json"
+    found, packaged = (json.loads(path.read_text()) for path in (tmp_path / "kvshelf" / "fasa.json", bundled))
     # Rounding is another one on another kind of CPU, and may exchange two keys that a query finds alike.
     agreement = [torch.tensor(each.pop("agreement")) for each in (found, packaged)]
     torch.testing.assert_close(*agreement, atol=1e-3, rtol=0)
@@ -427,7 +427,7 @@ def test_transforms_are_made_from_one_s_own_texts(tmp_path: Path) -> None:
     command = ("calibrate", "--model", "kvshelf-tiny", "--only", "transforms", "--device", "cpu", "--output")
     made = run(*command, str(tmp_path / "made"), "--text", str(text))
     assert made.exit_code == 0, made.output
-    assert [path.name for path in (tmp_path / "made").iterdir()] == ["klt.safetensors"]
+    assert [path.name for path in (tmp_path / "made" / "kvshelf").iterdir()] == ["klt.safetensors"]
     told = " ".join(made.stderr.split())
     assert "transforms of kvshelf-tiny: 0 of 6, 0 s" in told
     assert re.search(r"transforms of kvshelf-tiny: done in [0-9]+ s", told)
@@ -471,7 +471,7 @@ def test_calibrate_refuses_a_model_that_finds_nothing(tiny_folder: Path, tmp_pat
     )  # fmt: skip
     assert failed.exit_code == 2
     assert "answered none of 1 questions" in " ".join(failed.stderr.split())
-    assert list((tmp_path / "made").iterdir()) == []
+    assert list((tmp_path / "made" / "kvshelf").iterdir()) == []
 
 
 def test_calibrate_refuses_an_output_that_cannot_be_written_before_the_search(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from kvshelf.artifact.transforms import Transforms
-from kvshelf.model.calibration import TRANSFORMS_BESIDE_THE_WEIGHTS
+from kvshelf.model.calibration import OWN_FOLDER, TRANSFORMS_BESIDE_THE_WEIGHTS
 from kvshelf.samples.tasks import TaskDocument, make_facts, write_document
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
@@ -97,9 +97,8 @@ class Serving:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled model without its transforms, which vLLM would take for weights: they are on the shelf."""
-    folder = tmp_path_factory.mktemp("vllm") / "model"
-    return Path(shutil.copytree(TOKENIZER, folder, ignore=shutil.ignore_patterns(TRANSFORMS_BESIDE_THE_WEIGHTS)))
+    """The bundled model as it is."""
+    return Path(shutil.copytree(TOKENIZER, tmp_path_factory.mktemp("vllm") / "model"))
 
 
 @pytest.fixture(scope="session")
@@ -115,7 +114,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="session")
 def store(shelf: dict[str, str]) -> Iterator[Store]:
     with open_store(shelf["store"], rules=Rules(keyring=Keyring.read(shelf["encryption_key_file"]))) as opened:
-        transforms = (TOKENIZER / TRANSFORMS_BESIDE_THE_WEIGHTS).read_bytes()
+        transforms = (TOKENIZER / OWN_FOLDER / TRANSFORMS_BESIDE_THE_WEIGHTS).read_bytes()
         opened.transforms.keep(Transforms.from_bytes(transforms).digest, transforms)
         yield opened
 

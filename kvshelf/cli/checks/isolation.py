@@ -213,6 +213,7 @@ def lookups(owner: Party, model: str) -> Iterator[tuple[Lookup, str, str]]:
         ("kept entries", "GET", "/v1/caches/{}/kept", None),
         ("turns", "GET", "/v1/caches/{}/turns", None),
         ("blob", "GET", "/v1/caches/{}/blob", None),
+        ("export", "GET", "/v1/caches/{}/export?to=mlx", None),
         ("query", "POST", "/v1/caches/{}/query", {"prompt": "What is the word?", "max_tokens": 1}),
         ("prompt", "POST", "/v1/caches/{}/prompt", {"prompt": "What is the word?"}),
         ("append", "POST", "/v1/caches/{}/append", {"document": " And so on."}),

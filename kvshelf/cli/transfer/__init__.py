@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvshelf._extras import needs_extra
+from kvshelf.atomic import partial_of
 from kvshelf.cli import _forms, _options, _references
 from kvshelf.cli.caches import Cache
+from kvshelf.cli.calibrate import served_model
 from kvshelf.cli.checks import stores
 from kvshelf.cli.output import common, say, say_json
-from kvshelf.errors import CacheCorrupt, InvalidRequest
+from kvshelf.errors import CacheCorrupt, InvalidRequest, nearest
 
 if TYPE_CHECKING:
     from kvshelf.api import CacheObject
@@ -27,42 +31,133 @@ _UNCHECKED = (
 )
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """The file that an export becomes."""
+
+    to: Annotated[
+        str | None,
+        typer.Option(metavar="llama.cpp|mlx", help="Write a file of that engine instead, which then answers from it."),
+    ] = None
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the numbers, with --to: float32, float16 or bfloat16.  [default: float16 for llama.cpp, the "
+            "model's for mlx]"
+        ),
+    ] = None
+    engine_model: Annotated[
+        str | None,
+        typer.Option(
+            help="What that engine runs: a GGUF file, or a folder or name as mlx-lm is told it. A file or folder here "
+            "is compared with the cache's model first."
+        ),
+    ] = None
+    model: Annotated[
+        str | None, typer.Option(help="The cache's model, with --to and --store: a bundled name, a folder or a hub id.")
+    ] = None
+
+    def require_sound(self, store: str | None) -> None:
+        """Raises `InvalidRequest` for options that do not go together."""
+        from kvshelf.api.caches import EXPORT_SUFFIXES
+
+        if self.to is not None and self.to not in EXPORT_SUFFIXES:
+            names = ", ".join(EXPORT_SUFFIXES)
+            raise InvalidRequest(f"--to is {self.to!r}; one of {names}{nearest(self.to, EXPORT_SUFFIXES)}", param="to")
+        if self.to is None and (self.dtype or self.engine_model or self.model):
+            raise InvalidRequest("--dtype, --engine-model and --model say how --to is done; add --to", param="to")
+        if self.to is not None and (store is None) != (self.model is None):
+            raise InvalidRequest(
+                "--model loads the cache's model here, to read it from a --store; a service has its own", param="model"
+            )
+        if self.to == "llama.cpp" and self.engine_model is not None and not Path(self.engine_model).is_file():
+            raise InvalidRequest(f"there is no GGUF file {self.engine_model}", param="engine_model")
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What the service is told."""
+        return {"dtype": self.dtype, "engine_model": self.engine_model if self.to == "mlx" else None}
+
+    def path(self, output: Path | None, id: str) -> Path:
+        """Of the file: by default the id, in this folder."""
+        from kvshelf.api.caches import EXPORT_SUFFIXES
+
+        return output or Path(
+            id + {str(to): suffix for to, suffix in EXPORT_SUFFIXES.items()}.get(str(self.to), ".kvshelf")
+        )
+
+
 def export_cache(
     cache: Cache,
-    output: Annotated[Path, typer.Option(help="File to write.")],
+    wanted: Wanted,
+    output: Annotated[
+        Path | None, typer.Option(help="File to write.  [default: the cache's id, in this folder]")
+    ] = None,
     store: _options.Store = None,
     encryption_key_file: _options.KeyFile = None,
     url: _options.Url = None,
     as_json: _options.AsJson = False,
 ) -> None:
-    """Write a cache to a file, for `kvshelf import` elsewhere or `CompressedCache.from_bytes`. Prints the file name.
+    """Write a cache to a file, for `kvshelf import` elsewhere or `CompressedCache.from_bytes`; with --to for another
+    engine. Prints the file name.
 
     The file also holds its name, labels, quality and, if it was kept, the document's text. It is not encrypted. Reads
-    from a running service, or with --store directly from a store.
+    from a running service, or with --store directly from a store. With --to llama.cpp it is the state of a sequence
+    (`llama_state_seq_load_file`, llama-server's slots), with --to mlx a prompt cache of mlx-lm 0.32 or newer.
     """
-    if store is None:
-        with common.connected(url, as_json=as_json) as client, common.notes.status(f"fetching {cache} ..."):
-            id = _references.id_at(client, cache)
-            blob = client.caches.download(id, about=True)
-            with common.written(output) as file:
-                file.write(blob)
-    else:
-        with (
-            common.named_errors(as_json=as_json),
-            stores.opened(store, encryption_key_file) as shelf,
-            shelf.open_blob(id := _references.id_in(shelf, cache)) as stored,
-            common.written(output) as file,
-        ):
-            from kvshelf.store.about import export_part
-
-            shutil.copyfileobj(stored.file, file, 1 << 20)
-            file.write(export_part(shelf, shelf.stat(id)))
-    size = output.stat().st_size
+    with common.named_errors(as_json=as_json):
+        wanted.require_sound(store)
+        if store is None:
+            with common.connected(url, as_json=as_json) as client, common.notes.status(f"fetching {cache} ..."):
+                id = _references.id_at(client, cache)
+                if wanted.to is None:
+                    blob = client.caches.download(id, about=True)
+                else:
+                    blob = client.caches.export(id, wanted.to, **wanted.told)  # type: ignore[arg-type]
+                _write(wanted, path := wanted.path(output, id), [blob])
+        else:
+            with stores.opened(store, encryption_key_file) as shelf:
+                id = _references.id_in(shelf, cache)
+                _write(wanted, path := wanted.path(output, id), _stored(shelf, id, wanted))
+    size = path.stat().st_size
     if as_json:
-        say_json({"id": id, "file": str(output), "bytes": size})
+        say_json({"id": id, "file": str(path), "bytes": size})
     else:
-        say(output)
+        say(path)
         common.notes.print(common.megabytes(size), style="dim")
+
+
+def _stored(shelf: Store, id: str, wanted: Wanted) -> Iterator[bytes]:
+    """The pieces of an export from a store."""
+    manifest = shelf.stat(id)
+    if wanted.to is None:
+        from kvshelf.store.about import export_part
+
+        with shelf.open_blob(id) as stored:
+            yield from iter(partial(stored.file.read, 1 << 20), b"")
+        yield export_part(shelf, manifest)
+        return
+    with needs_extra("serve", purpose="kvshelf export --to"):
+        from kvshelf.engine.engine import Engine
+        from kvshelf.workers.replica.files import pieces
+    assert wanted.model is not None, "refused without"
+    engine = Engine.load(served_model(wanted.model), dtype=manifest.identity["model"]["dtype"], shown=wanted.model)
+    yield from pieces(engine, shelf, id, wanted.to, tenant=manifest.tenant, **wanted.told)  # type: ignore[arg-type]
+
+
+def _write(wanted: Wanted, path: Path, pieces: Iterable[bytes]) -> None:
+    """Write a file whole, or not at all where it is not for the weights that its engine runs."""
+    weights = None if wanted.engine_model is None else Path(wanted.engine_model)
+    with common.written(path) as file:
+        for piece in pieces:
+            file.write(piece)
+        if weights is not None and weights.exists():
+            with needs_extra("serve", purpose="kvshelf export --engine-model"):
+                from kvshelf.engine.files import llamacpp, mlx
+                from kvshelf.integrations.engine_weights import require_weights
+            file.flush()
+            about_file = llamacpp.about_file if wanted.to == "llama.cpp" else mlx.about_file
+            require_weights(about_file(partial_of(path)), weights)
 
 
 def import_cache(

@@ -1,7 +1,8 @@
 """Gate files: the trained numbers of one policy for one model, as safetensors with a header.
 
 A file is made by `kvshelf train-gates` for one set of weights, whose digest it holds. kvshelf looks for it in the
-folder `KVSHELF_GATES`, or else in the user's data folder, and then beside the weights. No request names a path.
+folder `KVSHELF_GATES`, or else in the user's data folder, and then in `kvshelf/gates` beside the weights. No request
+names a path.
 """
 
 from __future__ import annotations

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
+from tempfile import TemporaryFile
 from typing import Annotated, BinaryIO
 
+from blake3 import blake3
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from kvshelf.api import CacheObject, ImportCache, Verification
+from kvshelf.api.caches import ExportDtype, ExportTo
 from kvshelf.artifact.blob import inspect
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.exported import split
@@ -19,12 +24,14 @@ from kvshelf.service.access.keys import Reader, Writer
 from kvshelf.service.http import openapi
 from kvshelf.service.http.body import BLOB_TYPE, read_query, received_blob
 from kvshelf.service.http.downloads import InDownload, download
-from kvshelf.service.http.waiting import off_loop
+from kvshelf.service.http.waiting import off_loop, until_hangup
 from kvshelf.service.service import InService, Service, cache_response, in_turn
 from kvshelf.service.serving import serving
+from kvshelf.service.storage import space_for
 from kvshelf.store.about import About, about_of, export_part, source_of
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Judgement, Manifest
+from kvshelf.store.types import BlobFile
 from kvshelf.workers.cluster.remote import RESTART_S
 from kvshelf.workers.replica.api import ReplicaApi
 from kvshelf.workers.replica.create.existing import as_requested
@@ -32,6 +39,15 @@ from kvshelf.workers.replica.create.existing import as_requested
 router = APIRouter(prefix="/v1/caches", tags=["caches"], responses=openapi.ERRORS)
 
 WithAbout = Annotated[bool, Query(description="send name, labels, quality and source, too")]
+
+WantedTo = Annotated[ExportTo, Query(description="the engine that reads the file")]
+WantedDtype = Annotated[
+    ExportDtype | None, Query(description="of the numbers; default: float16 for llama.cpp, the model's for mlx")
+]
+WantedName = Annotated[
+    str | None,
+    Query(max_length=1024, description="mlx: what mlx-lm is told as its model; default: the model's name here"),
+]
 
 _BLOB = {"content": {BLOB_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
 
@@ -169,3 +185,43 @@ async def download_blob(
         request.state.hold(len(more))  # until the answer is read; the blob itself is read from its file
     blob = await in_turn(service, caller, service.store.open_blob, cache_id, tenant=caller.tenant)
     return download(blob, selection, BLOB_TYPE, more)
+
+
+@router.get(
+    "/{cache_id}/export",
+    response_class=StreamingResponse,
+    responses={200: {"description": "the file"} | _BLOB, 206: {"description": "the requested range"} | _BLOB},
+)
+async def export_cache(
+    cache_id: str,
+    to: WantedTo,
+    request: Request,
+    service: InService,
+    caller: Reader,
+    selection: InDownload,
+    dtype: WantedDtype = None,
+    engine_model: WantedName = None,
+) -> Response:
+    """The cache as a file of llama.cpp or MLX, from which they answer questions to its document. `policy_unsupported`
+    for one that the engine cannot hold. Honours a byte range, for which the file is made again."""
+    manifest = await off_loop(service.store.stat, cache_id, tenant=caller.tenant)
+    remote = service.engine_for_all([manifest], others_too=True).remote
+    # A replica reads the whole cache. The file is on disk here before its reader, who may be slow, gets any of it.
+    async with service.whole.turn(caller.tenant, service.settings.request_deadline_s) as left_s:
+        made = remote.stream(ReplicaApi.export, cache_id, to, dtype, engine_model, caller=caller.within(left_s))
+        file = await until_hangup(request, _on_disk(made))
+    return download(file, selection, BLOB_TYPE)
+
+
+async def _on_disk(pieces: AsyncGenerator[bytes, None]) -> BlobFile:
+    """All pieces, in an anonymous file."""
+    hasher = blake3()
+    with ExitStack() as stack, space_for("an exported file"):
+        file = stack.enter_context(TemporaryFile())
+        async with aclosing(pieces):
+            async for piece in pieces:
+                hasher.update(piece)
+                await off_loop(file.write, piece)
+        await off_loop(file.flush)
+        stack.pop_all()  # it is closed when it has been sent
+    return BlobFile(file, file.tell(), hasher.hexdigest())

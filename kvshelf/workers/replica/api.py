@@ -16,6 +16,7 @@ from kvshelf.api import (
     Query,
     SearchCaches,
 )
+from kvshelf.api.caches import ExportDtype, ExportTo
 from kvshelf.api.inspect import BuiltPrompt, KeptOf, KeptTokens
 from kvshelf.artifact.identity import Boundary, Identity
 from kvshelf.workers.replica.attempts import MAX_ATTEMPTS
@@ -79,5 +80,15 @@ class ReplicaApi(Protocol):
     async def inspect(
         self, cache_id: str, body: KeptOf | None, *, caller: Caller, first_layer: int = 0
     ) -> KeptTokens: ...
+
+    def export(
+        self,
+        cache_id: str,
+        to: ExportTo,
+        dtype: ExportDtype | None,
+        engine_model: str | None,
+        *,
+        caller: Caller,
+    ) -> AsyncIterator[bytes]: ...
 
     async def require_source(self, identity: Identity, source: str, *, caller: Caller) -> None: ...

@@ -134,9 +134,13 @@ def shown_prompt(
     engine.identity.require_match(identity.model)
     document = None
     if manifest.has_source and not identity.parent:
-        source = _kept_source(engine, store, manifest, identity)
-        document = _same_document(engine, store, manifest, identity, source)
+        document = kept_source(engine, store, manifest, identity)
     return built_prompt(engine.require_text("prompt"), identity, document, behind, said, read=read, id=asked)
+
+
+def kept_source(engine: Engine, store: Store, manifest: Manifest, identity: Identity) -> DocumentView:
+    """The tokens of the document that was kept beside a cache. Raises `SourceNotKept`."""
+    return _same_document(engine, store, manifest, identity, _kept_source(engine, store, manifest, identity))
 
 
 def _kept_source(engine: Engine, store: Store, manifest: Manifest, identity: Identity) -> Document | EncodedDocument:

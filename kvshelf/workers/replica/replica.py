@@ -24,6 +24,7 @@ from kvshelf.api import (
     Query,
     SearchCaches,
 )
+from kvshelf.api.caches import ExportDtype, ExportTo
 from kvshelf.api.inspect import BuiltPrompt, KeptOf, KeptTokens
 from kvshelf.artifact.identity import Boundary, Identity
 from kvshelf.engine.engine import Engine
@@ -37,6 +38,7 @@ from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by
 from kvshelf.workers.replica.conversations import Conversations
 from kvshelf.workers.replica.create.creations import Creations
 from kvshelf.workers.replica.create.spec import document_of
+from kvshelf.workers.replica.files import pieces
 from kvshelf.workers.replica.inspect import kept_tokens, require_source
 from kvshelf.workers.replica.memory.residents import ResidentLimits, Residents
 from kvshelf.workers.replica.questions import Questions
@@ -210,6 +212,22 @@ class Replica(ReplicaApi):
                 tenant=caller.tenant,
                 first_layer=first_layer,
             )
+
+    async def export(
+        self,
+        cache_id: str,
+        to: ExportTo,
+        dtype: ExportDtype | None,
+        engine_model: str | None,
+        *,
+        caller: Caller,
+    ) -> AsyncIterator[bytes]:
+        """The file of another engine, piece by piece, see `kvshelf.workers.replica.files`."""
+        with called_by(caller):
+            options: dict[str, Any] = {"dtype": dtype, "engine_model": engine_model}
+            made = pieces(self._engine, self._store, cache_id, to, tenant=caller.tenant, **options)
+            while piece := await self._threads.compute(next, made, b""):
+                yield piece
 
     async def require_source(self, identity: Identity, source: str, *, caller: Caller) -> None:
         """Whether a text is a cache's document, see `kvshelf.workers.replica.inspect`."""

@@ -171,7 +171,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_a_model_without_one_is_refused_with_the_command(folder):
-    (folder / "compresskv.json").unlink()
+    (folder / "kvshelf" / "compresskv.json").unlink()
     engine = Engine.load(str(folder), device="cpu")
     with pytest.raises(PolicyUnsupported, match=r"kvshelf calibrate --model .* --dtype float32") as refused:
         engine.prepare(TEXT, policy="compresskv")
@@ -209,7 +209,7 @@ def test_one_of_other_weights_is_refused(folder):
     ],
 )
 def test_a_broken_file_is_refused_by_name(folder, change, named):
-    path = folder / "compresskv.json"
+    path = folder / "kvshelf" / "compresskv.json"
     data = json.loads(path.read_text())
     change(data)
     path.write_text(json.dumps(data))
@@ -220,7 +220,7 @@ def test_a_broken_file_is_refused_by_name(folder, change, named):
 
 
 def test_a_file_that_is_no_json_or_too_large_is_refused(folder):
-    path = folder / "compresskv.json"
+    path = folder / "kvshelf" / "compresskv.json"
     path.write_text("{")
     with pytest.raises(PolicyUnsupported, match="is broken"):
         calibrations.load(path, calibrations.Calibration)
@@ -233,7 +233,7 @@ def test_a_file_that_is_no_json_or_too_large_is_refused(folder):
 
 def test_a_calibration_for_another_number_of_layers_cannot_slip_in(folder):
     """Same weights, other shape: the file was edited by hand."""
-    path = folder / "compresskv.json"
+    path = folder / "kvshelf" / "compresskv.json"
     data = json.loads(path.read_text())
     data["head_scores"] = data["head_scores"][:2]
     data["layer_errors"] = [0.5, 0.5]

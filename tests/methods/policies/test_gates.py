@@ -379,6 +379,8 @@ def test_gates_beside_the_weights_are_found(tmp_path):
     shutil.copytree(bundled_folder("kvshelf-tiny"), model)
     engine = Engine.load(str(model), device="cpu")
     assert engine.prepare(TEXT, policy="kvzip_gate").document.gates.header.policy == "kvzip_gate"
+    shutil.move(model / "kvshelf" / "gates", model / "gates")  # where they lay before
+    assert engine.prepare(TEXT, policy="kvzip_gate").document.gates.header.policy == "kvzip_gate"
     shutil.rmtree(model / "gates")
     with pytest.raises(PolicyUnsupported, match="there are none"):
         engine.prepare(TEXT, policy="kvzip_gate")
