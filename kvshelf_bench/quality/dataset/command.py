@@ -22,7 +22,7 @@ from kvshelf_bench.quality.dataset import abilities, folder
 from kvshelf_bench.quality.dataset.compare import compare, compare_table
 from kvshelf_bench.quality.dataset.documents import Document, chosen, read_documents, read_prompts
 from kvshelf_bench.quality.dataset.kvpress import Kvpress
-from kvshelf_bench.quality.dataset.measuring import Asking, DocumentUnit
+from kvshelf_bench.quality.dataset.measuring import Asking, DocumentUnit, make_units
 from kvshelf_bench.quality.dataset.rows import Reading
 from kvshelf_bench.quality.dataset.run import run
 from kvshelf_bench.quality.dataset.summary import PLAIN, DatasetSummary, way_label
@@ -106,7 +106,7 @@ def measure(chosen_: Chosen, options: EngineOptions, made: Made | None = None) -
     asking, rows, longest = chosen_.asking(), chosen_.rows(), chosen_.longest()
     documents = chosen_.documents() if made is None else made.documents
     kvpress = Kvpress.of(chosen_.baseline, chosen_.kvpress_python, options, asking)
-    with _bar(len(documents) * len({row.variant for row in rows})) as done:
+    with _bar(len(make_units(documents, rows, asking))) as done:
         summary = run(
             documents, rows, options, chosen_.resume, asking,
             longest=longest, processes=chosen_.processes, progress=done,
