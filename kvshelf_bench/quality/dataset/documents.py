@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvshelf.errors import InvalidRequest
 from kvshelf_bench.quality.dataset.files import bad, read_rows
-from kvshelf_bench.quality.dataset.rows import PLACE, Question, Reading, shape_of
+from kvshelf_bench.quality.dataset.rows import PLACE, Question, Reading, beside_others, shape_of
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,11 @@ def read_documents(source: str | Path, reading: Reading | None = None) -> list[D
             raise bad(f"{source}: two contexts have the id {document.id!r}; give each one of its own")
     if not documents:
         raise bad(f"{source} has no row")
-    return list(documents.values())
+    changed = beside_others([question for document in documents.values() for question in document.questions])
+    return [
+        replace(document, questions=tuple(changed.get(one, one) for one in document.questions))
+        for document in documents.values()
+    ]
 
 
 def read_prompts(path: Path) -> dict[str, str]:

@@ -8,6 +8,7 @@ import pytest
 
 from kvshelf.errors import InvalidRequest
 from kvshelf_bench.quality.dataset.documents import Document, chosen, read_documents, read_prompts
+from kvshelf_bench.quality.dataset.measuring import score_of
 from kvshelf_bench.quality.dataset.rows import Question, Reading
 
 ROW = {"context": "The door is green.", "question": ["Which colour?"], "answers": [["green", "Green"]]}
@@ -197,6 +198,30 @@ def test_parquet_and_the_folders_of_datasets_have_the_same_rows(tmp_path):
     (tmp_path / "torn.parquet").write_bytes(b"PAR1")
     with pytest.raises(InvalidRequest, match=r"torn.parquet cannot be read"):
         read_documents(tmp_path / "torn.parquet")
+
+
+def test_a_function_is_compared_with_all_functions_of_its_repository(tmp_path):
+    """SCBench's repoqa: the functions of a repository stand in several rows."""
+    pytest.importorskip("tree_sitter", reason="pip install 'kvshelf[bench]'")
+
+    def row(context: str, repo: str, *names: str) -> dict:
+        turns = [{"input": f"It adds {name}.", "answer": f"def {name}(): return 1 + 2", "name": name} for name in names]
+        return {"context": context, "lang": "python", "repo": repo, "multi_turns": turns}
+
+    rows = row("One.", "a", "f", "g"), row("Two.", "b", "f"), row("Three.", "a", "h")
+    one, two, three = read_documents(written(tmp_path / "scbench_repoqa.jsonl", *rows))
+    all_of_a = ("python", "def f(): return 1 + 2", "def g(): return 1 + 2", "def h(): return 1 + 2")
+    assert [question.classes for question in (*one.questions, *three.questions)] == [all_of_a] * 3
+    assert two.questions[0].classes == ("python", "def f(): return 1 + 2")
+    assert one.questions[1].answers == ("def g(): return 1 + 2",)
+    assert (one.questions[0].scorer, one.questions[0].max_new_tokens) == ("function", 1024)
+    assert score_of(one.questions[1], "```\ndef g(): return 1 + 2\n```") == 1
+    assert score_of(one.questions[1], "```\ndef h(): return 1 + 2\n```") == 0
+    del rows[2]["lang"]
+    with pytest.raises(
+        InvalidRequest, match=r"line 3: the scorer function does not fit 'It adds h\.': the row needs lang"
+    ):
+        read_documents(written(tmp_path / "scbench_repoqa.jsonl", *rows))
 
 
 @pytest.mark.parametrize("text", ["[]", '{"a": 1}', '{"a": "no place"}', "{", None])
