@@ -75,7 +75,7 @@ def compression_costs(
     variants["plain", "first"] = variants["plain", "second"] = lambda: Hooked(plain_prefill(subject, ids), 0.0)
     for policy in policies:
         variants["ours", policy] = partial(compress, subject, ids, policy, removed)
-        if peer is not None and policy in peer.ready["methods"]:
+        if peer is not None and policy in peer.ready["timed"]:
             variants["peer", policy] = partial(_compress_by, peer, ids, policy, removed)
     measured = interleaved(variants, rounds)
     plain, again = measured["plain", "first"], measured["plain", "second"]

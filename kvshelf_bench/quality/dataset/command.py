@@ -17,7 +17,7 @@ from kvshelf.errors import InvalidRequest
 from kvshelf.terminal import progress_bar
 from kvshelf_bench.engines import EngineOptions
 from kvshelf_bench.measure import machine
-from kvshelf_bench.options import Reporting, counted, publish, rendered, split
+from kvshelf_bench.options import Reporting, publish, rendered, split
 from kvshelf_bench.quality.dataset import abilities, folder
 from kvshelf_bench.quality.dataset.compare import compare, compare_table
 from kvshelf_bench.quality.dataset.documents import Document, chosen, read_documents, read_prompts
@@ -112,8 +112,7 @@ def measure(chosen_: Chosen, options: EngineOptions, made: Made | None = None) -
             longest=longest, processes=chosen_.processes, progress=done,
         )  # fmt: skip
     if kvpress is not None:
-        with counted("kvpress", len(documents) * len(kvpress.taken(rows))) as step:
-            summary = summary.beside("kvpress", kvpress.run(summary.documents, rows, step))
+        summary = summary.beside("kvpress", kvpress.run(summary.documents, rows))
     _publish(chosen_, options, asking, summary, before, made)
 
 

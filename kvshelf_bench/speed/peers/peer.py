@@ -60,6 +60,19 @@ def open_kvpress(interpreter: str | None, subject: Subject, threads: int) -> Abs
     return _found(interpreter, "kvpress", "kvpress", given, "kvpress")
 
 
+def require_kvpress(interpreter: Path) -> None:
+    """Raises `InvalidRequest` for an interpreter that cannot import kvpress."""
+    try:
+        tried = subprocess.run([interpreter, "-I", "-c", "import kvpress"], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise InvalidRequest(
+            f"--kvpress-python {interpreter} cannot be run: {error}", param="kvpress_python"
+        ) from error
+    if tried.returncode:
+        last = (tried.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+        raise InvalidRequest(f"--kvpress-python {interpreter} cannot import kvpress: {last}", param="kvpress_python")
+
+
 def open_vllm(
     interpreter: str | None, subject: Subject, threads: int, longest: int, ends: float
 ) -> AbstractContextManager[Peer | None]:

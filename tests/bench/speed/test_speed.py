@@ -113,7 +113,7 @@ def test_each_share_is_of_the_prefill_of_its_own_round(subject, monkeypatch):
 
 ANSWERING = """
 import json, sys
-print(json.dumps({"methods": ["lagkv"], "versions": {"kvpress": "1"}}), flush=True)
+print(json.dumps({"timed": ["lagkv"], "versions": {"kvpress": "1"}}), flush=True)
 for line in sys.stdin:
     asked = json.loads(line)
     hook = 0.25 * len(asked["token_ids"])
