@@ -11,7 +11,7 @@ import torch
 from kvshelf.engine.prefill.prefill import Compression
 from kvshelf.kernels.rates import Cost, cost
 from kvshelf_bench.measure import Spread, interleaved, ratios
-from kvshelf_bench.speed.peers.peer import Peer
+from kvshelf_bench.peers.peer import Peer
 from kvshelf_bench.speed.subject import Subject
 
 ONE_PASS = (

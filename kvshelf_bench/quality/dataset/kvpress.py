@@ -13,11 +13,11 @@ from kvshelf.errors import InvalidRequest
 from kvshelf.model.loading import chosen_device, readable
 from kvshelf_bench.engines import EngineOptions
 from kvshelf_bench.options import counted
+from kvshelf_bench.peers.peer import Peer, require_kvpress, running
 from kvshelf_bench.quality.dataset.documents import Document
 from kvshelf_bench.quality.dataset.measuring import Asking, score_of
 from kvshelf_bench.quality.grid import Row
 from kvshelf_bench.quality.outcome import Outcome
-from kvshelf_bench.speed.peers.peer import Peer, require_kvpress, running
 
 
 @dataclass(frozen=True)
