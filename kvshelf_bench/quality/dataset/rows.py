@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from kvshelf.errors import MissingExtra
 from kvshelf_bench.quality.dataset.files import Row, bad
 from kvshelf_bench.scorers.scorers import SCORERS, Task, task_of
 
@@ -168,7 +169,11 @@ def _question(
         raise bad(f"{row.where}: there is no scorer {scorer!r}; one of {', '.join(SCORERS)}")
     classes = row.fields.get("all_classes")
     known = tuple(map(str, classes)) if isinstance(classes, list) else ()
-    if reason := SCORERS[scorer].unfit(answers, known):
+    try:
+        reason = SCORERS[scorer].unfit(answers, known)
+    except MissingExtra as error:
+        raise MissingExtra(f"{row.where}{f', task {name}' if name else ''}: {error.message}") from error
+    if reason:
         raise bad(f"{row.where}: the scorer {scorer} does not fit {asked[:80]!r}: {reason}; give another as --scorer")
     return Question(asked, answers, scorer, prefix, known, tokens or task.tokens, name, task.first_line)
 
