@@ -71,6 +71,11 @@ class Variant:
     def takes_budget(self) -> bool:
         return POLICIES[self.policy].takes_budget
 
+    @property
+    def takes_questions(self) -> bool:
+        """Whether the policy looks at questions that are known at compression."""
+        return build(self.policy, dict(self.params)).takes_questions
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -188,13 +193,12 @@ class Row:
 class Unit:
     """One prefill of a document, and the rows measured from its caches."""
 
-    variant: Variant
     rows: tuple[Row, ...]
 
     @property
     def about(self) -> dict[str, Any]:
         """What people read in the resume file, beside what a row says."""
-        return {"policy": self.variant.label}
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -205,8 +209,13 @@ class MadeUnit(Unit):
     document: int
 
     @property
+    def variant(self) -> Variant:
+        """Of all rows."""
+        return self.rows[0].variant
+
+    @property
     def about(self) -> dict[str, Any]:
-        return {"cell": self.cell.label, "document": self.document, **super().about}
+        return {"cell": self.cell.label, "document": self.document}
 
 
 @dataclass(frozen=True)
@@ -272,9 +281,7 @@ class Grid:
             for block in (block for block in self.blocks if document < block.documents):
                 for cell, row in product(block.cells(), block.rows(export=self.export)):
                     planned.setdefault((document, cell, *row.kept), {})[row] = None
-        return [
-            MadeUnit(variant, tuple(rows), cell, document) for (document, cell, variant, *_), rows in planned.items()
-        ]
+        return [MadeUnit(tuple(rows), cell, document) for (document, cell, *_), rows in planned.items()]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,8 +69,8 @@ def outcomes(
                 progress(unit, [known[protocol.key(unit, row)] for row in unit.rows], True)
         for unit, measured in _measured(missing, protocol, options, engine, processes):
             for row, outcome in zip(unit.rows, measured, strict=True):
-                about = {"removed": row.removed, "budget": row.budget, "codec": row.codec, "exported": row.exported}
-                file.append(outcome, {**unit.about, **about})
+                kept = {"policy": row.variant.label, "removed": row.removed, "budget": row.budget}
+                file.append(outcome, {**unit.about, **kept, "codec": row.codec, "exported": row.exported})
                 known[outcome.key] = outcome
             progress(unit, measured, False)
     return known

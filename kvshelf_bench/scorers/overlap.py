@@ -7,9 +7,11 @@ import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from difflib import SequenceMatcher
-from typing import Final
+from functools import cache
+from typing import Any, Final
 
 from kvshelf._extras import needs_extra
+from kvshelf.errors import MissingExtra
 
 _ARTICLES: Final = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION: Final = str.maketrans("", "", string.punctuation)
@@ -76,6 +78,26 @@ def rouge_l_sum(answer: str, reference: str) -> float:
                 hits, own[word], said[word] = hits + 1, own[word] - 1, said[word] - 1
     precision, recall = hits / other, hits / total
     return 2 * precision * recall / (precision + recall) if hits else 0.0
+
+
+def bert(answer: str, reference: str) -> float:
+    """LooGLE's BERT score: the second value of `bert_score`, which is given the reference in the answer's place; so it
+    is the mean over the answer's tokens. Raises `MissingExtra` without the package or its model."""
+    scorer = _bert_scorer()
+    return float(scorer.score([reference], [answer or "None"])[1])
+
+
+@cache
+def _bert_scorer() -> Any:
+    try:
+        from bert_score import BERTScorer
+
+        return BERTScorer(lang="en")
+    except (ModuleNotFoundError, OSError) as error:
+        raise MissingExtra(
+            "LooGLE's BERT score needs the package bert-score and the model roberta-large of the hub (1.4 GB); run: "
+            f"pip install bert-score && hf download roberta-large, or give another scorer, as --scorer rouge_l: {error}"
+        ) from error
 
 
 def edit_similarity(answer: str, reference: str) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvshelf_bench.scorers import choices, overlap, rules
+from kvshelf_bench.scorers import choices, functions, overlap, rules
 from kvshelf_bench.scorers.words import contains, words
 
 Score = Callable[[str, Sequence[str], Sequence[str]], float]
@@ -70,6 +70,15 @@ def _no_class(references: Sequence[str], classes: Sequence[str]) -> str | None:
     return next((f"the answer {one!r} is none of all_classes" for one in references if one not in classes), None)
 
 
+def _tried(score: Callable[[str, str], float]) -> Callable[[Sequence[str], Sequence[str]], None]:
+    """Raises `MissingExtra` without what the score needs: before anything is measured."""
+
+    def unfit(*_: Sequence[str]) -> None:
+        score("a", "a")
+
+    return unfit
+
+
 SCORERS: Final[dict[str, Scorer]] = {
     "contains": Scorer(
         _any(contains), _each(lambda one: bool(words(one)), "has no word, so no answer could contain it")
@@ -79,9 +88,9 @@ SCORERS: Final[dict[str, Scorer]] = {
     "string_match_all": Scorer(_any(choices.all_contained)),
     "string_match_part": Scorer(_any(choices.any_contained)),
     "f1": Scorer(_best(overlap.f1)),
-    "f1_zh": Scorer(_best(overlap.f1_chinese)),
+    "f1_zh": Scorer(_best(overlap.f1_chinese), _tried(overlap.f1_chinese)),
     "rouge_l": Scorer(_best(overlap.rouge_l)),
-    "rouge_l_zh": Scorer(_best(overlap.rouge_l_chinese)),
+    "rouge_l_zh": Scorer(_best(overlap.rouge_l_chinese), _tried(overlap.f1_chinese)),
     "classification": Scorer(_of_class, _no_class),
     "count": Scorer(_best(choices.counted)),
     "retrieval": _numbered("Paragraph "),
@@ -98,6 +107,8 @@ SCORERS: Final[dict[str, Scorer]] = {
     "option": Scorer(_any(choices.option)),
     "f1_characters": Scorer(_best(overlap.f1_characters)),
     "rouge_l_sum": Scorer(_best(overlap.rouge_l_sum)),
+    "bert": Scorer(_best(overlap.bert), _tried(overlap.bert)),
+    "function": Scorer(functions.repeated, functions.unfit),
 }
 
 _LONGBENCH: Final = {
@@ -140,12 +151,18 @@ _SCBENCH: Final = {
     **dict.fromkeys(("scbench_hashhop", "scbench_prefix_suffix"), Task("stands_in", 150)),
     "scbench_mf": Task("first_number", 5),
     "scbench_passkey": Task("first_integer", 15),
+    "scbench_repoqa": Task("function", 1024),
     "scbench_summary": Task("rouge_l_sum", 200),
     "scbench_vt": Task("string_match_rounded", 30),
     "scbench_many_shot": Task("said_aloud", 10),
 }
-TASKS: Final[dict[str, Task]] = {**_LONGBENCH, **_RULER, **_SCBENCH}
-"""Of LongBench (its -e sets have the same tasks), RULER and SCBench."""
+_LOOGLE: Final = {
+    "shortdep_qa": Task("bert", 300),
+    "longdep_qa": Task("bert", 500),
+    "longdep_summarization": Task("bert", 500),
+}
+TASKS: Final[dict[str, Task]] = {**_LONGBENCH, **_RULER, **_SCBENCH, **_LOOGLE}
+"""Of LongBench (its -e sets have the same tasks), RULER, SCBench and LooGLE."""
 
 
 def task_of(name: str) -> Task | None:

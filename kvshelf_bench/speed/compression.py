@@ -11,7 +11,7 @@ import torch
 from kvshelf.engine.prefill.prefill import Compression
 from kvshelf.kernels.rates import Cost, cost
 from kvshelf_bench.measure import Spread, interleaved, ratios
-from kvshelf_bench.speed.peers.peer import Peer
+from kvshelf_bench.peers.peer import Peer
 from kvshelf_bench.speed.subject import Subject
 
 ONE_PASS = (
@@ -75,7 +75,7 @@ def compression_costs(
     variants["plain", "first"] = variants["plain", "second"] = lambda: Hooked(plain_prefill(subject, ids), 0.0)
     for policy in policies:
         variants["ours", policy] = partial(compress, subject, ids, policy, removed)
-        if peer is not None and policy in peer.ready["methods"]:
+        if peer is not None and policy in peer.ready["timed"]:
             variants["peer", policy] = partial(_compress_by, peer, ids, policy, removed)
     measured = interleaved(variants, rounds)
     plain, again = measured["plain", "first"], measured["plain", "second"]

@@ -25,7 +25,7 @@ from kvshelf_bench.speed.compression import ONE_PASS, CompressionCosts, compress
 from kvshelf_bench.speed.decode import DEFAULT, DOCUMENT_TOKENS, Decodings, decodings
 from kvshelf_bench.speed.first_token import FirstTokens, first_tokens
 from kvshelf_bench.speed.options import SpeedOptions
-from kvshelf_bench.speed.peers.peer import open_kvpress
+from kvshelf_bench.speed.peers import open_kvpress
 from kvshelf_bench.speed.ranks import Sharing, sharings
 from kvshelf_bench.speed.selecting import SELECTORS, Selecting, selectings
 from kvshelf_bench.speed.serving import LENGTHS, Serving, serving

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvshelf.model.source import bundled_folder
 from kvshelf_bench.measure import Spread, ratios
-from kvshelf_bench.speed.peers.peer import Peer, running
+from kvshelf_bench.peers.peer import Peer, running
 from kvshelf_bench.speed.subject import Subject
 
 

@@ -22,8 +22,8 @@ from kvshelf.engine.progress import Checkpoint
 from kvshelf.kernels.rates import Cost, cost
 from kvshelf.model import loading as models
 from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
+from kvshelf_bench.peers.peer import Peer
 from kvshelf_bench.speed.decode import endless_answers
-from kvshelf_bench.speed.peers.peer import Peer
 from kvshelf_bench.speed.subject import Subject, load_random_model
 
 Ids = Sequence[int]

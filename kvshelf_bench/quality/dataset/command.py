@@ -17,12 +17,12 @@ from kvshelf.errors import InvalidRequest
 from kvshelf.terminal import progress_bar
 from kvshelf_bench.engines import EngineOptions
 from kvshelf_bench.measure import machine
-from kvshelf_bench.options import Reporting, counted, publish, rendered, split
+from kvshelf_bench.options import Reporting, publish, rendered, split
 from kvshelf_bench.quality.dataset import abilities, folder
 from kvshelf_bench.quality.dataset.compare import compare, compare_table
 from kvshelf_bench.quality.dataset.documents import Document, chosen, read_documents, read_prompts
 from kvshelf_bench.quality.dataset.kvpress import Kvpress
-from kvshelf_bench.quality.dataset.measuring import Asking, DocumentUnit
+from kvshelf_bench.quality.dataset.measuring import Asking, DocumentUnit, make_units
 from kvshelf_bench.quality.dataset.rows import Reading
 from kvshelf_bench.quality.dataset.run import run
 from kvshelf_bench.quality.dataset.summary import PLAIN, DatasetSummary, way_label
@@ -106,14 +106,13 @@ def measure(chosen_: Chosen, options: EngineOptions, made: Made | None = None) -
     asking, rows, longest = chosen_.asking(), chosen_.rows(), chosen_.longest()
     documents = chosen_.documents() if made is None else made.documents
     kvpress = Kvpress.of(chosen_.baseline, chosen_.kvpress_python, options, asking)
-    with _bar(len(documents) * len({row.variant for row in rows})) as done:
+    with _bar(len(make_units(documents, rows, asking))) as done:
         summary = run(
             documents, rows, options, chosen_.resume, asking,
             longest=longest, processes=chosen_.processes, progress=done,
         )  # fmt: skip
     if kvpress is not None:
-        with counted("kvpress", len(documents) * len(kvpress.taken(rows))) as step:
-            summary = summary.beside("kvpress", kvpress.run(summary.documents, rows, step))
+        summary = summary.beside("kvpress", kvpress.run(summary.documents, rows))
     _publish(chosen_, options, asking, summary, before, made)
 
 

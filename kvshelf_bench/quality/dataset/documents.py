@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvshelf.errors import InvalidRequest
 from kvshelf_bench.quality.dataset.files import bad, read_rows
-from kvshelf_bench.quality.dataset.rows import PLACE, Question, Reading, shape_of
+from kvshelf_bench.quality.dataset.rows import PLACE, Question, Reading, beside_others, shape_of
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ def read_documents(source: str | Path, reading: Reading | None = None) -> list[D
     """The documents of a file, a folder or a dataset of the hub, in its order. Raises `InvalidRequest` that names the
     line."""
     documents: dict[str, Document] = {}
+    named: dict[str, str] = {}
     shape, first = None, ""
     for row in read_rows(str(source)):
         found = shape_of(row)
@@ -37,14 +38,19 @@ def read_documents(source: str | Path, reading: Reading | None = None) -> list[D
         if known := documents.get(context):
             documents[context] = replace(known, questions=known.questions + questions)
         else:
+            if row.id in named:
+                raise bad(
+                    f"{row.where} has another context than {named[row.id]}, and its id {row.id!r}; give it its own"
+                )
+            named[row.id] = row.where
             documents[context] = Document(row.id, context, questions)
-    named: dict[str, Document] = {}
-    for document in documents.values():
-        if named.setdefault(document.id, document) is not document:
-            raise bad(f"{source}: two contexts have the id {document.id!r}; give each one of its own")
     if not documents:
         raise bad(f"{source} has no row")
-    return list(documents.values())
+    changed = beside_others([question for document in documents.values() for question in document.questions])
+    return [
+        replace(document, questions=tuple(changed.get(one, one) for one in document.questions))
+        for document in documents.values()
+    ]
 
 
 def read_prompts(path: Path) -> dict[str, str]:

@@ -84,14 +84,14 @@ def _from_hub(source: str) -> Path:
 
 def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     try:
-        lines = path.read_text("utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
         raise bad(f"--dataset {path} cannot be read: {error}") from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            fields = json.loads(line)
+            fields = json.loads(line.decode())
             json.dumps(fields, ensure_ascii=False).encode()  # half a character, as "\ud800", is no text
         except (ValueError, RecursionError) as error:
             raise bad(f"{path}, line {number} is no JSON: {error}") from error

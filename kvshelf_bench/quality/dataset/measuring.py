@@ -1,12 +1,13 @@
-"""One document of a dataset under the rows of one policy: compressed once, asked all its questions in one batch."""
+"""One document of a dataset under the rows of one policy: compressed once, asked all its questions in one batch. Where
+the question is known: compressed once for each, and asked it under the rows of all policies in one batch."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.identity import canonical_json, digest
@@ -15,7 +16,6 @@ from kvshelf.engine.engine import Compression, Engine
 from kvshelf.engine.inputs.job import Level, shared
 from kvshelf.engine.quality import Reference
 from kvshelf.errors import KvshelfError
-from kvshelf.methods.policies import build
 from kvshelf_bench.quality.dataset.documents import Document
 from kvshelf_bench.quality.dataset.rows import Question
 from kvshelf_bench.quality.grid import Row, Unit, Variant
@@ -28,26 +28,11 @@ REVISION: Final = 2
 ANSWER_TOKENS: Final = 48
 """Of an answer, where neither the user nor the row nor its benchmark says."""
 
+Kept: TypeAlias = tuple[Variant, float, int | None]
+"""As `Row.kept`."""
 
-@dataclass(frozen=True)
-class DocumentUnit(Unit):
-    """Of a document of a dataset."""
-
-    document: Document
-
-    @property
-    def about(self) -> dict[str, Any]:
-        return {"document": self.document.id, **super().about}
-
-
-def make_units(documents: Sequence[Document], rows: Sequence[Row]) -> list[DocumentUnit]:
-    """Document by document through all policies: a run that is stopped has all rows of some documents."""
-    groups: dict[Variant, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row.variant, []).append(row)
-    return [
-        DocumentUnit(variant, tuple(group), document) for document in documents for variant, group in groups.items()
-    ]
+Made: TypeAlias = tuple[Compression, Reference | None]
+"""What a prefill gave for one of its sizes."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +47,33 @@ class Asking:
     known: bool = False
     turns: bool = False
 
+    def known_to(self, row: Row) -> bool:
+        """Whether the row's policy sees the question at compression."""
+        return self.known and row.variant.takes_questions
+
     def tokens(self, question: Question) -> int:
         """Most tokens of an answer."""
         return self.max_new_tokens or question.max_new_tokens or ANSWER_TOKENS
+
+
+@dataclass(frozen=True)
+class DocumentUnit(Unit):
+    """Of a document of a dataset."""
+
+    document: Document
+
+    @property
+    def about(self) -> dict[str, Any]:
+        return {"document": self.document.id}
+
+
+def make_units(documents: Sequence[Document], rows: Sequence[Row], asking: Asking) -> list[DocumentUnit]:
+    """Document by document through all policies: a run that is stopped has all rows of some documents. All policies
+    that look at a known question are one unit, as they share the prefill of each question."""
+    groups: dict[Variant | None, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(None if asking.known_to(row) else row.variant, []).append(row)
+    return [DocumentUnit(tuple(group), document) for document in documents for group in groups.values()]
 
 
 @dataclass(frozen=True)
@@ -83,7 +92,7 @@ class DatasetProtocol:
     def key(self, unit: DocumentUnit, row: Row) -> str:
         """A digest of all that the result depends on: model, document, questions and the settings of the row. Where a
         policy looks at no question, known and unknown ones have one result."""
-        own = replace(self, asking=replace(self.asking, known=self._known(unit)))
+        own = replace(self, asking=replace(self.asking, known=self.asking.known_to(row)))
         document = {"context": unit.document.context, "questions": [asdict(one) for one in unit.document.questions]}
         settings = {"revision": REVISION, **document, **shared_settings(own, row)}
         return digest("kvshelf_bench.quality.dataset", canonical_json(settings))
@@ -92,22 +101,19 @@ class DatasetProtocol:
         """The outcomes of the unit's rows: the document compressed once for all sizes, or for all sizes of each
         question that is known."""
         keys = [self.key(unit, row) for row in unit.rows]
-        if not self._known(unit):
+        if not self.asking.known_to(unit.rows[0]):
             outcomes = self._outcomes(engine, unit, unit.document.questions)
         else:
             each = [self._outcomes(engine, unit, [question], (question.text,)) for question in unit.document.questions]
             outcomes = [joined(of_row) for of_row in zip(*each, strict=True)]
         return [replace(outcome, key=key) for key, outcome in zip(keys, outcomes, strict=True)]
 
-    def _known(self, unit: DocumentUnit) -> bool:
-        return self.asking.known and build(unit.variant.policy, dict(unit.variant.params)).takes_questions
-
     def _outcomes(
         self, engine: Engine, unit: DocumentUnit, questions: Sequence[Question], expected: Sequence[str] = ()
     ) -> list[Outcome]:
         """Of the rows, without their keys; one prefill where their policies allow it."""
-        levels: dict[Any, Level] = {}
-        refused: dict[Any, str] = {}
+        levels: dict[Kept, Level] = {}
+        refused: dict[Kept, str] = {}
         for row in unit.rows:
             if row.kept not in levels and row.kept not in refused:
                 try:
@@ -115,7 +121,7 @@ class DatasetProtocol:
                     levels[row.kept] = engine.level(job)
                 except KvshelfError as error:
                     refused[row.kept] = error.message
-        made: dict[Any, tuple[Compression, Reference | None]] = {}
+        made: dict[Kept, Made] = {}
         for group in shared(list(levels.values())):
             of_group = [kept for kept, level in levels.items() if any(level is one for one in group)]
             try:
@@ -123,50 +129,62 @@ class DatasetProtocol:
                 made |= {at: (one, prefill.reference) for at, one in zip(of_group, prefill.compressions, strict=True)}
             except KvshelfError as error:
                 refused |= dict.fromkeys(of_group, error.message)
-        outcomes = []
-        for row in unit.rows:
-            try:
-                missing = refused.get(row.kept)
-                outcomes.append(
-                    Outcome("", refused=missing) if missing else self._row(engine, questions, row, *made[row.kept])
-                )
-            except KvshelfError as error:
-                outcomes.append(Outcome("", refused=error.message))
-        return outcomes
+        asked = [row for row in unit.rows if row.kept in made]
+        batches = [asked] if expected else [[row] for row in asked]
+        told = {row: one for batch in batches for row, one in self._answered(engine, questions, batch, made).items()}
+        return [told[row] if row in told else Outcome("", refused=refused[row.kept]) for row in unit.rows]
 
-    def _row(
-        self,
-        engine: Engine,
-        questions: Sequence[Question],
-        row: Row,
-        compression: Compression,
-        reference: Reference | None,
-    ) -> Outcome:
+    def _answered(
+        self, engine: Engine, questions: Sequence[Question], rows: Sequence[Row], made: Mapping[Kept, Made]
+    ) -> dict[Row, Outcome]:
+        """Of rows that are asked in one batch. One that cannot be asked is refused alone."""
+        try:
+            measured = {row: self._measured(engine, row, *made[row.kept]) for row in rows}
+            started = time.perf_counter()
+            ask = _in_turns if self.asking.turns else _at_once
+            answers = ask(engine, [(row, cache) for row, (cache, _) in measured.items()], questions, self.asking)
+            seconds = (time.perf_counter() - started) / len(rows)
+        except KvshelfError as error:
+            if len(rows) == 1:
+                return {rows[0]: Outcome("", refused=error.message)}
+            return {row: one for each in rows for row, one in self._answered(engine, questions, [each], made).items()}
+        return {
+            row: replace(outcome, answer_s=seconds, **_scored(engine, cache, questions, of_row))
+            for (row, (cache, outcome)), of_row in zip(measured.items(), answers, strict=True)
+        }
+
+    def _measured(
+        self, engine: Engine, row: Row, compression: Compression, reference: Reference | None
+    ) -> tuple[CompressedCache, Outcome]:
+        """The cache that is asked, and what there is to say of it before."""
         started = time.perf_counter()
         cache = engine.encoded(compression.cache, row.codec)
         encoded = time.perf_counter()
         quality = None if reference is None else engine.measure(cache, reference)
-        asked = time.perf_counter()
-        ask = _in_turns if self.asking.turns else _at_once
-        answers = ask(engine, cache, row, questions, self.asking)
-        done = time.perf_counter()
-        scores = [score_of(question, answer.text) for question, answer in zip(questions, answers, strict=True)]
-        read = sum(answer.usage.read_tokens for answer in answers) / len(answers)
-        return Outcome(
+        return cache, Outcome(
             key="",
-            exact=tuple(int(score == 1) for score in scores),
-            partial=tuple(round(score, 6) for score in scores),
             document_tokens=cache.num_tokens,
             stored_bytes=len(cache.to_bytes()),
-            read_share=read / engine.attach(cache).read_tokens,
             prefill_s=compression.prefill_s,
             compress_s=compression.compress_s,
             encode_s=encoded - started,
-            answer_s=done - asked,
-            answers=tuple(answer.text for answer in answers),
-            first_tokens=tuple(answer.token_ids[0] if answer.token_ids else -1 for answer in answers),
             quality=None if quality is None else quality.model_dump(),
         )
+
+
+def _scored(
+    engine: Engine, cache: CompressedCache, questions: Sequence[Question], answers: Sequence[Answer]
+) -> dict[str, Any]:
+    """The fields of an outcome that its answers give."""
+    scores = [score_of(question, answer.text) for question, answer in zip(questions, answers, strict=True)]
+    read = sum(answer.usage.read_tokens for answer in answers) / len(answers)
+    return {
+        "exact": tuple(int(score == 1) for score in scores),
+        "partial": tuple(round(score, 6) for score in scores),
+        "read_share": read / engine.attach(cache).read_tokens,
+        "answers": tuple(answer.text for answer in answers),
+        "first_tokens": tuple(answer.token_ids[0] if answer.token_ids else -1 for answer in answers),
+    }
 
 
 def score_of(question: Question, answer: str) -> float:
@@ -190,31 +208,32 @@ def joined(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def _at_once(
-    engine: Engine, cache: CompressedCache, row: Row, questions: Sequence[Question], asking: Asking
-) -> list[Answer]:
-    """All questions of the cache as it is, those with answers of one length in one batch."""
-    answers: dict[int, Answer] = {}
-    for tokens in dict.fromkeys(map(asking.tokens, questions)):
-        places = [place for place, question in enumerate(questions) if asking.tokens(question) == tokens]
-        batch = engine.answer_all(
-            [(cache, _prompt(engine, cache, questions[place])) for place in places],
-            max_new_tokens=tokens,
-            **selecting(cache, row.select),
-        )
+    engine: Engine, asked: Sequence[tuple[Row, CompressedCache]], questions: Sequence[Question], asking: Asking
+) -> list[list[Answer]]:
+    """All questions of each cache as it is, those that are read alike and answered at one length in one batch."""
+    groups: dict[Any, list[tuple[int, int]]] = {}
+    for place, (row, _) in enumerate(asked):
+        for number, question in enumerate(questions):
+            groups.setdefault((row.select, asking.tokens(question)), []).append((place, number))
+    answers: dict[tuple[int, int], Answer] = {}
+    for (select, tokens), places in groups.items():
+        prompts = [(asked[at][1], _prompt(engine, asked[at][1], questions[number])) for at, number in places]
+        batch = engine.answer_all(prompts, max_new_tokens=tokens, **selecting(prompts[0][0], select))
         answers |= dict(zip(places, batch, strict=True))
-    return [answers[place] for place in range(len(questions))]
+    return [[answers[place, number] for number in range(len(questions))] for place in range(len(asked))]
 
 
 def _in_turns(
-    engine: Engine, cache: CompressedCache, row: Row, questions: Sequence[Question], asking: Asking
-) -> list[Answer]:
+    engine: Engine, asked: Sequence[tuple[Row, CompressedCache]], questions: Sequence[Question], asking: Asking
+) -> list[list[Answer]]:
     """Each question behind the earlier ones with their right answers, as SCBench's multi-turn mode has it."""
-    answers = []
+    told: list[list[Answer]] = [[] for _ in asked]
     for question in questions:
-        answers += _at_once(engine, cache, row, [question], asking)
+        for answers, of_row in zip(told, _at_once(engine, asked, [question], asking), strict=True):
+            answers += of_row
         turn = [{"role": "user", "content": question.text}, {"role": "assistant", "content": question.answers[0]}]
-        cache = engine.extend(cache, turn, policy="full")
-    return answers
+        asked = [(row, engine.extend(cache, turn, policy="full")) for row, cache in asked]
+    return told
 
 
 def _prompt(engine: Engine, cache: CompressedCache, question: Question) -> str | list[int]:

@@ -4,20 +4,24 @@ A row's fields tell its shape:
 
 - kvpress: `context, question, answer_prefix, answer` (or `answers`), `max_new_tokens, task, all_classes`
 - LongBench: `input, context, answers, all_classes, length, dataset`
-- SCBench: `context, multi_turns: [{input, answer, options, task}]`; the task is the file's name
+- SCBench: `context, multi_turns: [{input, answer, options, task, name}], lang, repo`; the task is the file's name
 - lists: `context, question: [...], answers: [...]`, with `scorer` for all of them or one each
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from kvshelf.errors import MissingExtra
 from kvshelf_bench.quality.dataset.files import Row, bad
 from kvshelf_bench.scorers.scorers import SCORERS, Task, task_of
 
 PLACE: Final = "{context}"
+REPEATED: Final = "function"
+"""The scorer that compares an answer with all functions of its repository. A row has the language, the repository and
+the function's name as the classes; `beside_others` puts all functions in their place."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,10 @@ def _scbench(row: Row, reading: Reading) -> tuple[str, tuple[Question, ...]]:
         if options and right in options:
             right = [right, "ABCD"[options.index(right)]]
         contexts.append(context)
-        questions.append(_question(row, reading, asked, right, name, task_of(name) or Task("contains")))
+        task = task_of(name) or Task("contains")
+        if (reading.scorer or task.scorer) == REPEATED:
+            fields["all_classes"] = [fields.get(one) or "" for one in ("lang", "repo", "name")]
+        questions.append(_question(replace(row, fields=fields), reading, asked, right, name, task))
     if len(set(contexts)) > 1:
         raise bad(f"{row.where}: the prompts of its turns put different texts before the context; give them one")
     return contexts[0], tuple(questions)
@@ -131,6 +138,20 @@ def _lists(row: Row, reading: Reading) -> tuple[str, tuple[Question, ...]]:
     return _text(row, "context", context), questions
 
 
+def beside_others(questions: Sequence[Question]) -> dict[Question, Question]:
+    """The questions about functions, with the language and all functions of their repository as classes. Functions of
+    one name are one for RepoQA."""
+    asked = [one for one in questions if one.scorer == REPEATED]
+    named = {(*one.classes[1:], one.answers[0]): None for one in asked}
+    known = {}
+    for one in asked:
+        language, repository, name = one.classes
+        functions = [(own, text) for of, own, text in named if of == repository]
+        right = dict.fromkeys((one.answers[0], *(text for own, text in functions if own == name)))
+        known[one] = replace(one, answers=tuple(right), classes=(language, *(text for _, text in functions)))
+    return known
+
+
 SHAPES: Final = (
     Shape("SCBench", ("context", "multi_turns"), _scbench),
     Shape("LongBench", ("input", "context", "answers"), _longbench),
@@ -148,7 +169,11 @@ def _question(
         raise bad(f"{row.where}: there is no scorer {scorer!r}; one of {', '.join(SCORERS)}")
     classes = row.fields.get("all_classes")
     known = tuple(map(str, classes)) if isinstance(classes, list) else ()
-    if reason := SCORERS[scorer].unfit(answers, known):
+    try:
+        reason = SCORERS[scorer].unfit(answers, known)
+    except MissingExtra as error:
+        raise MissingExtra(f"{row.where}{f', task {name}' if name else ''}: {error.message}") from error
+    if reason:
         raise bad(f"{row.where}: the scorer {scorer} does not fit {asked[:80]!r}: {reason}; give another as --scorer")
     return Question(asked, answers, scorer, prefix, known, tokens or task.tokens, name, task.first_line)
 

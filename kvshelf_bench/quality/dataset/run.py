@@ -42,7 +42,7 @@ def run(
     if longest is not None:
         documents = [truncated(engine, document, asking, longest) for document in documents]
     protocol = DatasetProtocol.of(engine, asking)
-    units = make_units(documents, rows)
+    units = make_units(documents, rows, asking)
     known = outcomes(units, protocol, engine, options, resume, processes=processes, progress=progress)
     found = {(unit.document.id, row): known[protocol.key(unit, row)] for unit in units for row in unit.rows}
     by_row = {row: [found[document.id, row] for document in documents] for row in rows}

@@ -120,6 +120,36 @@ def _code(rng: Draw) -> Case:
     return rng.one(("", "\n")) + "\n".join(said), [reference], []
 
 
+FUNCTIONS = {
+    "python": ("def {0}({1}, b):\n    # adds\n    return {1} + b * {2}", "@cached\nclass A:\n    x = {2}"),
+    "java": ("public int {0}(int {1}) {{\n  return {1} + {2};\n}}", "class A {{\n  int x = {2};\n}}"),
+    "typescript": ("function {0}({1}: number): number {{\n  return {1} * {2}\n}}", "const {0} = ({1}) => {2}"),
+    "rust": ("fn {0}({1}: i32) -> i32 {{\n    {1} + {2} // adds\n}}", "struct {0} {{ {1}: i32 }}"),
+    "cpp": ("int {0}(int {1}) {{\n  return {1} - {2};\n}}", "char *{0}(char *{1}) {{ return {1} + {2}; }}"),
+    "go": ("func {0}({1} int) int {{\n\treturn {1} / {2}\n}}", "func (s *A) {0}({1} int) int {{ return {2} }}"),
+}
+
+
+def _function(rng: Draw) -> Case:
+    """A function of a repository, said in a block of code or in words, whole, with another one, or changed."""
+    language = rng.one(tuple(FUNCTIONS))
+
+    def made() -> str:
+        named = rng.one(("add", "of_one", "río")), rng.one(("a", "count")), rng.one(("1", "22", "3"))
+        tail = "".join(f"\n{rng.text(WORDS, 6, (' ',))}" for _ in range(rng.below(3)))
+        return rng.one((FUNCTIONS[language][0], *FUNCTIONS[language])).format(*named) + tail
+
+    functions = list(dict.fromkeys(made() for _ in range(1 + rng.below(5))))
+    right = rng.one(functions)
+    said = rng.one((right, right, right, rng.like(right, WORDS), rng.one(functions), right.partition("\n")[2], "12"))
+    said = rng.one(("", "", "# first\n", f"{made()}\n")) + said
+    fence = rng.one(("```", f"```{language}", "```  "))
+    wrapped = rng.one(
+        (said, f"{fence}\n{said}\n```", f"Here:\n{fence}\n{said}\n```\nor\n```\n{made()}\n```", f"{fence}\n{said}")
+    )
+    return wrapped, [right], [language, *functions]
+
+
 _MAKERS: dict[str, Callable[[Draw], Case]] = {
     "f1_zh": _chinese,
     "rouge_l_zh": _chinese,
@@ -139,5 +169,6 @@ _MAKERS: dict[str, Callable[[Draw], Case]] = {
     "first_number": _decimal,
     "letter": _letter,
     "option": _option,
+    "function": _function,
     "edit_similarity": _code,
 }

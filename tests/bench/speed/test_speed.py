@@ -24,13 +24,14 @@ from kvshelf.model.loading import shares_models
 from kvshelf.model.source import bundled_folder
 from kvshelf.store.url import open_store
 from kvshelf_bench.cli import app
+from kvshelf_bench.peers import kvpress_worker
+from kvshelf_bench.peers.peer import Peer
 from kvshelf_bench.quality.grid import Row
 from kvshelf_bench.speed import compression, decode, serving
 from kvshelf_bench.speed.codecs import codec_costs, codec_ways
 from kvshelf_bench.speed.compression import Hooked, compress, compression_costs, plain_prefill
 from kvshelf_bench.speed.first_token import _ways, first_tokens
-from kvshelf_bench.speed.peers import kvpress_worker
-from kvshelf_bench.speed.peers.peer import Peer, open_kvpress, open_vllm
+from kvshelf_bench.speed.peers import open_kvpress, open_vllm
 from kvshelf_bench.speed.subject import (
     QUESTION_TOKENS,
     Subject,
@@ -113,7 +114,7 @@ def test_each_share_is_of_the_prefill_of_its_own_round(subject, monkeypatch):
 
 ANSWERING = """
 import json, sys
-print(json.dumps({"methods": ["lagkv"], "versions": {"kvpress": "1"}}), flush=True)
+print(json.dumps({"timed": ["lagkv"], "versions": {"kvpress": "1"}}), flush=True)
 for line in sys.stdin:
     asked = json.loads(line)
     hook = 0.25 * len(asked["token_ids"])

@@ -22,7 +22,7 @@ from kvshelf_bench.quality.dataset.picture import draw
 from kvshelf_bench.quality.dataset.rows import Question
 from kvshelf_bench.quality.dataset.run import truncated
 from kvshelf_bench.quality.dataset.summary import PLAIN, DatasetSummary, Way
-from kvshelf_bench.quality.grid import Row, Variant
+from kvshelf_bench.quality.grid import Reading, Row, Variant
 from kvshelf_bench.quality.outcome import Outcome
 from kvshelf_bench.quality.retrieval import counter
 
@@ -58,7 +58,7 @@ def test_all_questions_are_asked_at_once_as_one_by_one(tiny, dataset):
     """One prefill for all codecs of a policy; each question is a user's turn behind the document."""
     document = read_documents(dataset)[0]
     rows = [PLAIN, Row(PLAIN.variant, 0.0, "int4"), BLIND]
-    both, blind = make_units([document], rows)
+    both, blind = make_units([document], rows, Asking())
     plain, encoded = protocol(tiny, cues=30).measure(tiny, both)
     assert plain.prefill_s == encoded.prefill_s
     assert encoded.stored_bytes < plain.stored_bytes
@@ -77,12 +77,12 @@ def test_the_key_changes_with_whatever_the_result_depends_on(tiny):
     asked = (Question("Which?", ("a",)),)
     document = Document("one", "A text.", asked)
     others = [Document("one", "A text!", asked), Document("one", "A text.", (Question("Which?", ("b",)),))]
-    (unit,) = make_units([document], [PLAIN])
+    (unit,) = make_units([document], [PLAIN], Asking())
     keys = [protocol(tiny).key(unit, PLAIN), protocol(tiny).key(unit, Row(PLAIN.variant, 0.0, "int4"))]
-    keys += [protocol(tiny).key(other, PLAIN) for other in make_units(others, [PLAIN])]
+    keys += [protocol(tiny).key(other, PLAIN) for other in make_units(others, [PLAIN], Asking())]
     keys += [protocol(tiny, cues=1).key(unit, PLAIN), protocol(tiny, max_new_tokens=1).key(unit, PLAIN)]
     assert len(set(keys)) == len(keys)
-    (renamed,) = make_units([Document("two", "A text.", asked)], [PLAIN])
+    (renamed,) = make_units([Document("two", "A text.", asked)], [PLAIN], Asking())
     assert protocol(tiny).key(renamed, PLAIN) == keys[0], "the name of a document changes nothing"
     own = protocol(tiny)
     calibrated = replace(own, transforms="0f" * 32)
@@ -143,7 +143,7 @@ def test_an_answer_begins_with_its_prefix_and_has_the_tokens_of_its_row(tiny, da
     document = read_documents(dataset)[0]
     question = document.questions[0]
     several = (replace(question, max_new_tokens=3), replace(question, prefix=" 12", max_new_tokens=8), question)
-    (unit,) = make_units([replace(document, questions=several)], [PLAIN])
+    (unit,) = make_units([replace(document, questions=several)], [PLAIN], Asking())
     (told,) = protocol(tiny, max_new_tokens=0).measure(tiny, unit)
     cache = tiny.compress(document.context, policy="full")
     begun = tiny.encode_query(cache, question.text) + tiny.text.encode(" 12")
@@ -154,26 +154,31 @@ def test_an_answer_begins_with_its_prefix_and_has_the_tokens_of_its_row(tiny, da
 
 
 def test_a_known_question_is_compressed_for_alone(tiny, dataset):
-    """SnapKV keeps what the question looks at; keydiff looks at no question, and has one result for both."""
+    """SnapKV and EMS keep what the question looks at, after one prefill; keydiff looks at no question, and has one
+    result for both."""
     document = read_documents(dataset)[0]
-    snapkv, keydiff = (Row(Variant(name), 0.0, budget=64) for name in ("snapkv", "keydiff"))
+    snapkv, ems, keydiff = (Row(Variant(name), 0.0, budget=64) for name in ("snapkv", "ems", "keydiff"))
+    refused = replace(ems, select=Reading("quest", 0.5))
     known, unknown = protocol(tiny, known=True), protocol(tiny)
-    by_question, alike = make_units([document], [snapkv, keydiff])
+    by_question, alike = make_units([document], [snapkv, keydiff, ems, refused], known.asking)
     assert known.key(alike, keydiff) == unknown.key(alike, keydiff)
     assert known.key(by_question, snapkv) != unknown.key(by_question, snapkv)
-    (told,) = known.measure(tiny, by_question)
-    for question, text in zip(document.questions, told.answers, strict=True):
-        own = tiny.compress(document.context, policy="snapkv", budget_tokens=64, expected_questions=[question.text])
-        assert tiny.answer(own, question.text, max_new_tokens=16).text == text
-    (blind,) = unknown.measure(tiny, by_question)
-    assert told.answers != blind.answers
-    assert told.prefill_s > 2 * blind.prefill_s
+    told = dict(zip(by_question.rows, known.measure(tiny, by_question), strict=True))
+    assert told[snapkv].prefill_s == told[ems].prefill_s
+    for row in (snapkv, ems):
+        for question, text in zip(document.questions, told[row].answers, strict=True):
+            own = tiny.run(tiny.prepare(document.context, expected_questions=[question.text], **row.sizes)).cache
+            assert tiny.answer(own, question.text, max_new_tokens=16).text == text
+    assert "merge" in told[refused].refused, "alone, of those that are asked together"
+    (blind,) = unknown.measure(tiny, replace(by_question, rows=(snapkv,)))
+    assert told[snapkv].answers != blind.answers
+    assert told[snapkv].prefill_s > 2 * blind.prefill_s
 
 
 def test_turns_stand_behind_the_earlier_ones_and_their_right_answers(tiny, dataset):
     document = read_documents(dataset)[0]
     first, second = document.questions[:2]
-    (unit,) = make_units([replace(document, questions=(first, second))], [PLAIN])
+    (unit,) = make_units([replace(document, questions=(first, second))], [PLAIN], Asking())
     (told,) = protocol(tiny, turns=True).measure(tiny, unit)
     cache = tiny.compress(document.context, policy="full")
     assert told.answers[0] == tiny.answer(cache, first.text, max_new_tokens=16).text

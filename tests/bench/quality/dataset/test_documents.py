@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
-from kvshelf.errors import InvalidRequest
+from kvshelf.errors import InvalidRequest, MissingExtra
 from kvshelf_bench.quality.dataset.documents import Document, chosen, read_documents, read_prompts
+from kvshelf_bench.quality.dataset.measuring import score_of
 from kvshelf_bench.quality.dataset.rows import Question, Reading
 
 ROW = {"context": "The door is green.", "question": ["Which colour?"], "answers": [["green", "Green"]]}
@@ -91,15 +93,21 @@ def test_a_row_that_is_none_is_refused_with_its_line(tmp_path, row, reason):
 
 def test_a_file_without_documents_is_refused(tmp_path):
     (tmp_path / "latin").write_bytes("n\xf6te".encode("latin-1"))
-    with pytest.raises(InvalidRequest, match="latin cannot be read"):
+    with pytest.raises(InvalidRequest, match="latin, line 1 is no JSON: 'utf-8' codec"):
         read_documents(tmp_path / "latin")
     with pytest.raises(InvalidRequest, match="nothing cannot be read: no such file or folder"):
         read_documents(tmp_path / "nothing")
     with pytest.raises(InvalidRequest, match="has no row"):
         read_documents(written(tmp_path / "empty", ""))
     same = ROW | {"id": "door"}
-    with pytest.raises(InvalidRequest, match="two contexts have the id 'door'"):
+    with pytest.raises(InvalidRequest, match=r"twice, line 2 has another context than .*line 1, and its id 'door'"):
         read_documents(written(tmp_path / "twice", same, same | {"context": "Another door."}))
+
+
+def test_a_dataset_that_the_hub_does_not_give_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(InvalidRequest, match="--dataset nobody/none/4096 is no file here, and the hub did not give it"):
+        read_documents("nobody/none/4096")
 
 
 def test_a_fraction_is_drawn_by_the_seed_and_keeps_the_order():
@@ -197,6 +205,38 @@ def test_parquet_and_the_folders_of_datasets_have_the_same_rows(tmp_path):
     (tmp_path / "torn.parquet").write_bytes(b"PAR1")
     with pytest.raises(InvalidRequest, match=r"torn.parquet cannot be read"):
         read_documents(tmp_path / "torn.parquet")
+
+
+def test_a_task_whose_scorer_lacks_its_package_is_refused_by_name(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bert_score", None)
+    with pytest.raises(
+        MissingExtra, match=r"rows.jsonl, line 1, task longdep_qa: LooGLE's BERT score needs .*pip inst"
+    ):
+        read_documents(written(tmp_path / "rows.jsonl", KVPRESS | {"task": "longdep_qa"}))
+
+
+def test_a_function_is_compared_with_all_functions_of_its_repository(tmp_path):
+    """SCBench's repoqa: the functions of a repository stand in several rows."""
+    pytest.importorskip("tree_sitter", reason="pip install 'kvshelf[bench]'")
+
+    def row(context: str, repo: str, *names: str) -> dict:
+        turns = [{"input": f"It adds {name}.", "answer": f"def {name}(): return 1 + 2", "name": name} for name in names]
+        return {"context": context, "lang": "python", "repo": repo, "multi_turns": turns}
+
+    rows = row("One.", "a", "f", "g"), row("Two.", "b", "f"), row("Three.", "a", "h")
+    one, two, three = read_documents(written(tmp_path / "scbench_repoqa.jsonl", *rows))
+    all_of_a = ("python", "def f(): return 1 + 2", "def g(): return 1 + 2", "def h(): return 1 + 2")
+    assert [question.classes for question in (*one.questions, *three.questions)] == [all_of_a] * 3
+    assert two.questions[0].classes == ("python", "def f(): return 1 + 2")
+    assert one.questions[1].answers == ("def g(): return 1 + 2",)
+    assert (one.questions[0].scorer, one.questions[0].max_new_tokens) == ("function", 1024)
+    assert score_of(one.questions[1], "```\ndef g(): return 1 + 2\n```") == 1
+    assert score_of(one.questions[1], "```\ndef h(): return 1 + 2\n```") == 0
+    del rows[2]["lang"]
+    with pytest.raises(
+        InvalidRequest, match=r"line 3: the scorer function does not fit 'It adds h\.': the row needs lang"
+    ):
+        read_documents(written(tmp_path / "scbench_repoqa.jsonl", *rows))
 
 
 @pytest.mark.parametrize("text", ["[]", '{"a": 1}', '{"a": "no place"}', "{", None])

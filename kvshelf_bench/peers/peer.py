@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import select
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib.util import find_spec
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from kvshelf.errors import InvalidRequest, WorkerCrashed
-from kvshelf_bench.speed.subject import Subject
 
 
 class Peer:
@@ -50,46 +47,17 @@ class Peer:
         )
 
 
-def open_kvpress(interpreter: str | None, subject: Subject, threads: int) -> AbstractContextManager[Peer | None]:
-    """kvpress with the model, dtype, device and threads of `subject`, under `interpreter`. See `kvpress_worker.py`.
-
-    None means this interpreter if it has kvpress, whose pin of transformers seldom allows this, and otherwise no peer.
-    Raises as `running`.
-    """
-    given = (subject.source, subject.dtype, str(subject.device), str(threads))
-    return _found(interpreter, "kvpress", "kvpress", given, "kvpress")
-
-
-def open_vllm(
-    interpreter: str | None, subject: Subject, threads: int, longest: int, ends: float
-) -> AbstractContextManager[Peer | None]:
-    """As `open_kvpress`, vLLM on a CPU, for up to `longest` tokens; no peer either where it is not ready when the
-    monotonic clock says `ends`, because it compiles the model first. See `vllm_worker.py`."""
-    given = (subject.source, subject.dtype, str(threads), str(longest))
-    return _found(interpreter, "vllm", "vllm", given, "vLLM", ends)
-
-
-def open_llama(
-    interpreter: str | None, subject: Subject, threads: int, longest: int, answers: int
-) -> AbstractContextManager[Peer | None]:
-    """As `open_kvpress`, llama.cpp on the CPU, for up to `longest` tokens and `answers` at once; no peer for a model
-    that is no GGUF file. See `llama_worker.py`."""
-    if subject.gguf is None:
-        return nullcontext()
-    return _found(
-        interpreter, "llama_cpp", "llama", (subject.gguf, str(threads), str(longest), str(answers)), "llama.cpp"
-    )
-
-
-def _found(
-    interpreter: str | None, package: str, worker: str, given: Sequence[str], name: str, ends: float | None = None
-) -> AbstractContextManager[Peer | None]:
-    if interpreter is None and find_spec(package) is not None:
-        interpreter = sys.executable
-    if interpreter is None:
-        return nullcontext()
-    of = interpreter, worker, given, name
-    return running(*of) if ends is None else _ready_by(ends, *of)
+def require_kvpress(interpreter: Path) -> None:
+    """Raises `InvalidRequest` for an interpreter that cannot import kvpress."""
+    try:
+        tried = subprocess.run([interpreter, "-I", "-c", "import kvpress"], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise InvalidRequest(
+            f"--kvpress-python {interpreter} cannot be run: {error}", param="kvpress_python"
+        ) from error
+    if tried.returncode:
+        last = (tried.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+        raise InvalidRequest(f"--kvpress-python {interpreter} cannot import kvpress: {last}", param="kvpress_python")
 
 
 @contextmanager
@@ -101,7 +69,7 @@ def running(interpreter: str, worker: str, given: Sequence[str], name: str) -> I
 
 
 @contextmanager
-def _ready_by(ends: float, interpreter: str, worker: str, given: Sequence[str], name: str) -> Iterator[Peer | None]:
+def ready_by(ends: float, interpreter: str, worker: str, given: Sequence[str], name: str) -> Iterator[Peer | None]:
     """As `running`; None, and no process, if the worker is not ready when the monotonic clock says `ends`."""
     with _process(interpreter, worker, given) as process:
         assert process.stdout is not None

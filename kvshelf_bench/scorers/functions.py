@@ -1,0 +1,113 @@
+"""SCBench's score for repoqa: which function of a repository the answer repeats, by BLEU of their words."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from itertools import pairwise
+from typing import Any, Final
+
+from kvshelf._extras import needs_extra
+
+ENOUGH: Final = 0.8
+"""Least similarity of an answer that counts, of the eleven that RepoQA tells; SCBench takes this one."""
+
+_FUNCTIONS: Final = {
+    "python": "(function_definition name: (_)) @function",
+    "java": "(method_declaration name: (_)) @function",
+    "typescript": "(function_declaration name: (_)) @function",
+    "rust": "(function_item name: (_)) @function",
+    "cpp": "(function_definition declarator: (function_declarator declarator: (identifier))) @function",
+    "go": "(function_declaration name: (_)) @function",
+}
+"""What a function is in a syntax tree of each language: RepoQA's own queries."""
+
+_FENCE: Final = "```"
+_OPENING: Final = re.compile(rf"{_FENCE}\w*\s*")
+
+
+def repeated(answer: str, references: Sequence[str], classes: Sequence[str]) -> float:
+    """1 if, of the functions of a repository, the one that the answer is most like is the right one, and it is alike
+    enough. classes: the language, then the functions. Raises `MissingExtra` without the parser of the language."""
+    language, *functions = classes
+    said = _function(answer.strip(), language)
+    likeness = [similarity(said, one) for one in functions]
+    most = max(likeness)
+    return float(most >= ENOUGH and functions[likeness.index(most)] in references)
+
+
+def unfit(_: Sequence[str], classes: Sequence[str]) -> str | None:
+    """Why an answer cannot be scored. classes: of a row: the language, the repository and the function's name. Raises
+    `MissingExtra` as `repeated`."""
+    if len(classes) != 3 or not all(classes):
+        return "the row needs lang, repo and each turn's name, as SCBench's repoqa has them"
+    if classes[0] not in _FUNCTIONS:
+        return f"the row's lang is {classes[0]!r}; it must be one of {', '.join(_FUNCTIONS)}"
+    _parsing(classes[0])
+    return None
+
+
+def similarity(answer: str, reference: str) -> float:
+    """BLEU of up to four words, with the fourth smoothing of Chen and Cherry, as `nltk` has it: counts of 0 become ever
+    smaller parts of the logarithm of the answer's length."""
+    said, own = answer.split(), reference.split()
+    said, own = said or [""], own or [""]  # an empty text is one empty word there
+    zeros, logs = 0, 0.0
+    for count in range(1, 5):
+        ours, theirs = _runs(said, count), _runs(own, count)
+        found, total = (ours & theirs).total(), max(1, ours.total())
+        if count == 1 and not found:
+            return 0.0
+        share = found / total
+        if not found and len(said) > 1:
+            zeros += 1
+            share = math.log(len(said)) / (2**zeros * 5) / total
+        logs += math.log(share) / 4 if share else 0.0
+    return math.exp(min(0.0, 1 - len(own) / len(said)) + logs)
+
+
+def _runs(words: Sequence[str], count: int) -> Counter[tuple[str, ...]]:
+    return Counter(zip(*(words[at:] for at in range(count)), strict=False))
+
+
+def _function(answer: str, language: str) -> str:
+    """The first function in the answer's blocks of code; the first block where none has one, and the answer itself
+    where it has no block."""
+    blocks = _blocks(answer)
+    for block in blocks:
+        text = block.encode()
+        parser, find = _parsing(language)
+        nodes = [node for found in find(parser.parse(text).root_node).values() for node in found]
+        if nodes:
+            first = min(nodes, key=lambda node: (node.start_byte, -node.end_byte))
+            return text[first.start_byte : first.end_byte].decode()
+    return blocks[0] if blocks else answer
+
+
+def _blocks(answer: str) -> list[str]:
+    """The texts between fences, without blank lines before them. RepoQA has one pattern for this, which takes time
+    squared."""
+    lines, blocks, at = answer.split("\n"), [], 0
+    fences = [number for number, line in enumerate(lines) if line.startswith(_FENCE)]
+    for opening, closing in pairwise(fences):
+        if opening < at or _OPENING.fullmatch(lines[opening]) is None:
+            continue
+        first = next(number for number in range(opening + 1, closing + 1) if lines[number].strip())
+        blocks.append("".join(f"{line}\n" for line in lines[first:closing]))
+        at = closing + 1
+    return blocks
+
+
+@cache
+def _parsing(language: str) -> Any:
+    """A parser of a language, and what finds the functions of a tree."""
+    with needs_extra("bench", "the score of scbench_repoqa"):
+        from tree_sitter import Language, Parser, Query, QueryCursor
+
+        module = import_module(f"tree_sitter_{language}")
+    grammar = Language(module.language_typescript() if language == "typescript" else module.language())
+    return Parser(grammar), QueryCursor(Query(grammar, _FUNCTIONS[language])).captures
