@@ -160,7 +160,7 @@ class _Job:
 
     def run(self, **settings: Any) -> int:
         """Run the batch here; returns the exit code. Bad options are refused before anything is started."""
-        from kvshelf.corpus.run.object_journal import journal_of
+        from kvshelf.corpus.run.output_lines import journal_of
         from kvshelf.corpus.run.progress import RunOptions, RunState, Window
         from kvshelf.service.process.standalone import TENANT, run_standalone
         from kvshelf.service.settings import load_settings
@@ -199,7 +199,7 @@ class _Job:
         Ctrl-C cancels the batch and writes the finished rows. Caches on the shelf are reused by the next run.
         """
         from kvshelf.client import Client
-        from kvshelf.corpus.run.object_journal import journal_of
+        from kvshelf.corpus.run.output_lines import journal_of
         from kvshelf.corpus.run.remote import run_at
         from kvshelf.store.private import without_secret
 

@@ -1,11 +1,10 @@
-"""A corpus row, one type from the input file to the output; the shards that rows are read from, and their journal."""
+"""A corpus row, one type from the input file to the output; and the shards that rows are read from."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from hashlib import blake2b
 from typing import Any, Final, TypeVar
 
 from kvshelf.api import CreateCache
@@ -156,21 +155,6 @@ class Shard(abc.ABC):
         """
 
 
-class Journal(abc.ABC):
-    """The rows of one batch that have ended. If a row ends again later, the last end counts.
-
-    Every method may raise `StoreUnavailable` or `StorageFull`; the caller then appends the same rows again.
-    """
-
-    @abc.abstractmethod
-    def append(self, rows: Sequence[Row]) -> None:
-        """Record these rows; durable when it returns. A row of the same `key` as an earlier one replaces it."""
-
-    @abc.abstractmethod
-    def finished(self) -> Iterator[Row]:
-        """Each row's last end, in any order. Call nothing else until it is read."""
-
-
 def cut(items: Iterable[ItemT], size_of: Callable[[ItemT], int], *, most: int, size: int) -> Iterator[list[ItemT]]:
     """Consecutive groups of at most `most` items and `size` together; a single item may be larger."""
     group: list[ItemT] = []
@@ -183,16 +167,3 @@ def cut(items: Iterable[ItemT], size_of: Callable[[ItemT], int], *, most: int, s
         held += size_of(item)
     if group:
         yield group
-
-
-def last_ends(read: Callable[[], Iterator[Row]]) -> Iterator[Row]:
-    """Each row's last end, in the order of the journal. `read` is called twice, so that memory never holds all rows."""
-    last = {_digest(row): number for number, row in enumerate(read())}
-    for number, row in enumerate(read()):
-        if last[_digest(row)] == number:
-            yield row
-
-
-def _digest(row: Row) -> bytes:
-    """A digest of `Row.key`: the file names of a million rows would take more memory."""
-    return blake2b(f"{row.line} {row.source}".encode(), digest_size=16).digest()

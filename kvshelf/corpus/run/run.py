@@ -15,9 +15,10 @@ import ray
 import ray.exceptions as ray_errors
 import structlog
 
-from kvshelf.corpus.row import Journal, Row, Shard
+from kvshelf.corpus.row import Row, Shard
 from kvshelf.corpus.run.caller import Asks
 from kvshelf.corpus.run.control import Control, Order, Report
+from kvshelf.corpus.run.journal import Journal
 from kvshelf.corpus.run.pipeline import CallerSetup, stream
 from kvshelf.corpus.run.progress import Progress, RunOptions, RunState, Summary
 from kvshelf.corpus.run.tally import Tally

@@ -17,7 +17,7 @@ from kvshelf.backoff import backoff_s
 from kvshelf.corpus.row import Shard
 from kvshelf.corpus.run.progress import Progress, RunOptions, RunState, Summary, Window
 from kvshelf.corpus.run.run import Run
-from kvshelf.corpus.run.stored import HomeJournal, QuestionShard, StoredShard
+from kvshelf.corpus.run.stored import QuestionShard, StoredJournal, StoredShard
 from kvshelf.corpus.run.tally import SUMMED
 from kvshelf.errors import FileNotFound, StateConflict, StoreError
 from kvshelf.service.jobs.batch_files import BadInput, count_rows, outcome, write_results
@@ -222,7 +222,7 @@ class BatchWork:
     def _made(self, record: BatchRecord) -> Run:
         config = store_config(self.settings)
         options = _options(record, self._questions_at_once() if record.asks else None)
-        journal = HomeJournal(self.store.batches, self.record.id, self.term)
+        journal = StoredJournal(self.store.batches, self.record.id, self.term)
         return Run([self._shard(record, config, options)], self.engines, config, journal, options, self.asks)
 
     def _shard(self, record: BatchRecord, config: StoreConfig, options: RunOptions) -> Shard:

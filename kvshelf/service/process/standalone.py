@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import kvshelf
 from kvshelf.artifact.identity import canonical_json, digest
-from kvshelf.corpus.row import Journal, Shard
+from kvshelf.corpus.row import Shard
+from kvshelf.corpus.run.journal import Journal
 from kvshelf.corpus.run.progress import INTERRUPTED, Progress, RunOptions, Summary
 from kvshelf.service.observe import logs
 from kvshelf.service.process.preflight import require_startable

@@ -19,7 +19,7 @@ from kvshelf.corpus.row import Row, RowError
 from kvshelf.corpus.run.caller import Answer, Caller, Shares
 from kvshelf.corpus.run.progress import RunOptions
 from kvshelf.corpus.run.runner import Runner
-from kvshelf.corpus.run.stored import HomeJournal, QuestionShard
+from kvshelf.corpus.run.stored import QuestionShard, StoredJournal
 from kvshelf.errors import (
     CacheNotFound,
     KvshelfError,
@@ -99,7 +99,7 @@ def test_what_an_earlier_run_ended_comes_as_it_ended(tmp_path: Path, *, again: b
         batch_id = store.batches.create("me", {}, now=1.0, expires_at=2.0).id
         term = store.batches.table.take(batch_id, lease_s=0.0)
         assert term is not None
-        journal = HomeJournal(store.batches, batch_id, term)
+        journal = StoredJournal(store.batches, batch_id, term)
         done = Row("q.jsonl", 1, "q-1", answer={"id": "chatcmpl-1"}, tokens=7, attempts=1, seconds=1.0)
         lost = Row("q.jsonl", 2, "q-2", error=RowError("worker_crashed", "why"), attempts=3)
         journal.append([done, lost])
