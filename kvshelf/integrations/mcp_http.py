@@ -4,7 +4,6 @@ a process of its own for what is large. Needs no Ray."""
 from __future__ import annotations
 
 import hashlib
-import socket
 import time
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -23,10 +22,9 @@ from kvshelf.service.access.keys import ANYONE, REREAD_S, Access, Caller, requir
 from kvshelf.service.access.limits import TenantLimits
 from kvshelf.service.http import errors, server
 from kvshelf.service.http.parsing import LARGE_BYTES, Parser
-from kvshelf.service.http.place import Place
 from kvshelf.service.http.receiving import read_body
 from kvshelf.service.observe import logs
-from kvshelf.service.process.supervisor import bound
+from kvshelf.service.process.supervisor import alone
 from kvshelf.service.settings import Settings, is_loopback, load_settings
 from kvshelf.workers.replica.calls import Computing
 
@@ -132,8 +130,5 @@ def run(mcp: MCPServer[Any], url: str | None, host: str, port: int) -> None:
         host=host,
     )
     app.router.add_route("/livez", _alive)
-    line, held = socket.socketpair()  # no supervisor: nobody ends the line
-    with bound(host, port) as listener, line, held:
-        line.setblocking(False)
-        served = bounded(app, settings, ServiceKeys(url, is_loopback(host)))
-        server.run(served, Place(listener, line), settings)
+    with alone(host, port) as place:
+        server.run(bounded(app, settings, ServiceKeys(url, is_loopback(host))), place, settings)

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, TypeVar
 
 import structlog
@@ -123,21 +124,7 @@ class Runner:
 
     async def run(self, job: Job) -> Created | RequestRecord:
         """The last attempt's result, or the request if it ended otherwise. Raises `RequestNotFound` if it is gone."""
-        while True:
-            await self.going.wait()
-            try:
-                async with self.breaker.attempt():
-                    step = await self._step(job)
-            except self.breaker.trips as error:
-                log.warning("the store keeps a request waiting", request=job.id, code=error.code, message=error.message)
-                continue
-            except StateConflict:  # another worker has it, or has just released it
-                step = POLL_S
-            if not isinstance(step, float):
-                if isinstance(step, Created) or step.ended:
-                    self.breaker.close()
-                return step
-            await asyncio.sleep(step)
+        return await self._until_end(partial(self._step, job), "the store keeps a request waiting", request=job.id)
 
     async def tried(
         self, call: Callable[[], Awaitable[ResultT]], max_attempts: int
@@ -147,26 +134,43 @@ class Runner:
         Attempts count and wait as those of jobs do.
         """
         failed = 0
-        while True:
-            await self.going.wait()
+
+        async def attempt() -> tuple[ResultT | KvshelfError, int] | float:
+            nonlocal failed
             try:
-                async with self.breaker.attempt(), self._suspects if failed else nullcontext():
-                    result = await call()
-            except self.breaker.trips as error:
-                log.warning("the store keeps a question waiting", code=error.code, message=error.message)
+                async with self._suspects if failed else nullcontext():
+                    return await call(), failed + 1
+            except self.breaker.trips:
+                raise
             except (NoWorker, QueueFull, Cancelled) as error:
-                await asyncio.sleep(_pause_s(error))
+                return _pause_s(error)
             except KvshelfError as error:
                 if error.details.get("begun") is not False:
                     failed += 1
                     log.info("an attempt failed", code=error.code)
                     if failed >= max_attempts or isinstance(error, CallerError | CacheError):
-                        self.breaker.close()
                         return error, failed
-                await asyncio.sleep(_pause_s(error))
-            else:
-                self.breaker.close()
-                return result, failed + 1
+                return _pause_s(error)
+
+        return await self._until_end(attempt, "the store keeps a question waiting")
+
+    async def _until_end(self, step: Callable[[], Awaitable[ResultT | float]], waiting: str, **about: str) -> ResultT:
+        """Take steps until one gives an end; the others give seconds until the next one. waiting: for the log."""
+        while True:
+            await self.going.wait()
+            try:
+                async with self.breaker.attempt():
+                    end = await step()
+            except self.breaker.trips as error:
+                log.warning(waiting, **about, code=error.code, message=error.message)
+                continue
+            except StateConflict:  # another worker has it, or has just released it
+                end = POLL_S
+            if not isinstance(end, float):
+                if not isinstance(end, RequestRecord) or end.ended:
+                    self.breaker.close()
+                return end
+            await asyncio.sleep(end)
 
     async def _step(self, job: Job) -> Created | RequestRecord | float:
         """One step towards the end: the end, or seconds until the next step."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Annotated, Final
 
 import structlog
@@ -26,20 +23,18 @@ from kvshelf.integrations.vllm.request import Questions
 from kvshelf.integrations.vllm.upstreams import Upstreams
 from kvshelf.model.loading import load_tokenizer
 from kvshelf.service.access.keyfile import KeyFile
-from kvshelf.service.access.keys import REREAD_S, Access, Admin, LiveKeys, Reader
+from kvshelf.service.access.keys import Admin, LiveKeys, Reader
 from kvshelf.service.access.limits import TenantLimits
 from kvshelf.service.dialects.completions import Completion, wants_usage
-from kvshelf.service.http import errors, server
+from kvshelf.service.front import guard, rereading
+from kvshelf.service.http import server
 from kvshelf.service.http.events import event_stream
 from kvshelf.service.http.parsing import Parser
-from kvshelf.service.http.place import Place
 from kvshelf.service.http.receiving import JSON_TYPE, read_body, require_type
 from kvshelf.service.http.waiting import until_hangup
-from kvshelf.service.loops import repeat
 from kvshelf.service.observe import logs
-from kvshelf.service.observe.telemetry import ObservedRequests
 from kvshelf.service.observe.tracing import tracer_to
-from kvshelf.service.process.supervisor import bound
+from kvshelf.service.process.supervisor import alone
 from kvshelf.service.settings import Settings
 from kvshelf.service.storage import store_config
 from kvshelf.workers.replica.calls import Computing
@@ -186,24 +181,16 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        pause = partial(asyncio.sleep, REREAD_S)
-        job = (
-            None if keys is None else repeat("reading of the API keys", partial(asyncio.to_thread, keys.reread), pause)
-        )
-        rereading = None if job is None else asyncio.create_task(job)
-        yield
-        if rereading is not None:
-            rereading.cancel()
+        with rereading(keys):
+            yield
         await upstreams.close()
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
     app.state.settings, app.state.asking, app.state.upstreams, app.state.metrics = settings, asking, upstreams, metrics
     app.state.parser = Parser(settings, Computing())
-    app.include_router(router)
     limits = TenantLimits(settings.tenant_max_concurrent, None, max_held_bytes=settings.max_held_bytes)
-    app.add_middleware(Access, keys=keys, allowed_hosts=settings.allowed_hosts, limits=limits)
-    errors.install(app, router.routes, listed="the proxy has /v1/chat/completions, /v1/completions and /v1/models")
-    app.add_middleware(ObservedRequests, metrics=metrics, tracer=tracer)  # added last, so it wraps all others
+    listed = "the proxy has /v1/chat/completions, /v1/completions and /v1/models"
+    guard(app, [router], settings, keys, limits, metrics, tracer, listed=listed)
     return app
 
 
@@ -214,15 +201,11 @@ def serve(settings: Settings, urls: Sequence[str], model: str) -> None:
     metrics, api_key = ProxyMetrics(), os.environ.get("VLLM_API_KEY")
     upstreams = Upstreams(urls, silence_s=settings.request_deadline_s, metrics=metrics, api_key=api_key)
     keys = None if settings.api_key_file is None else LiveKeys(KeyFile(settings.api_key_file))
-    line, held = socket.socketpair()  # no supervisor: nobody ends the line
     with (
         store_config(settings).open() as store,
         tracer_to(settings.otel_endpoint) as tracer,
-        bound(settings.host, settings.port) as listener,
-        line,
-        held,
+        alone(settings.host, settings.port) as place,
     ):
         asking = Asking(store, Questions(load_tokenizer(model)), upstreams, metrics)
         app = create_app(settings, asking, upstreams, metrics, keys, tracer)
-        line.setblocking(False)
-        server.run(app, Place(listener, line), settings)
+        server.run(app, place, settings)

@@ -58,6 +58,15 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
         yield listener
 
 
+@contextmanager
+def alone(host: str, port: int) -> Iterator[Place]:
+    """The place of a server that no supervisor has started: nobody ends its line. Raises as `bound` does."""
+    line, other_end = socket.socketpair()
+    with bound(host, port) as listener, line, other_end:
+        line.setblocking(False)
+        yield Place(listener, line)
+
+
 @dataclass(frozen=True, eq=False)
 class _Child:
     process: subprocess.Popen[bytes]
