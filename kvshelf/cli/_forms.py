@@ -105,8 +105,8 @@ def _split(
         int | None, typer.Option(help="With --split: tokens that a part shares with the next.  [default: 128]")
     ] = None,
 ) -> Any:
-    given = {"max_tokens": part_tokens, "overlap_tokens": overlap_tokens}
-    options = {name: tokens for name, tokens in given.items() if tokens is not None}
+    sizes = {"max_tokens": part_tokens, "overlap_tokens": overlap_tokens}
+    options = {name: tokens for name, tokens in sizes.items() if tokens is not None}
     if options and not split:
         raise InvalidRequest("--part-tokens and --overlap-tokens say how to --split; add it", param="--split")
     return options or split

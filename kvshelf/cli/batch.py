@@ -118,8 +118,8 @@ def batch(
     with needs_extra("serve", purpose="kvshelf batch"):
         remote = _is_remote(context)
         fields["model"] = _only(here.model) if remote else None
-        given = {name: value for name, value in fields.items() if value is not None}
-        job = _Job(input, *written.places(), given, run.options, as_json)
+        chosen = {name: value for name, value in fields.items() if value is not None}
+        job = _Job(input, *written.places(), chosen, run.options, as_json)
         if remote:
             assert url is not None
             raise typer.Exit(job.run_at(url, run.priority))
@@ -297,12 +297,12 @@ def _sentence(summary: Summary) -> str:
 def _is_remote(context: typer.Context) -> bool:
     """Whether a service runs the batch. Raises `InvalidRequest` for options that would have no effect there."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
-    given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+    chosen = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
     url = context.params["url"]
-    if url is None or ("store" in given and "url" not in given):
+    if url is None or ("store" in chosen and "url" not in chosen):
         return False
     for name in _options.Hosting.__dataclass_fields__:  # a service has its own settings, and models
-        if name in given and name != "model":
+        if name in chosen and name != "model":
             option = "--" + name.replace("_", "-")
             raise InvalidRequest(
                 f"{option} is for a batch that this command runs itself, and the service at {url} runs this one; leave "

@@ -175,7 +175,7 @@ def show(scene: Scene, folder: Path, out: HarmlessConsole) -> None:
                 shelves[title] = fill(client, path, way, scene)
             status.update("prefilling the document again, for comparison")
             mine = CompressedCache.from_bytes(client.caches.download(shelves["full"].cache.id))
-            again_s = [prefill_again(engine, mine, scene.document, asked) for asked in scene.questions[:AGAIN]]
+            again_s = [prefill_again(engine, mine, scene.document, question) for question in scene.questions[:AGAIN]]
             own = in_own_process(engine, mine, scene)
     tokens = shelves["full"].cache.tokens.document
     out.print(
@@ -329,7 +329,7 @@ def times(shelves: dict[str, Shelf], again_s: Sequence[float]) -> Table:
     made = table("time to the first token, median of the questions", "", "prefilled", "")
     made.add_row("document prefilled again: plain transformers, no HTTP", f"{again * 1e3:.0f} ms", f"{tokens:,}")
     for title, shelf in shelves.items():
-        first = statistics.median(asked.first_token_s for asked in shelf.asked)
+        first = statistics.median(answer.first_token_s for answer in shelf.asked)
         prefilled = str(shelf.asked[0].prefill_tokens)
         faster = f"{again / first:.0f} times faster"
         made.add_row(f"from the shelf over HTTP: {title}", f"{first * 1e3:.0f} ms", prefilled, faster)

@@ -90,15 +90,15 @@ def usage(
 ) -> None:
     """Show what your tenant has used of a service, and what it has on the shelf now."""
     with common.connected(url, as_json=as_json) as client:
-        found = client.usage(from_=from_, to=to, group_by=group_by or None, all_tenants=all_tenants or None)
+        report = client.usage(from_=from_, to=to, group_by=group_by or None, all_tenants=all_tenants or None)
     if as_json:
-        common.print_object(found)
+        common.print_object(report)
     else:
-        _print(found)
+        _print(report)
 
 
-def _print(found: UsageReport) -> None:
-    groups = [name for name in ("day", "model", "tenant") if any(getattr(row, name) is not None for row in found.data)]
+def _print(report: UsageReport) -> None:
+    groups = [name for name in ("day", "model", "tenant") if any(getattr(row, name) is not None for row in report.data)]
     headings = [
         *map(str.upper, groups),
         "ANSWERS",
@@ -110,11 +110,13 @@ def _print(found: UsageReport) -> None:
         "QUALITY",
         "SAVED",
     ]
-    rows = [[*(str(getattr(row, name)) for name in groups), *_amounts(row)] for row in found.data]
+    rows = [[*(str(getattr(row, name)) for name in groups), *_amounts(row)] for row in report.data]
     numbers = range(len(groups), len(headings))
     common.print_table(common.table(headings, rows, numbers=numbers))
-    for each in found.stored:
-        common.notes.print(f"{each.tenant} stores {each.caches} caches, {common.megabytes(each.bytes)}", style="dim")
+    for stored in report.stored:
+        common.notes.print(
+            f"{stored.tenant} stores {stored.caches} caches, {common.megabytes(stored.bytes)}", style="dim"
+        )
 
 
 def _amounts(row: UsageRow) -> list[str]:

@@ -116,8 +116,8 @@ def _listed(build: Callable[P, Call[Page[T]]]) -> Callable[Concatenate[_Group, P
     async def pages(sender: _Sender, call: Call[Page[T]], following: Callable[..., Call[Page[T]]]) -> AsyncIterator[T]:
         while True:
             page = await sender.send(call)
-            for each in page.data:
-                yield each
+            for item in page.data:
+                yield item
             if not page.has_more:
                 return
             call = following(after=page.last_id)

@@ -73,10 +73,10 @@ def create_file(
     form = _calls.checked(batches.CreateFile, {"purpose": purpose, "expires_after": expires_after})
     data = {"purpose": purpose} | {f"expires_after[{k}]": str(v) for k, v in form.get("expires_after", {}).items()}
     name, content = _opened(file)
-    held = content if isinstance(file, str | os.PathLike) else nullcontext()
+    opened = content if isinstance(file, str | os.PathLike) else nullcontext()
     body = {"files": {"file": (name, content, "application/jsonl")}, "data": data}
     # Not repeated when the answer is lost: a repeat would make a second file.
-    return Call("POST", "/v1/files", parse_as(batches.FileObject), body=body, repeatable=False, held=held)
+    return Call("POST", "/v1/files", parse_as(batches.FileObject), body=body, repeatable=False, held=opened)
 
 
 def retrieve_file(id: str) -> Call[batches.FileObject]:
@@ -109,8 +109,8 @@ def create_batch(
     `document_timeout_s`, `priority`, and the options of `caches.create`, which hold for all rows without their own.
     Raises `InvalidRequest`, `FileNotFound`; a file with bad rows ends the batch as `failed`.
     """
-    given: dict[str, Any] = {"input_file_id": input_file_id, "endpoint": endpoint, **fields}
-    body = {"json": _calls.checked(batches.CreateBatch, given)}
+    values: dict[str, Any] = {"input_file_id": input_file_id, "endpoint": endpoint, **fields}
+    body = {"json": _calls.checked(batches.CreateBatch, values)}
     return Call("POST", "/v1/batches", parse_as(batches.BatchObject), body=body, repeatable=False)
 
 

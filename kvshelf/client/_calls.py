@@ -287,12 +287,12 @@ def create_cache(
     Raises `InvalidRequest`, `DocumentTooLong`, `DocumentTooShort`, `PolicyUnsupported`, `QualityBelowFloor`,
     `QueueFull`, ...
     """
-    given: dict[str, Any] = {**fields, "levels": levels, "split": split or None, "episodes": episodes}
-    body = _document(api.CreateCache, given)
+    values: dict[str, Any] = {**fields, "levels": levels, "split": split or None, "episodes": episodes}
+    body = _document(api.CreateCache, values)
     if respond_async:
         headers = {"prefer": "respond-async"}
         return Call("POST", "/v1/caches", parse_as(api.RequestObject), headers=headers, body=body)
-    chooses = any(given.get(name) is not None for name in ("min_quality", "max_bytes", "bytes_per_token"))
+    chooses = any(values.get(name) is not None for name in ("min_quality", "max_bytes", "bytes_per_token"))
     if split or episodes is not None or (levels is not None and not chooses):
         return Call("POST", "/v1/caches", lambda response: parse_as(api.LevelList)(response).data, body=body)
     return Call("POST", "/v1/caches", parse_as(api.CacheObject), body=body)
@@ -522,11 +522,11 @@ def estimate(**fields: Unpack[LevelFields]) -> Call[api.EstimateObject]:
     Without `policy` the answer covers every policy, without `codec` all codecs; with `levels` each of them, and
     with the policy "auto" each combination that it would try. Raises as `caches.create` does.
     """
-    given = dict(fields)
-    if (path := given.pop("file", None)) is not None:
-        _require_no_document(given)
-        given["document"] = _text(Path(str(path)))
-    body = {"json": checked(api.Estimate, given)}
+    values = dict(fields)
+    if (path := values.pop("file", None)) is not None:
+        _require_no_document(values)
+        values["document"] = _text(Path(str(path)))
+    body = {"json": checked(api.Estimate, values)}
     return Call("POST", "/v1/estimate", parse_as(api.EstimateObject), body=body)
 
 
@@ -546,11 +546,11 @@ def usage(**fields: Unpack[UsageFields]) -> Call[UsageReport]:
     `group_by` is any of "day", "model" and "tenant", one or several. `all_tenants` needs a key with the scope `admin`.
     Raises `InvalidRequest`, `Forbidden`.
     """
-    given: dict[str, Any] = dict(fields)
-    given["from"] = given.pop("from_", None)
-    if (group_by := given.get("group_by")) is not None and not isinstance(group_by, str):
-        given["group_by"] = ",".join(group_by)
-    return Call("GET", "/v1/usage", parse_as(UsageReport), params=query_string(UsageQuery, given))
+    values: dict[str, Any] = dict(fields)
+    values["from"] = values.pop("from_", None)
+    if (group_by := values.get("group_by")) is not None and not isinstance(group_by, str):
+        values["group_by"] = ",".join(group_by)
+    return Call("GET", "/v1/usage", parse_as(UsageReport), params=query_string(UsageQuery, values))
 
 
 def limits() -> Call[api.Limits]:
@@ -639,8 +639,8 @@ def _document(model: type[RequestBody], fields: Mapping[str, Any]) -> dict[str, 
     data = _read(path)
     _require_no_document(fields)
     # The bytes stand in for the document, so that the other fields are checked by the same rules.
-    given = checked(model, {**fields, "document": "file"})
-    form = {key: value if isinstance(value, str) else json.dumps(value) for key, value in given.items()}
+    values = checked(model, {**fields, "document": "file"})
+    form = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
     del form["document"]
     return {
         "files": {"file": (told(path.name), data, MEDIA_TYPES.get(path.suffix.lower(), "text/plain"))},

@@ -76,8 +76,8 @@ class Row:
     def place(self) -> tuple[str, int]:
         """Sorts rows for the work: questions by their caches, so that one in memory answers all of its own; the longest
         document first."""
-        asked = [] if self.question is None else self.question.cache_ids or [str(self.question.cache_id)]
-        return " ".join(asked), -self.length
+        cache_ids = [] if self.question is None else self.question.cache_ids or [str(self.question.cache_id)]
+        return " ".join(cache_ids), -self.length
 
     @property
     def length(self) -> int:
@@ -158,12 +158,12 @@ class Shard(abc.ABC):
 def cut(items: Iterable[ItemT], size_of: Callable[[ItemT], int], *, most: int, size: int) -> Iterator[list[ItemT]]:
     """Consecutive groups of at most `most` items and `size` together; a single item may be larger."""
     group: list[ItemT] = []
-    held = 0
+    size_so_far = 0
     for item in items:
-        if group and (len(group) >= most or held + size_of(item) > size):
+        if group and (len(group) >= most or size_so_far + size_of(item) > size):
             yield group
-            group, held = [], 0
+            group, size_so_far = [], 0
         group.append(item)
-        held += size_of(item)
+        size_so_far += size_of(item)
     if group:
         yield group

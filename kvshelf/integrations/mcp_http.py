@@ -79,13 +79,13 @@ class BoundedMessages:
             return
         request = Request(scope, receive)
         data = bytes(await self._bounded(request))
-        given = False
+        replayed = False
 
         async def replay() -> Message:
-            nonlocal given
-            if given:
+            nonlocal replayed
+            if replayed:
                 return await receive()
-            given = True
+            replayed = True
             return {"type": "http.request", "body": data, "more_body": False}
 
         await self._app(scope, replay, send)

@@ -147,11 +147,11 @@ class EngineClient:
         """Tell every replica when the next question on a cache comes. A replica that cannot be told reads the cache
         with its question, as without a hint."""
         try:
-            told = await self.remote.broadcast(HINT_S, ReplicaApi.hint, cache_id, next_use_s, caller=caller)
+            replica_counts = await self.remote.broadcast(HINT_S, ReplicaApi.hint, cache_id, next_use_s, caller=caller)
         except KvshelfError as error:
             note(hint=error.code)
             return
-        for counts in told:
+        for counts in replica_counts:
             self.metrics.remembered(self.model, counts)
 
     async def search(self, spec: SearchCaches, *, caller: Caller) -> Found:
@@ -159,28 +159,28 @@ class EngineClient:
         self.remote.require_bounded(spec)
         with self.metrics.searching(self.model):
             async with self._turn("search", caller) as (left_s, trace):
-                found = await self.remote.call(ReplicaApi.search, spec, caller=caller.within(left_s))
-                trace(found.phases)
-        self.metrics.searched(self.model, found)
-        self.spend(caller.tenant, found.prefill_tokens)
-        note(searched=found.searched, prefill_tokens=found.prefill_tokens)
-        return found
+                hits = await self.remote.call(ReplicaApi.search, spec, caller=caller.within(left_s))
+                trace(hits.phases)
+        self.metrics.searched(self.model, hits)
+        self.spend(caller.tenant, hits.prefill_tokens)
+        note(searched=hits.searched, prefill_tokens=hits.prefill_tokens)
+        return hits
 
     async def query(self, caches: str | Sequence[str], query: Asking, *, caller: Caller) -> list[Reply]:
         """The answers of a cache, or of several together: `query.n` to each prompt, in their order. Each answer takes a
         turn of its own, for which the next one does not wait before: a long list has one place in the queue. The first
         error ends all."""
-        asked: list[asyncio.Task[Reply]] = []
+        tasks: list[asyncio.Task[Reply]] = []
         with self.metrics.asking():
             try:
                 async with asyncio.TaskGroup() as group:
-                    for each in each_alone(query):
+                    for single in each_alone(query):
                         begun = asyncio.Event()
-                        asked.append(group.create_task(self._ask(caches, each, caller, begun)))
+                        tasks.append(group.create_task(self._ask(caches, single, caller, begun)))
                         await begun.wait()
             except ExceptionGroup as errors:
                 raise errors.exceptions[0] from None
-            replies = [task.result() for task in asked]
+            replies = [task.result() for task in tasks]
             self._answered(replies)
         return replies
 

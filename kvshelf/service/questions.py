@@ -85,13 +85,13 @@ class Question:
 
         try:
             with service.metrics.asking():
-                found = await off_loop(look_up)
-                engine = service.engine_for_all([cache.manifest for cache in found], others_too=recompute)
+                caches = await off_loop(look_up)
+                engine = service.engine_for_all([cache.manifest for cache in caches], others_too=recompute)
         except CacheError as miss:
             if not recompute:
                 raise
             raise _lost(miss) from miss
-        return cls(service, caller, asking, found, engine)
+        return cls(service, caller, asking, caches, engine)
 
     @property
     def cache_ids(self) -> list[str]:
@@ -101,8 +101,8 @@ class Question:
     @property
     def remade(self) -> list[Remade] | None:
         """The caches of the query that were made again, None if there are none."""
-        found = [Remade(cache_id=each.asked, reason=each.recomputed) for each in self.caches if each.recomputed]
-        return found or None
+        remade = [Remade(cache_id=cache.asked, reason=cache.recomputed) for cache in self.caches if cache.recomputed]
+        return remade or None
 
     async def answered(self) -> tuple[Question, list[Reply]]:
         """The answer to each prompt, and the question with the caches that gave them: some may have been made again."""
@@ -171,8 +171,8 @@ class Question:
         """The question to the full cache of the one document: from the shelf, or compressed now and kept for
         `FULL_TTL_S`."""
         (cache,) = self.caches
-        found = await self._stored_full(cache.manifest)
-        if found is None:
+        full_cache = await self._stored_full(cache.manifest)
+        if full_cache is None:
             if cache.source is None:
                 raise SourceNotKept(
                     f"to compare, cache {cache.manifest.id} needs a cache of the same document with the policy full "
@@ -182,18 +182,18 @@ class Question:
             fields = _document(cache.manifest, cache.source)
             spec = Recreation.model_construct(**fields, policy="full", ttl_s=FULL_TTL_S, model=self.engine.model)
             deadline_s = self.service.settings.request_deadline_s
-            found = (await self.engine.create(spec, caller=self.caller.within(deadline_s))).manifest
-        return replace(self, caches=(AskedCache(found.id, found),))
+            full_cache = (await self.engine.create(spec, caller=self.caller.within(deadline_s))).manifest
+        return replace(self, caches=(AskedCache(full_cache.id, full_cache),))
 
     async def _stored_full(self, manifest: Manifest) -> Manifest | None:
         listing = self.service.store.list
         document_id = manifest.document_id
         page = await off_loop(listing, tenant=self.caller.tenant, document_id=document_id, policy="full", limit=100)
         ours = manifest.identity
-        for found in page.data:
-            same = all(found.identity[field] == ours[field] for field in _SAME_DOCUMENT)
-            if same and found.codec == "none":
-                return found
+        for candidate in page.data:
+            same = all(candidate.identity[field] == ours[field] for field in _SAME_DOCUMENT)
+            if same and candidate.codec == "none":
+                return candidate
         return None
 
 
@@ -210,14 +210,14 @@ async def remade(service: Service, caller: Caller, cache_id: str, model: str | N
         service.identities[engine.model].require_match(ModelIdentity(**manifest.identity["model"]))
         return manifest, True
     except ModelMismatch as other:
-        found = await off_loop(_found, service.store, cache_id, caller.tenant, source=True, recompute=False)
-        if found.source is None:
+        cache = await off_loop(_found, service.store, cache_id, caller.tenant, source=True, recompute=False)
+        if cache.source is None:
             raise SourceNotKept(
                 f"cache {cache_id} cannot be made under {engine.model!r}, because its source is not kept, or it was "
                 "appended to another; send the document again",
                 param="cache_id",
             ) from other
-        made = await _made_again(service, caller, engine, found, other)
+        made = await _made_again(service, caller, engine, cache, other)
         return made.manifest, made.existing
 
 
@@ -340,5 +340,5 @@ async def question_to(
 async def pieces_of(question: Question, *, together: bool) -> AsyncGenerator[str | Ending, None]:
     """The pieces of the answer's text, and its ending. together: whether several caches were asked together."""
     async with aclosing(question.pieces()) as pieces:
-        async for found, piece in pieces:
-            yield piece if isinstance(piece, str) else ending_of(piece, found.remade, together=together)
+        async for answering, piece in pieces:
+            yield piece if isinstance(piece, str) else ending_of(piece, answering.remade, together=together)

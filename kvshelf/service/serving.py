@@ -42,8 +42,8 @@ def serving_all(
                 error.details["cache_id"] = manifest.id
             raise
     if len(of) > 1:
-        found = ", ".join(f"{cache_id} of {model!r}" for model, cache_id in of.items())
+        caches = ", ".join(f"{cache_id} of {model!r}" for model, cache_id in of.items())
         raise InvalidRequest(
-            f"the caches are of several models ({found}); ask those of one model together", param="cache_ids"
+            f"the caches are of several models ({caches}); ask those of one model together", param="cache_ids"
         )
     return next(iter(of), None)

@@ -166,8 +166,8 @@ class Shelf(Store):
             "parent_id": parent_id,
         }
         manifest = describe(cache, packed, created_at=self._now(), **described)
-        with self._holding(manifest, source, until) as held:
-            put = partial(self._writer.put, held, started=started, parent_id=parent_id)
+        with self._holding(manifest, source, until) as sourced:
+            put = partial(self._writer.put, sourced, started=started, parent_id=parent_id)
             with ExitStack() as parent:  # open until the cache is published, so that nobody evicts it for the cache
                 try:
                     made = put(self._blob_content(cache_id, packed, parent_id, tenant, parent))
@@ -373,8 +373,8 @@ class Shelf(Store):
             if cursor is None:
                 raise InvalidRequest(f"after: there is no cache {after[:80]!r} to continue from", param="after")
             before = cursor.seq
-        found = self._index.listing(query, self._now(), before, limit + 1)
-        return Page(data=tuple(entry.manifest() for entry in found[:limit]), has_more=len(found) > limit)
+        entries = self._index.listing(query, self._now(), before, limit + 1)
+        return Page(data=tuple(entry.manifest() for entry in entries[:limit]), has_more=len(entries) > limit)
 
     def changes(self, after: str | None, *, tenant: str = "default") -> Changes | None:
         incarnation, _, number = (after or "").rpartition(":")
@@ -392,14 +392,14 @@ class Shelf(Store):
         )
 
     def _ended(self, query: Query, limit: int, after: str | None) -> Page:
-        found: list[Manifest] = []
+        manifests: list[Manifest] = []
         for manifest in self._sources.left(query.tenant, after):
             entry = self._index.find(manifest.id, query.tenant)
             if query.takes(manifest) and (entry is None or not entry.live(self._now())):
-                found.append(manifest)
-            if len(found) > limit:
+                manifests.append(manifest)
+            if len(manifests) > limit:
                 break
-        return Page(data=tuple(found[:limit]), has_more=len(found) > limit)
+        return Page(data=tuple(manifests[:limit]), has_more=len(manifests) > limit)
 
     # Changing
 
@@ -519,15 +519,15 @@ class Shelf(Store):
 
         Raises `CacheHasChildren` for live and corrupt ones without `cascade`.
         """
-        found: dict[str, Entry] = {}
+        children: dict[str, Entry] = {}
         left = [entry]
         now = min(now, self._doubt.deadline())
-        for each in left:  # which grows meanwhile
-            for child in self._index.children(each.id, each.tenant):
-                if child.id not in found:
-                    found[child.id] = child
+        for parent in left:  # which grows meanwhile
+            for child in self._index.children(parent.id, parent.tenant):
+                if child.id not in children:
+                    children[child.id] = child
                     left.append(child)
-        stored = [child for child in reversed(found.values()) if child.stored]
+        stored = [child for child in reversed(children.values()) if child.stored]
         expired = {
             child.id
             for child in stored

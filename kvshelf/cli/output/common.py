@@ -186,13 +186,13 @@ def print_object(obj: BaseModel) -> None:
 
 def pairs(texts: Sequence[str] | None, option: str) -> dict[str, str]:
     """`["a=b"]` -> `{"a": "b"}`. Raises `InvalidRequest` if the name or the equals sign is missing."""
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for text in texts or ():
         name, equals, value = text.partition("=")
         if not (name and equals):
             raise InvalidRequest(f"{option} {text!r} is not of the form name=value", param=option)
-        found[name] = value
-    return found
+        values[name] = value
+    return values
 
 
 def parameters(texts: Sequence[str] | None, option: str = "--param") -> Mapping[str, Any]:
@@ -205,10 +205,10 @@ _LONGEST_S = 36525 * 86400
 """A hundred years. A date beyond the year 9999 could not be displayed."""
 
 
-def levels(given: Sequence[str] | None) -> list[float | dict[str, Any]] | None:
+def levels(texts: Sequence[str] | None) -> list[float | dict[str, Any]] | None:
     """`0.5` as a compression ratio, and `0.5:int4` as a ratio and a codec."""
-    found: list[float | dict[str, Any]] = []
-    for text in given or ():
+    sizes: list[float | dict[str, Any]] = []
+    for text in texts or ():
         ratio, _, codec = text.partition(":")
         try:
             number = float(ratio)
@@ -216,8 +216,8 @@ def levels(given: Sequence[str] | None) -> list[float | dict[str, Any]] | None:
             raise InvalidRequest(
                 f"--level {text!r} is no compression ratio; write 0.5, or 0.5:int4 with a codec", param="--level"
             ) from None
-        found.append({"compression_ratio": number, "codec": codec} if codec else number)
-    return found or None
+        sizes.append({"compression_ratio": number, "codec": codec} if codec else number)
+    return sizes or None
 
 
 def measured(quality: str | None, no_quality: bool) -> str | bool | None:
@@ -238,12 +238,12 @@ def seconds(text: str | None, option: str = "--ttl") -> float | None:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
     if match is None:
         raise InvalidRequest(f"{option} {text!r} is not a duration; write 90s, 15m, 2h or 7d", param=option)
-    found = float(match[1]) * _UNITS_S[match[2]]
-    if found > _LONGEST_S:
+    length_s = float(match[1]) * _UNITS_S[match[2]]
+    if length_s > _LONGEST_S:
         raise InvalidRequest(
             f"{option} {text!r} is more than 100 years; leave the option out for no limit", param=option
         )
-    return found
+    return length_s
 
 
 def standard_input() -> str:

@@ -210,8 +210,11 @@ class Caller:
         """Bring a row to its end. Raises nothing but its own cancellation."""
         work: Callable[[], Awaitable[Row]]
         if row.question is not None:
-            asked = row.question.model or ""
-            model, work = asked if asked in self.engines else next(iter(self.engines)), partial(self._ask, row)
+            model_name = row.question.model or ""
+            model, work = (
+                model_name if model_name in self.engines else next(iter(self.engines)),
+                partial(self._ask, row),
+            )
         elif row.spec is not None:
             try:
                 job = self.job(row, row.spec)
@@ -310,11 +313,11 @@ def _made(row: Row, manifests: Sequence[Manifest]) -> Row:
         kept=first.kept_tokens,
         bytes_full=first.bytes_full,
         bytes_full_16bit=first.bytes["full_16bit"],
-        bytes_stored=sum(each.bytes_stored for each in manifests),
+        bytes_stored=sum(manifest.bytes_stored for manifest in manifests),
         quality=None if first.quality is None else first.quality.model_dump(),
         seconds=sum(map(_worked_s, manifests)),
         policy=first.policy,
-        levels=tuple(_level(each) for each in manifests) if len(manifests) > 1 else (),
+        levels=tuple(_level(manifest) for manifest in manifests) if len(manifests) > 1 else (),
     )
 
 

@@ -131,8 +131,8 @@ class _Pipeline:
         except StopIteration:
             self._readers.remove(task)
             return None
-        held = Counter(self._settling.values())
-        caller = min(self._callers, key=held.__getitem__)
+        rows_at = Counter(self._settling.values())
+        caller = min(self._callers, key=rows_at.__getitem__)
         self._settling[caller.settled.remote(ref)] = caller
         return None
 

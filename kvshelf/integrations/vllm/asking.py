@@ -66,51 +66,51 @@ class Asking:
         note(cache_id=cache.id, cache_read_tokens=cache.num_tokens, prefill_tokens=len(request.question))
         return Asked(cache, request, request.body(None if model == cache.model else model, **fields))
 
-    async def whole(self, asked: Asked) -> dict[str, Any]:
+    async def whole(self, ask: Asked) -> dict[str, Any]:
         """vLLM's answer."""
-        with self._counted(asked):
-            return await self._whole(asked)
+        with self._counted(ask):
+            return await self._whole(ask)
 
-    async def text(self, asked: Asked) -> tuple[str, Ending]:
+    async def text(self, ask: Asked) -> tuple[str, Ending]:
         """The text of vLLM's only answer, and its ending."""
-        with self._counted(asked):
-            answer = await self._whole(asked)
+        with self._counted(ask):
+            answer = await self._whole(ask)
             (choice,) = answer["choices"]
-            return choice["text"], asked.ending(choice["finish_reason"], answer["usage"])
+            return choice["text"], ask.ending(choice["finish_reason"], answer["usage"])
 
-    async def events(self, asked: Asked) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(self, ask: Asked) -> AsyncGenerator[dict[str, Any], None]:
         """The events of vLLM's stream, without its end."""
-        with self._counted(asked):
-            async with aclosing(self._events(asked)) as events:
+        with self._counted(ask):
+            async with aclosing(self._events(ask)) as events:
                 async for event in events:
                     yield event
 
-    async def pieces(self, asked: Asked) -> AsyncGenerator[tuple[int, str | Ending], None]:
+    async def pieces(self, ask: Asked) -> AsyncGenerator[tuple[int, str | Ending], None]:
         """The text of one streamed answer, and its ending, each as of choice 0."""
         reason = usage = None
-        with self._counted(asked):
-            async with aclosing(self._events(asked)) as events:
+        with self._counted(ask):
+            async with aclosing(self._events(ask)) as events:
                 async for event in events:
                     usage = event.get("usage") or usage
                     for choice in event["choices"]:
                         reason = choice["finish_reason"] or reason
                         if choice["text"]:
                             yield 0, choice["text"]
-            yield 0, asked.ending(reason, usage)
+            yield 0, ask.ending(reason, usage)
 
     @contextmanager
-    def _counted(self, asked: Asked) -> Iterator[None]:
+    def _counted(self, ask: Asked) -> Iterator[None]:
         with self._metrics.asking():
             yield
-        self._metrics.answered(asked.cache.model, asked.cache.num_tokens, len(asked.request.question))
+        self._metrics.answered(ask.cache.model, ask.cache.num_tokens, len(ask.request.question))
 
-    async def _whole(self, asked: Asked) -> dict[str, Any]:
-        async with self._sent(asked) as response:
+    async def _whole(self, ask: Asked) -> dict[str, Any]:
+        async with self._sent(ask) as response:
             answer: dict[str, Any] = json.loads(await response.aread())
             return answer
 
-    async def _events(self, asked: Asked) -> AsyncGenerator[dict[str, Any], None]:
-        async with self._sent(asked) as response:
+    async def _events(self, ask: Asked) -> AsyncGenerator[dict[str, Any], None]:
+        async with self._sent(ask) as response:
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
                     event = json.loads(line.removeprefix("data: "))
@@ -119,19 +119,19 @@ class Asking:
                     yield event
 
     @asynccontextmanager
-    async def _sent(self, asked: Asked) -> AsyncIterator[httpx.Response]:
+    async def _sent(self, ask: Asked) -> AsyncIterator[httpx.Response]:
         # vLLM's log then names the request as ours does.
         headers = {"content-type": "application/json", "x-request-id": _request_id()}
-        content = json.dumps(asked.body).encode()
+        content = json.dumps(ask.body).encode()
         try:
             async with self._upstreams.answer(
-                "POST", "/v1/completions", key=asked.cache.id, headers=headers, content=content
+                "POST", "/v1/completions", key=ask.cache.id, headers=headers, content=content
             ) as response:
                 if not response.is_success:
                     raise _Failed(response.status_code, _parsed(await response.aread()))
                 yield response
         except _Failed as failed:
-            raise await self._reason(asked.cache, failed) from failed
+            raise await self._reason(ask.cache, failed) from failed
 
     async def _reason(self, cache: Manifest, failed: _Failed) -> KvshelfError:
         """vLLM tells callers that a request failed, not why: the store is asked what has become of the cache."""

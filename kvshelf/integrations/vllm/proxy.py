@@ -88,11 +88,11 @@ async def chat(request: Request, asking: InAsking, caller: Reader) -> Response:
     if body.stream:
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
     turns = [message.model_dump() for message in query.messages or ()]
-    asked = await asking.prepare(body.cache_id, caller.tenant, turns, body.model, fields)
-    completion = Completion(asked.cache.model)
+    ask = await asking.prepare(body.cache_id, caller.tenant, turns, body.model, fields)
+    completion = Completion(ask.cache.model)
     if body.stream:
-        return await event_stream(request, completion.chunks(asking.pieces(asked), with_usage=wants_usage(body)))
-    return JSONResponse(completion.whole([await until_hangup(request, asking.text(asked))]))
+        return await event_stream(request, completion.chunks(asking.pieces(ask), with_usage=wants_usage(body)))
+    return JSONResponse(completion.whole([await until_hangup(request, asking.text(ask))]))
 
 
 @router.post("/v1/completions")
@@ -104,10 +104,10 @@ async def complete(request: Request, asking: InAsking, caller: Reader) -> Respon
         return _Passed(request, data)
     body = await parser.parsed(CacheCompletion, data, caller.tenant)
     fields = (body.model_extra or {}) | {"stream": bool(body.stream)}
-    asked = await asking.prepare(body.cache_id, caller.tenant, body.prompt, body.model, fields)
+    ask = await asking.prepare(body.cache_id, caller.tenant, body.prompt, body.model, fields)
     if body.stream:
-        return await event_stream(request, asking.events(asked))
-    return JSONResponse(await until_hangup(request, asking.whole(asked)))
+        return await event_stream(request, asking.events(ask))
+    return JSONResponse(await until_hangup(request, asking.whole(ask)))
 
 
 @router.get("/v1/models")

@@ -30,17 +30,17 @@ class Named:
     api_key: str | None = field(default=None, repr=False)
 
     @classmethod
-    def parse(cls, given: Any) -> Self:
-        """Raises `InvalidRequest`, without what was given: it may hold a key."""
-        names = [each.name for each in fields(cls)]
-        texts = isinstance(given, Mapping) and all(isinstance(value, str) for value in given.values())
-        if not texts or "cache_id" not in given or not given.keys() <= set(names):
+    def parse(cls, values: Any) -> Self:
+        """Raises `InvalidRequest`, without what was values: it may hold a key."""
+        names = [member.name for member in fields(cls)]
+        texts = isinstance(values, Mapping) and all(isinstance(value, str) for value in values.values())
+        if not texts or "cache_id" not in values or not values.keys() <= set(names):
             raise InvalidRequest(
                 f"kv_transfer_params.{FIELD} must be an object of texts: cache_id, and tenant or api_key where this "
                 "vLLM asks for one",
                 param=f"kv_transfer_params.{FIELD}",
             )
-        return cls(**given)
+        return cls(**values)
 
 
 @dataclass(frozen=True)

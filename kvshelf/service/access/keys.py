@@ -59,15 +59,15 @@ ANYONE: Final = Caller("default", frozenset(SCOPES), None)
 
 
 def _caller(request: Request) -> Caller:
-    found: Caller = request.state.caller
-    return found
+    caller: Caller = request.state.caller
+    return caller
 
 
 def _with_scope(scope: Scope) -> Callable[[Request], Caller]:
     def caller(request: Request) -> Caller:
-        found = _caller(request)
-        found.require(scope)
-        return found
+        caller = _caller(request)
+        caller.require(scope)
+        return caller
 
     return caller
 
@@ -104,11 +104,14 @@ class LiveKeys:
 
     def caller(self, headers: Headers) -> Caller:
         """The caller who sent these headers. Raises `Unauthorized`."""
-        given = [*headers.getlist("authorization"), *(f"Bearer {key}" for key in headers.getlist("x-api-key"))]
-        if not given:
+        values = [
+            *headers.getlist("authorization"),
+            *(f"Bearer {key}" for key in headers.getlist("x-api-key")),
+        ]
+        if not values:
             raise Unauthorized("this service needs an API key in the header: Authorization: Bearer kvsk_...")
-        scheme, _, key = given[0].partition(" ")
-        if len(given) > 1 or scheme.lower() != "bearer":
+        scheme, _, key = values[0].partition(" ")
+        if len(values) > 1 or scheme.lower() != "bearer":
             raise Unauthorized("send one key, as Authorization: Bearer kvsk_... or as X-Api-Key: kvsk_...")
         return self.holder(key.strip())
 

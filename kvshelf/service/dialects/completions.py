@@ -113,23 +113,23 @@ class Completion:
         """Each `ChatCompletionChunk` as JSON. pieces: of the text of each choice, by its index, and its ending."""
         # If usage is requested, every chunk but the last has a null `usage`, as in OpenAI's streams.
         extra: dict[str, Any] = {"usage": None} if with_usage else {}
-        told: dict[int, int] = {}  # of each choice that has begun, the tokens whose logprobs went out
+        sent_tokens: dict[int, int] = {}  # of each choice that has begun, the tokens whose logprobs went out
         ended: list[Usage] = []
         async with aclosing(pieces):
             async for index, piece in pieces:
-                if index not in told:
+                if index not in sent_tokens:
                     yield self._chunk(ChunkChoice(index=index, delta=Delta(role="assistant", content=""))) | extra
-                    told[index] = 0
+                    sent_tokens[index] = 0
                 if isinstance(piece, Thought):
                     yield self._chunk(ChunkChoice(index=index, delta=Delta(reasoning_content=piece))) | extra
                 elif isinstance(piece, str):
                     tokens = piece.logprobs if isinstance(piece, Piece) else ()
                     said = ChunkChoice(index=index, delta=Delta(content=piece), logprobs=_logprobs(tokens))
                     yield self._chunk(said) | extra
-                    told[index] += len(tokens)
+                    sent_tokens[index] += len(tokens)
                 else:
                     ended.append(piece.usage)
-                    yield self._chunk(_closing(index, piece, told[index]), **piece.ours) | extra
+                    yield self._chunk(_closing(index, piece, sent_tokens[index]), **piece.ours) | extra
         if with_usage:
             yield self._last(ended)
 
@@ -157,10 +157,10 @@ def wants_usage(body: ChatCompletionRequest) -> bool:
     return body.stream_options is not None and body.stream_options.include_usage
 
 
-def _closing(index: int, end: Ending, told: int) -> ChunkChoice:
-    """The end of a choice. told: the tokens whose logprobs went out before."""
+def _closing(index: int, end: Ending, sent_tokens: int) -> ChunkChoice:
+    """The end of a choice. sent_tokens: the tokens whose logprobs went out before."""
     calls = [DeltaCall(index=at, **call.model_dump()) for at, call in enumerate(end.tool_calls or ())]
-    left = _logprobs((end.tokens or ())[told:])
+    left = _logprobs((end.tokens or ())[sent_tokens:])
     return ChunkChoice(index=index, delta=Delta(tool_calls=calls or None), logprobs=left, finish_reason=end.reason)
 
 

@@ -132,15 +132,15 @@ class Responding:
                 if not opened:
                     yield from self._opening(place)
                 (part,) = item["content"]
-                told = {"text": part["text"], "logprobs": part["logprobs"]}
-                yield {"type": "response.output_text.done", **place, **told}
+                content = {"text": part["text"], "logprobs": part["logprobs"]}
+                yield {"type": "response.output_text.done", **place, **content}
                 yield {"type": "response.content_part.done", **place, "part": part}
             else:
                 begun = item | {"arguments": "", "status": "in_progress"}
                 yield {"type": "response.output_item.added", "output_index": index, "item": begun}
                 yield {"type": "response.function_call_arguments.delta", **at, "delta": item["arguments"]}
-                told = {"name": item["name"], "arguments": item["arguments"]}
-                yield {"type": "response.function_call_arguments.done", **at, **told}
+                content = {"name": item["name"], "arguments": item["arguments"]}
+                yield {"type": "response.function_call_arguments.done", **at, **content}
             yield {"type": "response.output_item.done", "output_index": index, "item": item}
         yield {"type": f"response.{response['status']}", "response": response}
 

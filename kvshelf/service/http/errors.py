@@ -220,8 +220,8 @@ def _methods(request: Request, routes: Sequence[BaseRoute]) -> str:
     # /v1/caches/import also matches /v1/caches/{cache_id}: the path with the fewest parameters counts.
     paths = [str(getattr(route, "path", "")) for route in matching]
     nearest = min(paths, key=lambda path: path.count("{"))
-    found = [route for route, path in zip(matching, paths, strict=True) if path == nearest]
-    return ", ".join(sorted({method for route in found for method in getattr(route, "methods", ())}))
+    nearest_routes = [route for route, path in zip(matching, paths, strict=True) if path == nearest]
+    return ", ".join(sorted({method for route in nearest_routes for method in getattr(route, "methods", ())}))
 
 
 class RequestIds:

@@ -29,8 +29,8 @@ class Place:
         """The place that the supervisor passed as text (see `__str__`). The end of the block closes it."""
         listener, line = (socket.socket(fileno=int(number)) for number in numbers.split(","))
         with listener, line:
-            for each in (listener, line):
-                each.set_inheritable(False)  # Ray's processes must not inherit it
+            for sock in (listener, line):
+                sock.set_inheritable(False)  # Ray's processes must not inherit it
             line.setblocking(False)
             yield cls(listener, line)
 

@@ -245,10 +245,10 @@ def _spec(requests: Requests, request_id: str) -> CreateCache:
 
 def _unpacked(body: bytes) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = msgpack.unpackb(body)
+        fields: dict[str, Any] = msgpack.unpackb(body)
     except ValueError as error:
         raise InternalError("the body was written by another version of kvshelf; send the request again") from error
-    return found
+    return fields
 
 
 class _Key(NamedTuple):

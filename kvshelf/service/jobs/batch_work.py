@@ -72,9 +72,9 @@ def outranked(record: BatchRecord, others: Iterable[BatchRecord], now: float) ->
     """
     if record.state in _ENDING or now >= record.expires_at:
         return ""
-    for each in others:
-        higher = each.tenant == record.tenant and each.priority > record.priority
-        if higher and not rest_reason(each, now) and each.progress.get("waits_for", "") in ("", _OUTRANKED):
+    for other in others:
+        higher = other.tenant == record.tenant and other.priority > record.priority
+        if higher and not rest_reason(other, now) and other.progress.get("waits_for", "") in ("", _OUTRANKED):
             return _OUTRANKED
     return ""
 
@@ -86,8 +86,8 @@ def waiting(record: BatchRecord, reason: str, now: float) -> BatchRecord:
     pause = {"pauses": pauses + 1, "pause_s": backoff_s(pauses, _PAUSE_S, _MAX_PAUSE_S)}
     if reason == _OUTRANKED:
         pause = {"pauses": pauses, "pause_s": 0.0}
-    told = {**record.progress, "waits_for": reason, "waits_from": now, **pause}
-    return record.model_copy(update={"progress": told})
+    progress = {**record.progress, "waits_for": reason, "waits_from": now, **pause}
+    return record.model_copy(update={"progress": progress})
 
 
 def _waits_until(record: BatchRecord) -> float:
@@ -204,19 +204,19 @@ class BatchWork:
         """Run the batch until no row is left or no more work is allowed now."""
         run = await asyncio.to_thread(self._made, record)
         run.start()
-        told = Progress(RunState.RUNNING)
+        reported = Progress(RunState.RUNNING)
         try:
             while (summary := await asyncio.to_thread(run.wait, _STEER_S)) is None:
                 with suppress(StoreError):  # the run itself waits until the store is back
                     progress = run.progress()
                     await self._steer(run, progress, record)
-                    self.metrics.batch_advanced(told, progress)
-                    told = progress
+                    self.metrics.batch_advanced(reported, progress)
+                    reported = progress
         except BaseException:
             run.cancel("the service stops")
             await asyncio.to_thread(run.wait, _STOP_S)
             raise
-        self.metrics.batch_advanced(told, summary)
+        self.metrics.batch_advanced(reported, summary)
         return summary
 
     def _made(self, record: BatchRecord) -> Run:
@@ -275,9 +275,9 @@ class BatchWork:
         counts = await asyncio.to_thread(write_results, self.store, record, self.term)
 
         def end(record: BatchRecord) -> BatchRecord:
-            state, told = outcome(record, counts)
+            state, problems = outcome(record, counts)
             numbers = {**record.progress, "waits_for": "", "eta_s": None}
-            return record.entered(state, self.store.now(), counts=counts, problems=told, progress=numbers)
+            return record.entered(state, self.store.now(), counts=counts, problems=problems, progress=numbers)
 
         ended = await self._change(end)
         log.info("batch results written", batch=self.record.id, state=ended.state, **ended.counts.model_dump())
@@ -325,7 +325,7 @@ def with_progress(record: BatchRecord, progress: Progress, before: BatchRecord) 
     waits = progress.reason if progress.state == RunState.WAITING else ""
     if counts == record.counts and record.progress.get("waits_for", "") == waits:
         return record
-    told = {
+    numbers = {
         "waits_for": waits,
         "pauses": past.get("pauses", 0) if counts.completed == had.completed else 0,
         **{name: max(past.get(name, 0), getattr(progress, name)) for name in SUMMED},
@@ -337,7 +337,7 @@ def with_progress(record: BatchRecord, progress: Progress, before: BatchRecord) 
             name: share.model_dump() | {"seconds": round(share.seconds, 3)} for name, share in progress.workers.items()
         },
     }
-    return record.model_copy(update={"counts": counts, "progress": told})
+    return record.model_copy(update={"counts": counts, "progress": numbers})
 
 
 def _is_to_end(record: BatchRecord, now: float) -> bool:
@@ -352,5 +352,5 @@ def _problems(record: BatchRecord, summary: Summary) -> tuple[BatchError, ...]:
 
 
 def _ending(record: BatchRecord, problems: tuple[BatchError, ...], now: float) -> BatchRecord:
-    told = record.model_copy(update={"problems": problems or record.problems})
-    return told if record.state in _ENDING else told.entered("finalizing", now)
+    changed = record.model_copy(update={"problems": problems or record.problems})
+    return changed if record.state in _ENDING else changed.entered("finalizing", now)

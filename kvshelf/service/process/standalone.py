@@ -73,7 +73,7 @@ def _made_under(engines: Mapping[str, RemoteEngine], about: Mapping[str, Any]) -
 
     async def fingerprints() -> list[str]:
         described = [await engine.described(limit_s=_DESCRIBE_S) for engine in engines.values()]
-        return [each["fingerprint"] for each in described]
+        return [model["fingerprint"] for model in described]
 
     return {**about, "models": asyncio.run(fingerprints()), "version": kvshelf.__version__}
 

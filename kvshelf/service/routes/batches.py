@@ -87,9 +87,9 @@ async def list_batches(request: Request, service: InService, caller: Reader) -> 
     return await service.listing.run(_listed, service.store, read_query(request, ListBatches), caller.tenant)
 
 
-def _listed(store: Store, asked: ListBatches, tenant: str) -> Response:
-    found, has_more = store.batches.list(tenant=tenant, limit=asked.limit, after=asked.after)
-    data = [batch_object(record, store.now()) for record in found]
+def _listed(store: Store, query: ListBatches, tenant: str) -> Response:
+    records, has_more = store.batches.list(tenant=tenant, limit=query.limit, after=query.after)
+    data = [batch_object(record, store.now()) for record in records]
     first, last = (data[0].id, data[-1].id) if data else (None, None)
     return written(BatchList(data=data, has_more=has_more, first_id=first, last_id=last))
 
@@ -204,8 +204,8 @@ async def _changed(service: Service, caller: Caller, batch_id: str, change: Call
 
 def batch_object(record: BatchRecord, now: float) -> BatchObject:
     """A batch as the API shows it. A batch that waits on its own appears as paused, with the reason."""
-    body, told = record.body, record.progress
-    waits = told.get("waits_for", "")
+    body, progress = record.body, record.progress
+    waits = progress.get("waits_for", "")
     if record.state in ("in_progress", "paused"):
         waits = rest_reason(record, now) or waits
     paused = record.state == "in_progress" and waits
@@ -226,6 +226,6 @@ def batch_object(record: BatchRecord, now: float) -> BatchObject:
         window=body["window"],
         max_gpu_hours=body["max_gpu_hours"],
         priority=record.priority,
-        progress=BatchProgress.model_validate(told | {"reason": waits or told.get("reason", "")}),
+        progress=BatchProgress.model_validate(progress | {"reason": waits or progress.get("reason", "")}),
         **{f"{state}_at": int(entered) for state, entered in record.times.items() if state != "validating"},
     )

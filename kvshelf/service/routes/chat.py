@@ -47,16 +47,16 @@ async def complete(request: Request, service: InService, caller: Reader) -> Resp
 def _pieces(questions: Sequence[Question], *, together: bool) -> AsyncGenerator[tuple[int, str | Ending], None]:
     """The pieces of all choices as they come, each with the index of its choice."""
 
-    async def fetch(index: int, question: Question, told: asyncio.Queue[tuple[int, str | Ending] | None]) -> None:
+    async def fetch(index: int, question: Question, queue: asyncio.Queue[tuple[int, str | Ending] | None]) -> None:
         async with aclosing(pieces_of(question, together=together)) as pieces:
             async for piece in pieces:
-                told.put_nowait((index, piece))
+                queue.put_nowait((index, piece))
 
-    async def fetch_all(told: asyncio.Queue[tuple[int, str | Ending] | None]) -> None:
+    async def fetch_all(queue: asyncio.Queue[tuple[int, str | Ending] | None]) -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 for index, question in enumerate(questions):
-                    group.create_task(fetch(index, question, told))
+                    group.create_task(fetch(index, question, queue))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
 

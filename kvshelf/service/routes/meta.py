@@ -100,7 +100,7 @@ async def limits(service: InService, caller: Reader) -> Limits:
 
 
 async def _allowances(service: Service, tenant: str) -> TenantAllowances:
-    settings, asked = service.settings, service.limits
+    settings, limits = service.settings, service.limits
     try:
         usage = await off_loop(service.store.usage, tenant=tenant)
         caches, nbytes = usage.caches, usage.bytes
@@ -111,9 +111,9 @@ async def _allowances(service: Service, tenant: str) -> TenantAllowances:
         caches=allowance(settings.tenant_max_caches, caches),
         bytes=allowance(settings.tenant_max_bytes, nbytes),
         batches=allowance(settings.tenant_max_batches, batches),
-        open_requests=asked.open_requests(tenant),
-        requests_per_minute=asked.request_rate(tenant),
-        tokens_per_minute=asked.token_rate(tenant),
+        open_requests=limits.open_requests(tenant),
+        requests_per_minute=limits.request_rate(tenant),
+        tokens_per_minute=limits.token_rate(tenant),
     )
 
 
@@ -129,9 +129,9 @@ async def readyz(service: InService) -> Response:
 
     Without room for more (the part `space`) it is degraded and still answers 200: what is on the shelf can be asked.
     """
-    found, _ = await service.readiness.join("", lambda: _readiness(service))
-    works = all(part.ready for part in found.parts if part.name != _SPACE)
-    return JSONResponse(found.model_dump(mode="json"), status_code=200 if works else 503)
+    readiness, _ = await service.readiness.join("", lambda: _readiness(service))
+    works = all(part.ready for part in readiness.parts if part.name != _SPACE)
+    return JSONResponse(readiness.model_dump(mode="json"), status_code=200 if works else 503)
 
 
 async def _readiness(service: Service) -> Readiness:

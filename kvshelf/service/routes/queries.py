@@ -108,16 +108,16 @@ async def _compared(question: Question) -> list[AnswerObject]:
     full = await (await question.full()).answers()
     answers = []
     for ours, theirs in zip(replies, full, strict=True):
-        found = Comparison(text=theirs.text, agreement=agreement(ours.token_ids, theirs.token_ids))
-        answers.append(_alone(question, ours).model_copy(update={"compare": found}))
+        comparison = Comparison(text=theirs.text, agreement=agreement(ours.token_ids, theirs.token_ids))
+        answers.append(_alone(question, ours).model_copy(update={"compare": comparison}))
     return answers
 
 
 async def _events(question: Question, shape: Shape) -> AsyncGenerator[dict[str, Any], None]:
     """The answer as events: its pieces, then the whole answer."""
     async with aclosing(question.pieces()) as pieces:
-        async for found, piece in pieces:
-            yield _wire(_delta(piece) if isinstance(piece, str) else shape(found, piece))
+        async for answering, piece in pieces:
+            yield _wire(_delta(piece) if isinstance(piece, str) else shape(answering, piece))
 
 
 def _delta(piece: str) -> AnswerDelta:

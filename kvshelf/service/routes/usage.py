@@ -31,22 +31,22 @@ async def usage(request: Request, service: InService, caller: AnyCaller) -> Resp
 
 def _report(store: Store, wanted: UsageQuery, tenant: str | None) -> Response:
     used = store.metering.days(wanted.first_day, wanted.last_day, tenant=tenant)
-    tenants = sorted({each.tenant for each in used}) if tenant is None else [tenant]
+    tenants = sorted({amount.tenant for amount in used}) if tenant is None else [tenant]
     stored = {name: store.usage(tenant=name) for name in tenants}
     report = UsageReport(
         first_day=wanted.first_day,
         last_day=wanted.last_day,
         data=_rows(used, wanted.groups),
-        stored=[TenantStored(tenant=name, caches=each.caches, bytes=each.bytes) for name, each in stored.items()],
+        stored=[TenantStored(tenant=name, caches=amount.caches, bytes=amount.bytes) for name, amount in stored.items()],
     )
     return written(report)
 
 
 def _rows(used: Iterable[DayUsed], groups: list[str]) -> list[UsageRow]:
     sums: dict[tuple[str, ...], UsageRow] = {}
-    for each in used:
-        for model, amounts in each.by_model.items():
-            about = {"day": each.day, "model": model, "tenant": each.tenant}
+    for record in used:
+        for model, amounts in record.by_model.items():
+            about = {"day": record.day, "model": model, "tenant": record.tenant}
             group = {name: value for name, value in about.items() if name in groups}
             key = tuple(map(str, group.values()))
             sums[key] = UsageRow.model_validate(dict(sums.get(key, Metered()) + amounts) | group)

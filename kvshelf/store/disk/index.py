@@ -117,8 +117,8 @@ class SqliteIndex(Index):
     def changes(self, tenant: str, after: int | None, limit: int) -> tuple[list[Entry], int]:
         with self._database.read() as connection:
             if after is None:  # numbers are of the whole home, so that none is given twice
-                given = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'changes'").fetchone()
-                return [], 0 if given is None else int(given["seq"])
+                last = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'changes'").fetchone()
+                return [], 0 if last is None else int(last["seq"])
             rows = connection.execute(
                 f"SELECT {_FIELDS}, number FROM (SELECT number, seq FROM changes WHERE tenant = ? AND number > ? "
                 "ORDER BY number LIMIT ?) JOIN caches USING (seq) ORDER BY number",
@@ -258,9 +258,9 @@ class SqliteIndex(Index):
 
     def problems(self) -> list[str]:
         with self._database.read() as connection:
-            found = [row[0] for row in connection.execute("PRAGMA quick_check") if row[0] != "ok"]
-            found += [row[0] for query in _WRONG_REFERENCES for row in connection.execute(query)]
-        return [f"index: {problem}" for problem in found]
+            problems = [row[0] for row in connection.execute("PRAGMA quick_check") if row[0] != "ok"]
+            problems += [row[0] for query in _WRONG_REFERENCES for row in connection.execute(query)]
+        return [f"index: {problem}" for problem in problems]
 
     def close(self) -> None:
         self._database.close()
@@ -283,8 +283,8 @@ def _bases(text: str) -> tuple[Name, ...]:
 
 
 def _find(connection: sqlite3.Connection, cache_id: str, tenant: str) -> Entry | None:
-    found = _entries(connection, "tenant = ? AND id = ?", (tenant, cache_id), "caches_by_tenant_and_id")
-    return found[0] if found else None
+    entries = _entries(connection, "tenant = ? AND id = ?", (tenant, cache_id), "caches_by_tenant_and_id")
+    return entries[0] if entries else None
 
 
 def _taken(connection: sqlite3.Connection, cache_id: str, tenant: str | None) -> tuple[int, int]:

@@ -66,7 +66,7 @@ class _Recorded(Record):
     stays: list[StayingThing] = []
 
     def with_stays(self, stays: list[StayingThing]) -> _Recorded:
-        return self.model_copy(update={"stays": [*self.stays, *(each for each in stays if each not in self.stays)]})
+        return self.model_copy(update={"stays": [*self.stays, *(stay for stay in stays if stay not in self.stays)]})
 
 
 @dataclass(eq=False)
@@ -133,16 +133,16 @@ class Eraser:
         stays: list[StayingThing] = []
         for _ in range(_ROUNDS):
             known = self._recorded(id)
-            look = _Look(self, subject, frozenset(each.id for each in known.values()))
-            found = {_key(thing): thing for thing in look.things()}
-            self._note(id, term, [thing for key, thing in found.items() if key not in known or known[key].erased_at])
+            look = _Look(self, subject, frozenset(thing.id for thing in known.values()))
+            things = {_key(thing): thing for thing in look.things()}
+            self._note(id, term, [thing for key, thing in things.items() if key not in known or known[key].erased_at])
             # What was recorded and is not there any more went before a kill.
-            gone = [thing for key, thing in known.items() if thing.erased_at is None and key not in found]
+            gone = [thing for key, thing in known.items() if thing.erased_at is None and key not in things]
             self._note(id, term, [self._ended(thing) for thing in gone])
             stays += look.stays
-            if not found:
+            if not things:
                 return stays, True
-            for batch in _cut(list(found.values())):
+            for batch in _cut(list(things.values())):
                 if end is not None and time.monotonic() >= end:
                     return stays, False
                 for thing in batch:
@@ -240,13 +240,13 @@ class _Look:
     def _caches(self) -> dict[str, Entry]:
         """The stored caches of the subject, and those that extend them, which come first."""
         tenant, index = self._subject.tenant, self._of.index
-        found: dict[str, Entry] = {}
+        entries: dict[str, Entry] = {}
         left = [entry for entry in index.stored() if entry.tenant == tenant and self._is_subjects(entry)]
         for entry in left:  # which grows meanwhile
-            if entry.id not in found:
-                found[entry.id] = entry
+            if entry.id not in entries:
+                entries[entry.id] = entry
                 left.extend(index.children(entry.id, tenant))
-        return {id: entry for id, entry in reversed(found.items()) if entry.stored}
+        return {id: entry for id, entry in reversed(entries.items()) if entry.stored}
 
     def _is_subjects(self, entry: Entry) -> bool:
         if entry.text is None:
@@ -281,10 +281,10 @@ class _Look:
         body = _body(item)
         assert body is not None, "it is held"
         try:
-            asked = msgpack.unpackb(self._of.bodies.read(body, item.tenant, REQUEST_PREFIX + item.id))
+            body_fields = msgpack.unpackb(self._of.bodies.read(body, item.tenant, REQUEST_PREFIX + item.id))
         except (BlobError, ValueError):
             return False  # it cannot be worked on, either
-        return isinstance(asked, dict) and self._subject.has(asked.get("labels"), asked.get("name"))
+        return isinstance(body_fields, dict) and self._subject.has(body_fields.get("labels"), body_fields.get("name"))
 
     def _of_batches(self) -> Iterator[ErasedThing]:
         whole: list[BatchRecord] = []
@@ -294,10 +294,10 @@ class _Look:
             options = record.body.get("options", {})
             if self._subject.has(options.get("labels"), options.get("name")) or self._has_metadata(record):
                 whole.append(record)
-            elif found := self._rows_of(record):
+            elif rows_of_batch := self._rows_of(record):
                 for id in _files_of(record):
-                    rows.setdefault(id, _Rows()).update(found)
-                self._lines[record.id] = found.journal
+                    rows.setdefault(id, _Rows()).update(rows_of_batch)
+                self._lines[record.id] = rows_of_batch.journal
             else:
                 continue
             if not record.ended:
@@ -369,7 +369,7 @@ class _Look:
         row = _parsed(line)
         bodies = (row, row.get("body"))
         return any(
-            isinstance(each, dict) and self._subject.has(each.get("labels"), each.get("name")) for each in bodies
+            isinstance(body, dict) and self._subject.has(body.get("labels"), body.get("name")) for body in bodies
         )
 
     def _items(self, kind: Kind) -> Iterator[Item]:

@@ -135,8 +135,8 @@ class Batches:
         """A tenant's batches, newest first, and whether there are more. Raises `InvalidRequest` for an unknown
         `after`."""
         require_after(self.table, tenant, after)
-        found = self.table.listing("batch", tenant, after, limit + 1)
-        return [_record(item) for item in found[:limit]], len(found) > limit
+        items = self.table.listing("batch", tenant, after, limit + 1)
+        return [_record(item) for item in items[:limit]], len(items) > limit
 
 
 def _item(record: BatchRecord) -> Item:

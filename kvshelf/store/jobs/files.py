@@ -98,14 +98,14 @@ class Files:
     ) -> tuple[list[FileRecord], bool]:
         """A tenant's files, newest first, and whether more follow. Raises `InvalidRequest` for an unknown `after`."""
         require_after(self._table, tenant, after)
-        found: list[FileRecord] = []
+        records: list[FileRecord] = []
         while True:
             items = self._table.listing("file", tenant, after, _BATCH)
             now = self._now()
             live = (_record(item) for item in items if item.due is None or item.due > now)
-            found += (record for record in live if purpose in (None, record.purpose))
-            if len(found) > limit or len(items) < _BATCH:
-                return found[:limit], len(found) > limit
+            records += (record for record in live if purpose in (None, record.purpose))
+            if len(records) > limit or len(items) < _BATCH:
+                return records[:limit], len(records) > limit
             after = items[-1].id
 
     def open(self, file_id: str, *, tenant: str) -> BlobFile:
@@ -156,8 +156,8 @@ class Files:
 
 
 def _item(record: FileRecord) -> Item:
-    held = record.body.name if record.body else None
-    return Item("file", record.id, record.tenant, record.model_dump_json(), due=record.expires_at, held=held)
+    body_name = record.body.name if record.body else None
+    return Item("file", record.id, record.tenant, record.model_dump_json(), due=record.expires_at, held=body_name)
 
 
 def _record(item: Item) -> FileRecord:

@@ -57,8 +57,8 @@ class Metering:
             items = self._table.open_items("usage")
         else:
             items = self._table.listing("usage", tenant, None, KEEP_DAYS + 2)
-        found = [read(item, DayUsed) for item in items]
-        return sorted((used for used in found if first <= used.day <= last), key=lambda used: (used.day, used.tenant))
+        records = [read(item, DayUsed) for item in items]
+        return sorted((used for used in records if first <= used.day <= last), key=lambda used: (used.day, used.tenant))
 
 
 def _id(tenant: str, day: datetime.date) -> str:

@@ -46,11 +46,11 @@ class KeptTransforms:
 
     def get(self, digest: str) -> bytes | None:
         """A file; None if the home has none of this digest. Raises `CacheCorrupt` for a damaged one."""
-        found = self._find(digest)
-        if found is None:
+        record = self._find(digest)
+        if record is None:
             return None
         try:
-            return self._bodies.read(found.body, _NOBODY, TRANSFORMS_PREFIX + digest)
+            return self._bodies.read(record.body, _NOBODY, TRANSFORMS_PREFIX + digest)
         except BlobError as error:
             raise CacheCorrupt(
                 f"the transforms {digest[:16]} on the shelf are damaged ({error}); put their file into the calibration "

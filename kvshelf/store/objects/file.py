@@ -74,13 +74,13 @@ class ObjectFile(SeekableFile):
     def read_ranges(self, ranges: Sequence[tuple[int, memoryview]], /) -> None:
         """See `StoredFile`: all requests are on their way at once, each for ranges that lie close together."""
         self._keep_lease()
-        asked: list[tuple[Future[memoryview], Sequence[tuple[int, memoryview]]]] = []
+        requests: list[tuple[Future[memoryview], Sequence[tuple[int, memoryview]]]] = []
         for group in neighbours(ranges, _GAP):
             start, stop = group[0][0], group[-1][0] + len(group[-1][1])
             if stop > self.nbytes:
                 raise BlobError(f"the object has {self.nbytes} bytes, not {stop}", reason="truncated")
-            asked.append((self._whole(start, stop), group))
-        for data, group in asked:
+            requests.append((self._whole(start, stop), group))
+        for data, group in requests:
             for start, buffer in group:
                 buffer[:] = _arrived(data)[start - group[0][0] :][: len(buffer)]
 
@@ -165,8 +165,8 @@ class _Stream:
         return _arrived(first.data)[position - first.start :]
 
     def close(self) -> None:
-        for each in self._ranges:
-            each.data.cancel()
+        for piece in self._ranges:
+            piece.data.cancel()
 
     def _request(self) -> None:
         while len(self._ranges) < _AHEAD and self._next < self._stop:

@@ -76,8 +76,8 @@ class RedisBlobs(Blobs):
         pieces = [Piece(key, size) for key, size in zip(keys[1:], _sizes(nbytes), strict=True)]
         lease = ("lease", token, _ms(self._read_lease_s))
         reads = [end.bounded_command for end in ends_of(pieces)]
-        found, *ends = self._link.script_and_read(_SCRIPT, keys, lease, reads)
-        if not found:
+        exists, *ends = self._link.script_and_read(_SCRIPT, keys, lease, reads)
+        if not exists:
             return None
         return RedisFile(
             self._link,
@@ -91,8 +91,8 @@ class RedisBlobs(Blobs):
 
     def beginning(self, name: str, nbytes: int, count: int) -> bytes | None:
         key = self._chunks(name, nbytes)[0]
-        found, data = self._link.pipeline([("EXISTS", key), ("GETRANGE", key, 0, count - 1)])
-        return data if found else None
+        exists, data = self._link.pipeline([("EXISTS", key), ("GETRANGE", key, 0, count - 1)])
+        return data if exists else None
 
     def holds(self, name: str, nbytes: int) -> bool:
         return self.hold_each([(name, nbytes)])[0]

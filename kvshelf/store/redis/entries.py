@@ -56,9 +56,9 @@ def listings_of(query: Query) -> list[str]:
         "parent": query.parent_id,
         "id": query.id_prefix and query.id_prefix[:ID_PREFIX],
     }
-    found = [_listing(query.tenant, name, value) for name, value in columns.items() if value is not None]
-    found += [_listing(query.tenant, "label", name, value) for name, value in query.labels.items()]
-    return found or [_listing(query.tenant)]
+    listings = [_listing(query.tenant, name, value) for name, value in columns.items() if value is not None]
+    listings += [_listing(query.tenant, "label", name, value) for name, value in query.labels.items()]
+    return listings or [_listing(query.tenant)]
 
 
 def _listing(tenant: str, *which: str) -> str:

@@ -78,7 +78,7 @@ class RedisFile(SeekableFile):
     def read_ranges(self, ranges: Sequence[tuple[int, memoryview]], /) -> None:
         """See `StoredFile`: one round trip, in which exactly these bytes come."""
         self._keep_lease()
-        asked: list[tuple[Span, memoryview]] = []
+        spans: list[tuple[Span, memoryview]] = []
         for start, buffer in ranges:
             end = start + len(buffer)
             if end > self.nbytes:
@@ -88,9 +88,9 @@ class RedisFile(SeekableFile):
             elif start >= self.nbytes - len(self._tail):
                 _copy(self._tail, start - (self.nbytes - len(self._tail)), buffer)
             else:
-                asked += self._spans_of(start, buffer)
-        answers = self._link.pipeline([span.command for span, _ in asked]) if asked else []
-        for (span, buffer), data in zip(asked, answers, strict=True):
+                spans += self._spans_of(start, buffer)
+        answers = self._link.pipeline([span.command for span, _ in spans]) if spans else []
+        for (span, buffer), data in zip(spans, answers, strict=True):
             if not isinstance(data, bytes) or len(data) != span.nbytes:
                 raise missing(span.piece)
             buffer[:] = data
@@ -289,9 +289,9 @@ def _sound(span: Span, data: Reply) -> bytes:
 
 def _copy(data: bytes, offset: int, view: memoryview) -> memoryview:
     """Copy the data from `offset` on into the view, and return the filled part of the view."""
-    found = memoryview(data)[offset : offset + len(view)]
-    view[: len(found)] = found
-    return view[: len(found)]
+    piece = memoryview(data)[offset : offset + len(view)]
+    view[: len(piece)] = piece
+    return view[: len(piece)]
 
 
 def missing(piece: Piece) -> BlobError:

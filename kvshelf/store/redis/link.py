@@ -63,15 +63,17 @@ class ServerFacts:
 
     def warnings(self) -> list[str]:
         """Warnings for the operator, one sentence each."""
-        found = []
+        warnings = []
         if not self.aof_enabled:
-            found.append(f"the Redis server {self.name} loses caches when it restarts. Set appendonly yes to keep them")
+            warnings.append(
+                f"the Redis server {self.name} loses caches when it restarts. Set appendonly yes to keep them"
+            )
         if self.maxmemory == 0:
-            found.append(
+            warnings.append(
                 f"the Redis server {self.name} has no memory limit and may be killed when the machine's is used up. "
                 "Set maxmemory"
             )
-        return found
+        return warnings
 
 
 class RedisLink:

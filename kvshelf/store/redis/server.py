@@ -214,7 +214,7 @@ def first_answer(servers: Sequence[Server], command: Command, patience_s: float)
     """
     ends_at = time.monotonic() + patience_s
     failure: Exception = Resting("no server is known")
-    for server in sorted(servers, key=lambda each: not each.is_well):
+    for server in sorted(servers, key=lambda candidate: not candidate.is_well):
         try:
             return server, server.exchange([command])[0]
         except REFUSALS as error:

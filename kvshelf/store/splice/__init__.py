@@ -109,13 +109,13 @@ def _read(file: StoredFile, start: int, nbytes: int) -> bytes:
 
 def _parse(packed: bytes) -> Splice:
     try:
-        found = msgpack.unpackb(packed, strict_map_key=True, max_ext_len=0)
+        table = msgpack.unpackb(packed, strict_map_key=True, max_ext_len=0)
     except (ValueError, msgpack.UnpackException) as error:
         raise BlobError(f"the table of bases is no msgpack: {error!r:.80}", reason="header_malformed") from error
-    if not isinstance(found, dict) or found.keys() != {"bases", "runs"}:
+    if not isinstance(table, dict) or table.keys() != {"bases", "runs"}:
         raise _malformed("it has other fields than bases and runs")
-    bases = tuple(_items(found["bases"], (str, int)))
-    runs = tuple(Run(*each) for each in _items(found["runs"], (int, int, int)))
+    bases = tuple(_items(table["bases"], (str, int)))
+    runs = tuple(Run(*item) for item in _items(table["runs"], (int, int, int)))
     if not 0 < len(bases) <= BASES_LIMIT or len({name for name, _ in bases}) < len(bases):
         raise _malformed(f"it has {len(bases)} bases, some perhaps twice; it may have 1 to {BASES_LIMIT}")
     if not all(is_name(name) for name, _ in bases):
@@ -129,16 +129,16 @@ def _parse(packed: bytes) -> Splice:
     return splice
 
 
-def _items(found: Any, types: tuple[type, ...]) -> Iterator[Any]:
-    if not isinstance(found, list):
+def _items(items: Any, types: tuple[type, ...]) -> Iterator[Any]:
+    if not isinstance(items, list):
         raise _malformed("bases or runs are no list")
-    for each in found:
-        if not isinstance(each, list) or list(map(type, each)) != list(types):
-            raise _malformed(f"{each!r:.80} is no base or run")
-        *_, nbytes = each
-        if any(isinstance(value, int) and not 0 <= value < 2**63 for value in each) or not nbytes:
-            raise _malformed(f"{each!r:.80} has a number out of range")
-        yield tuple(each)
+    for item in items:
+        if not isinstance(item, list) or list(map(type, item)) != list(types):
+            raise _malformed(f"{item!r:.80} is no base or run")
+        *_, nbytes = item
+        if any(isinstance(value, int) and not 0 <= value < 2**63 for value in item) or not nbytes:
+            raise _malformed(f"{item!r:.80} has a number out of range")
+        yield tuple(item)
 
 
 def _require_own(splice: Splice, nbytes: int) -> None:
@@ -189,18 +189,18 @@ class SplicedFile(SeekableFile):
 
     def read_ranges(self, ranges: Sequence[tuple[int, memoryview]], /) -> None:
         """See `StoredFile`: one request to each file, if its bytes are asked for in ascending order."""
-        asked: dict[int, list[tuple[int, memoryview]]] = {}
+        ranges_of: dict[int, list[tuple[int, memoryview]]] = {}
         for start, buffer in ranges:
             if start + len(buffer) > self.nbytes:
                 raise BlobError("the blob ended early while it was read", reason="truncated")
             for run in self.locate(start, len(buffer)):
-                own = asked.setdefault(run.file, [])
+                own = ranges_of.setdefault(run.file, [])
                 if own and own[-1][0] + len(own[-1][1]) > run.offset:  # a base may be used in any order
                     self._files[run.file].read_ranges(own)
                     own.clear()
                 own.append((run.offset, buffer[: run.nbytes]))
                 buffer = buffer[run.nbytes :]
-        for file, own in asked.items():
+        for file, own in ranges_of.items():
             self._files[file].read_ranges(own)
 
     def close(self) -> None:

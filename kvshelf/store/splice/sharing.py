@@ -37,7 +37,7 @@ def shared_with(packed: PackedBlob, parent: BlobSummary, file: StoredFile) -> li
 
     file: the parent's whole blob. The padding behind an array counts as shared: it is zero in both.
     """
-    found: list[Shared] = []
+    runs: list[Shared] = []
     own = packed.nbytes - TRAILER.size - packed.header.body_bytes
     other = parent.nbytes - TRAILER.size - parent.header.body_bytes
     memory = memoryview(bytearray(_PIECE))
@@ -46,8 +46,8 @@ def shared_with(packed: PackedBlob, parent: BlobSummary, file: StoredFile) -> li
         for span, theirs in _pairs(layer, old):
             offset = other + old.offset + theirs.offset
             if span.nbytes and _are_equal(buffers[span.offset], offset, file, memory):
-                _join(found, Shared(own + layer.offset + span.offset, offset, aligned(span.nbytes)))
-    return [each for each in found if each.nbytes >= LEAST_RUN]
+                _join(runs, Shared(own + layer.offset + span.offset, offset, aligned(span.nbytes)))
+    return [run for run in runs if run.nbytes >= LEAST_RUN]
 
 
 def _by_offset(segment: Sequence[memoryview]) -> dict[int, memoryview]:
@@ -73,12 +73,12 @@ def _are_equal(buffer: memoryview, offset: int, file: StoredFile, memory: memory
     return True
 
 
-def _join(found: list[Shared], new: Shared) -> None:
-    last = found[-1] if found else None
+def _join(runs: list[Shared], new: Shared) -> None:
+    last = runs[-1] if runs else None
     if last and (last.start + last.nbytes, last.offset + last.nbytes) == (new.start, new.offset):
-        found[-1] = last._replace(nbytes=last.nbytes + new.nbytes)
+        runs[-1] = last._replace(nbytes=last.nbytes + new.nbytes)
     else:
-        found.append(new)
+        runs.append(new)
 
 
 class Spliced(NamedTuple):
@@ -96,7 +96,7 @@ def spliced(
 
     parent: the file that has the other blob, or the own bytes of it; bases: those of it.
     """
-    if sum(each.nbytes for each in shared) < LEAST_SHARE * packed.nbytes:
+    if sum(run.nbytes for run in shared) < LEAST_SHARE * packed.nbytes:
         return None
     files: dict[Name, int] = {}
     runs: list[Run] = []
@@ -126,19 +126,19 @@ def _located(file: StoredFile, offset: int, nbytes: int) -> Iterator[Run]:
 
 
 def _joined(runs: Sequence[Run]) -> list[Run]:
-    found: list[Run] = []
+    joined: list[Run] = []
     for run in runs:
-        last = found[-1] if found else None
+        last = joined[-1] if joined else None
         if last and last.file == run.file and last.offset + last.nbytes == run.offset:
-            found[-1] = last._replace(nbytes=last.nbytes + run.nbytes)
+            joined[-1] = last._replace(nbytes=last.nbytes + run.nbytes)
         else:
-            found.append(run)
-    return found
+            joined.append(run)
+    return joined
 
 
 def _without(packed: PackedBlob, shared: Sequence[Shared]) -> list[list[memoryview]]:
     """The parts of a blob without its shared bytes, which begin and end with buffers."""
-    found: list[list[memoryview]] = []
+    parts: list[list[memoryview]] = []
     left = iter(shared)
     skip, start = next(left, None), 0
     for part in packed.parts:
@@ -149,5 +149,5 @@ def _without(packed: PackedBlob, shared: Sequence[Shared]) -> list[list[memoryvi
             if not skip or start < skip.start:
                 kept.append(buffer)
             start += len(buffer)
-        found.append(kept)
-    return found
+        parts.append(kept)
+    return parts

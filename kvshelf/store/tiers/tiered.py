@@ -313,11 +313,13 @@ class TieredStore(Store):
     def scrub(self) -> Iterator[Scrubbed]:
         """As `Store.scrub`. Repairs a corrupt cache at once if a tier has a good copy, and still reports it. Of the
         copies, only damaged ones are reported."""
-        for found in self._home.scrub():
-            if found.problem is not None:
+        for scrubbed in self._home.scrub():
+            if scrubbed.problem is not None:
                 with suppress(KvshelfError):  # no good copy, or no repair: the problem is reported either way
-                    self._insist(found.id, found.tenant, partial(self._home.stat, found.id, tenant=found.tenant))
-            yield found
+                    self._insist(
+                        scrubbed.id, scrubbed.tenant, partial(self._home.stat, scrubbed.id, tenant=scrubbed.tenant)
+                    )
+            yield scrubbed
         yield from self._tiers.scrub()
 
     # Answered by the home alone
