@@ -30,14 +30,14 @@ class FieldsOf:
     it is not given.
 
     model: of `kvshelf.api`. only: these fields; None: all but those `without`. forms: of the fields that are not
-    written as they are. told: help that takes the place of a description, by field.
+    written as they are. help_texts: help that takes the place of a description, by field.
     """
 
     model: str
     forms: Mapping[str, Form]
     only: tuple[str, ...] | None = None
     without: frozenset[str] = frozenset()
-    told: Mapping[str, str] = field(default_factory=dict)
+    help_texts: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def by_field(self) -> dict[str, Form]:
@@ -45,7 +45,7 @@ class FieldsOf:
 
         fields = getattr(api, self.model).model_fields
         names = [name for name in self.only or fields if name not in self.without]
-        return {name: self.forms.get(name) or _plain(name, fields[name], self.told.get(name)) for name in names}
+        return {name: self.forms.get(name) or _plain(name, fields[name], self.help_texts.get(name)) for name in names}
 
     def parameters(self) -> Iterator[inspect.Parameter]:
         for form in self.by_field.values():

@@ -237,7 +237,7 @@ _CREATION: Final[dict[str, Form]] = {
     "split": _split,
     "episodes": _episodes,
 }
-_TOLD: Final = {
+_HELP_TEXTS: Final = {
     "policy": "a policy of `kvshelf policies`, or auto: it chooses policy, ratio and codec; default: full under codec "
     "int8; keydiff with a ratio, a budget, levels or parameters",
     "model": "one of the service's models; default: its first",
@@ -245,17 +245,17 @@ _TOLD: Final = {
 }
 _DOCUMENT: Final = frozenset({"document", "messages", "token_ids", "tokenizer", "expires_at"})
 
-CREATION: Final = FieldsOf("CreateCache", _CREATION, without=_DOCUMENT, told=_TOLD)
+CREATION: Final = FieldsOf("CreateCache", _CREATION, without=_DOCUMENT, help_texts=_HELP_TEXTS)
 """How one document is compressed and kept."""
 
-DEFAULTS: Final = FieldsOf("CacheOptions", _CREATION, without=_DOCUMENT | {"model"}, told=_TOLD)
+DEFAULTS: Final = FieldsOf("CacheOptions", _CREATION, without=_DOCUMENT | {"model"}, help_texts=_HELP_TEXTS)
 """How all documents of a corpus are."""
 
 COST: Final = FieldsOf(
     "Estimate",
     _CREATION,
     ("policy", "compression_ratio", "budget_tokens", "levels", "policy_params", "model", "layout", "codec"),
-    told=_TOLD
+    help_texts=_HELP_TEXTS
     | {
         "policy": "estimate only this policy; auto: the ones it would try; default: all",
         "codec": "estimate only this codec; default: all, without parameters",
@@ -266,19 +266,19 @@ APPENDED: Final = FieldsOf(
     "AppendCache",
     _CREATION,
     without=_DOCUMENT,
-    told={"policy": "a policy of `kvshelf policies`; default: that of CACHE", "name": _TOLD["name"]},
+    help_texts={"policy": "a policy of `kvshelf policies`; default: that of CACHE", "name": _HELP_TEXTS["name"]},
 )
 IMPORTED: Final = FieldsOf(
     "ImportCache",
     _KEPT,
     without=_DOCUMENT,
-    told={"name": "display name; default: the exported one; for a blob alone, the file's"},
+    help_texts={"name": "display name; default: the exported one; for a blob alone, the file's"},
 )
 CHANGES: Final = FieldsOf(
     "UpdateCache",
     {"ttl_s": _new_ttl, "ttl_renew": _ttl_renew, "labels": _new_labels, "pinned": _pinned, "next_use_s": _next_use},
     without=_DOCUMENT,
-    told={"name": "display name"},
+    help_texts={"name": "display name"},
 )
 ERASED: Final = FieldsOf("CreateErasure", _KEPT)
 LISTED: Final = FieldsOf("ListCaches", _KEPT, ("policy", "model", "document_id", "labels", "ended"))
@@ -295,6 +295,6 @@ QUESTION: Final = FieldsOf(
     # `ask` gives the first three itself, and prints one text that nobody keeps
     without=frozenset({"prompt", "messages", "cache_ids", "stream", "n", "logprobs", "top_logprobs"})
     | {"store", "ttl_s", "ttl_renew"},
-    told={"route": "of several caches of episodes ask only that which the question is about"},
+    help_texts={"route": "of several caches of episodes ask only that which the question is about"},
 )
 """How a question is answered."""

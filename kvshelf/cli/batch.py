@@ -48,7 +48,7 @@ _Url = Annotated[
 
 
 @dataclass(frozen=True)
-class Written:
+class Outputs:
     """What a batch writes."""
 
     output: Annotated[
@@ -68,7 +68,7 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Pace:
+class BatchPace:
     """When the batch works, and how often it tries."""
 
     window: Annotated[str | None, typer.Option(help="Work only at this time of day: 22:00-06:00.")] = None
@@ -102,9 +102,9 @@ class Pace:
 def batch(
     context: typer.Context,
     input: _Input,
-    written: Written,
+    written: Outputs,
     fields: Annotated[dict[str, Any], _forms.DEFAULTS],
-    run: Pace,
+    run: BatchPace,
     here: _options.Hosting,
     url: _Url = None,
     as_json: _options.AsJson = False,
@@ -161,7 +161,7 @@ class _Job:
     def run(self, **settings: Any) -> int:
         """Run the batch here; returns the exit code. Bad options are refused before anything is started."""
         from kvshelf.corpus.run.output_lines import journal_of
-        from kvshelf.corpus.run.progress import RunOptions, RunState, Window
+        from kvshelf.corpus.run.progress import RunOptions, RunState, WorkHours
         from kvshelf.service.process.standalone import TENANT, run_standalone
         from kvshelf.service.settings import load_settings
         from kvshelf.store.private import without_secret
@@ -170,7 +170,7 @@ class _Job:
         loaded = load_settings(**settings)
         require_policy(self._defaults())
         window = self.options["window"]
-        options = {**self.options, "window": Window.parse(window) if window else None}
+        options = {**self.options, "window": WorkHours.parse(window) if window else None}
         corpus = self.corpus()
         shards = corpus.shards()
         about = {**self._about(), "dtype": loaded.dtype}

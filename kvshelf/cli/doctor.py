@@ -23,7 +23,7 @@ from kvshelf.cli.output import common, say, say_json
 from kvshelf.errors import InvalidRequest, KvshelfError, MissingExtra, NoWorker
 
 if TYPE_CHECKING:
-    from kvshelf.cli.checks.isolation import Finding as Difference
+    from kvshelf.cli.checks.isolation import LookupProbe
 
 _WITH_PROGRESS = ("scrub", "reseal")
 """Checks that show their own progress bar."""
@@ -226,7 +226,7 @@ def _key(text: str) -> str:
         raise InvalidRequest(f"--key {text!r} is no key and no file that has one", param="--key") from error
 
 
-def _probe(probe: Difference) -> tuple[str, ...]:
+def _probe(probe: LookupProbe) -> tuple[str, ...]:
     aucs = ", ".join(f"{value:.3f}" for value in probe.aucs) or "-"
     took = f"{probe.ms:.2f} ms" if probe.aucs else "-"
     return (

@@ -18,7 +18,7 @@ from kvshelf.cli.output import common, say_json
 from kvshelf.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from kvshelf.corpus.advice import Advice, Line, Option
+    from kvshelf.corpus.advice import Advice, AdviceLine, Option
     from kvshelf.corpus.plan import Fleet, Outcome, Plan, SharedResource
 
 _MODELS = "llama-3.1-8b, mistral-7b, qwen2.5-7b, qwen3-8b, kvshelf-tiny, a folder or a hub id."
@@ -57,11 +57,11 @@ class _Work:
     def settled(self) -> Any:
         """With the policy and the codec that a creation would have."""
         from kvshelf.api.creation import default_codec, default_policy
-        from kvshelf.corpus.plan import Work
+        from kvshelf.corpus.plan import PlannedWork
 
         choice = {"policy": self.policy, **self.size}
         codec = self.codec or default_codec(choice)
-        return Work(self.policy or default_policy(choice), **self.size, codec=codec, home=self.home)
+        return PlannedWork(self.policy or default_policy(choice), **self.size, codec=codec, home=self.home)
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def advise(
 _HEADINGS = ("POLICY", "CODEC", "SELECTOR", "SUFFIX", "TIER", "EXACT", "STORED", "MEMORY", "WHY")
 
 
-def _cells(line: Line) -> tuple[str, ...]:
+def _cells(line: AdviceLine) -> tuple[str, ...]:
     option = line.option
     policy = f"{option.policy}, {option.removed:.4g} removed" if option.removed else option.policy
     stored, needed = (common.megabytes(count) for count in (option.stored_bytes, line.needed_bytes))

@@ -112,7 +112,7 @@ SCENARIOS: Final = {
 
 
 @dataclass(frozen=True)
-class Line:
+class AdviceLine:
     """One piece of advice. suffix: the policy that bounds an answer; None: all of it stays. needed_bytes: of memory
     for keys and values, answer included."""
 
@@ -127,7 +127,7 @@ class Line:
 class Advice:
     """lines: best first, of each policy and selector its best row. refused: the others, each with the reason."""
 
-    lines: list[Line]
+    lines: list[AdviceLine]
     refused: dict[str, str]
 
 
@@ -180,7 +180,7 @@ def advise(scenario: str, shape: Shape, tokens: int, memory_bytes: int, quality:
     chosen, candidates = SCENARIOS[scenario], list(options(shape, tokens))
     floor = quality * max(option.exact for option in candidates if option.name == "full")
     token_bytes = shape.full_bytes(2) - shape.full_bytes(1)
-    best: dict[str, Line] = {}
+    best: dict[str, AdviceLine] = {}
     refused: dict[str, tuple[float, str]] = {}  # of each name the row that comes closest
     for option in sorted(candidates, key=chosen.order):
         line = _line(chosen, option, token_bytes, memory_bytes)
@@ -206,7 +206,7 @@ def advise(scenario: str, shape: Shape, tokens: int, memory_bytes: int, quality:
     return Advice(sorted(best.values(), key=lambda line: chosen.order(line.option)), left)
 
 
-def _line(scenario: Scenario, option: Option, token_bytes: int, memory_bytes: int) -> Line:
+def _line(scenario: Scenario, option: Option, token_bytes: int, memory_bytes: int) -> AdviceLine:
     """With all of an answer's suffix where there is room, else under the policy that changes the fewest choices.
     Answers are as long as those by which suffix policies were measured. token_bytes: of the keys and values of a token,
     uncompressed."""
@@ -220,4 +220,4 @@ def _line(scenario: Scenario, option: Option, token_bytes: int, memory_bytes: in
     tier = scenario.tier or ("ram" if fit >= 2 else "disk")
     reason = f"{scenario.why}: {getattr(option, scenario.least) / 1e6:,.1f} MB"
     reason += f"; {rows[at]['policy']} bounds answers, of which {whole['stored']:,} tokens do not fit" if at else ""
-    return Line(option, rows[at]["policy"], tier, needed[at], reason)
+    return AdviceLine(option, rows[at]["policy"], tier, needed[at], reason)

@@ -150,7 +150,7 @@ def object_requests(nbytes: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Work:
+class PlannedWork:
     """What is done with each document, fields as in `CreateCache`; home: where its cache goes, one of `HOMES`."""
 
     policy: str = DEFAULT_POLICY
@@ -260,7 +260,7 @@ def shape_of(model: str) -> Shape:
 def make_plan(
     lengths: Lengths,
     shape: Shape,
-    work: Work,
+    work: PlannedWork,
     speed: Speed,
     rates: SharedRates,
     gpus: int | None,
@@ -421,7 +421,9 @@ def simulate(plan: Plan, fleet: Fleet, rates: SharedRates, *, seed: int = 0) -> 
     """
     chance = random.Random(seed)
     shared = [resource for resource in shared_resources(plan, fleet, rates) if resource.name != FOLDERS]
-    slowest, memory = (next(each for each in shared if each.by_rate is by_rate) for by_rate in (True, False))
+    slowest, memory = (
+        next(resource for resource in shared if resource.by_rate is by_rate) for by_rate in (True, False)
+    )
     each_h = plan.gpu_hours / plan.documents  # of a GPU
     end = plan.documents / max(1.0, memory.used)
     now = done = lost = slowed = 0.0
@@ -437,7 +439,7 @@ def simulate(plan: Plan, fleet: Fleet, rates: SharedRates, *, seed: int = 0) -> 
         alone = up / each_h  # documents an hour if no resource limited them
         rate = min(alone, plan.documents_per_hour / max(slowest.used, 1e-12))
         per_hour = up / fleet.gpus_per_node / fleet.node_mtbf_h, rate * fleet.poison
-        to_node, to_poison = (chance.expovariate(each) if each > 0 else math.inf for each in per_hour)
+        to_node, to_poison = (chance.expovariate(hourly) if hourly > 0 else math.inf for hourly in per_hour)
         to_back = down[0][0] - now if down else math.inf
         to_end = (end - done) / rate if rate else math.inf
         passed = min(to_node, to_poison, to_back, to_end)

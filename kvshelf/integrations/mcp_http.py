@@ -18,7 +18,7 @@ from kvshelf.api.strict import JsonBounds
 from kvshelf.client import AsyncClient, Retries
 from kvshelf.errors import BodyTooLarge, ConnectionFailed, NoWorker
 from kvshelf.integrations.mcp_request import PutMessage, bearer
-from kvshelf.service.access.keys import ANYONE, REREAD_S, Access, Caller, require_local
+from kvshelf.service.access.keys import ANYONE, REREAD_S, Access, KeyCaller, require_local
 from kvshelf.service.access.limits import TenantLimits
 from kvshelf.service.http import errors, server
 from kvshelf.service.http.parsing import LARGE_BYTES, Parser
@@ -38,9 +38,9 @@ class ServiceKeys:
 
     url: str | None
     local: bool
-    _known: dict[str, tuple[float, Caller]] = field(default_factory=dict)
+    _known: dict[str, tuple[float, KeyCaller]] = field(default_factory=dict)
 
-    async def identified(self, headers: Headers) -> Caller:
+    async def identified(self, headers: Headers) -> KeyCaller:
         """The caller who sent these headers. Raises `Unauthorized`, `Forbidden`, and `NoWorker` where no service
         answers."""
         if self.local:
@@ -56,7 +56,7 @@ class ServiceKeys:
         except ConnectionFailed as error:
             raise NoWorker(f"the service does not answer: {error.message}") from error
         if scopes is not None:  # the service does not name the tenant, so that each key has limits of its own
-            caller = Caller(name, frozenset(scopes), name[:16])  # type: ignore[arg-type]  # a newer one may have more
+            caller = KeyCaller(name, frozenset(scopes), name[:16])  # type: ignore[arg-type]  # a newer one may have more
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
         self._known[name] = (time.monotonic() + REREAD_S, caller)

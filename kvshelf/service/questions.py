@@ -22,7 +22,7 @@ from kvshelf.errors import (
     SourceNotKept,
 )
 from kvshelf.methods.policies import POLICIES
-from kvshelf.service.access.keys import Caller
+from kvshelf.service.access.keys import KeyCaller
 from kvshelf.service.dialects.completions import Ending, ending_of, require_model
 from kvshelf.service.engines import EngineClient, each_alone
 from kvshelf.service.http.waiting import off_loop
@@ -47,30 +47,30 @@ _SAME_DOCUMENT = ("model", "document", "layout", "boundary")
 class AskedCache:
     """A cache of a question, and its kept source if the query may need it.
 
-    asked: the id in the query. manifest: of the cache that answers, perhaps one that was made again: `recomputed` says
+    requested_id: in the query. manifest: of the cache that answers, perhaps one that was made again: `recomputed` says
     why. The source is read before the cache, even if the cache is known to be gone or corrupt.
     """
 
-    asked: str
+    requested_id: str
     manifest: Manifest
     source: Source | None = None
     recomputed: MissReason | None = None
 
 
 @dataclass(frozen=True)
-class Question:
+class CacheQuestion:
     """What is asked, the caches that are asked together, mostly one, and the engine that answers."""
 
     service: Service
-    caller: Caller
+    caller: KeyCaller
     asking: Asking
     caches: tuple[AskedCache, ...]
     engine: EngineClient
 
     @classmethod
     async def find(
-        cls, service: Service, caller: Caller, cache_ids: Sequence[str], asking: Asking, *, compare: bool = False
-    ) -> Question:
+        cls, service: Service, caller: KeyCaller, cache_ids: Sequence[str], asking: Asking, *, compare: bool = False
+    ) -> CacheQuestion:
         """Look up the caches. Raises as `Store.stat` does, and `ModelMismatch` for caches of several models; if a cache
         may be made again, `SourceNotKept` for one that was lost together with its source."""
         recompute = asking.on_miss == "recompute"
@@ -101,10 +101,12 @@ class Question:
     @property
     def remade(self) -> list[Remade] | None:
         """The caches of the query that were made again, None if there are none."""
-        remade = [Remade(cache_id=cache.asked, reason=cache.recomputed) for cache in self.caches if cache.recomputed]
+        remade = [
+            Remade(cache_id=cache.requested_id, reason=cache.recomputed) for cache in self.caches if cache.recomputed
+        ]
         return remade or None
 
-    async def answered(self) -> tuple[Question, list[Reply]]:
+    async def answered(self) -> tuple[CacheQuestion, list[Reply]]:
         """The answer to each prompt, and the question with the caches that gave them: some may have been made again."""
         question = self
         while True:
@@ -113,7 +115,7 @@ class Question:
             except UNUSABLE as miss:
                 question = await question.again(miss)
 
-    async def pieces(self) -> AsyncGenerator[tuple[Question, str | Reply], None]:
+    async def pieces(self) -> AsyncGenerator[tuple[CacheQuestion, str | Reply], None]:
         """The one answer in pieces, and then as a whole. No cache is made again once a piece is there."""
         question, begun = self, False
         while True:
@@ -128,7 +130,7 @@ class Question:
                     raise
                 question = await question.again(miss)
 
-    def each_alone(self) -> list[Question]:
+    def each_alone(self) -> list[CacheQuestion]:
         """A question for each answer of this one."""
         return [replace(self, asking=asking) for asking in each_alone(self.asking)]
 
@@ -142,7 +144,7 @@ class Question:
         deadline_s = self.service.settings.request_deadline_s
         return self.engine.stream(self.cache_ids, self.asking, caller=self.caller.within(deadline_s))
 
-    async def again(self, miss: KvshelfError) -> Question:
+    async def again(self, miss: KvshelfError) -> CacheQuestion:
         """The question with the cache of this miss compressed again, with the same parameters. A changed model gives
         another cache id, and nothing else does.
 
@@ -167,7 +169,7 @@ class Question:
             raise miss
         return self.cache_ids.index(named)
 
-    async def full(self) -> Question:
+    async def full(self) -> CacheQuestion:
         """The question to the full cache of the one document: from the shelf, or compressed now and kept for
         `FULL_TTL_S`."""
         (cache,) = self.caches
@@ -197,7 +199,7 @@ class Question:
         return None
 
 
-async def remade(service: Service, caller: Caller, cache_id: str, model: str | None) -> tuple[Manifest, bool]:
+async def remade(service: Service, caller: KeyCaller, cache_id: str, model: str | None) -> tuple[Manifest, bool]:
     """The cache of the same document under a served model, made from the kept source with the same parameters, and
     whether it was there. A cache of that model is its own. The source is kept for the new one, too.
 
@@ -222,9 +224,9 @@ async def remade(service: Service, caller: Caller, cache_id: str, model: str | N
 
 
 async def _made_again(
-    service: Service, caller: Caller, engine: EngineClient, cache: AskedCache, miss: KvshelfError
+    service: Service, caller: KeyCaller, engine: EngineClient, cache: AskedCache, miss: KvshelfError
 ) -> Stored:
-    """The cache of a miss, compressed again from its source by the engine's model. Raises as `Question.again`."""
+    """The cache of a miss, compressed again from its source by the engine's model. Raises as `CacheQuestion.again`."""
     assert cache.source is not None
     moved = isinstance(miss, ModelMismatch)
     if moved and isinstance(cache.source, TokenIds) and not _reads_tokens_of(service, engine, cache.manifest):
@@ -235,12 +237,12 @@ async def _made_again(
     deadline_s = service.settings.request_deadline_s
     created = await engine.create(spec, caller=caller.within(deadline_s))
     made = created.manifest
-    if made.id != cache.asked and not moved:
+    if made.id != cache.requested_id and not moved:
         raise ModelMismatch(
-            f"from the source of cache {cache.asked} this version of kvshelf makes another cache, {made.id}: its "
-            "policy or format is another one now. Ask that one instead",
+            f"from the source of cache {cache.requested_id} this version of kvshelf makes another cache, {made.id}: "
+            "its policy or format is another one now. Ask that one instead",
             param="cache_id",
-            cache_id=cache.asked,
+            cache_id=cache.requested_id,
         )
     if cache.manifest.pinned and not made.pinned:
         made = await off_loop(service.store.update, made.id, tenant=caller.tenant, pinned=True)
@@ -328,16 +330,16 @@ def _lost(miss: KvshelfError) -> SourceNotKept:
 
 
 async def question_to(
-    service: Service, caller: Caller, cache_ids: Sequence[str], asking: Asking, model: str | None
-) -> Question:
-    """As `Question.find`. Raises `InvalidRequest` for a model that the request names and that is not the caches'."""
-    question = await Question.find(service, caller, cache_ids, asking)
+    service: Service, caller: KeyCaller, cache_ids: Sequence[str], asking: Asking, model: str | None
+) -> CacheQuestion:
+    """As `CacheQuestion.find`. Raises `InvalidRequest` for another model in the request than that of the caches."""
+    question = await CacheQuestion.find(service, caller, cache_ids, asking)
     manifest = question.caches[0].manifest
     require_model(model, manifest.id, (manifest.model, question.engine.model))
     return question
 
 
-async def pieces_of(question: Question, *, together: bool) -> AsyncGenerator[str | Ending, None]:
+async def pieces_of(question: CacheQuestion, *, together: bool) -> AsyncGenerator[str | Ending, None]:
     """The pieces of the answer's text, and its ending. together: whether several caches were asked together."""
     async with aclosing(question.pieces()) as pieces:
         async for answering, piece in pieces:

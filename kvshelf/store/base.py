@@ -10,13 +10,13 @@ from kvshelf.api.caches import Erasure
 from kvshelf.artifact.identity import Identity
 from kvshelf.store.blobs import Health
 from kvshelf.store.erasure.eraser import Subject
-from kvshelf.store.jobs.batches import Batches
-from kvshelf.store.jobs.files import Files
+from kvshelf.store.jobs.batches import BatchTable
+from kvshelf.store.jobs.files import FileTable
 from kvshelf.store.jobs.metering import Metering
-from kvshelf.store.jobs.requests import Requests
+from kvshelf.store.jobs.requests import RequestTable
 from kvshelf.store.jobs.responses import Responses
 from kvshelf.store.jobs.transforms import KeptTransforms
-from kvshelf.store.manifest import Judgement, Manifest, Usage
+from kvshelf.store.manifest import Judgement, Manifest, StoredUsage
 from kvshelf.store.types import (
     BlobFile,
     ChangeFields,
@@ -46,11 +46,11 @@ class Store(abc.ABC):
     same `CacheNotFound`, word for word. Every method may raise `StoreUnavailable` when the home does not work.
     """
 
-    requests: Requests
+    requests: RequestTable
     responses: Responses
-    files: Files
+    files: FileTable
     transforms: KeptTransforms
-    batches: Batches
+    batches: BatchTable
     metering: Metering
 
     @abc.abstractmethod
@@ -263,7 +263,7 @@ class Store(abc.ABC):
         """The id that all caches of one document carry here."""
 
     @abc.abstractmethod
-    def usage(self, *, tenant: str | None = None) -> Usage:
+    def usage(self, *, tenant: str | None = None) -> StoredUsage:
         """Caches and bytes of one tenant, or of all."""
 
     @abc.abstractmethod

@@ -31,17 +31,17 @@ from kvshelf.store import checks, housekeeping
 from kvshelf.store.base import RENEW_SHARE, Store
 from kvshelf.store.blobs import Blobs, Health, RangesFile, Step
 from kvshelf.store.erasure.eraser import Eraser, Subject
-from kvshelf.store.index import KEEP_ENDED_S, BasesGone, Entry, Index, Query
-from kvshelf.store.jobs.batches import Batches
+from kvshelf.store.index import KEEP_ENDED_S, BasesGone, Entry, Filters, Index
+from kvshelf.store.jobs.batches import BatchTable
 from kvshelf.store.jobs.bodies import Bodies
 from kvshelf.store.jobs.clock import Doubt
-from kvshelf.store.jobs.files import Files
+from kvshelf.store.jobs.files import FileTable
 from kvshelf.store.jobs.metering import Metering
-from kvshelf.store.jobs.requests import Requests
+from kvshelf.store.jobs.requests import RequestTable
 from kvshelf.store.jobs.responses import Responses
 from kvshelf.store.jobs.sources import Sources
 from kvshelf.store.jobs.transforms import KeptTransforms
-from kvshelf.store.manifest import Judgement, Manifest, SourceRecord, Usage, describe
+from kvshelf.store.manifest import Judgement, Manifest, SourceRecord, StoredUsage, describe
 from kvshelf.store.reader import Reader
 from kvshelf.store.rules import Rules
 from kvshelf.store.table import read
@@ -96,10 +96,10 @@ class Shelf(Store):
         self._bodies = bodies = Bodies(index, blobs, self._writer, self._rules)
         self._sources = Sources(index.jobs, bodies, now, partial(housekeeping.disown, index))
         self._reader = Reader(index, blobs, self._rules, self._sources, now)
-        self.files = Files(index.jobs, bodies, now)
+        self.files = FileTable(index.jobs, bodies, now)
         self.responses = Responses(index.jobs, bodies, self._rules, now)
-        self.requests = Requests(index.jobs, bodies, now, index.key)
-        self.batches = Batches(index.jobs)
+        self.requests = RequestTable(index.jobs, bodies, now, index.key)
+        self.batches = BatchTable(index.jobs)
         self.metering = Metering(index.jobs)
         self.transforms = KeptTransforms(index.jobs, bodies)
 
@@ -360,7 +360,7 @@ class Shelf(Store):
     ) -> Page:
         checks.require_limit(limit)
         wanted: dict[str, Any] = {**filters, "labels": checks.require_labels(filters.get("labels") or {})}
-        query = Query(tenant, **wanted)
+        query = Filters(tenant, **wanted)
         for param in ("document_id", "model", "policy", "name", "parent_id"):
             checks.require_text(getattr(query, param) or "", param)
         if query.id_prefix is not None:
@@ -391,7 +391,7 @@ class Shelf(Store):
             has_more=after is not None and str(now) != number,
         )
 
-    def _ended(self, query: Query, limit: int, after: str | None) -> Page:
+    def _ended(self, query: Filters, limit: int, after: str | None) -> Page:
         manifests: list[Manifest] = []
         for manifest in self._sources.left(query.tenant, after):
             entry = self._index.find(manifest.id, query.tenant)
@@ -603,7 +603,7 @@ class Shelf(Store):
                 full.add(entry.tenant)
         return count
 
-    def usage(self, *, tenant: str | None = None) -> Usage:
+    def usage(self, *, tenant: str | None = None) -> StoredUsage:
         return self._index.usage(tenant)
 
     def health(self) -> Health:

@@ -97,10 +97,10 @@ def batch_run(corpus: Sequence[list[int]], model: str, replicas: int) -> tuple[B
 
 
 def _run(corpus: Sequence[list[int]], engines: Any, store: StoreConfig, journal: Path) -> tuple[BatchCost, Memory]:
-    from kvshelf.corpus.run.run import Run
+    from kvshelf.corpus.run.run import BatchRun
 
     with OutputJournal(FileLines(journal), {}) as kept:
-        run = Run([shard_of(corpus)], engines, store, kept, RunOptions("bench", "batch_bench"))
+        run = BatchRun([shard_of(corpus)], engines, store, kept, RunOptions("bench", "batch_bench"))
         early: tuple[int, int] | None = None
         before, started = _tree_s(), time.perf_counter()
         run.start()

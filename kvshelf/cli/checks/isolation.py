@@ -56,7 +56,7 @@ class Lookup:
 
 
 @dataclass
-class Finding:
+class LookupProbe:
     """What a probe found. differences: between the two answers. aucs: one per round; the last ones only where the
     first was beyond the limit. pairs: of each round. ms: the median time of what nobody has."""
 
@@ -276,9 +276,9 @@ def _await(party: Party, path: str) -> dict[str, Any]:
         time.sleep(0.2)
 
 
-def probe(owner: Party, stranger: Party, lookup: Lookup, theirs: str, nothing: str, pairs: int) -> Finding:
+def probe(owner: Party, stranger: Party, lookup: Lookup, theirs: str, nothing: str, pairs: int) -> LookupProbe:
     """Compare what a stranger is answered for the owner's value and for one that nobody has."""
-    finding = Finding(lookup.what, owner.tenant, pairs=pairs)
+    finding = LookupProbe(lookup.what, owner.tenant, pairs=pairs)
     said = [_told(_looked_up(stranger, lookup, value)[0], value) for value in (theirs, nothing)]
     if lookup.alike:
         finding.differences = [f"{part}: {one!r:.80} and {other!r:.80}" for part, one, other in _unequal(*said)]
@@ -326,9 +326,9 @@ def seen(stranger: Party) -> dict[str, Any]:
     }
 
 
-def puts(owner: Party, stranger: Party, model: str, pairs: int) -> Finding:
+def puts(owner: Party, stranger: Party, model: str, pairs: int) -> LookupProbe:
     """Compare what a stranger is answered for a document that the owner has on the shelf, and for a new one."""
-    finding = Finding("put", owner.tenant, pairs=pairs)
+    finding = LookupProbe("put", owner.tenant, pairs=pairs)
     while len(finding.aucs) < ROUNDS:
         times: dict[bool, list[float]] = {True: [], False: []}
         for _ in range(pairs):
@@ -349,13 +349,13 @@ def puts(owner: Party, stranger: Party, model: str, pairs: int) -> Finding:
     return finding
 
 
-def prove(url: str, keys: Sequence[str], *, pairs: int, show: Callable[[str], None]) -> list[Finding]:
+def prove(url: str, keys: Sequence[str], *, pairs: int, show: Callable[[str], None]) -> list[LookupProbe]:
     """The findings of all probes, in both directions. show: is told what goes on.
 
     Raises `InvalidRequest` for keys and services that prove nothing, `NoWorker` if the service does not answer, or if
     something that was made could not be removed.
     """
-    findings: list[Finding] = []
+    findings: list[LookupProbe] = []
     with parties(url.rstrip("/"), keys) as both:
         model = both[0].get("/v1/models")["data"][0]["id"]
         for owner, stranger in (both, both[::-1]):
@@ -363,7 +363,7 @@ def prove(url: str, keys: Sequence[str], *, pairs: int, show: Callable[[str], No
             before = seen(stranger)
             tried = list(lookups(owner, model))
             differences = [f"{part} changed" for part, _, _ in _unequal(before, seen(stranger))]
-            findings.append(Finding("listings", owner.tenant, differences))
+            findings.append(LookupProbe("listings", owner.tenant, differences))
             for lookup, theirs, nothing in sorted(tried, key=lambda trial: not trial[0].timed):
                 show(f"{lookup.what} of tenant {owner.tenant}")
                 findings.append(probe(owner, stranger, lookup, theirs, nothing, pairs))

@@ -18,7 +18,7 @@ from kvshelf.api.openai import ChatCompletionRequest
 from kvshelf.artifact.identity import canonical_json, digest
 from kvshelf.corpus.row import Row, RowError
 from kvshelf.corpus.run.progress import RunOptions
-from kvshelf.corpus.run.runner import Job, Runner, refuse, stored_caches
+from kvshelf.corpus.run.runner import RequestJob, Runner, refuse, stored_caches
 from kvshelf.corpus.run.sampling import is_measured
 from kvshelf.errors import (
     Cancelled,
@@ -83,31 +83,31 @@ def request_id(batch_id: str, line: int) -> str:
 
 
 @dataclass(eq=False, kw_only=True)
-class RowJob(Job):
+class RowJob(RequestJob):
     """A row at work. Its request has no body, because the row is at hand.
 
-    manifests: those of its caches, once the request is done. found: whether this run has found or opened the request.
+    manifests: those of its caches, once the request is done. is_opened: whether this run has seen or opened it.
     """
 
     row: Row
     store: Store
     retry_failed: bool
     manifests: list[Manifest] | None = field(default=None, init=False)
-    found: bool = field(default=False, init=False)
+    is_opened: bool = field(default=False, init=False)
 
     def record(self) -> RequestRecord:
         """The row's request; opened if there is none, reopened if its recorded end does not settle the row."""
         try:
             record = super().record()
         except RequestNotFound:
-            self.found = True
+            self.is_opened = True
             return self.requests.open(self.id, tenant=self.tenant, body=b"")
         code = None if record.error is None else record.error.code
-        again = record.state == "failed" and not self.found and (self.retry_failed or code in _NO_END)
+        again = record.state == "failed" and not self.is_opened and (self.retry_failed or code in _NO_END)
         waits = record.attempts == self.lost and code == QuotaExceeded.code  # a recorded end, but the row waits
         if again or waits or (record.state == "done" and not self._is_stored(record)):
             record = self.requests.open(self.id, tenant=self.tenant, body=b"", again=True)
-        self.found = True
+        self.is_opened = True
         return record
 
     def drop(self) -> RequestRecord:
@@ -125,7 +125,7 @@ class RowJob(Job):
 
 
 @dataclass(frozen=True)
-class Answer:
+class RowAnswer:
     """The answer to a question. body: as the live route gives it. tokens: that went through the model."""
 
     body: Mapping[str, Any]
@@ -143,11 +143,11 @@ class Asks(Protocol):
         *,
         tenant: str,
         deadline_s: float,
-    ) -> Answer: ...
+    ) -> RowAnswer: ...
 
 
 @dataclass(eq=False)
-class Caller:
+class RowCaller:
     """Sends rows to the engines, `slots` at a time, on one event loop. going: set while rows may begin. asks: for a
     batch of questions. replicas: this caller's part of them, if there are several callers."""
 
@@ -251,7 +251,7 @@ class Caller:
         question = partial(self.asks, row.question, self.engines, self.store)
         seconds: list[float] = []  # of each attempt
 
-        async def ask() -> Answer:
+        async def ask() -> RowAnswer:
             with self._shares.part() as spent:
                 try:
                     return await question(tenant=options.tenant, deadline_s=options.document_deadline_s)

@@ -40,7 +40,7 @@ _STOP_S: Final = 60.0
 
 
 @dataclass(eq=False)
-class Run:
+class BatchRun:
     """A batch at work. `start` it once; Ray must be connected. Every method may be called from any thread.
 
     engines: by model name; the first one serves rows that name none. store: how every process opens the shelf that the

@@ -31,7 +31,7 @@ from kvshelf.errors import (
     StoreUnavailable,
 )
 from kvshelf.store.base import Store
-from kvshelf.store.jobs.requests import RequestRecord, Requests
+from kvshelf.store.jobs.requests import RequestRecord, RequestTable
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.replica.attempts import LEASE_S, MAX_ATTEMPTS, Standing, give_up
 from kvshelf.workers.replica.calls import Caller
@@ -50,7 +50,7 @@ _NOT_BEGUN: Final = (NoWorker, QueueFull, StateConflict, Cancelled)
 
 
 @dataclass(eq=False, kw_only=True)
-class Job:
+class RequestJob:
     """One recorded request at work.
 
     spec: gives the creation; blocks. create: `create` of an engine, which makes one attempt. leaves_held: leave a
@@ -62,7 +62,7 @@ class Job:
 
     id: str
     tenant: str
-    requests: Requests
+    requests: RequestTable
     spec: Callable[[], CreateCache]
     create: Callable[..., Awaitable[Created]]
     deadline_s: float
@@ -122,7 +122,7 @@ class Runner:
         self.going = asyncio.Event()
         self._suspects = asyncio.Lock()
 
-    async def run(self, job: Job) -> Created | RequestRecord:
+    async def run(self, job: RequestJob) -> Created | RequestRecord:
         """The last attempt's result, or the request if it ended otherwise. Raises `RequestNotFound` if it is gone."""
         return await self._until_end(partial(self._step, job), "the store keeps a request waiting", request=job.id)
 
@@ -172,7 +172,7 @@ class Runner:
                 return end
             await asyncio.sleep(end)
 
-    async def _step(self, job: Job) -> Created | RequestRecord | float:
+    async def _step(self, job: RequestJob) -> Created | RequestRecord | float:
         """One step towards the end: the end, or seconds until the next step."""
         record = await asyncio.to_thread(_record, job)
         match Standing.of(record, job.requests.now(), max_attempts=job.max_attempts):
@@ -186,7 +186,7 @@ class Runner:
             case Standing.DUE:
                 return await self._attempt(job, record)
 
-    async def _attempt(self, job: Job, record: RequestRecord) -> Created | float:
+    async def _attempt(self, job: RequestJob, record: RequestRecord) -> Created | float:
         started, job.lost, job.attempts = time.monotonic(), None, record.tries + 1
         try:
             async with self._suspects if record.tries else nullcontext():
@@ -224,14 +224,14 @@ def stored_caches(store: Store, record: RequestRecord) -> list[Manifest] | None:
         return None
 
 
-def refuse(requests: Requests, request_id: str, error: KvshelfError, *, counted: bool = True) -> None:
+def refuse(requests: RequestTable, request_id: str, error: KvshelfError, *, counted: bool = True) -> None:
     """Fail a request for good. Raises `StateConflict` if a worker holds it or it has ended."""
     attempt = requests.start(request_id, worker="runner", lease_s=LEASE_S)
     code, message, param = error.code, error.message, error.param
     requests.fail(request_id, attempt, code=code, message=message, param=param, final=True, counted=counted)
 
 
-def _record(job: Job) -> RequestRecord:
+def _record(job: RequestJob) -> RequestRecord:
     """The request. An attempt whose end the store missed is ended here, uncounted: no worker holds it any more."""
     record = job.record()
     if record.state != "running" or record.attempts != job.lost:

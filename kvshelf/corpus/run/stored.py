@@ -13,7 +13,7 @@ import pydantic_core
 from kvshelf.corpus.input.rows import parse_jsonl
 from kvshelf.corpus.row import Row, RowError, Shard
 from kvshelf.corpus.run.journal import Journal, Lines, ReadLines, last_ends
-from kvshelf.store.jobs.batches import Batches
+from kvshelf.store.jobs.batches import BatchTable
 from kvshelf.store.url import StoreConfig
 
 
@@ -52,7 +52,7 @@ class QuestionShard(StoredShard):
             for row in parse_jsonl(opened.file, self.filename, self.defaults, endpoint="/v1/chat/completions"):
                 yield ends.get(row.line, row)
 
-    def _earlier(self, batches: Batches) -> Iterator[Row]:
+    def _earlier(self, batches: BatchTable) -> Iterator[Row]:
         for row in last_ends(lambda: islice(_recorded(batches, self.batch_id), self.recorded)):
             if row.error is None:
                 yield replace(row, reused=True)
@@ -64,7 +64,7 @@ class TableLines(Lines):
     """The lines that the job table keeps with a batch. After the batch's lease is lost, `append` raises
     `StateConflict`."""
 
-    def __init__(self, batches: Batches, batch_id: str, term: int) -> None:
+    def __init__(self, batches: BatchTable, batch_id: str, term: int) -> None:
         self._batches = batches
         self._batch_id = batch_id
         self._term = term
@@ -80,7 +80,7 @@ class TableLines(Lines):
 class StoredJournal(Journal):
     """A resumed run revisits finished rows as reused; their first end stays in the journal."""
 
-    def __init__(self, batches: Batches, batch_id: str, term: int) -> None:
+    def __init__(self, batches: BatchTable, batch_id: str, term: int) -> None:
         super().__init__(TableLines(batches, batch_id, term))
         self._recorded = partial(_recorded, batches, batch_id)
         self._ends: dict[tuple[str, int], _End] | None = None
@@ -107,10 +107,10 @@ def _is_known(row: Row, known: _End | None) -> bool:
     return known[0] == row.cache_id if row.reused else row.error is not None and known == _end_of(row)
 
 
-def last_results(batches: Batches, batch_id: str) -> Iterator[Row]:
+def last_results(batches: BatchTable, batch_id: str) -> Iterator[Row]:
     """Each row's last end, in the order of the journal."""
     return last_ends(lambda: _recorded(batches, batch_id))
 
 
-def _recorded(batches: Batches, batch_id: str) -> Iterator[Row]:
+def _recorded(batches: BatchTable, batch_id: str) -> Iterator[Row]:
     return (Row.from_dict(pydantic_core.from_json(line)) for line in batches.journal(batch_id))

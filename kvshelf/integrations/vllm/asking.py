@@ -15,7 +15,7 @@ from kvshelf.api import Usage
 from kvshelf.engine.inputs.encode import Prompt
 from kvshelf.errors import CacheUnusable, InvalidRequest, KvshelfError, WorkerCrashed
 from kvshelf.integrations.vllm.numbers import ProxyMetrics
-from kvshelf.integrations.vllm.request import Questions, ShelfRequest
+from kvshelf.integrations.vllm.request import QuestionBuilder, ShelfRequest
 from kvshelf.integrations.vllm.upstreams import Upstreams
 from kvshelf.service.dialects.completions import Ending
 from kvshelf.service.http.waiting import off_loop
@@ -25,7 +25,7 @@ from kvshelf.store.manifest import Manifest
 
 
 @dataclass(frozen=True)
-class Asked:
+class CacheAsk:
     """A question to a cache, and its body for vLLM's `/v1/completions`."""
 
     cache: Manifest
@@ -46,10 +46,10 @@ class Asked:
         return Ending(finish_reason, tokens)
 
 
-class Asking:
+class CacheAsker:
     """Asks vLLM servers about the caches of a store. Errors of the store are raised before a server is asked."""
 
-    def __init__(self, store: Store, questions: Questions, upstreams: Upstreams, metrics: ProxyMetrics) -> None:
+    def __init__(self, store: Store, questions: QuestionBuilder, upstreams: Upstreams, metrics: ProxyMetrics) -> None:
         self._store = store
         self._questions = questions
         self._upstreams = upstreams
@@ -57,35 +57,35 @@ class Asking:
 
     async def prepare(
         self, cache_id: str, tenant: str, prompt: Prompt, model: str | None, fields: dict[str, Any]
-    ) -> Asked:
+    ) -> CacheAsk:
         """model: None, the cache's, or as vLLM names it. fields: others of vLLM's body. Raises as `Store.stat` and
         `shelf_request` do."""
         with self._metrics.asking():
             cache = await off_loop(self._store.stat, cache_id, tenant=tenant)
             request = await off_loop(self._questions.request, cache, prompt)
         note(cache_id=cache.id, cache_read_tokens=cache.num_tokens, prefill_tokens=len(request.question))
-        return Asked(cache, request, request.body(None if model == cache.model else model, **fields))
+        return CacheAsk(cache, request, request.body(None if model == cache.model else model, **fields))
 
-    async def whole(self, ask: Asked) -> dict[str, Any]:
+    async def whole(self, ask: CacheAsk) -> dict[str, Any]:
         """vLLM's answer."""
         with self._counted(ask):
             return await self._whole(ask)
 
-    async def text(self, ask: Asked) -> tuple[str, Ending]:
+    async def text(self, ask: CacheAsk) -> tuple[str, Ending]:
         """The text of vLLM's only answer, and its ending."""
         with self._counted(ask):
             answer = await self._whole(ask)
             (choice,) = answer["choices"]
             return choice["text"], ask.ending(choice["finish_reason"], answer["usage"])
 
-    async def events(self, ask: Asked) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(self, ask: CacheAsk) -> AsyncGenerator[dict[str, Any], None]:
         """The events of vLLM's stream, without its end."""
         with self._counted(ask):
             async with aclosing(self._events(ask)) as events:
                 async for event in events:
                     yield event
 
-    async def pieces(self, ask: Asked) -> AsyncGenerator[tuple[int, str | Ending], None]:
+    async def pieces(self, ask: CacheAsk) -> AsyncGenerator[tuple[int, str | Ending], None]:
         """The text of one streamed answer, and its ending, each as of choice 0."""
         reason = usage = None
         with self._counted(ask):
@@ -99,17 +99,17 @@ class Asking:
             yield 0, ask.ending(reason, usage)
 
     @contextmanager
-    def _counted(self, ask: Asked) -> Iterator[None]:
+    def _counted(self, ask: CacheAsk) -> Iterator[None]:
         with self._metrics.asking():
             yield
         self._metrics.answered(ask.cache.model, ask.cache.num_tokens, len(ask.request.question))
 
-    async def _whole(self, ask: Asked) -> dict[str, Any]:
+    async def _whole(self, ask: CacheAsk) -> dict[str, Any]:
         async with self._sent(ask) as response:
             answer: dict[str, Any] = json.loads(await response.aread())
             return answer
 
-    async def _events(self, ask: Asked) -> AsyncGenerator[dict[str, Any], None]:
+    async def _events(self, ask: CacheAsk) -> AsyncGenerator[dict[str, Any], None]:
         async with self._sent(ask) as response:
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
@@ -119,7 +119,7 @@ class Asking:
                     yield event
 
     @asynccontextmanager
-    async def _sent(self, ask: Asked) -> AsyncIterator[httpx.Response]:
+    async def _sent(self, ask: CacheAsk) -> AsyncIterator[httpx.Response]:
         # vLLM's log then names the request as ours does.
         headers = {"content-type": "application/json", "x-request-id": _request_id()}
         content = json.dumps(ask.body).encode()

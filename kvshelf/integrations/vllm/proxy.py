@@ -16,10 +16,10 @@ from starlette.types import Receive, Scope, Send
 from kvshelf.api.openai import ChatCompletionRequest
 from kvshelf.api.shapes import SHAPES
 from kvshelf.errors import InvalidRequest, KvshelfError
-from kvshelf.integrations.vllm.asking import Asking
+from kvshelf.integrations.vllm.asking import CacheAsker
 from kvshelf.integrations.vllm.bodies import CacheCompletion, Directions
 from kvshelf.integrations.vllm.numbers import ProxyMetrics
-from kvshelf.integrations.vllm.request import Questions
+from kvshelf.integrations.vllm.request import QuestionBuilder
 from kvshelf.integrations.vllm.upstreams import Upstreams
 from kvshelf.model.loading import load_tokenizer
 from kvshelf.service.access.keyfile import KeyFile
@@ -63,12 +63,12 @@ _SHAPES: Final = (*SHAPES, "logprobs", "n", "tools")
 router = APIRouter()
 
 
-def _asking(request: Request) -> Asking:
-    asking: Asking = request.app.state.asking
+def _asking(request: Request) -> CacheAsker:
+    asking: CacheAsker = request.app.state.asking
     return asking
 
 
-InAsking = Annotated[Asking, Depends(_asking)]
+InAsking = Annotated[CacheAsker, Depends(_asking)]
 
 
 @router.post("/v1/chat/completions")
@@ -77,7 +77,7 @@ async def chat(request: Request, asking: InAsking, caller: Reader) -> Response:
     data = await _read(request)
     parser: Parser = request.app.state.parser
     if not (await parser.parsed(Directions, data, caller.tenant)).names_cache:
-        return _Passed(request, data)
+        return _Forwarded(request, data)
     body = await parser.parsed(ChatCompletionRequest, data, caller.tenant)
     assert body.cache_id is not None
     for name in _SHAPES:
@@ -101,7 +101,7 @@ async def complete(request: Request, asking: InAsking, caller: Reader) -> Respon
     data = await _read(request)
     parser: Parser = request.app.state.parser
     if not (await parser.parsed(Directions, data, caller.tenant)).names_cache:
-        return _Passed(request, data)
+        return _Forwarded(request, data)
     body = await parser.parsed(CacheCompletion, data, caller.tenant)
     fields = (body.model_extra or {}) | {"stream": bool(body.stream)}
     ask = await asking.prepare(body.cache_id, caller.tenant, body.prompt, body.model, fields)
@@ -113,13 +113,13 @@ async def complete(request: Request, asking: InAsking, caller: Reader) -> Respon
 @router.get("/v1/models")
 async def models(request: Request, _caller: Reader) -> Response:
     """The models of the least loaded server."""
-    return _Passed(request)
+    return _Forwarded(request)
 
 
 @router.get("/health")
 async def health(request: Request) -> Response:
     """Whether a server answers."""
-    return _Passed(request)
+    return _Forwarded(request)
 
 
 @router.get("/metrics")
@@ -139,7 +139,7 @@ def _end_to_end(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in headers.items() if name.lower() not in _BETWEEN_NEIGHBOURS}
 
 
-class _Passed(Response):
+class _Forwarded(Response):
     """Sends a request on when it is called, and gives the answer back as it arrives."""
 
     def __init__(self, request: Request, data: bytes | None = None) -> None:
@@ -171,7 +171,7 @@ class _Passed(Response):
 
 def create_app(
     settings: Settings,
-    asking: Asking,
+    asking: CacheAsker,
     upstreams: Upstreams,
     metrics: ProxyMetrics,
     keys: LiveKeys | None,
@@ -206,6 +206,6 @@ def serve(settings: Settings, urls: Sequence[str], model: str) -> None:
         tracer_to(settings.otel_endpoint) as tracer,
         alone(settings.host, settings.port) as place,
     ):
-        asking = Asking(store, Questions(load_tokenizer(model)), upstreams, metrics)
+        asking = CacheAsker(store, QuestionBuilder(load_tokenizer(model)), upstreams, metrics)
         app = create_app(settings, asking, upstreams, metrics, keys, tracer)
         server.run(app, place, settings)

@@ -110,7 +110,7 @@ class ShelfRequest:
         return cls(cache_id, entries, tuple(prompt[entries:]), cache.tenant)
 
 
-class Questions:
+class QuestionBuilder:
     """Builds requests with one model's tokenizer, from transformers. Thread-safe."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -141,4 +141,4 @@ def shelf_request(cache: Manifest, prompt: Prompt, tokenizer: Any, *, api_key: s
     vLLM that asks for keys; without it the request names the cache's tenant. Raises `InvalidRequest` for a
     prompt that cannot be asked, and `ModelMismatch` for another tokenizer or template than the document's.
     """
-    return replace(Questions(tokenizer).request(cache, prompt), api_key=api_key)
+    return replace(QuestionBuilder(tokenizer).request(cache, prompt), api_key=api_key)

@@ -12,7 +12,7 @@ import structlog
 from kvshelf.errors import InvalidRequest, KvshelfError
 from kvshelf.integrations.vllm.request import FIELD, ID_PREFIX, Named, ShelfRequest
 from kvshelf.integrations.vllm.settings import ShelfSettings
-from kvshelf.integrations.vllm.step import Load, Step
+from kvshelf.integrations.vllm.step import ConnectorStep, Load
 from kvshelf.integrations.vllm.tenants import Tenants
 
 log = structlog.get_logger("kvshelf.vllm")
@@ -30,7 +30,7 @@ class ShelfScheduler:
         self._tenants = Tenants(settings)
         self._named: dict[str, tuple[str, str] | KvshelfError] = {}
         self._decided: dict[str, ShelfRequest | KvshelfError] = {}
-        self._step = Step()
+        self._step = ConnectorStep()
 
     def arrived(self, request: Any) -> None:
         """Find out which cache of which tenant a request names, and let go of its key, which the workers are not to
@@ -82,8 +82,8 @@ class ShelfScheduler:
             load = Load(request.request_id, decision.cache_id, decision.tenant, first, entries, tuple(pages))
             self._step.loads.append(load)
 
-    def take_step(self) -> Step:
-        step, self._step = self._step, Step()
+    def take_step(self) -> ConnectorStep:
+        step, self._step = self._step, ConnectorStep()
         return step
 
     def finished(self, request: Any) -> None:

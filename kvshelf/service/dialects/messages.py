@@ -24,12 +24,12 @@ from kvshelf.workers.replica.results import Reply
 
 
 @dataclass(frozen=True)
-class Answering:
-    """A message that is being made. asked: the cache behind which the question is. read, created: the tokens of that
+class MessageAnswering:
+    """A message that is being made. cache_id: the cache behind which the question is. read, created: the tokens of that
     cache; it was on the shelf, or this request made it."""
 
     model: str
-    asked: str
+    cache_id: str
     read: int
     created: int
     id: str = field(default_factory=lambda: "msg_" + secrets.token_hex(12))
@@ -109,7 +109,7 @@ class Answering:
         )
 
     def _wire(self, **fields: Any) -> dict[str, Any]:
-        message = MessageObject(id=self.id, model=self.model, cache_id=self.asked, **fields)
+        message = MessageObject(id=self.id, model=self.model, cache_id=self.cache_id, **fields)
         return message.model_dump(mode="json", exclude={"stored_cache_id", "not_stored"})
 
     def _usage(self, reply: Reply) -> MessageUsage:

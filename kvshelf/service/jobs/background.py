@@ -19,7 +19,7 @@ import structlog
 from kvshelf.api import CreateCache
 from kvshelf.api.strict import parse_request
 from kvshelf.artifact.identity import canonical_msgpack
-from kvshelf.corpus.run.runner import Job, Runner, refuse, stored_caches
+from kvshelf.corpus.run.runner import RequestJob, Runner, refuse, stored_caches
 from kvshelf.errors import (
     CacheError,
     CacheNotFound,
@@ -34,7 +34,7 @@ from kvshelf.service.engines import EngineClient
 from kvshelf.service.loops import repeat
 from kvshelf.service.observe.logs import note
 from kvshelf.store.base import Store
-from kvshelf.store.jobs.requests import REQUEST_ID, RequestRecord, Requests
+from kvshelf.store.jobs.requests import REQUEST_ID, RequestRecord, RequestTable
 from kvshelf.workers.replica.attempts import Standing
 from kvshelf.workers.replica.create.existing import as_requested
 from kvshelf.workers.replica.queues import Rounds
@@ -212,9 +212,9 @@ class Background:
                 self._set_aside(key.id)
             del self._known[key.id]
 
-    def _job(self, key: _Key) -> Job:
+    def _job(self, key: _Key) -> RequestJob:
         requests = self.store.requests
-        return Job(
+        return RequestJob(
             id=key.id,
             tenant=key.tenant,
             requests=requests,
@@ -234,7 +234,7 @@ class Background:
         asyncio.get_running_loop().call_later(_MISHAP_PAUSE_S, self._paused.discard, request_id)
 
 
-def _spec(requests: Requests, request_id: str) -> CreateCache:
+def _spec(requests: RequestTable, request_id: str) -> CreateCache:
     """A request's body. Raises `StateConflict` if the request has ended; a lost or invalid body ends it."""
     try:
         return parse_request(CreateCache, _unpacked(requests.body(request_id)))

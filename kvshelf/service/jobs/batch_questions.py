@@ -12,7 +12,7 @@ from kvshelf.api.batches import UNDONE
 from kvshelf.api.openai import ChatCompletionRequest
 from kvshelf.artifact.identity import ModelIdentity
 from kvshelf.corpus.row import Row
-from kvshelf.corpus.run.caller import PREFIX, Answer, request_id
+from kvshelf.corpus.run.caller import PREFIX, RowAnswer, request_id
 from kvshelf.errors import by_code
 from kvshelf.service.dialects.completions import Completion, ending_of, require_model
 from kvshelf.service.engines import each_alone
@@ -38,7 +38,7 @@ class Asker:
         *,
         tenant: str,
         deadline_s: float,
-    ) -> Answer:
+    ) -> RowAnswer:
         """Raises as the live route does."""
         ids = question.cache_ids or [str(question.cache_id)]
         manifests = await asyncio.to_thread(lambda: [store.stat(cache_id, tenant=tenant) for cache_id in ids])
@@ -53,7 +53,7 @@ class Asker:
         together = question.cache_ids is not None
         answers = [(reply.text, ending_of(reply, together=together)) for reply in replies]
         used = sum(reply.usage.prefill_tokens + reply.usage.completion_tokens for reply in replies)
-        return Answer(Completion(manifests[0].model).whole(answers), used)
+        return RowAnswer(Completion(manifests[0].model).whole(answers), used)
 
 
 def result_line(row: Row, batch_id: str) -> dict[str, Any]:

@@ -15,8 +15,8 @@ import structlog
 from kvshelf.api.batches import BatchError, RequestCounts
 from kvshelf.backoff import backoff_s
 from kvshelf.corpus.row import Shard
-from kvshelf.corpus.run.progress import Progress, RunOptions, RunState, Summary, Window
-from kvshelf.corpus.run.run import Run
+from kvshelf.corpus.run.progress import Progress, RunOptions, RunState, Summary, WorkHours
+from kvshelf.corpus.run.run import BatchRun
 from kvshelf.corpus.run.stored import QuestionShard, StoredJournal, StoredShard
 from kvshelf.corpus.run.tally import SUMMED
 from kvshelf.errors import FileNotFound, StateConflict, StoreError
@@ -59,7 +59,7 @@ def rest_reason(record: BatchRecord, now: float) -> str:
     if record.state in ("validating", *_ENDING):
         return ""
     window = record.body["window"]
-    if window is not None and not Window.parse(window).open_at(datetime.datetime.fromtimestamp(now).time()):
+    if window is not None and not WorkHours.parse(window).open_at(datetime.datetime.fromtimestamp(now).time()):
         return f"it is outside its window {window}"
     return ""
 
@@ -219,11 +219,11 @@ class BatchWork:
         self.metrics.batch_advanced(reported, summary)
         return summary
 
-    def _made(self, record: BatchRecord) -> Run:
+    def _made(self, record: BatchRecord) -> BatchRun:
         config = store_config(self.settings)
         options = _options(record, self._questions_at_once() if record.asks else None)
         journal = StoredJournal(self.store.batches, self.record.id, self.term)
-        return Run([self._shard(record, config, options)], self.engines, config, journal, options, self.asks)
+        return BatchRun([self._shard(record, config, options)], self.engines, config, journal, options, self.asks)
 
     def _shard(self, record: BatchRecord, config: StoreConfig, options: RunOptions) -> Shard:
         file = self.store.files.get(record.body["input_file_id"], tenant=record.tenant)
@@ -240,7 +240,7 @@ class BatchWork:
         of_one = min(settings.max_open_generations, settings.max_ongoing_requests)
         return max(1, of_one // 2) * sum(engine.target_replicas for engine in self.engines.values())
 
-    async def _steer(self, run: Run, progress: Progress, before: BatchRecord) -> None:
+    async def _steer(self, run: BatchRun, progress: Progress, before: BatchRecord) -> None:
         """Store the progress of the run, and cancel the run if a caller or a limit demands it."""
         record = await asyncio.to_thread(self._change_now, lambda record: with_progress(record, progress, before))
         if progress.state not in _AT_WORK:

@@ -21,7 +21,7 @@ from kvshelf.service.storage import store_config
 from kvshelf.workers.cluster.connect import prepare_environment, ray_cluster
 
 if TYPE_CHECKING:
-    from kvshelf.corpus.run.run import Run
+    from kvshelf.corpus.run.run import BatchRun
     from kvshelf.workers.cluster.remote import RemoteEngine
 
 TENANT = "default"
@@ -56,11 +56,11 @@ def run_standalone(
         from kvshelf.workers.cluster.deployment import await_running
 
         with deployed_replicas(settings, shelf, local=local) as engines:
-            from kvshelf.corpus.run.run import Run  # while the replicas load their models
+            from kvshelf.corpus.run.run import BatchRun  # while the replicas load their models
 
             await_running(engines.values(), deadline_s=settings.startup_deadline_s)
             batch_id = "batch_" + digest("kvshelf.batch", canonical_json(_made_under(engines, about)))
-            run = Run(shards, engines, shelf, journal, options(batch_id))
+            run = BatchRun(shards, engines, shelf, journal, options(batch_id))
             run.start()
             with _cancelled_by_signals(run):
                 while (summary := run.wait(_LOOK_S)) is None:
@@ -79,7 +79,7 @@ def _made_under(engines: Mapping[str, RemoteEngine], about: Mapping[str, Any]) -
 
 
 @contextmanager
-def _cancelled_by_signals(run: Run) -> Iterator[None]:
+def _cancelled_by_signals(run: BatchRun) -> Iterator[None]:
     def cancel(number: int, _frame: FrameType | None) -> None:
         run.cancel(INTERRUPTED if number == signal.SIGINT else "terminated")
         if number == signal.SIGINT:

@@ -20,9 +20,9 @@ from kvshelf.api.batches import (
     ListBatches,
 )
 from kvshelf.corpus.input.defaults import require_defaults
-from kvshelf.corpus.run.progress import Window
+from kvshelf.corpus.run.progress import WorkHours
 from kvshelf.errors import FileNotFound, InvalidRequest, StateConflict
-from kvshelf.service.access.keys import Caller, Reader, Writer
+from kvshelf.service.access.keys import KeyCaller, Reader, Writer
 from kvshelf.service.bodies import read_json
 from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_query
@@ -53,7 +53,7 @@ async def create_batch(request: Request, service: InService, caller: Writer) -> 
     service.engine(body.model)
     require_policy(require_defaults(body.options()))
     if body.window is not None:
-        Window.parse(body.window)
+        WorkHours.parse(body.window)
     file = await off_loop(service.store.files.get, body.input_file_id, tenant=caller.tenant)
     if file.purpose != "batch":
         raise InvalidRequest(
@@ -164,7 +164,7 @@ async def batch_events(
 
 
 async def _snapshots(
-    service: Service, caller: Caller, batch_id: str, seen: str, leaving: asyncio.Event
+    service: Service, caller: KeyCaller, batch_id: str, seen: str, leaving: asyncio.Event
 ) -> AsyncGenerator[Event, None]:
     while True:
         record = await off_loop(service.store.batches.get, batch_id, tenant=caller.tenant)
@@ -194,7 +194,9 @@ def _moved(record: BatchRecord, *, now: float, before: BatchStatus, after: Batch
     return record.entered(after, now)
 
 
-async def _changed(service: Service, caller: Caller, batch_id: str, change: Callable[..., BatchRecord]) -> BatchObject:
+async def _changed(
+    service: Service, caller: KeyCaller, batch_id: str, change: Callable[..., BatchRecord]
+) -> BatchObject:
     """Change a batch in the store. The process that runs it sees the change within moments. `change` takes `now`."""
     change = partial(change, now=service.store.now())
     record = await off_loop(service.store.batches.update, batch_id, change, tenant=caller.tenant)

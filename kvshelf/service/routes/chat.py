@@ -17,7 +17,7 @@ from kvshelf.service.engines import relayed
 from kvshelf.service.http import openapi
 from kvshelf.service.http.events import event_stream
 from kvshelf.service.http.waiting import until_hangup
-from kvshelf.service.questions import Question, pieces_of, question_to
+from kvshelf.service.questions import CacheQuestion, pieces_of, question_to
 from kvshelf.service.service import TAKES_TOKENS, InService
 
 router = APIRouter(prefix="/v1/chat", tags=["chat"], responses=openapi.ERRORS)
@@ -44,10 +44,10 @@ async def complete(request: Request, service: InService, caller: Reader) -> Resp
     return await service.computing.run(lambda: JSONResponse(completion.whole(answers)))
 
 
-def _pieces(questions: Sequence[Question], *, together: bool) -> AsyncGenerator[tuple[int, str | Ending], None]:
+def _pieces(questions: Sequence[CacheQuestion], *, together: bool) -> AsyncGenerator[tuple[int, str | Ending], None]:
     """The pieces of all choices as they come, each with the index of its choice."""
 
-    async def fetch(index: int, question: Question, queue: asyncio.Queue[tuple[int, str | Ending] | None]) -> None:
+    async def fetch(index: int, question: CacheQuestion, queue: asyncio.Queue[tuple[int, str | Ending] | None]) -> None:
         async with aclosing(pieces_of(question, together=together)) as pieces:
             async for piece in pieces:
                 queue.put_nowait((index, piece))

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request, Response
 from kvshelf.api import queries as asked
 from kvshelf.api.inspect import BuiltPrompt, KeptOf, KeptTokens
 from kvshelf.errors import InvalidRequest
-from kvshelf.service.access.keys import Caller, Reader
+from kvshelf.service.access.keys import KeyCaller, Reader
 from kvshelf.service.bodies import read_json
 from kvshelf.service.http import openapi
 from kvshelf.service.http.waiting import off_loop, until_hangup
@@ -61,7 +61,7 @@ async def prompt(cache_id: str, request: Request, service: InService, caller: Re
 
 
 async def _kept(
-    request: Request, service: Service, caller: Caller, cache_id: str, body: KeptOf | None, first_layer: int
+    request: Request, service: Service, caller: KeyCaller, cache_id: str, body: KeptOf | None, first_layer: int
 ) -> KeptTokens:
     manifest = await off_loop(service.store.stat, cache_id, tenant=caller.tenant)
     engine = service.engine_for_all([manifest], others_too=True)

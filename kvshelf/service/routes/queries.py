@@ -31,7 +31,7 @@ from kvshelf.service.bodies import read_json
 from kvshelf.service.http import openapi
 from kvshelf.service.http.events import event_stream
 from kvshelf.service.http.waiting import until_hangup
-from kvshelf.service.questions import Question
+from kvshelf.service.questions import CacheQuestion
 from kvshelf.service.service import TAKES_TOKENS, InService, Service
 from kvshelf.workers.replica.results import Reply
 
@@ -40,7 +40,7 @@ router = APIRouter(prefix="/v1", tags=["queries"], responses=openapi.ERRORS)
 _SILENT = ("compare", "recomputed", "passages", "logprobs", "stored_cache_id", "not_stored", "reasoning_content")
 """Fields that an answer has only if they apply."""
 
-Shape = Callable[[Question, Reply], Answered]
+Shape = Callable[[CacheQuestion, Reply], Answered]
 """The answer of the API for a reply to a question."""
 
 
@@ -57,7 +57,7 @@ async def query(cache_id: str, request: Request, service: InService, caller: Rea
     if body.compare and body.seed is None:
         # Compared answers share one seed, so that they differ by their caches and not by chance.
         body = body.model_copy(update={"seed": secrets.randbits(63)})
-    question = await Question.find(service, caller, [cache_id], body, compare=body.compare)
+    question = await CacheQuestion.find(service, caller, [cache_id], body, compare=body.compare)
     if body.compare:
         answers = await until_hangup(request, _compared(question))
         return await service.computing.run(_response, question, answers)
@@ -74,7 +74,7 @@ async def query(cache_id: str, request: Request, service: InService, caller: Rea
 async def joint_query(request: Request, service: InService, caller: Reader) -> Response:
     """Answer one or more prompts from several stored caches together, and say what part each document had in it."""
     body = await read_json(request, JointQuery, service)
-    question = await Question.find(service, caller, body.cache_ids, body)
+    question = await CacheQuestion.find(service, caller, body.cache_ids, body)
     return await _answered(request, service, question, _together)
 
 
@@ -88,7 +88,7 @@ async def search(request: Request, service: InService, caller: Reader) -> Search
     return await until_hangup(request, work)
 
 
-async def _answered(request: Request, service: Service, question: Question, shape: Shape) -> Response:
+async def _answered(request: Request, service: Service, question: CacheQuestion, shape: Shape) -> Response:
     if question.asking.stream:
         return await event_stream(request, _events(question, shape))
     question, replies = await until_hangup(request, question.answered())
@@ -96,13 +96,13 @@ async def _answered(request: Request, service: Service, question: Question, shap
     return await service.computing.run(_response, question, answers)
 
 
-def _response(question: Question, answers: Sequence[Answered]) -> Response:
+def _response(question: CacheQuestion, answers: Sequence[Answered]) -> Response:
     if question.asking.several:
         return JSONResponse({"object": "list", "data": [_wire(answer) for answer in answers]})
     return JSONResponse(_wire(answers[0]))
 
 
-async def _compared(question: Question) -> list[AnswerObject]:
+async def _compared(question: CacheQuestion) -> list[AnswerObject]:
     """The answer to each prompt, each with the full cache's answer."""
     question, replies = await question.answered()
     full = await (await question.full()).answers()
@@ -113,7 +113,7 @@ async def _compared(question: Question) -> list[AnswerObject]:
     return answers
 
 
-async def _events(question: Question, shape: Shape) -> AsyncGenerator[dict[str, Any], None]:
+async def _events(question: CacheQuestion, shape: Shape) -> AsyncGenerator[dict[str, Any], None]:
     """The answer as events: its pieces, then the whole answer."""
     async with aclosing(question.pieces()) as pieces:
         async for answering, piece in pieces:
@@ -126,11 +126,11 @@ def _delta(piece: str) -> AnswerDelta:
     return AnswerDelta(text=piece, logprobs=list(piece.logprobs) if isinstance(piece, Piece) else None)
 
 
-def _alone(question: Question, reply: Reply) -> AnswerObject:
+def _alone(question: CacheQuestion, reply: Reply) -> AnswerObject:
     return reply.model_copy(update={"recomputed": question.caches[0].recomputed})
 
 
-def _together(question: Question, reply: Reply) -> JointAnswer:
+def _together(question: CacheQuestion, reply: Reply) -> JointAnswer:
     return reply.joint.model_copy(update={"recomputed": question.remade})
 
 

@@ -12,8 +12,8 @@ from kvshelf.store import checks, eviction
 from kvshelf.store.blobs import WRITE_LEASE_S, Name, cache_of
 from kvshelf.store.disk.database import Database
 from kvshelf.store.disk.jobs import FOREVER, SqliteJobs
-from kvshelf.store.index import BasesGone, Entry, Index, Query, Quota, Writing, lapsed
-from kvshelf.store.manifest import Manifest, Usage
+from kvshelf.store.index import BasesGone, Entry, Filters, Index, Quota, Writing, lapsed
+from kvshelf.store.manifest import Manifest, StoredUsage
 
 _FIELDS: Final = (
     "seq, id, tenant, state, version, name, nbytes, expires_at, last_used_at, uses, cost_s, priority, "
@@ -93,7 +93,7 @@ class SqliteIndex(Index):
         with self._database.read() as connection:
             return _find(connection, cache_id, tenant)
 
-    def listing(self, query: Query, now: float, before: int | None, limit: int) -> list[Entry]:
+    def listing(self, query: Filters, now: float, before: int | None, limit: int) -> list[Entry]:
         where = ["tenant = ?", "state = 'ready'", "(expires_at IS NULL OR expires_at > ?)"]
         values: list[Any] = [query.tenant, now]
         columns = {"document_id": query.document_id, "model": query.model, "policy": query.policy, _NAME: query.name}
@@ -132,11 +132,11 @@ class SqliteIndex(Index):
         with self._database.read() as connection:
             return _entries(connection, "parent_id = ? AND tenant = ? ORDER BY seq", (cache_id, tenant))
 
-    def usage(self, tenant: str | None) -> Usage:
+    def usage(self, tenant: str | None) -> StoredUsage:
         where, values = ("", ()) if tenant is None else ("WHERE tenant = ?", (tenant,))
         query = f"SELECT coalesce(sum(caches), 0) AS caches, coalesce(sum(bytes), 0) AS bytes FROM usage {where}"
         with self._database.read() as connection:
-            return Usage(**connection.execute(query, values).fetchone())
+            return StoredUsage(**connection.execute(query, values).fetchone())
 
     def stored(self) -> Iterator[Entry]:
         seq = 0

@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from kvshelf.errors import BlobError, FileNotFound
 from kvshelf.store.jobs.bodies import PART, Bodies
-from kvshelf.store.manifest import Body, Record
+from kvshelf.store.manifest import StoredBody, StoredRecord
 from kvshelf.store.table import Item, JobTable, read, require_after
 from kvshelf.store.types import BlobFile
 
@@ -24,7 +24,7 @@ FILE_PREFIX: Final = "file:"
 _BATCH: Final = 100
 
 
-class FileRecord(Record):
+class FileRecord(StoredRecord):
     """One file. Times are Unix seconds. body: None for an empty file."""
 
     id: str
@@ -32,7 +32,7 @@ class FileRecord(Record):
     filename: str
     purpose: str
     nbytes: int
-    body: Body | None = None
+    body: StoredBody | None = None
     created_at: float
     expires_at: float | None
 
@@ -42,7 +42,7 @@ class FileRecord(Record):
         return blake3().hexdigest() if self.body is None else self.body.digest
 
 
-class Files:
+class FileTable:
     """The files of one home. Two tenants see nothing of each other. Raises as `JobTable` and `Blobs` do."""
 
     def __init__(self, table: JobTable, bodies: Bodies, now: Callable[[], float]) -> None:
@@ -77,7 +77,7 @@ class Files:
             expires_at=None if ttl_s is None else now + ttl_s,
         )
 
-        def keep(body: Body | None) -> Item | None:
+        def keep(body: StoredBody | None) -> Item | None:
             return self._table.add(replace(_item(record.model_copy(update={"body": body})), owner=batch_id))
 
         content = mmap.mmap(file.fileno(), record.nbytes, access=mmap.ACCESS_READ) if record.nbytes else b""
@@ -137,7 +137,7 @@ class Files:
             nbytes = after.tell()
             content = memoryview(mmap.mmap(after.fileno(), nbytes, access=mmap.ACCESS_READ))
 
-            def keep(body: Body | None) -> Item | None:
+            def keep(body: StoredBody | None) -> Item | None:
                 changed = _item(record.model_copy(update={"body": body, "nbytes": nbytes}))
                 return self._table.change(replace(changed, version=item.version, owner=item.owner))
 

@@ -10,13 +10,13 @@ from pydantic import Field
 
 from kvshelf.api.usage import KEEP_DAYS, Metered
 from kvshelf.artifact.identity import digest
-from kvshelf.store.manifest import Record
+from kvshelf.store.manifest import StoredRecord
 from kvshelf.store.table import Item, JobTable, read
 
 _DIGITS: Final = 40
 
 
-class DayUsed(Record):
+class DayUsed(StoredRecord):
     """One tenant's use of one day of UTC, by model. writers: the number of the last addition of each, so that one whose
     answer was lost is not added twice."""
 

@@ -57,7 +57,7 @@ class ObjectFile(SeekableFile):
         self._renew_at = time.monotonic() + READ_LEASE_S / 3
         self.nbytes = ends.nbytes
         self._last_end = 0  # where the last read ended; a read at the beginning counts as a continuation
-        self._stream = _Stream(fetch, len(ends.head), self._stop) if once else None
+        self._stream = _ObjectStream(fetch, len(ends.head), self._stop) if once else None
 
     @property
     def _stop(self) -> int:
@@ -121,7 +121,7 @@ class ObjectFile(SeekableFile):
         """Bytes from a position on, out of the stream, or of a new one if it is not there."""
         if self._stream is None or not self._stream.has(position):
             self._end_stream()
-            self._stream = _Stream(self._fetch, position, self._stop)
+            self._stream = _ObjectStream(self._fetch, position, self._stop)
         try:
             return self._stream.read(position)
         except BaseException:
@@ -141,7 +141,7 @@ class _Range:
     data: Future[memoryview]
 
 
-class _Stream:
+class _ObjectStream:
     """Ranges that follow each other, `_AHEAD` of them requested."""
 
     def __init__(self, fetch: Callable[[int, int], Future[memoryview]], start: int, stop: int) -> None:

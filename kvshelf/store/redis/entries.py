@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from kvshelf.artifact.identity import digest
 from kvshelf.errors import StoreUnavailable
 from kvshelf.store.blobs import cache_of
-from kvshelf.store.index import ID_PREFIX, KEEP_ENDED_S, Entry, Query, Writing
+from kvshelf.store.index import ID_PREFIX, KEEP_ENDED_S, Entry, Filters, Writing
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.redis.script import Value
 
@@ -35,7 +35,7 @@ def writing_fields(writing: Writing) -> dict[str, Value]:
 def manifest_fields(manifest: Manifest) -> dict[str, Value]:
     """A manifest as the script stores and lists it."""
     columns = (manifest.tenant, manifest.document_id, manifest.model, manifest.policy, manifest.name, manifest.id)
-    own = Query(*columns, manifest.labels, manifest.parent_id)
+    own = Filters(*columns, manifest.labels, manifest.parent_id)
     return {
         "id": manifest.id,
         "text": manifest.model_dump_json(),
@@ -46,7 +46,7 @@ def manifest_fields(manifest: Manifest) -> dict[str, Value]:
     }
 
 
-def listings_of(query: Query) -> list[str]:
+def listings_of(query: Filters) -> list[str]:
     """The listings whose common members answer a query, but for the rest of a longer `id_prefix`."""
     columns = {
         "document": query.document_id,

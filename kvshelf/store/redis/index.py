@@ -19,16 +19,16 @@ from kvshelf.store.index import (
     KEEP_ENDED_S,
     BasesGone,
     Entry,
+    Filters,
     Index,
     MakeBlobs,
-    Query,
     Quota,
     Writing,
     blobs_place,
     lapsed,
     require_blobs_place,
 )
-from kvshelf.store.manifest import Manifest, Usage
+from kvshelf.store.manifest import Manifest, StoredUsage
 from kvshelf.store.redis.entries import (
     listings_of,
     manifest_fields,
@@ -149,7 +149,7 @@ class RedisIndex(Index):
         shown = self._run("find", id=cache_id, tenant=tenant)[1]
         return read_entry(shown) if shown else None
 
-    def listing(self, query: Query, now: float, before: int | None, limit: int) -> list[Entry]:
+    def listing(self, query: Filters, now: float, before: int | None, limit: int) -> list[Entry]:
         listings = ",".join(listings_of(query))
         matching: list[Entry] = []
         place: bytes | None = b"+inf" if before is None else b"(%d" % before
@@ -172,10 +172,10 @@ class RedisIndex(Index):
         entries = map(read_entry, self._run("children", id=cache_id)[1])
         return sorted((entry for entry in entries if entry.tenant == tenant), key=lambda entry: entry.seq)
 
-    def usage(self, tenant: str | None) -> Usage:
+    def usage(self, tenant: str | None) -> StoredUsage:
         key = "u" if tenant is None else f"u:{tenant}"
         counts = self._counts([f"caches@{key}", f"bytes@{key}"])
-        return Usage(caches=counts[f"caches@{key}"], bytes=counts[f"bytes@{key}"])
+        return StoredUsage(caches=counts[f"caches@{key}"], bytes=counts[f"bytes@{key}"])
 
     def stored(self) -> Iterator[Entry]:
         for batch in self._walk("stored"):

@@ -17,7 +17,7 @@ from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from kvshelf.store.redis.address import RedisAddress
 from kvshelf.store.redis.faults import NoServer
 from kvshelf.store.redis.server import Server, connection_options, first_answer
-from kvshelf.store.redis.wire import Garbled, Refused, Reply
+from kvshelf.store.redis.wire import Garbled, RedisRefusal, Reply
 
 
 class Route(abc.ABC):
@@ -113,7 +113,7 @@ class SentinelRoute(Route):
         """Where the primary is."""
         command = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._address.service)
         sentinel, reply = first_answer(self._sentinels, command, self._address.timeout_s)
-        if isinstance(reply, Refused):
+        if isinstance(reply, RedisRefusal):
             if reply.code != "NOAUTH" or self._authenticates:
                 raise reply
             self._authenticates = True
@@ -150,7 +150,7 @@ class ClusterRoute(Route):
 
     def _refresh(self) -> None:
         server_asked, ranges = first_answer(self._nodes, ("CLUSTER", "SLOTS"), self._address.timeout_s)
-        if isinstance(ranges, Refused):
+        if isinstance(ranges, RedisRefusal):
             raise ranges
         slots: list[Server | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
         for first, last, server in (self._range(entry, server_asked) for entry in _require_list(ranges)):

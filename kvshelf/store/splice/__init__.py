@@ -37,7 +37,7 @@ TABLE_LIMIT: Final = 4 << 20
 _FIXED: Final = struct.Struct("<8sHHI")
 
 
-class Run(NamedTuple):
+class SplicedRun(NamedTuple):
     """Bytes of a file: of the cache's own, behind its table (file 0), or of base number `file`, from 1 on."""
 
     file: int
@@ -51,7 +51,7 @@ class Splice:
     as few as possible; those of the own file follow each other from its first byte to its last."""
 
     bases: tuple[Name, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[SplicedRun, ...]
 
     @property
     def nbytes(self) -> int:
@@ -115,7 +115,7 @@ def _parse(packed: bytes) -> Splice:
     if not isinstance(table, dict) or table.keys() != {"bases", "runs"}:
         raise _malformed("it has other fields than bases and runs")
     bases = tuple(_items(table["bases"], (str, int)))
-    runs = tuple(Run(*item) for item in _items(table["runs"], (int, int, int)))
+    runs = tuple(SplicedRun(*item) for item in _items(table["runs"], (int, int, int)))
     if not 0 < len(bases) <= BASES_LIMIT or len({name for name, _ in bases}) < len(bases):
         raise _malformed(f"it has {len(bases)} bases, some perhaps twice; it may have 1 to {BASES_LIMIT}")
     if not all(is_name(name) for name, _ in bases):
@@ -178,13 +178,13 @@ class SplicedFile(SeekableFile):
                     reason="truncated",
                 )
 
-    def locate(self, start: int, nbytes: int) -> Iterator[Run]:
+    def locate(self, start: int, nbytes: int) -> Iterator[SplicedRun]:
         """Where bytes of the blob lie: offsets count from the beginning of each file."""
         index = bisect_right(self._starts, start) - 1
         while nbytes:
             run, skipped = self._runs[index], start - self._starts[index]
             count = min(nbytes, run.nbytes - skipped)
-            yield Run(run.file, run.offset + skipped, count)
+            yield SplicedRun(run.file, run.offset + skipped, count)
             start, nbytes, index = start + count, nbytes - count, index + 1
 
     def read_ranges(self, ranges: Sequence[tuple[int, memoryview]], /) -> None:

@@ -12,7 +12,7 @@ from kvshelf.artifact.blob import PackedBlob
 from kvshelf.artifact.blob.frame import TRAILER, BlobSummary
 from kvshelf.artifact.blob.layer import Layer, Span, aligned
 from kvshelf.store.blobs import Name, StoredFile
-from kvshelf.store.splice import BASES_LIMIT, TABLE_LIMIT, Run, Splice, SplicedFile
+from kvshelf.store.splice import BASES_LIMIT, TABLE_LIMIT, Splice, SplicedFile, SplicedRun
 
 LEAST_RUN: Final = 4 << 10
 """Bytes. A shorter run is written again: it takes a read of its own, and its place in the table."""
@@ -99,17 +99,17 @@ def spliced(
     if sum(run.nbytes for run in shared) < LEAST_SHARE * packed.nbytes:
         return None
     files: dict[Name, int] = {}
-    runs: list[Run] = []
+    runs: list[SplicedRun] = []
     own = end = 0
     for start, offset, nbytes in shared:
         if start > end:
-            runs.append(Run(0, own, start - end))
+            runs.append(SplicedRun(0, own, start - end))
         own += start - end
         for run in _located(file, offset, nbytes):
             name = [parent, *bases][run.file]
             runs.append(run._replace(file=files.setdefault(name, len(files) + 1)))
         end = start + nbytes
-    runs.append(Run(0, own, packed.nbytes - end))  # the trailer, at least
+    runs.append(SplicedRun(0, own, packed.nbytes - end))  # the trailer, at least
     own += packed.nbytes - end
     if len(files) > BASES_LIMIT:
         return None
@@ -121,12 +121,12 @@ def spliced(
     return Spliced(splice, parts, len(table) + own)
 
 
-def _located(file: StoredFile, offset: int, nbytes: int) -> Iterator[Run]:
-    return file.locate(offset, nbytes) if isinstance(file, SplicedFile) else iter([Run(0, offset, nbytes)])
+def _located(file: StoredFile, offset: int, nbytes: int) -> Iterator[SplicedRun]:
+    return file.locate(offset, nbytes) if isinstance(file, SplicedFile) else iter([SplicedRun(0, offset, nbytes)])
 
 
-def _joined(runs: Sequence[Run]) -> list[Run]:
-    joined: list[Run] = []
+def _joined(runs: Sequence[SplicedRun]) -> list[SplicedRun]:
+    joined: list[SplicedRun] = []
     for run in runs:
         last = joined[-1] if joined else None
         if last and last.file == run.file and last.offset + last.nbytes == run.offset:

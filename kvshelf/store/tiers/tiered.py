@@ -34,7 +34,7 @@ from kvshelf.errors import (
 from kvshelf.store.base import Store
 from kvshelf.store.blobs import Health
 from kvshelf.store.erasure.eraser import Subject
-from kvshelf.store.manifest import Judgement, Manifest, Usage
+from kvshelf.store.manifest import Judgement, Manifest, StoredUsage
 from kvshelf.store.shelf import Shelf
 from kvshelf.store.tiers.tier import Tier
 from kvshelf.store.tiers.tiers import Tiers
@@ -348,7 +348,7 @@ class TieredStore(Store):
     def document_id(self, identity: Identity, *, tenant: str = "default") -> str:
         return self._home.document_id(identity, tenant=tenant)
 
-    def usage(self, *, tenant: str | None = None) -> Usage:
+    def usage(self, *, tenant: str | None = None) -> StoredUsage:
         return self._home.usage(tenant=tenant)
 
     def health(self) -> Health:

@@ -15,7 +15,7 @@ from kvshelf.corpus.output.files import require_format, write_output
 from kvshelf.corpus.row import Row, Shard
 from kvshelf.corpus.run.journal import OutputJournal
 from kvshelf.corpus.run.output_lines import FileLines
-from kvshelf.corpus.run.progress import Window
+from kvshelf.corpus.run.progress import WorkHours
 from kvshelf.corpus.run.tally import Tally
 from kvshelf.errors import InvalidRequest, StateConflict, StorageFull
 from tests.corpus.results import failure, success
@@ -277,16 +277,16 @@ def test_without_a_known_total_the_bytes_tell_how_far_it_is() -> None:
     ],
 )
 def test_a_window_may_span_midnight(window: str, open_at: list[str], shut_at: list[str]) -> None:
-    parsed = Window.parse(window)
+    parsed = WorkHours.parse(window)
     assert [parsed.open_at(datetime.time.fromisoformat(at)) for at in open_at] == [True] * len(open_at)
     assert [parsed.open_at(datetime.time.fromisoformat(at)) for at in shut_at] == [False] * len(shut_at)
-    assert Window.parse(str(parsed)) == parsed
+    assert WorkHours.parse(str(parsed)) == parsed
 
 
 @pytest.mark.parametrize("text", ["", "22:00", "22-6", "25:00-06:00", "22:00-06:00-07:00", "06:00-06:00", "a:b-c:d"])
 def test_a_window_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match="window"):
-        Window.parse(text)
+        WorkHours.parse(text)
 
 
 def test_a_result_crosses_processes_as_it_is() -> None:

@@ -16,7 +16,7 @@ import pytest
 from kvshelf.api.openai import ChatCompletionRequest
 from kvshelf.api.strict import parse_request
 from kvshelf.corpus.row import Row, RowError
-from kvshelf.corpus.run.caller import Answer, Caller, Shares
+from kvshelf.corpus.run.caller import RowAnswer, RowCaller, Shares
 from kvshelf.corpus.run.progress import RunOptions
 from kvshelf.corpus.run.runner import Runner
 from kvshelf.corpus.run.stored import QuestionShard, StoredJournal
@@ -68,13 +68,13 @@ def test_attempts_that_count_and_those_that_do_not(outcomes: list[KvshelfError |
 def test_the_time_of_failed_attempts_counts(tmp_path: Path) -> None:
     """So that a batch of questions that all kill their worker uses up its GPU hours, too."""
 
-    async def asks(*_: Any, **__: Any) -> Answer:
+    async def asks(*_: Any, **__: Any) -> RowAnswer:
         await asyncio.sleep(0.02)
         raise WorkerCrashed("died", retry_after_s=0.0)
 
     async def settled() -> Row:
         with DiskStore.open(tmp_path / "home") as store:
-            caller = Caller({"m": None}, store, RunOptions("me", "b"), 0.0, 1, asks)  # type: ignore[dict-item]
+            caller = RowCaller({"m": None}, store, RunOptions("me", "b"), 0.0, 1, asks)  # type: ignore[dict-item]
             caller.going.set()
             question = parse_request(ChatCompletionRequest, {"cache_id": "kvs_1", "messages": MESSAGES})
             return await caller.settle(Row("q.jsonl", 1, "q-1", question=question))
