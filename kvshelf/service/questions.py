@@ -8,19 +8,11 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from kvshelf import errors
 from kvshelf.api import Asking, CreateCache, Message
 from kvshelf.api.queries import Remade
 from kvshelf.api.strict import MissReason
 from kvshelf.artifact.identity import ModelIdentity
-from kvshelf.errors import (
-    CacheCorrupt,
-    CacheError,
-    CacheExpired,
-    Forbidden,
-    KvshelfError,
-    ModelMismatch,
-    SourceNotKept,
-)
 from kvshelf.methods.policies import POLICIES
 from kvshelf.service.access.keys import KeyCaller
 from kvshelf.service.dialects.completions import Ending, ending_of, require_model
@@ -34,7 +26,7 @@ from kvshelf.store.types import Source, TokenIds
 from kvshelf.workers.replica.create.spec import Recreation
 from kvshelf.workers.replica.results import Reply, Stored
 
-UNUSABLE: Final = (CacheCorrupt, CacheExpired, ModelMismatch)
+UNUSABLE: Final = (errors.CacheCorrupt, errors.CacheExpired, errors.ModelMismatch)
 """Errors of a cache that is or was on the shelf and cannot be used."""
 
 FULL_TTL_S: Final = 600.0
@@ -75,7 +67,7 @@ class CacheQuestion:
         may be made again, `SourceNotKept` for one that was lost together with its source."""
         recompute = asking.on_miss == "recompute"
         if (compare or recompute or asking.store) and "write" not in caller.scopes:
-            raise Forbidden(
+            raise errors.Forbidden(
                 "store, compare and on_miss: recompute may store caches; they need a key with the scope 'write'"
             )
 
@@ -87,7 +79,7 @@ class CacheQuestion:
             with service.metrics.asking():
                 caches = await off_loop(look_up)
                 engine = service.engine_for_all([cache.manifest for cache in caches], others_too=recompute)
-        except CacheError as miss:
+        except errors.CacheError as miss:
             if not recompute:
                 raise
             raise _lost(miss) from miss
@@ -144,7 +136,7 @@ class CacheQuestion:
         deadline_s = self.service.settings.request_deadline_s
         return self.engine.stream(self.cache_ids, self.asking, caller=self.caller.within(deadline_s))
 
-    async def again(self, miss: KvshelfError) -> CacheQuestion:
+    async def again(self, miss: errors.KvshelfError) -> CacheQuestion:
         """The question with the cache of this miss compressed again, with the same parameters. A changed model gives
         another cache id, and nothing else does.
 
@@ -161,7 +153,7 @@ class CacheQuestion:
         anew = replace(cache, manifest=made.manifest, recomputed=miss_reason(miss))
         return replace(self, caches=(*self.caches[:at], anew, *self.caches[at + 1 :]))
 
-    def _missed(self, miss: KvshelfError) -> int:
+    def _missed(self, miss: errors.KvshelfError) -> int:
         """The place of the cache that a miss is about. Of several, a replica names it; otherwise raises the miss."""
         if len(self.caches) == 1:
             return 0
@@ -176,7 +168,7 @@ class CacheQuestion:
         full_cache = await self._stored_full(cache.manifest)
         if full_cache is None:
             if cache.source is None:
-                raise SourceNotKept(
+                raise errors.SourceNotKept(
                     f"to compare, cache {cache.manifest.id} needs a cache of the same document with the policy full "
                     "and the codec none on the shelf, or its own source; create it with keep_source",
                     param="compare",
@@ -211,10 +203,10 @@ async def remade(service: Service, caller: KeyCaller, cache_id: str, model: str 
     try:
         service.identities[engine.model].require_match(ModelIdentity(**manifest.identity["model"]))
         return manifest, True
-    except ModelMismatch as other:
+    except errors.ModelMismatch as other:
         cache = await off_loop(_found, service.store, cache_id, caller.tenant, source=True, recompute=False)
         if cache.source is None:
-            raise SourceNotKept(
+            raise errors.SourceNotKept(
                 f"cache {cache_id} cannot be made under {engine.model!r}, because its source is not kept, or it was "
                 "appended to another; send the document again",
                 param="cache_id",
@@ -224,11 +216,11 @@ async def remade(service: Service, caller: KeyCaller, cache_id: str, model: str 
 
 
 async def _made_again(
-    service: Service, caller: KeyCaller, engine: EngineClient, cache: AskedCache, miss: KvshelfError
+    service: Service, caller: KeyCaller, engine: EngineClient, cache: AskedCache, miss: errors.KvshelfError
 ) -> Stored:
     """The cache of a miss, compressed again from its source by the engine's model. Raises as `CacheQuestion.again`."""
     assert cache.source is not None
-    moved = isinstance(miss, ModelMismatch)
+    moved = isinstance(miss, errors.ModelMismatch)
     if moved and isinstance(cache.source, TokenIds) and not _reads_tokens_of(service, engine, cache.manifest):
         raise miss
     spec = _spec(cache.manifest, cache.source, keep=moved, now=service.store.now()).model_copy(
@@ -238,7 +230,7 @@ async def _made_again(
     created = await engine.create(spec, caller=caller.within(deadline_s))
     made = created.manifest
     if made.id != cache.requested_id and not moved:
-        raise ModelMismatch(
+        raise errors.ModelMismatch(
             f"from the source of cache {cache.requested_id} this version of kvshelf makes another cache, {made.id}: "
             "its policy or format is another one now. Ask that one instead",
             param="cache_id",
@@ -299,17 +291,17 @@ def _found(store: Store, cache_id: str, tenant: str, *, source: bool, recompute:
     """source: whether the kept source is read, too. recompute: whether a lost cache may be made again from it."""
     try:
         manifest = store.stat(cache_id, tenant=tenant)
-    except (CacheCorrupt, CacheExpired) as miss:
+    except (errors.CacheCorrupt, errors.CacheExpired) as miss:
         if not recompute:
             raise
         try:
             manifest, kept = store.original(cache_id, tenant=tenant)
-        except SourceNotKept:
+        except errors.SourceNotKept:
             raise miss from None
         if not _is_whole(manifest):
             raise
         return AskedCache(cache_id, manifest, kept)
-    with suppress(SourceNotKept):  # it is damaged, or its time is over
+    with suppress(errors.SourceNotKept):  # it is damaged, or its time is over
         if source and _is_whole(manifest):
             return AskedCache(cache_id, manifest, store.source(cache_id, tenant=tenant))
     return AskedCache(cache_id, manifest)
@@ -320,8 +312,8 @@ def _is_whole(manifest: Manifest) -> bool:
     return manifest.has_source and not manifest.identity["parent"]
 
 
-def _lost(miss: KvshelfError) -> SourceNotKept:
-    return SourceNotKept(
+def _lost(miss: errors.KvshelfError) -> errors.SourceNotKept:
+    return errors.SourceNotKept(
         f"the cache cannot be made again, because its source was not kept, or not so long; send the document again. "
         f"{miss.message}",
         param="on_miss",

@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol
 
 import structlog
 
+from kvshelf import errors
 from kvshelf.api import CreateCache
 from kvshelf.api.openai import ChatCompletionRequest
 from kvshelf.artifact.identity import canonical_json, digest
@@ -20,16 +21,6 @@ from kvshelf.corpus.row import Row, RowError
 from kvshelf.corpus.run.progress import RunOptions
 from kvshelf.corpus.run.runner import RequestJob, Runner, refuse, stored_caches
 from kvshelf.corpus.run.sampling import is_measured
-from kvshelf.errors import (
-    Cancelled,
-    InternalError,
-    InvalidRequest,
-    KvshelfError,
-    QuotaExceeded,
-    RequestNotFound,
-    StateConflict,
-    StoreError,
-)
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.requests import RequestRecord
 from kvshelf.store.manifest import Manifest
@@ -44,7 +35,7 @@ PREFIX: Final = "row_"
 """Prefix of the request ids of rows. Only their batch runs these requests; background creations leave them alone."""
 
 _DROP_S: Final = 3.0
-_NO_END: Final = (Cancelled.code, QuotaExceeded.code)
+_NO_END: Final = (errors.Cancelled.code, errors.QuotaExceeded.code)
 """Recorded failures that a new run retries even without `retry_failed`."""
 
 
@@ -99,12 +90,12 @@ class RowJob(RequestJob):
         """The row's request; opened if there is none, reopened if its recorded end does not settle the row."""
         try:
             record = super().record()
-        except RequestNotFound:
+        except errors.RequestNotFound:
             self.is_opened = True
             return self.requests.open(self.id, tenant=self.tenant, body=b"")
         code = None if record.error is None else record.error.code
         again = record.state == "failed" and not self.is_opened and (self.retry_failed or code in _NO_END)
-        waits = record.attempts == self.lost and code == QuotaExceeded.code  # a recorded end, but the row waits
+        waits = record.attempts == self.lost and code == errors.QuotaExceeded.code  # a recorded end, but the row waits
         if again or waits or (record.state == "done" and not self._is_stored(record)):
             record = self.requests.open(self.id, tenant=self.tenant, body=b"", again=True)
         self.is_opened = True
@@ -114,7 +105,7 @@ class RowJob(RequestJob):
         """End the request unless a replica holds it; returns the record from before this call."""
         record = super().record()
         if Standing.of(record, self.requests.now()) is Standing.DUE:
-            refuse(self.requests, self.id, Cancelled("the batch was cancelled"), counted=False)
+            refuse(self.requests, self.id, errors.Cancelled("the batch was cancelled"), counted=False)
         elif record.state == "done":
             self._is_stored(record)
         return record
@@ -162,7 +153,7 @@ class RowCaller:
     def __post_init__(self) -> None:
         self._slots = asyncio.Semaphore(self.slots)
         # Rows wait for a quota too: error rows would be of no use once there is space.
-        self._runner = Runner(StoreError, QuotaExceeded)
+        self._runner = Runner(errors.StoreError, errors.QuotaExceeded)
         self._begun: Counter[str] = Counter()  # by model
         self._shares = Shares(self.replicas)
         self.going = self._runner.going
@@ -186,7 +177,7 @@ class RowCaller:
         """Raises `InvalidRequest` for a model that is not served."""
         model = spec.model or next(iter(self.engines))
         if model not in self.engines:
-            raise InvalidRequest(f"model: {model!r:.80} is not served here; there is {', '.join(self.engines)}")
+            raise errors.InvalidRequest(f"model: {model!r:.80} is not served here; there is {', '.join(self.engines)}")
         options = self.options
         # The document is part of the id: a corrected line is a new row.
         body = canonical_json(spec.model_dump(mode="json"))
@@ -218,7 +209,7 @@ class RowCaller:
         elif row.spec is not None:
             try:
                 job = self.job(row, row.spec)
-            except KvshelfError as error:
+            except errors.KvshelfError as error:
                 return row.failed(error)
             model, work = job.spec().model or "", partial(self._create, job)
         else:
@@ -230,7 +221,7 @@ class RowCaller:
                 return await work()
             except Exception as exc:
                 log.exception("a row failed unexpectedly", source=row.source, line=row.line)
-                bug = InternalError(f"this is a bug of kvshelf ({type(exc).__name__}); the log has the details")
+                bug = errors.InternalError(f"this is a bug of kvshelf ({type(exc).__name__}); the log has the details")
                 return row.failed(bug)
             finally:
                 self._begun[model] -= 1
@@ -260,7 +251,7 @@ class RowCaller:
 
         with structlog.contextvars.bound_contextvars(request_id=request_id(options.batch_id, row.line)):
             end, attempts = await self._runner.tried(ask, options.max_attempts)
-        if isinstance(end, KvshelfError):
+        if isinstance(end, errors.KvshelfError):
             return row.failed(end, attempts=attempts, seconds=sum(seconds))
         done = replace(row, question=None, answer=end.body, tokens=end.tokens)
         return replace(done, attempts=attempts, seconds=seconds[-1])
@@ -288,9 +279,9 @@ async def _dropped(job: RowJob) -> RequestRecord | None:
     while time.monotonic() < end:
         try:
             record = await asyncio.to_thread(job.drop)
-        except StateConflict:
+        except errors.StateConflict:
             pass  # its replica took it a moment ago
-        except (StoreError, RequestNotFound):
+        except (errors.StoreError, errors.RequestNotFound):
             return None
         else:
             if record.state == "done":

@@ -16,20 +16,9 @@ from typing import Final, TypeVar
 
 import structlog
 
+from kvshelf import errors
 from kvshelf.api import CreateCache
 from kvshelf.backoff import backoff_s
-from kvshelf.errors import (
-    CacheError,
-    CacheNotFound,
-    CallerError,
-    Cancelled,
-    DeadlineExceeded,
-    KvshelfError,
-    NoWorker,
-    QueueFull,
-    StateConflict,
-    StoreUnavailable,
-)
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.requests import RequestRecord, RequestTable
 from kvshelf.store.manifest import Manifest
@@ -45,7 +34,7 @@ POLL_S: Final = 0.5
 _PAUSE_S: Final = 2.0
 _MAX_PAUSE_S: Final = 30.0
 
-_NOT_BEGUN: Final = (NoWorker, QueueFull, StateConflict, Cancelled)
+_NOT_BEGUN: Final = (errors.NoWorker, errors.QueueFull, errors.StateConflict, errors.Cancelled)
 """Nothing was tried: no replica runs, the queue is full, or another worker has the request or was stopped."""
 
 
@@ -85,9 +74,9 @@ class Breaker:
     A document that finds the store full was computed in vain, so other jobs wait. trouble: the error that opened it.
     """
 
-    def __init__(self, *trips: type[KvshelfError]) -> None:
+    def __init__(self, *trips: type[errors.KvshelfError]) -> None:
         self.trips = trips
-        self.trouble: KvshelfError | None = None
+        self.trouble: errors.KvshelfError | None = None
         self._tries = 0
         self._probe = asyncio.Lock()
 
@@ -117,7 +106,7 @@ class Runner:
     die together again, and one that kills its worker would take innocent ones with it.
     """
 
-    def __init__(self, *trouble: type[KvshelfError]) -> None:
+    def __init__(self, *trouble: type[errors.KvshelfError]) -> None:
         self.breaker = Breaker(*trouble)
         self.going = asyncio.Event()
         self._suspects = asyncio.Lock()
@@ -128,27 +117,27 @@ class Runner:
 
     async def tried(
         self, call: Callable[[], Awaitable[ResultT]], max_attempts: int
-    ) -> tuple[ResultT | KvshelfError, int]:
+    ) -> tuple[ResultT | errors.KvshelfError, int]:
         """The result of a call that nothing records, or the error of its last attempt; and how many attempts counted.
 
         Attempts count and wait as those of jobs do.
         """
         failed = 0
 
-        async def attempt() -> tuple[ResultT | KvshelfError, int] | float:
+        async def attempt() -> tuple[ResultT | errors.KvshelfError, int] | float:
             nonlocal failed
             try:
                 async with self._suspects if failed else nullcontext():
                     return await call(), failed + 1
             except self.breaker.trips:
                 raise
-            except (NoWorker, QueueFull, Cancelled) as error:
+            except (errors.NoWorker, errors.QueueFull, errors.Cancelled) as error:
                 return _pause_s(error)
-            except KvshelfError as error:
+            except errors.KvshelfError as error:
                 if error.details.get("begun") is not False:
                     failed += 1
                     log.info("an attempt failed", code=error.code)
-                    if failed >= max_attempts or isinstance(error, CallerError | CacheError):
+                    if failed >= max_attempts or isinstance(error, errors.CallerError | errors.CacheError):
                         return error, failed
                 return _pause_s(error)
 
@@ -164,7 +153,7 @@ class Runner:
             except self.breaker.trips as error:
                 log.warning(waiting, **about, code=error.code, message=error.message)
                 continue
-            except StateConflict:  # another worker has it, or has just released it
+            except errors.StateConflict:  # another worker has it, or has just released it
                 end = POLL_S
             if not isinstance(end, float):
                 if not isinstance(end, RequestRecord) or end.ended:
@@ -200,12 +189,14 @@ class Runner:
             raise
         except _NOT_BEGUN as error:
             return _pause_s(error)
-        except KvshelfError as error:
+        except errors.KvshelfError as error:
             if error.details.get("begun") is False:  # the deadline passed before the attempt began
                 return POLL_S
             job.spent_s += time.monotonic() - started
             log.info("an attempt failed", request=job.id, code=error.code)
-            silent = isinstance(error, DeadlineExceeded) and "begun" not in error.details  # the replica said nothing
+            silent = (
+                isinstance(error, errors.DeadlineExceeded) and "begun" not in error.details
+            )  # the replica said nothing
             now = await asyncio.to_thread(_record, job)
             if not silent and now.tries != record.tries:
                 return 0.0
@@ -220,11 +211,11 @@ def stored_caches(store: Store, record: RequestRecord) -> list[Manifest] | None:
     """The manifests of the caches that a request made; None unless all are on the shelf. Blocks."""
     try:
         return [store.stat(cache_id, tenant=record.tenant) for cache_id in record.cache_ids]
-    except (CacheNotFound, CacheError):
+    except (errors.CacheNotFound, errors.CacheError):
         return None
 
 
-def refuse(requests: RequestTable, request_id: str, error: KvshelfError, *, counted: bool = True) -> None:
+def refuse(requests: RequestTable, request_id: str, error: errors.KvshelfError, *, counted: bool = True) -> None:
     """Fail a request for good. Raises `StateConflict` if a worker holds it or it has ended."""
     attempt = requests.start(request_id, worker="runner", lease_s=LEASE_S)
     code, message, param = error.code, error.message, error.param
@@ -236,10 +227,10 @@ def _record(job: RequestJob) -> RequestRecord:
     record = job.record()
     if record.state != "running" or record.attempts != job.lost:
         return record
-    lost = StoreUnavailable("the store was gone when this attempt ended")
+    lost = errors.StoreUnavailable("the store was gone when this attempt ended")
     job.requests.fail(record.id, record.attempts, code=lost.code, message=lost.message, final=False, counted=False)
     return job.record()
 
 
-def _pause_s(error: KvshelfError) -> float:
+def _pause_s(error: errors.KvshelfError) -> float:
     return float(error.details.get("retry_after_s", POLL_S))

@@ -9,21 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from kvshelf.api import Source, Usage
-from kvshelf.api.openai import (
-    AssistantMessage,
-    ChatChoice,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatCompletionRequest,
-    ChatReason,
-    ChatUsage,
-    ChoiceLogprobs,
-    ChunkChoice,
-    Delta,
-    DeltaCall,
-    PromptTokensDetails,
-)
+from kvshelf.api import Source, Usage, openai
 from kvshelf.api.queries import Remade
 from kvshelf.api.shapes import Logprob
 from kvshelf.api.strict import FinishReason
@@ -53,7 +39,7 @@ class Ending(NamedTuple):
     thought: str | None = None
 
     @property
-    def reason(self) -> ChatReason:
+    def reason(self) -> openai.ChatReason:
         """Why it ended, as OpenAI says it."""
         return "tool_calls" if self.tool_calls else self.finish_reason
 
@@ -84,20 +70,20 @@ class Completion:
     def whole(self, answers: Sequence[tuple[str, Ending]]) -> dict[str, Any]:
         """A `ChatCompletion` as JSON. answers: the text of each choice, and its ending."""
         choices = [
-            ChatChoice(
+            openai.ChatChoice(
                 index=index,
-                message=AssistantMessage(
+                message=openai.AssistantMessage(
                     content=text or None if end.tool_calls else text,
                     reasoning_content=end.thought,
                     tool_calls=end.tool_calls,
                 ),
-                logprobs=None if end.tokens is None else ChoiceLogprobs(content=end.tokens),
+                logprobs=None if end.tokens is None else openai.ChoiceLogprobs(content=end.tokens),
                 finish_reason=end.reason,
             )
             for index, (text, end) in enumerate(answers)
         ]
         ours, usage = answers[0][1].ours, _usage([end.usage for _, end in answers])
-        completion = ChatCompletion(
+        completion = openai.ChatCompletion(
             id=self.id, created=self.created, model=self.model, choices=choices, usage=usage, **ours
         )
         wire = completion.model_dump(mode="json", exclude=OURS - ours.keys())
@@ -118,13 +104,21 @@ class Completion:
         async with aclosing(pieces):
             async for index, piece in pieces:
                 if index not in sent_tokens:
-                    yield self._chunk(ChunkChoice(index=index, delta=Delta(role="assistant", content=""))) | extra
+                    yield (
+                        self._chunk(openai.ChunkChoice(index=index, delta=openai.Delta(role="assistant", content="")))
+                        | extra
+                    )
                     sent_tokens[index] = 0
                 if isinstance(piece, Thought):
-                    yield self._chunk(ChunkChoice(index=index, delta=Delta(reasoning_content=piece))) | extra
+                    yield (
+                        self._chunk(openai.ChunkChoice(index=index, delta=openai.Delta(reasoning_content=piece)))
+                        | extra
+                    )
                 elif isinstance(piece, str):
                     tokens = piece.logprobs if isinstance(piece, Piece) else ()
-                    said = ChunkChoice(index=index, delta=Delta(content=piece), logprobs=_logprobs(tokens))
+                    said = openai.ChunkChoice(
+                        index=index, delta=openai.Delta(content=piece), logprobs=_logprobs(tokens)
+                    )
                     yield self._chunk(said) | extra
                     sent_tokens[index] += len(tokens)
                 else:
@@ -133,8 +127,8 @@ class Completion:
         if with_usage:
             yield self._last(ended)
 
-    def _chunk(self, choice: ChunkChoice, **ours: Any) -> dict[str, Any]:
-        chunk = ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=[choice], **ours)
+    def _chunk(self, choice: openai.ChunkChoice, **ours: Any) -> dict[str, Any]:
+        chunk = openai.ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=[choice], **ours)
         wire = chunk.model_dump(mode="json", exclude={"usage"} | (OURS - ours.keys()))
         # OpenAI's deltas hold only new fields: absent content is left out, not null.
         wire["choices"][0]["delta"] = choice.delta.model_dump(exclude_none=True)
@@ -142,7 +136,7 @@ class Completion:
 
     def _last(self, usages: Sequence[Usage]) -> dict[str, Any]:
         usage = _usage(usages)
-        chunk = ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=[], usage=usage)
+        chunk = openai.ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=[], usage=usage)
         return chunk.model_dump(mode="json", exclude=OURS)
 
 
@@ -152,32 +146,34 @@ def require_model(model: str | None, cache_id: str, names: tuple[str, str]) -> N
         raise InvalidRequest(f"cache {cache_id} is of model {names[0]!r}, not {model!r}", param="model")
 
 
-def wants_usage(body: ChatCompletionRequest) -> bool:
+def wants_usage(body: openai.ChatCompletionRequest) -> bool:
     """Whether a stream is to end with its usage."""
     return body.stream_options is not None and body.stream_options.include_usage
 
 
-def _closing(index: int, end: Ending, sent_tokens: int) -> ChunkChoice:
+def _closing(index: int, end: Ending, sent_tokens: int) -> openai.ChunkChoice:
     """The end of a choice. sent_tokens: the tokens whose logprobs went out before."""
-    calls = [DeltaCall(index=at, **call.model_dump()) for at, call in enumerate(end.tool_calls or ())]
+    calls = [openai.DeltaCall(index=at, **call.model_dump()) for at, call in enumerate(end.tool_calls or ())]
     left = _logprobs((end.tokens or ())[sent_tokens:])
-    return ChunkChoice(index=index, delta=Delta(tool_calls=calls or None), logprobs=left, finish_reason=end.reason)
+    return openai.ChunkChoice(
+        index=index, delta=openai.Delta(tool_calls=calls or None), logprobs=left, finish_reason=end.reason
+    )
 
 
-def _logprobs(tokens: Sequence[Logprob]) -> ChoiceLogprobs | None:
+def _logprobs(tokens: Sequence[Logprob]) -> openai.ChoiceLogprobs | None:
     """What a chunk says of its tokens, in OpenAI's shape."""
-    return ChoiceLogprobs(content=list(tokens)) if tokens else None
+    return openai.ChoiceLogprobs(content=list(tokens)) if tokens else None
 
 
-def _usage(usages: Sequence[Usage]) -> ChatUsage:
+def _usage(usages: Sequence[Usage]) -> openai.ChatUsage:
     """Of all choices: they have one prompt, which counts once."""
     first, answered = usages[0], sum(usage.completion_tokens for usage in usages)
     prompt = first.cache_read_tokens + first.prefill_tokens
-    return ChatUsage(
+    return openai.ChatUsage(
         prompt_tokens=prompt,
         completion_tokens=answered,
         total_tokens=prompt + answered,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=first.cache_read_tokens),
+        prompt_tokens_details=openai.PromptTokensDetails(cached_tokens=first.cache_read_tokens),
         prefill_token_equivalents=_sum(usage.prefill_token_equivalents for usage in usages),
         prefill_token_equivalents_saved=_sum(usage.prefill_token_equivalents_saved for usage in usages),
     )
