@@ -26,11 +26,62 @@ from kvshelf.store.manifest import Manifest
 
 @dataclass(frozen=True)
 class CacheAsk:
-    """A question to a cache, and its body for vLLM's `/v1/completions`."""
+    """A question to a cache, its body for vLLM's `/v1/completions`, and what asks it. A `ChatBackend`, too."""
 
+    asker: CacheAsker
     cache: Manifest
     request: ShelfRequest
     body: dict[str, Any]
+
+    @property
+    def model(self) -> str:
+        return self.cache.model
+
+    async def whole(self) -> dict[str, Any]:
+        """vLLM's answer."""
+        with self.asker.counted(self):
+            return await self._whole()
+
+    async def answers(self) -> list[tuple[str, Ending]]:
+        """The text of vLLM's only answer, and its ending."""
+        with self.asker.counted(self):
+            answer = await self._whole()
+            (choice,) = answer["choices"]
+            return [(choice["text"], self.ending(choice["finish_reason"], answer["usage"]))]
+
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of vLLM's stream, without its end."""
+        with self.asker.counted(self):
+            async with aclosing(self._events()) as events:
+                async for event in events:
+                    yield event
+
+    async def pieces(self) -> AsyncGenerator[tuple[int, str | Ending], None]:
+        """The text of one streamed answer, and its ending, each as of choice 0."""
+        reason = usage = None
+        with self.asker.counted(self):
+            async with aclosing(self._events()) as events:
+                async for event in events:
+                    usage = event.get("usage") or usage
+                    for choice in event["choices"]:
+                        reason = choice["finish_reason"] or reason
+                        if choice["text"]:
+                            yield 0, choice["text"]
+            yield 0, self.ending(reason, usage)
+
+    async def _whole(self) -> dict[str, Any]:
+        async with self.asker.sent(self) as response:
+            answer: dict[str, Any] = json.loads(await response.aread())
+            return answer
+
+    async def _events(self) -> AsyncGenerator[dict[str, Any], None]:
+        async with self.asker.sent(self) as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    if "error" in event:
+                        raise _Failed(500, event)
+                    yield event
 
     def ending(self, finish_reason: Any, usage: dict[str, Any] | None) -> Ending:
         """How an answer ended, with the document's tokens as read from the shelf, not the entries that are left of
@@ -64,62 +115,16 @@ class CacheAsker:
             cache = await off_loop(self._store.stat, cache_id, tenant=tenant)
             request = await off_loop(self._questions.request, cache, prompt)
         note(cache_id=cache.id, cache_read_tokens=cache.num_tokens, prefill_tokens=len(request.question))
-        return CacheAsk(cache, request, request.body(None if model == cache.model else model, **fields))
-
-    async def whole(self, ask: CacheAsk) -> dict[str, Any]:
-        """vLLM's answer."""
-        with self._counted(ask):
-            return await self._whole(ask)
-
-    async def text(self, ask: CacheAsk) -> tuple[str, Ending]:
-        """The text of vLLM's only answer, and its ending."""
-        with self._counted(ask):
-            answer = await self._whole(ask)
-            (choice,) = answer["choices"]
-            return choice["text"], ask.ending(choice["finish_reason"], answer["usage"])
-
-    async def events(self, ask: CacheAsk) -> AsyncGenerator[dict[str, Any], None]:
-        """The events of vLLM's stream, without its end."""
-        with self._counted(ask):
-            async with aclosing(self._events(ask)) as events:
-                async for event in events:
-                    yield event
-
-    async def pieces(self, ask: CacheAsk) -> AsyncGenerator[tuple[int, str | Ending], None]:
-        """The text of one streamed answer, and its ending, each as of choice 0."""
-        reason = usage = None
-        with self._counted(ask):
-            async with aclosing(self._events(ask)) as events:
-                async for event in events:
-                    usage = event.get("usage") or usage
-                    for choice in event["choices"]:
-                        reason = choice["finish_reason"] or reason
-                        if choice["text"]:
-                            yield 0, choice["text"]
-            yield 0, ask.ending(reason, usage)
+        return CacheAsk(self, cache, request, request.body(None if model == cache.model else model, **fields))
 
     @contextmanager
-    def _counted(self, ask: CacheAsk) -> Iterator[None]:
+    def counted(self, ask: CacheAsk) -> Iterator[None]:
         with self._metrics.asking():
             yield
         self._metrics.answered(ask.cache.model, ask.cache.num_tokens, len(ask.request.question))
 
-    async def _whole(self, ask: CacheAsk) -> dict[str, Any]:
-        async with self._sent(ask) as response:
-            answer: dict[str, Any] = json.loads(await response.aread())
-            return answer
-
-    async def _events(self, ask: CacheAsk) -> AsyncGenerator[dict[str, Any], None]:
-        async with self._sent(ask) as response:
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
-                    event = json.loads(line.removeprefix("data: "))
-                    if "error" in event:
-                        raise _Failed(500, event)
-                    yield event
-
     @asynccontextmanager
-    async def _sent(self, ask: CacheAsk) -> AsyncIterator[httpx.Response]:
+    async def sent(self, ask: CacheAsk) -> AsyncIterator[httpx.Response]:
         # vLLM's log then names the request as ours does.
         headers = {"content-type": "application/json", "x-request-id": _request_id()}
         content = json.dumps(ask.body).encode()

@@ -25,7 +25,7 @@ from kvshelf.model.loading import load_tokenizer
 from kvshelf.service.access.keyfile import KeyFile
 from kvshelf.service.access.keys import Admin, LiveKeys, Reader
 from kvshelf.service.access.limits import TenantLimits
-from kvshelf.service.dialects.completions import Completion, wants_usage
+from kvshelf.service.dialects.completions import completed
 from kvshelf.service.front import guard, rereading
 from kvshelf.service.http import server
 from kvshelf.service.http.events import event_stream
@@ -89,10 +89,7 @@ async def chat(request: Request, asking: InAsking, caller: Reader) -> Response:
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
     turns = [message.model_dump() for message in query.messages or ()]
     ask = await asking.prepare(body.cache_id, caller.tenant, turns, body.model, fields)
-    completion = Completion(ask.cache.model)
-    if body.stream:
-        return await event_stream(request, completion.chunks(asking.pieces(ask), with_usage=wants_usage(body)))
-    return JSONResponse(completion.whole([await until_hangup(request, asking.text(ask))]))
+    return await completed(request, body, ask, request.app.state.computing)
 
 
 @router.post("/v1/completions")
@@ -106,8 +103,8 @@ async def complete(request: Request, asking: InAsking, caller: Reader) -> Respon
     fields = (body.model_extra or {}) | {"stream": bool(body.stream)}
     ask = await asking.prepare(body.cache_id, caller.tenant, body.prompt, body.model, fields)
     if body.stream:
-        return await event_stream(request, asking.events(ask))
-    return JSONResponse(await until_hangup(request, asking.whole(ask)))
+        return await event_stream(request, ask.events())
+    return JSONResponse(await until_hangup(request, ask.whole()))
 
 
 @router.get("/v1/models")
@@ -187,7 +184,8 @@ def create_app(
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
     app.state.settings, app.state.asking, app.state.upstreams, app.state.metrics = settings, asking, upstreams, metrics
-    app.state.parser = Parser(settings, Computing())
+    app.state.computing = computing = Computing()
+    app.state.parser = Parser(settings, computing)
     limits = TenantLimits(settings.tenant_max_concurrent, None, max_held_bytes=settings.max_held_bytes)
     listed = "the proxy has /v1/chat/completions, /v1/completions and /v1/models"
     guard(app, [router], settings, keys, limits, metrics, tracer, listed=listed)

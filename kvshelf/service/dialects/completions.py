@@ -7,7 +7,10 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
 
 from kvshelf.api import Source, Usage, openai
 from kvshelf.api.queries import Remade
@@ -17,6 +20,9 @@ from kvshelf.api.tools import ToolCall
 from kvshelf.engine.decode.logprobs import Piece
 from kvshelf.errors import InvalidRequest
 from kvshelf.model.templates.thoughts import Thought
+from kvshelf.service.http.events import event_stream
+from kvshelf.service.http.waiting import until_hangup
+from kvshelf.workers.replica.calls import Computing
 from kvshelf.workers.replica.results import Reply
 
 OURS: Final = {"sources", "stored_cache_id", "not_stored", "recomputed"}
@@ -57,6 +63,30 @@ def ending_of(reply: Reply, remade: list[Remade] | None = None, *, together: boo
     return Ending(
         reply.finish_reason, reply.usage, sources, *stored, remade, reply.logprobs, calls, reply.reasoning_content
     )
+
+
+class ChatBackend(Protocol):
+    """What answers one chat completion: replicas, or vLLM servers. model: its name in the answer."""
+
+    @property
+    def model(self) -> str: ...
+
+    def pieces(self) -> AsyncGenerator[tuple[int, str | Ending], None]:
+        """The pieces of the text of each choice, by its index, and its ending."""
+
+    async def answers(self) -> list[tuple[str, Ending]]:
+        """The text of each choice, and its ending."""
+
+
+async def completed(
+    request: Request, body: openai.ChatCompletionRequest, backend: ChatBackend, computing: Computing
+) -> Response:
+    """The answer to a chat completion: as a whole, or as events. computing: makes what may be long."""
+    completion = Completion(backend.model)
+    if body.stream:
+        return await event_stream(request, completion.chunks(backend.pieces(), with_usage=_wants_usage(body)))
+    answers = await until_hangup(request, backend.answers())
+    return await computing.run(lambda: JSONResponse(completion.whole(answers)))
 
 
 @dataclass(frozen=True)
@@ -101,25 +131,21 @@ class Completion:
         extra: dict[str, Any] = {"usage": None} if with_usage else {}
         sent_tokens: dict[int, int] = {}  # of each choice that has begun, the tokens whose logprobs went out
         ended: list[Usage] = []
+
+        def chunk(index: int, delta: openai.Delta, tokens: Sequence[Logprob] = ()) -> dict[str, Any]:
+            choice = openai.ChunkChoice(index=index, delta=delta, logprobs=_logprobs(tokens))
+            return self._chunk(choice) | extra
+
         async with aclosing(pieces):
             async for index, piece in pieces:
                 if index not in sent_tokens:
-                    yield (
-                        self._chunk(openai.ChunkChoice(index=index, delta=openai.Delta(role="assistant", content="")))
-                        | extra
-                    )
+                    yield chunk(index, openai.Delta(role="assistant", content=""))
                     sent_tokens[index] = 0
                 if isinstance(piece, Thought):
-                    yield (
-                        self._chunk(openai.ChunkChoice(index=index, delta=openai.Delta(reasoning_content=piece)))
-                        | extra
-                    )
+                    yield chunk(index, openai.Delta(reasoning_content=piece))
                 elif isinstance(piece, str):
                     tokens = piece.logprobs if isinstance(piece, Piece) else ()
-                    said = openai.ChunkChoice(
-                        index=index, delta=openai.Delta(content=piece), logprobs=_logprobs(tokens)
-                    )
-                    yield self._chunk(said) | extra
+                    yield chunk(index, openai.Delta(content=piece), tokens)
                     sent_tokens[index] += len(tokens)
                 else:
                     ended.append(piece.usage)
@@ -146,7 +172,7 @@ def require_model(model: str | None, cache_id: str, names: tuple[str, str]) -> N
         raise InvalidRequest(f"cache {cache_id} is of model {names[0]!r}, not {model!r}", param="model")
 
 
-def wants_usage(body: openai.ChatCompletionRequest) -> bool:
+def _wants_usage(body: openai.ChatCompletionRequest) -> bool:
     """Whether a stream is to end with its usage."""
     return body.stream_options is not None and body.stream_options.include_usage
 

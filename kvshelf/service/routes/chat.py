@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
@@ -12,11 +13,9 @@ from fastapi.responses import JSONResponse
 from kvshelf.api.openai import ChatCompletion, ChatCompletionRequest
 from kvshelf.service.access.keys import Reader
 from kvshelf.service.bodies import read_json
-from kvshelf.service.dialects.completions import Completion, Ending, ending_of, wants_usage
+from kvshelf.service.dialects.completions import Ending, completed, ending_of
 from kvshelf.service.engines import relayed
 from kvshelf.service.http import openapi
-from kvshelf.service.http.events import event_stream
-from kvshelf.service.http.waiting import until_hangup
 from kvshelf.service.questions import CacheQuestion, pieces_of, question_to
 from kvshelf.service.service import TAKES_TOKENS, InService
 
@@ -35,13 +34,26 @@ async def complete(request: Request, service: InService, caller: Reader) -> Resp
     body = await read_json(request, ChatCompletionRequest, service)
     together = body.cache_ids is not None
     question = await question_to(service, caller, body.cache_ids or [str(body.cache_id)], body.asking, body.model)
-    completion = Completion(question.caches[0].manifest.model)
-    if body.stream:
-        pieces = _pieces(question.each_alone(), together=together)
-        return await event_stream(request, completion.chunks(pieces, with_usage=wants_usage(body)))
-    question, replies = await until_hangup(request, question.answered())
-    answers = [(reply.text, ending_of(reply, question.remade, together=together)) for reply in replies]
-    return await service.computing.run(lambda: JSONResponse(completion.whole(answers)))
+    return await completed(request, body, _Replicas(question, together), service.computing)
+
+
+@dataclass(frozen=True)
+class _Replicas:
+    """See `ChatBackend`."""
+
+    question: CacheQuestion
+    together: bool
+
+    @property
+    def model(self) -> str:
+        return self.question.caches[0].manifest.model
+
+    def pieces(self) -> AsyncGenerator[tuple[int, str | Ending], None]:
+        return _pieces(self.question.each_alone(), together=self.together)
+
+    async def answers(self) -> list[tuple[str, Ending]]:
+        question, replies = await self.question.answered()
+        return [(reply.text, ending_of(reply, question.remade, together=self.together)) for reply in replies]
 
 
 def _pieces(questions: Sequence[CacheQuestion], *, together: bool) -> AsyncGenerator[tuple[int, str | Ending], None]:
