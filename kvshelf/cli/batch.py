@@ -217,7 +217,7 @@ class _Job:
 
     def _about(self) -> dict[str, Any]:
         """What identifies the batch wherever it runs, as plain JSON values."""
-        from kvshelf.corpus.objects import is_url
+        from kvshelf.corpus.places import is_url
         from kvshelf.store.private import without_secret
 
         where = without_secret(self.input) if is_url(self.input) else told(Path(self.input).absolute())

@@ -17,7 +17,7 @@ from kvshelf.artifact.shape import LayerShape
 from kvshelf.errors import InvalidRequest, KvshelfError
 from kvshelf.service.access.keys import KeyCaller
 from kvshelf.service.access.limits import TenantLimits
-from kvshelf.service.engines import EngineClient
+from kvshelf.service.engines import EngineClient, serving_all
 from kvshelf.service.http.extract import Extractor
 from kvshelf.service.http.parsing import Parser
 from kvshelf.service.http.waiting import off_loop
@@ -25,7 +25,6 @@ from kvshelf.service.jobs.background import Background
 from kvshelf.service.jobs.batches import BatchRunner
 from kvshelf.service.losses import warnings_of
 from kvshelf.service.observe.metrics import Metrics
-from kvshelf.service.serving import serving_all
 from kvshelf.service.settings import Settings
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest

@@ -27,7 +27,7 @@ from kvshelf.client._calls import MEDIA_TYPES
 from kvshelf.corpus.input.defaults import DOCUMENTS
 from kvshelf.corpus.input.extract import ExtractLimits, Upload, extract, missing_library, plain_text
 from kvshelf.corpus.input.rows import MAX_DOCUMENT_BYTES, MAX_NAME, parse_jsonl, read_row, without_duplicates
-from kvshelf.corpus.objects import is_url, opened
+from kvshelf.corpus.places import is_url, opened
 from kvshelf.corpus.row import Row, Shard, cut
 from kvshelf.errors import BodyTooLarge, FileNotFound, InvalidRequest, KvshelfError, StateConflict, UnsupportedMediaType
 from kvshelf.names import is_text, told

@@ -13,8 +13,7 @@ from typing import Any, BinaryIO, Final
 import pyarrow.fs as pafs
 import pydantic_core
 
-from kvshelf.corpus.objects import opened, put
-from kvshelf.corpus.places import Place, beside
+from kvshelf.corpus.places import Place, beside, opened, put
 from kvshelf.corpus.run.journal import OutputJournal, OutputLines, ReadLines, named_errors, parsed
 from kvshelf.errors import InvalidRequest, StateConflict
 

@@ -15,9 +15,8 @@ from kvshelf.corpus.row import Row
 from kvshelf.corpus.run.caller import PREFIX, RowAnswer, request_id
 from kvshelf.errors import by_code
 from kvshelf.service.dialects.completions import Completion, ending_of, require_model
-from kvshelf.service.engines import each_alone
+from kvshelf.service.engines import each_alone, serving_all
 from kvshelf.service.http.errors import error_json
-from kvshelf.service.serving import serving_all
 from kvshelf.store.base import Store
 from kvshelf.workers.cluster.remote import RemoteEngine
 from kvshelf.workers.replica.api import ReplicaApi

@@ -16,9 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from kvshelf.corpus.input.files import FileCorpus
-from kvshelf.corpus.objects import opened, put
 from kvshelf.corpus.output.files import require_format, write_output
-from kvshelf.corpus.places import beside, place, written
+from kvshelf.corpus.places import beside, opened, place, put, written
 from kvshelf.corpus.run import output_lines
 from kvshelf.corpus.run.output_lines import journal_of
 from kvshelf.errors import InvalidRequest, StateConflict, StorageFull, StoreUnavailable
@@ -85,7 +84,7 @@ def test_an_error_or_a_kill_leaves_the_old_object(prefix: str) -> None:
     assert objects(prefix) == {"out.jsonl": b"old"}
     program = f"""
 import sys
-from kvshelf.corpus.objects import opened, put
+from kvshelf.corpus.places import opened, put
 system, path = opened({url!r}, param="x")
 print("begins", flush=True)
 while True:
