@@ -106,15 +106,17 @@ def _plain(name: str, about: Any, help: str | None) -> Form:
     metavar = "|".join(get_args(kind)) if get_origin(kind) is Literal else None
     written = typer.Option(f"--{option.replace('_', '-')}", help=text, metavar=metavar)
     typed: Any = list[kind] if several else str if metavar else kind  # type: ignore[valid-type]
-    parameter = inspect.Parameter(
-        option,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=False if kind is bool else None,
-        annotation=Annotated[bool if kind is bool else typed | None, written],
-    )
+    if kind is bool:
+        return one(option, Annotated[bool, written], lambda flag: flag or None, default=False)
+    return one(option, Annotated[typed | None, written])
+
+
+def one(option: str, kind: Any, parse: Callable[[Any], Any] = lambda value: value, *, default: Any = None) -> Form:
+    """The form of a field that is written as one option. kind: its annotation. parse: gives the field's value."""
+    parameter = inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
     def form(**options: Any) -> Any:
-        return None if options[option] is False else options[option]
+        return parse(options[option])
 
     form.__signature__ = inspect.Signature([parameter])  # type: ignore[attr-defined]
     return form

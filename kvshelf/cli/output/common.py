@@ -12,7 +12,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Final
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import typer
 from rich.cells import cell_len
@@ -194,34 +194,6 @@ def parameters(texts: Sequence[str] | None, option: str = "--param") -> Mapping[
 _UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _LONGEST_S = 36525 * 86400
 """A hundred years. A date beyond the year 9999 could not be displayed."""
-
-
-def levels(texts: Sequence[str] | None) -> list[float | dict[str, Any]] | None:
-    """`0.5` as a compression ratio, and `0.5:int4` as a ratio and a codec."""
-    sizes: list[float | dict[str, Any]] = []
-    for text in texts or ():
-        ratio, _, codec = text.partition(":")
-        try:
-            number = float(ratio)
-        except ValueError:
-            raise errors.InvalidRequest(
-                f"--level {text!r} is no compression ratio; write 0.5, or 0.5:int4 with a codec", param="--level"
-            ) from None
-        sizes.append({"compression_ratio": number, "codec": codec} if codec else number)
-    return sizes or None
-
-
-def measured(quality: str | None, no_quality: bool) -> str | bool | None:
-    """The field `quality` of a creation, from --quality and --no-quality."""
-    if quality is not None and no_quality:
-        raise errors.InvalidRequest(
-            "--quality says how to measure, and --no-quality not to; give one", param="--quality"
-        )
-    return False if no_quality else quality
-
-
-SOURCE_FORMS: Final[dict[str | None, bool | str | None]] = {None: None, "text": True, "tokens": "tokens"}
-"""`keep_source` in a request, by the value of the option."""
 
 
 def seconds(text: str | None, option: str = "--ttl") -> float | None:
