@@ -12,7 +12,7 @@ from kvshelf.api import CreateCache, Estimate
 from kvshelf.api.creation import DEFAULT_CODEC, DEFAULT_POLICY
 from kvshelf.api.strict import parse_request
 from kvshelf.corpus.input.defaults import with_defaults
-from kvshelf.corpus.plan import Work
+from kvshelf.corpus.plan import PlannedWork
 from kvshelf.service.losses import LOSSES
 
 WAYS = [
@@ -53,7 +53,7 @@ def test_the_page_the_plan_and_the_engine_have_the_same_default(tiny):
     script = Path(kvshelf.__file__).parent / "service" / "page" / "views" / "put-options.js"
     form = dict(re.findall(r'^  (policy|codec): "(\w+)",$', script.read_text(), re.MULTILINE))
     assert form == {"policy": DEFAULT_POLICY, "codec": DEFAULT_CODEC}
-    assert (Work().policy, Work().codec) == (DEFAULT_POLICY, DEFAULT_CODEC)
+    assert (PlannedWork().policy, PlannedWork().codec) == (DEFAULT_POLICY, DEFAULT_CODEC)
     assert tiny.prepare("The bell rings at nine. " * 9).policy.name == DEFAULT_POLICY
     assert tiny.prepare("The bell rings at nine. " * 9, compression_ratio=0.5).policy.name == "keydiff"
 

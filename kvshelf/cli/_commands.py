@@ -30,14 +30,14 @@ class FieldsOf:
     it is not given.
 
     model: of `kvshelf.api`. only: these fields; None: all but those `without`. forms: of the fields that are not
-    written as they are. told: help that takes the place of a description, by field.
+    written as they are. help_texts: help that takes the place of a description, by field.
     """
 
     model: str
     forms: Mapping[str, Form]
     only: tuple[str, ...] | None = None
     without: frozenset[str] = frozenset()
-    told: Mapping[str, str] = field(default_factory=dict)
+    help_texts: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def by_field(self) -> dict[str, Form]:
@@ -45,7 +45,7 @@ class FieldsOf:
 
         fields = getattr(api, self.model).model_fields
         names = [name for name in self.only or fields if name not in self.without]
-        return {name: self.forms.get(name) or _plain(name, fields[name], self.told.get(name)) for name in names}
+        return {name: self.forms.get(name) or _plain(name, fields[name], self.help_texts.get(name)) for name in names}
 
     def parameters(self) -> Iterator[inspect.Parameter]:
         for form in self.by_field.values():
@@ -69,14 +69,14 @@ def parameters(function: Form) -> Iterator[inspect.Parameter]:
 
 def called(function: Form, options: Mapping[str, Any]) -> Any:
     """What a function returns for these options, by name, once those of its groups are put together."""
-    given = {}
+    arguments = {}
     for parameter in _own(function):
         name, group = parameter.name, _group(parameter.annotation)
         if isinstance(group, FieldsOf):
-            given[name] = group.made(options)
+            arguments[name] = group.made(options)
         else:
-            given[name] = options[name] if group is None else called(group, options)
-    return function(**given)
+            arguments[name] = options[name] if group is None else called(group, options)
+    return function(**arguments)
 
 
 def _own(function: Form) -> Iterator[inspect.Parameter]:
@@ -84,34 +84,39 @@ def _own(function: Form) -> Iterator[inspect.Parameter]:
     if not is_dataclass(function):
         return iter(inspect.signature(function, eval_str=True).parameters.values())
     types = get_type_hints(function, include_extras=True)  # each base in its own module
-    return (each.replace(annotation=types[each.name]) for each in inspect.signature(function).parameters.values())
+    return (
+        parameter.replace(annotation=types[parameter.name])
+        for parameter in inspect.signature(function).parameters.values()
+    )
 
 
 def _group(annotation: Any) -> Any:
     if is_dataclass(annotation):
         return annotation
-    return next((told for told in getattr(annotation, "__metadata__", ()) if isinstance(told, FieldsOf)), None)
+    return next((note for note in getattr(annotation, "__metadata__", ()) if isinstance(note, FieldsOf)), None)
 
 
-def _plain(name: str, about: Any, told: str | None) -> Form:
+def _plain(name: str, about: Any, help: str | None) -> Form:
     """The form of a field that is a number or a text, or several texts."""
     kind, several = _kind(about.annotation)
     option = name.removesuffix("s") if several else name
-    text = _sentence(told or about.description or "") + (" May be repeated." if several else "")
-    if told is None and "default: " not in text and type(about.default) in (int, float, str) and about.default != "":
+    text = _sentence(help or about.description or "") + (" May be repeated." if several else "")
+    if help is None and "default: " not in text and type(about.default) in (int, float, str) and about.default != "":
         text += f"  [default: {about.default}]"
     metavar = "|".join(get_args(kind)) if get_origin(kind) is Literal else None
     written = typer.Option(f"--{option.replace('_', '-')}", help=text, metavar=metavar)
     typed: Any = list[kind] if several else str if metavar else kind  # type: ignore[valid-type]
-    parameter = inspect.Parameter(
-        option,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=False if kind is bool else None,
-        annotation=Annotated[bool if kind is bool else typed | None, written],
-    )
+    if kind is bool:
+        return one(option, Annotated[bool, written], lambda flag: flag or None, default=False)
+    return one(option, Annotated[typed | None, written])
+
+
+def one(option: str, kind: Any, parse: Callable[[Any], Any] = lambda value: value, *, default: Any = None) -> Form:
+    """The form of a field that is written as one option. kind: its annotation. parse: gives the field's value."""
+    parameter = inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
     def form(**options: Any) -> Any:
-        return None if options[option] is False else options[option]
+        return parse(options[option])
 
     form.__signature__ = inspect.Signature([parameter])  # type: ignore[attr-defined]
     return form
@@ -122,7 +127,7 @@ def _kind(annotation: Any) -> tuple[Any, bool]:
     if get_origin(annotation) is Annotated:
         return _kind(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
-        kinds = [_kind(each) for each in get_args(annotation) if each is not type(None)]
+        kinds = [_kind(member) for member in get_args(annotation) if member is not type(None)]
         return next((kind for kind in kinds if kind[1]), kinds[0])
     if get_origin(annotation) is list:
         return _kind(get_args(annotation)[0])[0], True
@@ -131,11 +136,11 @@ def _kind(annotation: Any) -> tuple[Any, bool]:
 
 def _sentence(description: str) -> str:
     """A description of the API as help: a sentence, with the default as typer writes it."""
-    said, given, default = description.partition("default: ")
+    said, has_default, default = description.partition("default: ")
     said = re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", lambda name: "--" + name[0].replace("_", "-"), said.rstrip("; "))
     if said:
         said = (said if re.match(r"\w+: ", said) else said[0].upper() + said[1:]) + "."
-    return f"{said}  [default: {default}]" if given else said
+    return f"{said}  [default: {default}]" if has_default else said
 
 
 class GroupedCommand(TyperCommand):

@@ -11,86 +11,37 @@ from typing import Annotated, Any, Final, Literal
 import typer
 
 from kvshelf.cli import _options
-from kvshelf.cli._commands import FieldsOf, Form
+from kvshelf.cli._commands import FieldsOf, Form, one
 from kvshelf.cli.output import common
 from kvshelf.errors import InvalidRequest
 
+Text = str | None
 Texts = list[str] | None
+_BY_THE_QUALITY = "How to measure the quality: by 150 cues, or by as many as take half the prefill's time at most."
 
 
-def _levels(
-    level: Annotated[
-        Texts,
-        typer.Option(
-            metavar="RATIO[:CODEC]",
-            help="A compression ratio, or 0.5:int4. Repeat it to make several caches from one prefill.",
-        ),
-    ] = None,
-) -> Any:
-    return common.levels(level)
+def _levels(texts: Texts) -> list[float | dict[str, Any]] | None:
+    """`0.5` as a compression ratio, and `0.5:int4` as a ratio and a codec."""
+    sizes: list[float | dict[str, Any]] = []
+    for text in texts or ():
+        ratio, _, codec = text.partition(":")
+        try:
+            number = float(ratio)
+        except ValueError:
+            raise InvalidRequest(
+                f"--level {text!r} is no compression ratio; write 0.5, or 0.5:int4 with a codec", param="--level"
+            ) from None
+        sizes.append({"compression_ratio": number, "codec": codec} if codec else number)
+    return sizes or None
 
 
 def _quality(
-    quality: Annotated[
-        Literal["full", "fast"] | None,
-        typer.Option(
-            help="How to measure the quality: by 150 cues, or by as many as take half the prefill's time at most."
-        ),
-    ] = None,
+    quality: Annotated[Literal["full", "fast"] | None, typer.Option(help=_BY_THE_QUALITY)] = None,
     no_quality: Annotated[bool, typer.Option("--no-quality", help="Do not measure the quality of the cache.")] = False,
 ) -> Any:
-    return common.measured(quality, no_quality)
-
-
-def _policy_params(param: _options.Parameters = None) -> Any:
-    return common.parameters(param) or None
-
-
-def _template(
-    chat_template_kwarg: Annotated[
-        Texts,
-        typer.Option(
-            "--chat-template-kwarg",
-            metavar="NAME=VALUE",
-            help="A variable of the model's chat template, such as reasoning_effort=low. May be repeated.",
-        ),
-    ] = None,
-) -> Any:
-    return common.parameters(chat_template_kwarg, "--chat-template-kwarg") or None
-
-
-def _ttl(ttl: Annotated[str | None, typer.Option(help="Lifetime of the cache: 90s, 15m, 2h, 7d.")] = None) -> Any:
-    return common.seconds(ttl)
-
-
-def _ttl_renew(
-    ttl_renew: Annotated[
-        bool, typer.Option("--ttl-renew", help="With --ttl: each question prolongs the lifetime to --ttl from then.")
-    ] = False,
-) -> Any:
-    return ttl_renew or None
-
-
-def _labels(label: _options.Labels = None) -> Any:
-    return common.pairs(label, "--label") or None
-
-
-def _keep_source(
-    keep_source: Annotated[
-        Literal["text", "tokens"] | None,
-        typer.Option(help="Keep the document's text, or its token ids alone, to make a lost cache again."),
-    ] = None,
-) -> Any:
-    return common.SOURCE_FORMS[keep_source]
-
-
-def _source_ttl(
-    source_ttl: Annotated[
-        str | None,
-        typer.Option(help="With --keep-source: lifetime of the source.  [default: until the cache is deleted]"),
-    ] = None,
-) -> Any:
-    return common.seconds(source_ttl, "--source-ttl")
+    if quality is not None and no_quality:
+        raise InvalidRequest("--quality says how to measure, and --no-quality not to; give one", param="--quality")
+    return False if no_quality else quality
 
 
 def _split(
@@ -105,22 +56,11 @@ def _split(
         int | None, typer.Option(help="With --split: tokens that a part shares with the next.  [default: 128]")
     ] = None,
 ) -> Any:
-    given = {"max_tokens": part_tokens, "overlap_tokens": overlap_tokens}
-    options = {name: tokens for name, tokens in given.items() if tokens is not None}
+    sizes = {"max_tokens": part_tokens, "overlap_tokens": overlap_tokens}
+    options = {name: tokens for name, tokens in sizes.items() if tokens is not None}
     if options and not split:
         raise InvalidRequest("--part-tokens and --overlap-tokens say how to --split; add it", param="--split")
     return options or split
-
-
-def _episodes(
-    episodes: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Take the document for a conversation, and make a cache for each of so many episodes."
-        ),
-    ] = None,
-) -> Any:
-    return None if episodes is None else {"count": episodes}
 
 
 def _schema(
@@ -132,14 +72,6 @@ def _schema(
         return None
     wrapped = {"name": "answer", "schema": _read(schema, json.loads, "--schema")}
     return {"type": "json_schema", "json_schema": wrapped}
-
-
-def _grammar(
-    grammar: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The answer fits the grammar in this file, in Lark.")
-    ] = None,
-) -> Any:
-    return None if grammar is None else _read(grammar, str, "--grammar")
 
 
 def _read(file: Path, parse: Callable[[str], Any], option: str) -> Any:
@@ -194,50 +126,80 @@ NEVER: Final = "never"
 """What an update is told for a time that there is not to be any more."""
 
 
-def _new_ttl(
-    ttl: Annotated[str | None, typer.Option(help="Lifetime from now on: 90s, 15m, 2h, 7d, or never.")] = None,
-) -> Any:
-    return ttl if ttl == NEVER else common.seconds(ttl)
+def _or_never(text: str | None, option: str = "--ttl") -> Any:
+    return text if text == NEVER else common.seconds(text, option)
 
 
-def _new_labels(
-    label: Annotated[Texts, typer.Option(metavar="KEY=VALUE", help="Replaces all labels. May be repeated.")] = None,
-) -> Any:
-    return common.pairs(label, "--label") if label else None
-
-
-def _pinned(
-    pin: Annotated[
-        bool | None, typer.Option("--pin/--no-pin", help="Never evict it to make room on the shelf.")
-    ] = None,
-) -> Any:
-    return pin
-
-
-def _next_use(
-    next_use: Annotated[
-        str | None,
+_TEMPLATE: Final = one(
+    "chat_template_kwarg",
+    Annotated[
+        Texts,
         typer.Option(
-            help="Time until its next question: 20s, 5m; the service has it in memory by then. never takes it back."
+            "--chat-template-kwarg",
+            metavar="NAME=VALUE",
+            help="A variable of the model's chat template, such as reasoning_effort=low. May be repeated.",
         ),
-    ] = None,
-) -> Any:
-    return next_use if next_use == NEVER else common.seconds(next_use, "--next-use")
-
-
-_KEPT: Final[dict[str, Form]] = {"ttl_s": _ttl, "ttl_renew": _ttl_renew, "labels": _labels}
+    ],
+    lambda texts: common.parameters(texts, "--chat-template-kwarg") or None,
+)
+_KEPT: Final[dict[str, Form]] = {
+    "ttl_s": one("ttl", Annotated[Text, typer.Option(help="Lifetime of the cache: 90s, 15m, 2h, 7d.")], common.seconds),
+    "ttl_renew": one(
+        "ttl_renew",
+        Annotated[
+            bool,
+            typer.Option("--ttl-renew", help="With --ttl: each question prolongs the lifetime to --ttl from then."),
+        ],
+        lambda flag: flag or None,
+        default=False,
+    ),
+    "labels": one("label", _options.Labels, lambda texts: common.pairs(texts, "--label") or None),
+}
 _CREATION: Final[dict[str, Form]] = {
     **_KEPT,
-    "levels": _levels,
+    "levels": one(
+        "level",
+        Annotated[
+            Texts,
+            typer.Option(
+                metavar="RATIO[:CODEC]",
+                help="A compression ratio, or 0.5:int4. Repeat it to make several caches from one prefill.",
+            ),
+        ],
+        _levels,
+    ),
     "quality": _quality,
-    "policy_params": _policy_params,
-    "chat_template_kwargs": _template,
-    "keep_source": _keep_source,
-    "source_ttl_s": _source_ttl,
+    "policy_params": one("param", _options.Parameters, lambda texts: common.parameters(texts) or None),
+    "chat_template_kwargs": _TEMPLATE,
+    "keep_source": one(
+        "keep_source",
+        Annotated[
+            Literal["text", "tokens"] | None,
+            typer.Option(help="Keep the document's text, or its token ids alone, to make a lost cache again."),
+        ],
+        {None: None, "text": True, "tokens": "tokens"}.__getitem__,
+    ),
+    "source_ttl_s": one(
+        "source_ttl",
+        Annotated[
+            Text,
+            typer.Option(help="With --keep-source: lifetime of the source.  [default: until the cache is deleted]"),
+        ],
+        lambda text: common.seconds(text, "--source-ttl"),
+    ),
     "split": _split,
-    "episodes": _episodes,
+    "episodes": one(
+        "episodes",
+        Annotated[
+            int | None,
+            typer.Option(
+                min=1, help="Take the document for a conversation, and make a cache for each of so many episodes."
+            ),
+        ],
+        lambda count: None if count is None else {"count": count},
+    ),
 }
-_TOLD: Final = {
+_HELP_TEXTS: Final = {
     "policy": "a policy of `kvshelf policies`, or auto: it chooses policy, ratio and codec; default: full under codec "
     "int8; keydiff with a ratio, a budget, levels or parameters",
     "model": "one of the service's models; default: its first",
@@ -245,17 +207,17 @@ _TOLD: Final = {
 }
 _DOCUMENT: Final = frozenset({"document", "messages", "token_ids", "tokenizer", "expires_at"})
 
-CREATION: Final = FieldsOf("CreateCache", _CREATION, without=_DOCUMENT, told=_TOLD)
+CREATION: Final = FieldsOf("CreateCache", _CREATION, without=_DOCUMENT, help_texts=_HELP_TEXTS)
 """How one document is compressed and kept."""
 
-DEFAULTS: Final = FieldsOf("CacheOptions", _CREATION, without=_DOCUMENT | {"model"}, told=_TOLD)
+DEFAULTS: Final = FieldsOf("CacheOptions", _CREATION, without=_DOCUMENT | {"model"}, help_texts=_HELP_TEXTS)
 """How all documents of a corpus are."""
 
 COST: Final = FieldsOf(
     "Estimate",
     _CREATION,
     ("policy", "compression_ratio", "budget_tokens", "levels", "policy_params", "model", "layout", "codec"),
-    told=_TOLD
+    help_texts=_HELP_TEXTS
     | {
         "policy": "estimate only this policy; auto: the ones it would try; default: all",
         "codec": "estimate only this codec; default: all, without parameters",
@@ -266,19 +228,44 @@ APPENDED: Final = FieldsOf(
     "AppendCache",
     _CREATION,
     without=_DOCUMENT,
-    told={"policy": "a policy of `kvshelf policies`; default: that of CACHE", "name": _TOLD["name"]},
+    help_texts={"policy": "a policy of `kvshelf policies`; default: that of CACHE", "name": _HELP_TEXTS["name"]},
 )
 IMPORTED: Final = FieldsOf(
     "ImportCache",
     _KEPT,
     without=_DOCUMENT,
-    told={"name": "display name; default: the exported one; for a blob alone, the file's"},
+    help_texts={"name": "display name; default: the exported one; for a blob alone, the file's"},
 )
 CHANGES: Final = FieldsOf(
     "UpdateCache",
-    {"ttl_s": _new_ttl, "ttl_renew": _ttl_renew, "labels": _new_labels, "pinned": _pinned, "next_use_s": _next_use},
+    {
+        **_KEPT,
+        "ttl_s": one(
+            "ttl", Annotated[Text, typer.Option(help="Lifetime from now on: 90s, 15m, 2h, 7d, or never.")], _or_never
+        ),
+        "labels": one(
+            "label",
+            Annotated[Texts, typer.Option(metavar="KEY=VALUE", help="Replaces all labels. May be repeated.")],
+            lambda texts: common.pairs(texts, "--label") if texts else None,
+        ),
+        "pinned": one(
+            "pin",
+            Annotated[bool | None, typer.Option("--pin/--no-pin", help="Never evict it to make room on the shelf.")],
+        ),
+        "next_use_s": one(
+            "next_use",
+            Annotated[
+                Text,
+                typer.Option(
+                    help="Time until its next question: 20s, 5m; the service has it in memory by then. never takes it "
+                    "back."
+                ),
+            ],
+            lambda text: _or_never(text, "--next-use"),
+        ),
+    },
     without=_DOCUMENT,
-    told={"name": "display name"},
+    help_texts={"name": "display name"},
 )
 ERASED: Final = FieldsOf("CreateErasure", _KEPT)
 LISTED: Final = FieldsOf("ListCaches", _KEPT, ("policy", "model", "document_id", "labels", "ended"))
@@ -286,15 +273,21 @@ LISTED: Final = FieldsOf("ListCaches", _KEPT, ("policy", "model", "document_id",
 QUESTION: Final = FieldsOf(
     "JointQuery",
     {
-        "chat_template_kwargs": _template,
+        "chat_template_kwargs": _TEMPLATE,
         "response_format": _schema,
-        "grammar": _grammar,
+        "grammar": one(
+            "grammar",
+            Annotated[
+                Path | None, typer.Option(metavar="FILE", help="The answer fits the grammar in this file, in Lark.")
+            ],
+            lambda file: None if file is None else _read(file, str, "--grammar"),
+        ),
         "select": _select,
         "suffix": _suffix,
     },
     # `ask` gives the first three itself, and prints one text that nobody keeps
     without=frozenset({"prompt", "messages", "cache_ids", "stream", "n", "logprobs", "top_logprobs"})
     | {"store", "ttl_s", "ttl_renew"},
-    told={"route": "of several caches of episodes ask only that which the question is about"},
+    help_texts={"route": "of several caches of episodes ask only that which the question is about"},
 )
 """How a question is answered."""

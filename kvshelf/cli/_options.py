@@ -103,6 +103,6 @@ class Hosting:
     @property
     def settings(self) -> dict[str, Any]:
         """Of `load_settings`; None where an option is not given."""
-        given = {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
-        models = given.pop("model")
-        return given | {"models": tuple(models) if models else None}
+        values = {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
+        models = values.pop("model")
+        return values | {"models": tuple(models) if models else None}

@@ -73,24 +73,24 @@ def _resolved(listing: Listing, reference: str) -> str:
     filters = [{"name": reference}]
     if beginning := _BEGINNING.fullmatch(reference):
         filters.append({"id_prefix": f"kvs_{beginning[1]}"})
-    listed = (islice(listing(**each, limit=_MOST + 1), _MOST + 1) for each in filters)
-    found = {cache.id: cache for caches in listed for cache in caches}
-    if not found:
+    listed = (islice(listing(**query, limit=_MOST + 1), _MOST + 1) for query in filters)
+    caches_by_id = {cache.id: cache for caches in listed for cache in caches}
+    if not caches_by_id:
         raise CacheNotFound(
             f"there is no cache {reference[:80]!r}: none has this name, and no id begins so (with at least 4 digits); "
             "`kvshelf ls` shows what is on the shelf",
             param="CACHE",
         )
-    if len(found) > 1:
-        raise _ambiguous(reference, list(found.values()))
-    return next(iter(found))
+    if len(caches_by_id) > 1:
+        raise _ambiguous(reference, list(caches_by_id.values()))
+    return next(iter(caches_by_id))
 
 
-def _ambiguous(reference: str, found: Sequence[CacheObject | Manifest]) -> InvalidRequest:
-    ids = [cache.id for cache in found]
+def _ambiguous(reference: str, candidates: Sequence[CacheObject | Manifest]) -> InvalidRequest:
+    ids = [cache.id for cache in candidates]
     lines = [
         f"  {short}  {cache.policy}, {cache.compression_ratio:.0%} removed, codec {cache.codec}, {cache.name or '-'}"
-        for short, cache in zip(shortened(ids), found, strict=True)
+        for short, cache in zip(shortened(ids), candidates, strict=True)
     ]
     more = ["  and more"] if len(lines) > _MOST else []
     message = f"{reference!r} may be any of several caches; give the id of one:"

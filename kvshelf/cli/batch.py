@@ -48,7 +48,7 @@ _Url = Annotated[
 
 
 @dataclass(frozen=True)
-class Written:
+class Outputs:
     """What a batch writes."""
 
     output: Annotated[
@@ -68,7 +68,7 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Pace:
+class BatchPace:
     """When the batch works, and how often it tries."""
 
     window: Annotated[str | None, typer.Option(help="Work only at this time of day: 22:00-06:00.")] = None
@@ -102,9 +102,9 @@ class Pace:
 def batch(
     context: typer.Context,
     input: _Input,
-    written: Written,
+    written: Outputs,
     fields: Annotated[dict[str, Any], _forms.DEFAULTS],
-    run: Pace,
+    run: BatchPace,
     here: _options.Hosting,
     url: _Url = None,
     as_json: _options.AsJson = False,
@@ -118,8 +118,8 @@ def batch(
     with needs_extra("serve", purpose="kvshelf batch"):
         remote = _is_remote(context)
         fields["model"] = _only(here.model) if remote else None
-        given = {name: value for name, value in fields.items() if value is not None}
-        job = _Job(input, *written.places(), given, run.options, as_json)
+        chosen = {name: value for name, value in fields.items() if value is not None}
+        job = _Job(input, *written.places(), chosen, run.options, as_json)
         if remote:
             assert url is not None
             raise typer.Exit(job.run_at(url, run.priority))
@@ -160,8 +160,8 @@ class _Job:
 
     def run(self, **settings: Any) -> int:
         """Run the batch here; returns the exit code. Bad options are refused before anything is started."""
-        from kvshelf.corpus.run.object_journal import journal_of
-        from kvshelf.corpus.run.progress import RunOptions, RunState, Window
+        from kvshelf.corpus.run.output_lines import journal_of
+        from kvshelf.corpus.run.progress import RunOptions, RunState, WorkHours
         from kvshelf.service.process.standalone import TENANT, run_standalone
         from kvshelf.service.settings import load_settings
         from kvshelf.store.private import without_secret
@@ -170,7 +170,7 @@ class _Job:
         loaded = load_settings(**settings)
         require_policy(self._defaults())
         window = self.options["window"]
-        options = {**self.options, "window": Window.parse(window) if window else None}
+        options = {**self.options, "window": WorkHours.parse(window) if window else None}
         corpus = self.corpus()
         shards = corpus.shards()
         about = {**self._about(), "dtype": loaded.dtype}
@@ -199,7 +199,7 @@ class _Job:
         Ctrl-C cancels the batch and writes the finished rows. Caches on the shelf are reused by the next run.
         """
         from kvshelf.client import Client
-        from kvshelf.corpus.run.object_journal import journal_of
+        from kvshelf.corpus.run.output_lines import journal_of
         from kvshelf.corpus.run.remote import run_at
         from kvshelf.store.private import without_secret
 
@@ -217,7 +217,7 @@ class _Job:
 
     def _about(self) -> dict[str, Any]:
         """What identifies the batch wherever it runs, as plain JSON values."""
-        from kvshelf.corpus.objects import is_url
+        from kvshelf.corpus.places import is_url
         from kvshelf.store.private import without_secret
 
         where = without_secret(self.input) if is_url(self.input) else told(Path(self.input).absolute())
@@ -297,12 +297,12 @@ def _sentence(summary: Summary) -> str:
 def _is_remote(context: typer.Context) -> bool:
     """Whether a service runs the batch. Raises `InvalidRequest` for options that would have no effect there."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
-    given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+    chosen = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
     url = context.params["url"]
-    if url is None or ("store" in given and "url" not in given):
+    if url is None or ("store" in chosen and "url" not in chosen):
         return False
     for name in _options.Hosting.__dataclass_fields__:  # a service has its own settings, and models
-        if name in given and name != "model":
+        if name in chosen and name != "model":
             option = "--" + name.replace("_", "-")
             raise InvalidRequest(
                 f"{option} is for a batch that this command runs itself, and the service at {url} runs this one; leave "

@@ -27,13 +27,13 @@ def list_batches(
 ) -> None:
     """List your batches, those that have ended within 30 days included."""
     with common.connected(url, as_json=as_json) as client:
-        found = list(itertools.islice(client.batches.list(limit=min(limit, 100)), limit))
+        batches = list(itertools.islice(client.batches.list(limit=min(limit, 100)), limit))
         if as_json:
-            for batch in found:
+            for batch in batches:
                 common.print_object(batch)
             return
         headings = ["ID", "STATUS", "DONE", "FAILED", "OF", "AGE", "MODEL"]
-        common.print_table(common.table(headings, map(_row, found), numbers=[2, 3, 4, 5]))
+        common.print_table(common.table(headings, map(_row, batches), numbers=[2, 3, 4, 5]))
 
 
 def _row(batch: BatchObject) -> tuple[str, ...]:
@@ -66,11 +66,11 @@ def _shown(batch: BatchObject, *, as_json: bool) -> None:
     if as_json:
         common.print_object(batch)
         return
-    counts, told = batch.request_counts, batch.progress
+    counts, progress = batch.request_counts, batch.progress
     problems = [problem.message for problem in batch.errors.data] if batch.errors else []
     rows = {
         "id": batch.id,
-        "status": batch.status + (f": {told.reason}" if told.reason else ""),
+        "status": batch.status + (f": {progress.reason}" if progress.reason else ""),
         "rows": f"{counts.completed} of {counts.total} done ({counts.reused} were there), {counts.failed} failed",
         "model": batch.model or "-",
         "priority": str(batch.priority),

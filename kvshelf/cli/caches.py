@@ -114,8 +114,8 @@ def _put_one(client: Client, file: Path, fields: Mapping[str, Any], as_json: boo
         common.notes.print(f'ask all parts: kvshelf ask --label {label} "QUESTION"', style="dim", soft_wrap=True)
     if len(caches) > 1 and fields["episodes"] and not as_json:
         ids = ",".join(_references.shortened([cache.id for cache in caches]))
-        told = f'ask the nearest: kvshelf ask {ids} --route nearest "QUESTION"'
-        common.notes.print(told, style="dim", soft_wrap=True)
+        hint = f'ask the nearest: kvshelf ask {ids} --route nearest "QUESTION"'
+        common.notes.print(hint, style="dim", soft_wrap=True)
 
 
 def _tell(what: str, cache: CacheObject, done: str) -> None:
@@ -170,18 +170,18 @@ def search(
     `kvshelf ask --all` asks them.
     """
     with connected(url, as_json=as_json) as client:
-        found = client.caches.search(question, labels=common.pairs(label, "--label"), model=model, limit=limit)
+        hits = client.caches.search(question, labels=common.pairs(label, "--label"), model=model, limit=limit)
         if as_json:
-            common.print_object(found)
+            common.print_object(hits)
             return
-        rows = [(f"{hit.score:.3f}", hit.cache_id, hit.name) for hit in found.data]
+        rows = [(f"{hit.score:.3f}", hit.cache_id, hit.name) for hit in hits.data]
         common.print_table(common.table(["SCORE", "ID", "NAME"], rows, numbers=[0]), cut="NAME")
-        common.notes.print(_searched(found), style="dim")
+        common.notes.print(_searched(hits), style="dim")
 
 
-def _searched(found: SearchList) -> str:
-    left_out = ", ".join(f"{count} {why.replace('_', ' ')}" for why, count in found.skipped if count)
-    return f"{found.searched} documents searched" + (f"; caches left out: {left_out}" if left_out else "")
+def _searched(hits: SearchList) -> str:
+    left_out = ", ".join(f"{count} {why.replace('_', ' ')}" for why, count in hits.skipped if count)
+    return f"{hits.searched} documents searched" + (f"; caches left out: {left_out}" if left_out else "")
 
 
 @dataclass(frozen=True)
@@ -228,19 +228,19 @@ def ask(
     """
     if fields["route"] is not None and (of_shelf.any or "," not in cache):
         raise typer.BadParameter("it chooses among several caches: give CACHE,CACHE", param_hint="--route")
-    asked = [cache, *(questions or ())] if of_shelf.any else questions or []
-    if not asked:
+    texts = [cache, *(questions or ())] if of_shelf.any else questions or []
+    if not texts:
         raise typer.BadParameter("a question is missing", param_hint="QUESTION...")
     if show_prompt and of_shelf.any:
         raise typer.BadParameter("it shows the prompt of one cache: give CACHE", param_hint="--show-prompt")
     with connected(url, as_json=as_json) as client:
         labels = common.pairs(of_shelf.label, "--label")
         if labels and not of_shelf.search_all:
-            _ask_parts(client, _parts(client, labels), asked, fields, as_json)
+            _ask_parts(client, _parts(client, labels), texts, fields, as_json)
             return
         named = [] if of_shelf.search_all else _references.ids_at(client, cache)
-        for question in asked:
-            if len(asked) > 1 and not as_json:
+        for question in texts:
+            if len(texts) > 1 and not as_json:
                 common.heading(question)
             if show_prompt:
                 _show_prompt(client, _references.id_at(client, cache), question, as_json)
@@ -255,11 +255,11 @@ Named = tuple[str, str]
 
 def _best(client: Client, question: str, labels: Mapping[str, str] | None, most: int) -> list[Named]:
     """The caches that a search names. Raises `CacheNotFound` if it names none."""
-    found = client.caches.search(question, labels=labels, limit=most)
-    if not found.data:
-        raise CacheNotFound(f"there is no document to ask: {_searched(found)}; `kvshelf put` puts some on the shelf")
-    ids = _references.shortened([hit.cache_id for hit in found.data])
-    return [(f"{id} {hit.name}".rstrip(), hit.cache_id) for id, hit in zip(ids, found.data, strict=True)]
+    hits = client.caches.search(question, labels=labels, limit=most)
+    if not hits.data:
+        raise CacheNotFound(f"there is no document to ask: {_searched(hits)}; `kvshelf put` puts some on the shelf")
+    ids = _references.shortened([hit.cache_id for hit in hits.data])
+    return [(f"{id} {hit.name}".rstrip(), hit.cache_id) for id, hit in zip(ids, hits.data, strict=True)]
 
 
 def _ask_together(client: Client, named: Sequence[Named], question: str, fields: Any, as_json: bool) -> None:
@@ -288,11 +288,11 @@ _SHOWN = 24
 
 
 def _show_prompt(client: Client, cache_id: str, question: str, as_json: bool) -> None:
-    found = client.caches.prompt(cache_id, question)
+    prompt = client.caches.prompt(cache_id, question)
     if as_json:
-        common.print_object(found)
+        common.print_object(prompt)
         return
-    for part in found.parts:
+    for part in prompt.parts:
         where = "from the shelf" if part.from_shelf else "prefilled"
         say(f"{part.part}, {part.num_tokens} tokens, {where}:")
         texts = [json.dumps(text, ensure_ascii=False) for text in part.texts]
@@ -303,7 +303,7 @@ def _show_prompt(client: Client, cache_id: str, question: str, as_json: bool) ->
 
 def _sources(references: Sequence[str], answer: JointAnswer) -> Table:
     """The shares of a joint answer, the largest first, each with the reference by which its cache was asked."""
-    shares = sorted(zip(references, answer.sources, strict=True), key=lambda each: -each[1].share)
+    shares = sorted(zip(references, answer.sources, strict=True), key=lambda pair: -pair[1].share)
     rows = [(reference, f"{source.share:.1%}") for reference, source in shares]
     return common.table(["SOURCE", "SHARE"], rows, numbers=[1])
 
@@ -316,7 +316,7 @@ def _print_passages(client: Client, answer: Answered, references: Mapping[str, s
     """The passages that an answer read most, with their text where the source of the cache is kept. references: of
     several documents, by cache id."""
     every = ((read.cache_id, run) for read in answer.passages or () for run in read.most_read(_PASSAGES))
-    best = sorted(every, key=lambda found: -found[1].share)[:_PASSAGES]
+    best = sorted(every, key=lambda pair: -pair[1].share)[:_PASSAGES]
     tokens = {cache_id: _tokens(client, cache_id) for cache_id in {cache_id for cache_id, _ in best}}
     columns = {
         "SOURCE": [references[cache_id] for cache_id, _ in best] if references else [],
@@ -376,30 +376,32 @@ def _parts(client: Client, labels: Mapping[str, str]) -> list[CacheObject]:
 
     Raises `CacheNotFound` if there is none or a part is missing, and `InvalidRequest` for labels that others have too.
     """
-    told = ", ".join(f"{key}={value}" for key, value in labels.items())
+    label = ", ".join(f"{key}={value}" for key, value in labels.items())
     splits: dict[str, dict[str, CacheObject]] = {}
     for cache in client.caches.list(labels=labels, limit=1000):
         if not _is_part(cache):
             raise InvalidRequest(
-                f"{cache.id} has the label {told} and is no part of a split document; ask it by its id, or add "
+                f"{cache.id} has the label {label} and is no part of a split document; ask it by its id, or add "
                 "--label split=... of the document that is meant",
                 param="--label",
             )
         splits.setdefault(cache.labels["split"], {})[cache.labels["part"]] = cache
     if not splits:
-        raise CacheNotFound(f"no cache has the label {told}; `kvshelf put --split FILE` labels the parts of a document")
+        raise CacheNotFound(
+            f"no cache has the label {label}; `kvshelf put --split FILE` labels the parts of a document"
+        )
     whole = {split: _ordered(parts) for split, parts in splits.items()}
     complete = [parts for parts in whole.values() if parts is not None]
     if len(complete) > 1:
         raise InvalidRequest(
-            f"{len(complete)} documents have the label {told}; add one of "
+            f"{len(complete)} documents have the label {label}; add one of "
             + ", ".join(f"--label split={parts[0].labels['split']} ({_told(parts[0])})" for parts in complete),
             param="--label",
         )
     if not complete:
         have = ", ".join(f"{', '.join(sorted(parts))} of split {split}" for split, parts in splits.items())
         raise CacheNotFound(
-            f"the document with the label {told} lacks parts: there is {have}. They expired, were removed, or "
+            f"the document with the label {label} lacks parts: there is {have}. They expired, were removed, or "
             "belong to a newer version of the document. Put it again; the parts that are there cost nothing"
         )
     return complete[0]
@@ -432,8 +434,8 @@ def ls(
     """
     with connected(url, as_json=as_json) as client:
         chosen = _columns(columns, wide)
-        found = client.caches.list(**filters, limit=min(limit, 1000))
-        caches = itertools.islice(found, limit)
+        listing = client.caches.list(**filters, limit=min(limit, 1000))
+        caches = itertools.islice(listing, limit)
         if as_json:
             for cache in caches:
                 common.print_object(cache)
@@ -471,13 +473,13 @@ def _narrow(models: Collection[str]) -> Sequence[str]:
     return (*_NARROW, *(("model",) if len(models) > 1 else ()), "name")
 
 
-def _columns(given: str | None, wide: bool) -> Sequence[str] | None:
+def _columns(columns: str | None, wide: bool) -> Sequence[str] | None:
     """The chosen columns; None: the default ones."""
-    if given is None:
+    if columns is None:
         return tuple(_CELLS) if wide else None
     if wide:
         raise InvalidRequest("--wide shows all columns and --columns some; give one of them", param="--columns")
-    names = [name.strip().lower() for name in given.split(",")]
+    names = [name.strip().lower() for name in columns.split(",")]
     for name in names:
         if name not in _CELLS:
             raise InvalidRequest(
@@ -509,15 +511,15 @@ def show(
 
     with connected(url, as_json=as_json) as client:
         money = None if prices is None else read_prices(prices)
-        found = client.caches.retrieve(_references.id_at(client, cache))
+        stored = client.caches.retrieve(_references.id_at(client, cache))
         if output is not None:
-            blob = client.caches.download(found.id)
+            blob = client.caches.download(stored.id)
             with common.written(output) as file:
                 file.write(blob)
         if as_json:
-            common.print_object(found)
+            common.print_object(stored)
         else:
-            common.table_console().print(_details(found, money))
+            common.table_console().print(_details(stored, money))
 
 
 def _details(cache: CacheObject, prices: Prices | None) -> Table:
@@ -578,18 +580,18 @@ def _source(cache: CacheObject) -> str:
 
 
 def _quality(cache: CacheObject) -> str:
-    found = cache.quality
-    if found is None:
+    figure = cache.quality
+    if figure is None:
         return "not measured"
     chosen = f"; chosen among {len(cache.tried)}" if cache.tried else ""
-    worst = found.worst
+    worst = figure.worst
     if worst is None:
-        return f"no figure: {found.reason}{chosen}"
-    if not found.cues:
+        return f"no figure: {figure.reason}{chosen}"
+    if not figure.cues:
         return f"the full cache{chosen}"
     return (
-        f"agreement {found.told} with the full cache on {found.cues} cues, lowest {worst['agreement']:.3f} at tokens "
-        f"{worst['from']} to {worst['to']}, KL {found.kl:.3g} nats{chosen}"
+        f"agreement {figure.told} with the full cache on {figure.cues} cues, lowest {worst['agreement']:.3f} at tokens "
+        f"{worst['from']} to {worst['to']}, KL {figure.kl:.3g} nats{chosen}"
     )
 
 

@@ -103,14 +103,14 @@ def _heads(engine: Engine, path: Path, documents: int, tokens: int) -> None:
     count = engine.require_text("model").count_tokens
     done = itertools.count(1)
     with searching(f"heads of {engine.name}") as report:
-        found = head_search.calibrate(
+        heads = head_search.calibrate(
             engine,
             list(needles(documents, tokens, count)),
             lambda: report(next(done), 2 * documents),
             journal=_unfinished(path),
         )
-    calibration.save(found, path)
-    common.notes.print(f"{found.origin.answered:.0%} of the answer tokens came from the sentence asked for")
+    calibration.save(heads, path)
+    common.notes.print(f"{heads.origin.answered:.0%} of the answer tokens came from the sentence asked for")
 
 
 def _transforms(engine: Engine, path: Path, texts: list[Path]) -> None:
@@ -132,8 +132,8 @@ def _chunks(engine: Engine, path: Path, texts: list[Path]) -> None:
 
     documents = pieces(engine, [_read(text) for text in texts] or _prose(engine, _TEXTS))
     with searching(f"chunks of {engine.name}") as report:
-        found = find_chunks(engine, documents, journal=_unfinished(path), report=report)
-    calibration.save(found, path)
+        chunks = find_chunks(engine, documents, journal=_unfinished(path), report=report)
+    calibration.save(chunks, path)
 
 
 def served_model(name: str) -> str:
@@ -173,8 +173,8 @@ def pieces(engine: Engine, sources: Sequence[str]) -> list[list[int]]:
     """The beginning of each text, as token ids, and what follows in them, until there are `_TEXTS`."""
     format_, longest = engine.require_text("model"), _longest(engine)
     ids = [format_.encode(source) for source in sources]
-    more = [each[at : at + longest] for each in ids for at in range(longest, len(each) - longest // 2, longest)]
-    return [each[:longest] for each in ids] + more[: max(0, _TEXTS - len(ids))]
+    more = [tokens[at : at + longest] for tokens in ids for at in range(longest, len(tokens) - longest // 2, longest)]
+    return [tokens[:longest] for tokens in ids] + more[: max(0, _TEXTS - len(ids))]
 
 
 def _longest(engine: Engine) -> int:

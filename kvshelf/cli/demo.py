@@ -104,7 +104,7 @@ def planted() -> Scene:
 
 
 @dataclass(frozen=True)
-class Asked:
+class DemoAnswer:
     """One question to one cache: the answer's text and how long its first piece took, over HTTP."""
 
     text: str
@@ -113,12 +113,12 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Shelf:
+class DemoShelf:
     """One cache of the document, and what it answered."""
 
     cache: CacheObject
     put_s: float
-    asked: list[Asked]
+    answers: list[DemoAnswer]
 
 
 def sample(
@@ -175,7 +175,7 @@ def show(scene: Scene, folder: Path, out: HarmlessConsole) -> None:
                 shelves[title] = fill(client, path, way, scene)
             status.update("prefilling the document again, for comparison")
             mine = CompressedCache.from_bytes(client.caches.download(shelves["full"].cache.id))
-            again_s = [prefill_again(engine, mine, scene.document, asked) for asked in scene.questions[:AGAIN]]
+            again_s = [prefill_again(engine, mine, scene.document, question) for question in scene.questions[:AGAIN]]
             own = in_own_process(engine, mine, scene)
     tokens = shelves["full"].cache.tokens.document
     out.print(
@@ -247,21 +247,21 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def fill(client: Client, path: Path, way: Way, scene: Scene) -> Shelf:
+def fill(client: Client, path: Path, way: Way, scene: Scene) -> DemoShelf:
     policy, ratio, codec = way
     began = time.perf_counter()
     cache = client.caches.create(file=path, policy=policy, compression_ratio=ratio, codec=codec, quality=False)
     put_s = time.perf_counter() - began
-    return Shelf(cache, put_s, [ask(client, cache, question, scene.max_tokens) for question in scene.questions])
+    return DemoShelf(cache, put_s, [ask(client, cache, question, scene.max_tokens) for question in scene.questions])
 
 
-def ask(client: Client, cache: CacheObject, question: Question, max_tokens: int) -> Asked:
+def ask(client: Client, cache: CacheObject, question: Question, max_tokens: int) -> DemoAnswer:
     began = time.perf_counter()
     with client.caches.stream(cache.id, question.text, max_tokens=max_tokens) as stream:
         first = next(iter(stream), "")
         first_s = time.perf_counter() - began
         text = first + "".join(stream)
-        return Asked(text.strip(), first_s, stream.answer.usage.prefill_tokens)
+        return DemoAnswer(text.strip(), first_s, stream.answer.usage.prefill_tokens)
 
 
 def prefill_again(engine: Engine, cache: CompressedCache, text: str, question: Question) -> float:
@@ -286,7 +286,7 @@ def table(*headings: str) -> Table:
     return made
 
 
-def sizes(shelves: dict[str, Shelf]) -> Table:
+def sizes(shelves: dict[str, DemoShelf]) -> Table:
     made = table("", *shelves)
     caches = [shelf.cache for shelf in shelves.values()]
     made.add_row("entries kept", *(f"{cache.tokens.kept:,} of {cache.tokens.document:,}" for cache in caches))
@@ -299,13 +299,13 @@ def sizes(shelves: dict[str, Shelf]) -> Table:
     return made
 
 
-def answers(shelves: dict[str, Shelf], scene: Scene) -> Table:
+def answers(shelves: dict[str, DemoShelf], scene: Scene) -> Table:
     made = table("question", "value", *(title.partition(" removed")[0] for title in shelves))
     right = dict.fromkeys(shelves, 0)
     for index, question in enumerate(scene.questions):
         marks = []
         for title, shelf in shelves.items():
-            text = shelf.asked[index].text
+            text = shelf.answers[index].text
             right[title] += scene.right(text, question)
             marks.append(mark(text, right=scene.right(text, question)))
         made.add_row(shortened(question.text, 40), question.answer, *marks)
@@ -323,14 +323,14 @@ def shortened(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def times(shelves: dict[str, Shelf], again_s: Sequence[float]) -> Table:
+def times(shelves: dict[str, DemoShelf], again_s: Sequence[float]) -> Table:
     again = statistics.median(again_s)
-    tokens = shelves["full"].cache.tokens.document + shelves["full"].asked[0].prefill_tokens
+    tokens = shelves["full"].cache.tokens.document + shelves["full"].answers[0].prefill_tokens
     made = table("time to the first token, median of the questions", "", "prefilled", "")
     made.add_row("document prefilled again: plain transformers, no HTTP", f"{again * 1e3:.0f} ms", f"{tokens:,}")
     for title, shelf in shelves.items():
-        first = statistics.median(asked.first_token_s for asked in shelf.asked)
-        prefilled = str(shelf.asked[0].prefill_tokens)
+        first = statistics.median(answer.first_token_s for answer in shelf.answers)
+        prefilled = str(shelf.answers[0].prefill_tokens)
         faster = f"{again / first:.0f} times faster"
         made.add_row(f"from the shelf over HTTP: {title}", f"{first * 1e3:.0f} ms", prefilled, faster)
     return made

@@ -23,7 +23,7 @@ from kvshelf.cli.output import common, say, say_json
 from kvshelf.errors import InvalidRequest, KvshelfError, MissingExtra, NoWorker
 
 if TYPE_CHECKING:
-    from kvshelf.cli.checks.isolation import Finding as Difference
+    from kvshelf.cli.checks.isolation import LookupProbe
 
 _WITH_PROGRESS = ("scrub", "reseal")
 """Checks that show their own progress bar."""
@@ -131,10 +131,10 @@ def _attempt(name: str, check: Callable[[], str]) -> Finding:
 def _tried(name: str, device: str, dtype: str) -> Iterator[Finding]:
     """What `checks.model` finds, and last what ended it."""
     with common.notes.status(f"trying {name} ..."):
-        found = findings(name, device, dtype)
+        features = findings(name, device, dtype)
         try:
             with needs_extra("serve", purpose="a model"):
-                yield from found
+                yield from features
         except KvshelfError as error:
             yield Finding("model", False, error.message)
         except Exception as error:
@@ -205,17 +205,17 @@ def _isolated(url: str, keys: Sequence[str], pairs: int, *, as_json: bool) -> No
         if len(keys) != 2:
             raise InvalidRequest("--isolation takes two keys of two tenants: --key A --key B", param="--key")
         with common.notes.status("") as status:
-            found = isolation.prove(url, [_key(text) for text in keys], pairs=pairs, show=status.update)
+            probes = isolation.prove(url, [_key(text) for text in keys], pairs=pairs, show=status.update)
     if as_json:
-        for each in found:
-            say_json(asdict(each) | {"leaks": each.leaks})
+        for probe in probes:
+            say_json(asdict(probe) | {"leaks": probe.leaks})
     else:
-        rows = [_probe(each) for each in found]
+        rows = [_probe(probe) for probe in probes]
         common.print_table(common.table(["", "WHAT", "OF", "TIME", "AUC", "DIFFERENCES"], rows, numbers=[3]))
-        leaks = sum(each.leaks for each in found)
-        said = f"{leaks} of {len(found)} probes tell the tenants apart" if leaks else "nothing of each other is seen"
+        leaks = sum(probe.leaks for probe in probes)
+        said = f"{leaks} of {len(probes)} probes tell the tenants apart" if leaks else "nothing of each other is seen"
         common.notes.print(f"{said}: {pairs} pairs of look-ups, AUC at most {isolation.MOST_AUC}")
-    raise typer.Exit(1 if any(each.leaks for each in found) else 0)
+    raise typer.Exit(1 if any(probe.leaks for probe in probes) else 0)
 
 
 def _key(text: str) -> str:
@@ -226,10 +226,17 @@ def _key(text: str) -> str:
         raise InvalidRequest(f"--key {text!r} is no key and no file that has one", param="--key") from error
 
 
-def _probe(found: Difference) -> tuple[str, ...]:
-    aucs = ", ".join(f"{value:.3f}" for value in found.aucs) or "-"
-    took = f"{found.ms:.2f} ms" if found.aucs else "-"
-    return "FAIL" if found.leaks else "ok", found.what, found.owner, took, aucs, "; ".join(found.differences) or "none"
+def _probe(probe: LookupProbe) -> tuple[str, ...]:
+    aucs = ", ".join(f"{value:.3f}" for value in probe.aucs) or "-"
+    took = f"{probe.ms:.2f} ms" if probe.aucs else "-"
+    return (
+        "FAIL" if probe.leaks else "ok",
+        probe.what,
+        probe.owner,
+        took,
+        aucs,
+        "; ".join(probe.differences) or "none",
+    )
 
 
 def _service(url: str) -> str:

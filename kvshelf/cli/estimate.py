@@ -25,18 +25,18 @@ def estimate(
     """Estimate the tokens, bytes and seconds of a `put`, by policy and codec. Nothing is compressed or stored."""
     with connected(url, as_json=as_json) as client:
         document = {"document": common.standard_input()} if file == Path("-") else {"file": file}
-        found = client.estimate(**document, **fields)
+        costs = client.estimate(**document, **fields)
         if as_json:
-            common.print_object(found)
+            common.print_object(costs)
         else:
-            common.print_table(_table(found))
-            common.notes.print(_about(found), style="dim", soft_wrap=True)
+            common.print_table(_table(costs))
+            common.notes.print(_about(costs), style="dim", soft_wrap=True)
 
 
-def _table(found: EstimateObject) -> Table:
-    codecs = list(dict.fromkeys(codec for row in found.policies for codec in row.bytes_stored or ()))
+def _table(costs: EstimateObject) -> Table:
+    codecs = list(dict.fromkeys(codec for row in costs.policies for codec in row.bytes_stored or ()))
     headings = ("POLICY", "KEPT", "ADDED", "SECONDS", *codecs)
-    rows = ((row.policy, *_cells(row, codecs, found.bytes_full_16bit)) for row in found.policies)
+    rows = ((row.policy, *_cells(row, codecs, costs.bytes_full_16bit)) for row in costs.policies)
     return common.table(headings, rows, numbers=range(1, len(headings)))
 
 
@@ -51,10 +51,10 @@ def _cells(row: PolicyEstimate, codecs: list[str], full_16bit: int) -> list[str]
     return [str(row.kept), added, seconds, *sizes]
 
 
-def _about(found: EstimateObject) -> str:
+def _about(costs: EstimateObject) -> str:
     return (
-        f"{found.tokens} tokens. Shares are of {common.megabytes(found.bytes_full_16bit)}, the uncompressed cache in "
+        f"{costs.tokens} tokens. Shares are of {common.megabytes(costs.bytes_full_16bit)}, the uncompressed cache in "
         "16 bits. ADDED is what the policy adds to the time of a prefill, measured on kvshelf-tiny. Seconds are scaled "
-        f"from {found.measured_tokens} measured tokens; ~ measured on other policies, ? assumed from the size of the "
+        f"from {costs.measured_tokens} measured tokens; ~ measured on other policies, ? assumed from the size of the "
         "model; both then with what the policy adds."
     )

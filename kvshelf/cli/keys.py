@@ -101,50 +101,50 @@ def usage(
     window: dict[str, Any] = {"from_": from_, "to": to, "all_tenants": all_tenants or None, "label": label}
     with common.connected(url, as_json=as_json) as client:
         if prices is None:
-            found = client.usage(**window, group_by=group_by or None)
+            report = client.usage(**window, group_by=group_by or None)
         else:
             from kvshelf.api.usage.prices import read_prices
 
-            found = _priced(client, window, group_by or [], read_prices(prices))
+            report = _priced(client, window, group_by or [], read_prices(prices))
     if as_json:
-        common.print_object(found)
+        common.print_object(report)
     else:
-        _print(found)
+        _print(report)
 
 
 def _priced(client: Client, window: Mapping[str, Any], groups: Sequence[str], prices: Prices) -> UsageReport:
     """A report in money. Labels and lifetimes are those of the caller's own caches, which alone can be listed."""
     from kvshelf.api.usage.prices import by_label, by_ttl, priced
 
-    found = priced(client.usage(**window, group_by=sorted({*groups, "model"})), groups, prices)
+    report = priced(client.usage(**window, group_by=sorted({*groups, "model"})), groups, prices)
     if window["all_tenants"]:
-        return found
+        return report
     caches = list(client.caches.list(limit=1000))
     ended = client.caches.list(limit=1000, ended=True)
-    tenant, label = found.stored[0].tenant, window["label"]
+    tenant, label = report.stored[0].tenant, window["label"]
     more = {
         "labels": by_label(caches, tenant, label, prices) if label else [],
         "ttls": by_ttl([*caches, *ended], tenant, prices, time.time()),
     }
-    return found.model_copy(update=more)
+    return report.model_copy(update=more)
 
 
-def _print(found: UsageReport) -> None:
-    groups = [name for name in ("day", "model", "tenant") if any(getattr(row, name) is not None for row in found.data)]
-    money = found.currency
+def _print(report: UsageReport) -> None:
+    groups = [name for name in ("day", "model", "tenant") if any(getattr(row, name) is not None for row in report.data)]
+    money = report.currency
     headings = ["ANSWERS", "CREATED", "READ", "PREFILLED", "ANSWERED", "WORKER", "QUALITY", "SAVED"]
     headings += [f"COST {money}", f"SAVED {money}"] if money else []
     rows = [
-        [*(str(getattr(row, name)) for name in groups), *_amounts(row), *_money(row.cost, money)] for row in found.data
+        [*(str(getattr(row, name)) for name in groups), *_amounts(row), *_money(row.cost, money)] for row in report.data
     ]
     _table([*map(str.upper, groups), *headings], rows, len(groups))
-    for each in found.stored:
-        month = "" if each.month is None else f", {each.month:,.2f} {money} a month"
-        said = f"{each.tenant} stores {each.caches} caches, {common.megabytes(each.bytes)}{month}"
-        common.notes.print(said, style="dim")
-    if found.labels:
-        _print_labels(found.labels, money)
-    for use in found.ttls:
+    for stored in report.stored:
+        month = "" if stored.month is None else f", {stored.month:,.2f} {money} a month"
+        told = f"{stored.tenant} stores {stored.caches} caches, {common.megabytes(stored.bytes)}{month}"
+        common.notes.print(told, style="dim")
+    if report.labels:
+        _print_labels(report.labels, money)
+    for use in report.ttls:
         if told := _told(use, money or ""):
             common.notes.print(told, style="yellow", soft_wrap=True)
 

@@ -18,7 +18,7 @@ from kvshelf.cli.output import common, say_json
 from kvshelf.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from kvshelf.corpus.advice import Advice, Line, Option
+    from kvshelf.corpus.advice import Advice, AdviceLine, Option
     from kvshelf.corpus.plan import Fleet, Outcome, Plan, SharedResource
 
 _MODELS = "llama-3.1-8b, mistral-7b, qwen2.5-7b, qwen3-8b, kvshelf-tiny, a folder or a hub id."
@@ -57,11 +57,11 @@ class _Work:
     def settled(self) -> Any:
         """With the policy and the codec that a creation would have."""
         from kvshelf.api.creation import default_codec, default_policy
-        from kvshelf.corpus.plan import Work
+        from kvshelf.corpus.plan import PlannedWork
 
-        given = {"policy": self.policy, **self.size}
-        codec = self.codec or default_codec(given)
-        return Work(self.policy or default_policy(given), **self.size, codec=codec, home=self.home)
+        choice = {"policy": self.policy, **self.size}
+        codec = self.codec or default_codec(choice)
+        return PlannedWork(self.policy or default_policy(choice), **self.size, codec=codec, home=self.home)
 
 
 @dataclass(frozen=True)
@@ -129,14 +129,14 @@ def plan(
         shared = paper.MEASURED if pace.shared_rates is None else paper.SharedRates.read(pace.shared_rates)
         lengths, done = corpus.read(), work.settled()
         speed = paper.Speed.of(shape, done.policy, pace.tokens_per_s, pace.rates)
-        found = paper.make_plan(lengths, shape, done, speed, shared, pace.gpus, pace.hours, pace.gb_month_price)
-        report: dict[str, Any] = {"plan": asdict(found)}
-        tables = [_plan_table(found)]
+        planned = paper.make_plan(lengths, shape, done, speed, shared, pace.gpus, pace.hours, pace.gb_month_price)
+        report: dict[str, Any] = {"plan": asdict(planned)}
+        tables = [_plan_table(planned)]
         if simulate:
-            fleet = machines.fleet(found.gpus)
-            resources = {each: each.full_at(found.gpus) for each in paper.shared_resources(found, fleet, shared)}
-            outcome = paper.simulate(found, fleet, shared, seed=machines.seed)
-            parts = [asdict(each) | {"breaks_at_gpus": at} for each, at in resources.items()]
+            fleet = machines.fleet(planned.gpus)
+            resources = {part: part.full_at(planned.gpus) for part in paper.shared_resources(planned, fleet, shared)}
+            outcome = paper.simulate(planned, fleet, shared, seed=machines.seed)
+            parts = [asdict(part) | {"breaks_at_gpus": at} for part, at in resources.items()]
             report |= {"fleet": asdict(fleet), "parts": parts, "outcome": asdict(outcome)}
             tables += [_resources_table(resources), _outcome_table(outcome, fleet)]
     if as_json:
@@ -144,39 +144,39 @@ def plan(
         return
     for table in tables:
         common.print_table(table)
-    for sentence in found.assumptions:
+    for sentence in planned.assumptions:
         common.notes.print(f"- {sentence}", style="dim", soft_wrap=True)
 
 
-def _plan_table(found: Plan) -> Table:
-    stored = f"{_size(found.bytes_stored)}, {found.bytes_stored / found.bytes_full_16bit:.1%}"
+def _plan_table(plan: Plan) -> Table:
+    stored = f"{_size(plan.bytes_stored)}, {plan.bytes_stored / plan.bytes_full_16bit:.1%}"
     rows = [
-        ("documents", f"{found.documents:,}"),
-        ("tokens", f"{found.tokens:,}"),
-        ("tokens a second, each GPU", f"{found.tokens_per_s:,.0f}"),
-        ("GPUs", f"{found.gpus:,}"),
-        ("hours", f"{found.hours:,.2f}"),
-        ("GPU hours", f"{found.gpu_hours:,.1f}"),
-        ("documents an hour", f"{found.documents_per_hour:,.0f}"),
-        ("full KV in 16 bits", _size(found.bytes_full_16bit)),
-        ("stored", f"{stored} of that, {_size(found.bytes_stored / found.documents)} a document"),
-        ("manifests, index, job table", _size(found.home_bytes)),
-        ("memory of Redis", "none" if found.redis_memory_bytes is None else _size(found.redis_memory_bytes)),
-        ("network to the home", f"{_size(found.network_bytes_per_s)} a second"),
+        ("documents", f"{plan.documents:,}"),
+        ("tokens", f"{plan.tokens:,}"),
+        ("tokens a second, each GPU", f"{plan.tokens_per_s:,.0f}"),
+        ("GPUs", f"{plan.gpus:,}"),
+        ("hours", f"{plan.hours:,.2f}"),
+        ("GPU hours", f"{plan.gpu_hours:,.1f}"),
+        ("documents an hour", f"{plan.documents_per_hour:,.0f}"),
+        ("full KV in 16 bits", _size(plan.bytes_full_16bit)),
+        ("stored", f"{stored} of that, {_size(plan.bytes_stored / plan.documents)} a document"),
+        ("manifests, index, job table", _size(plan.home_bytes)),
+        ("memory of Redis", "none" if plan.redis_memory_bytes is None else _size(plan.redis_memory_bytes)),
+        ("network to the home", f"{_size(plan.network_bytes_per_s)} a second"),
     ]
-    if found.puts:
-        puts, gets = (f"{each / found.documents:,.3g}" for each in (found.puts, found.gets))
+    if plan.puts:
+        puts, gets = (f"{count / plan.documents:,.3g}" for count in (plan.puts, plan.gets))
         rows.append(("requests to object storage", f"{puts} PUT and {gets} GET a document"))
-    if found.month_price is not None:
-        rows.append(("price of the storage", f"{found.month_price:,.0f} a month"))
+    if plan.month_price is not None:
+        rows.append(("price of the storage", f"{plan.month_price:,.0f} a month"))
     return common.table(("", ""), rows, numbers=[1])
 
 
 def _resources_table(resources: dict[SharedResource, int | None]) -> Table:
     rows = []
-    for each, at in resources.items():
-        used = f"{100 * each.used:,.3g} %" if each.used < 10 else f"{each.used:,.0f} times"
-        rows.append((each.name, used, "-" if at is None else f"{at:,}", each.move))
+    for resource, at in resources.items():
+        used = f"{100 * resource.used:,.3g} %" if resource.used < 10 else f"{resource.used:,.0f} times"
+        rows.append((resource.name, used, "-" if at is None else f"{at:,}", resource.move))
     return common.table(("WHAT ALL SHARE", "USED", "FULL AT GPUS", "WHAT MOVES IT"), rows, numbers=[1, 2])
 
 
@@ -220,21 +220,21 @@ def advise(
         from kvshelf.corpus.plan import shape_of
 
         memory_bytes = int(memory)
-        found = advice.advise(scenario, shape_of(model), tokens, memory_bytes, quality)
-    found = replace(found, lines=found.lines[:top])
+        advised = advice.advise(scenario, shape_of(model), tokens, memory_bytes, quality)
+    advised = replace(advised, lines=advised.lines[:top])
     if as_json:
         about = {"scenario": scenario, "model": model, "tokens": tokens, "memory_bytes": memory_bytes}
-        say_json(about | {"measured_on": "kvshelf-tiny"} | asdict(found))
+        say_json(about | {"measured_on": "kvshelf-tiny"} | asdict(advised))
         return
-    common.print_table(common.table(_HEADINGS, map(_cells, found.lines), numbers=(5, 6, 7)))
-    for sentence in _notes(advice.SCENARIOS[scenario].about, found):
+    common.print_table(common.table(_HEADINGS, map(_cells, advised.lines), numbers=(5, 6, 7)))
+    for sentence in _notes(advice.SCENARIOS[scenario].about, advised):
         common.notes.print(f"- {sentence}", style="dim", soft_wrap=True)
 
 
 _HEADINGS = ("POLICY", "CODEC", "SELECTOR", "SUFFIX", "TIER", "EXACT", "STORED", "MEMORY", "WHY")
 
 
-def _cells(line: Line) -> tuple[str, ...]:
+def _cells(line: AdviceLine) -> tuple[str, ...]:
     option = line.option
     policy = f"{option.policy}, {option.removed:.4g} removed" if option.removed else option.policy
     stored, needed = (common.megabytes(count) for count in (option.stored_bytes, line.needed_bytes))
@@ -245,16 +245,16 @@ def _cells(line: Line) -> tuple[str, ...]:
 def _selector(option: Option) -> str:
     if option.selector is None or option.share is None:
         return "-"
-    given = "".join(f", {name}={value}" for name, value in option.params.items())
-    return f"{option.selector} of {option.share:.4g}{given}"
+    params = "".join(f", {name}={value}" for name, value in option.params.items())
+    return f"{option.selector} of {option.share:.4g}{params}"
 
 
-def _notes(about: str, found: Advice) -> Iterator[str]:
+def _notes(about: str, advised: Advice) -> Iterator[str]:
     yield f"{about}. Exact answers were measured on kvshelf-tiny, documents of 2,048 tokens; bytes are the model's."
-    if any(line.option.codec == "klt" or line.option.selector == "fasa" for line in found.lines):
+    if any(line.option.codec == "klt" or line.option.selector == "fasa" for line in advised.lines):
         yield "Codec klt and selector fasa need what `kvshelf calibrate` makes for a model."
     names = defaultdict(list)
-    for name, reason in found.refused.items():
+    for name, reason in advised.refused.items():
         names[reason].append(name)
     for reason, those in names.items():
         yield f"refused: {', '.join(those)}: {reason}"

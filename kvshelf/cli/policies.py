@@ -35,9 +35,9 @@ def policies(
     Lists the policies of this version, or with --url those of a service. With NAME, shows one policy in full.
     """
     with common.named_errors(as_json=as_json):
-        found = _named(_found(url, "policies", as_json=as_json), name, "policy", "policies")
+        methods = _named(_found(url, "policies", as_json=as_json), name, "policy", "policies")
     numbers = {f"{100 * removed:.4g} %": partial(_exact, removed=removed) for removed in _REMOVED}
-    _print(found, name, ("POLICY", "WHAT IT KEEPS"), numbers, _LEGEND, as_json=as_json)
+    _print(methods, name, ("POLICY", "WHAT IT KEEPS"), numbers, _LEGEND, as_json=as_json)
 
 
 def selectors(
@@ -52,9 +52,9 @@ def selectors(
     Lists the selectors of this version, or with --url those of a service. With NAME, shows one selector in full.
     """
     with common.named_errors(as_json=as_json):
-        found = _named(_found(url, "selectors", as_json=as_json), name, "selector", "selectors")
+        methods = _named(_found(url, "selectors", as_json=as_json), name, "selector", "selectors")
     numbers = {f"1/{round(1 / share)}": partial(_read, share=share) for share in _SHARES}
-    _print(found, name, ("SELECTOR", "WHAT IT READS"), numbers, _SELECTORS_LEGEND, as_json=as_json)
+    _print(methods, name, ("SELECTOR", "WHAT IT READS"), numbers, _SELECTORS_LEGEND, as_json=as_json)
 
 
 def suffixes(
@@ -69,22 +69,22 @@ def suffixes(
     Lists those of this version, or with --url those of a service. With NAME, shows one in full.
     """
     with common.named_errors(as_json=as_json):
-        found = _named(_found(url, "suffix_policies", as_json=as_json), name, "suffix policy", "suffixes")
-    _print(found, name, ("POLICY", "WHAT STAYS"), {}, _SUFFIXES_LEGEND, as_json=as_json)
+        methods = _named(_found(url, "suffix_policies", as_json=as_json), name, "suffix policy", "suffixes")
+    _print(methods, name, ("POLICY", "WHAT STAYS"), {}, _SUFFIXES_LEGEND, as_json=as_json)
 
 
-def _named(found: list[Any], name: str | None, kind: str, command: str) -> list[Any]:
+def _named(methods: list[Any], name: str | None, kind: str, command: str) -> list[Any]:
     """Those of this name, or all. Raises `InvalidRequest` for a name that none has."""
-    names = [each.id for each in found]
+    names = [method.id for method in methods]
     if name is not None and name not in names:
         raise InvalidRequest(
             f"unknown {kind} {name!r}{nearest(name, names)}; `kvshelf {command}` lists them", param=kind
         )
-    return [each for each in found if name in (None, each.id)]
+    return [method for method in methods if name in (None, method.id)]
 
 
 def _print(
-    found: Sequence[PolicyObject | SelectorObject | SuffixPolicyObject],
+    methods: Sequence[PolicyObject | SelectorObject | SuffixPolicyObject],
     name: str | None,
     headings: tuple[str, str],
     numbers: Mapping[str, Callable[[list[dict[str, Any]]], str]],
@@ -94,13 +94,13 @@ def _print(
 ) -> None:
     """A table with a column for each of `numbers`, which are made of measured rows; or one object in full."""
     if as_json:
-        for each in found:
-            common.print_object(each)
+        for method in methods:
+            common.print_object(method)
     elif name is not None:
-        _show(found[0])
+        _show(methods[0])
     else:
         console = common.table_console()
-        console.print(_table(found, headings, numbers))
+        console.print(_table(methods, headings, numbers))
         console.print(legend, style="dim")
 
 
@@ -147,7 +147,7 @@ def _found(url: str | None, group: str, *, as_json: bool) -> list[Any]:
 
 
 def _table(
-    found: Sequence[PolicyObject | SelectorObject | SuffixPolicyObject],
+    methods: Sequence[PolicyObject | SelectorObject | SuffixPolicyObject],
     headings: tuple[str, str],
     numbers: Mapping[str, Callable[[list[dict[str, Any]]], str]],
 ) -> Table:
@@ -157,14 +157,16 @@ def _table(
         table.add_column(heading, ratio=3)
     for heading in numbers:
         table.add_column(heading, justify="right", no_wrap=True)
-    for each in found:
-        table.add_row(each.id, each.summary, each.advice or "-", *(number(_rows(each)) for number in numbers.values()))
+    for method in methods:
+        table.add_row(
+            method.id, method.summary, method.advice or "-", *(number(_rows(method)) for number in numbers.values())
+        )
     return table
 
 
-def _rows(each: PolicyObject | SelectorObject | SuffixPolicyObject) -> list[dict[str, Any]]:
+def _rows(method: PolicyObject | SelectorObject | SuffixPolicyObject) -> list[dict[str, Any]]:
     """What the quality bench measured; of suffix policies it measures nothing."""
-    return getattr(each, "measured", [])
+    return getattr(method, "measured", [])
 
 
 def _exact(measured: list[dict[str, Any]], removed: float) -> str:
@@ -190,8 +192,8 @@ def _show(policy: PolicyObject | SelectorObject | SuffixPolicyObject) -> None:
 
 def _measured(row: dict[str, Any]) -> str:
     if "share" in row:
-        given = "".join(f", {name} {value}" for name, value in row["params"].items())
-        return f"{row['read_share']:.1%} of the entries read{given}, codec {row['codec']}: {row['exact']:.1%} exact"
+        params = "".join(f", {name} {value}" for name, value in row["params"].items())
+        return f"{row['read_share']:.1%} of the entries read{params}, codec {row['codec']}: {row['exact']:.1%} exact"
     return (
         f"{row['removed']:.4g} removed, codec {row['codec']}: {row['exact']:.1%} exact, "
         f"{row['bytes_per_token']:.0f} bytes per document token, {row['compress_share']:.1%} of the prefill's time"

@@ -59,10 +59,10 @@ def serve(
 
             # Start the child as this process was started: same interpreter, script or module.
             sys.exit(supervise(settings, [sys.executable, *sys.orig_argv[1:]]))
-        from kvshelf.service.http.place import Place
+        from kvshelf.service.http.place import ServerPlace
         from kvshelf.service.process.server import serve as run
 
-        with Place.inherited(place) as inherited:
+        with ServerPlace.inherited(place) as inherited:
             run(settings, inherited)
 
 

@@ -13,26 +13,26 @@ import httpx
 from kvshelf.api.batches import BatchObject
 from kvshelf.client import _batch_calls, _calls, _erasure_calls, _failures
 from kvshelf.client._config import Connection, Retries, Timeouts
-from kvshelf.client._exchange import Attempts, Call, Page, method_of
+from kvshelf.client._exchange import HttpAttempts, HttpCall, ResultPage, method_of
 from kvshelf.client._stream import BREAKS_OFF, AnswerReader, AnswerT, BatchReader, CreationEvent, CreationReader
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class _Sender:
-    """Sends calls, and repeats them where `Attempts` says so."""
+class _AsyncSender:
+    """Sends calls, and repeats them where `HttpAttempts` says so."""
 
     def __init__(self, http: httpx.AsyncClient, connection: Connection) -> None:
         self.http = http
         self.connection = connection
 
-    async def send(self, call: Call[T]) -> T:
-        with call.held:
+    async def send(self, call: HttpCall[T]) -> T:
+        with call.upload:
             return call.parse(await self.exchange(call, stream=False))
 
-    async def exchange(self, call: Call[Any], *, stream: bool) -> httpx.Response:
-        attempts = Attempts(call, self.connection)
+    async def exchange(self, call: HttpCall[Any], *, stream: bool) -> httpx.Response:
+        attempts = HttpAttempts(call, self.connection)
         while True:
             try:
                 request = self.http.build_request(**call.httpx_options(self.connection))
@@ -47,10 +47,10 @@ class _Sender:
             await asyncio.sleep(pause_s)
 
 
-class _Group:
+class _AsyncGroup:
     """A group of calls, such as `client.caches`."""
 
-    def __init__(self, sender: _Sender) -> None:
+    def __init__(self, sender: _AsyncSender) -> None:
         self._sender = sender
 
 
@@ -96,28 +96,30 @@ class AsyncAnswerStream(Generic[AnswerT]):
             await self._response.aclose()
 
 
-def _awaited(build: Callable[P, Call[T]]) -> Callable[Concatenate[_Group, P], Awaitable[T]]:
+def _awaited(build: Callable[P, HttpCall[T]]) -> Callable[Concatenate[_AsyncGroup, P], Awaitable[T]]:
     """The method that sends what `build` builds. It has the overloads, the arguments and the docstring of `build`."""
 
     @method_of(build)
-    async def method(self: _Group, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    async def method(self: _AsyncGroup, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._sender.send(build(*args, **kwargs))
 
     return method
 
 
-def _listed(build: Callable[P, Call[Page[T]]]) -> Callable[Concatenate[_Group, P], AsyncIterator[T]]:
+def _listed(build: Callable[P, HttpCall[ResultPage[T]]]) -> Callable[Concatenate[_AsyncGroup, P], AsyncIterator[T]]:
     """The method that reads a listing page by page. Bad arguments are refused at once, not with the first page."""
 
     @method_of(build)
-    def method(self: _Group, /, *args: P.args, **kwargs: P.kwargs) -> AsyncIterator[T]:
+    def method(self: _AsyncGroup, /, *args: P.args, **kwargs: P.kwargs) -> AsyncIterator[T]:
         return pages(self._sender, build(*args, **kwargs), functools.partial(build, *args, **kwargs))
 
-    async def pages(sender: _Sender, call: Call[Page[T]], following: Callable[..., Call[Page[T]]]) -> AsyncIterator[T]:
+    async def pages(
+        sender: _AsyncSender, call: HttpCall[ResultPage[T]], following: Callable[..., HttpCall[ResultPage[T]]]
+    ) -> AsyncIterator[T]:
         while True:
             page = await sender.send(call)
-            for each in page.data:
-                yield each
+            for item in page.data:
+                yield item
             if not page.has_more:
                 return
             call = following(after=page.last_id)
@@ -126,12 +128,12 @@ def _listed(build: Callable[P, Call[Page[T]]]) -> Callable[Concatenate[_Group, P
 
 
 def _streamed(
-    build: Callable[P, Call[type[AnswerT]]],
-) -> Callable[Concatenate[_Group, P], Awaitable[AsyncAnswerStream[AnswerT]]]:
+    build: Callable[P, HttpCall[type[AnswerT]]],
+) -> Callable[Concatenate[_AsyncGroup, P], Awaitable[AsyncAnswerStream[AnswerT]]]:
     """The method that sends what `build` builds and reads the answer piece by piece."""
 
     @method_of(build)
-    async def method(self: _Group, /, *args: P.args, **kwargs: P.kwargs) -> AsyncAnswerStream[AnswerT]:
+    async def method(self: _AsyncGroup, /, *args: P.args, **kwargs: P.kwargs) -> AsyncAnswerStream[AnswerT]:
         call = build(*args, **kwargs)
         response = await self._sender.exchange(call, stream=True)
         return AsyncAnswerStream(response, self._sender.connection.base_url, call.parse(response))
@@ -139,7 +141,7 @@ def _streamed(
     return method
 
 
-class AsyncCaches(_Group):
+class AsyncCaches(_AsyncGroup):
     """The shelf: `client.caches`."""
 
     create = _awaited(_calls.create_cache)
@@ -176,7 +178,7 @@ class AsyncCaches(_Group):
             yield await self._sender.send(_calls.creation(fields))
 
 
-class AsyncFiles(_Group):
+class AsyncFiles(_AsyncGroup):
     """The inputs and outputs of batches: `client.files`."""
 
     create = _awaited(_batch_calls.create_file)
@@ -186,7 +188,7 @@ class AsyncFiles(_Group):
     content = _awaited(_batch_calls.file_content)
 
 
-class AsyncBatches(_Group):
+class AsyncBatches(_AsyncGroup):
     """Files compressed row by row in the background: `client.batches`."""
 
     create = _awaited(_batch_calls.create_batch)
@@ -212,35 +214,35 @@ class AsyncBatches(_Group):
                             yield batch
 
 
-class AsyncErasures(_Group):
+class AsyncErasures(_AsyncGroup):
     """As `Erasures`: `client.erasures`."""
 
     create = _awaited(_erasure_calls.create_erasure)
 
 
-class AsyncRequests(_Group):
+class AsyncRequests(_AsyncGroup):
     """Creations in the background: `client.requests`."""
 
     retrieve = _awaited(_calls.retrieve_request)
 
 
-class AsyncModels(_Group):
+class AsyncModels(_AsyncGroup):
     list = _awaited(_calls.list_models)
 
 
-class AsyncPolicies(_Group):
+class AsyncPolicies(_AsyncGroup):
     list = _awaited(_calls.list_policies)
 
 
-class AsyncSelectors(_Group):
+class AsyncSelectors(_AsyncGroup):
     list = _awaited(_calls.list_selectors)
 
 
-class AsyncSuffixPolicies(_Group):
+class AsyncSuffixPolicies(_AsyncGroup):
     list = _awaited(_calls.list_suffix_policies)
 
 
-class AsyncClient(_Group):
+class AsyncClient(_AsyncGroup):
     """`Client`, awaited: `await AsyncClient().caches.create(document=...)`. Close it, or use it in `async with`."""
 
     ready = _awaited(_calls.readiness)
@@ -259,7 +261,7 @@ class AsyncClient(_Group):
     ) -> None:
         connection = Connection.resolve(url, api_key, timeouts, retries)
         self._http = httpx.AsyncClient(**connection.httpx_options(), transport=transport)
-        super().__init__(_Sender(self._http, connection))
+        super().__init__(_AsyncSender(self._http, connection))
         self.caches = AsyncCaches(self._sender)
         self.requests = AsyncRequests(self._sender)
         self.files = AsyncFiles(self._sender)

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, TypedDict, Unpack
 
 from kvshelf.api import batches
 from kvshelf.client import _calls
-from kvshelf.client._exchange import Call, parse_as
+from kvshelf.client._exchange import HttpCall, parse_as
 from kvshelf.errors import InvalidRequest
 from kvshelf.names import told
 
@@ -19,7 +19,7 @@ FileInput = str | os.PathLike[str] | bytes | BinaryIO | tuple[str, bytes | Binar
 """A path, or the content itself, with or without a name."""
 
 
-class ExpiresAfter(TypedDict, total=False):
+class ExpiresAfterFields(TypedDict, total=False):
     """How long a file is kept, in seconds from its creation (the only anchor)."""
 
     anchor: str
@@ -40,7 +40,7 @@ class BatchFields(_calls.OptionFields, total=False):
     bytes_per_token: float | None
     completion_window: str | None
     metadata: Mapping[str, str] | None
-    output_expires_after: ExpiresAfter | None
+    output_expires_after: ExpiresAfterFields | None
     window: str | None
     max_gpu_hours: float | None
     max_attempts: int | None
@@ -64,8 +64,8 @@ class BatchFilters(TypedDict, total=False):
 
 
 def create_file(
-    *, file: FileInput, purpose: str = "batch", expires_after: ExpiresAfter | None = None
-) -> Call[batches.FileObject]:
+    *, file: FileInput, purpose: str = "batch", expires_after: ExpiresAfterFields | None = None
+) -> HttpCall[batches.FileObject]:
     """Upload a path, bytes, an open file, or content with a name. A file is sent in pieces, never read as a whole.
 
     Raises `InvalidRequest`, `BodyTooLarge`, `QuotaExceeded`, `StorageFull`.
@@ -73,35 +73,37 @@ def create_file(
     form = _calls.checked(batches.CreateFile, {"purpose": purpose, "expires_after": expires_after})
     data = {"purpose": purpose} | {f"expires_after[{k}]": str(v) for k, v in form.get("expires_after", {}).items()}
     name, content = _opened(file)
-    held = content if isinstance(file, str | os.PathLike) else nullcontext()
+    opened = content if isinstance(file, str | os.PathLike) else nullcontext()
     body = {"files": {"file": (name, content, "application/jsonl")}, "data": data}
     # Not repeated when the answer is lost: a repeat would make a second file.
-    return Call("POST", "/v1/files", parse_as(batches.FileObject), body=body, repeatable=False, held=held)
+    return HttpCall("POST", "/v1/files", parse_as(batches.FileObject), body=body, repeatable=False, upload=opened)
 
 
-def retrieve_file(id: str) -> Call[batches.FileObject]:
+def retrieve_file(id: str) -> HttpCall[batches.FileObject]:
     """The record of one file. Raises `FileNotFound`."""
-    return Call("GET", _file(id), parse_as(batches.FileObject))
+    return HttpCall("GET", _file(id), parse_as(batches.FileObject))
 
 
-def list_files(**fields: Unpack[FileFilters]) -> Call[batches.FileList]:
+def list_files(**fields: Unpack[FileFilters]) -> HttpCall[batches.FileList]:
     """All files, newest first; `purpose` filters. They are fetched `limit` at a time as they are read."""
-    return Call("GET", "/v1/files", parse_as(batches.FileList), params=_calls.query_string(batches.ListFiles, fields))
+    return HttpCall(
+        "GET", "/v1/files", parse_as(batches.FileList), params=_calls.query_string(batches.ListFiles, fields)
+    )
 
 
-def delete_file(id: str) -> Call[batches.FileDeleted]:
+def delete_file(id: str) -> HttpCall[batches.FileDeleted]:
     """Delete one file. Raises `FileNotFound`, and `StateConflict` for the input of a batch that has not ended."""
-    return Call("DELETE", _file(id), parse_as(batches.FileDeleted), repeatable=False)
+    return HttpCall("DELETE", _file(id), parse_as(batches.FileDeleted), repeatable=False)
 
 
-def file_content(id: str) -> Call[bytes]:
+def file_content(id: str) -> HttpCall[bytes]:
     """The bytes of one file. Raises `FileNotFound`."""
-    return Call("GET", _file(id) + "/content", lambda response: response.content)
+    return HttpCall("GET", _file(id) + "/content", lambda response: response.content)
 
 
 def create_batch(
     *, input_file_id: str, endpoint: str = "/v1/caches", **fields: Unpack[BatchFields]
-) -> Call[batches.BatchObject]:
+) -> HttpCall[batches.BatchObject]:
     """Compress every row of an uploaded file, in the background; with the endpoint /v1/chat/completions, answer the
     question in each, with no options of `caches.create`.
 
@@ -109,46 +111,46 @@ def create_batch(
     `document_timeout_s`, `priority`, and the options of `caches.create`, which hold for all rows without their own.
     Raises `InvalidRequest`, `FileNotFound`; a file with bad rows ends the batch as `failed`.
     """
-    given: dict[str, Any] = {"input_file_id": input_file_id, "endpoint": endpoint, **fields}
-    body = {"json": _calls.checked(batches.CreateBatch, given)}
-    return Call("POST", "/v1/batches", parse_as(batches.BatchObject), body=body, repeatable=False)
+    values: dict[str, Any] = {"input_file_id": input_file_id, "endpoint": endpoint, **fields}
+    body = {"json": _calls.checked(batches.CreateBatch, values)}
+    return HttpCall("POST", "/v1/batches", parse_as(batches.BatchObject), body=body, repeatable=False)
 
 
-def retrieve_batch(id: str) -> Call[batches.BatchObject]:
+def retrieve_batch(id: str) -> HttpCall[batches.BatchObject]:
     """The record of one batch, with its progress. Raises `BatchNotFound`."""
-    return Call("GET", _batch(id), parse_as(batches.BatchObject))
+    return HttpCall("GET", _batch(id), parse_as(batches.BatchObject))
 
 
-def list_batches(**fields: Unpack[BatchFilters]) -> Call[batches.BatchList]:
+def list_batches(**fields: Unpack[BatchFilters]) -> HttpCall[batches.BatchList]:
     """All batches, newest first. They are fetched `limit` at a time as they are read."""
     params = _calls.query_string(batches.ListBatches, fields)
-    return Call("GET", "/v1/batches", parse_as(batches.BatchList), params=params)
+    return HttpCall("GET", "/v1/batches", parse_as(batches.BatchList), params=params)
 
 
-def cancel_batch(id: str) -> Call[batches.BatchObject]:
+def cancel_batch(id: str) -> HttpCall[batches.BatchObject]:
     """End a batch; finished rows keep their results. Raises `BatchNotFound`, and `StateConflict` after its end."""
     return _do(id, "cancel")
 
 
-def pause_batch(id: str) -> Call[batches.BatchObject]:
+def pause_batch(id: str) -> HttpCall[batches.BatchObject]:
     """Stop working on a batch until it is resumed. Raises `BatchNotFound`, `StateConflict`."""
     return _do(id, "pause")
 
 
-def resume_batch(id: str) -> Call[batches.BatchObject]:
+def resume_batch(id: str) -> HttpCall[batches.BatchObject]:
     """Go on with a paused batch. Raises `BatchNotFound`, `StateConflict`."""
     return _do(id, "resume")
 
 
-def retry_batch(id: str) -> Call[batches.BatchObject]:
+def retry_batch(id: str) -> HttpCall[batches.BatchObject]:
     """Try the failed rows of an ended batch again. Raises `BatchNotFound`, `FileNotFound`, `StateConflict`."""
     return _do(id, "retry", repeatable=False)
 
 
-def batch_events(id: str, seen: str) -> Call[None]:
+def batch_events(id: str, seen: str) -> HttpCall[None]:
     """An event stream for `_stream.BatchReader`; `seen` is the id of the last event that was read."""
     headers = {"last-event-id": seen} if seen else {}
-    return Call("GET", _batch(id) + "/events", lambda _: None, headers=headers)
+    return HttpCall("GET", _batch(id) + "/events", lambda _: None, headers=headers)
 
 
 def _opened(file: FileInput) -> tuple[str, BinaryIO]:
@@ -167,8 +169,8 @@ def _opened(file: FileInput) -> tuple[str, BinaryIO]:
         raise InvalidRequest(f"cannot read {told(path)}: {error.strerror}", param="file") from error
 
 
-def _do(id: str, verb: str, *, repeatable: bool = True) -> Call[batches.BatchObject]:
-    return Call("POST", f"{_batch(id)}/{verb}", parse_as(batches.BatchObject), repeatable=repeatable)
+def _do(id: str, verb: str, *, repeatable: bool = True) -> HttpCall[batches.BatchObject]:
+    return HttpCall("POST", f"{_batch(id)}/{verb}", parse_as(batches.BatchObject), repeatable=repeatable)
 
 
 def _file(id: str) -> str:

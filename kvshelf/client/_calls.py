@@ -23,7 +23,7 @@ from kvshelf.api.inspect import BuiltPrompt, KeptOf, KeptTokens
 from kvshelf.api.options import AskFields
 from kvshelf.api.strict import RequestBody, parse_request, refusal
 from kvshelf.api.usage import UsageQuery, UsageReport
-from kvshelf.client._exchange import Call, parse_as
+from kvshelf.client._exchange import HttpCall, parse_as
 from kvshelf.errors import InvalidRequest
 from kvshelf.names import told
 
@@ -84,11 +84,11 @@ class DocumentFields(TypedDict, total=False):
     name: str | None
 
 
-class KeepFields(OptionFields, DocumentFields, total=False):
+class KeptDocumentFields(OptionFields, DocumentFields, total=False):
     """Which document to keep, and how."""
 
 
-class CreateFields(KeepFields, total=False):
+class CreateFields(KeptDocumentFields, total=False):
     """The keywords of `caches.create`."""
 
     min_quality: float | None
@@ -216,7 +216,7 @@ def create_cache(
     split: Literal[False] = False,
     respond_async: Literal[False] = False,
     **fields: Unpack[CreateFields],
-) -> Call[api.CacheObject]: ...
+) -> HttpCall[api.CacheObject]: ...
 @overload
 def create_cache(
     *,
@@ -224,7 +224,7 @@ def create_cache(
     split: Literal[True] | Mapping[str, Any] | api.SplitOptions,
     respond_async: Literal[False] = False,
     **fields: Unpack[CreateFields],
-) -> Call[Parts]: ...
+) -> HttpCall[Parts]: ...
 @overload
 def create_cache(
     *,
@@ -233,19 +233,23 @@ def create_cache(
     episodes: Episodes,
     respond_async: Literal[False] = False,
     **fields: Unpack[CreateFields],
-) -> Call[Parts]: ...
+) -> HttpCall[Parts]: ...
 @overload
 def create_cache(
-    *, levels: Sequence[Level], min_quality: float, respond_async: Literal[False] = False, **fields: Unpack[KeepFields]
-) -> Call[api.CacheObject]: ...
+    *,
+    levels: Sequence[Level],
+    min_quality: float,
+    respond_async: Literal[False] = False,
+    **fields: Unpack[KeptDocumentFields],
+) -> HttpCall[api.CacheObject]: ...
 @overload
 def create_cache(
     *,
     levels: Sequence[Level],
     min_quality: None = None,
     respond_async: Literal[False] = False,
-    **fields: Unpack[KeepFields],
-) -> Call[Levels]: ...
+    **fields: Unpack[KeptDocumentFields],
+) -> HttpCall[Levels]: ...
 @overload
 def create_cache(
     *,
@@ -254,7 +258,7 @@ def create_cache(
     episodes: Episodes | None = None,
     respond_async: Literal[True],
     **fields: Unpack[CreateFields],
-) -> Call[api.RequestObject]: ...
+) -> HttpCall[api.RequestObject]: ...
 def create_cache(
     *,
     levels: Sequence[Level] | None = None,
@@ -262,7 +266,7 @@ def create_cache(
     episodes: Episodes | None = None,
     respond_async: bool = False,
     **fields: Unpack[CreateFields],
-) -> Call[api.CacheObject] | Call[Levels] | Call[api.RequestObject]:
+) -> HttpCall[api.CacheObject] | HttpCall[Levels] | HttpCall[api.RequestObject]:
     """Compress a document and put it on the shelf; a cache that is there already comes back with `existing` true,
     and gets the `labels` and the `name` that are given.
 
@@ -288,29 +292,29 @@ def create_cache(
     Raises `InvalidRequest`, `DocumentTooLong`, `DocumentTooShort`, `PolicyUnsupported`, `QualityBelowFloor`,
     `QueueFull`, ...
     """
-    given: dict[str, Any] = {**fields, "levels": levels, "split": split or None, "episodes": episodes}
-    body = _document(api.CreateCache, given)
+    values: dict[str, Any] = {**fields, "levels": levels, "split": split or None, "episodes": episodes}
+    body = _document(api.CreateCache, values)
     if respond_async:
         headers = {"prefer": "respond-async"}
-        return Call("POST", "/v1/caches", parse_as(api.RequestObject), headers=headers, body=body)
-    chooses = any(given.get(name) is not None for name in ("min_quality", "max_bytes", "bytes_per_token"))
+        return HttpCall("POST", "/v1/caches", parse_as(api.RequestObject), headers=headers, body=body)
+    chooses = any(values.get(name) is not None for name in ("min_quality", "max_bytes", "bytes_per_token"))
     if split or episodes is not None or (levels is not None and not chooses):
-        return Call("POST", "/v1/caches", lambda response: parse_as(api.LevelList)(response).data, body=body)
-    return Call("POST", "/v1/caches", parse_as(api.CacheObject), body=body)
+        return HttpCall("POST", "/v1/caches", lambda response: parse_as(api.LevelList)(response).data, body=body)
+    return HttpCall("POST", "/v1/caches", parse_as(api.CacheObject), body=body)
 
 
-def creation(fields: WatchFields) -> Call[api.CacheObject | list[api.CacheObject]]:
+def creation(fields: WatchFields) -> HttpCall[api.CacheObject | list[api.CacheObject]]:
     """As `create_cache`, where only the fields' values say which of its answers comes."""
-    call: Call[api.CacheObject | list[api.CacheObject]] = create_cache(**cast(Any, fields))
+    call: HttpCall[api.CacheObject | list[api.CacheObject]] = create_cache(**cast(Any, fields))
     return call
 
 
-def watched_creation(fields: WatchFields) -> Call[Any]:
+def watched_creation(fields: WatchFields) -> HttpCall[Any]:
     """The creation as a stream of events."""
     return replace(creation(fields), headers={"accept": "text/event-stream"})
 
 
-def append_cache(id: str, **fields: Unpack[AppendFields]) -> Call[api.CacheObject]:
+def append_cache(id: str, **fields: Unpack[AppendFields]) -> HttpCall[api.CacheObject]:
     """Read more of a document behind its cache, and store the cache of all as a new one; only what is new is prefilled.
 
     One of `document` (a text, which goes on where the document ends), `messages` (whole turns), `token_ids` and `file`
@@ -321,39 +325,39 @@ def append_cache(id: str, **fields: Unpack[AppendFields]) -> Call[api.CacheObjec
     Raises `CacheNotFound`, `CacheExpired`, `ModelMismatch`, `DocumentTooLong`, `PolicyUnsupported`, ...
     """
     body = _document(api.AppendCache, fields)
-    return Call("POST", _cache_path(id) + "/append", parse_as(api.CacheObject), body=body)
+    return HttpCall("POST", _cache_path(id) + "/append", parse_as(api.CacheObject), body=body)
 
 
-def remake_cache(id: str, *, model: str | None = None) -> Call[api.CacheObject]:
+def remake_cache(id: str, *, model: str | None = None) -> HttpCall[api.CacheObject]:
     """Make a cache of the same document under another served model (by default the first), from the kept source, with
     the same name, labels, policy, codec and lifetime. The cache `id` stays; one of that model comes back itself, with
     `existing` true. Raises `SourceNotKept`, `ModelMismatch` for token ids of another tokenizer, `CacheNotFound`, ..."""
     body = {"json": checked(api.RemakeCache, {"model": model})}
-    return Call("POST", _cache_path(id) + "/remake", parse_as(api.CacheObject), body=body)
+    return HttpCall("POST", _cache_path(id) + "/remake", parse_as(api.CacheObject), body=body)
 
 
-def retrieve_cache(id: str) -> Call[api.CacheObject]:
+def retrieve_cache(id: str) -> HttpCall[api.CacheObject]:
     """The record of one cache. Raises `CacheNotFound` or `CacheExpired`."""
-    return Call("GET", _cache_path(id), parse_as(api.CacheObject))
+    return HttpCall("GET", _cache_path(id), parse_as(api.CacheObject))
 
 
-def list_turns(id: str) -> Call[list[api.StoredTurn]]:
+def list_turns(id: str) -> HttpCall[list[api.StoredTurn]]:
     """The caches that one grew from by appends and stored turns, the oldest first and itself last. Raises as
     `retrieve`."""
-    return Call("GET", _cache_path(id) + "/turns", lambda response: parse_as(api.TurnList)(response).data)
+    return HttpCall("GET", _cache_path(id) + "/turns", lambda response: parse_as(api.TurnList)(response).data)
 
 
-def list_caches(**fields: Unpack[ListFields]) -> Call[api.CacheList]:
+def list_caches(**fields: Unpack[ListFields]) -> HttpCall[api.CacheList]:
     """All caches that match every filter, fetched `limit` at a time as they are read.
 
     The filters are `document_id`, `model`, `policy`, `name`, `id_prefix`, `labels`, and `parent_id` for the caches that
     extend one. `ended` lists those that have expired or were evicted, and whose source is kept. `after` is the id of
     the cache before the first one.
     """
-    return Call("GET", "/v1/caches", parse_as(api.CacheList), params=query_string(api.ListCaches, fields))
+    return HttpCall("GET", "/v1/caches", parse_as(api.CacheList), params=query_string(api.ListCaches, fields))
 
 
-def update_cache(id: str, **fields: Unpack[UpdateFields]) -> Call[api.CacheObject]:
+def update_cache(id: str, **fields: Unpack[UpdateFields]) -> HttpCall[api.CacheObject]:
     """Change `ttl_s` (with `ttl_renew`) or `expires_at` (None: it never expires), `labels` (as a whole), `name` or
     `pinned`.
 
@@ -362,26 +366,26 @@ def update_cache(id: str, **fields: Unpack[UpdateFields]) -> Call[api.CacheObjec
     `CacheExpired`, and with `next_use_s` also `ModelMismatch`.
     """
     body = {"json": _as_json(api.UpdateCache, fields)}
-    return Call("PATCH", _cache_path(id), parse_as(api.CacheObject), body=body)
+    return HttpCall("PATCH", _cache_path(id), parse_as(api.CacheObject), body=body)
 
 
-def delete_cache(id: str, cascade: bool = False) -> Call[api.Deleted]:
+def delete_cache(id: str, cascade: bool = False) -> HttpCall[api.Deleted]:
     """Delete one cache, with `cascade` also those that extend it. Raises `CacheNotFound`, and `CacheHasChildren` for a
     cache that others extend."""
     params = {"cascade": "true"} if cascade else {}
-    return Call("DELETE", _cache_path(id), parse_as(api.Deleted), params=params, repeatable=False)
+    return HttpCall("DELETE", _cache_path(id), parse_as(api.Deleted), params=params, repeatable=False)
 
 
-def download_cache(id: str, *, about: bool = False) -> Call[bytes]:
+def download_cache(id: str, *, about: bool = False) -> HttpCall[bytes]:
     """The blob of one cache, for `CompressedCache.from_bytes`, which checks every digest in it. With `about` it is an
     export: `import_blob` then gives the cache its name, labels, quality and kept source, too."""
     params = {"about": "true"} if about else {}
-    return Call("GET", _cache_path(id) + "/blob", lambda response: response.content, params=params)
+    return HttpCall("GET", _cache_path(id) + "/blob", lambda response: response.content, params=params)
 
 
 def export_cache(
     id: str, to: ExportTo, *, dtype: ExportDtype | None = None, engine_model: str | None = None
-) -> Call[bytes]:
+) -> HttpCall[bytes]:
     """One cache as a file of another engine, `llama.cpp` or `mlx`, which then answers questions to its document.
 
     dtype: of the numbers, by default float16 for llama.cpp and the model's for MLX. engine_model: what `mlx_lm` is told
@@ -389,10 +393,10 @@ def export_cache(
     and for a model that was not compared with the engine's, `InvalidRequest` for numbers that the dtype does not hold.
     """
     params = {"to": to, "dtype": dtype, "engine_model": engine_model}
-    return Call("GET", _cache_path(id) + "/export", lambda response: response.content, params=params)
+    return HttpCall("GET", _cache_path(id) + "/export", lambda response: response.content, params=params)
 
 
-def import_blob(blob: bytes, **fields: Unpack[ImportFields]) -> Call[api.CacheObject]:
+def import_blob(blob: bytes, **fields: Unpack[ImportFields]) -> HttpCall[api.CacheObject]:
     """Put the blob of a cache, as `download` gives it, on the shelf of this service. It keeps its codec; from an export
     also its name, labels, quality and source, where `name` and `labels` say nothing else.
 
@@ -406,18 +410,18 @@ def import_blob(blob: bytes, **fields: Unpack[ImportFields]) -> Call[api.CacheOb
     headers = {"content-type": "application/octet-stream"}
     params = query_string(api.ImportCache, fields)
     path = "/v1/caches/import"
-    return Call("POST", path, parse_as(api.CacheObject), params=params, headers=headers, body={"content": blob})
+    return HttpCall("POST", path, parse_as(api.CacheObject), params=params, headers=headers, body={"content": blob})
 
 
-def verify_cache(id: str) -> Call[api.Verification]:
+def verify_cache(id: str) -> HttpCall[api.Verification]:
     """Have the service read a whole stored cache and check every digest. Raises `CacheNotFound`, `CacheExpired`.
 
     A corrupt cache raises nothing: `ok` of the answer is false.
     """
-    return Call("POST", _cache_path(id) + "/verify", parse_as(api.Verification))
+    return HttpCall("POST", _cache_path(id) + "/verify", parse_as(api.Verification))
 
 
-def kept_tokens(id: str, document: str | None = None, *, first_layer: int = 0) -> Call[KeptTokens]:
+def kept_tokens(id: str, document: str | None = None, *, first_layer: int = 0) -> HttpCall[KeptTokens]:
     """Which tokens of its document a cache kept, by layer and head; `document` is its text where no source was kept.
 
     If one answer does not hold all layers, ask for the rest with `first_layer=answer.next_layer`. Raises
@@ -425,37 +429,37 @@ def kept_tokens(id: str, document: str | None = None, *, first_layer: int = 0) -
     """
     path, params = _cache_path(id) + "/kept", {"first_layer": first_layer}
     if document is None:
-        return Call("GET", path, parse_as(KeptTokens), params=params)
+        return HttpCall("GET", path, parse_as(KeptTokens), params=params)
     body = {"json": checked(KeptOf, {"document": document})}
-    return Call("POST", path, parse_as(KeptTokens), params=params, body=body)
+    return HttpCall("POST", path, parse_as(KeptTokens), params=params, body=body)
 
 
-def built_prompt(id: str, prompt: str | None = None, *, messages: Messages | None = None) -> Call[BuiltPrompt]:
+def built_prompt(id: str, prompt: str | None = None, *, messages: Messages | None = None) -> HttpCall[BuiltPrompt]:
     """The prompt that this question to a cache builds, token by token, and which of it is on the shelf. Nothing is
     answered. The document's tokens are listed where its source is kept."""
     body = {"json": checked(api.Query, {"prompt": prompt, "messages": messages})}
-    return Call("POST", _cache_path(id) + "/prompt", parse_as(BuiltPrompt), body=body)
+    return HttpCall("POST", _cache_path(id) + "/prompt", parse_as(BuiltPrompt), body=body)
 
 
 @overload
-def query_cache(id: str, prompt: str, **fields: Unpack[QueryFields]) -> Call[api.AnswerObject]: ...
+def query_cache(id: str, prompt: str, **fields: Unpack[QueryFields]) -> HttpCall[api.AnswerObject]: ...
 @overload
-def query_cache(id: str, prompt: Prompts, **fields: Unpack[QueryFields]) -> Call[Answers]: ...
+def query_cache(id: str, prompt: Prompts, **fields: Unpack[QueryFields]) -> HttpCall[Answers]: ...
 @overload
-def query_cache(id: str, *, messages: Messages, **fields: Unpack[QueryFields]) -> Call[api.AnswerObject]: ...
+def query_cache(id: str, *, messages: Messages, **fields: Unpack[QueryFields]) -> HttpCall[api.AnswerObject]: ...
 @overload
-def query_cache(id: Together, prompt: str, **fields: Unpack[JointFields]) -> Call[api.JointAnswer]: ...
+def query_cache(id: Together, prompt: str, **fields: Unpack[JointFields]) -> HttpCall[api.JointAnswer]: ...
 @overload
-def query_cache(id: Together, prompt: Prompts, **fields: Unpack[JointFields]) -> Call[JointAnswers]: ...
+def query_cache(id: Together, prompt: Prompts, **fields: Unpack[JointFields]) -> HttpCall[JointAnswers]: ...
 @overload
-def query_cache(id: Together, *, messages: Messages, **fields: Unpack[JointFields]) -> Call[api.JointAnswer]: ...
+def query_cache(id: Together, *, messages: Messages, **fields: Unpack[JointFields]) -> HttpCall[api.JointAnswer]: ...
 def query_cache(
     id: str | Together,
     prompt: str | Prompts | None = None,
     *,
     messages: Messages | None = None,
     **fields: Any,  # of one of the forms above
-) -> Call[api.AnswerObject] | Call[Answers] | Call[api.JointAnswer] | Call[JointAnswers]:
+) -> HttpCall[api.AnswerObject] | HttpCall[Answers] | HttpCall[api.JointAnswer] | HttpCall[JointAnswers]:
     """Ask one question, several independent ones (a list), or continue with chat `messages`.
 
     A list of questions has a list of answers in the same order, with `n` as many to each. A list of up to 64 ids asks
@@ -470,30 +474,30 @@ def query_cache(
     if (fields.get("n") or 1) > 1 and not several:
         raise InvalidRequest("n answers are a list; give the prompts as a list, too", param="n")
     if isinstance(id, str) and several:
-        return Call("POST", path, lambda response: parse_as(api.AnswerList)(response).data, body=body)
+        return HttpCall("POST", path, lambda response: parse_as(api.AnswerList)(response).data, body=body)
     if isinstance(id, str):
-        return Call("POST", path, parse_as(api.AnswerObject), body=body)
+        return HttpCall("POST", path, parse_as(api.AnswerObject), body=body)
     if several:
-        return Call("POST", path, lambda response: parse_as(api.JointAnswerList)(response).data, body=body)
-    return Call("POST", path, parse_as(api.JointAnswer), body=body)
+        return HttpCall("POST", path, lambda response: parse_as(api.JointAnswerList)(response).data, body=body)
+    return HttpCall("POST", path, parse_as(api.JointAnswer), body=body)
 
 
 @overload
 def stream_query(
     id: str, prompt: str | None = None, *, messages: Messages | None = None, **fields: Unpack[QueryFields]
-) -> Call[type[api.AnswerObject]]: ...
+) -> HttpCall[type[api.AnswerObject]]: ...
 @overload
 def stream_query(
     id: Together, prompt: str | None = None, *, messages: Messages | None = None, **fields: Unpack[JointFields]
-) -> Call[type[api.JointAnswer]]: ...
+) -> HttpCall[type[api.JointAnswer]]: ...
 def stream_query(
     id: str | Together, prompt: str | None = None, *, messages: Messages | None = None, **fields: Any
-) -> Call[type[api.AnswerObject]] | Call[type[api.JointAnswer]]:
+) -> HttpCall[type[api.AnswerObject]] | HttpCall[type[api.JointAnswer]]:
     """As `query`, with the text as it is generated. The question is on its way when the call returns its stream."""
     path, body = _asked(id, {**fields, "prompt": prompt, "messages": messages, "stream": True})
     if isinstance(id, str):
-        return Call("POST", path, lambda _: api.AnswerObject, body=body)  # what ends the stream
-    return Call("POST", path, lambda _: api.JointAnswer, body=body)
+        return HttpCall("POST", path, lambda _: api.AnswerObject, body=body)  # what ends the stream
+    return HttpCall("POST", path, lambda _: api.JointAnswer, body=body)
 
 
 def _asked(id: str | Together, fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -511,37 +515,37 @@ class SearchFields(TypedDict, total=False):
     limit: int | None
 
 
-def search_caches(query: str, **fields: Unpack[SearchFields]) -> Call[api.SearchList]:
+def search_caches(query: str, **fields: Unpack[SearchFields]) -> HttpCall[api.SearchList]:
     """Which documents hold most of a question's words, the best first, each by its newest cache; `query` asks those
     together. `labels`: only caches that have all of them; `model`: whose caches; `limit`: most documents to name.
 
     Raises `InvalidRequest`, `PolicyUnsupported` for a model whose caches have no summaries, `QueueFull`, ...
     """
     body = {"json": checked(api.SearchCaches, {**fields, "query": query})}
-    return Call("POST", "/v1/caches/search", parse_as(api.SearchList), body=body)
+    return HttpCall("POST", "/v1/caches/search", parse_as(api.SearchList), body=body)
 
 
-def retrieve_request(id: str, *, wait_s: float | None = None) -> Call[api.RequestObject]:
+def retrieve_request(id: str, *, wait_s: float | None = None) -> HttpCall[api.RequestObject]:
     """The state of a creation in the background. Raises `RequestNotFound`.
 
     With `wait_s` the service answers when the state is final, or after that many seconds.
     """
     path = "/v1/requests/" + quoted(id)
-    return Call("GET", path, parse_as(api.RequestObject), params={"wait_s": wait_s}, extra_read_s=wait_s or 0.0)
+    return HttpCall("GET", path, parse_as(api.RequestObject), params={"wait_s": wait_s}, extra_read_s=wait_s or 0.0)
 
 
-def estimate(**fields: Unpack[LevelFields]) -> Call[api.EstimateObject]:
+def estimate(**fields: Unpack[LevelFields]) -> HttpCall[api.EstimateObject]:
     """What `caches.create` with these arguments would take in tokens, bytes and seconds; nothing is compressed.
 
     Without `policy` the answer covers every policy, without `codec` all codecs; with `levels` each of them, and
     with the policy "auto" each combination that it would try. Raises as `caches.create` does.
     """
-    given = dict(fields)
-    if (path := given.pop("file", None)) is not None:
-        _require_no_document(given)
-        given["document"] = _text(Path(str(path)))
-    body = {"json": checked(api.Estimate, given)}
-    return Call("POST", "/v1/estimate", parse_as(api.EstimateObject), body=body)
+    values = dict(fields)
+    if (path := values.pop("file", None)) is not None:
+        _require_no_document(values)
+        values["document"] = _text(Path(str(path)))
+    body = {"json": checked(api.Estimate, values)}
+    return HttpCall("POST", "/v1/estimate", parse_as(api.EstimateObject), body=body)
 
 
 class UsageFields(TypedDict, total=False):
@@ -556,7 +560,7 @@ class UsageFields(TypedDict, total=False):
     cost: bool | None
 
 
-def usage(**fields: Unpack[UsageFields]) -> Call[UsageReport]:
+def usage(**fields: Unpack[UsageFields]) -> HttpCall[UsageReport]:
     """What your tenant has used, and what it stores now; by default of the last 30 days, in one row.
 
     `group_by` is any of "day", "model" and "tenant", one or several. `all_tenants` needs a key with the scope `admin`.
@@ -564,41 +568,41 @@ def usage(**fields: Unpack[UsageFields]) -> Call[UsageReport]:
     the service.
     Raises `InvalidRequest`, `Forbidden`.
     """
-    given: dict[str, Any] = dict(fields)
-    given["from"] = given.pop("from_", None)
-    if (group_by := given.get("group_by")) is not None and not isinstance(group_by, str):
-        given["group_by"] = ",".join(group_by)
-    return Call("GET", "/v1/usage", parse_as(UsageReport), params=query_string(UsageQuery, given))
+    values: dict[str, Any] = dict(fields)
+    values["from"] = values.pop("from_", None)
+    if (group_by := values.get("group_by")) is not None and not isinstance(group_by, str):
+        values["group_by"] = ",".join(group_by)
+    return HttpCall("GET", "/v1/usage", parse_as(UsageReport), params=query_string(UsageQuery, values))
 
 
-def limits() -> Call[api.Limits]:
+def limits() -> HttpCall[api.Limits]:
     """The limits of one request, those of your tenant, and the scopes of your key."""
-    return Call("GET", "/v1/limits", parse_as(api.Limits))
+    return HttpCall("GET", "/v1/limits", parse_as(api.Limits))
 
 
-def list_models() -> Call[list[api.ModelObject]]:
+def list_models() -> HttpCall[list[api.ModelObject]]:
     """The models this service answers for; the first one is the default."""
-    return Call("GET", "/v1/models", lambda response: parse_as(api.ModelList)(response).data)
+    return HttpCall("GET", "/v1/models", lambda response: parse_as(api.ModelList)(response).data)
 
 
-def list_selectors() -> Call[list[api.SelectorObject]]:
+def list_selectors() -> HttpCall[list[api.SelectorObject]]:
     """The selectors, each with its parameters and its source."""
-    return Call("GET", "/v1/selectors", lambda response: parse_as(api.SelectorList)(response).data)
+    return HttpCall("GET", "/v1/selectors", lambda response: parse_as(api.SelectorList)(response).data)
 
 
-def list_suffix_policies() -> Call[list[api.SuffixPolicyObject]]:
+def list_suffix_policies() -> HttpCall[list[api.SuffixPolicyObject]]:
     """The suffix policies, each with its parameters and its source."""
-    return Call("GET", "/v1/suffix_policies", lambda response: parse_as(api.SuffixPolicyList)(response).data)
+    return HttpCall("GET", "/v1/suffix_policies", lambda response: parse_as(api.SuffixPolicyList)(response).data)
 
 
-def list_policies() -> Call[list[api.PolicyObject]]:
+def list_policies() -> HttpCall[list[api.PolicyObject]]:
     """The compression policies, each with its parameters and its source."""
-    return Call("GET", "/v1/policies", lambda response: parse_as(api.PolicyList)(response).data)
+    return HttpCall("GET", "/v1/policies", lambda response: parse_as(api.PolicyList)(response).data)
 
 
-def readiness() -> Call[api.Readiness]:
+def readiness() -> HttpCall[api.Readiness]:
     """Whether the service can work, part by part. A degraded service answers too; nothing is raised."""
-    return Call("GET", "/readyz", parse_as(api.Readiness), accepts=frozenset({503}))
+    return HttpCall("GET", "/readyz", parse_as(api.Readiness), accepts=frozenset({503}))
 
 
 def _cache_path(id: str) -> str:
@@ -657,8 +661,8 @@ def _document(model: type[RequestBody], fields: Mapping[str, Any]) -> dict[str, 
     data = _read(path)
     _require_no_document(fields)
     # The bytes stand in for the document, so that the other fields are checked by the same rules.
-    given = checked(model, {**fields, "document": "file"})
-    form = {key: value if isinstance(value, str) else json.dumps(value) for key, value in given.items()}
+    values = checked(model, {**fields, "document": "file"})
+    form = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
     del form["document"]
     return {
         "files": {"file": (told(path.name), data, MEDIA_TYPES.get(path.suffix.lower(), "text/plain"))},

@@ -7,7 +7,7 @@ from typing import TypedDict, Unpack
 
 from kvshelf.api.caches import CreateErasure, Erasure
 from kvshelf.client._calls import checked
-from kvshelf.client._exchange import Call, parse_as
+from kvshelf.client._exchange import HttpCall, parse_as
 
 
 class ErasureFields(TypedDict, total=False):
@@ -19,11 +19,11 @@ class ErasureFields(TypedDict, total=False):
     dry_run: bool | None
 
 
-def create_erasure(**fields: Unpack[ErasureFields]) -> Call[Erasure]:
+def create_erasure(**fields: Unpack[ErasureFields]) -> HttpCall[Erasure]:
     """Erase everything that has all of `labels`, and the `name`, and what is derived from it; returns the receipt.
 
     With `tenant` alone, your own: everything that it has. `dry_run`: say what would go, and leave it. While the receipt
     says `in_progress`, send the same again for the rest. Raises `InvalidRequest`, `StateConflict` while another caller
     erases the same.
     """
-    return Call("POST", "/v1/erasures", parse_as(Erasure), body={"json": checked(CreateErasure, fields)})
+    return HttpCall("POST", "/v1/erasures", parse_as(Erasure), body={"json": checked(CreateErasure, fields)})

@@ -39,13 +39,13 @@ _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout)
 
 
 @dataclass(frozen=True)
-class Call(Generic[T_co]):
+class HttpCall(Generic[T_co]):
     """One call of the API: the request, and how its answer is read.
 
     `repeatable`: the call may be sent again even if the service may have carried out the first one. Creations are
     idempotent by content, reads and changes by nature; deletions, new files and new batches are not. `extra_read_s`
     lengthens the read timeout by the time the service was asked to wait. `accepts` are statuses that carry an answer
-    besides the successful ones. `held` is the file of an upload, closed after the exchange.
+    besides the successful ones. `upload` is the file of an upload, closed after the exchange.
     """
 
     method: str
@@ -57,7 +57,7 @@ class Call(Generic[T_co]):
     repeatable: bool = True
     extra_read_s: float = 0.0
     accepts: frozenset[int] = frozenset()
-    held: AbstractContextManager[object] = field(default_factory=nullcontext)
+    upload: AbstractContextManager[object] = field(default_factory=nullcontext)
 
     def is_answer(self, response: httpx.Response) -> bool:
         """Whether `response` carries the answer; otherwise it carries an error."""
@@ -75,7 +75,7 @@ class Call(Generic[T_co]):
         }
 
 
-class Page(Protocol[T_co]):
+class ResultPage(Protocol[T_co]):
     """One page of a listing; `last_id` is where the next one begins."""
 
     @property
@@ -87,10 +87,10 @@ class Page(Protocol[T_co]):
 
 
 @dataclass
-class Attempts:
+class HttpAttempts:
     """Decides after each failed attempt of one call: the pause before the next one (seconds), or the error."""
 
-    call: Call[Any]
+    call: HttpCall[Any]
     connection: Connection
     made: int = 0
 

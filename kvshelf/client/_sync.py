@@ -13,7 +13,7 @@ import httpx
 from kvshelf.api.batches import BatchObject
 from kvshelf.client import _batch_calls, _calls, _erasure_calls, _failures
 from kvshelf.client._config import Connection, Retries, Timeouts
-from kvshelf.client._exchange import Attempts, Call, Page, method_of
+from kvshelf.client._exchange import HttpAttempts, HttpCall, ResultPage, method_of
 from kvshelf.client._stream import BREAKS_OFF, AnswerReader, AnswerT, BatchReader, CreationEvent, CreationReader
 
 P = ParamSpec("P")
@@ -21,18 +21,18 @@ T = TypeVar("T")
 
 
 class _Sender:
-    """Sends calls, and repeats them where `Attempts` says so."""
+    """Sends calls, and repeats them where `HttpAttempts` says so."""
 
     def __init__(self, http: httpx.Client, connection: Connection) -> None:
         self.http = http
         self.connection = connection
 
-    def send(self, call: Call[T]) -> T:
-        with call.held:
+    def send(self, call: HttpCall[T]) -> T:
+        with call.upload:
             return call.parse(self.exchange(call, stream=False))
 
-    def exchange(self, call: Call[Any], *, stream: bool) -> httpx.Response:
-        attempts = Attempts(call, self.connection)
+    def exchange(self, call: HttpCall[Any], *, stream: bool) -> httpx.Response:
+        attempts = HttpAttempts(call, self.connection)
         while True:
             try:
                 request = self.http.build_request(**call.httpx_options(self.connection))
@@ -100,7 +100,7 @@ class AnswerStream(Generic[AnswerT]):
             self._response.close()
 
 
-def _sent(build: Callable[P, Call[T]]) -> Callable[Concatenate[_Group, P], T]:
+def _sent(build: Callable[P, HttpCall[T]]) -> Callable[Concatenate[_Group, P], T]:
     """The method that sends what `build` builds. It has the overloads, the arguments and the docstring of `build`."""
 
     @method_of(build)
@@ -110,14 +110,16 @@ def _sent(build: Callable[P, Call[T]]) -> Callable[Concatenate[_Group, P], T]:
     return method
 
 
-def _listed(build: Callable[P, Call[Page[T]]]) -> Callable[Concatenate[_Group, P], Iterator[T]]:
+def _listed(build: Callable[P, HttpCall[ResultPage[T]]]) -> Callable[Concatenate[_Group, P], Iterator[T]]:
     """The method that reads a listing page by page. Bad arguments are refused at once, not with the first page."""
 
     @method_of(build)
     def method(self: _Group, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
         return pages(self._sender, build(*args, **kwargs), functools.partial(build, *args, **kwargs))
 
-    def pages(sender: _Sender, call: Call[Page[T]], following: Callable[..., Call[Page[T]]]) -> Iterator[T]:
+    def pages(
+        sender: _Sender, call: HttpCall[ResultPage[T]], following: Callable[..., HttpCall[ResultPage[T]]]
+    ) -> Iterator[T]:
         while True:
             page = sender.send(call)
             yield from page.data
@@ -128,7 +130,7 @@ def _listed(build: Callable[P, Call[Page[T]]]) -> Callable[Concatenate[_Group, P
     return method
 
 
-def _streamed(build: Callable[P, Call[type[AnswerT]]]) -> Callable[Concatenate[_Group, P], AnswerStream[AnswerT]]:
+def _streamed(build: Callable[P, HttpCall[type[AnswerT]]]) -> Callable[Concatenate[_Group, P], AnswerStream[AnswerT]]:
     """The method that sends what `build` builds and reads the answer piece by piece."""
 
     @method_of(build)

@@ -112,7 +112,7 @@ SCENARIOS: Final = {
 
 
 @dataclass(frozen=True)
-class Line:
+class AdviceLine:
     """One piece of advice. suffix: the policy that bounds an answer; None: all of it stays. needed_bytes: of memory
     for keys and values, answer included."""
 
@@ -127,7 +127,7 @@ class Line:
 class Advice:
     """lines: best first, of each policy and selector its best row. refused: the others, each with the reason."""
 
-    lines: list[Line]
+    lines: list[AdviceLine]
     refused: dict[str, str]
 
 
@@ -140,8 +140,8 @@ def options(shape: Shape, tokens: int) -> Iterator[Option]:
         yield _option(shape, tokens, row, policies[row["policy"]])
     for row in packaged_rows("selected"):
         policy = row["select"] if row["select"] in added else "full"  # one that makes the index that its selector reads
-        given = {"policy": policy, "removed": 0.0, "compress_share": added[policy]}
-        yield _option(shape, tokens, row | given, policies[policy])
+        choices = {"policy": policy, "removed": 0.0, "compress_share": added[policy]}
+        yield _option(shape, tokens, row | choices, policies[policy])
 
 
 def _option(shape: Shape, tokens: int, row: dict[str, Any], policy: MethodInfo) -> Option:
@@ -154,7 +154,7 @@ def _option(shape: Shape, tokens: int, row: dict[str, Any], policy: MethodInfo) 
     stored = shape.policy_bytes(tokens, kept, row["codec"], policy.name, defaults)
     full = shape.full_bytes(tokens)
     plain = round(full * (kept / tokens))
-    held = plain if row["codec"] == "klt" else stored
+    held_kv_bytes = plain if row["codec"] == "klt" else stored
     peak = full / (shape.layers + len(shape.recent)) + plain * (_CASCADE if policy.phase == "cascade" else 1.0)
     return Option(
         policy=policy.name,
@@ -166,9 +166,9 @@ def _option(shape: Shape, tokens: int, row: dict[str, Any], policy: MethodInfo) 
         exact=row["exact"],
         compress_share=row["compress_share"],
         stored_bytes=stored,
-        held_bytes=held,
+        held_bytes=held_kv_bytes,
         peak_bytes=full if policy.phase == "after" else min(full, round(peak)),
-        step_bytes=round(held * row.get("read_share", 1.0)),
+        step_bytes=round(held_kv_bytes * row.get("read_share", 1.0)),
     )
 
 
@@ -177,12 +177,12 @@ def advise(scenario: str, shape: Shape, tokens: int, memory_bytes: int, quality:
     of the full cache's exact answers. Raises `InvalidRequest` for an unknown scenario, and where nothing serves it."""
     if scenario not in SCENARIOS:
         raise InvalidRequest(f"unknown scenario {scenario!r}; one of {', '.join(SCENARIOS)}", param="--scenario")
-    chosen, found = SCENARIOS[scenario], list(options(shape, tokens))
-    floor = quality * max(option.exact for option in found if option.name == "full")
+    chosen, candidates = SCENARIOS[scenario], list(options(shape, tokens))
+    floor = quality * max(option.exact for option in candidates if option.name == "full")
     token_bytes = shape.full_bytes(2) - shape.full_bytes(1)
-    best: dict[str, Line] = {}
+    best: dict[str, AdviceLine] = {}
     refused: dict[str, tuple[float, str]] = {}  # of each name the row that comes closest
-    for option in sorted(found, key=chosen.order):
+    for option in sorted(candidates, key=chosen.order):
         line = _line(chosen, option, token_bytes, memory_bytes)
         reason = next(filter(None, (rule(option) for rule in chosen.rules)), None)
         if reason is not None:
@@ -206,7 +206,7 @@ def advise(scenario: str, shape: Shape, tokens: int, memory_bytes: int, quality:
     return Advice(sorted(best.values(), key=lambda line: chosen.order(line.option)), left)
 
 
-def _line(scenario: Scenario, option: Option, token_bytes: int, memory_bytes: int) -> Line:
+def _line(scenario: Scenario, option: Option, token_bytes: int, memory_bytes: int) -> AdviceLine:
     """With all of an answer's suffix where there is room, else under the policy that changes the fewest choices.
     Answers are as long as those by which suffix policies were measured. token_bytes: of the keys and values of a token,
     uncompressed."""
@@ -220,4 +220,4 @@ def _line(scenario: Scenario, option: Option, token_bytes: int, memory_bytes: in
     tier = scenario.tier or ("ram" if fit >= 2 else "disk")
     reason = f"{scenario.why}: {getattr(option, scenario.least) / 1e6:,.1f} MB"
     reason += f"; {rows[at]['policy']} bounds answers, of which {whole['stored']:,} tokens do not fit" if at else ""
-    return Line(option, rows[at]["policy"], tier, needed[at], reason)
+    return AdviceLine(option, rows[at]["policy"], tier, needed[at], reason)

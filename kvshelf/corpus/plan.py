@@ -118,19 +118,19 @@ def read_lengths(path: Path, documents: int | None) -> Lengths:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"{path} cannot be read: {error}", param="--lengths") from error
-    found = []
+    lengths = []
     for number, line in enumerate(lines, 1):
         match = re.fullmatch(r"(\d+)(?:[\s,]+(\d+))?", line.strip())
         tokens, count = (int(match[1]), int(match[2] or 1)) if match else (0, 0)
         if tokens and count:
-            found.append((tokens, count))
+            lengths.append((tokens, count))
         elif line.strip():
             wrong = f"{path}, line {number}: {line!r:.80} is neither a length in tokens nor a length and a count"
             raise InvalidRequest(wrong, param="--lengths")
-    if not found:
+    if not lengths:
         raise InvalidRequest(f"{path} has no lengths", param="--lengths")
-    factor = 1 if documents is None else documents / sum(count for _, count in found)
-    return tuple((tokens, max(1, round(count * factor))) for tokens, count in found)
+    factor = 1 if documents is None else documents / sum(count for _, count in lengths)
+    return tuple((tokens, max(1, round(count * factor))) for tokens, count in lengths)
 
 
 def object_requests(nbytes: int) -> tuple[int, int]:
@@ -150,7 +150,7 @@ def object_requests(nbytes: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Work:
+class PlannedWork:
     """What is done with each document, fields as in `CreateCache`; home: where its cache goes, one of `HOMES`."""
 
     policy: str = DEFAULT_POLICY
@@ -260,7 +260,7 @@ def shape_of(model: str) -> Shape:
 def make_plan(
     lengths: Lengths,
     shape: Shape,
-    work: Work,
+    work: PlannedWork,
     speed: Speed,
     rates: SharedRates,
     gpus: int | None,
@@ -277,7 +277,9 @@ def make_plan(
     blobs = [(work.stored_bytes(shape, tokens), count) for tokens, count in lengths]
     stored = sum(nbytes * count for nbytes, count in blobs)
     requests = [object_requests(nbytes) if work.home == "objects" else (0, 0) for nbytes, _ in blobs]
-    puts, gets = (sum(each[i] * count for each, (_, count) in zip(requests, blobs, strict=True)) for i in range(2))
+    puts, gets = (
+        sum(per_blob[i] * count for per_blob, (_, count) in zip(requests, blobs, strict=True)) for i in range(2)
+    )
     gpu_hours = all_tokens / speed.tokens_per_s / 3600
     gpus = gpus or (1 if hours is None else max(1, math.ceil(gpu_hours / hours)))
     in_folder, took = work.home == "disk", gpu_hours / gpus
@@ -376,13 +378,13 @@ def shared_resources(plan: Plan, fleet: Fleet, rates: SharedRates) -> list[Share
         ("threads of the Redis servers, for bytes", mb_per_s * rates.redis_mb_s / fleet.servers, "more servers"),
     ]
     if plan.puts:
-        puts, gets = (rate * each / plan.documents / fleet.shelves for each in (plan.puts, plan.gets))
+        puts, gets = (rate * requests / plan.documents / fleet.shelves for requests in (plan.puts, plan.gets))
         of_home = [
             ("memory of the Redis servers", memory, "more servers, with several shelves", False),
             ("PUT requests to S3", puts / S3_PUTS_PER_S, shelves),
             ("GET requests to S3", gets / S3_GETS_PER_S, shelves),
         ]
-    found = [
+    resources = [
         *of_home,
         ("thread of the Redis server with the index", index_s, shelves),
         ("network of a node", wire / (nodes * fleet.node_gbit), "fewer GPUs in a node", True, True),
@@ -391,7 +393,7 @@ def shared_resources(plan: Plan, fleet: Fleet, rates: SharedRates) -> list[Share
         ("process that runs the batch", rate * rates.driver_result_s / fleet.services, "several batches"),
         (FOLDERS, rate / nodes * rates.disk_document_s, "fewer GPUs in a node", True, True),
     ]
-    return sorted((SharedResource(*fields) for fields in found), key=lambda resource: -resource.used)
+    return sorted((SharedResource(*fields) for fields in resources), key=lambda resource: -resource.used)
 
 
 @dataclass(frozen=True)
@@ -419,7 +421,9 @@ def simulate(plan: Plan, fleet: Fleet, rates: SharedRates, *, seed: int = 0) -> 
     """
     chance = random.Random(seed)
     shared = [resource for resource in shared_resources(plan, fleet, rates) if resource.name != FOLDERS]
-    slowest, memory = (next(each for each in shared if each.by_rate is by_rate) for by_rate in (True, False))
+    slowest, memory = (
+        next(resource for resource in shared if resource.by_rate is by_rate) for by_rate in (True, False)
+    )
     each_h = plan.gpu_hours / plan.documents  # of a GPU
     end = plan.documents / max(1.0, memory.used)
     now = done = lost = slowed = 0.0
@@ -435,7 +439,7 @@ def simulate(plan: Plan, fleet: Fleet, rates: SharedRates, *, seed: int = 0) -> 
         alone = up / each_h  # documents an hour if no resource limited them
         rate = min(alone, plan.documents_per_hour / max(slowest.used, 1e-12))
         per_hour = up / fleet.gpus_per_node / fleet.node_mtbf_h, rate * fleet.poison
-        to_node, to_poison = (chance.expovariate(each) if each > 0 else math.inf for each in per_hour)
+        to_node, to_poison = (chance.expovariate(hourly) if hourly > 0 else math.inf for hourly in per_hour)
         to_back = down[0][0] - now if down else math.inf
         to_end = (end - done) / rate if rate else math.inf
         passed = min(to_node, to_poison, to_back, to_end)

@@ -1,11 +1,10 @@
-"""A corpus row, one type from the input file to the output; the shards that rows are read from, and their journal."""
+"""A corpus row, one type from the input file to the output; and the shards that rows are read from."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from hashlib import blake2b
 from typing import Any, Final, TypeVar
 
 from kvshelf.api import CreateCache
@@ -77,8 +76,8 @@ class Row:
     def place(self) -> tuple[str, int]:
         """Sorts rows for the work: questions by their caches, so that one in memory answers all of its own; the longest
         document first."""
-        asked = [] if self.question is None else self.question.cache_ids or [str(self.question.cache_id)]
-        return " ".join(asked), -self.length
+        cache_ids = [] if self.question is None else self.question.cache_ids or [str(self.question.cache_id)]
+        return " ".join(cache_ids), -self.length
 
     @property
     def length(self) -> int:
@@ -156,43 +155,15 @@ class Shard(abc.ABC):
         """
 
 
-class Journal(abc.ABC):
-    """The rows of one batch that have ended. If a row ends again later, the last end counts.
-
-    Every method may raise `StoreUnavailable` or `StorageFull`; the caller then appends the same rows again.
-    """
-
-    @abc.abstractmethod
-    def append(self, rows: Sequence[Row]) -> None:
-        """Record these rows; durable when it returns. A row of the same `key` as an earlier one replaces it."""
-
-    @abc.abstractmethod
-    def finished(self) -> Iterator[Row]:
-        """Each row's last end, in any order. Call nothing else until it is read."""
-
-
 def cut(items: Iterable[ItemT], size_of: Callable[[ItemT], int], *, most: int, size: int) -> Iterator[list[ItemT]]:
     """Consecutive groups of at most `most` items and `size` together; a single item may be larger."""
     group: list[ItemT] = []
-    held = 0
+    size_so_far = 0
     for item in items:
-        if group and (len(group) >= most or held + size_of(item) > size):
+        if group and (len(group) >= most or size_so_far + size_of(item) > size):
             yield group
-            group, held = [], 0
+            group, size_so_far = [], 0
         group.append(item)
-        held += size_of(item)
+        size_so_far += size_of(item)
     if group:
         yield group
-
-
-def last_ends(read: Callable[[], Iterator[Row]]) -> Iterator[Row]:
-    """Each row's last end, in the order of the journal. `read` is called twice, so that memory never holds all rows."""
-    last = {_digest(row): number for number, row in enumerate(read())}
-    for number, row in enumerate(read()):
-        if last[_digest(row)] == number:
-            yield row
-
-
-def _digest(row: Row) -> bytes:
-    """A digest of `Row.key`: the file names of a million rows would take more memory."""
-    return blake2b(f"{row.line} {row.source}".encode(), digest_size=16).digest()

@@ -248,15 +248,15 @@ class _Tools:
         after: Annotated[str | None, Field(description="`next` of the page before.")] = None,
     ) -> Listed:
         """List the stored documents, the newest first, with their cache ids, names, labels and sizes."""
-        found: list[CacheObject] = []
+        caches: list[CacheObject] = []
         async with self._client(ctx) as client:
             pages = client.caches.list(labels=labels, name=name, limit=limit + 1, after=after)
             async for cache in pages:  # one more than the page, to know whether any follow
-                found.append(cache)
-                if len(found) > limit:
+                caches.append(cache)
+                if len(caches) > limit:
                     break
-        page = found[:limit]
-        return Listed(documents=[Stored.of(cache) for cache in page], next=page[-1].id if found[limit:] else None)
+        page = caches[:limit]
+        return Listed(documents=[Stored.of(cache) for cache in page], next=page[-1].id if caches[limit:] else None)
 
     @_named_errors
     async def delete(
@@ -273,11 +273,11 @@ class _Tools:
         """Store a document, and tell the caller how far it is."""
         made: CacheObject | list[CacheObject] | None = None
         async with self._client(ctx) as client:
-            told = 0
+            reported = 0
             async for event in client.caches.create_events(**fields):
                 if isinstance(event, CreationProgress):
-                    told += 1  # of all phases: progress must never fall
-                    await ctx.report_progress(told, message=f"{event.phase} {event.done} of {event.total}")
+                    reported += 1  # of all phases: progress must never fall
+                    await ctx.report_progress(reported, message=f"{event.phase} {event.done} of {event.total}")
                 else:
                     made = event
         assert isinstance(made, CacheObject)  # one document at one level

@@ -4,7 +4,6 @@ a process of its own for what is large. Needs no Ray."""
 from __future__ import annotations
 
 import hashlib
-import socket
 import time
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -19,14 +18,13 @@ from kvshelf.api.strict import JsonBounds
 from kvshelf.client import AsyncClient, Retries
 from kvshelf.errors import BodyTooLarge, ConnectionFailed, NoWorker
 from kvshelf.integrations.mcp_request import PutMessage, bearer
-from kvshelf.service.access.keys import ANYONE, REREAD_S, Access, Caller, require_local
+from kvshelf.service.access.keys import ANYONE, REREAD_S, Access, KeyCaller, require_local
 from kvshelf.service.access.limits import TenantLimits
 from kvshelf.service.http import errors, server
 from kvshelf.service.http.parsing import LARGE_BYTES, Parser
-from kvshelf.service.http.place import Place
 from kvshelf.service.http.receiving import read_body
 from kvshelf.service.observe import logs
-from kvshelf.service.process.supervisor import bound
+from kvshelf.service.process.supervisor import alone
 from kvshelf.service.settings import Settings, is_loopback, load_settings
 from kvshelf.workers.replica.calls import Computing
 
@@ -40,9 +38,9 @@ class ServiceKeys:
 
     url: str | None
     local: bool
-    _known: dict[str, tuple[float, Caller]] = field(default_factory=dict)
+    _known: dict[str, tuple[float, KeyCaller]] = field(default_factory=dict)
 
-    async def identified(self, headers: Headers) -> Caller:
+    async def identified(self, headers: Headers) -> KeyCaller:
         """The caller who sent these headers. Raises `Unauthorized`, `Forbidden`, and `NoWorker` where no service
         answers."""
         if self.local:
@@ -58,7 +56,7 @@ class ServiceKeys:
         except ConnectionFailed as error:
             raise NoWorker(f"the service does not answer: {error.message}") from error
         if scopes is not None:  # the service does not name the tenant, so that each key has limits of its own
-            caller = Caller(name, frozenset(scopes), name[:16])  # type: ignore[arg-type]  # a newer one may have more
+            caller = KeyCaller(name, frozenset(scopes), name[:16])  # type: ignore[arg-type]  # a newer one may have more
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
         self._known[name] = (time.monotonic() + REREAD_S, caller)
@@ -81,13 +79,13 @@ class BoundedMessages:
             return
         request = Request(scope, receive)
         data = bytes(await self._bounded(request))
-        given = False
+        replayed = False
 
         async def replay() -> Message:
-            nonlocal given
-            if given:
+            nonlocal replayed
+            if replayed:
                 return await receive()
-            given = True
+            replayed = True
             return {"type": "http.request", "body": data, "more_body": False}
 
         await self._app(scope, replay, send)
@@ -132,8 +130,5 @@ def run(mcp: MCPServer[Any], url: str | None, host: str, port: int) -> None:
         host=host,
     )
     app.router.add_route("/livez", _alive)
-    line, held = socket.socketpair()  # no supervisor: nobody ends the line
-    with bound(host, port) as listener, line, held:
-        line.setblocking(False)
-        served = bounded(app, settings, ServiceKeys(url, is_loopback(host)))
-        server.run(served, Place(listener, line), settings)
+    with alone(host, port) as place:
+        server.run(bounded(app, settings, ServiceKeys(url, is_loopback(host))), place, settings)

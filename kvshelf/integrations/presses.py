@@ -103,7 +103,9 @@ class Pressed(Policy):
         named = {
             **call.arguments,
             "hidden_states": call.arguments["hidden_states"][:, of_tokens],
-            "position_embeddings": tuple(each[:, of_tokens] for each in call.arguments["position_embeddings"]),
+            "position_embeddings": tuple(
+                embedding[:, of_tokens] for embedding in call.arguments["position_embeddings"]
+            ),
             "past_key_values": past,
             "cache_position": places,
         }
@@ -127,7 +129,7 @@ class Pressed(Policy):
 
     def _found(self, of_all: tuple[Tensor, Tensor], left: tuple[Tensor, Tensor]) -> Tensor:
         """Which entries of each head are left, `[kv_heads, n]` bool, by the bits of their keys and values."""
-        found = torch.zeros(of_all[0].shape[:2], dtype=torch.bool)
+        mask = torch.zeros(of_all[0].shape[:2], dtype=torch.bool)
         for head, (every, some) in enumerate(zip(_rows(*of_all), _rows(*left), strict=True)):
             places: dict[bytes, list[int]] = {}
             for place, row in enumerate(every):
@@ -139,19 +141,19 @@ class Pressed(Policy):
                         "model; choose another press",
                         param="policy",
                     )
-                found[head, places[row].pop(0)] = True
-        return found.to(of_all[0].device)
+                mask[head, places[row].pop(0)] = True
+        return mask.to(of_all[0].device)
 
     def _made(self) -> Any:
         """A press with these parameters."""
-        given = {f.name: getattr(self, f.name) for f in parameter_fields(type(self)) if f.name != "base"}
+        parameters = {f.name: getattr(self, f.name) for f in parameter_fields(type(self)) if f.name != "base"}
         if self.inner is not None:
-            given["press"] = self.inner._made()
+            parameters["press"] = self.inner._made()
         try:
-            return self.press_class(**given)
+            return self.press_class(**parameters)
         except Exception as error:  # another package's code may raise anything
-            told = f"policy {self.name!r} does not take these parameters: {type(error).__name__}: {error}"
-            raise InvalidRequest(told, param="policy_params") from error
+            message = f"policy {self.name!r} does not take these parameters: {type(error).__name__}: {error}"
+            raise InvalidRequest(message, param="policy_params") from error
 
 
 def _rows(keys: Tensor, values: Tensor) -> Iterator[list[bytes]]:
@@ -227,7 +229,7 @@ def _wraps(cls: type) -> bool:
 
 def _fits(cls: type, scorer: type) -> bool:
     """Whether a press scores or is made around one that does, and a request can give all its parameters."""
-    defaults = [given.default for name, given in signature(cls).parameters.items() if name not in _SET_ELSEWHERE]
+    defaults = [field.default for name, field in signature(cls).parameters.items() if name not in _SET_ELSEWHERE]
     return (issubclass(cls, scorer) or _wraps(cls)) and Parameter.empty not in defaults
 
 
@@ -245,13 +247,13 @@ def _policy(cls: type, bases: Mapping[str, type]) -> type[Pressed]:
     """The policy of a press. bases: the presses that another one can be made around."""
     hints = get_type_hints(cls.__init__)  # type: ignore[misc]
     fields: list[tuple[str, Any, Any]] = []
-    for name, given in signature(cls).parameters.items():
-        if name not in _SET_ELSEWHERE and (kinds := _types(hints.get(name), given.default)) is not None:
-            told = f"see {cls.__name__} of kvpress"
-            fields.append((name, *kinds[:1], parameter(given.default, told, choices=kinds[1])))
+    for name, setting in signature(cls).parameters.items():
+        if name not in _SET_ELSEWHERE and (kinds := _types(hints.get(name), setting.default)) is not None:
+            help_text = f"see {cls.__name__} of kvpress"
+            fields.append((name, *kinds[:1], parameter(setting.default, help_text, choices=kinds[1])))
     if _wraps(cls):
-        told = "the press that scores; its own parameters are given beside this one"
-        fields.insert(0, ("base", str, parameter(_BASE, told, choices=tuple(bases))))
+        help_text = "the press that scores; its own parameters are given beside this one"
+        fields.insert(0, ("base", str, parameter(_BASE, help_text, choices=tuple(bases))))
     about = {
         "__doc__": cleandoc(cls.__doc__ or ""),
         "name": f"press:{_name(cls.__name__)}",

@@ -18,17 +18,17 @@ from kvshelf.api import ModelObject
 from kvshelf.artifact.identity import ModelIdentity
 from kvshelf.artifact.shape import LayerShape
 from kvshelf.errors import KvshelfError
-from kvshelf.service.access.keys import REREAD_S, Access, LiveKeys
+from kvshelf.service.access.keys import LiveKeys
 from kvshelf.service.access.limits import TenantLimits
 from kvshelf.service.engines import EngineClient
-from kvshelf.service.http import errors, openapi
+from kvshelf.service.front import guard, rereading
+from kvshelf.service.http import openapi
 from kvshelf.service.http.extract import Extractor
 from kvshelf.service.http.parsing import Parser
 from kvshelf.service.jobs.background import Background
 from kvshelf.service.jobs.batches import BatchRunner
 from kvshelf.service.loops import repeat
 from kvshelf.service.observe.metrics import Metrics
-from kvshelf.service.observe.telemetry import ObservedRequests
 from kvshelf.service.routes import (
     batches,
     blobs,
@@ -88,14 +88,12 @@ def create_app(
             repeat("watch over the replicas", engines_watched, nap),
             repeat("sweep", partial(_sweep, store), partial(asyncio.sleep, settings.sweep_interval_s)),
         ]
-        if keys is not None:
-            reread = partial(asyncio.to_thread, keys.reread)
-            jobs.append(repeat("reading of the API keys", reread, partial(asyncio.sleep, REREAD_S)))
         beside = [asyncio.create_task(job) for job in jobs]
         service.background.start()
         service.batches.start()
         try:
-            yield
+            with rereading(keys):
+                yield
         finally:
             await service.batches.stop()
             await service.background.stop()
@@ -110,13 +108,8 @@ def create_app(
     asking = (queries, chat, responses, messages)
     jobs = (requests, files, batches, erasures)
     resources = (caches, growth, blobs, *asking, inspect, estimate, *jobs, meta, usage, page)
-    routers = [resource.router for resource in resources]
-    for router in routers:
-        app.include_router(router)
-    app.add_middleware(Access, keys=keys, allowed_hosts=settings.allowed_hosts, limits=limits)
-    errors.install(app, [route for router in routers for route in router.routes])
+    guard(app, [resource.router for resource in resources], settings, keys, limits, numbers, tracer)
     openapi.install(app)
-    app.add_middleware(ObservedRequests, metrics=numbers, tracer=tracer)  # added last, so it wraps all others
     return app
 
 

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from kvshelf.api import AppendCache, CreateCache
 from kvshelf.api.strict import RequestT, parse_request
 from kvshelf.corpus.input.extract import plain_text
-from kvshelf.service.access.keys import Caller
+from kvshelf.service.access.keys import KeyCaller
 from kvshelf.service.http.body import FORM, form_values, read_form, read_upload
 from kvshelf.service.http.receiving import JSON_TYPE, read_body, require_type
 from kvshelf.service.http.waiting import until_hangup
@@ -25,7 +25,7 @@ async def read_json(request: Request, model: type[RequestT], service: Service) -
     return await service.parser.parsed(model, body, request.state.caller.tenant)
 
 
-async def read_document(request: Request, service: Service, caller: Caller, model: type[DocumentT]) -> DocumentT:
+async def read_document(request: Request, service: Service, caller: KeyCaller, model: type[DocumentT]) -> DocumentT:
     """The validated body of a request with a document: JSON, or a form with the document as `file` (text, PDF or
     HTML)."""
     is_form = require_type(request, JSON_TYPE, FORM) == FORM

@@ -1,4 +1,7 @@
-"""A model's replicas as routes call them: tenants take turns, calls are measured, and no reader holds a replica up."""
+"""A model's replicas as routes call them: tenants take turns, calls are measured, and no reader holds a replica up.
+
+And which served model can answer from stored caches.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,14 @@ from typing import Any, TypeVar
 from opentelemetry.trace import Status, StatusCode, Tracer
 
 from kvshelf.api import AppendCache, Asking, CreateCache, CreationProgress, Estimate, EstimateObject, SearchCaches
-from kvshelf.artifact.identity import Boundary
-from kvshelf.errors import KvshelfError, RequestTimeout
+from kvshelf.artifact.identity import Boundary, ModelIdentity
+from kvshelf.errors import InvalidRequest, KvshelfError, ModelMismatch, RequestTimeout
 from kvshelf.service.observe.logs import note
 from kvshelf.service.observe.metrics import Metrics
 from kvshelf.service.observe.questions import result_of
 from kvshelf.service.observe.tracing import add_phases
 from kvshelf.service.settings import Settings
+from kvshelf.store.manifest import Manifest
 from kvshelf.workers.cluster.remote import RemoteEngine
 from kvshelf.workers.replica.api import ReplicaApi
 from kvshelf.workers.replica.calls import Caller
@@ -147,11 +151,11 @@ class EngineClient:
         """Tell every replica when the next question on a cache comes. A replica that cannot be told reads the cache
         with its question, as without a hint."""
         try:
-            told = await self.remote.broadcast(HINT_S, ReplicaApi.hint, cache_id, next_use_s, caller=caller)
+            replica_counts = await self.remote.broadcast(HINT_S, ReplicaApi.hint, cache_id, next_use_s, caller=caller)
         except KvshelfError as error:
             note(hint=error.code)
             return
-        for counts in told:
+        for counts in replica_counts:
             self.metrics.remembered(self.model, counts)
 
     async def search(self, spec: SearchCaches, *, caller: Caller) -> Found:
@@ -159,28 +163,28 @@ class EngineClient:
         self.remote.require_bounded(spec)
         with self.metrics.searching(self.model):
             async with self._turn("search", caller) as (left_s, trace):
-                found = await self.remote.call(ReplicaApi.search, spec, caller=caller.within(left_s))
-                trace(found.phases)
-        self.metrics.searched(self.model, found)
-        self.spend(caller.tenant, found.prefill_tokens)
-        note(searched=found.searched, prefill_tokens=found.prefill_tokens)
-        return found
+                hits = await self.remote.call(ReplicaApi.search, spec, caller=caller.within(left_s))
+                trace(hits.phases)
+        self.metrics.searched(self.model, hits)
+        self.spend(caller.tenant, hits.prefill_tokens)
+        note(searched=hits.searched, prefill_tokens=hits.prefill_tokens)
+        return hits
 
     async def query(self, caches: str | Sequence[str], query: Asking, *, caller: Caller) -> list[Reply]:
         """The answers of a cache, or of several together: `query.n` to each prompt, in their order. Each answer takes a
         turn of its own, for which the next one does not wait before: a long list has one place in the queue. The first
         error ends all."""
-        asked: list[asyncio.Task[Reply]] = []
+        tasks: list[asyncio.Task[Reply]] = []
         with self.metrics.asking():
             try:
                 async with asyncio.TaskGroup() as group:
-                    for each in each_alone(query):
+                    for single in each_alone(query):
                         begun = asyncio.Event()
-                        asked.append(group.create_task(self._ask(caches, each, caller, begun)))
+                        tasks.append(group.create_task(self._ask(caches, single, caller, begun)))
                         await begun.wait()
             except ExceptionGroup as errors:
                 raise errors.exceptions[0] from None
-            replies = [task.result() for task in asked]
+            replies = [task.result() for task in tasks]
             self._answered(replies)
         return replies
 
@@ -299,3 +303,43 @@ def each_alone(query: Asking) -> Iterator[Asking]:
 def _used(reply: Reply) -> int:
     """Tokens that went through the model for an answer, and those that came out."""
     return reply.usage.prefill_tokens + reply.usage.completion_tokens
+
+
+def serving(identities: Mapping[str, ModelIdentity], made_under: ModelIdentity) -> str:
+    """The name of a served model that can use caches made under this one. Raises `ModelMismatch` if none can."""
+    refusals: dict[str, ModelMismatch] = {}
+    for name, ours in identities.items():
+        try:
+            ours.require_match(made_under)
+        except ModelMismatch as error:
+            refusals[name] = error
+        else:
+            return name
+    raise refusals.get(made_under.name, next(iter(refusals.values())))
+
+
+def serving_all(
+    identities: Mapping[str, ModelIdentity], manifests: Sequence[Manifest], *, others_too: bool = False
+) -> str | None:
+    """The name of the served model for caches that are asked together. Raises `InvalidRequest` for caches of several
+    models.
+
+    others_too: whether caches of a model that nobody runs may be among them; None if all are. Otherwise raises
+    `ModelMismatch`; of several caches, `details["cache_id"]` is the one.
+    """
+    of: dict[str, str] = {}  # by served model, a cache
+    for manifest in manifests:
+        try:
+            of.setdefault(serving(identities, ModelIdentity(**manifest.identity["model"])), manifest.id)
+        except ModelMismatch as error:
+            if others_too:
+                continue
+            if len(manifests) > 1:
+                error.details["cache_id"] = manifest.id
+            raise
+    if len(of) > 1:
+        caches = ", ".join(f"{cache_id} of {model!r}" for model, cache_id in of.items())
+        raise InvalidRequest(
+            f"the caches are of several models ({caches}); ask those of one model together", param="cache_ids"
+        )
+    return next(iter(of), None)

@@ -51,8 +51,8 @@ def warnings_of(manifest: Manifest) -> list[str]:
 def _cost(manifest: Manifest) -> str:
     """What the policy cost on real documents; of one that nobody measured, what others did."""
     own = [loss for loss in LOSSES if loss.policy == manifest.policy and loss.removed]
-    told = own or [loss for loss in LOSSES if loss.removed]
-    lost = ", ".join(f"{loss.lost} of {RIGHT}" if own else f"{loss.policy} {loss.lost} of {RIGHT}" for loss in told)
+    losses = own or [loss for loss in LOSSES if loss.removed]
+    lost = ", ".join(f"{loss.lost} of {RIGHT}" if own else f"{loss.policy} {loss.lost} of {RIGHT}" for loss in losses)
     unknown = "" if own else f"nobody measured what {manifest.policy} costs on real documents: "
     return f"{unknown}with half removed {MODEL} lost {lost} right answers on {DOCUMENTS} real documents"
 

@@ -8,22 +8,13 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from kvshelf import errors
 from kvshelf.api import Asking, CreateCache, Message
 from kvshelf.api.queries import Remade
 from kvshelf.api.strict import MissReason
 from kvshelf.artifact.identity import ModelIdentity
-from kvshelf.errors import (
-    CacheCorrupt,
-    CacheError,
-    CacheExpired,
-    Forbidden,
-    KvshelfError,
-    ModelMismatch,
-    NotFound,
-    SourceNotKept,
-)
 from kvshelf.methods.policies import POLICIES
-from kvshelf.service.access.keys import Caller
+from kvshelf.service.access.keys import KeyCaller
 from kvshelf.service.dialects.completions import Ending, ending_of, require_model
 from kvshelf.service.engines import EngineClient, each_alone
 from kvshelf.service.http.waiting import off_loop
@@ -35,7 +26,7 @@ from kvshelf.store.types import Source, TokenIds
 from kvshelf.workers.replica.create.spec import Recreation, require_policy
 from kvshelf.workers.replica.results import Created, Reply, Stored
 
-UNUSABLE: Final = (CacheCorrupt, CacheExpired, ModelMismatch)
+UNUSABLE: Final = (errors.CacheCorrupt, errors.CacheExpired, errors.ModelMismatch)
 """Errors of a cache that is or was on the shelf and cannot be used."""
 
 FULL_TTL_S: Final = 600.0
@@ -48,35 +39,35 @@ _SAME_DOCUMENT = ("model", "document", "layout", "boundary")
 class AskedCache:
     """A cache of a question, and its kept source if the query may need it.
 
-    asked: the id in the query. manifest: of the cache that answers, perhaps one that was made again: `recomputed` says
+    requested_id: in the query. manifest: of the cache that answers, perhaps one that was made again: `recomputed` says
     why. The source is read before the cache, even if the cache is known to be gone or corrupt.
     """
 
-    asked: str
+    requested_id: str
     manifest: Manifest
     source: Source | None = None
     recomputed: MissReason | None = None
 
 
 @dataclass(frozen=True)
-class Question:
+class CacheQuestion:
     """What is asked, the caches that are asked together, mostly one, and the engine that answers."""
 
     service: Service
-    caller: Caller
+    caller: KeyCaller
     asking: Asking
     caches: tuple[AskedCache, ...]
     engine: EngineClient
 
     @classmethod
     async def find(
-        cls, service: Service, caller: Caller, cache_ids: Sequence[str], asking: Asking, *, compare: bool = False
-    ) -> Question:
+        cls, service: Service, caller: KeyCaller, cache_ids: Sequence[str], asking: Asking, *, compare: bool = False
+    ) -> CacheQuestion:
         """Look up the caches. Raises as `Store.stat` does, and `ModelMismatch` for caches of several models; if a cache
         may be made again, `SourceNotKept` for one that was lost together with its source."""
         recompute = asking.on_miss == "recompute"
         if (compare or recompute or asking.store) and "write" not in caller.scopes:
-            raise Forbidden(
+            raise errors.Forbidden(
                 "store, compare and on_miss: recompute may store caches; they need a key with the scope 'write'"
             )
 
@@ -86,13 +77,13 @@ class Question:
 
         try:
             with service.metrics.asking():
-                found = await off_loop(look_up)
-                engine = service.engine_for_all([cache.manifest for cache in found], others_too=recompute)
-        except CacheError as miss:
+                caches = await off_loop(look_up)
+                engine = service.engine_for_all([cache.manifest for cache in caches], others_too=recompute)
+        except errors.CacheError as miss:
             if not recompute:
                 raise
             raise _lost(miss) from miss
-        return cls(service, caller, asking, found, engine)
+        return cls(service, caller, asking, caches, engine)
 
     @property
     def cache_ids(self) -> list[str]:
@@ -102,10 +93,12 @@ class Question:
     @property
     def remade(self) -> list[Remade] | None:
         """The caches of the query that were made again, None if there are none."""
-        found = [Remade(cache_id=each.asked, reason=each.recomputed) for each in self.caches if each.recomputed]
-        return found or None
+        remade = [
+            Remade(cache_id=cache.requested_id, reason=cache.recomputed) for cache in self.caches if cache.recomputed
+        ]
+        return remade or None
 
-    async def answered(self) -> tuple[Question, list[Reply]]:
+    async def answered(self) -> tuple[CacheQuestion, list[Reply]]:
         """The answer to each prompt, and the question with the caches that gave them: some may have been made again."""
         question = self
         while True:
@@ -114,7 +107,7 @@ class Question:
             except UNUSABLE as miss:
                 question = await question.again(miss)
 
-    async def pieces(self) -> AsyncGenerator[tuple[Question, str | Reply], None]:
+    async def pieces(self) -> AsyncGenerator[tuple[CacheQuestion, str | Reply], None]:
         """The one answer in pieces, and then as a whole. No cache is made again once a piece is there."""
         question, begun = self, False
         while True:
@@ -129,7 +122,7 @@ class Question:
                     raise
                 question = await question.again(miss)
 
-    def each_alone(self) -> list[Question]:
+    def each_alone(self) -> list[CacheQuestion]:
         """A question for each answer of this one."""
         return [replace(self, asking=asking) for asking in each_alone(self.asking)]
 
@@ -143,7 +136,7 @@ class Question:
         deadline_s = self.service.settings.request_deadline_s
         return self.engine.stream(self.cache_ids, self.asking, caller=self.caller.within(deadline_s))
 
-    async def again(self, miss: KvshelfError) -> Question:
+    async def again(self, miss: errors.KvshelfError) -> CacheQuestion:
         """The question with the cache of this miss compressed again, with the same parameters. A changed model gives
         another cache id, and nothing else does.
 
@@ -160,7 +153,7 @@ class Question:
         anew = replace(cache, manifest=made.manifest, recomputed=miss_reason(miss))
         return replace(self, caches=(*self.caches[:at], anew, *self.caches[at + 1 :]))
 
-    def _missed(self, miss: KvshelfError) -> int:
+    def _missed(self, miss: errors.KvshelfError) -> int:
         """The place of the cache that a miss is about. Of several, a replica names it; otherwise raises the miss."""
         if len(self.caches) == 1:
             return 0
@@ -168,14 +161,14 @@ class Question:
             raise miss
         return self.cache_ids.index(named)
 
-    async def full(self) -> Question:
+    async def full(self) -> CacheQuestion:
         """The question to the full cache of the one document: from the shelf, or compressed now and kept for
         `FULL_TTL_S`."""
         (cache,) = self.caches
-        found = await self._stored_full(cache.manifest)
-        if found is None:
+        full_cache = await self._stored_full(cache.manifest)
+        if full_cache is None:
             if cache.source is None:
-                raise SourceNotKept(
+                raise errors.SourceNotKept(
                     f"to compare, cache {cache.manifest.id} needs a cache of the same document with the policy full "
                     "and the codec none on the shelf, or its own source; create it with keep_source",
                     param="compare",
@@ -183,22 +176,22 @@ class Question:
             fields = _document(cache.manifest, cache.source)
             spec = Recreation.model_construct(**fields, policy="full", ttl_s=FULL_TTL_S, model=self.engine.model)
             deadline_s = self.service.settings.request_deadline_s
-            found = (await self.engine.create(spec, caller=self.caller.within(deadline_s))).manifest
-        return replace(self, caches=(AskedCache(found.id, found),))
+            full_cache = (await self.engine.create(spec, caller=self.caller.within(deadline_s))).manifest
+        return replace(self, caches=(AskedCache(full_cache.id, full_cache),))
 
     async def _stored_full(self, manifest: Manifest) -> Manifest | None:
         listing = self.service.store.list
         document_id = manifest.document_id
         page = await off_loop(listing, tenant=self.caller.tenant, document_id=document_id, policy="full", limit=100)
         ours = manifest.identity
-        for found in page.data:
-            same = all(found.identity[field] == ours[field] for field in _SAME_DOCUMENT)
-            if same and found.codec == "none":
-                return found
+        for candidate in page.data:
+            same = all(candidate.identity[field] == ours[field] for field in _SAME_DOCUMENT)
+            if same and candidate.codec == "none":
+                return candidate
         return None
 
 
-async def remade(service: Service, caller: Caller, cache_id: str, model: str | None) -> tuple[Manifest, bool]:
+async def remade(service: Service, caller: KeyCaller, cache_id: str, model: str | None) -> tuple[Manifest, bool]:
     """The cache of the same document under a served model, made from the kept source with the same parameters, and
     whether it was there. A cache of that model is its own. The source is kept for the new one, too.
 
@@ -210,24 +203,24 @@ async def remade(service: Service, caller: Caller, cache_id: str, model: str | N
     try:
         service.identities[engine.model].require_match(ModelIdentity(**manifest.identity["model"]))
         return manifest, True
-    except ModelMismatch as other:
-        found = await off_loop(_found, service.store, cache_id, caller.tenant, source=True, recompute=False)
-        if found.source is None:
-            raise SourceNotKept(
+    except errors.ModelMismatch as other:
+        cache = await off_loop(_found, service.store, cache_id, caller.tenant, source=True, recompute=False)
+        if cache.source is None:
+            raise errors.SourceNotKept(
                 f"cache {cache_id} cannot be made under {engine.model!r}, because its source is not kept, or it was "
                 "appended to another; send the document again",
                 param="cache_id",
             ) from other
-        made = await _made_again(service, caller, engine, found, other)
+        made = await _made_again(service, caller, engine, cache, other)
         return made.manifest, made.existing
 
 
 async def _made_again(
-    service: Service, caller: Caller, engine: EngineClient, cache: AskedCache, miss: KvshelfError
+    service: Service, caller: KeyCaller, engine: EngineClient, cache: AskedCache, miss: errors.KvshelfError
 ) -> Stored:
-    """The cache of a miss, compressed again from its source by the engine's model. Raises as `Question.again`."""
+    """The cache of a miss, compressed again from its source by the engine's model. Raises as `CacheQuestion.again`."""
     assert cache.source is not None
-    moved = isinstance(miss, ModelMismatch)
+    moved = isinstance(miss, errors.ModelMismatch)
     if moved and isinstance(cache.source, TokenIds) and not _reads_tokens_of(service, engine, cache.manifest):
         raise miss
     spec = _spec(cache.manifest, cache.source, keep=moved, now=service.store.now()).model_copy(
@@ -236,12 +229,12 @@ async def _made_again(
     deadline_s = service.settings.request_deadline_s
     created = await engine.create(spec, caller=caller.within(deadline_s))
     made = created.manifest
-    if made.id != cache.asked and not moved:
-        raise ModelMismatch(
-            f"from the source of cache {cache.asked} this version of kvshelf makes another cache, {made.id}: its "
-            "policy or format is another one now. Ask that one instead",
+    if made.id != cache.requested_id and not moved:
+        raise errors.ModelMismatch(
+            f"from the source of cache {cache.requested_id} this version of kvshelf makes another cache, {made.id}: "
+            "its policy or format is another one now. Ask that one instead",
             param="cache_id",
-            cache_id=cache.asked,
+            cache_id=cache.requested_id,
         )
     if cache.manifest.pinned and not made.pinned:
         made = await off_loop(service.store.update, made.id, tenant=caller.tenant, pinned=True)
@@ -298,17 +291,17 @@ def _found(store: Store, cache_id: str, tenant: str, *, source: bool, recompute:
     """source: whether the kept source is read, too. recompute: whether a lost cache may be made again from it."""
     try:
         manifest = store.stat(cache_id, tenant=tenant)
-    except (CacheCorrupt, CacheExpired) as miss:
+    except (errors.CacheCorrupt, errors.CacheExpired) as miss:
         if not recompute:
             raise
         try:
             manifest, kept = store.original(cache_id, tenant=tenant)
-        except SourceNotKept:
+        except errors.SourceNotKept:
             raise miss from None
         if not _is_whole(manifest):
             raise
         return AskedCache(cache_id, manifest, kept)
-    with suppress(SourceNotKept):  # it is damaged, or its time is over
+    with suppress(errors.SourceNotKept):  # it is damaged, or its time is over
         if source and _is_whole(manifest):
             return AskedCache(cache_id, manifest, store.source(cache_id, tenant=tenant))
     return AskedCache(cache_id, manifest)
@@ -319,8 +312,8 @@ def _is_whole(manifest: Manifest) -> bool:
     return manifest.has_source and not manifest.identity["parent"]
 
 
-def _lost(miss: KvshelfError) -> SourceNotKept:
-    return SourceNotKept(
+def _lost(miss: errors.KvshelfError) -> errors.SourceNotKept:
+    return errors.SourceNotKept(
         f"the cache cannot be made again, because its source was not kept, or not so long; send the document again. "
         f"{miss.message}",
         param="on_miss",
@@ -329,29 +322,29 @@ def _lost(miss: KvshelfError) -> SourceNotKept:
 
 
 async def question_to(
-    service: Service, caller: Caller, cache_ids: Sequence[str], asking: Asking, model: str | None
-) -> Question:
-    """As `Question.find`. Raises `InvalidRequest` for a model that the request names and that is not the caches'."""
-    question = await Question.find(service, caller, cache_ids, asking)
+    service: Service, caller: KeyCaller, cache_ids: Sequence[str], asking: Asking, model: str | None
+) -> CacheQuestion:
+    """As `CacheQuestion.find`. Raises `InvalidRequest` for another model in the request than that of the caches."""
+    question = await CacheQuestion.find(service, caller, cache_ids, asking)
     manifest = question.caches[0].manifest
     require_model(model, manifest.id, (manifest.model, question.engine.model))
     return question
 
 
-async def beginning(service: Service, caller: Caller, spec: CreateCache, *, needs: Asking | None) -> Created:
+async def beginning(service: Service, caller: KeyCaller, spec: CreateCache, *, needs: Asking | None) -> Created:
     """The cache of a conversation's beginning: it is on the shelf, or this request makes it. needs: what is asked
     behind it, where the model may be unable to do that; then this is refused before a cache is made."""
     caller.require("write")
     require_policy(spec)
-    engine = service.engine(spec.model, NotFound)
+    engine = service.engine(spec.model, errors.NotFound)
     within = caller.within(service.settings.request_deadline_s)
     if needs is not None:
         await engine.count(needs, None, "document", {}, caller=within)
     return await engine.create(spec, caller=within)
 
 
-async def pieces_of(question: Question, *, together: bool) -> AsyncGenerator[str | Ending, None]:
+async def pieces_of(question: CacheQuestion, *, together: bool) -> AsyncGenerator[str | Ending, None]:
     """The pieces of the answer's text, and its ending. together: whether several caches were asked together."""
     async with aclosing(question.pieces()) as pieces:
-        async for found, piece in pieces:
-            yield piece if isinstance(piece, str) else ending_of(piece, found.remade, together=together)
+        async for answering, piece in pieces:
+            yield piece if isinstance(piece, str) else ending_of(piece, answering.remade, together=together)

@@ -15,9 +15,9 @@ from kvshelf.api.service import Readiness
 from kvshelf.artifact.identity import ModelIdentity
 from kvshelf.artifact.shape import LayerShape
 from kvshelf.errors import InvalidRequest, KvshelfError
-from kvshelf.service.access.keys import Caller
+from kvshelf.service.access.keys import KeyCaller
 from kvshelf.service.access.limits import TenantLimits
-from kvshelf.service.engines import EngineClient
+from kvshelf.service.engines import EngineClient, serving_all
 from kvshelf.service.http.extract import Extractor
 from kvshelf.service.http.parsing import Parser
 from kvshelf.service.http.waiting import off_loop
@@ -25,7 +25,6 @@ from kvshelf.service.jobs.background import Background
 from kvshelf.service.jobs.batches import BatchRunner
 from kvshelf.service.losses import warnings_of
 from kvshelf.service.observe.metrics import Metrics
-from kvshelf.service.serving import serving_all
 from kvshelf.service.settings import Settings
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
@@ -108,7 +107,9 @@ TAKES_TOKENS = Depends(_require_tokens)
 """A dependency of routes whose work takes tokens: refuses a tenant over its limit before reading the body."""
 
 
-async def in_turn(service: Service, caller: Caller, call: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
+async def in_turn(
+    service: Service, caller: KeyCaller, call: Callable[..., ResultT], *args: Any, **kwargs: Any
+) -> ResultT:
     """As `off_loop`, for whole caches, in fair turns. Raises `QueueFull`, or `DeadlineExceeded` if no turn comes."""
     async with service.whole.turn(caller.tenant, service.settings.request_deadline_s):
         return await off_loop(call, *args, **kwargs)

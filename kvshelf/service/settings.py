@@ -169,10 +169,10 @@ class Settings(BaseSettings):
 
     @field_validator("quality_probe", mode="before")
     @classmethod
-    def _probe(cls, given: Any) -> Any:
+    def _probe(cls, value: Any) -> Any:
         """A flag, as it was before there were two ways to measure, or one of these."""
-        told = given.lower() if isinstance(given, str) else given
-        return {"true": "fast", "1": "fast", True: "fast", "false": False, "0": False}.get(told, told)
+        text = value.lower() if isinstance(value, str) else value
+        return {"true": "fast", "1": "fast", True: "fast", "false": False, "0": False}.get(text, text)
 
     @field_validator("encryption_key_file", "api_key_file", "erasure_key_file", "prices_file")
     @classmethod
@@ -257,10 +257,10 @@ def load_settings(env_file: Path | None = None, **overrides: Any) -> Settings:
     Raises `InvalidRequest` that names the setting. An unknown `KVSHELF_` variable is refused as a typing error.
     """
     settings = {PREFIX + name.upper() for name in Settings.model_fields}
-    found = {name for name in os.environ if name.upper().startswith(PREFIX)} - OTHER_VARIABLES
+    names = {name for name in os.environ if name.upper().startswith(PREFIX)} - OTHER_VARIABLES
     if env_file is not None:
-        found |= _names_in(env_file)
-    unknown = sorted(name for name in found if name.upper() not in settings)
+        names |= _names_in(env_file)
+    unknown = sorted(name for name in names if name.upper() not in settings)
     if unknown:
         raise InvalidRequest(
             f"unknown setting {unknown[0]}{nearest(unknown[0], settings)}; the settings are "

@@ -8,27 +8,16 @@ from typing import TYPE_CHECKING, Final, Self, Unpack
 
 from kvshelf.api.caches import Erasure
 from kvshelf.artifact.identity import Identity
+from kvshelf.store import types
 from kvshelf.store.blobs import Health
 from kvshelf.store.erasure.eraser import Subject
-from kvshelf.store.jobs.batches import Batches
-from kvshelf.store.jobs.files import Files
+from kvshelf.store.jobs.batches import BatchTable
+from kvshelf.store.jobs.files import FileTable
 from kvshelf.store.jobs.metering import Metering
-from kvshelf.store.jobs.requests import Requests
+from kvshelf.store.jobs.requests import RequestTable
 from kvshelf.store.jobs.responses import Responses
 from kvshelf.store.jobs.transforms import KeptTransforms
-from kvshelf.store.manifest import Judgement, Manifest, Usage
-from kvshelf.store.types import (
-    BlobFile,
-    ChangeFields,
-    Changes,
-    FilterFields,
-    KeepFields,
-    Page,
-    Receipt,
-    Scrubbed,
-    Source,
-    Swept,
-)
+from kvshelf.store.manifest import Judgement, Manifest, StoredUsage
 
 RENEW_SHARE: Final = 0.01
 """A cache that uses renew lives on for at least 1 - `RENEW_SHARE` of its `ttl_renew_s` after each use."""
@@ -46,11 +35,11 @@ class Store(abc.ABC):
     same `CacheNotFound`, word for word. Every method may raise `StoreUnavailable` when the home does not work.
     """
 
-    requests: Requests
+    requests: RequestTable
     responses: Responses
-    files: Files
+    files: FileTable
     transforms: KeptTransforms
-    batches: Batches
+    batches: BatchTable
     metering: Metering
 
     @abc.abstractmethod
@@ -60,7 +49,7 @@ class Store(abc.ABC):
         *,
         codec: str = "none",
         tenant: str = "default",
-        **fields: Unpack[KeepFields],
+        **fields: Unpack[types.KeepFields],
     ) -> Manifest:
         """Store a cache: write, verify what was written, then make it visible. Durable when it returns.
 
@@ -120,16 +109,16 @@ class Store(abc.ABC):
         """
 
     @abc.abstractmethod
-    def open_blob(self, cache_id: str, *, tenant: str = "default") -> BlobFile:
+    def open_blob(self, cache_id: str, *, tenant: str = "default") -> types.BlobFile:
         """The stored bytes, verified, for a download. Raises as `get` does."""
 
     @abc.abstractmethod
-    def source(self, cache_id: str, *, tenant: str = "default") -> Source:
+    def source(self, cache_id: str, *, tenant: str = "default") -> types.Source:
         """The document's text or token ids, verified. Raises `SourceNotKept` where none is kept, and as `get` does. A
         damaged one is removed; its cache stays."""
 
     @abc.abstractmethod
-    def original(self, cache_id: str, *, tenant: str = "default") -> tuple[Manifest, Source]:
+    def original(self, cache_id: str, *, tenant: str = "default") -> tuple[Manifest, types.Source]:
         """The manifest and the source, to make a cache again: even one that was evicted, has expired or is corrupt.
 
         The manifest of one that is gone is as it was when it was last changed. Raises `SourceNotKept`, `CacheNotFound`.
@@ -139,7 +128,7 @@ class Store(abc.ABC):
     def keep_source(
         self,
         cache_id: str,
-        source: Source,
+        source: types.Source,
         *,
         tenant: str = "default",
         ttl_s: float | None = None,
@@ -168,8 +157,8 @@ class Store(abc.ABC):
         ended: bool = False,
         limit: int = 20,
         after: str | None = None,
-        **filters: Unpack[FilterFields],
-    ) -> Page:
+        **filters: Unpack[types.FilterFields],
+    ) -> types.Page:
         """Live caches of a tenant, newest first. A cache must match every filter (`document_id`, `model`, `policy`,
         `name`, `id_prefix`, `parent_id`), and have every label in `labels`.
 
@@ -185,7 +174,7 @@ class Store(abc.ABC):
         """
 
     @abc.abstractmethod
-    def changes(self, after: str | None, *, tenant: str = "default") -> Changes | None:
+    def changes(self, after: str | None, *, tenant: str = "default") -> types.Changes | None:
         """Caches of a tenant that were put, changed or ended after a place; uses are no changes. None as `after` gives
         no changes, but the place that is now: who then lists all caches, and asks for what changed since, knows them.
 
@@ -200,7 +189,7 @@ class Store(abc.ABC):
         *,
         tenant: str = "default",
         if_revision: Collection[str] | None = None,
-        **changes: Unpack[ChangeFields],
+        **changes: Unpack[types.ChangeFields],
     ) -> Manifest:
         """Change these fields of a manifest: `ttl_s`, `expires_at`, `ttl_renew_s`, `labels`, `name`, `pinned`. None as
         `ttl_s` or `expires_at` means no expiry; labels are replaced as a whole.
@@ -218,7 +207,7 @@ class Store(abc.ABC):
         tenant: str = "default",
         if_revision: Collection[str] | None = None,
         cascade: bool = False,
-    ) -> Receipt:
+    ) -> types.Receipt:
         """Remove a cache and its source, even if the cache has expired, was evicted or is corrupt. Readers that have it
         open can finish. Raises `CacheNotFound`.
 
@@ -243,7 +232,7 @@ class Store(abc.ABC):
         """
 
     @abc.abstractmethod
-    def sweep(self, now: float | None = None) -> Swept:
+    def sweep(self, now: float | None = None) -> types.Swept:
         """Remove expired items and the remains of crashes. Safe while others write; call it every few minutes."""
 
     @abc.abstractmethod
@@ -263,7 +252,7 @@ class Store(abc.ABC):
         """The id that all caches of one document carry here."""
 
     @abc.abstractmethod
-    def usage(self, *, tenant: str | None = None) -> Usage:
+    def usage(self, *, tenant: str | None = None) -> StoredUsage:
         """Caches and bytes of one tenant, or of all."""
 
     @abc.abstractmethod
@@ -275,7 +264,7 @@ class Store(abc.ABC):
         """Every inconsistency, one sentence each; empty if the home is sound. Does not read blobs."""
 
     @abc.abstractmethod
-    def scrub(self) -> Iterator[Scrubbed]:
+    def scrub(self) -> Iterator[types.Scrubbed]:
         """Read every cache of every tenant to its end, quarantine the corrupt ones, and report on each."""
 
     @abc.abstractmethod

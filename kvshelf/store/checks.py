@@ -77,14 +77,14 @@ def changes(fields: ChangeFields) -> dict[str, Any]:
     for other names, as a call does."""
     if unknown := fields.keys() - ChangeFields.__annotations__.keys():
         raise TypeError(f"update() got an unexpected keyword argument {min(unknown)!r}")
-    found: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
     if "labels" in fields:
-        found["labels"] = require_labels(fields["labels"])
+        changed["labels"] = require_labels(fields["labels"])
     if "name" in fields:
-        found["name"] = require_text(fields["name"], "name")
+        changed["name"] = require_text(fields["name"], "name")
     if "pinned" in fields:
-        found["pinned"] = bool(fields["pinned"])
-    return found
+        changed["pinned"] = bool(fields["pinned"])
+    return changed
 
 
 def require_text(value: str, param: str, *, limit: int = TEXT_LIMIT, empty: bool = True) -> str:

@@ -140,17 +140,17 @@ def orphans(index: Index, blobs: Blobs, doubt_s: float = 0.0) -> list[str]:
 
 def problems(index: Index, blobs: Blobs) -> list[str]:
     """Every inconsistency, one sentence each. Blobs are not read: `Store.scrub` does that."""
-    found = index.problems() + blobs.problems()
+    sentences = index.problems() + blobs.problems()
     entries = index.stored()
     while batch := list(islice(entries, _BATCH)):
-        found += _problems_of(batch, blobs)
-    return found + [f"{name} in {blobs.home} belongs to no cache" for name in orphans(index, blobs)]
+        sentences += _problems_of(batch, blobs)
+    return sentences + [f"{name} in {blobs.home} belongs to no cache" for name in orphans(index, blobs)]
 
 
 def _problems_of(entries: Sequence[Entry], blobs: Blobs) -> Iterator[str]:
     ready = [(entry.id, name) for entry in entries if entry.state == "ready" for name in entry.needed()]
-    held = blobs.hold_each([name for _, name in ready])
-    short = {cache_id for (cache_id, _), whole in zip(ready, held, strict=True) if not whole}
+    whole_names = blobs.hold_each([name for _, name in ready])
+    short = {cache_id for (cache_id, _), whole in zip(ready, whole_names, strict=True) if not whole}
     for entry in entries:
         if entry.state == "corrupt":
             yield f"{entry.id} is corrupt and in quarantine: {entry.problem}"

@@ -19,7 +19,7 @@ from typing import Final, Literal
 
 from kvshelf.errors import InvalidRequest, QuotaExceeded, StorageFull, StoreUnavailable
 from kvshelf.store.blobs import Blobs, Leases, Name
-from kvshelf.store.manifest import Manifest, Usage
+from kvshelf.store.manifest import Manifest, StoredUsage
 from kvshelf.store.table import JobTable
 
 EntryState = Literal["ready", "corrupt", "expired", "evicted", "deleted"]
@@ -137,7 +137,7 @@ class Quota:
     max_bytes: int | None = None
     budget_bytes: int | None = None
 
-    def used_up(self, usage: Usage) -> bool:
+    def used_up(self, usage: StoredUsage) -> bool:
         """Whether a tenant with this usage may keep no more."""
         caches, nbytes = self.max_caches, self.max_bytes
         return (caches is not None and usage.caches >= caches) or (nbytes is not None and usage.bytes >= nbytes)
@@ -159,7 +159,7 @@ class Quota:
 
 
 @dataclass(frozen=True)
-class Query:
+class Filters:
     """The filters of a listing, joined by "and"; None or empty: any.
 
     id_prefix: of `kvs_...`, at least `ID_PREFIX` characters.
@@ -256,7 +256,7 @@ class Index(abc.ABC):
         """The entry of an id, if it belongs to this tenant."""
 
     @abc.abstractmethod
-    def listing(self, query: Query, now: float, before: int | None, limit: int) -> list[Entry]:
+    def listing(self, query: Filters, now: float, before: int | None, limit: int) -> list[Entry]:
         """Live entries, newest first, with a seq below `before`."""
 
     @abc.abstractmethod
@@ -273,7 +273,7 @@ class Index(abc.ABC):
         """The entries in any state that have this cache as their parent; the cache itself need not exist."""
 
     @abc.abstractmethod
-    def usage(self, tenant: str | None) -> Usage:
+    def usage(self, tenant: str | None) -> StoredUsage:
         """Ready entries and their bytes. tenant None: of all tenants."""
 
     @abc.abstractmethod

@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 _REVISED = {"blob_digest", "created_at", "labels", "name", "pinned", "quality", "source", "tried"}
 
 
-class Record(BaseModel):
+class StoredRecord(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Usage(Record):
+class StoredUsage(StoredRecord):
     """Caches on the shelf and the bytes they take there."""
 
     caches: int
     bytes: int
 
 
-class Judgement(Record):
+class Judgement(StoredRecord):
     """How a cache compares with the full one, as the API reports it.
 
     quality: None if it was not measured. tried: all levels that were considered, if this cache was chosen among them.
@@ -37,7 +37,7 @@ class Judgement(Record):
     tried: tuple[Tried, ...] = ()
 
 
-class Body(Record):
+class StoredBody(StoredRecord):
     """Where bytes lie in `Blobs`, how many they are there, and the BLAKE3 digest of the plain bytes in hex."""
 
     name: str
@@ -45,7 +45,7 @@ class Body(Record):
     digest: str
 
 
-class SourceInfo(Record):
+class SourceInfo(StoredRecord):
     """A kept source. form: the document's text (messages as JSON), or its token ids alone. nbytes: before encryption.
     digest: of these bytes, in hex. expires_at: Unix seconds, before or after the end of the cache; None: see
     `kvshelf.store.jobs.sources`. A deletion of the cache is its end in any case."""
@@ -60,7 +60,7 @@ _TIMES_16_BITS: Final = {"float32": 2, "float64": 4}
 """How much wider than 16 bits a model's numbers are. By name, because a front end does not import torch."""
 
 
-class Manifest(Record):
+class Manifest(StoredRecord):
     """What the shelf knows about one cache without reading it. Times are Unix seconds, sizes bytes, digests hex.
 
     identity: `Identity.to_dict()`. bytes_full: keys and values before compression. bytes_stored: the blob.
@@ -117,14 +117,14 @@ class Manifest(Record):
         return digest("kvshelf.etag", canonical_json(self.model_dump(mode="json", include={moving, *_REVISED})))
 
 
-class SourceRecord(Record):
+class SourceRecord(StoredRecord):
     """A kept source, as the job table has it. manifest: of the cache, as it was when it was last changed; its `source`
     is this one. claimed: whether that cache was published with it. width: bytes of a token id, 0: UTF-8 text.
     compressed: whether the body is a frame of zstandard. protected_prefix: how many of the token ids the template
     wrote."""
 
     manifest: Manifest
-    body: Body
+    body: StoredBody
     claimed: bool = False
     width: int = 0
     compressed: bool = False

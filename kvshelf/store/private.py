@@ -28,11 +28,11 @@ def read_private(path: Path, *, param: str) -> bytes:
     try:
         # O_NONBLOCK: opening a pipe in the file's place would wait for a writer.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
                 raise refused(path, "it is not a regular file", param=param)
-            if not _is_ours_alone(found):
-                mode = stat.S_IMODE(found.st_mode)
+            if not _is_ours_alone(status):
+                mode = stat.S_IMODE(status.st_mode)
                 problem = f"others than its owner have access to it (mode {mode:o}); run: chmod 600 {path}"
                 raise refused(path, problem, param=param)
             data = file.read(_LIMIT + 1)
@@ -43,9 +43,9 @@ def read_private(path: Path, *, param: str) -> bytes:
     return data
 
 
-def _is_ours_alone(found: os.stat_result) -> bool:
-    others = found.st_mode & 0o077
-    by_root = found.st_uid == 0 != os.geteuid() and found.st_gid in (os.getegid(), *os.getgroups())
+def _is_ours_alone(status: os.stat_result) -> bool:
+    others = status.st_mode & 0o077
+    by_root = status.st_uid == 0 != os.geteuid() and status.st_gid in (os.getegid(), *os.getgroups())
     return others == 0 or (others == stat.S_IRGRP and by_root)
 
 

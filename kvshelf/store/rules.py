@@ -26,8 +26,8 @@ class Rules:
     def expiry(self, ttl_s: float | None, expires_at: float | None, now: float) -> float | None:
         """When a cache put now expires (Unix seconds, None: never). Raises `InvalidRequest`."""
         if ttl_s is None and expires_at is None:
-            given = [seconds for seconds in (self.default_ttl_s, self.max_ttl_s) if seconds is not None]
-            return now + min(given) if given else None
+            limits = [seconds for seconds in (self.default_ttl_s, self.max_ttl_s) if seconds is not None]
+            return now + min(limits) if limits else None
         return self.changed_expiry(ttl_s, expires_at, now)
 
     def renewal(self, ttl_renew_s: float | None) -> float | None:
@@ -41,6 +41,6 @@ class Rules:
         at = require_expiry(ttl_s, expires_at, now)
         if self.max_ttl_s is not None and (at is None or at > now + self.max_ttl_s):
             param = "expires_at" if expires_at is not None else "ttl_s"
-            asked = "no expiry" if at is None else f"{at - now:g} s from now"
-            raise InvalidRequest(f"{param}: caches are kept for {self.max_ttl_s:g} s at most, not {asked}", param=param)
+            wish = "no expiry" if at is None else f"{at - now:g} s from now"
+            raise InvalidRequest(f"{param}: caches are kept for {self.max_ttl_s:g} s at most, not {wish}", param=param)
         return at

@@ -11,53 +11,31 @@ from functools import partial
 from io import BufferedReader
 from typing import TYPE_CHECKING, Any, Final, Unpack
 
+from kvshelf import errors
 from kvshelf.api import Timings
 from kvshelf.api.caches import Erasure
 from kvshelf.artifact import blob, codecs
 from kvshelf.artifact.blob import PackedBlob
 from kvshelf.artifact.blob.frame import FORMAT_MAJOR, BlobSummary
 from kvshelf.artifact.identity import Identity
-from kvshelf.errors import (
-    BlobError,
-    CacheError,
-    CacheNotFound,
-    InvalidRequest,
-    KvshelfError,
-    QuotaExceeded,
-    SourceNotKept,
-    StorageFull,
-)
-from kvshelf.store import checks, housekeeping
+from kvshelf.store import checks, housekeeping, types
 from kvshelf.store.base import RENEW_SHARE, Store
 from kvshelf.store.blobs import Blobs, Health, RangesFile, Step
 from kvshelf.store.erasure.eraser import Eraser, Subject
-from kvshelf.store.index import KEEP_ENDED_S, BasesGone, Entry, Index, Query
-from kvshelf.store.jobs.batches import Batches
+from kvshelf.store.index import KEEP_ENDED_S, BasesGone, Entry, Filters, Index
+from kvshelf.store.jobs.batches import BatchTable
 from kvshelf.store.jobs.bodies import Bodies
 from kvshelf.store.jobs.clock import Doubt
-from kvshelf.store.jobs.files import Files
+from kvshelf.store.jobs.files import FileTable
 from kvshelf.store.jobs.metering import Metering
-from kvshelf.store.jobs.requests import Requests
+from kvshelf.store.jobs.requests import RequestTable
 from kvshelf.store.jobs.responses import Responses
 from kvshelf.store.jobs.sources import Sources
 from kvshelf.store.jobs.transforms import KeptTransforms
-from kvshelf.store.manifest import Judgement, Manifest, SourceRecord, Usage, describe
+from kvshelf.store.manifest import Judgement, Manifest, SourceRecord, StoredUsage, describe
 from kvshelf.store.reader import Reader
 from kvshelf.store.rules import Rules
 from kvshelf.store.table import read
-from kvshelf.store.types import (
-    BlobFile,
-    ChangeFields,
-    Changes,
-    FilterFields,
-    Keep,
-    KeepFields,
-    Page,
-    Receipt,
-    Scrubbed,
-    Source,
-    Swept,
-)
 from kvshelf.store.writer import Content, Writer, blob_content, is_whole, spliced_content
 
 if TYPE_CHECKING:
@@ -96,10 +74,10 @@ class Shelf(Store):
         self._bodies = bodies = Bodies(index, blobs, self._writer, self._rules)
         self._sources = Sources(index.jobs, bodies, now, partial(housekeeping.disown, index))
         self._reader = Reader(index, blobs, self._rules, self._sources, now)
-        self.files = Files(index.jobs, bodies, now)
+        self.files = FileTable(index.jobs, bodies, now)
         self.responses = Responses(index.jobs, bodies, self._rules, now)
-        self.requests = Requests(index.jobs, bodies, now, index.key)
-        self.batches = Batches(index.jobs)
+        self.requests = RequestTable(index.jobs, bodies, now, index.key)
+        self.batches = BatchTable(index.jobs)
         self.metering = Metering(index.jobs)
         self.transforms = KeptTransforms(index.jobs, bodies)
 
@@ -134,9 +112,9 @@ class Shelf(Store):
         *,
         codec: str = "none",
         tenant: str = "default",
-        **fields: Unpack[KeepFields],
+        **fields: Unpack[types.KeepFields],
     ) -> Manifest:
-        keep = Keep(**fields)
+        keep = types.Keep(**fields)
         until, parent_id = self.expiry(keep.source_ttl_s, None), keep.parent_id
         described: dict[str, Any] = {
             "expires_at": self.expiry(keep.ttl_s, keep.expires_at),
@@ -166,8 +144,8 @@ class Shelf(Store):
             "parent_id": parent_id,
         }
         manifest = describe(cache, packed, created_at=self._now(), **described)
-        with self._holding(manifest, source, until) as held:
-            put = partial(self._writer.put, held, started=started, parent_id=parent_id)
+        with self._holding(manifest, source, until) as sourced:
+            put = partial(self._writer.put, sourced, started=started, parent_id=parent_id)
             with ExitStack() as parent:  # open until the cache is published, so that nobody evicts it for the cache
                 try:
                     made = put(self._blob_content(cache_id, packed, parent_id, tenant, parent))
@@ -178,7 +156,7 @@ class Shelf(Store):
         return self.keep_source(cache_id, source, tenant=tenant, expires_at=until)
 
     @contextmanager
-    def _holding(self, manifest: Manifest, source: Source | None, until: float | None) -> Iterator[Manifest]:
+    def _holding(self, manifest: Manifest, source: types.Source | None, until: float | None) -> Iterator[Manifest]:
         """The manifest of a cache that is to be published, with its source: the given one, or one that an earlier cache
         of this id has left. Nobody but this block needs it if the block raises."""
         kept = self._sources.find(manifest.id, manifest.tenant)
@@ -196,7 +174,7 @@ class Shelf(Store):
         if entry is None or entry.state == "deleted":
             raise checks.not_found(parent_id)
         if parent_id == cache_id:
-            raise InvalidRequest("parent_id: a cache does not extend itself", param="parent_id")
+            raise errors.InvalidRequest("parent_id: a cache does not extend itself", param="parent_id")
 
     def _blob_content(
         self, cache_id: str, packed: PackedBlob, parent_id: str | None, tenant: str, opened: ExitStack
@@ -209,7 +187,7 @@ class Shelf(Store):
             with self._reader.opening(parent_id, tenant) as (entry, file, nbytes):
                 opened.enter_context(file)
                 return spliced_content(cache_id, packed, entry, file, nbytes)
-        except (CacheNotFound, CacheError):
+        except (errors.CacheNotFound, errors.CacheError):
             return blob_content(cache_id, packed)
 
     def now(self) -> float:
@@ -226,7 +204,7 @@ class Shelf(Store):
         """
         packed = cache.pack()
         if packed.root.hex() != manifest.blob_digest:
-            raise BlobError("the manifest belongs to another blob", reason="wrong_blob")
+            raise errors.BlobError("the manifest belongs to another blob", reason="wrong_blob")
         self._writer.put(manifest, blob_content(manifest.id, packed), parent_id=parent_id)
 
     def mend(self, cache: CompressedCache, cache_id: str, *, tenant: str) -> None:
@@ -236,7 +214,7 @@ class Shelf(Store):
         """
         entry, packed = self._reader.kept(cache_id, tenant), cache.pack()
         if packed.root.hex() != entry.manifest().blob_digest:
-            raise BlobError("the copy is another blob", reason="wrong_blob")
+            raise errors.BlobError("the copy is another blob", reason="wrong_blob")
         self._writer.swap(entry, blob_content(cache_id, packed))
 
     def admit(self, tenant: str) -> None:
@@ -248,7 +226,7 @@ class Shelf(Store):
             housekeeping.expire(self._index, self._blobs, self._doubt.deadline())
             usage = self._index.usage(tenant)
         if quota.used_up(usage):
-            raise QuotaExceeded(
+            raise errors.QuotaExceeded(
                 f"the quota is used up: {usage.caches} caches of {quota.max_caches or 'any number'}, {usage.bytes} "
                 f"bytes of {quota.max_bytes or 'any number'}; delete caches first"
             )
@@ -256,7 +234,7 @@ class Shelf(Store):
     def keep_source(
         self,
         cache_id: str,
-        source: Source,
+        source: types.Source,
         *,
         tenant: str = "default",
         ttl_s: float | None = None,
@@ -293,32 +271,32 @@ class Shelf(Store):
             self._require_own(cache_id, tenant, entry, summary)
             return PartialCache(summary, file, partial(self._reader.quarantining, entry))
 
-    def open_blob(self, cache_id: str, *, tenant: str = "default") -> BlobFile:
+    def open_blob(self, cache_id: str, *, tenant: str = "default") -> types.BlobFile:
         with self._reader.opening(cache_id, tenant) as (entry, file, nbytes):
             summary = blob.verify_file(file, nbytes)  # type: ignore[arg-type]
             self._require_own(cache_id, tenant, entry, summary)
             file.seek(0)
-            return BlobFile(BufferedReader(file), summary.nbytes, summary.root.hex())
+            return types.BlobFile(BufferedReader(file), summary.nbytes, summary.root.hex())
 
     def _require_own(self, cache_id: str, tenant: str, entry: Entry, summary: BlobSummary) -> None:
         """A sound blob must also be the one that was stored, and that of its id, even if the index names it."""
         if summary.root.hex() != entry.manifest().blob_digest:
-            raise BlobError("its file holds another blob than was stored", reason="wrong_blob")
+            raise errors.BlobError("its file holds another blob than was stored", reason="wrong_blob")
         header = summary.header
         if self.cache_id(header.to_identity(), tenant=tenant, codec=header.codec) != cache_id:
-            raise BlobError("its blob belongs to another cache", reason="wrong_identity")
+            raise errors.BlobError("its blob belongs to another cache", reason="wrong_identity")
 
-    def source(self, cache_id: str, *, tenant: str = "default") -> Source:
+    def source(self, cache_id: str, *, tenant: str = "default") -> types.Source:
         entry = self._reader.ready(cache_id, tenant)
         try:
             return self._sources.read(self._kept_source(cache_id, tenant))
-        except SourceNotKept:
+        except errors.SourceNotKept:
             info = entry.manifest().source
             if info is not None and (info.expires_at is None or info.expires_at <= self._doubt.deadline()):
                 self._index.swap(entry, entry.manifest().model_copy(update={"source": None}))
             raise
 
-    def original(self, cache_id: str, *, tenant: str = "default") -> tuple[Manifest, Source]:
+    def original(self, cache_id: str, *, tenant: str = "default") -> tuple[Manifest, types.Source]:
         checks.require_id(cache_id)
         entry = self._index.find(cache_id, tenant)
         if entry is not None and entry.state == "deleted":
@@ -332,7 +310,7 @@ class Shelf(Store):
     def _kept_source(self, cache_id: str, tenant: str) -> SourceRecord:
         kept = self._sources.find(cache_id, tenant)
         if kept is None:
-            raise SourceNotKept(
+            raise errors.SourceNotKept(
                 f"the source of cache {cache_id} is not kept; create it with keep_source to have it", param="cache_id"
             )
         return kept
@@ -356,11 +334,11 @@ class Shelf(Store):
         ended: bool = False,
         limit: int = 20,
         after: str | None = None,
-        **filters: Unpack[FilterFields],
-    ) -> Page:
+        **filters: Unpack[types.FilterFields],
+    ) -> types.Page:
         checks.require_limit(limit)
         wanted: dict[str, Any] = {**filters, "labels": checks.require_labels(filters.get("labels") or {})}
-        query = Query(tenant, **wanted)
+        query = Filters(tenant, **wanted)
         for param in ("document_id", "model", "policy", "name", "parent_id"):
             checks.require_text(getattr(query, param) or "", param)
         if query.id_prefix is not None:
@@ -371,12 +349,12 @@ class Shelf(Store):
         if after is not None:
             cursor = self._index.find(checks.require_text(after, "after"), tenant)
             if cursor is None:
-                raise InvalidRequest(f"after: there is no cache {after[:80]!r} to continue from", param="after")
+                raise errors.InvalidRequest(f"after: there is no cache {after[:80]!r} to continue from", param="after")
             before = cursor.seq
-        found = self._index.listing(query, self._now(), before, limit + 1)
-        return Page(data=tuple(entry.manifest() for entry in found[:limit]), has_more=len(found) > limit)
+        entries = self._index.listing(query, self._now(), before, limit + 1)
+        return types.Page(data=tuple(entry.manifest() for entry in entries[:limit]), has_more=len(entries) > limit)
 
-    def changes(self, after: str | None, *, tenant: str = "default") -> Changes | None:
+    def changes(self, after: str | None, *, tenant: str = "default") -> types.Changes | None:
         incarnation, _, number = (after or "").rpartition(":")
         if after is not None and (incarnation != self._index.incarnation or not number.isdecimal()):
             return None
@@ -384,22 +362,22 @@ class Shelf(Store):
         if after is not None and incarnation != self._index.incarnation:  # found by this very call
             return None
         present = self._now()
-        return Changes(
+        return types.Changes(
             data=tuple(entry.manifest() for entry in entries if entry.live(present)),
             ended=tuple(entry.id for entry in entries if not entry.live(present)),
             place=f"{self._index.incarnation}:{now}",
             has_more=after is not None and str(now) != number,
         )
 
-    def _ended(self, query: Query, limit: int, after: str | None) -> Page:
-        found: list[Manifest] = []
+    def _ended(self, query: Filters, limit: int, after: str | None) -> types.Page:
+        manifests: list[Manifest] = []
         for manifest in self._sources.left(query.tenant, after):
             entry = self._index.find(manifest.id, query.tenant)
             if query.takes(manifest) and (entry is None or not entry.live(self._now())):
-                found.append(manifest)
-            if len(found) > limit:
+                manifests.append(manifest)
+            if len(manifests) > limit:
                 break
-        return Page(data=tuple(found[:limit]), has_more=len(found) > limit)
+        return types.Page(data=tuple(manifests[:limit]), has_more=len(manifests) > limit)
 
     # Changing
 
@@ -409,7 +387,7 @@ class Shelf(Store):
         *,
         tenant: str = "default",
         if_revision: Collection[str] | None = None,
-        **changes: Unpack[ChangeFields],
+        **changes: Unpack[types.ChangeFields],
     ) -> Manifest:
         fields = checks.changes(changes)
         if {"ttl_s", "expires_at"} & changes.keys():
@@ -470,7 +448,7 @@ class Shelf(Store):
         tenant: str = "default",
         if_revision: Collection[str] | None = None,
         cascade: bool = False,
-    ) -> Receipt:
+    ) -> types.Receipt:
         checks.require_id(cache_id)
         now = self._now()
         descendants: list[str] = []
@@ -483,7 +461,7 @@ class Shelf(Store):
                 if not freed:
                     raise checks.not_found(cache_id)
                 self._index.purge(at_once=False)
-                return Receipt(id=cache_id, deleted_at=now, bytes_freed=freed, homes=(self._blobs.home,))
+                return types.Receipt(id=cache_id, deleted_at=now, bytes_freed=freed, homes=(self._blobs.home,))
             if if_revision is not None:
                 checks.require_revision(entry.manifest(), if_revision)
             for child in self._descendants(entry, now, cascade=cascade):
@@ -493,7 +471,9 @@ class Shelf(Store):
             if (nbytes := self._bury(entry, now)) is not None:
                 self._index.purge(at_once=False)
                 ids, homes = tuple(descendants), (self._blobs.home,)
-                return Receipt(id=cache_id, deleted_at=now, bytes_freed=freed + nbytes, homes=homes, descendants=ids)
+                return types.Receipt(
+                    id=cache_id, deleted_at=now, bytes_freed=freed + nbytes, homes=homes, descendants=ids
+                )
 
     def erase(self, subject: Subject, *, dry_run: bool = False, limit_s: float | None = None) -> Erasure:
         return self.eraser(self).erase(subject, dry_run=dry_run, limit_s=limit_s)
@@ -519,15 +499,15 @@ class Shelf(Store):
 
         Raises `CacheHasChildren` for live and corrupt ones without `cascade`.
         """
-        found: dict[str, Entry] = {}
+        children: dict[str, Entry] = {}
         left = [entry]
         now = min(now, self._doubt.deadline())
-        for each in left:  # which grows meanwhile
-            for child in self._index.children(each.id, each.tenant):
-                if child.id not in found:
-                    found[child.id] = child
+        for parent in left:  # which grows meanwhile
+            for child in self._index.children(parent.id, parent.tenant):
+                if child.id not in children:
+                    children[child.id] = child
                     left.append(child)
-        stored = [child for child in reversed(found.values()) if child.stored]
+        stored = [child for child in reversed(children.values()) if child.stored]
         expired = {
             child.id
             for child in stored
@@ -540,7 +520,7 @@ class Shelf(Store):
 
     # Housekeeping
 
-    def sweep(self, now: float | None = None) -> Swept:
+    def sweep(self, now: float | None = None) -> types.Swept:
         now, doubt_s = (self._doubt.deadline(), self._doubt.seconds) if now is None else (now, 0.0)
         orphans = housekeeping.reclaim(self._index, self._blobs)
         every_s = self._blobs.walk_every_s
@@ -552,7 +532,7 @@ class Shelf(Store):
         housekeeping.adopt(self._index, "source", self._sources.owned, now)
         housekeeping.adopt(self._index, "response", self.responses.owned, now)
         expired = housekeeping.expire(self._index, self._blobs, now)  # and what they own is due, for the next lines
-        swept = Swept(
+        swept = types.Swept(
             expired=expired,
             orphans=orphans,
             tombstones=self._index.forget(now - KEEP_ENDED_S),
@@ -596,14 +576,14 @@ class Shelf(Store):
             try:
                 packed = self.get(entry.id, tenant=entry.tenant).pack()
                 count += self._writer.swap(entry, blob_content(entry.id, packed), evict=False)
-            except (CacheNotFound, CacheError):
+            except (errors.CacheNotFound, errors.CacheError):
                 pass  # it ended meanwhile, or is corrupt
-            except (QuotaExceeded, StorageFull) as error:
+            except (errors.QuotaExceeded, errors.StorageFull) as error:
                 log.warning("cache %s lies in %d files and stays there: %s", entry.id, len(entry.bases) + 1, error)
                 full.add(entry.tenant)
         return count
 
-    def usage(self, *, tenant: str | None = None) -> Usage:
+    def usage(self, *, tenant: str | None = None) -> StoredUsage:
         return self._index.usage(tenant)
 
     def health(self) -> Health:
@@ -613,7 +593,7 @@ class Shelf(Store):
     def check(self) -> Sequence[str]:
         return housekeeping.problems(self._index, self._blobs)
 
-    def scrub(self) -> Iterator[Scrubbed]:
+    def scrub(self) -> Iterator[types.Scrubbed]:
         for entry in self._index.stored():
             problem = entry.problem if entry.state == "corrupt" else self._read_through(entry)
             if problem != _GONE:
@@ -628,11 +608,11 @@ class Shelf(Store):
         try:
             self.open_blob(entry.id, tenant=entry.tenant).close()
             self.open_cache(entry.id, tenant=entry.tenant).close()
-        except KvshelfError as error:
+        except errors.KvshelfError as error:
             return _GONE if error.code in ("cache_not_found", "cache_expired") else error.message
         return None
 
-    def reseal(self) -> Iterator[Scrubbed]:
+    def reseal(self) -> Iterator[types.Scrubbed]:
         """Rewrite every cache and source that is not sealed with the keyring's first key; without a keyring, every one
         that is sealed.
 
@@ -654,7 +634,7 @@ class Shelf(Store):
                     if self._writer.swap(entry, self._content(entry, parent)):
                         return None
                 entry = self._reader.ready(entry.id, entry.tenant)  # it was changed meanwhile
-        except KvshelfError as error:
+        except errors.KvshelfError as error:
             return None if error.code in ("cache_not_found", "cache_expired") else error.message
         return f"it was changed {_SEAL_ROUNDS} times while it was sealed anew; try again when it is at rest"
 
@@ -679,16 +659,16 @@ _COMPACT_BATCH = 1000
 _GONE = "gone"
 
 
-def _scrubbed(of: Entry | SourceRecord, problem: str | None) -> Scrubbed:
+def _scrubbed(of: Entry | SourceRecord, problem: str | None) -> types.Scrubbed:
     if isinstance(of, SourceRecord):
-        return Scrubbed(id=of.manifest.id, tenant=of.manifest.tenant, bytes=of.body.stored_bytes, problem=problem)
-    return Scrubbed(id=of.id, tenant=of.tenant, bytes=of.nbytes, problem=problem)
+        return types.Scrubbed(id=of.manifest.id, tenant=of.manifest.tenant, bytes=of.body.stored_bytes, problem=problem)
+    return types.Scrubbed(id=of.id, tenant=of.tenant, bytes=of.nbytes, problem=problem)
 
 
 def _problem(act: Callable[[], object]) -> str | None:
     """What an action on a source says that is wrong with it, None if nothing is."""
     try:
         act()
-    except KvshelfError as error:
+    except errors.KvshelfError as error:
         return error.message
     return None

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from kvshelf.errors import InvalidRequest, QuotaExceeded, StateConflict, StoreUnavailable
-from kvshelf.store.manifest import Record
+from kvshelf.store.manifest import StoredRecord
 
 Kind = Literal["file", "batch", "request", "response", "source", "transforms", "usage", "clock", "erasure"]
 
-RecordT = TypeVar("RecordT", bound=Record)
+RecordT = TypeVar("RecordT", bound=StoredRecord)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import BinaryIO, Self, TypedDict
 
 from kvshelf.api import Timings
-from kvshelf.store.manifest import Judgement, Manifest, Record
+from kvshelf.store.manifest import Judgement, Manifest, StoredRecord
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,14 @@ class ChangeFields(TypedDict, total=False):
     pinned: bool
 
 
-class Page(Record):
+class Page(StoredRecord):
     """One page of a listing, newest first. `has_more`: ask again with `after` = the last id of `data`."""
 
     data: tuple[Manifest, ...]
     has_more: bool
 
 
-class Changes(Record):
+class Changes(StoredRecord):
     """What changed on a shelf after a place. data: live caches that were put or changed, the last change last. ended:
     ids of those that were deleted, evicted, found corrupt, or have expired. place: to ask from next. has_more: ask
     again."""
@@ -94,7 +94,7 @@ class Changes(Record):
     has_more: bool
 
 
-class Receipt(Record):
+class Receipt(StoredRecord):
     """Proof of a deletion. Unix seconds and bytes; `homes` names the home and tiers that had the cache. descendants:
     the caches that a cascade deleted before it, in this order; `bytes_freed` counts theirs."""
 
@@ -105,7 +105,7 @@ class Receipt(Record):
     descendants: tuple[str, ...] = ()
 
 
-class Swept(Record):
+class Swept(StoredRecord):
     """How many items a sweep removed. orphans: bytes that dead writers left."""
 
     expired: int = 0
@@ -119,7 +119,7 @@ class Swept(Record):
     usage: int = 0
 
 
-class Scrubbed(Record):
+class Scrubbed(StoredRecord):
     """The result of reading one whole cache; `problem` None: it is sound."""
 
     id: str

@@ -65,10 +65,10 @@ def spliced_content(cache_id: str, packed: blob.PackedBlob, parent: Entry, file:
     whole = blob_content(cache_id, packed)
     assert parent.name is not None, "a blob that is open has a name"
     shared = shared_with(packed, blob.open_file(file, nbytes), file)  # type: ignore[arg-type]
-    found = spliced(packed, shared, (parent.name, parent.nbytes), file, parent.bases)
-    if found is None:
+    blob_parts = spliced(packed, shared, (parent.name, parent.nbytes), file, parent.bases)
+    if blob_parts is None:
         return whole
-    return Content(cache_id, found.parts, found.nbytes, whole.verify, found.splice.bases)
+    return Content(cache_id, blob_parts.parts, blob_parts.nbytes, whole.verify, blob_parts.splice.bases)
 
 
 class Writer:
@@ -303,13 +303,13 @@ def joined(
         parts = [
             plain(file, rules, nbytes, tenant, of) for file, (_, nbytes), of in zip(files, names, subjects, strict=True)
         ]
-        found, size = parts[0]
+        file, size = parts[0]
         if len(parts) > 1:
-            splice, table = read_splice(found, size, names[1:])
-            found = SplicedFile(splice, table, [file for file, _ in parts], [size for _, size in parts])
+            splice, table = read_splice(file, size, names[1:])
+            file = SplicedFile(splice, table, [file for file, _ in parts], [size for _, size in parts])
             size = splice.nbytes
         opening.pop_all()
-    return found, size
+    return file, size
 
 
 def plain(file: StoredFile, rules: Rules, nbytes: int, tenant: str, subject: str) -> tuple[StoredFile, int]:

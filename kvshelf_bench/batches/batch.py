@@ -17,7 +17,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from kvshelf.corpus.run.journal import FileJournal
+from kvshelf.corpus.run.journal import OutputJournal
+from kvshelf.corpus.run.output_lines import FileLines
 from kvshelf.corpus.run.progress import RunOptions, RunState
 from kvshelf.errors import InternalError
 from kvshelf.store.url import StoreConfig
@@ -96,10 +97,10 @@ def batch_run(corpus: Sequence[list[int]], model: str, replicas: int) -> tuple[B
 
 
 def _run(corpus: Sequence[list[int]], engines: Any, store: StoreConfig, journal: Path) -> tuple[BatchCost, Memory]:
-    from kvshelf.corpus.run.run import Run
+    from kvshelf.corpus.run.run import BatchRun
 
-    with FileJournal(journal, {}) as kept:
-        run = Run([shard_of(corpus)], engines, store, kept, RunOptions("bench", "batch_bench"))
+    with OutputJournal(FileLines(journal), {}) as kept:
+        run = BatchRun([shard_of(corpus)], engines, store, kept, RunOptions("bench", "batch_bench"))
         early: tuple[int, int] | None = None
         before, started = _tree_s(), time.perf_counter()
         run.start()

@@ -17,7 +17,8 @@ from urllib.parse import unquote, urlsplit
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.identity import digest
 from kvshelf.corpus.row import Row
-from kvshelf.corpus.run.journal import FileJournal
+from kvshelf.corpus.run.journal import OutputJournal
+from kvshelf.corpus.run.output_lines import FileLines
 from kvshelf.store.disk.database import FILE_NAME
 from kvshelf.store.redis.address import parse
 from kvshelf.store.redis.link import RedisLink
@@ -116,7 +117,7 @@ def journal_s(results: int) -> float:
     )  # fmt: skip
     every = [replace(like, line=number, custom_id=f"row-{number}") for number in range(results)]
     folder = tempfile.TemporaryDirectory(prefix="kvshelf-bench-")
-    with folder as name, FileJournal(Path(name) / "journal", {"bench": "rates"}) as journal:
+    with folder as name, OutputJournal(FileLines(Path(name) / "journal"), {"bench": "rates"}) as journal:
         started = time.process_time()
         for first in range(0, results, _ROWS_AT_ONCE):
             journal.append(every[first : first + _ROWS_AT_ONCE])

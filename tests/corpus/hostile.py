@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from kvshelf.corpus.input.rows import parse_jsonl
-from kvshelf.corpus.row import Journal, Row, Shard
+from kvshelf.corpus.row import Row, Shard
+from kvshelf.corpus.run.journal import Journal
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.inputs.job import Level
 from kvshelf.workers.replica import replica

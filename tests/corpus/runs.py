@@ -9,7 +9,7 @@ from typing import Any
 
 from kvshelf.corpus.row import Row
 from kvshelf.corpus.run.progress import RunOptions, RunState, Summary
-from kvshelf.corpus.run.run import Run
+from kvshelf.corpus.run.run import BatchRun
 from kvshelf.store.base import Store
 from tests.conftest import _descendants, _title
 from tests.corpus.conftest import RunCluster
@@ -21,13 +21,13 @@ def options(*, tenant: str = "me", **fields: Any) -> RunOptions:
     return RunOptions(tenant, f"batch_{time.time_ns()}", **fields)
 
 
-def begun(run_cluster: RunCluster, lines: list[Any], journal: Remembered, how: RunOptions, **source: Any) -> Run:
-    run = Run(shards(lines, **source), run_cluster.engines, run_cluster.store, journal, how)
+def begun(run_cluster: RunCluster, lines: list[Any], journal: Remembered, how: RunOptions, **source: Any) -> BatchRun:
+    run = BatchRun(shards(lines, **source), run_cluster.engines, run_cluster.store, journal, how)
     run.start()
     return run
 
 
-def ended(run: Run) -> Summary:
+def ended(run: BatchRun) -> Summary:
     summary = run.wait(7000)
     assert summary is not None
     return summary
@@ -45,7 +45,7 @@ def until(true: Callable[[], bool], seconds: float = 300) -> None:
         time.sleep(0.02)
 
 
-def until_waiting(run: Run, reason: str) -> None:
+def until_waiting(run: BatchRun, reason: str) -> None:
     """Until one snapshot has both the state waiting and the reason; the next snapshot may differ."""
     until(lambda: (now := run.progress()).state is RunState.WAITING and reason in now.reason)
 

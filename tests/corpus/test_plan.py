@@ -25,10 +25,10 @@ from kvshelf.corpus.plan import (
     MEASURED,
     Fleet,
     Plan,
+    PlannedWork,
     SharedRates,
     SharedResource,
     Speed,
-    Work,
     make_plan,
     object_requests,
     read_lengths,
@@ -53,7 +53,7 @@ SPEED = Speed(10_000.0, "as given")
 
 
 def planned(**changes: Any) -> Plan:
-    work = Work("keydiff", 0.75, codec="none")
+    work = PlannedWork("keydiff", 0.75, codec="none")
     given: dict[str, Any] = {"lengths": ((4096, 1_000_000),), "work": work, "rates": MEASURED}
     return make_plan(shape=LLAMA, speed=SPEED, **{**given, "gpus": 100, "hours": None, **changes})
 
@@ -95,21 +95,21 @@ def test_hours_give_gpus_and_gpus_hours() -> None:
 
 
 def test_a_folder_takes_no_memory_of_redis_and_no_network() -> None:
-    plan = planned(work=Work("keydiff", 0.75, codec="none", home="disk"))
+    plan = planned(work=PlannedWork("keydiff", 0.75, codec="none", home="disk"))
     assert plan.redis_memory_bytes is None
     assert plan.network_bytes_per_s == 0
     assert plan.home_bytes == 10**6 * MEASURED.disk_document_bytes
 
 
 def test_objects_leave_the_index_in_redis_and_take_requests() -> None:
-    plan = planned(work=Work("keydiff", 0.75, codec="none", home="objects"), gb_month_price=0.02)
+    plan = planned(work=PlannedWork("keydiff", 0.75, codec="none", home="objects"), gb_month_price=0.02)
     assert plan.redis_memory_bytes == plan.home_bytes == 10**6 * MEASURED.redis_document_bytes
     assert plan.network_bytes_per_s == pytest.approx(plan.bytes_stored / (plan.hours * 3600))
     assert plan.bytes_stored == pytest.approx(134.36e12, rel=1e-3)
     # Each has 9 parts of 16 MiB, and ranges of 1, 2, 4 and 16 x 8 MiB behind its head.
     assert (plan.puts, plan.gets) == (11 * 10**6, 22 * 10**6)
     assert plan.month_price == pytest.approx(134_360 * 0.02, rel=1e-3)
-    both = planned(lengths=((4096, 7), (100, 3)), work=Work("keydiff", 0.75, codec="none", home="objects"))
+    both = planned(lengths=((4096, 7), (100, 3)), work=PlannedWork("keydiff", 0.75, codec="none", home="objects"))
     assert (both.puts, both.gets) == (7 * 11 + 3 * 1, 7 * 22 + 3 * 4)  # 3.3 MB: head, tail, ranges of 1 and 2 MiB
     assert (planned().puts, planned().gets) == (0, 0)
 
@@ -146,11 +146,11 @@ def test_lengths_are_added_up_one_by_one() -> None:
 
 
 def test_a_policy_without_a_budget_keeps_everything_and_a_budget_no_more_than_there_is() -> None:
-    assert Work("full").kept(1000) == 1000
-    assert Work("keydiff", budget_tokens=256).kept(1000) == 256
-    assert Work("keydiff", budget_tokens=256).kept(100) == 100
-    assert Work().kept(1000) == 1000  # the default of a creation
-    assert Work("keydiff").kept(1000) == 500
+    assert PlannedWork("full").kept(1000) == 1000
+    assert PlannedWork("keydiff", budget_tokens=256).kept(1000) == 256
+    assert PlannedWork("keydiff", budget_tokens=256).kept(100) == 100
+    assert PlannedWork().kept(1000) == 1000  # the default of a creation
+    assert PlannedWork("keydiff").kept(1000) == 500
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -296,7 +296,7 @@ def test_each_setting_moves_the_resource_that_names_it() -> None:
 
 
 def test_requests_to_s3_are_those_a_second_and_shelves_share_them() -> None:
-    plan = planned(gpus=1000, work=Work("keydiff", 0.75, codec="none", home="objects"))
+    plan = planned(gpus=1000, work=PlannedWork("keydiff", 0.75, codec="none", home="objects"))
     puts_per_s = plan.documents_per_hour / 3600 * 11
     for shelves in (1, 4):
         found = {part.name: part for part in shared_resources(plan, Fleet(shelves=shelves), MEASURED)}

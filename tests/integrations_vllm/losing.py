@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvshelf.integrations.vllm.connector import ShelfConnector
-from kvshelf.integrations.vllm.step import Step
+from kvshelf.integrations.vllm.step import ConnectorStep
 
 before_load: list[Callable[[], Any]] = []
 """Called once, after the next step with a load was scheduled. For a vLLM in this process."""
@@ -19,7 +19,7 @@ KILLS = "LOSING_CONNECTOR_KILLS"
 
 
 class LosingConnector(ShelfConnector):
-    def build_connector_meta(self, scheduler_output: Any) -> Step:
+    def build_connector_meta(self, scheduler_output: Any) -> ConnectorStep:
         step = super().build_connector_meta(scheduler_output)
         if step.loads and before_load:
             before_load.pop()()

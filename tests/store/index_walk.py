@@ -11,8 +11,8 @@ import pytest
 
 from kvshelf.errors import CacheNotFound
 from kvshelf.store.blobs import Name
-from kvshelf.store.index import BasesGone, Entry, Index, Query, Quota, Writing
-from kvshelf.store.manifest import Manifest, Usage
+from kvshelf.store.index import BasesGone, Entry, Filters, Index, Quota, Writing
+from kvshelf.store.manifest import Manifest, StoredUsage
 from tests.store.indexes import NOW, cache_id, manifest, writing
 
 _IDS = 8
@@ -74,10 +74,10 @@ class Walk:
             assert self._index.usage(tenant) == self._usage(tenant)
         assert [entry.id for entry in self._index.stored()] == [cache_id(number) for number in self._order]
         for tenant in _TENANTS:
-            self._check_listing(Query(tenant))
-            self._check_listing(Query(tenant, model="m1", labels={"a": "1"}))
-            self._check_listing(Query(tenant, name="n1"))
-            self._check_listing(Query(tenant, name="n1", id_prefix="kvs_0000"))
+            self._check_listing(Filters(tenant))
+            self._check_listing(Filters(tenant, model="m1", labels={"a": "1"}))
+            self._check_listing(Filters(tenant, name="n1"))
+            self._check_listing(Filters(tenant, name="n1", id_prefix="kvs_0000"))
         unpinned = {n for n, k in self._known.items() if k.state == "ready" and not k.manifest.pinned}
         victims = {cache_id(number) for number in unpinned if self._count(self._known[number].writing.name) == 0}
         assert {entry.id for entry in self._index.victims(100)} == victims
@@ -203,7 +203,7 @@ class Walk:
 
     def _look(self) -> None:
         self._check_entry(self._chance.randrange(_IDS))
-        self._check_listing(Query(self._chance.choice(_TENANTS), model=self._chance.choice([None, "m0", "m1"])))
+        self._check_listing(Filters(self._chance.choice(_TENANTS), model=self._chance.choice([None, "m0", "m1"])))
 
     # The model
 
@@ -260,14 +260,14 @@ class Walk:
         self._known[number].state = state
         self._order = [each for each in self._order if each != number]
 
-    def _usage(self, tenant: str | None) -> Usage:
+    def _usage(self, tenant: str | None) -> StoredUsage:
         ready = [
             known
             for known in self._known.values()
             if known.state == "ready" and tenant in (None, known.manifest.tenant)
         ]
         nbytes = sum(known.writing.nbytes for known in ready)
-        return Usage(caches=len(ready), bytes=nbytes)
+        return StoredUsage(caches=len(ready), bytes=nbytes)
 
     def _check_entry(self, number: int) -> None:
         children = {entry.id for entry in self._index.children(cache_id(number), _tenant(number))}
@@ -284,7 +284,7 @@ class Walk:
             assert (entry.uses, entry.pinned) == (known.uses, known.manifest.pinned)
             assert all(self._index.knows(name) for name, _ in entry.names())
 
-    def _check_listing(self, query: Query) -> None:
+    def _check_listing(self, query: Filters) -> None:
         wanted = [
             cache_id(number)
             for number in reversed(self._order)
@@ -304,7 +304,7 @@ def entry_manifest(entry: Entry) -> Manifest:
     return manifest() if entry.text is None else Manifest.model_validate_json(entry.text)
 
 
-def _matches(made: Manifest, query: Query) -> bool:
+def _matches(made: Manifest, query: Filters) -> bool:
     return (
         made.tenant == query.tenant
         and query.model in (None, made.model)

@@ -22,7 +22,7 @@ from typing import Any, Final
 import pytest
 
 from kvshelf.corpus.row import Row
-from kvshelf.corpus.run.stored import HomeJournal
+from kvshelf.corpus.run.stored import StoredJournal
 from kvshelf.errors import CacheCorrupt, CacheNotFound
 from kvshelf.service.jobs.batch_files import write_results
 from kvshelf.store import housekeeping
@@ -107,7 +107,7 @@ def run_batch(shelf: Filled, things: Things, now: float) -> None:
     term = shelf.batches.table.take(things.batch, lease_s=1e6)
     assert term is not None
     answer = {"choices": [{"message": {"content": things.word("journal and results")}}]}
-    HomeJournal(shelf.batches, things.batch, term).append([Row("in.jsonl", 1, custom_id="row-1", answer=answer)])
+    StoredJournal(shelf.batches, things.batch, term).append([Row("in.jsonl", 1, custom_id="row-1", answer=answer)])
     record = shelf.batches.get(things.batch, tenant="default")
     write_results(shelf, record.model_copy(update={"counts": record.counts.model_copy(update={"total": 1})}), term)
     shelf.batches.update(things.batch, lambda record: record.entered("completed", now), tenant="default", term=term)

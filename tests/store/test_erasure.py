@@ -16,7 +16,7 @@ import pytest
 
 from kvshelf.api.caches import Erasure
 from kvshelf.corpus.row import Row
-from kvshelf.corpus.run.stored import HomeJournal
+from kvshelf.corpus.run.stored import StoredJournal
 from kvshelf.errors import FileNotFound, InvalidRequest, StateConflict
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.erasure.eraser import RECORD_S, Subject
@@ -119,7 +119,7 @@ def test_lines_go_and_the_others_keep_their_numbers(place: Place, clock: Clock) 
         batch = shelf.batches.create("default", body, now=clock.time, expires_at=clock.time + 9)
         term = shelf.batches.table.take(batch.id, lease_s=1e6)
         assert term is not None
-        journal = HomeJournal(shelf.batches, batch.id, term)
+        journal = StoredJournal(shelf.batches, batch.id, term)
         journal.append([Row("in.jsonl", line, custom_id=text) for line, text in ((1, "one"), (3, "three"))])
         journal.append([Row("in.jsonl", 2, custom_id="the aster", cache_id=cache_id)])
         receipt = shelf.erase(ME)

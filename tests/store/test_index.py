@@ -13,8 +13,8 @@ import pytest
 
 from kvshelf.errors import QuotaExceeded, StorageFull, StoreUnavailable
 from kvshelf.store import eviction
-from kvshelf.store.index import Entry, Index, Query, Quota
-from kvshelf.store.manifest import Usage
+from kvshelf.store.index import Entry, Filters, Index, Quota
+from kvshelf.store.manifest import StoredUsage
 from tests.store.index_walk import Walk
 from tests.store.indexes import (
     NOW,
@@ -51,13 +51,13 @@ def index(home: Home) -> Iterator[Index]:
     index.close()
 
 
-def listed(index: Index, query: Query | None = None, now: float = NOW, before: int | None = None) -> list[str]:
-    return [entry.id for entry in index.listing(query or Query("me"), now, before, 1000)]
+def listed(index: Index, query: Filters | None = None, now: float = NOW, before: int | None = None) -> list[str]:
+    return [entry.id for entry in index.listing(query or Filters("me"), now, before, 1000)]
 
 
 def numbers(index: Index, **filters: object) -> list[int]:
     """The caches of "me" that a listing with these filters shows."""
-    return [int(each[4:], 16) for each in listed(index, Query("me", **filters))]  # type: ignore[arg-type]
+    return [int(each[4:], 16) for each in listed(index, Filters("me", **filters))]  # type: ignore[arg-type]
 
 
 def abandoned_names(index: Index) -> set[str]:
@@ -71,7 +71,7 @@ def test_a_cache_is_visible_once_it_is_published(index: Index) -> None:
     write, made = writing(nbytes=1024), manifest(expires_at=NOW + 60.5, pinned=True)
     index.begin(write, Quota())
     assert index.find(made.id, "me") is None
-    assert index.usage("me") == Usage(caches=0, bytes=0)
+    assert index.usage("me") == StoredUsage(caches=0, bytes=0)
     assert index.publish(write, made, over=None, cost_s=0.1, now=NOW) == (True, None)
     entry = found(index)
     assert entry == Entry(
@@ -93,7 +93,7 @@ def test_a_cache_is_visible_once_it_is_published(index: Index) -> None:
         text=made.model_dump_json(),
     )
     assert entry.manifest() == made
-    assert index.usage("me") == index.usage(None) == Usage(caches=1, bytes=1024)
+    assert index.usage("me") == index.usage(None) == StoredUsage(caches=1, bytes=1024)
     assert listed(index) == [made.id]
     assert index.abandoned() == []
 
@@ -101,8 +101,8 @@ def test_a_cache_is_visible_once_it_is_published(index: Index) -> None:
 def test_a_cache_is_its_tenants_alone(index: Index) -> None:
     entry = put(index, 1, tenant="me")
     assert index.find(entry.id, "you") is None
-    assert listed(index, Query("you")) == []
-    assert index.usage("you") == Usage(caches=0, bytes=0)
+    assert listed(index, Filters("you")) == []
+    assert index.usage("you") == StoredUsage(caches=0, bytes=0)
     index.touch(entry.id, "you", NOW)
     assert found(index).uses == 0
 
@@ -112,10 +112,10 @@ def test_a_tenant_has_any_name(index: Index, tenant: str) -> None:
     entry = put(index, 1, tenant=tenant, nbytes=7, expires_at=NOW + 100)
     lost = writing(2, 8, tenant)
     index.begin(lost, Quota())
-    assert (entry.tenant, index.usage(tenant)) == (tenant, Usage(caches=1, bytes=7))
-    assert index.usage(None) == Usage(caches=1, bytes=7)
+    assert (entry.tenant, index.usage(tenant)) == (tenant, StoredUsage(caches=1, bytes=7))
+    assert index.usage(None) == StoredUsage(caches=1, bytes=7)
     assert index.bury(entry, "deleted", NOW)
-    assert index.usage(tenant) == Usage(caches=0, bytes=0)
+    assert index.usage(tenant) == StoredUsage(caches=0, bytes=0)
     assert [(w.tenant, w.nbytes) for w in index.abandoned()] == [(tenant, 7)]
 
 
@@ -154,7 +154,7 @@ def test_bytes_are_replaced_and_all_else_stays(index: Index) -> None:
     assert entry == replace(first, name=write.name, nbytes=1020, version=first.version + 1, text=entry.text)
     assert entry.manifest() == first.manifest()
     assert numbers(index, labels={"a": "1"}) == [1]
-    assert index.usage("me") == Usage(caches=2, bytes=2020)
+    assert index.usage("me") == StoredUsage(caches=2, bytes=2020)
     assert abandoned_names(index) == {first.name}
     late = writing()
     index.begin(late, Quota())
@@ -173,7 +173,7 @@ def test_a_corrupt_cache_is_ready_again_with_other_bytes(index: Index) -> None:
     entry = found(index)
     assert (entry.state, entry.problem, entry.name) == ("ready", None, write.name)
     assert numbers(index, labels={"a": "1"}) == [1]
-    assert index.usage("me") == Usage(caches=1, bytes=900)
+    assert index.usage("me") == StoredUsage(caches=1, bytes=900)
     assert abandoned_names(index) == {first.name}
     assert index.problems() == []
 
@@ -186,7 +186,7 @@ def test_what_has_ended_is_not_replaced(index: Index, state: Literal["deleted", 
     assert index.bury(entry, state, NOW + 2)
     assert not index.swap(entry, entry.manifest(), write)
     assert found(index).state == state
-    assert index.usage("me") == Usage(caches=0, bytes=0)
+    assert index.usage("me") == StoredUsage(caches=0, bytes=0)
 
 
 def test_a_cache_that_the_writer_knows_to_be_broken_gives_way(index: Index) -> None:
@@ -199,7 +199,7 @@ def test_a_cache_that_the_writer_knows_to_be_broken_gives_way(index: Index) -> N
     entry = found(index)
     assert (entry.name, entry.expires_at, entry.uses) == (second.name, None, 0)
     assert entry.seq > first.seq
-    assert index.usage("me") == Usage(caches=1, bytes=300)
+    assert index.usage("me") == StoredUsage(caches=1, bytes=300)
     assert numbers(index, labels={"a": "1"}) == []
     assert index.expired(NOW + 1000, 10) == []
     assert abandoned_names(index) == {first.name}
@@ -225,7 +225,7 @@ def test_what_is_not_live_gives_way(index: Index) -> None:
     index.begin(write, Quota())
     assert index.publish(write, manifest(3), over=None, cost_s=1, now=NOW) == (True, None)
     assert found(index, 3).live(NOW)
-    assert index.usage("me") == Usage(caches=3, bytes=3000)
+    assert index.usage("me") == StoredUsage(caches=3, bytes=3000)
     assert index.forget(NOW + 1) == 0
 
 
@@ -347,11 +347,11 @@ def test_listings_show_live_caches_newest_first(index: Index) -> None:
     assert index.bury(found(index, 2), "deleted", NOW)
     assert index.mark_corrupt(found(index, 1), "broken")
     assert numbers(index) == [3, 4, 5]
-    page = index.listing(Query("me"), NOW, None, 2)
+    page = index.listing(Filters("me"), NOW, None, 2)
     assert [entry.id for entry in page] == [cache_id(3), cache_id(4)]
     assert listed(index, before=page[-1].seq) == [cache_id(5)]
     assert listed(index, before=found(index, 5).seq) == []
-    assert index.listing(Query("me"), NOW, None, 1)[0] == found(index, 3)
+    assert index.listing(Filters("me"), NOW, None, 1)[0] == found(index, 3)
 
 
 def test_filters_are_joined_by_and(index: Index) -> None:
@@ -401,7 +401,7 @@ def test_a_long_listing_comes_whole(index: Index) -> None:
     assert numbers(index) == list(range(459, -1, -1))
     wanted = [n for n in range(459, -1, -1) if n % 2 == 0 and n % 3 == 1]
     assert numbers(index, model="m0", labels={"third": "1"}) == wanted
-    page = index.listing(Query("me", model="m0", labels={"third": "1"}), NOW, None, 50)
+    page = index.listing(Filters("me", model="m0", labels={"third": "1"}), NOW, None, 50)
     assert [entry.id for entry in page] == [cache_id(number) for number in wanted[:50]]
     assert [entry.id for entry in index.stored()] == [cache_id(number) for number in range(460)]
 
@@ -422,7 +422,7 @@ def test_a_manifest_is_rewritten(index: Index) -> None:
     assert found(index) == again
     assert index.swap(again, manifest(expires_at=NOW + 20))
     assert [e.id for e in index.expired(NOW + 20, 10)] == [e.id for e in index.victims(10)] == [entry.id]
-    assert index.usage("me") == Usage(caches=1, bytes=1000)
+    assert index.usage("me") == StoredUsage(caches=1, bytes=1000)
 
 
 def test_only_what_is_ready_is_rewritten(index: Index) -> None:
@@ -486,7 +486,7 @@ def test_a_corrupt_cache_keeps_its_bytes_and_counts_no_more(index: Index) -> Non
     assert (after.state, after.problem, after.name) == ("corrupt", "a bit was flipped", entry.name)
     assert not index.mark_corrupt(entry, "again")
     assert found(index) == after
-    assert index.usage("me") == index.usage(None) == Usage(caches=0, bytes=0)
+    assert index.usage("me") == index.usage(None) == StoredUsage(caches=0, bytes=0)
     assert (listed(index), index.victims(10)) == ([], [])
     assert [e.id for e in index.stored()] == [e.id for e in index.expired(NOW + 10, 10)] == [entry.id]
     assert entry.name is not None
@@ -503,7 +503,7 @@ def test_a_tombstone_holds_nothing_of_the_cache(index: Index) -> None:
     tomb = found(index)
     assert (tomb.state, tomb.ended_at, tomb.seq, tomb.tenant) == ("deleted", NOW + 3, entry.seq, "me")
     assert (tomb.name, tomb.nbytes, tomb.text, tomb.problem, tomb.names()) == (None, 0, None, None, [])
-    assert index.usage(None) == Usage(caches=0, bytes=0)
+    assert index.usage(None) == StoredUsage(caches=0, bytes=0)
     assert (listed(index), numbers(index, labels={"a": "1"}), index.victims(10)) == ([], [], [])
     assert (index.expired(NOW + 1000, 10), list(index.stored())) == ([], [])
     assert abandoned_names(index) == {entry.name}
@@ -630,14 +630,14 @@ def test_two_processes_do_not_publish_one_cache(index: Index, home: Home) -> Non
         return published
 
     assert race(home, 50, publish) == [1] * 50
-    assert index.usage("me") == Usage(caches=50, bytes=50_000)
+    assert index.usage("me") == StoredUsage(caches=50, bytes=50_000)
 
 
 def test_two_processes_do_not_bury_one_cache(index: Index, home: Home) -> None:
     for number in range(50):
         put(index, number)
     assert race(home, 50, lambda index, number: index.bury(found(index, number), "deleted", NOW)) == [1] * 50
-    assert index.usage("me") == Usage(caches=0, bytes=0)
+    assert index.usage("me") == StoredUsage(caches=0, bytes=0)
 
 
 # In any order

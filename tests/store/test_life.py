@@ -24,7 +24,7 @@ from kvshelf.errors import (
     StoreUnavailable,
 )
 from kvshelf.store.index import Quota
-from kvshelf.store.manifest import Usage
+from kvshelf.store.manifest import StoredUsage
 from kvshelf.store.rules import Rules
 from kvshelf.store.sealing.keyring import Keyring
 from kvshelf.store.shelf import Shelf
@@ -495,7 +495,7 @@ def test_a_cache_that_is_deleted_while_it_is_sealed_anew_stays_deleted(place: Pl
         assert [found.problem for found in shelf.reseal()] == [None]
         with pytest.raises(CacheNotFound):
             shelf.stat(manifest.id)
-        assert shelf.usage() == Usage(caches=0, bytes=0)
+        assert shelf.usage() == StoredUsage(caches=0, bytes=0)
         assert place.names() == set()
 
 

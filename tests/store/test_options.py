@@ -7,13 +7,13 @@ from dataclasses import fields
 import pytest
 
 from kvshelf.store.base import Store
-from kvshelf.store.index import Query
+from kvshelf.store.index import Filters
 from kvshelf.store.types import FilterFields, Keep, KeepFields
 
 
 def test_keyword_arguments_are_those_of_the_values() -> None:
     assert KeepFields.__annotations__.keys() == {field.name for field in fields(Keep)}
-    assert FilterFields.__annotations__.keys() == {field.name for field in fields(Query)} - {"tenant"}
+    assert FilterFields.__annotations__.keys() == {field.name for field in fields(Filters)} - {"tenant"}
 
 
 @pytest.mark.parametrize("call", ["list", "update"])

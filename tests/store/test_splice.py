@@ -17,14 +17,23 @@ from kvshelf.store.blobs import StoredFile, new_name
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.rules import Rules
 from kvshelf.store.sealing.keyring import Keyring
-from kvshelf.store.splice import BASES_LIMIT, TABLE_LIMIT, Run, Splice, SplicedFile, read_splice
+from kvshelf.store.splice import BASES_LIMIT, TABLE_LIMIT, Splice, SplicedFile, SplicedRun, read_splice
 from kvshelf.store.splice.sharing import shared_with, spliced
 from tests.store.caches import extended, family, make_cache, require_equal
 
 NAMES = [new_name(f"kvs_{number:040x}") for number in range(3)]
 BASES = ((NAMES[0], 1000), (NAMES[1], 500))
 OWN = 300
-SPLICE = Splice(BASES, (Run(0, 0, 100), Run(1, 40, 900), Run(0, 100, 200), Run(2, 0, 500), Run(1, 0, 40)))
+SPLICE = Splice(
+    BASES,
+    (
+        SplicedRun(0, 0, 100),
+        SplicedRun(1, 40, 900),
+        SplicedRun(0, 100, 200),
+        SplicedRun(2, 0, 500),
+        SplicedRun(1, 0, 40),
+    ),
+)
 
 
 class BytesFile(io.BytesIO, StoredFile):  # type: ignore[misc]
@@ -88,14 +97,14 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes]]] = {
     "an empty run": ("field_malformed", lambda: table(runs((0, 0, 300), (1, 0, 0), (2, 0, 9)))),
     "a base that there is not": ("field_malformed", lambda: table(runs((0, 0, 300), (1, 0, 9), (3, 0, 9)))),
     "a base that is not used": ("field_malformed", lambda: table(runs((0, 0, 300), (1, 0, 9)))),
-    "no base": ("field_malformed", lambda: table(Splice((), (Run(0, 0, 300),)))),
+    "no base": ("field_malformed", lambda: table(Splice((), (SplicedRun(0, 0, 300),)))),
     "a base twice": ("field_malformed", lambda: table(Splice((BASES[0], BASES[0]), SPLICE.runs))),
     "too many bases": (
         "field_malformed",
         lambda: table(
             Splice(
                 tuple((new_name("kvs_" + "0" * 40), 9) for _ in range(BASES_LIMIT + 1)),
-                tuple(Run(number, 0, 9) for number in range(BASES_LIMIT + 2)),
+                tuple(SplicedRun(number, 0, 9) for number in range(BASES_LIMIT + 2)),
             )
         ),
     ),
@@ -134,8 +143,8 @@ def test_a_hostile_table_is_a_named_error(case: str) -> None:
     assert caught.value.reason == reason
 
 
-@pytest.mark.parametrize("run", [Run(1, 101, 900), Run(1, 2**62, 2**62), Run(2, 0, 501)])
-def test_a_run_beyond_the_end_of_its_base(run: Run) -> None:
+@pytest.mark.parametrize("run", [SplicedRun(1, 101, 900), SplicedRun(1, 2**62, 2**62), SplicedRun(2, 0, 501)])
+def test_a_run_beyond_the_end_of_its_base(run: SplicedRun) -> None:
     splice = Splice(BASES, (*SPLICE.runs, run))
     with pytest.raises(BlobError) as caught:
         SplicedFile(splice, 0, [BytesFile()] * 3, [300, 1000, 500])

@@ -56,7 +56,7 @@ class Lookup:
 
 
 @dataclass
-class Finding:
+class LookupProbe:
     """What a probe found. differences: between the two answers. aucs: one per round; the last ones only where the
     first was beyond the limit. pairs: of each round. ms: the median time of what nobody has."""
 
@@ -166,8 +166,8 @@ def parties(url: str, keys: Sequence[str]) -> Iterator[tuple[Party, Party]]:
             party.tenant = party.get("/v1/usage")["stored"][0]["tenant"]
             scopes = party.get("/v1/limits")["scopes"]
             if not {"read", "write"} <= {*scopes}:
-                told = f"the key of tenant {party.tenant} may {', '.join(scopes)}; give keys that may read and write"
-                raise InvalidRequest(told, param="--key")
+                message = f"the key of tenant {party.tenant} may {', '.join(scopes)}; give keys that may read and write"
+                raise InvalidRequest(message, param="--key")
         if one.tenant == other.tenant:
             raise InvalidRequest(f"both keys are of tenant {one.tenant}: give keys of two tenants", param="--key")
         yield one, other
@@ -257,8 +257,8 @@ def lookups(owner: Party, model: str) -> Iterator[tuple[Lookup, str, str]]:
     of_file = {"input_file_id": "{}", "endpoint": "/v1/caches"}
     yield Lookup("batch of a file", "POST", "/v1/batches", of_file, timed=False), file_id, _unknown(file_id)
 
-    asked = {"model": model, "cache_id": id, "input": "Say one word.", "max_output_tokens": 1, "store": True}
-    response_id = owner.make("/v1/responses", asked)["id"]
+    question = {"model": model, "cache_id": id, "input": "Say one word.", "max_output_tokens": 1, "store": True}
+    response_id = owner.make("/v1/responses", question)["id"]
     yield Lookup("response", "GET", "/v1/responses/{}"), response_id, _unknown(response_id)
     follow = {"model": model, "input": "And?", "max_output_tokens": 1, "previous_response_id": "{}"}
     yield Lookup("next response", "POST", "/v1/responses", follow), response_id, _unknown(response_id)
@@ -277,23 +277,23 @@ def _await(party: Party, path: str) -> dict[str, Any]:
         time.sleep(0.2)
 
 
-def probe(owner: Party, stranger: Party, lookup: Lookup, theirs: str, nothing: str, pairs: int) -> Finding:
+def probe(owner: Party, stranger: Party, lookup: Lookup, theirs: str, nothing: str, pairs: int) -> LookupProbe:
     """Compare what a stranger is answered for the owner's value and for one that nobody has."""
-    found = Finding(lookup.what, owner.tenant, pairs=pairs)
+    finding = LookupProbe(lookup.what, owner.tenant, pairs=pairs)
     said = [_told(_looked_up(stranger, lookup, value)[0], value) for value in (theirs, nothing)]
     if lookup.alike:
-        found.differences = [f"{part}: {one!r:.80} and {other!r:.80}" for part, one, other in _unequal(*said)]
-    found.differences += [f"names {id}" for id in owner.ids() if any(id in each["body"] for each in said)]
-    while lookup.timed and not found.differences and len(found.aucs) < ROUNDS:
+        finding.differences = [f"{part}: {one!r:.80} and {other!r:.80}" for part, one, other in _unequal(*said)]
+    finding.differences += [f"names {id}" for id in owner.ids() if any(id in answer["body"] for answer in said)]
+    while lookup.timed and not finding.differences and len(finding.aucs) < ROUNDS:
         times: dict[str, list[float]] = {theirs: [], nothing: []}
         for _ in range(pairs):
             for value in random.sample([theirs, nothing], 2):
                 times[value].append(_looked_up(stranger, lookup, value)[1])
-        found.ms = 1e3 * median(times[nothing])
-        found.aucs.append(auc(times[theirs], times[nothing]))
-        if not is_beyond(found.aucs[-1], pairs):
+        finding.ms = 1e3 * median(times[nothing])
+        finding.aucs.append(auc(times[theirs], times[nothing]))
+        if not is_beyond(finding.aucs[-1], pairs):
             break
-    return found
+    return finding
 
 
 def _looked_up(party: Party, lookup: Lookup, value: str) -> tuple[httpx.Response, float]:
@@ -327,10 +327,10 @@ def seen(stranger: Party) -> dict[str, Any]:
     }
 
 
-def puts(owner: Party, stranger: Party, model: str, pairs: int) -> Finding:
+def puts(owner: Party, stranger: Party, model: str, pairs: int) -> LookupProbe:
     """Compare what a stranger is answered for a document that the owner has on the shelf, and for a new one."""
-    found = Finding("put", owner.tenant, pairs=pairs)
-    while len(found.aucs) < ROUNDS:
+    finding = LookupProbe("put", owner.tenant, pairs=pairs)
+    while len(finding.aucs) < ROUNDS:
         times: dict[bool, list[float]] = {True: [], False: []}
         for _ in range(pairs):
             known, fresh = _document(_mark()), _document(_mark())
@@ -339,24 +339,24 @@ def puts(owner: Party, stranger: Party, model: str, pairs: int) -> Finding:
                 answer, took_s = stranger.send("POST", "/v1/caches", {"document": document, "model": model})
                 made = _required(answer).json()
                 if made["existing"] or answer.status_code != 201:
-                    found.differences = [f"status {answer.status_code}, existing {made['existing']}"]
+                    finding.differences = [f"status {answer.status_code}, existing {made['existing']}"]
                 times[document == known].append(took_s)
                 stranger.send("DELETE", f"/v1/caches/{made['id']}")
             owner.send("DELETE", owner.made.pop())
-        found.ms = 1e3 * median(times[False])
-        found.aucs.append(auc(times[True], times[False]))
-        if found.differences or not is_beyond(found.aucs[-1], pairs):
+        finding.ms = 1e3 * median(times[False])
+        finding.aucs.append(auc(times[True], times[False]))
+        if finding.differences or not is_beyond(finding.aucs[-1], pairs):
             break
-    return found
+    return finding
 
 
-def prove(url: str, keys: Sequence[str], *, pairs: int, show: Callable[[str], None]) -> list[Finding]:
+def prove(url: str, keys: Sequence[str], *, pairs: int, show: Callable[[str], None]) -> list[LookupProbe]:
     """The findings of all probes, in both directions. show: is told what goes on.
 
     Raises `InvalidRequest` for keys and services that prove nothing, `NoWorker` if the service does not answer, or if
     something that was made could not be removed.
     """
-    findings: list[Finding] = []
+    findings: list[LookupProbe] = []
     with parties(url.rstrip("/"), keys) as both:
         model = both[0].get("/v1/models")["data"][0]["id"]
         for owner, stranger in (both, both[::-1]):
@@ -364,8 +364,8 @@ def prove(url: str, keys: Sequence[str], *, pairs: int, show: Callable[[str], No
             before = seen(stranger)
             tried = list(lookups(owner, model))
             differences = [f"{part} changed" for part, _, _ in _unequal(before, seen(stranger))]
-            findings.append(Finding("listings", owner.tenant, differences))
-            for lookup, theirs, nothing in sorted(tried, key=lambda each: not each[0].timed):
+            findings.append(LookupProbe("listings", owner.tenant, differences))
+            for lookup, theirs, nothing in sorted(tried, key=lambda trial: not trial[0].timed):
                 show(f"{lookup.what} of tenant {owner.tenant}")
                 findings.append(probe(owner, stranger, lookup, theirs, nothing, pairs))
             show(f"put of what tenant {owner.tenant} has")

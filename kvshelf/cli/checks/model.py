@@ -109,8 +109,8 @@ def _put(trial: ModelToTry) -> Put:
         f"{tokens_per_s:,.0f} tokens prefilled a second, {compression.cache.nbytes / cache.num_tokens:,.0f} bytes a "
         f"token; {cache.num_tokens} put, answered {text!r}"
     )
-    found = (Finding("model", True, said), *_features(engine, document.text))
-    return Put(cache_id, question.text, tuple(answer.token_ids), found)
+    checks = (Finding("model", True, said), *_features(engine, document.text))
+    return Put(cache_id, question.text, tuple(answer.token_ids), checks)
 
 
 def _asked_again(trial: ModelToTry, made: Put) -> tuple[tuple[int, ...], float]:
@@ -185,5 +185,5 @@ def _available(check: str, names: Iterable[str], attempt: Callable[[str], Any]) 
         else:
             taken.append(name)
     said = [f"{len(taken)}: {', '.join(taken)}" if taken else "none"]
-    said += [f"not {', '.join(each)}: {message}" for message, each in refused.items()]
+    said += [f"not {', '.join(names)}: {message}" for message, names in refused.items()]
     return Finding(check, True, "; ".join(said))

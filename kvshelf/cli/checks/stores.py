@@ -56,13 +56,13 @@ def reseal(url: str, key_file: Path | None) -> str:
         return _walked(store, store.reseal(), "sealing", "sealed anew")
 
 
-def _walked(store: Store, found: Iterator[Scrubbed], doing: str, done: str) -> str:
+def _walked(store: Store, caches: Iterator[Scrubbed], doing: str, done: str) -> str:
     """Walks all caches with a progress bar. A damaged cache does not stop the walk."""
     count = nbytes = 0
     problems: list[str] = []
     with progress_bar() as progress:
         bar = progress.add_task(doing, total=store.usage().caches)
-        for cache in found:
+        for cache in caches:
             progress.advance(bar)
             count, nbytes = count + 1, nbytes + cache.bytes
             if cache.problem is not None:

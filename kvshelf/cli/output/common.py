@@ -12,24 +12,15 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Final
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import typer
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Column, Table
 
-from kvshelf import atomic
+from kvshelf import atomic, errors
 from kvshelf.cli.output import HarmlessConsole, harmless, say_json
-from kvshelf.errors import (
-    CacheExpired,
-    CallerError,
-    ConnectionFailed,
-    InvalidRequest,
-    KvshelfError,
-    LoadError,
-    NotFound,
-)
 from kvshelf.terminal import json_or_text
 
 if TYPE_CHECKING:
@@ -54,13 +45,13 @@ KVSHELF_URL is the address of the service, KVSHELF_API_KEY your key if it asks f
 INTERRUPTED = 130
 """What shells return for SIGINT. Typer exits with it where a command does not end by itself after Ctrl-C."""
 
-_EXIT_OF: list[tuple[type[KvshelfError], int]] = [
-    (NotFound, 3),
-    (CacheExpired, 3),
-    (ConnectionFailed, 4),
-    (LoadError, 5),
-    (CallerError, 2),
-    (KvshelfError, 1),
+_EXIT_OF: list[tuple[type[errors.KvshelfError], int]] = [
+    (errors.NotFound, 3),
+    (errors.CacheExpired, 3),
+    (errors.ConnectionFailed, 4),
+    (errors.LoadError, 5),
+    (errors.CallerError, 2),
+    (errors.KvshelfError, 1),
 ]
 
 # Names, labels and messages may contain square brackets, which must not be read as markup.
@@ -123,7 +114,7 @@ def _width(made: Table, *, without: Column | None = None) -> int:
     return sum(column.width or 0 for column in made.columns if column is not without) + 2 * (len(made.columns) - 1)
 
 
-def report(error: KvshelfError, *, as_json: bool) -> int:
+def report(error: errors.KvshelfError, *, as_json: bool) -> int:
     """Print the error and return its exit code."""
     if as_json:
         fields = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
@@ -138,7 +129,7 @@ def named_errors(*, as_json: bool = False) -> Iterator[None]:
     """Turns a kvshelf error raised inside into its message and exit code, and ends the command."""
     try:
         yield
-    except KvshelfError as error:
+    except errors.KvshelfError as error:
         raise typer.Exit(report(error, as_json=as_json)) from error
 
 
@@ -154,7 +145,7 @@ class Failures:
         """of: the item, which the message of an error then names."""
         try:
             yield
-        except KvshelfError as error:
+        except errors.KvshelfError as error:
             if of not in error.message:
                 error.message = f"{of}: {error.message}"
             code = report(error, as_json=self._as_json)
@@ -177,7 +168,7 @@ def written(path: Path) -> Iterator[BinaryIO]:
         with atomic.written(path) as file:
             yield file
     except OSError as error:
-        raise InvalidRequest(f"cannot write {path}: {error.strerror}", param="--output") from error
+        raise errors.InvalidRequest(f"cannot write {path}: {error.strerror}", param="--output") from error
 
 
 def print_object(obj: BaseModel) -> None:
@@ -186,13 +177,13 @@ def print_object(obj: BaseModel) -> None:
 
 def pairs(texts: Sequence[str] | None, option: str) -> dict[str, str]:
     """`["a=b"]` -> `{"a": "b"}`. Raises `InvalidRequest` if the name or the equals sign is missing."""
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for text in texts or ():
         name, equals, value = text.partition("=")
         if not (name and equals):
-            raise InvalidRequest(f"{option} {text!r} is not of the form name=value", param=option)
-        found[name] = value
-    return found
+            raise errors.InvalidRequest(f"{option} {text!r} is not of the form name=value", param=option)
+        values[name] = value
+    return values
 
 
 def parameters(texts: Sequence[str] | None, option: str = "--param") -> Mapping[str, Any]:
@@ -205,45 +196,19 @@ _LONGEST_S = 36525 * 86400
 """A hundred years. A date beyond the year 9999 could not be displayed."""
 
 
-def levels(given: Sequence[str] | None) -> list[float | dict[str, Any]] | None:
-    """`0.5` as a compression ratio, and `0.5:int4` as a ratio and a codec."""
-    found: list[float | dict[str, Any]] = []
-    for text in given or ():
-        ratio, _, codec = text.partition(":")
-        try:
-            number = float(ratio)
-        except ValueError:
-            raise InvalidRequest(
-                f"--level {text!r} is no compression ratio; write 0.5, or 0.5:int4 with a codec", param="--level"
-            ) from None
-        found.append({"compression_ratio": number, "codec": codec} if codec else number)
-    return found or None
-
-
-def measured(quality: str | None, no_quality: bool) -> str | bool | None:
-    """The field `quality` of a creation, from --quality and --no-quality."""
-    if quality is not None and no_quality:
-        raise InvalidRequest("--quality says how to measure, and --no-quality not to; give one", param="--quality")
-    return False if no_quality else quality
-
-
-SOURCE_FORMS: Final[dict[str | None, bool | str | None]] = {None: None, "text": True, "tokens": "tokens"}
-"""`keep_source` in a request, by the value of the option."""
-
-
 def seconds(text: str | None, option: str = "--ttl") -> float | None:
     """`90`, `90s`, `15m`, `2h` or `7d` in seconds."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
     if match is None:
-        raise InvalidRequest(f"{option} {text!r} is not a duration; write 90s, 15m, 2h or 7d", param=option)
-    found = float(match[1]) * _UNITS_S[match[2]]
-    if found > _LONGEST_S:
-        raise InvalidRequest(
+        raise errors.InvalidRequest(f"{option} {text!r} is not a duration; write 90s, 15m, 2h or 7d", param=option)
+    length_s = float(match[1]) * _UNITS_S[match[2]]
+    if length_s > _LONGEST_S:
+        raise errors.InvalidRequest(
             f"{option} {text!r} is more than 100 years; leave the option out for no limit", param=option
         )
-    return found
+    return length_s
 
 
 def standard_input() -> str:

@@ -87,7 +87,7 @@ def _told(receipt: Erasure) -> str:
     counts = ", ".join(f"{count} of {kind}" for kind, count in sorted(receipt.counts.items())) or "nothing"
     what = {"dry_run": "would go", "in_progress": "found, and not all is gone yet", "completed": "gone"}
     again = "".join(
-        f"; {each.kind} {each.id}: {each.why}" for each in receipt.stays if each.kind in ("request", "batch")
+        f"; {stay.kind} {stay.id}: {stay.why}" for stay in receipt.stays if stay.kind in ("request", "batch")
     )
     return f"{what[receipt.status]}: {counts}, {common.megabytes(receipt.bytes)}{again}"
 

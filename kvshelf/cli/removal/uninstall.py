@@ -75,21 +75,23 @@ def uninstall(
     with common.named_errors():
         left = list(dict.fromkeys(found(os.environ, store)))
         _show(left)
-        ours = [each for each in left if not each.remedy]
+        ours = [remainder for remainder in left if not remainder.remedy]
         if dry_run or not ours:
             return
-        if running := _running([each.place for each in ours]):
+        if running := _running([remainder.place for remainder in ours]):
             raise InvalidRequest(f"kvshelf runs (process {', '.join(running)}); stop it first", param="--yes")
         if not yes and not (sys.stdin.isatty() and typer.confirm("Remove all that has no remark?")):
             raise InvalidRequest("nothing was removed; repeat it with --yes", param="--yes")
-        for each in ours:
-            _remove(each)
-            say("removed", each.place)
+        for remainder in ours:
+            _remove(remainder)
+            say("removed", remainder.place)
     common.notes.print("What is left is the package: pip uninstall kvshelf")
 
 
 def _show(left: list[Left]) -> None:
-    rows = [[each.what, each.place, common.megabytes(each.nbytes), each.remedy] for each in left]
+    rows = [
+        [remainder.what, remainder.place, common.megabytes(remainder.nbytes), remainder.remedy] for remainder in left
+    ]
     if rows:
         common.print_table(common.table(["WHAT", "PLACE", "SIZE", ""], rows, numbers=[2]))
     else:
@@ -148,8 +150,8 @@ def _of_store(url: str) -> Iterator[Left]:
 
 def _of_ray(environment: Mapping[str, str]) -> Iterator[Left]:
     yield from _there("Ray", str(Path(tempfile.gettempdir()) / f"kvshelf-{os.getuid()}"))
-    if (given := environment.get("RAY_TMPDIR")) is not None:
-        yield from _there("Ray", str(Path(given) / "ray"), _SHARED)
+    if (folder := environment.get("RAY_TMPDIR")) is not None:
+        yield from _there("Ray", str(Path(folder) / "ray"), _SHARED)
 
 
 def _there(what: What, place: str | None, remedy: str = "") -> Iterator[Left]:
@@ -161,15 +163,15 @@ def _there(what: What, place: str | None, remedy: str = "") -> Iterator[Left]:
 def _running(places: Sequence[str]) -> list[str]:
     """The processes of this user that are services or batches of kvshelf, or whose command names one of the places, as
     those of Ray name their sockets."""
-    found: list[str] = []
+    names: list[str] = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             words = [os.fsdecode(word) for word in (process / "cmdline").read_bytes().split(b"\0")]
             serves = {"serve", "batch"} & set(words) and any(Path(word).name == "kvshelf" for word in words[:4])
             uses = any(f"{place}/" in word for place in places for word in words)
             if (serves or uses) and process.stat().st_uid == os.getuid():
-                found.append(process.name)
-    return found
+                names.append(process.name)
+    return names
 
 
 def _units() -> Iterator[tuple[Path, dict[str, str]]]:
@@ -187,15 +189,15 @@ def _units() -> Iterator[tuple[Path, dict[str, str]]]:
 def _settings_of(unit: str) -> dict[str, str]:
     settings: dict[str, str] = {}
     for line in re.findall(r"^Environment=(.*)$", unit, re.MULTILINE):
-        settings |= dict(each.split("=", 1) for each in shlex.split(line) if "=" in each)
+        settings |= dict(setting.split("=", 1) for setting in shlex.split(line) if "=" in setting)
     files = re.findall(r"^EnvironmentFile=-?(.*)$", unit, re.MULTILINE)
     files += re.findall(r"^ExecStart=.*--env-file[ =](\S+)", unit, re.MULTILINE)
     for file in files:
         settings["KVSHELF_ENV_FILE"] = file
         with_text = Path(file)
         if os.access(with_text, os.R_OK):
-            found = re.findall(r"^[ \t]*(\w+)=(.*)$", with_text.read_text(errors="replace"), re.MULTILINE)
-            settings |= {name: value.strip().strip("\"'") for name, value in found}
+            assignments = re.findall(r"^[ \t]*(\w+)=(.*)$", with_text.read_text(errors="replace"), re.MULTILINE)
+            settings |= {name: value.strip().strip("\"'") for name, value in assignments}
     if match := re.search(r"^ExecStart=.*--store[ =](\S+)", unit, re.MULTILINE):
         settings["KVSHELF_STORE"] = match[1]
     return settings

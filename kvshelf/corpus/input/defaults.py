@@ -74,11 +74,11 @@ def _untaken(policy: str, base: str | None) -> frozenset[str]:
         return frozenset(CHOSEN_BY_AUTO)
     try:
         about = policy_info(policy)
-        asked = about if base is None or "base" not in about.parameters else policy_info(base)
+        scorer = about if base is None or "base" not in about.parameters else policy_info(base)
     except InvalidRequest:
         return frozenset()  # the service that compresses the row refuses it, or has this policy from another package
     return frozenset(() if about.takes_budget else _SIZES) | (
-        set() if asked.takes_questions else {"expected_questions"}
+        set() if scorer.takes_questions else {"expected_questions"}
     )
 
 

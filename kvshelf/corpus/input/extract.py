@@ -87,13 +87,13 @@ class Upload:
     @property
     def kind(self) -> Kind:
         """The kind by media type and first bytes. Raises `UnsupportedMediaType` if they disagree or are unsupported."""
-        found = self.found
+        magic = self.found
         if self.media_type in _PDF_TYPES and self.data.startswith(_PDF):
             return "pdf"
-        if found == _MAGIC[_PDF] and self.media_type in _ANY_TYPE:
+        if magic == _MAGIC[_PDF] and self.media_type in _ANY_TYPE:
             return "pdf"
-        if found is not None or self.media_type in _PDF_TYPES:
-            raise _not_taken(f"the file is {found or 'no PDF'}, and was sent as {self.media_type or 'no type'!r:.80}")
+        if magic is not None or self.media_type in _PDF_TYPES:
+            raise _not_taken(f"the file is {magic or 'no PDF'}, and was sent as {self.media_type or 'no type'!r:.80}")
         if self.media_type in _HTML_TYPES or (self.media_type in _ANY_TYPE and _begins_as_html(self.data)):
             return "html"
         if self.media_type.startswith("text/") or self.media_type in _TEXT_TYPES + _ANY_TYPE:

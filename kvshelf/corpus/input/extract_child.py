@@ -102,13 +102,15 @@ def _blank(root: Any, hidden_by: tuple[str, ...]) -> None:
 @lru_cache(4096)
 def is_hidden(style: str) -> bool:
     """Whether a style hides an element with all that is in it."""
-    given = declarations(style)
-    number = _NUMBER.fullmatch(given.get("opacity", ""))
-    clips = any(given.get(name, "").startswith(("hidden", "clip")) for name in ("overflow", "overflow-x", "overflow-y"))
-    flat = any(_is_zero(given.get(name, "")) for name in ("width", "height", "max-width", "max-height"))
+    styles = declarations(style)
+    number = _NUMBER.fullmatch(styles.get("opacity", ""))
+    clips = any(
+        styles.get(name, "").startswith(("hidden", "clip")) for name in ("overflow", "overflow-x", "overflow-y")
+    )
+    flat = any(_is_zero(styles.get(name, "")) for name in ("width", "height", "max-width", "max-height"))
     return (
-        given.get("display") == "none"
-        or given.get("content-visibility") == "hidden"
+        styles.get("display") == "none"
+        or styles.get("content-visibility") == "hidden"
         or (number is not None and float(number[1]) <= 0)
         or (clips and flat)
     )
@@ -117,13 +119,13 @@ def is_hidden(style: str) -> bool:
 @lru_cache(4096)
 def inherited(style: str, by: tuple[str, ...]) -> tuple[str, ...]:
     """By which properties the text of an element with this style is hidden. by: its parent's."""
-    given = declarations(style)
+    styles = declarations(style)
     states = dict.fromkeys(by, True)
-    if "visibility" in given:
-        states["visibility"] = given["visibility"] in ("hidden", "collapse")
-    if "font-size" in given:
-        size = _NUMBER.fullmatch(given["font-size"])
-        if _is_zero(given["font-size"]):
+    if "visibility" in styles:
+        states["visibility"] = styles["visibility"] in ("hidden", "collapse")
+    if "font-size" in styles:
+        size = _NUMBER.fullmatch(styles["font-size"])
+        if _is_zero(styles["font-size"]):
             states["font-size"] = True
         elif size is None or size[2].lower() not in _RELATIVE:  # a share of nothing is nothing
             states["font-size"] = False
@@ -138,7 +140,7 @@ def _is_zero(value: str) -> bool:
 def declarations(style: str) -> dict[str, str]:
     """The declarations of a style attribute that count, in lower case: the last valid one of a property, unless an
     earlier one is important. `font` counts as its size."""
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     important: set[str] = set()
     for declaration in _split(style):
         name, colon, value = declaration.partition(":")
@@ -154,9 +156,9 @@ def declarations(style: str) -> dict[str, str]:
             continue
         if name in important and not is_important:
             continue
-        found[name] = value
+        values[name] = value
         important |= {name} if is_important else set()
-    return found
+    return values
 
 
 def _split(style: str) -> Iterator[str]:

@@ -27,7 +27,7 @@ from kvshelf.client._calls import MEDIA_TYPES
 from kvshelf.corpus.input.defaults import DOCUMENTS
 from kvshelf.corpus.input.extract import ExtractLimits, Upload, extract, missing_library, plain_text
 from kvshelf.corpus.input.rows import MAX_DOCUMENT_BYTES, MAX_NAME, parse_jsonl, read_row, without_duplicates
-from kvshelf.corpus.objects import is_url, opened
+from kvshelf.corpus.places import is_url, opened
 from kvshelf.corpus.row import Row, Shard, cut
 from kvshelf.errors import BodyTooLarge, FileNotFound, InvalidRequest, KvshelfError, StateConflict, UnsupportedMediaType
 from kvshelf.names import is_text, told
@@ -119,11 +119,11 @@ class FileCorpus:
         self._defaults = dict(defaults)
         self._limits = limits
         with _named_errors(where):
-            found = tuple(_found(self._system, path, pattern))
+            matches = tuple(_found(self._system, path, pattern))
         local = isinstance(self._system, LocalFiles)
-        self.files = tuple(_besides(without, found) if local else _besides_remote(without, found))
+        self.files = tuple(_besides(without, matches) if local else _besides_remote(without, matches))
         if not self.files:
-            but = " but what this batch writes itself" if found else ""
+            but = " but what this batch writes itself" if matches else ""
             raise InvalidRequest(f"there is no file at {where!r}{but}", param="input")
         self.several = len(self.files) > 1
 
@@ -260,7 +260,7 @@ class ParquetShard(_FileShard):
 
     def _row(self, batch: Any, at: int, line: int, nbytes: int) -> Row:
         """One row of a record batch, read value by value: a value that Python cannot hold fails only this row."""
-        given: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         bad: InvalidRequest | None = None
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
             try:
@@ -269,8 +269,8 @@ class ParquetShard(_FileShard):
                 bad = InvalidRequest(f"{name}: this value cannot be read: {error!s:.200}")
                 continue
             if value is not None:
-                given[name] = value
-        row = read_row(given, self._defaults, source=self._file.name, line=line, nbytes=nbytes)
+                values[name] = value
+        row = read_row(values, self._defaults, source=self._file.name, line=line, nbytes=nbytes)
         return row if bad is None else row.failed(bad)
 
 

@@ -61,21 +61,21 @@ def write_report(where: Place, made: Made, summary: Summary, results: Iterable[R
     and `StorageFull` if the file cannot be written.
     """
     require_report(where)
-    found = _Findings()
+    sums = _Findings()
     for result in results:
-        found.add(result)
+        sums.add(result)
     title = f"Batch {summary.state}"
     parts = [
         f"<h1>{_text(title)}</h1>",
-        *_made(made, found),
+        *_made(made, sums),
         *_totals(summary),
-        *_failures(found),
+        *_failures(sums),
         *_throughput(summary),
-        *_distribution("Lengths", found.tokens, _whole, "tokens of a document"),
-        *_distribution("Compression", found.stored, _share, "stored bytes of those of a 16-bit cache"),
-        *_quality(found),
-        *_saved(summary, found),
-        *_slowest(found),
+        *_distribution("Lengths", sums.tokens, _whole, "tokens of a document"),
+        *_distribution("Compression", sums.stored, _share, "stored bytes of those of a 16-bit cache"),
+        *_quality(sums),
+        *_saved(summary, sums),
+        *_slowest(sums),
     ]
     with written(where) as target:
         target.write(_PAGE.replace("{title}", _text(title)).replace("{body}", "\n".join(parts)).encode())
@@ -188,12 +188,12 @@ def _keep(extremes: list[tuple[float, Row]], rank: float, result: Row) -> None:
     del extremes[_EXTREMES:]
 
 
-def _made(made: Made, found: _Findings) -> list[str]:
+def _made(made: Made, sums: _Findings) -> list[str]:
     """The options of the batch, with the defaults of a creation."""
     spec = require_defaults(made.fields)
     ratio = "the policy's default" if spec.compression_ratio is None else f"{spec.compression_ratio:g}"
-    if found.tokens.total:
-        ratio += f"; {_share(1 - found.kept / found.tokens.total)} of the entries were removed"
+    if sums.tokens.total:
+        ratio += f"; {_share(1 - sums.kept / sums.tokens.total)} of the entries were removed"
     rows = [
         ("input", made.input),
         ("model", ", ".join(made.models)),
@@ -201,9 +201,9 @@ def _made(made: Made, found: _Findings) -> list[str]:
         ("compression ratio", ratio),
         ("codec", spec.codec),
     ]
-    told = {"model", "policy", "compression_ratio", "codec"}
-    rows += [(name.replace("_", " "), _plain(value)) for name, value in made.fields.items() if name not in told]
-    others = {policy: count for policy, count in found.policies.items() if policy not in ("", spec.policy)}
+    named = {"model", "policy", "compression_ratio", "codec"}
+    rows += [(name.replace("_", " "), _plain(value)) for name, value in made.fields.items() if name not in named]
+    others = {policy: count for policy, count in sums.policies.items() if policy not in ("", spec.policy)}
     own = ", ".join(f"{policy} ({count:,})" for policy, count in sorted(others.items()))
     sentences = [f"Some rows have a policy of their own: {own}."] if own and spec.policy != "auto" else []
     chosen = [f"Chosen for the documents: {own}."] if own and spec.policy == "auto" else []
@@ -235,12 +235,12 @@ def _totals(summary: Summary) -> list[str]:
     return [*_section("In short", sentences), _table(("", ""), rows)]
 
 
-def _failures(found: _Findings) -> list[str]:
-    if not found.failures:
+def _failures(sums: _Findings) -> list[str]:
+    if not sums.failures:
         return []
     rows = []
-    for code, count in sorted(found.failures.items(), key=lambda item: (-item[1], item[0])):
-        for number, (message, result) in enumerate(found.examples[code]):
+    for code, count in sorted(sums.failures.items(), key=lambda item: (-item[1], item[0])):
+        for number, (message, result) in enumerate(sums.examples[code]):
             name, counted = ("", "") if number else (code, _whole(count))
             rows.append((name, *_which(result), message, str(result.attempts), counted))
     headings = ("code", "for example at", "custom id", "message", "attempts", "documents")
@@ -266,54 +266,54 @@ def _throughput(summary: Summary) -> list[str]:
     return [*_section("Throughput", sentences), *([_table(headings, rows)] if rows else [])]
 
 
-def _quality(found: _Findings) -> list[str]:
-    if not found.agreement.count:
+def _quality(sums: _Findings) -> list[str]:
+    if not sums.agreement.count:
         return []
     from kvshelf.engine.quality import bounds  # torch, which a report without figures does without
 
-    count = found.agreement.count
-    low, high = bounds(found.below, count)
+    count = sums.agreement.count
+    low, high = bounds(sums.below, count)
     about = (
-        f"Measured on {count:,} of {found.tokens.count:,} documents, in {found.quality_s:,.1f} s: {found.below:,} are "
+        f"Measured on {count:,} of {sums.tokens.count:,} documents, in {sums.quality_s:,.1f} s: {sums.below:,} are "
         f"below {_FLOOR}, so of all {_share(low)} to {_share(high)} are, if these are a sample of them (bounds at 95 "
         "%). --quality full or fast measures every document."
     )
     rows = []
-    for agreement, result in found.worst:
+    for agreement, result in sums.worst:
         assert result.quality is not None
         low, high = (result.quality[bound] for bound in ("low", "high"))
         rows.append((*_which(result), _share(agreement), "-" if low is None else f"{_share(low)} to {_share(high)}"))
-    section = _distribution("Quality", found.agreement, _share, "agreement with the full cache", about)
+    section = _distribution("Quality", sums.agreement, _share, "agreement with the full cache", about)
     return [*section, _table(("lowest at", "custom id", "agreement", "95 % bounds"), rows, texts=2)]
 
 
-def _saved(summary: Summary, found: _Findings) -> list[str]:
+def _saved(summary: Summary, sums: _Findings) -> list[str]:
     if not summary.done:
         return []
     sentences = [
         f"The shelf takes {summary.bytes.told(_bytes)}.",
-        f"A question on one of these documents reads {found.tokens.mean:,.0f} tokens from the shelf, on average, "
+        f"A question on one of these documents reads {sums.tokens.mean:,.0f} tokens from the shelf, on average, "
         "instead of prefilling them.",
     ]
-    if found.seconds.count:
+    if sums.seconds.count:
         sentences.append(
-            f"One took {found.seconds.mean:,.2f} s of a replica, on average. That is prefill, compression, probe and "
+            f"One took {sums.seconds.mean:,.2f} s of a replica, on average. That is prefill, compression, probe and "
             "storing together; what a question saves is the prefill in it."
         )
-    if found.reused_tokens:
-        sentences.append(f"{found.reused_tokens:,} tokens were not prefilled because their caches were there before.")
+    if sums.reused_tokens:
+        sentences.append(f"{sums.reused_tokens:,} tokens were not prefilled because their caches were there before.")
     return _section("Saved", sentences)
 
 
-def _slowest(found: _Findings) -> list[str]:
-    if not found.seconds.count:
+def _slowest(sums: _Findings) -> list[str]:
+    if not sums.seconds.count:
         return []
-    repeated = f"Documents that took more than one attempt: {found.repeated:,}." if found.repeated else ""
-    slow = [row for _, row in found.slowest]
+    repeated = f"Documents that took more than one attempt: {sums.repeated:,}." if sums.repeated else ""
+    slow = [row for _, row in sums.slowest]
     rows = [(*_which(row), _whole(row.tokens), str(row.attempts), f"{row.seconds:,.2f}") for row in slow]
     title, what = f"Seconds, and the {_EXTREMES} slowest", "seconds of a replica"
     headings = ("slowest at", "custom id", "tokens", "attempts", "seconds")
-    return [*_distribution(title, found.seconds, _short, what, repeated), _table(headings, rows, texts=2)]
+    return [*_distribution(title, sums.seconds, _short, what, repeated), _table(headings, rows, texts=2)]
 
 
 def _distribution(

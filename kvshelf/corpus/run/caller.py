@@ -13,23 +13,14 @@ from typing import Any, Final, Protocol
 
 import structlog
 
+from kvshelf import errors
 from kvshelf.api import CreateCache
 from kvshelf.api.openai import ChatCompletionRequest
 from kvshelf.artifact.identity import canonical_json, digest
 from kvshelf.corpus.row import Row, RowError
 from kvshelf.corpus.run.progress import RunOptions
-from kvshelf.corpus.run.runner import Job, Runner, refuse, stored_caches
+from kvshelf.corpus.run.runner import RequestJob, Runner, refuse, stored_caches
 from kvshelf.corpus.run.sampling import is_measured
-from kvshelf.errors import (
-    Cancelled,
-    InternalError,
-    InvalidRequest,
-    KvshelfError,
-    QuotaExceeded,
-    RequestNotFound,
-    StateConflict,
-    StoreError,
-)
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.requests import RequestRecord
 from kvshelf.store.manifest import Manifest
@@ -44,7 +35,7 @@ PREFIX: Final = "row_"
 """Prefix of the request ids of rows. Only their batch runs these requests; background creations leave them alone."""
 
 _DROP_S: Final = 3.0
-_NO_END: Final = (Cancelled.code, QuotaExceeded.code)
+_NO_END: Final = (errors.Cancelled.code, errors.QuotaExceeded.code)
 """Recorded failures that a new run retries even without `retry_failed`."""
 
 
@@ -83,38 +74,38 @@ def request_id(batch_id: str, line: int) -> str:
 
 
 @dataclass(eq=False, kw_only=True)
-class RowJob(Job):
+class RowJob(RequestJob):
     """A row at work. Its request has no body, because the row is at hand.
 
-    manifests: those of its caches, once the request is done. found: whether this run has found or opened the request.
+    manifests: those of its caches, once the request is done. is_opened: whether this run has seen or opened it.
     """
 
     row: Row
     store: Store
     retry_failed: bool
     manifests: list[Manifest] | None = field(default=None, init=False)
-    found: bool = field(default=False, init=False)
+    is_opened: bool = field(default=False, init=False)
 
     def record(self) -> RequestRecord:
         """The row's request; opened if there is none, reopened if its recorded end does not settle the row."""
         try:
             record = super().record()
-        except RequestNotFound:
-            self.found = True
+        except errors.RequestNotFound:
+            self.is_opened = True
             return self.requests.open(self.id, tenant=self.tenant, body=b"")
         code = None if record.error is None else record.error.code
-        again = record.state == "failed" and not self.found and (self.retry_failed or code in _NO_END)
-        waits = record.attempts == self.lost and code == QuotaExceeded.code  # a recorded end, but the row waits
+        again = record.state == "failed" and not self.is_opened and (self.retry_failed or code in _NO_END)
+        waits = record.attempts == self.lost and code == errors.QuotaExceeded.code  # a recorded end, but the row waits
         if again or waits or (record.state == "done" and not self._is_stored(record)):
             record = self.requests.open(self.id, tenant=self.tenant, body=b"", again=True)
-        self.found = True
+        self.is_opened = True
         return record
 
     def drop(self) -> RequestRecord:
         """End the request unless a replica holds it; returns the record from before this call."""
         record = super().record()
         if Standing.of(record, self.requests.now()) is Standing.DUE:
-            refuse(self.requests, self.id, Cancelled("the batch was cancelled"), counted=False)
+            refuse(self.requests, self.id, errors.Cancelled("the batch was cancelled"), counted=False)
         elif record.state == "done":
             self._is_stored(record)
         return record
@@ -125,7 +116,7 @@ class RowJob(Job):
 
 
 @dataclass(frozen=True)
-class Answer:
+class RowAnswer:
     """The answer to a question. body: as the live route gives it. tokens: that went through the model."""
 
     body: Mapping[str, Any]
@@ -143,11 +134,11 @@ class Asks(Protocol):
         *,
         tenant: str,
         deadline_s: float,
-    ) -> Answer: ...
+    ) -> RowAnswer: ...
 
 
 @dataclass(eq=False)
-class Caller:
+class RowCaller:
     """Sends rows to the engines, `slots` at a time, on one event loop. going: set while rows may begin. asks: for a
     batch of questions. replicas: this caller's part of them, if there are several callers."""
 
@@ -162,7 +153,7 @@ class Caller:
     def __post_init__(self) -> None:
         self._slots = asyncio.Semaphore(self.slots)
         # Rows wait for a quota too: error rows would be of no use once there is space.
-        self._runner = Runner(StoreError, QuotaExceeded)
+        self._runner = Runner(errors.StoreError, errors.QuotaExceeded)
         self._begun: Counter[str] = Counter()  # by model
         self._shares = Shares(self.replicas)
         self.going = self._runner.going
@@ -186,7 +177,7 @@ class Caller:
         """Raises `InvalidRequest` for a model that is not served."""
         model = spec.model or next(iter(self.engines))
         if model not in self.engines:
-            raise InvalidRequest(f"model: {model!r:.80} is not served here; there is {', '.join(self.engines)}")
+            raise errors.InvalidRequest(f"model: {model!r:.80} is not served here; there is {', '.join(self.engines)}")
         options = self.options
         # The document is part of the id: a corrected line is a new row.
         body = canonical_json(spec.model_dump(mode="json"))
@@ -210,12 +201,15 @@ class Caller:
         """Bring a row to its end. Raises nothing but its own cancellation."""
         work: Callable[[], Awaitable[Row]]
         if row.question is not None:
-            asked = row.question.model or ""
-            model, work = asked if asked in self.engines else next(iter(self.engines)), partial(self._ask, row)
+            model_name = row.question.model or ""
+            model, work = (
+                model_name if model_name in self.engines else next(iter(self.engines)),
+                partial(self._ask, row),
+            )
         elif row.spec is not None:
             try:
                 job = self.job(row, row.spec)
-            except KvshelfError as error:
+            except errors.KvshelfError as error:
                 return row.failed(error)
             model, work = job.spec().model or "", partial(self._create, job)
         else:
@@ -227,7 +221,7 @@ class Caller:
                 return await work()
             except Exception as exc:
                 log.exception("a row failed unexpectedly", source=row.source, line=row.line)
-                bug = InternalError(f"this is a bug of kvshelf ({type(exc).__name__}); the log has the details")
+                bug = errors.InternalError(f"this is a bug of kvshelf ({type(exc).__name__}); the log has the details")
                 return row.failed(bug)
             finally:
                 self._begun[model] -= 1
@@ -248,7 +242,7 @@ class Caller:
         question = partial(self.asks, row.question, self.engines, self.store)
         seconds: list[float] = []  # of each attempt
 
-        async def ask() -> Answer:
+        async def ask() -> RowAnswer:
             with self._shares.part() as spent:
                 try:
                     return await question(tenant=options.tenant, deadline_s=options.document_deadline_s)
@@ -257,7 +251,7 @@ class Caller:
 
         with structlog.contextvars.bound_contextvars(request_id=request_id(options.batch_id, row.line)):
             end, attempts = await self._runner.tried(ask, options.max_attempts)
-        if isinstance(end, KvshelfError):
+        if isinstance(end, errors.KvshelfError):
             return row.failed(end, attempts=attempts, seconds=sum(seconds))
         done = replace(row, question=None, answer=end.body, tokens=end.tokens)
         return replace(done, attempts=attempts, seconds=seconds[-1])
@@ -285,9 +279,9 @@ async def _dropped(job: RowJob) -> RequestRecord | None:
     while time.monotonic() < end:
         try:
             record = await asyncio.to_thread(job.drop)
-        except StateConflict:
+        except errors.StateConflict:
             pass  # its replica took it a moment ago
-        except (StoreError, RequestNotFound):
+        except (errors.StoreError, errors.RequestNotFound):
             return None
         else:
             if record.state == "done":
@@ -310,11 +304,11 @@ def _made(row: Row, manifests: Sequence[Manifest]) -> Row:
         kept=first.kept_tokens,
         bytes_full=first.bytes_full,
         bytes_full_16bit=first.bytes["full_16bit"],
-        bytes_stored=sum(each.bytes_stored for each in manifests),
+        bytes_stored=sum(manifest.bytes_stored for manifest in manifests),
         quality=None if first.quality is None else first.quality.model_dump(),
         seconds=sum(map(_worked_s, manifests)),
         policy=first.policy,
-        levels=tuple(_level(each) for each in manifests) if len(manifests) > 1 else (),
+        levels=tuple(_level(manifest) for manifest in manifests) if len(manifests) > 1 else (),
     )
 
 

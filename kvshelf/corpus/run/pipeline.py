@@ -30,7 +30,7 @@ import structlog
 
 from kvshelf.corpus.input.reading import read_rows
 from kvshelf.corpus.row import Row, Shard
-from kvshelf.corpus.run.caller import Asks, Caller
+from kvshelf.corpus.run.caller import Asks, RowCaller
 from kvshelf.corpus.run.control import Order, Report
 from kvshelf.corpus.run.progress import RunOptions
 from kvshelf.errors import StoreError
@@ -131,8 +131,8 @@ class _Pipeline:
         except StopIteration:
             self._readers.remove(task)
             return None
-        held = Counter(self._settling.values())
-        caller = min(self._callers, key=held.__getitem__)
+        rows_at = Counter(self._settling.values())
+        caller = min(self._callers, key=rows_at.__getitem__)
         self._settling[caller.settled.remote(ref)] = caller
         return None
 
@@ -163,7 +163,7 @@ class Callers:
         self._stopped = False
         self._loop = asyncio.new_event_loop()
         store, options = _opened(setup.store), setup.options
-        self._caller = Caller(setup.engines, store, options, setup.began, slots, setup.asks, replicas)
+        self._caller = RowCaller(setup.engines, store, options, setup.began, slots, setup.asks, replicas)
         self._rows: set[asyncio.Task[Row]] = set()
         threading.Thread(target=self._run, daemon=True, name="caller").start()
 

@@ -32,7 +32,7 @@ class RunState(StrEnum):
 
 
 @dataclass(frozen=True)
-class Window:
+class WorkHours:
     """The time of day in which a batch may work, by the clock of its machine. It may span midnight."""
 
     begin: datetime.time
@@ -73,7 +73,7 @@ class RunOptions:
     max_attempts: int = 3
     document_deadline_s: float = 3600.0
     in_flight: int | None = None
-    window: Window | None = None
+    window: WorkHours | None = None
     max_gpu_hours: float | None = None
     retry_failed: bool = False
 

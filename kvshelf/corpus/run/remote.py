@@ -88,7 +88,7 @@ def _written(shards: Sequence[Shard], upload: BinaryIO) -> Iterator[Row]:
 
 
 def _followed(
-    client: Client, batch: BatchObject, told: Callable[[BatchObject], None], show: Show
+    client: Client, batch: BatchObject, report: Callable[[BatchObject], None], show: Show
 ) -> tuple[BatchObject, bool]:
     """The batch at its end, followed through restarts of the service, and whether Ctrl-C cancelled it."""
     lost_at: float | None = None
@@ -97,7 +97,7 @@ def _followed(
         try:
             for now in client.batches.events(batch.id):
                 batch, lost_at = now, None
-                told(now)
+                report(now)
         except KeyboardInterrupt:
             batch, interrupted = client.batches.cancel(batch.id), True
         except (ConnectionFailed, NoWorker):
@@ -141,9 +141,9 @@ def _ended(client: Client, file_id: str | None, rows: Sequence[Row]) -> Iterator
 
 def _snapshot(kind: Callable[..., Any], batch: BatchObject, refused: int) -> Any:
     """A batch of a service as the progress of a run. refused: rows that were not sent."""
-    counts, told = batch.request_counts, batch.progress
+    counts, progress = batch.request_counts, batch.progress
     problems = [] if batch.errors is None else [error.message for error in batch.errors.data]
-    reason = "its completion window is over" if batch.status == "expired" else "; ".join(problems) or told.reason
+    reason = "its completion window is over" if batch.status == "expired" else "; ".join(problems) or progress.reason
     total = counts.total + refused
     return kind(
         state=_STATES.get(batch.status, RunState.RUNNING),
@@ -153,6 +153,6 @@ def _snapshot(kind: Callable[..., Any], batch: BatchObject, refused: int) -> Any
         reused=counts.reused,
         failed=counts.failed + refused,
         fraction=(counts.completed + counts.failed + refused) / total if total else 0.0,
-        workers=told.workers,
-        **told.model_dump(exclude={"reason", "workers"}),
+        workers=progress.workers,
+        **progress.model_dump(exclude={"reason", "workers"}),
     )

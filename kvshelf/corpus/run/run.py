@@ -15,9 +15,10 @@ import ray
 import ray.exceptions as ray_errors
 import structlog
 
-from kvshelf.corpus.row import Journal, Row, Shard
+from kvshelf.corpus.row import Row, Shard
 from kvshelf.corpus.run.caller import Asks
 from kvshelf.corpus.run.control import Control, Order, Report
+from kvshelf.corpus.run.journal import Journal
 from kvshelf.corpus.run.pipeline import CallerSetup, stream
 from kvshelf.corpus.run.progress import Progress, RunOptions, RunState, Summary
 from kvshelf.corpus.run.tally import Tally
@@ -39,7 +40,7 @@ _STOP_S: Final = 60.0
 
 
 @dataclass(eq=False)
-class Run:
+class BatchRun:
     """A batch at work. `start` it once; Ray must be connected. Every method may be called from any thread.
 
     engines: by model name; the first one serves rows that name none. store: how every process opens the shelf that the

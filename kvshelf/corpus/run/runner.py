@@ -11,26 +11,16 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, TypeVar
 
 import structlog
 
+from kvshelf import errors
 from kvshelf.api import CreateCache
 from kvshelf.backoff import backoff_s
-from kvshelf.errors import (
-    CacheError,
-    CacheNotFound,
-    CallerError,
-    Cancelled,
-    DeadlineExceeded,
-    KvshelfError,
-    NoWorker,
-    QueueFull,
-    StateConflict,
-    StoreUnavailable,
-)
 from kvshelf.store.base import Store
-from kvshelf.store.jobs.requests import RequestRecord, Requests
+from kvshelf.store.jobs.requests import RequestRecord, RequestTable
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.replica.attempts import LEASE_S, MAX_ATTEMPTS, Standing, give_up
 from kvshelf.workers.replica.calls import Caller
@@ -44,12 +34,12 @@ POLL_S: Final = 0.5
 _PAUSE_S: Final = 2.0
 _MAX_PAUSE_S: Final = 30.0
 
-_NOT_BEGUN: Final = (NoWorker, QueueFull, StateConflict, Cancelled)
+_NOT_BEGUN: Final = (errors.NoWorker, errors.QueueFull, errors.StateConflict, errors.Cancelled)
 """Nothing was tried: no replica runs, the queue is full, or another worker has the request or was stopped."""
 
 
 @dataclass(eq=False, kw_only=True)
-class Job:
+class RequestJob:
     """One recorded request at work.
 
     spec: gives the creation; blocks. create: `create` of an engine, which makes one attempt. leaves_held: leave a
@@ -61,7 +51,7 @@ class Job:
 
     id: str
     tenant: str
-    requests: Requests
+    requests: RequestTable
     spec: Callable[[], CreateCache]
     create: Callable[..., Awaitable[Created]]
     deadline_s: float
@@ -84,9 +74,9 @@ class Breaker:
     A document that finds the store full was computed in vain, so other jobs wait. trouble: the error that opened it.
     """
 
-    def __init__(self, *trips: type[KvshelfError]) -> None:
+    def __init__(self, *trips: type[errors.KvshelfError]) -> None:
         self.trips = trips
-        self.trouble: KvshelfError | None = None
+        self.trouble: errors.KvshelfError | None = None
         self._tries = 0
         self._probe = asyncio.Lock()
 
@@ -116,59 +106,62 @@ class Runner:
     die together again, and one that kills its worker would take innocent ones with it.
     """
 
-    def __init__(self, *trouble: type[KvshelfError]) -> None:
+    def __init__(self, *trouble: type[errors.KvshelfError]) -> None:
         self.breaker = Breaker(*trouble)
         self.going = asyncio.Event()
         self._suspects = asyncio.Lock()
 
-    async def run(self, job: Job) -> Created | RequestRecord:
+    async def run(self, job: RequestJob) -> Created | RequestRecord:
         """The last attempt's result, or the request if it ended otherwise. Raises `RequestNotFound` if it is gone."""
-        while True:
-            await self.going.wait()
-            try:
-                async with self.breaker.attempt():
-                    step = await self._step(job)
-            except self.breaker.trips as error:
-                log.warning("the store keeps a request waiting", request=job.id, code=error.code, message=error.message)
-                continue
-            except StateConflict:  # another worker has it, or has just released it
-                step = POLL_S
-            if not isinstance(step, float):
-                if isinstance(step, Created) or step.ended:
-                    self.breaker.close()
-                return step
-            await asyncio.sleep(step)
+        return await self._until_end(partial(self._step, job), "the store keeps a request waiting", request=job.id)
 
     async def tried(
         self, call: Callable[[], Awaitable[ResultT]], max_attempts: int
-    ) -> tuple[ResultT | KvshelfError, int]:
+    ) -> tuple[ResultT | errors.KvshelfError, int]:
         """The result of a call that nothing records, or the error of its last attempt; and how many attempts counted.
 
         Attempts count and wait as those of jobs do.
         """
         failed = 0
-        while True:
-            await self.going.wait()
+
+        async def attempt() -> tuple[ResultT | errors.KvshelfError, int] | float:
+            nonlocal failed
             try:
-                async with self.breaker.attempt(), self._suspects if failed else nullcontext():
-                    result = await call()
-            except self.breaker.trips as error:
-                log.warning("the store keeps a question waiting", code=error.code, message=error.message)
-            except (NoWorker, QueueFull, Cancelled) as error:
-                await asyncio.sleep(_pause_s(error))
-            except KvshelfError as error:
+                async with self._suspects if failed else nullcontext():
+                    return await call(), failed + 1
+            except self.breaker.trips:
+                raise
+            except (errors.NoWorker, errors.QueueFull, errors.Cancelled) as error:
+                return _pause_s(error)
+            except errors.KvshelfError as error:
                 if error.details.get("begun") is not False:
                     failed += 1
                     log.info("an attempt failed", code=error.code)
-                    if failed >= max_attempts or isinstance(error, CallerError | CacheError):
-                        self.breaker.close()
+                    if failed >= max_attempts or isinstance(error, errors.CallerError | errors.CacheError):
                         return error, failed
-                await asyncio.sleep(_pause_s(error))
-            else:
-                self.breaker.close()
-                return result, failed + 1
+                return _pause_s(error)
 
-    async def _step(self, job: Job) -> Created | RequestRecord | float:
+        return await self._until_end(attempt, "the store keeps a question waiting")
+
+    async def _until_end(self, step: Callable[[], Awaitable[ResultT | float]], waiting: str, **about: str) -> ResultT:
+        """Take steps until one gives an end; the others give seconds until the next one. waiting: for the log."""
+        while True:
+            await self.going.wait()
+            try:
+                async with self.breaker.attempt():
+                    end = await step()
+            except self.breaker.trips as error:
+                log.warning(waiting, **about, code=error.code, message=error.message)
+                continue
+            except errors.StateConflict:  # another worker has it, or has just released it
+                end = POLL_S
+            if not isinstance(end, float):
+                if not isinstance(end, RequestRecord) or end.ended:
+                    self.breaker.close()
+                return end
+            await asyncio.sleep(end)
+
+    async def _step(self, job: RequestJob) -> Created | RequestRecord | float:
         """One step towards the end: the end, or seconds until the next step."""
         record = await asyncio.to_thread(_record, job)
         match Standing.of(record, job.requests.now(), max_attempts=job.max_attempts):
@@ -182,7 +175,7 @@ class Runner:
             case Standing.DUE:
                 return await self._attempt(job, record)
 
-    async def _attempt(self, job: Job, record: RequestRecord) -> Created | float:
+    async def _attempt(self, job: RequestJob, record: RequestRecord) -> Created | float:
         started, job.lost, job.attempts = time.monotonic(), None, record.tries + 1
         try:
             async with self._suspects if record.tries else nullcontext():
@@ -196,12 +189,14 @@ class Runner:
             raise
         except _NOT_BEGUN as error:
             return _pause_s(error)
-        except KvshelfError as error:
+        except errors.KvshelfError as error:
             if error.details.get("begun") is False:  # the deadline passed before the attempt began
                 return POLL_S
             job.spent_s += time.monotonic() - started
             log.info("an attempt failed", request=job.id, code=error.code)
-            silent = isinstance(error, DeadlineExceeded) and "begun" not in error.details  # the replica said nothing
+            silent = (
+                isinstance(error, errors.DeadlineExceeded) and "begun" not in error.details
+            )  # the replica said nothing
             now = await asyncio.to_thread(_record, job)
             if not silent and now.tries != record.tries:
                 return 0.0
@@ -216,26 +211,26 @@ def stored_caches(store: Store, record: RequestRecord) -> list[Manifest] | None:
     """The manifests of the caches that a request made; None unless all are on the shelf. Blocks."""
     try:
         return [store.stat(cache_id, tenant=record.tenant) for cache_id in record.cache_ids]
-    except (CacheNotFound, CacheError):
+    except (errors.CacheNotFound, errors.CacheError):
         return None
 
 
-def refuse(requests: Requests, request_id: str, error: KvshelfError, *, counted: bool = True) -> None:
+def refuse(requests: RequestTable, request_id: str, error: errors.KvshelfError, *, counted: bool = True) -> None:
     """Fail a request for good. Raises `StateConflict` if a worker holds it or it has ended."""
     attempt = requests.start(request_id, worker="runner", lease_s=LEASE_S)
     code, message, param = error.code, error.message, error.param
     requests.fail(request_id, attempt, code=code, message=message, param=param, final=True, counted=counted)
 
 
-def _record(job: Job) -> RequestRecord:
+def _record(job: RequestJob) -> RequestRecord:
     """The request. An attempt whose end the store missed is ended here, uncounted: no worker holds it any more."""
     record = job.record()
     if record.state != "running" or record.attempts != job.lost:
         return record
-    lost = StoreUnavailable("the store was gone when this attempt ended")
+    lost = errors.StoreUnavailable("the store was gone when this attempt ended")
     job.requests.fail(record.id, record.attempts, code=lost.code, message=lost.message, final=False, counted=False)
     return job.record()
 
 
-def _pause_s(error: KvshelfError) -> float:
+def _pause_s(error: errors.KvshelfError) -> float:
     return float(error.details.get("retry_after_s", POLL_S))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import pydantic_core
 
 from kvshelf.corpus.input.rows import parse_jsonl
-from kvshelf.corpus.row import Journal, Row, RowError, Shard, last_ends
-from kvshelf.store.jobs.batches import Batches
+from kvshelf.corpus.row import Row, RowError, Shard
+from kvshelf.corpus.run.journal import Journal, Lines, ReadLines, last_ends
+from kvshelf.store.jobs.batches import BatchTable
 from kvshelf.store.url import StoreConfig
 
 
@@ -50,7 +52,7 @@ class QuestionShard(StoredShard):
             for row in parse_jsonl(opened.file, self.filename, self.defaults, endpoint="/v1/chat/completions"):
                 yield ends.get(row.line, row)
 
-    def _earlier(self, batches: Batches) -> Iterator[Row]:
+    def _earlier(self, batches: BatchTable) -> Iterator[Row]:
         for row in last_ends(lambda: islice(_recorded(batches, self.batch_id), self.recorded)):
             if row.error is None:
                 yield replace(row, reused=True)
@@ -58,28 +60,38 @@ class QuestionShard(StoredShard):
                 yield row
 
 
-class HomeJournal(Journal):
-    """One line of JSON for each row that ended. After the batch's lease is lost, `append` raises `StateConflict`.
+class TableLines(Lines):
+    """The lines that the job table keeps with a batch. After the batch's lease is lost, `append` raises
+    `StateConflict`."""
 
-    A resumed run revisits finished rows as reused; their first end stays in the journal.
-    """
-
-    def __init__(self, batches: Batches, batch_id: str, term: int) -> None:
+    def __init__(self, batches: BatchTable, batch_id: str, term: int) -> None:
         self._batches = batches
         self._batch_id = batch_id
         self._term = term
+
+    def append(self, lines: Sequence[bytes]) -> None:
+        self._batches.table.append(self._batch_id, self._term, lines)
+
+    def reader(self, *, of_this_run: bool) -> ReadLines:
+        assert not of_this_run, "the lines of all runs are a batch's results"
+        return lambda: ((self._batch_id, line) for line in self._batches.journal(self._batch_id))
+
+
+class StoredJournal(Journal):
+    """A resumed run revisits finished rows as reused; their first end stays in the journal."""
+
+    def __init__(self, batches: BatchTable, batch_id: str, term: int) -> None:
+        super().__init__(TableLines(batches, batch_id, term))
+        self._recorded = partial(_recorded, batches, batch_id)
         self._ends: dict[tuple[str, int], _End] | None = None
 
     def append(self, rows: Sequence[Row]) -> None:
         if self._ends is None:
-            self._ends = {row.key: _end_of(row) for row in _recorded(self._batches, self._batch_id)}
+            self._ends = {row.key: _end_of(row) for row in self._recorded()}
         known = self._ends
         new = [row for row in rows if not _is_known(row, known.get(row.key))]
-        self._batches.table.append(self._batch_id, self._term, [pydantic_core.to_json(each.to_dict()) for each in new])
+        super().append(new)
         known.update((row.key, _end_of(row)) for row in new)
-
-    def finished(self) -> Iterator[Row]:
-        return last_results(self._batches, self._batch_id)
 
 
 _End = tuple[str | None, RowError | None, int]
@@ -95,10 +107,10 @@ def _is_known(row: Row, known: _End | None) -> bool:
     return known[0] == row.cache_id if row.reused else row.error is not None and known == _end_of(row)
 
 
-def last_results(batches: Batches, batch_id: str) -> Iterator[Row]:
+def last_results(batches: BatchTable, batch_id: str) -> Iterator[Row]:
     """Each row's last end, in the order of the journal."""
     return last_ends(lambda: _recorded(batches, batch_id))
 
 
-def _recorded(batches: Batches, batch_id: str) -> Iterator[Row]:
+def _recorded(batches: BatchTable, batch_id: str) -> Iterator[Row]:
     return (Row.from_dict(pydantic_core.from_json(line)) for line in batches.journal(batch_id))

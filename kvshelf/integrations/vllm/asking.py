@@ -15,7 +15,7 @@ from kvshelf.api import Usage
 from kvshelf.engine.inputs.encode import Prompt
 from kvshelf.errors import CacheUnusable, InvalidRequest, KvshelfError, WorkerCrashed
 from kvshelf.integrations.vllm.numbers import ProxyMetrics
-from kvshelf.integrations.vllm.request import Questions, ShelfRequest
+from kvshelf.integrations.vllm.request import QuestionBuilder, ShelfRequest
 from kvshelf.integrations.vllm.upstreams import Upstreams
 from kvshelf.service.dialects.completions import Ending
 from kvshelf.service.http.waiting import off_loop
@@ -25,12 +25,63 @@ from kvshelf.store.manifest import Manifest
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A question to a cache, and its body for vLLM's `/v1/completions`."""
+class CacheAsk:
+    """A question to a cache, its body for vLLM's `/v1/completions`, and what asks it. A `ChatBackend`, too."""
 
+    asker: CacheAsker
     cache: Manifest
     request: ShelfRequest
     body: dict[str, Any]
+
+    @property
+    def model(self) -> str:
+        return self.cache.model
+
+    async def whole(self) -> dict[str, Any]:
+        """vLLM's answer."""
+        with self.asker.counted(self):
+            return await self._whole()
+
+    async def answers(self) -> list[tuple[str, Ending]]:
+        """The text of vLLM's only answer, and its ending."""
+        with self.asker.counted(self):
+            answer = await self._whole()
+            (choice,) = answer["choices"]
+            return [(choice["text"], self.ending(choice["finish_reason"], answer["usage"]))]
+
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of vLLM's stream, without its end."""
+        with self.asker.counted(self):
+            async with aclosing(self._events()) as events:
+                async for event in events:
+                    yield event
+
+    async def pieces(self) -> AsyncGenerator[tuple[int, str | Ending], None]:
+        """The text of one streamed answer, and its ending, each as of choice 0."""
+        reason = usage = None
+        with self.asker.counted(self):
+            async with aclosing(self._events()) as events:
+                async for event in events:
+                    usage = event.get("usage") or usage
+                    for choice in event["choices"]:
+                        reason = choice["finish_reason"] or reason
+                        if choice["text"]:
+                            yield 0, choice["text"]
+            yield 0, self.ending(reason, usage)
+
+    async def _whole(self) -> dict[str, Any]:
+        async with self.asker.sent(self) as response:
+            answer: dict[str, Any] = json.loads(await response.aread())
+            return answer
+
+    async def _events(self) -> AsyncGenerator[dict[str, Any], None]:
+        async with self.asker.sent(self) as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    if "error" in event:
+                        raise _Failed(500, event)
+                    yield event
 
     def ending(self, finish_reason: Any, usage: dict[str, Any] | None) -> Ending:
         """How an answer ended, with the document's tokens as read from the shelf, not the entries that are left of
@@ -46,10 +97,10 @@ class Asked:
         return Ending(finish_reason, tokens)
 
 
-class Asking:
+class CacheAsker:
     """Asks vLLM servers about the caches of a store. Errors of the store are raised before a server is asked."""
 
-    def __init__(self, store: Store, questions: Questions, upstreams: Upstreams, metrics: ProxyMetrics) -> None:
+    def __init__(self, store: Store, questions: QuestionBuilder, upstreams: Upstreams, metrics: ProxyMetrics) -> None:
         self._store = store
         self._questions = questions
         self._upstreams = upstreams
@@ -57,81 +108,35 @@ class Asking:
 
     async def prepare(
         self, cache_id: str, tenant: str, prompt: Prompt, model: str | None, fields: dict[str, Any]
-    ) -> Asked:
+    ) -> CacheAsk:
         """model: None, the cache's, or as vLLM names it. fields: others of vLLM's body. Raises as `Store.stat` and
         `shelf_request` do."""
         with self._metrics.asking():
             cache = await off_loop(self._store.stat, cache_id, tenant=tenant)
             request = await off_loop(self._questions.request, cache, prompt)
         note(cache_id=cache.id, cache_read_tokens=cache.num_tokens, prefill_tokens=len(request.question))
-        return Asked(cache, request, request.body(None if model == cache.model else model, **fields))
-
-    async def whole(self, asked: Asked) -> dict[str, Any]:
-        """vLLM's answer."""
-        with self._counted(asked):
-            return await self._whole(asked)
-
-    async def text(self, asked: Asked) -> tuple[str, Ending]:
-        """The text of vLLM's only answer, and its ending."""
-        with self._counted(asked):
-            answer = await self._whole(asked)
-            (choice,) = answer["choices"]
-            return choice["text"], asked.ending(choice["finish_reason"], answer["usage"])
-
-    async def events(self, asked: Asked) -> AsyncGenerator[dict[str, Any], None]:
-        """The events of vLLM's stream, without its end."""
-        with self._counted(asked):
-            async with aclosing(self._events(asked)) as events:
-                async for event in events:
-                    yield event
-
-    async def pieces(self, asked: Asked) -> AsyncGenerator[tuple[int, str | Ending], None]:
-        """The text of one streamed answer, and its ending, each as of choice 0."""
-        reason = usage = None
-        with self._counted(asked):
-            async with aclosing(self._events(asked)) as events:
-                async for event in events:
-                    usage = event.get("usage") or usage
-                    for choice in event["choices"]:
-                        reason = choice["finish_reason"] or reason
-                        if choice["text"]:
-                            yield 0, choice["text"]
-            yield 0, asked.ending(reason, usage)
+        return CacheAsk(self, cache, request, request.body(None if model == cache.model else model, **fields))
 
     @contextmanager
-    def _counted(self, asked: Asked) -> Iterator[None]:
+    def counted(self, ask: CacheAsk) -> Iterator[None]:
         with self._metrics.asking():
             yield
-        self._metrics.answered(asked.cache.model, asked.cache.num_tokens, len(asked.request.question))
-
-    async def _whole(self, asked: Asked) -> dict[str, Any]:
-        async with self._sent(asked) as response:
-            answer: dict[str, Any] = json.loads(await response.aread())
-            return answer
-
-    async def _events(self, asked: Asked) -> AsyncGenerator[dict[str, Any], None]:
-        async with self._sent(asked) as response:
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
-                    event = json.loads(line.removeprefix("data: "))
-                    if "error" in event:
-                        raise _Failed(500, event)
-                    yield event
+        self._metrics.answered(ask.cache.model, ask.cache.num_tokens, len(ask.request.question))
 
     @asynccontextmanager
-    async def _sent(self, asked: Asked) -> AsyncIterator[httpx.Response]:
+    async def sent(self, ask: CacheAsk) -> AsyncIterator[httpx.Response]:
         # vLLM's log then names the request as ours does.
         headers = {"content-type": "application/json", "x-request-id": _request_id()}
-        content = json.dumps(asked.body).encode()
+        content = json.dumps(ask.body).encode()
         try:
             async with self._upstreams.answer(
-                "POST", "/v1/completions", key=asked.cache.id, headers=headers, content=content
+                "POST", "/v1/completions", key=ask.cache.id, headers=headers, content=content
             ) as response:
                 if not response.is_success:
                     raise _Failed(response.status_code, _parsed(await response.aread()))
                 yield response
         except _Failed as failed:
-            raise await self._reason(asked.cache, failed) from failed
+            raise await self._reason(ask.cache, failed) from failed
 
     async def _reason(self, cache: Manifest, failed: _Failed) -> KvshelfError:
         """vLLM tells callers that a request failed, not why: the store is asked what has become of the cache."""

@@ -16,7 +16,7 @@ from kvshelf.integrations.vllm.loading import ShelfWorker
 from kvshelf.integrations.vllm.model import ReadingModel
 from kvshelf.integrations.vllm.scheduling import ShelfScheduler
 from kvshelf.integrations.vllm.settings import ShelfSettings, require_supported, require_tested
-from kvshelf.integrations.vllm.step import Step
+from kvshelf.integrations.vllm.step import ConnectorStep
 from kvshelf.integrations.vllm.tenants import HiddenKeys
 
 HiddenKeys().install()  # vLLM imports this also where it receives requests, and makes no object there
@@ -65,7 +65,7 @@ class ShelfConnector(KVConnectorBase_V1):  # type: ignore[misc]  # without vLLM 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._of_scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> Step:  # noqa: ARG002
+    def build_connector_meta(self, scheduler_output: Any) -> ConnectorStep:  # noqa: ARG002
         return self._of_scheduler.take_step()
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:  # noqa: ARG002
@@ -109,7 +109,7 @@ class ShelfConnector(KVConnectorBase_V1):  # type: ignore[misc]  # without vLLM 
         return self._worker
 
     @property
-    def _bound(self) -> Step:
+    def _bound(self) -> ConnectorStep:
         step = self._get_connector_metadata()
-        assert isinstance(step, Step)
+        assert isinstance(step, ConnectorStep)
         return step

@@ -67,9 +67,9 @@ class ReadingModel:
                     f"the shelf nor with {self.identity.name!r} here",
                     transforms=wanted,
                 )
-            found = Transforms.from_bytes(data)
-            found.require_of(self.identity, self.layers)
-            self.coders[wanted] = Coder(found, self.rope.rotate, self.rope.unrotate)
+            transforms = Transforms.from_bytes(data)
+            transforms.require_of(self.identity, self.layers)
+            self.coders[wanted] = Coder(transforms, self.rope.rotate, self.rope.unrotate)
 
     def layer(self, cache: ArrivingCache, index: int, entries: int, heads: slice) -> tuple[Tensor, Tensor]:
         """Keys and values `[entries, heads, D]` of a layer, keys rotated to the places 0 to `entries` - 1. Waits for

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Annotated, Final
 
 import structlog
@@ -19,27 +16,25 @@ from starlette.types import Receive, Scope, Send
 from kvshelf.api.openai import ChatCompletionRequest
 from kvshelf.api.shapes import SHAPES
 from kvshelf.errors import InvalidRequest, KvshelfError
-from kvshelf.integrations.vllm.asking import Asking
+from kvshelf.integrations.vllm.asking import CacheAsker
 from kvshelf.integrations.vllm.bodies import CacheCompletion, Directions
 from kvshelf.integrations.vllm.numbers import ProxyMetrics
-from kvshelf.integrations.vllm.request import Questions
+from kvshelf.integrations.vllm.request import QuestionBuilder
 from kvshelf.integrations.vllm.upstreams import Upstreams
 from kvshelf.model.loading import load_tokenizer
 from kvshelf.service.access.keyfile import KeyFile
-from kvshelf.service.access.keys import REREAD_S, Access, Admin, LiveKeys, Reader
+from kvshelf.service.access.keys import Admin, LiveKeys, Reader
 from kvshelf.service.access.limits import TenantLimits
-from kvshelf.service.dialects.completions import Completion, wants_usage
-from kvshelf.service.http import errors, server
+from kvshelf.service.dialects.completions import completed
+from kvshelf.service.front import guard, rereading
+from kvshelf.service.http import server
 from kvshelf.service.http.events import event_stream
 from kvshelf.service.http.parsing import Parser
-from kvshelf.service.http.place import Place
 from kvshelf.service.http.receiving import JSON_TYPE, read_body, require_type
 from kvshelf.service.http.waiting import until_hangup
-from kvshelf.service.loops import repeat
 from kvshelf.service.observe import logs
-from kvshelf.service.observe.telemetry import ObservedRequests
 from kvshelf.service.observe.tracing import tracer_to
-from kvshelf.service.process.supervisor import bound
+from kvshelf.service.process.supervisor import alone
 from kvshelf.service.settings import Settings
 from kvshelf.service.storage import store_config
 from kvshelf.workers.replica.calls import Computing
@@ -68,12 +63,12 @@ _SHAPES: Final = (*SHAPES, "logprobs", "n", "tools")
 router = APIRouter()
 
 
-def _asking(request: Request) -> Asking:
-    asking: Asking = request.app.state.asking
+def _asking(request: Request) -> CacheAsker:
+    asking: CacheAsker = request.app.state.asking
     return asking
 
 
-InAsking = Annotated[Asking, Depends(_asking)]
+InAsking = Annotated[CacheAsker, Depends(_asking)]
 
 
 @router.post("/v1/chat/completions")
@@ -82,7 +77,7 @@ async def chat(request: Request, asking: InAsking, caller: Reader) -> Response:
     data = await _read(request)
     parser: Parser = request.app.state.parser
     if not (await parser.parsed(Directions, data, caller.tenant)).names_cache:
-        return _Passed(request, data)
+        return _Forwarded(request, data)
     body = await parser.parsed(ChatCompletionRequest, data, caller.tenant)
     assert body.cache_id is not None
     for name in _SHAPES:
@@ -93,11 +88,8 @@ async def chat(request: Request, asking: InAsking, caller: Reader) -> Response:
     if body.stream:
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
     turns = [message.model_dump() for message in query.messages or ()]
-    asked = await asking.prepare(body.cache_id, caller.tenant, turns, body.model, fields)
-    completion = Completion(asked.cache.model)
-    if body.stream:
-        return await event_stream(request, completion.chunks(asking.pieces(asked), with_usage=wants_usage(body)))
-    return JSONResponse(completion.whole([await until_hangup(request, asking.text(asked))]))
+    ask = await asking.prepare(body.cache_id, caller.tenant, turns, body.model, fields)
+    return await completed(request, body, ask, request.app.state.computing)
 
 
 @router.post("/v1/completions")
@@ -106,25 +98,25 @@ async def complete(request: Request, asking: InAsking, caller: Reader) -> Respon
     data = await _read(request)
     parser: Parser = request.app.state.parser
     if not (await parser.parsed(Directions, data, caller.tenant)).names_cache:
-        return _Passed(request, data)
+        return _Forwarded(request, data)
     body = await parser.parsed(CacheCompletion, data, caller.tenant)
     fields = (body.model_extra or {}) | {"stream": bool(body.stream)}
-    asked = await asking.prepare(body.cache_id, caller.tenant, body.prompt, body.model, fields)
+    ask = await asking.prepare(body.cache_id, caller.tenant, body.prompt, body.model, fields)
     if body.stream:
-        return await event_stream(request, asking.events(asked))
-    return JSONResponse(await until_hangup(request, asking.whole(asked)))
+        return await event_stream(request, ask.events())
+    return JSONResponse(await until_hangup(request, ask.whole()))
 
 
 @router.get("/v1/models")
 async def models(request: Request, _caller: Reader) -> Response:
     """The models of the least loaded server."""
-    return _Passed(request)
+    return _Forwarded(request)
 
 
 @router.get("/health")
 async def health(request: Request) -> Response:
     """Whether a server answers."""
-    return _Passed(request)
+    return _Forwarded(request)
 
 
 @router.get("/metrics")
@@ -144,7 +136,7 @@ def _end_to_end(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in headers.items() if name.lower() not in _BETWEEN_NEIGHBOURS}
 
 
-class _Passed(Response):
+class _Forwarded(Response):
     """Sends a request on when it is called, and gives the answer back as it arrives."""
 
     def __init__(self, request: Request, data: bytes | None = None) -> None:
@@ -176,7 +168,7 @@ class _Passed(Response):
 
 def create_app(
     settings: Settings,
-    asking: Asking,
+    asking: CacheAsker,
     upstreams: Upstreams,
     metrics: ProxyMetrics,
     keys: LiveKeys | None,
@@ -186,24 +178,17 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        pause = partial(asyncio.sleep, REREAD_S)
-        job = (
-            None if keys is None else repeat("reading of the API keys", partial(asyncio.to_thread, keys.reread), pause)
-        )
-        rereading = None if job is None else asyncio.create_task(job)
-        yield
-        if rereading is not None:
-            rereading.cancel()
+        with rereading(keys):
+            yield
         await upstreams.close()
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
     app.state.settings, app.state.asking, app.state.upstreams, app.state.metrics = settings, asking, upstreams, metrics
-    app.state.parser = Parser(settings, Computing())
-    app.include_router(router)
+    app.state.computing = computing = Computing()
+    app.state.parser = Parser(settings, computing)
     limits = TenantLimits(settings.tenant_max_concurrent, None, max_held_bytes=settings.max_held_bytes)
-    app.add_middleware(Access, keys=keys, allowed_hosts=settings.allowed_hosts, limits=limits)
-    errors.install(app, router.routes, listed="the proxy has /v1/chat/completions, /v1/completions and /v1/models")
-    app.add_middleware(ObservedRequests, metrics=metrics, tracer=tracer)  # added last, so it wraps all others
+    listed = "the proxy has /v1/chat/completions, /v1/completions and /v1/models"
+    guard(app, [router], settings, keys, limits, metrics, tracer, listed=listed)
     return app
 
 
@@ -214,15 +199,11 @@ def serve(settings: Settings, urls: Sequence[str], model: str) -> None:
     metrics, api_key = ProxyMetrics(), os.environ.get("VLLM_API_KEY")
     upstreams = Upstreams(urls, silence_s=settings.request_deadline_s, metrics=metrics, api_key=api_key)
     keys = None if settings.api_key_file is None else LiveKeys(KeyFile(settings.api_key_file))
-    line, held = socket.socketpair()  # no supervisor: nobody ends the line
     with (
         store_config(settings).open() as store,
         tracer_to(settings.otel_endpoint) as tracer,
-        bound(settings.host, settings.port) as listener,
-        line,
-        held,
+        alone(settings.host, settings.port) as place,
     ):
-        asking = Asking(store, Questions(load_tokenizer(model)), upstreams, metrics)
+        asking = CacheAsker(store, QuestionBuilder(load_tokenizer(model)), upstreams, metrics)
         app = create_app(settings, asking, upstreams, metrics, keys, tracer)
-        line.setblocking(False)
-        server.run(app, Place(listener, line), settings)
+        server.run(app, place, settings)

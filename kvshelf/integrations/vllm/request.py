@@ -30,17 +30,17 @@ class Named:
     api_key: str | None = field(default=None, repr=False)
 
     @classmethod
-    def parse(cls, given: Any) -> Self:
-        """Raises `InvalidRequest`, without what was given: it may hold a key."""
-        names = [each.name for each in fields(cls)]
-        texts = isinstance(given, Mapping) and all(isinstance(value, str) for value in given.values())
-        if not texts or "cache_id" not in given or not given.keys() <= set(names):
+    def parse(cls, values: Any) -> Self:
+        """Raises `InvalidRequest`, without what was values: it may hold a key."""
+        names = [member.name for member in fields(cls)]
+        texts = isinstance(values, Mapping) and all(isinstance(value, str) for value in values.values())
+        if not texts or "cache_id" not in values or not values.keys() <= set(names):
             raise InvalidRequest(
                 f"kv_transfer_params.{FIELD} must be an object of texts: cache_id, and tenant or api_key where this "
                 "vLLM asks for one",
                 param=f"kv_transfer_params.{FIELD}",
             )
-        return cls(**given)
+        return cls(**values)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class ShelfRequest:
         return cls(cache_id, entries, tuple(prompt[entries:]), cache.tenant)
 
 
-class Questions:
+class QuestionBuilder:
     """Builds requests with one model's tokenizer, from transformers. Thread-safe."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -141,4 +141,4 @@ def shelf_request(cache: Manifest, prompt: Prompt, tokenizer: Any, *, api_key: s
     vLLM that asks for keys; without it the request names the cache's tenant. Raises `InvalidRequest` for a
     prompt that cannot be asked, and `ModelMismatch` for another tokenizer or template than the document's.
     """
-    return replace(Questions(tokenizer).request(cache, prompt), api_key=api_key)
+    return replace(QuestionBuilder(tokenizer).request(cache, prompt), api_key=api_key)

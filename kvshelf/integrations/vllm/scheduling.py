@@ -12,7 +12,7 @@ import structlog
 from kvshelf.errors import InvalidRequest, KvshelfError
 from kvshelf.integrations.vllm.request import FIELD, ID_PREFIX, Named, ShelfRequest
 from kvshelf.integrations.vllm.settings import ShelfSettings
-from kvshelf.integrations.vllm.step import Load, Step
+from kvshelf.integrations.vllm.step import ConnectorStep, Load
 from kvshelf.integrations.vllm.tenants import Tenants
 
 log = structlog.get_logger("kvshelf.vllm")
@@ -30,7 +30,7 @@ class ShelfScheduler:
         self._tenants = Tenants(settings)
         self._named: dict[str, tuple[str, str] | KvshelfError] = {}
         self._decided: dict[str, ShelfRequest | KvshelfError] = {}
-        self._step = Step()
+        self._step = ConnectorStep()
 
     def arrived(self, request: Any) -> None:
         """Find out which cache of which tenant a request names, and let go of its key, which the workers are not to
@@ -53,11 +53,11 @@ class ShelfScheduler:
         try:
             if isinstance(named, KvshelfError):
                 raise named
-            asked = self._decided[request.request_id] = self._checked(request, *named)
+            decision = self._decided[request.request_id] = self._checked(request, *named)
         except KvshelfError as error:
             self._decided[request.request_id] = error
             return _REFUSED
-        return max(0, asked.entries - computed), False
+        return max(0, decision.entries - computed), False
 
     def _checked(self, request: Any, cache_id: str, tenant: str) -> ShelfRequest:
         sampling = request.sampling_params
@@ -70,25 +70,25 @@ class ShelfScheduler:
 
     def allocated(self, request: Any, pages: list[int], tokens: int) -> None:
         """`tokens` of a request are to be loaded in this step."""
-        asked = self._decided.get(request.request_id)
-        if isinstance(asked, KvshelfError):
-            log.error("refused", request_id=request.request_id, code=asked.code, error=str(asked))
+        decision = self._decided.get(request.request_id)
+        if isinstance(decision, KvshelfError):
+            log.error("refused", request_id=request.request_id, code=decision.code, error=str(decision))
             self._step.refused.append(request.request_id)
-        elif asked is not None and tokens:
-            assert asked.tenant is not None, "as its manifest names it"
+        elif decision is not None and tokens:
+            assert decision.tenant is not None, "as its manifest names it"
             with suppress(KvshelfError):  # a use that is not counted harms no answer
-                self._store.touch(asked.cache_id, tenant=asked.tenant)
-            first, entries = asked.entries - tokens, asked.entries
-            load = Load(request.request_id, asked.cache_id, asked.tenant, first, entries, tuple(pages))
+                self._store.touch(decision.cache_id, tenant=decision.tenant)
+            first, entries = decision.entries - tokens, decision.entries
+            load = Load(request.request_id, decision.cache_id, decision.tenant, first, entries, tuple(pages))
             self._step.loads.append(load)
 
-    def take_step(self) -> Step:
-        step, self._step = self._step, Step()
+    def take_step(self) -> ConnectorStep:
+        step, self._step = self._step, ConnectorStep()
         return step
 
     def finished(self, request: Any) -> None:
-        for found in (self._named, self._decided):
-            found.pop(request.request_id, None)
+        for requests in (self._named, self._decided):
+            requests.pop(request.request_id, None)
 
     def close(self) -> None:
         self._store.close()
@@ -100,8 +100,8 @@ def _is_ours(request: Any) -> bool:
 
 
 def _params(request: Any) -> Mapping[str, Any]:
-    given = request.kv_transfer_params
-    return given if isinstance(given, Mapping) else {}
+    params = request.kv_transfer_params
+    return params if isinstance(params, Mapping) else {}
 
 
 def _without_params(request: Any) -> None:

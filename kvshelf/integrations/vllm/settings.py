@@ -38,45 +38,45 @@ class ShelfSettings:
     trust_tenant: bool = False
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any]) -> Self:
+    def parse(cls, config: Mapping[str, Any]) -> Self:
         """Raises `InvalidRequest` for an unknown field, a wrong type, two ways to a tenant, no shelf or two."""
         names = [field.name for field in fields(cls)]
-        for name, value in given.items():
+        for name, value in config.items():
             kind, what = (bool, "true or false") if name == "trust_tenant" else (str, "a text")
             if name not in names or not isinstance(value, kind):
                 why = f"must be {what}" if name in names else f"is unknown{nearest(name, names)}"
                 raise InvalidRequest(f"kv_connector_extra_config: {name} {why}", param=name)
-        ways = [name for name in ("tenant", "api_key_file", "trust_tenant") if given.get(name)]
+        ways = [name for name in ("tenant", "api_key_file", "trust_tenant") if config.get(name)]
         if len(ways) > 1:
             raise InvalidRequest(f"kv_connector_extra_config takes one of {' and '.join(ways)}", param=ways[1])
-        if given.get("service"):
-            return cls._of_service(given)
-        store = given.get("store", os.environ.get("KVSHELF_STORE"))
+        if config.get("service"):
+            return cls._of_service(config)
+        store = config.get("store", os.environ.get("KVSHELF_STORE"))
         if store is None:
             raise InvalidRequest(
                 "kv_connector_extra_config needs store, the URL of the shelf, or the environment KVSHELF_STORE; or "
                 "service, the URL of a kvshelf service",
                 param="store",
             )
-        return cls(**{**given, "store": store})
+        return cls(**{**config, "store": store})
 
     @classmethod
-    def _of_service(cls, given: Mapping[str, Any]) -> Self:
+    def _of_service(cls, config: Mapping[str, Any]) -> Self:
         for name in ("store", "encryption_key_file", "api_key_file", "trust_tenant"):
-            if given.get(name):
+            if config.get(name):
                 raise InvalidRequest(
                     f"kv_connector_extra_config: {name} does not go together with service, which has its shelf and "
                     "one tenant, that of its key",
                     param=name,
                 )
-        parts = urlsplit(given["service"])
+        parts = urlsplit(config["service"])
         if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc or parts.query:
             raise InvalidRequest(
                 "kv_connector_extra_config: service must be an address such as http://kvshelf:8765, without a password "
                 "or a key; the key is taken from the environment KVSHELF_API_KEY",
                 param="service",
             )
-        return cls(**given)
+        return cls(**config)
 
     def open(self) -> Store | ServiceShelf:
         """Raises as `StoreConfig.open` does. A service that does not answer raises nothing here."""
@@ -88,7 +88,7 @@ class ShelfSettings:
 
 def require_tested(version: str) -> None:
     """Raises `MissingExtra` for a version of vLLM that is untested, unless the environment allows it."""
-    if not version.startswith(tuple(f"{each}." for each in TESTED)) and os.environ.get(UNTESTED) != "1":
+    if not version.startswith(tuple(f"{tested}." for tested in TESTED)) and os.environ.get(UNTESTED) != "1":
         raise MissingExtra(
             f"kvshelf is tested with vLLM {', '.join(TESTED)}, and this is {version}; install a tested one, or set "
             f"{UNTESTED}=1 to try it"
@@ -105,7 +105,7 @@ def require_supported(config: Any, page_groups: int) -> None:
             param="kv_load_failure_policy",
         )
     dtype = str(model.dtype).removeprefix("torch.")
-    found = {
+    conflicts = {
         "quantized weights": model.quantization is not None,
         "hf_overrides": bool(model.hf_overrides),
         f"the KV cache in {cache.cache_dtype}": cache.cache_dtype not in ("auto", dtype),
@@ -113,5 +113,5 @@ def require_supported(config: Any, page_groups: int) -> None:
         "context parallelism": parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1,
         "several groups of pages, as of layers with windows or states": page_groups != 1,
     }
-    if refused := [what for what, there in found.items() if there]:
+    if refused := [what for what, there in conflicts.items() if there]:
         raise PolicyUnsupported(f"kvshelf's connector does not take {', '.join(refused)} yet", param="kv_connector")

@@ -21,7 +21,7 @@ class Load:
 
 
 @dataclass
-class Step(KVConnectorMetadata):  # type: ignore[misc]
+class ConnectorStep(KVConnectorMetadata):  # type: ignore[misc]
     """Loads that the step's forward pass needs, and requests that fail without one."""
 
     loads: list[Load] = field(default_factory=list)

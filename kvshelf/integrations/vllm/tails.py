@@ -23,10 +23,10 @@ class Tails:
 
     def find(self, cache_id: str) -> Mapping[str, Rows] | None:
         """The rows behind the last full page, of each layer by name."""
-        found = self._kept.pop(cache_id, None)
-        if found is not None:
-            self._kept[cache_id] = found
-        return found
+        rows = self._kept.pop(cache_id, None)
+        if rows is not None:
+            self._kept[cache_id] = rows
+        return rows
 
     def keep(self, cache_id: str, rows: Mapping[str, Rows]) -> None:
         if cache_id not in self._kept:

@@ -69,8 +69,8 @@ class Upstreams:
         self._all = [Upstream(_base(url)) for url in dict.fromkeys(urls)]
         self._clock = clock
         self._metrics = metrics
-        for each in self._all:
-            metrics.watch(each.name, partial(getattr, each, "open"), partial(self._is_up, each))
+        for upstream in self._all:
+            metrics.watch(upstream.name, partial(getattr, upstream, "open"), partial(self._is_up, upstream))
         # Each request gets its own connection. One that was kept may just be closing, and a request that fails on it
         # could not be told from one that vLLM has begun.
         self._http = httpx.AsyncClient(
@@ -87,11 +87,11 @@ class Upstreams:
         """The servers in the order in which a request tries them. key: requests with the same key go to one server,
         unless it has more than `SLACK` requests more than the least loaded."""
         now = self._clock()
-        ranked = sorted(self._all, key=lambda each: each.weight(key or ""), reverse=True)
-        awake = [each for each in ranked if each.rests_until <= now] or ranked
-        if key is None or awake[0].open > min(each.open for each in awake) + SLACK:
-            awake.sort(key=lambda each: each.open)
-        return awake + [each for each in ranked if each not in awake]
+        ranked = sorted(self._all, key=lambda upstream: upstream.weight(key or ""), reverse=True)
+        awake = [upstream for upstream in ranked if upstream.rests_until <= now] or ranked
+        if key is None or awake[0].open > min(upstream.open for upstream in awake) + SLACK:
+            awake.sort(key=lambda upstream: upstream.open)
+        return awake + [upstream for upstream in ranked if upstream not in awake]
 
     @asynccontextmanager
     async def answer(

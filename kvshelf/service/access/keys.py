@@ -34,7 +34,7 @@ REREAD_S: Final = 0.5
 
 
 @dataclass(frozen=True)
-class Caller:
+class KeyCaller:
     """The tenant of a request and its scopes."""
 
     tenant: str
@@ -50,45 +50,45 @@ class Caller:
         if scope not in self.scopes:
             raise Forbidden(
                 f"this needs a key with the scope {scope!r}; the key {self.key_id} has "
-                f"{', '.join(each for each in SCOPES if each in self.scopes)}"
+                f"{', '.join(scope for scope in SCOPES if scope in self.scopes)}"
             )
 
 
-ANYONE: Final = Caller("default", frozenset(SCOPES), None)
+ANYONE: Final = KeyCaller("default", frozenset(SCOPES), None)
 """Every caller of a service without keys, see `require_local`. All have one tenant; Authorization is ignored."""
 
 
-def _caller(request: Request) -> Caller:
-    found: Caller = request.state.caller
-    return found
+def _caller(request: Request) -> KeyCaller:
+    caller: KeyCaller = request.state.caller
+    return caller
 
 
-def _with_scope(scope: Scope) -> Callable[[Request], Caller]:
-    def caller(request: Request) -> Caller:
-        found = _caller(request)
-        found.require(scope)
-        return found
+def _with_scope(scope: Scope) -> Callable[[Request], KeyCaller]:
+    def caller(request: Request) -> KeyCaller:
+        caller = _caller(request)
+        caller.require(scope)
+        return caller
 
     return caller
 
 
-AnyCaller = Annotated[Caller, Depends(_caller)]
+AnyCaller = Annotated[KeyCaller, Depends(_caller)]
 """The caller of a route that asks for a scope itself."""
 
-Reader = Annotated[Caller, Depends(_with_scope("read"))]
+Reader = Annotated[KeyCaller, Depends(_with_scope("read"))]
 """The caller of a route that needs the scope `read`."""
 
-Writer = Annotated[Caller, Depends(_with_scope("write"))]
+Writer = Annotated[KeyCaller, Depends(_with_scope("write"))]
 """The caller of a route that needs the scope `write`."""
 
-Admin = Annotated[Caller, Depends(_with_scope("admin"))]
+Admin = Annotated[KeyCaller, Depends(_with_scope("admin"))]
 """The caller of a route that needs the scope `admin`."""
 
 
 class KeyHolders(Protocol):
     """Who knows whose a key is."""
 
-    async def identified(self, headers: Headers) -> Caller:
+    async def identified(self, headers: Headers) -> KeyCaller:
         """The caller who sent these headers. Raises `Unauthorized`."""
 
 
@@ -102,24 +102,27 @@ class LiveKeys:
         self._keys = Keys(self._records)
         self._problem = ""
 
-    def caller(self, headers: Headers) -> Caller:
+    def caller(self, headers: Headers) -> KeyCaller:
         """The caller who sent these headers. Raises `Unauthorized`."""
-        given = [*headers.getlist("authorization"), *(f"Bearer {key}" for key in headers.getlist("x-api-key"))]
-        if not given:
+        values = [
+            *headers.getlist("authorization"),
+            *(f"Bearer {key}" for key in headers.getlist("x-api-key")),
+        ]
+        if not values:
             raise Unauthorized("this service needs an API key in the header: Authorization: Bearer kvsk_...")
-        scheme, _, key = given[0].partition(" ")
-        if len(given) > 1 or scheme.lower() != "bearer":
+        scheme, _, key = values[0].partition(" ")
+        if len(values) > 1 or scheme.lower() != "bearer":
             raise Unauthorized("send one key, as Authorization: Bearer kvsk_... or as X-Api-Key: kvsk_...")
         return self.holder(key.strip())
 
-    async def identified(self, headers: Headers) -> Caller:
+    async def identified(self, headers: Headers) -> KeyCaller:
         """As `caller`."""
         return self.caller(headers)
 
-    def holder(self, key: str) -> Caller:
+    def holder(self, key: str) -> KeyCaller:
         """Whose key this is. Raises `Unauthorized`."""
         record = self._keys.identify(key)
-        return Caller(record.tenant, frozenset(record.scopes), record.id)
+        return KeyCaller(record.tenant, frozenset(record.scopes), record.id)
 
     def reread(self) -> None:
         """Read the file again; repeated every `REREAD_S`, so that a revoked key stops working within a second."""

@@ -91,18 +91,18 @@ class TenantLimits:
                 retry_after_s=wait_s,
             )
         self._open[tenant] += 1
-        held = 0
+        held_bytes = 0
 
         def hold(nbytes: int) -> None:
-            nonlocal held
+            nonlocal held_bytes
             self._hold(tenant, nbytes)
-            held += nbytes
+            held_bytes += nbytes
 
         try:
             yield hold
         finally:
             self._open[tenant] -= 1
-            self._held[tenant] -= held
+            self._held[tenant] -= held_bytes
 
     def _hold(self, tenant: str, nbytes: int) -> None:
         """Count bytes of a body until its request ends. Raises `ServiceBusy` beyond `max_held_bytes`.

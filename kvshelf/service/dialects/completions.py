@@ -7,23 +7,12 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
-from kvshelf.api import Source, Usage
-from kvshelf.api.openai import (
-    AssistantMessage,
-    ChatChoice,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatCompletionRequest,
-    ChatReason,
-    ChatUsage,
-    ChoiceLogprobs,
-    ChunkChoice,
-    Delta,
-    DeltaCall,
-    PromptTokensDetails,
-)
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+
+from kvshelf.api import Source, Usage, openai
 from kvshelf.api.queries import Remade
 from kvshelf.api.shapes import Logprob
 from kvshelf.api.strict import FinishReason
@@ -31,6 +20,9 @@ from kvshelf.api.tools import ToolCall
 from kvshelf.engine.decode.logprobs import Piece
 from kvshelf.errors import InvalidRequest
 from kvshelf.model.templates.thoughts import Thought
+from kvshelf.service.http.events import event_stream
+from kvshelf.service.http.waiting import until_hangup
+from kvshelf.workers.replica.calls import Computing
 from kvshelf.workers.replica.results import Reply
 
 OURS: Final = {"sources", "stored_cache_id", "not_stored", "recomputed"}
@@ -53,7 +45,7 @@ class Ending(NamedTuple):
     thought: str | None = None
 
     @property
-    def reason(self) -> ChatReason:
+    def reason(self) -> openai.ChatReason:
         """Why it ended, as OpenAI says it."""
         return "tool_calls" if self.tool_calls else self.finish_reason
 
@@ -73,6 +65,31 @@ def ending_of(reply: Reply, remade: list[Remade] | None = None, *, together: boo
     )
 
 
+class ChatBackend(Protocol):
+    """What answers one chat completion: replicas, or vLLM servers. model: its name in the answer."""
+
+    @property
+    def model(self) -> str: ...
+
+    def pieces(self) -> AsyncGenerator[tuple[int, str | Ending], None]:
+        """The pieces of the text of each choice, by its index, and its ending."""
+
+    async def answers(self) -> list[tuple[str, Ending]]:
+        """The text of each choice, and its ending."""
+
+
+async def completed(
+    request: Request, body: openai.ChatCompletionRequest, backend: ChatBackend, computing: Computing, written: int = 0
+) -> Response:
+    """The answer to a chat completion: as a whole, or as events. computing: makes what may be long. written: see
+    `Completion`."""
+    completion = Completion(backend.model, written)
+    if body.stream:
+        return await event_stream(request, completion.chunks(backend.pieces(), with_usage=_wants_usage(body)))
+    answers = await until_hangup(request, backend.answers())
+    return await computing.run(lambda: JSONResponse(completion.whole(answers)))
+
+
 @dataclass(frozen=True)
 class Completion:
     """One completion: what all its chunks have in common, and its shapes. written: the tokens of the document that this
@@ -86,20 +103,20 @@ class Completion:
     def whole(self, answers: Sequence[tuple[str, Ending]]) -> dict[str, Any]:
         """A `ChatCompletion` as JSON. answers: the text of each choice, and its ending."""
         choices = [
-            ChatChoice(
+            openai.ChatChoice(
                 index=index,
-                message=AssistantMessage(
+                message=openai.AssistantMessage(
                     content=text or None if end.tool_calls else text,
                     reasoning_content=end.thought,
                     tool_calls=end.tool_calls,
                 ),
-                logprobs=None if end.tokens is None else ChoiceLogprobs(content=end.tokens),
+                logprobs=None if end.tokens is None else openai.ChoiceLogprobs(content=end.tokens),
                 finish_reason=end.reason,
             )
             for index, (text, end) in enumerate(answers)
         ]
         ours, usage = answers[0][1].ours, self._usage([end.usage for _, end in answers])
-        completion = ChatCompletion(
+        completion = openai.ChatCompletion(
             id=self.id, created=self.created, model=self.model, choices=choices, usage=usage, **ours
         )
         wire = completion.model_dump(mode="json", exclude=OURS - ours.keys())
@@ -115,28 +132,32 @@ class Completion:
         """Each `ChatCompletionChunk` as JSON. pieces: of the text of each choice, by its index, and its ending."""
         # If usage is requested, every chunk but the last has a null `usage`, as in OpenAI's streams.
         extra: dict[str, Any] = {"usage": None} if with_usage else {}
-        told: dict[int, int] = {}  # of each choice that has begun, the tokens whose logprobs went out
+        sent_tokens: dict[int, int] = {}  # of each choice that has begun, the tokens whose logprobs went out
         ended: list[Usage] = []
+
+        def chunk(index: int, delta: openai.Delta, tokens: Sequence[Logprob] = ()) -> dict[str, Any]:
+            choice = openai.ChunkChoice(index=index, delta=delta, logprobs=_logprobs(tokens))
+            return self._chunk(choice) | extra
+
         async with aclosing(pieces):
             async for index, piece in pieces:
-                if index not in told:
-                    yield self._chunk(ChunkChoice(index=index, delta=Delta(role="assistant", content=""))) | extra
-                    told[index] = 0
+                if index not in sent_tokens:
+                    yield chunk(index, openai.Delta(role="assistant", content=""))
+                    sent_tokens[index] = 0
                 if isinstance(piece, Thought):
-                    yield self._chunk(ChunkChoice(index=index, delta=Delta(reasoning_content=piece))) | extra
+                    yield chunk(index, openai.Delta(reasoning_content=piece))
                 elif isinstance(piece, str):
                     tokens = piece.logprobs if isinstance(piece, Piece) else ()
-                    said = ChunkChoice(index=index, delta=Delta(content=piece), logprobs=_logprobs(tokens))
-                    yield self._chunk(said) | extra
-                    told[index] += len(tokens)
+                    yield chunk(index, openai.Delta(content=piece), tokens)
+                    sent_tokens[index] += len(tokens)
                 else:
                     ended.append(piece.usage)
-                    yield self._chunk(_closing(index, piece, told[index]), **piece.ours) | extra
+                    yield self._chunk(_closing(index, piece, sent_tokens[index]), **piece.ours) | extra
         if with_usage:
             yield self._last(ended)
 
-    def _chunk(self, choice: ChunkChoice, **ours: Any) -> dict[str, Any]:
-        chunk = ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=[choice], **ours)
+    def _chunk(self, choice: openai.ChunkChoice, **ours: Any) -> dict[str, Any]:
+        chunk = openai.ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=[choice], **ours)
         wire = chunk.model_dump(mode="json", exclude={"usage"} | (OURS - ours.keys()))
         # OpenAI's deltas hold only new fields: absent content is left out, not null.
         wire["choices"][0]["delta"] = choice.delta.model_dump(exclude_none=True)
@@ -144,7 +165,7 @@ class Completion:
 
     def _last(self, usages: Sequence[Usage]) -> dict[str, Any]:
         usage = self._usage(usages)
-        chunk = ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=[], usage=usage)
+        chunk = openai.ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=[], usage=usage)
         return chunk.model_dump(mode="json", exclude=OURS)
 
     def unasked(self, tokens: int) -> dict[str, Any]:
@@ -152,15 +173,15 @@ class Completion:
         usage = Usage(cache_read_tokens=tokens, read_tokens=0, prefill_tokens=0, completion_tokens=0)
         return self.whole([("", Ending("length", usage))])
 
-    def _usage(self, usages: Sequence[Usage]) -> ChatUsage:
+    def _usage(self, usages: Sequence[Usage]) -> openai.ChatUsage:
         """Of all choices: they have one prompt, which counts once."""
         first, answered = usages[0], sum(usage.completion_tokens for usage in usages)
         prompt = first.cache_read_tokens + first.prefill_tokens
-        return ChatUsage(
+        return openai.ChatUsage(
             prompt_tokens=prompt,
             completion_tokens=answered,
             total_tokens=prompt + answered,
-            prompt_tokens_details=PromptTokensDetails(
+            prompt_tokens_details=openai.PromptTokensDetails(
                 cached_tokens=first.cache_read_tokens - self.written, cache_write_tokens=self.written
             ),
             prefill_token_equivalents=_sum(usage.prefill_token_equivalents for usage in usages),
@@ -174,21 +195,23 @@ def require_model(model: str | None, cache_id: str, names: tuple[str, str]) -> N
         raise InvalidRequest(f"cache {cache_id} is of model {names[0]!r}, not {model!r}", param="model")
 
 
-def wants_usage(body: ChatCompletionRequest) -> bool:
+def _wants_usage(body: openai.ChatCompletionRequest) -> bool:
     """Whether a stream is to end with its usage."""
     return body.stream_options is not None and body.stream_options.include_usage
 
 
-def _closing(index: int, end: Ending, told: int) -> ChunkChoice:
-    """The end of a choice. told: the tokens whose logprobs went out before."""
-    calls = [DeltaCall(index=at, **call.model_dump()) for at, call in enumerate(end.tool_calls or ())]
-    left = _logprobs((end.tokens or ())[told:])
-    return ChunkChoice(index=index, delta=Delta(tool_calls=calls or None), logprobs=left, finish_reason=end.reason)
+def _closing(index: int, end: Ending, sent_tokens: int) -> openai.ChunkChoice:
+    """The end of a choice. sent_tokens: the tokens whose logprobs went out before."""
+    calls = [openai.DeltaCall(index=at, **call.model_dump()) for at, call in enumerate(end.tool_calls or ())]
+    left = _logprobs((end.tokens or ())[sent_tokens:])
+    return openai.ChunkChoice(
+        index=index, delta=openai.Delta(tool_calls=calls or None), logprobs=left, finish_reason=end.reason
+    )
 
 
-def _logprobs(tokens: Sequence[Logprob]) -> ChoiceLogprobs | None:
+def _logprobs(tokens: Sequence[Logprob]) -> openai.ChoiceLogprobs | None:
     """What a chunk says of its tokens, in OpenAI's shape."""
-    return ChoiceLogprobs(content=list(tokens)) if tokens else None
+    return openai.ChoiceLogprobs(content=list(tokens)) if tokens else None
 
 
 def _sum(costs: Iterable[float | None]) -> float | None:

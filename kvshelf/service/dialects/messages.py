@@ -9,36 +9,28 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvshelf.api.anthropic import (
-    AnswerBlock,
-    AnswerCall,
-    AnswerText,
-    AnswerThinking,
-    MessageObject,
-    MessageUsage,
-    StopReason,
-)
+from kvshelf.api import anthropic
 from kvshelf.api.tools import ToolCall
 from kvshelf.model.templates.thoughts import Thought
 from kvshelf.workers.replica.results import Reply
 
 
 @dataclass(frozen=True)
-class Answering:
-    """A message that is being made. asked: the cache behind which the question is. read, created: the tokens of that
+class MessageAnswering:
+    """A message that is being made. cache_id: the cache behind which the question is. read, created: the tokens of that
     cache; it was on the shelf, or this request made it."""
 
     model: str
-    asked: str
+    cache_id: str
     read: int
     created: int
     id: str = field(default_factory=lambda: "msg_" + secrets.token_hex(12))
 
     def whole(self, reply: Reply) -> dict[str, Any]:
         """A `MessageObject` as JSON."""
-        text: list[AnswerBlock] = [AnswerText(text=reply.text)] if reply.text else []
+        text: list[anthropic.AnswerBlock] = [anthropic.AnswerText(text=reply.text)] if reply.text else []
         if reply.reasoning_content is not None:
-            text.insert(0, AnswerThinking(thinking=reply.reasoning_content))
+            text.insert(0, anthropic.AnswerThinking(thinking=reply.reasoning_content))
         message = self._wire(
             content=[*text, *map(_called, reply.tool_calls)],
             stop_reason=_reason(reply),
@@ -63,7 +55,7 @@ class Answering:
                     begun = True
                 thinks = isinstance(piece, Thought)
                 if thinks and not thought:
-                    yield _start(0, AnswerThinking(thinking=""))
+                    yield _start(0, anthropic.AnswerThinking(thinking=""))
                     thought = True
                 if thought and not thinks and not index and (isinstance(piece, Reply) or piece):
                     signed = {"type": "signature_delta", "signature": ""}
@@ -78,7 +70,7 @@ class Answering:
                     yield {"type": "content_block_delta", "index": 0, "delta": delta}
                 elif piece:
                     if not written:
-                        yield _start(index, AnswerText(text=""))
+                        yield _start(index, anthropic.AnswerText(text=""))
                         written = True
                     delta = {"type": "text_delta", "text": piece}
                     yield {"type": "content_block_delta", "index": index, "delta": delta}
@@ -99,9 +91,9 @@ class Answering:
         yield {"type": "message_stop"}
 
     @property
-    def _known(self) -> MessageUsage:
+    def _known(self) -> anthropic.MessageUsage:
         """What is known before the answer."""
-        return MessageUsage(
+        return anthropic.MessageUsage(
             input_tokens=0,
             cache_creation_input_tokens=self.created,
             cache_read_input_tokens=self.read,
@@ -109,13 +101,13 @@ class Answering:
         )
 
     def _wire(self, **fields: Any) -> dict[str, Any]:
-        message = MessageObject(id=self.id, model=self.model, cache_id=self.asked, **fields)
+        message = anthropic.MessageObject(id=self.id, model=self.model, cache_id=self.cache_id, **fields)
         return message.model_dump(mode="json", exclude={"stored_cache_id", "not_stored"})
 
-    def _usage(self, reply: Reply) -> MessageUsage:
+    def _usage(self, reply: Reply) -> anthropic.MessageUsage:
         prefilled = reply.usage.prefill_tokens
         kept = prefilled if reply.stored_cache_id is not None else 0
-        return MessageUsage(
+        return anthropic.MessageUsage(
             input_tokens=prefilled - kept,
             cache_creation_input_tokens=self.created + kept,
             cache_read_input_tokens=reply.usage.cache_read_tokens - self.created,
@@ -129,16 +121,16 @@ def _kept(stored_cache_id: str | None, not_stored: str | None) -> dict[str, str]
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _start(index: int, block: AnswerBlock) -> dict[str, Any]:
+def _start(index: int, block: anthropic.AnswerBlock) -> dict[str, Any]:
     return {"type": "content_block_start", "index": index, "content_block": block.model_dump()}
 
 
-def _called(call: ToolCall) -> AnswerCall:
+def _called(call: ToolCall) -> anthropic.AnswerCall:
     made = "toolu_" + call.id.removeprefix("call_")
-    return AnswerCall(id=made, name=call.function.name, input=json.loads(call.function.arguments))
+    return anthropic.AnswerCall(id=made, name=call.function.name, input=json.loads(call.function.arguments))
 
 
-def _reason(reply: Reply) -> StopReason:
+def _reason(reply: Reply) -> anthropic.StopReason:
     if reply.tool_calls:
         return "tool_use"
     if reply.finish_reason == "length":

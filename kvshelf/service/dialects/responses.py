@@ -9,22 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvshelf.api import Asking, Usage
-from kvshelf.api.responses import (
-    FlatText,
-    IncompleteDetails,
-    InputTokensDetails,
-    OutputCall,
-    OutputMessage,
-    OutputReasoning,
-    OutputText,
-    ReasoningPart,
-    ResponseObject,
-    ResponsesRequest,
-    ResponseUsage,
-    Status,
-    TextOptions,
-)
+from kvshelf.api import Asking, Usage, responses
 from kvshelf.api.shapes import Logprob
 from kvshelf.api.tools import ToolCall
 from kvshelf.engine.decode.logprobs import Piece
@@ -36,7 +21,7 @@ from kvshelf.service.dialects.completions import OURS, Ending
 class Responding:
     """One response: what all its shapes have in common."""
 
-    body: ResponsesRequest
+    body: responses.ResponsesRequest
     asking: Asking
     model: str
     id: str = field(default_factory=lambda: "resp_" + secrets.token_hex(16))
@@ -46,14 +31,14 @@ class Responding:
 
     def whole(self, text: str, end: Ending) -> dict[str, Any]:
         """A finished `ResponseObject` as JSON."""
-        status: Status = "incomplete" if end.reason == "length" else "completed"
+        status: responses.Status = "incomplete" if end.reason == "length" else "completed"
         calls = [_call(call) for call in end.tool_calls or ()]
         # The tokens of calls are those of no text.
         message = [] if calls and not text else [self._message(status, text, [] if calls else end.tokens)]
         thought = [] if end.thought is None else [self._thought("completed", end.thought)]
         return self._wire(
             status=status,
-            incomplete_details=None if status == "completed" else IncompleteDetails(),
+            incomplete_details=None if status == "completed" else responses.IncompleteDetails(),
             output=[*thought, *message, *calls],
             usage=_usage(end),
             **end.ours,
@@ -111,15 +96,19 @@ class Responding:
         yield {"type": "response.reasoning_text.done", **at, "content_index": 0, "text": thought}
         yield {"type": "response.output_item.done", "output_index": 0, "item": item}
 
-    def _thought(self, status: Status, text: str | None) -> OutputReasoning:
-        content = [] if text is None else [ReasoningPart(type="reasoning_text", text=text)]
-        return OutputReasoning(id=self.thought_id, status=status, content=content)
+    def _thought(self, status: responses.Status, text: str | None) -> responses.OutputReasoning:
+        content = [] if text is None else [responses.ReasoningPart(type="reasoning_text", text=text)]
+        return responses.OutputReasoning(id=self.thought_id, status=status, content=content)
 
     def _opening(self, place: dict[str, Any]) -> list[dict[str, Any]]:
         message = self._message("in_progress", None).model_dump(mode="json")
         return [
             {"type": "response.output_item.added", "output_index": place["output_index"], "item": message},
-            {"type": "response.content_part.added", **place, "part": OutputText(text="").model_dump(mode="json")},
+            {
+                "type": "response.content_part.added",
+                **place,
+                "part": responses.OutputText(text="").model_dump(mode="json"),
+            },
         ]
 
     def _closing(self, place: dict[str, Any], response: dict[str, Any], *, opened: bool) -> Iterator[dict[str, Any]]:
@@ -132,24 +121,26 @@ class Responding:
                 if not opened:
                     yield from self._opening(place)
                 (part,) = item["content"]
-                told = {"text": part["text"], "logprobs": part["logprobs"]}
-                yield {"type": "response.output_text.done", **place, **told}
+                content = {"text": part["text"], "logprobs": part["logprobs"]}
+                yield {"type": "response.output_text.done", **place, **content}
                 yield {"type": "response.content_part.done", **place, "part": part}
             else:
                 begun = item | {"arguments": "", "status": "in_progress"}
                 yield {"type": "response.output_item.added", "output_index": index, "item": begun}
                 yield {"type": "response.function_call_arguments.delta", **at, "delta": item["arguments"]}
-                told = {"name": item["name"], "arguments": item["arguments"]}
-                yield {"type": "response.function_call_arguments.done", **at, **told}
+                content = {"name": item["name"], "arguments": item["arguments"]}
+                yield {"type": "response.function_call_arguments.done", **at, **content}
             yield {"type": "response.output_item.done", "output_index": index, "item": item}
         yield {"type": f"response.{response['status']}", "response": response}
 
-    def _message(self, status: Status, text: str | None, logprobs: Sequence[Logprob] | None = None) -> OutputMessage:
-        content = [] if text is None else [OutputText(text=text, logprobs=list(logprobs or ()))]
-        return OutputMessage(id=self.message_id, status=status, content=content)
+    def _message(
+        self, status: responses.Status, text: str | None, logprobs: Sequence[Logprob] | None = None
+    ) -> responses.OutputMessage:
+        content = [] if text is None else [responses.OutputText(text=text, logprobs=list(logprobs or ()))]
+        return responses.OutputMessage(id=self.message_id, status=status, content=content)
 
     def _wire(self, **fields: Any) -> dict[str, Any]:
-        response = ResponseObject(
+        response = responses.ResponseObject(
             id=self.id,
             created_at=self.created,
             instructions=self.body.instructions,
@@ -160,7 +151,7 @@ class Responding:
             previous_response_id=self.body.previous_response_id,
             store=self.asking.store,
             temperature=self.asking.temperature,
-            text=self.body.text or TextOptions(format=FlatText(type="text")),
+            text=self.body.text or responses.TextOptions(format=responses.FlatText(type="text")),
             tool_choice=self.body.tool_choice or "auto",
             tools=self.body.tools or [],
             top_logprobs=self.body.top_logprobs or 0,
@@ -170,19 +161,19 @@ class Responding:
         return response.model_dump(mode="json", exclude=OURS - fields.keys())
 
 
-def _call(call: ToolCall) -> OutputCall:
+def _call(call: ToolCall) -> responses.OutputCall:
     name, arguments = call.function.name, call.function.arguments
     item_id = "fc_" + call.id.removeprefix("call_")
-    return OutputCall(id=item_id, call_id=call.id, name=name, arguments=arguments, status="completed")
+    return responses.OutputCall(id=item_id, call_id=call.id, name=name, arguments=arguments, status="completed")
 
 
-def _usage(end: Ending) -> ResponseUsage:
+def _usage(end: Ending) -> responses.ResponseUsage:
     usage: Usage = end.usage
     read, prefilled = usage.cache_read_tokens, usage.prefill_tokens
     written = prefilled if end.stored_cache_id is not None else 0
-    return ResponseUsage(
+    return responses.ResponseUsage(
         input_tokens=read + prefilled,
-        input_tokens_details=InputTokensDetails(cached_tokens=read, cache_write_tokens=written),
+        input_tokens_details=responses.InputTokensDetails(cached_tokens=read, cache_write_tokens=written),
         output_tokens=usage.completion_tokens,
         total_tokens=read + prefilled + usage.completion_tokens,
         prefill_token_equivalents=usage.prefill_token_equivalents,

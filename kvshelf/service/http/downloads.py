@@ -21,7 +21,7 @@ _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 
 @dataclass(frozen=True)
-class Selection:
+class DownloadRange:
     """The three request headers that select which bytes to send."""
 
     range: Annotated[str, Header()] = ""
@@ -29,10 +29,10 @@ class Selection:
     if_none_match: Annotated[str, Header()] = ""
 
 
-InDownload = Annotated[Selection, Depends()]
+InDownload = Annotated[DownloadRange, Depends()]
 
 
-def download(blob: BlobFile, selection: Selection, media_type: str, more: bytes = b"") -> Response:
+def download(blob: BlobFile, selection: DownloadRange, media_type: str, more: bytes = b"") -> Response:
     """An answer with the bytes, then `more`; it closes `blob`. A single range is honoured; several get everything."""
     etag = f'"{blob.digest}{blake3(more).hexdigest(length=8) if more else ""}"'
     nbytes = blob.nbytes + len(more)

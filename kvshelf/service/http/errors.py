@@ -20,23 +20,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvshelf import errors
 from kvshelf.api import ErrorBody
 from kvshelf.api.strict import refusal
-from kvshelf.errors import (
-    BodyTooLarge,
-    Forbidden,
-    InternalError,
-    InvalidRequest,
-    KvshelfError,
-    MethodNotAllowed,
-    NotFound,
-    RateLimited,
-    RequestTimeout,
-    ServiceBusy,
-    StoreUnavailable,
-    Unauthorized,
-    WorkerCrashed,
-)
 from kvshelf.service.observe.logs import note
 from kvshelf.service.observe.questions import miss_reason
 
@@ -47,7 +33,7 @@ LINGER_S = 2.0
 
 _LITTLE_BYTES = 64 << 10
 _STOPPED_RETRY_S = 1.0  # during a restart the next service is already ready
-_BEFORE_THE_BODY = (BodyTooLarge, Forbidden, RateLimited, ServiceBusy, Unauthorized)
+_BEFORE_THE_BODY = (errors.BodyTooLarge, errors.Forbidden, errors.RateLimited, errors.ServiceBusy, errors.Unauthorized)
 
 MESSAGES: Final = "/v1/messages"
 """The path of Anthropic's API."""
@@ -82,7 +68,7 @@ def is_anthropic(scope: Scope) -> bool:
     return path == MESSAGES or path.startswith(f"{MESSAGES}/") or "anthropic-version" in Headers(scope=scope)
 
 
-def wire(error: KvshelfError, *, anthropic: bool) -> dict[str, Any]:
+def wire(error: errors.KvshelfError, *, anthropic: bool) -> dict[str, Any]:
     """The error envelope as JSON: Anthropic's, or OpenAI's."""
     body = ErrorBody(
         message=error.message,
@@ -98,7 +84,7 @@ def wire(error: KvshelfError, *, anthropic: bool) -> dict[str, Any]:
     return {"type": "error", "error": error_json(body) | {"type": kind}, "request_id": _request_id()}
 
 
-def _json_rpc(error: KvshelfError) -> dict[str, Any]:
+def _json_rpc(error: errors.KvshelfError) -> dict[str, Any]:
     """An error of JSON-RPC, with the error object of the HTTP API as its data. Its request was not read, so it has no
     id."""
     code = _REFUSED if error.status < 500 else _FAILED
@@ -116,17 +102,17 @@ def error_json(body: ErrorBody) -> dict[str, Any]:
     return body.model_dump(mode="json", exclude=silent)
 
 
-def error_response(error: KvshelfError, scope: Scope | None = None) -> Response:
+def error_response(error: errors.KvshelfError, scope: Scope | None = None) -> Response:
     """scope: of a request that may be Anthropic's, or one of MCP."""
     note(code=error.code)
     headers = {}
     # An unavailable store is tried again about every second.
-    retry_after_s = error.details.get("retry_after_s", 1.0 if isinstance(error, StoreUnavailable) else None)
+    retry_after_s = error.details.get("retry_after_s", 1.0 if isinstance(error, errors.StoreUnavailable) else None)
     if retry_after_s is not None:
         headers["retry-after"] = str(math.ceil(retry_after_s))  # whole seconds: RFC 9110, section 10.2.3
-    if isinstance(error, Unauthorized):
+    if isinstance(error, errors.Unauthorized):
         headers["www-authenticate"] = 'Bearer realm="kvshelf"'
-    if isinstance(error, RequestTimeout):
+    if isinstance(error, errors.RequestTimeout):
         headers["connection"] = "close"  # nobody reads the rest of the body
     cls = _LingeringResponse if isinstance(error, _BEFORE_THE_BODY) else JSONResponse
     if scope is not None and scope["path"] == MCP:
@@ -167,13 +153,13 @@ def _little_follows(headers: Headers) -> bool:
     return "transfer-encoding" not in headers and announced.isdecimal() and int(announced) <= _LITTLE_BYTES
 
 
-def translate(exc: BaseException) -> KvshelfError:
+def translate(exc: BaseException) -> errors.KvshelfError:
     """Any exception as a kvshelf error. An unexpected one is logged in full and reported as `internal`."""
-    if isinstance(exc, KvshelfError):
+    if isinstance(exc, errors.KvshelfError):
         return exc
     if isinstance(exc, asyncio.CancelledError):
         # Not `NoWorker`, which promises that nothing was done.
-        return WorkerCrashed(
+        return errors.WorkerCrashed(
             "the service stopped or restarted before it answered; the request may have been carried out. Try again",
             retry_after_s=_STOPPED_RETRY_S,
         )
@@ -182,9 +168,9 @@ def translate(exc: BaseException) -> KvshelfError:
     if isinstance(exc, RequestValidationError):
         first = exc.errors()[0]
         param = ".".join(str(part) for part in first["loc"][1:])
-        return InvalidRequest(f"{param}: {first['msg']}", param=param)
+        return errors.InvalidRequest(f"{param}: {first['msg']}", param=param)
     log.error("bug", exc_info=exc)
-    return InternalError(f"this is a bug of kvshelf; please report it with the request id {_request_id()}")
+    return errors.InternalError(f"this is a bug of kvshelf; please report it with the request id {_request_id()}")
 
 
 def install(app: FastAPI, routes: Sequence[BaseRoute], *, listed: str = "/openapi.json lists all routes") -> None:
@@ -198,16 +184,16 @@ def install(app: FastAPI, routes: Sequence[BaseRoute], *, listed: str = "/openap
         assert isinstance(exc, HTTPException)
         where = f"{request.method} {request.url.path[:200]}"
         if exc.status_code == 404:
-            return error_response(NotFound(f"there is no {where}; {listed}"), request.scope)
+            return error_response(errors.NotFound(f"there is no {where}; {listed}"), request.scope)
         if exc.status_code == 405:
             allowed = _methods(request, routes)
-            refused = MethodNotAllowed(f"{where} is not possible; allowed: {allowed}")
+            refused = errors.MethodNotAllowed(f"{where} is not possible; allowed: {allowed}")
             response = error_response(refused, request.scope)
             response.headers["allow"] = allowed
             return response
-        return error_response(InvalidRequest(str(exc.detail)), request.scope)
+        return error_response(errors.InvalidRequest(str(exc.detail)), request.scope)
 
-    app.add_exception_handler(KvshelfError, ours)
+    app.add_exception_handler(errors.KvshelfError, ours)
     app.add_exception_handler(RequestValidationError, ours)
     app.add_exception_handler(ValidationError, ours)
     app.add_exception_handler(HTTPException, framework)
@@ -220,8 +206,8 @@ def _methods(request: Request, routes: Sequence[BaseRoute]) -> str:
     # /v1/caches/import also matches /v1/caches/{cache_id}: the path with the fewest parameters counts.
     paths = [str(getattr(route, "path", "")) for route in matching]
     nearest = min(paths, key=lambda path: path.count("{"))
-    found = [route for route, path in zip(matching, paths, strict=True) if path == nearest]
-    return ", ".join(sorted({method for route in found for method in getattr(route, "methods", ())}))
+    nearest_routes = [route for route, path in zip(matching, paths, strict=True) if path == nearest]
+    return ", ".join(sorted({method for route in nearest_routes for method in getattr(route, "methods", ())}))
 
 
 class RequestIds:

@@ -68,8 +68,8 @@ class Parser:
             raise InvalidRequest(
                 f"to parse the body takes more than {_MEMORY_BYTES >> 30} GiB or {_CPU_S} s; send a smaller one"
             )
-        told = await self._computing.run(msgpack.unpackb, said)
-        if "refused" in told:
-            message, param = told["refused"]
+        reply = await self._computing.run(msgpack.unpackb, said)
+        if "refused" in reply:
+            message, param = reply["refused"]
             raise InvalidRequest(message, param=param)
-        return await self._computing.run(model.model_validate, told["fields"], context=CHECKED)
+        return await self._computing.run(model.model_validate, reply["fields"], context=CHECKED)

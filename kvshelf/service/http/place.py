@@ -11,7 +11,7 @@ from kvshelf.errors import InvalidRequest
 
 
 @dataclass(frozen=True)
-class Place:
+class ServerPlace:
     """What a child inherits: the listening socket, and its end of a line to the supervisor.
 
     The child sends one byte when it is ready. The line closes when the child must leave or the supervisor has died.
@@ -25,12 +25,12 @@ class Place:
 
     @classmethod
     @contextmanager
-    def inherited(cls, numbers: str) -> Iterator[Place]:
+    def inherited(cls, numbers: str) -> Iterator[ServerPlace]:
         """The place that the supervisor passed as text (see `__str__`). The end of the block closes it."""
         listener, line = (socket.socket(fileno=int(number)) for number in numbers.split(","))
         with listener, line:
-            for each in (listener, line):
-                each.set_inheritable(False)  # Ray's processes must not inherit it
+            for sock in (listener, line):
+                sock.set_inheritable(False)  # Ray's processes must not inherit it
             line.setblocking(False)
             yield cls(listener, line)
 

@@ -37,10 +37,10 @@ class Cap:
     nbytes: int
     deadline_s: float
 
-    def refuse(self, found: str) -> BodyTooLarge:
+    def refuse(self, size: str) -> BodyTooLarge:
         limit: dict[str, Any] = {self.setting: self.nbytes}
         return BodyTooLarge(
-            f"the body of this request may have at most {self.nbytes} bytes; this one {found}. Send less, or raise the "
+            f"the body of this request may have at most {self.nbytes} bytes; this one {size}. Send less, or raise the "
             f"service's {self.setting}",
             **limit,
         )
@@ -49,15 +49,15 @@ class Cap:
 async def read_body(request: Request, settings: Settings) -> bytearray:
     """The whole body of a document or a question. Raises as `arriving` does, and `ServiceBusy`."""
     body = bytearray()
-    held = 0
+    held_bytes = 0
     cap = Cap("max_body_bytes", settings.max_body_bytes, settings.upload_deadline_s)
     async with aclosing(arriving(request, settings, cap)) as chunks:
         async for chunk in chunks:
-            if (needed := len(body) + len(chunk)) > held:
+            if (needed := len(body) + len(chunk)) > held_bytes:
                 # All that is announced at once: bodies that fill the memory together would all be refused in the end.
                 needed = max(needed, _announced(request))
-                request.state.hold(needed - held)
-                held = needed
+                request.state.hold(needed - held_bytes)
+                held_bytes = needed
             body += chunk
     return body
 

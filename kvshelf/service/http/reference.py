@@ -83,11 +83,11 @@ def markdown(api: dict[str, Any]) -> str:
 
 def codes() -> str:
     """The table of error codes, by status."""
-    found: dict[int, list[str]] = {}
+    codes: dict[int, list[str]] = {}
     for code, cls in by_code().items():
         if not issubclass(cls, NEVER_SENT):
-            found.setdefault(cls.status, []).append(f"`{code}`")
-    rows = [f"| {status} | {', '.join(sorted(names))} |" for status, names in sorted(found.items())]
+            codes.setdefault(cls.status, []).append(f"`{code}`")
+    rows = [f"| {status} | {', '.join(sorted(names))} |" for status, names in sorted(codes.items())]
     return "\n".join(["| status | `code` |", "|---|---|", *rows]) + "\n\n"
 
 
@@ -95,9 +95,9 @@ def _route(method: str, path: str, operation: dict[str, Any], used: dict[str, No
     yield f"## {method.upper()} {path}\n\n{operation['description']}\n"
     if parameters := operation.get("parameters"):
         yield "| parameter | in | what it is |\n|---|---|---|"
-        for found in parameters:
-            about = _about(found["schema"] | {"description": found.get("description", "")}, used)
-            yield f"| `{found['name']}` | {found['in']} | {about} |"
+        for parameter in parameters:
+            about = _about(parameter["schema"] | {"description": parameter.get("description", "")}, used)
+            yield f"| `{parameter['name']}` | {parameter['in']} | {about} |"
         yield ""
     for media_type, content in operation.get("requestBody", {}).get("content", {}).items():
         yield f"Body, `{media_type}`: {_kind(content['schema'], used)}\n"
@@ -110,10 +110,10 @@ def _route(method: str, path: str, operation: dict[str, Any], used: dict[str, No
 def _types(schemas: dict[str, Any], used: dict[str, None]) -> Iterator[str]:
     """All types that the routes name, then the types that those name."""
     yield "# Types\n"
-    told: set[str] = set()
-    while waiting := [name for name in used if name not in told]:
+    done: set[str] = set()
+    while waiting := [name for name in used if name not in done]:
         name = waiting[0]
-        told.add(name)
+        done.add(name)
         schema = schemas[name]
         yield f"## {name}\n"
         if text := schema.get("description"):
@@ -156,8 +156,8 @@ def _bounds(schema: dict[str, Any]) -> str:
         "minLength": "characters at least", "maxLength": "characters at most", "minItems": "items at least",
         "maxItems": "items at most",
     }  # fmt: skip
-    found = [f"{text} {schema[name]}" for name, text in words.items() if name in schema]
-    return f" ({', '.join(found)})" if found else ""
+    bounds = [f"{text} {schema[name]}" for name, text in words.items() if name in schema]
+    return f" ({', '.join(bounds)})" if bounds else ""
 
 
 def _one_line(text: str) -> str:

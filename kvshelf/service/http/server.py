@@ -11,7 +11,7 @@ from functools import partial
 import uvicorn
 
 from kvshelf.service.http.connections import MAX_HEADER_BYTES, BoundedConnection, ConnectionLimits
-from kvshelf.service.http.place import Place
+from kvshelf.service.http.place import ServerPlace
 from kvshelf.service.settings import Settings
 
 READY = "kvshelf is ready at "
@@ -32,7 +32,7 @@ class HttpServer(uvicorn.Server):
     The state of every request has an `asyncio.Event` named `LEAVING`, so that waiting requests can end at once.
     """
 
-    def __init__(self, app: object, place: Place, *, limits: ConnectionLimits, grace_s: float) -> None:
+    def __init__(self, app: object, place: ServerPlace, *, limits: ConnectionLimits, grace_s: float) -> None:
         super().__init__(
             uvicorn.Config(
                 app,  # type: ignore[arg-type]  # FastAPI is an ASGI application, uvicorn's own type is a union of Any
@@ -91,7 +91,7 @@ class HttpServer(uvicorn.Server):
         self.config.timeout_graceful_shutdown = 1  # open requests have had their time
 
 
-def run(app: object, place: Place, settings: Settings) -> None:
+def run(app: object, place: ServerPlace, settings: Settings) -> None:
     """Serves an application until its server is told to stop, within the limits of the settings."""
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
         # Cuts off clients that read nothing. Only TCP can do that: closing a connection would wait for unsent bytes.

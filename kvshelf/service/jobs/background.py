@@ -16,25 +16,16 @@ from typing import Any, NamedTuple
 import msgpack
 import structlog
 
+from kvshelf import errors
 from kvshelf.api import CreateCache
 from kvshelf.api.strict import parse_request
 from kvshelf.artifact.identity import canonical_msgpack
-from kvshelf.corpus.run.runner import Job, Runner, refuse, stored_caches
-from kvshelf.errors import (
-    CacheError,
-    CacheNotFound,
-    InternalError,
-    InvalidRequest,
-    QueueFull,
-    RequestNotFound,
-    StateConflict,
-    StoreError,
-)
+from kvshelf.corpus.run.runner import RequestJob, Runner, refuse, stored_caches
 from kvshelf.service.engines import EngineClient
 from kvshelf.service.loops import repeat
 from kvshelf.service.observe.logs import note
 from kvshelf.store.base import Store
-from kvshelf.store.jobs.requests import REQUEST_ID, RequestRecord, Requests
+from kvshelf.store.jobs.requests import REQUEST_ID, RequestRecord, RequestTable
 from kvshelf.workers.replica.attempts import Standing
 from kvshelf.workers.replica.create.existing import as_requested
 from kvshelf.workers.replica.queues import Rounds
@@ -76,7 +67,7 @@ class Background:
         self._tasks = [asyncio.ensure_future(looking)]
         for waiting in self._waiting.values():
             # Each model has its own queue and runner: with shared ones, all would wait for a model without workers.
-            runner = Runner(StoreError)
+            runner = Runner(errors.StoreError)
             runner.going.set()
             self._tasks += [asyncio.ensure_future(self._run(waiting, runner)) for _ in range(_JOBS_PER_MODEL)]
 
@@ -121,7 +112,7 @@ class Background:
                 return None
             for cache in caches:
                 as_requested(self.store, cache, labels=spec.labels, name=spec.name, lifetime=spec)
-        except (RequestNotFound, CacheNotFound, CacheError):  # a cache may go while this looks
+        except (errors.RequestNotFound, errors.CacheNotFound, errors.CacheError):  # a cache may go while this looks
             return None
         return record
 
@@ -141,7 +132,7 @@ class Background:
         """
         others = {other for other in (*self._known.values(), *self._arriving) if other[1:] == key[1:]} - {key}
         if len(others) >= self.max_unfinished:
-            raise QueueFull(
+            raise errors.QueueFull(
                 f"{len(others)} creations for {key.model!r} were accepted and are not done yet, which is as many as a "
                 "tenant may have; wait for some of them, or use a batch",
                 retry_after_s=_FULL_PAUSE_S,
@@ -176,9 +167,9 @@ class Background:
                 continue
             try:
                 await self._claim(record)
-            except (RequestNotFound, StateConflict):
+            except (errors.RequestNotFound, errors.StateConflict):
                 continue  # it has ended meanwhile, or a worker holds it
-            except StoreError:
+            except errors.StoreError:
                 raise
             except Exception:
                 self._set_aside(record.id)
@@ -195,7 +186,7 @@ class Background:
             log.warning("a request waits for a model that is not served here", request=record.id, model=model)
         if self.store.now() - max(seen.at, record.updated_at) > self.unclaimed_s:
             message = f"model {seen.model!r} is not served here, and no other service on this shelf took the request"
-            refused = InvalidRequest(message, param="model")
+            refused = errors.InvalidRequest(message, param="model")
             await asyncio.to_thread(refuse, self.store.requests, record.id, refused)
 
     async def _run(self, waiting: _Backlog, runner: Runner) -> None:
@@ -206,15 +197,15 @@ class Background:
                 end = await runner.run(self._job(key))
                 if isinstance(end, Created):
                     log.info("created", cache_ids=[cache.manifest.id for cache in end.caches], existing=end.existing)
-            except RequestNotFound:
+            except errors.RequestNotFound:
                 log.warning("a request is gone from the store", request=key.id)
             except Exception:
                 self._set_aside(key.id)
             del self._known[key.id]
 
-    def _job(self, key: _Key) -> Job:
+    def _job(self, key: _Key) -> RequestJob:
         requests = self.store.requests
-        return Job(
+        return RequestJob(
             id=key.id,
             tenant=key.tenant,
             requests=requests,
@@ -234,21 +225,23 @@ class Background:
         asyncio.get_running_loop().call_later(_MISHAP_PAUSE_S, self._paused.discard, request_id)
 
 
-def _spec(requests: Requests, request_id: str) -> CreateCache:
+def _spec(requests: RequestTable, request_id: str) -> CreateCache:
     """A request's body. Raises `StateConflict` if the request has ended; a lost or invalid body ends it."""
     try:
         return parse_request(CreateCache, _unpacked(requests.body(request_id)))
-    except (InternalError, InvalidRequest) as error:
+    except (errors.InternalError, errors.InvalidRequest) as error:
         refuse(requests, request_id, error)
-        raise StateConflict(error.message) from error
+        raise errors.StateConflict(error.message) from error
 
 
 def _unpacked(body: bytes) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = msgpack.unpackb(body)
+        fields: dict[str, Any] = msgpack.unpackb(body)
     except ValueError as error:
-        raise InternalError("the body was written by another version of kvshelf; send the request again") from error
-    return found
+        raise errors.InternalError(
+            "the body was written by another version of kvshelf; send the request again"
+        ) from error
+    return fields
 
 
 class _Key(NamedTuple):

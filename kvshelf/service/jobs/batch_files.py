@@ -72,7 +72,7 @@ def write_results(store: Store, record: BatchRecord, term: int) -> RequestCounts
     The record names each file as soon as it is stored. If the store has no space for the second one, the next try
     replaces the first, so no file is orphaned. Raises `StateConflict` if the lease of `term` is over, `StoreError`.
     """
-    found: Counter[str] = Counter()
+    outcomes: Counter[str] = Counter()
     ended: set[int] = set()
     with space_for("the results of a batch"), TemporaryFile() as output, TemporaryFile() as errors:
 
@@ -84,8 +84,12 @@ def write_results(store: Store, record: BatchRecord, term: int) -> RequestCounts
         for result in last_results(store.batches, record.id):
             write(result)
             ended.add(result.line)
-            found["failed" if result.error else "reused" if result.reused else "made"] += 1
-        of_ended = {"completed": found["made"] + found["reused"], "failed": found["failed"], "reused": found["reused"]}
+            outcomes["failed" if result.error else "reused" if result.reused else "made"] += 1
+        of_ended = {
+            "completed": outcomes["made"] + outcomes["reused"],
+            "failed": outcomes["failed"],
+            "reused": outcomes["reused"],
+        }
         counts = RequestCounts(total=record.counts.total, **of_ended)
         for row in _undone(store, record, outcome(record, counts)[0], ended):
             write(row)

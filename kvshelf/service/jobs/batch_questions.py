@@ -12,12 +12,11 @@ from kvshelf.api.batches import UNDONE
 from kvshelf.api.openai import ChatCompletionRequest
 from kvshelf.artifact.identity import ModelIdentity
 from kvshelf.corpus.row import Row
-from kvshelf.corpus.run.caller import PREFIX, Answer, request_id
+from kvshelf.corpus.run.caller import PREFIX, RowAnswer, request_id
 from kvshelf.errors import by_code
 from kvshelf.service.dialects.completions import Completion, ending_of, require_model
-from kvshelf.service.engines import each_alone
+from kvshelf.service.engines import each_alone, serving_all
 from kvshelf.service.http.errors import error_json
-from kvshelf.service.serving import serving_all
 from kvshelf.store.base import Store
 from kvshelf.workers.cluster.remote import RemoteEngine
 from kvshelf.workers.replica.api import ReplicaApi
@@ -38,7 +37,7 @@ class Asker:
         *,
         tenant: str,
         deadline_s: float,
-    ) -> Answer:
+    ) -> RowAnswer:
         """Raises as the live route does."""
         ids = question.cache_ids or [str(question.cache_id)]
         manifests = await asyncio.to_thread(lambda: [store.stat(cache_id, tenant=tenant) for cache_id in ids])
@@ -47,33 +46,33 @@ class Asker:
         require_model(question.model, manifests[0].id, (manifests[0].model, model))
         caller = Caller(tenant, deadline_s)
         replies = [
-            await engines[model].call(ReplicaApi.query, ids, each, caller=caller, of_batch=True)
-            for each in each_alone(question.asking)
+            await engines[model].call(ReplicaApi.query, ids, single, caller=caller, of_batch=True)
+            for single in each_alone(question.asking)
         ]
         together = question.cache_ids is not None
         answers = [(reply.text, ending_of(reply, together=together)) for reply in replies]
         used = sum(reply.usage.prefill_tokens + reply.usage.completion_tokens for reply in replies)
-        return Answer(Completion(manifests[0].model).whole(answers), used)
+        return RowAnswer(Completion(manifests[0].model).whole(answers), used)
 
 
 def result_line(row: Row, batch_id: str) -> dict[str, Any]:
     """The line of a question in the output or the error file, as OpenAI's batches have it: with a response, unless the
     batch left the question undone. Where there is no custom id, it has the number of the line."""
-    asked = request_id(batch_id, row.line)
+    ask_id = request_id(batch_id, row.line)
     undone = row.error if row.error is not None and row.error.code in UNDONE.values() else None
     return {
-        "id": f"batch_req_{asked.removeprefix(PREFIX)}",
+        "id": f"batch_req_{ask_id.removeprefix(PREFIX)}",
         "custom_id": row.custom_id,
         **({"line": row.line} if row.custom_id is None else {}),
-        "response": None if undone else _response(row, asked),
+        "response": None if undone else _response(row, ask_id),
         "error": asdict(undone) if undone else None,
     }
 
 
-def _response(row: Row, asked: str) -> dict[str, Any]:
+def _response(row: Row, ask_id: str) -> dict[str, Any]:
     """What the live route answers to the request `asked`."""
     if row.error is None:
-        return {"status_code": 200, "request_id": asked, "body": row.answer}
+        return {"status_code": 200, "request_id": ask_id, "body": row.answer}
     kind = by_code()[row.error.code]
     error = ErrorBody(message=row.error.message, type=kind.type, param=None, code=row.error.code)
-    return {"status_code": kind.status, "request_id": asked, "body": {"error": error_json(error)}}
+    return {"status_code": kind.status, "request_id": ask_id, "body": {"error": error_json(error)}}

@@ -15,9 +15,9 @@ import structlog
 from kvshelf.api.batches import BatchError, RequestCounts
 from kvshelf.backoff import backoff_s
 from kvshelf.corpus.row import Shard
-from kvshelf.corpus.run.progress import Progress, RunOptions, RunState, Summary, Window
-from kvshelf.corpus.run.run import Run
-from kvshelf.corpus.run.stored import HomeJournal, QuestionShard, StoredShard
+from kvshelf.corpus.run.progress import Progress, RunOptions, RunState, Summary, WorkHours
+from kvshelf.corpus.run.run import BatchRun
+from kvshelf.corpus.run.stored import QuestionShard, StoredJournal, StoredShard
 from kvshelf.corpus.run.tally import SUMMED
 from kvshelf.errors import FileNotFound, StateConflict, StoreError
 from kvshelf.service.jobs.batch_files import BadInput, count_rows, outcome, write_results
@@ -59,7 +59,7 @@ def rest_reason(record: BatchRecord, now: float) -> str:
     if record.state in ("validating", *_ENDING):
         return ""
     window = record.body["window"]
-    if window is not None and not Window.parse(window).open_at(datetime.datetime.fromtimestamp(now).time()):
+    if window is not None and not WorkHours.parse(window).open_at(datetime.datetime.fromtimestamp(now).time()):
         return f"it is outside its window {window}"
     return ""
 
@@ -72,9 +72,9 @@ def outranked(record: BatchRecord, others: Iterable[BatchRecord], now: float) ->
     """
     if record.state in _ENDING or now >= record.expires_at:
         return ""
-    for each in others:
-        higher = each.tenant == record.tenant and each.priority > record.priority
-        if higher and not rest_reason(each, now) and each.progress.get("waits_for", "") in ("", _OUTRANKED):
+    for other in others:
+        higher = other.tenant == record.tenant and other.priority > record.priority
+        if higher and not rest_reason(other, now) and other.progress.get("waits_for", "") in ("", _OUTRANKED):
             return _OUTRANKED
     return ""
 
@@ -86,8 +86,8 @@ def waiting(record: BatchRecord, reason: str, now: float) -> BatchRecord:
     pause = {"pauses": pauses + 1, "pause_s": backoff_s(pauses, _PAUSE_S, _MAX_PAUSE_S)}
     if reason == _OUTRANKED:
         pause = {"pauses": pauses, "pause_s": 0.0}
-    told = {**record.progress, "waits_for": reason, "waits_from": now, **pause}
-    return record.model_copy(update={"progress": told})
+    progress = {**record.progress, "waits_for": reason, "waits_from": now, **pause}
+    return record.model_copy(update={"progress": progress})
 
 
 def _waits_until(record: BatchRecord) -> float:
@@ -204,26 +204,26 @@ class BatchWork:
         """Run the batch until no row is left or no more work is allowed now."""
         run = await asyncio.to_thread(self._made, record)
         run.start()
-        told = Progress(RunState.RUNNING)
+        reported = Progress(RunState.RUNNING)
         try:
             while (summary := await asyncio.to_thread(run.wait, _STEER_S)) is None:
                 with suppress(StoreError):  # the run itself waits until the store is back
                     progress = run.progress()
                     await self._steer(run, progress, record)
-                    self.metrics.batch_advanced(told, progress)
-                    told = progress
+                    self.metrics.batch_advanced(reported, progress)
+                    reported = progress
         except BaseException:
             run.cancel("the service stops")
             await asyncio.to_thread(run.wait, _STOP_S)
             raise
-        self.metrics.batch_advanced(told, summary)
+        self.metrics.batch_advanced(reported, summary)
         return summary
 
-    def _made(self, record: BatchRecord) -> Run:
+    def _made(self, record: BatchRecord) -> BatchRun:
         config = store_config(self.settings)
         options = _options(record, self._questions_at_once() if record.asks else None)
-        journal = HomeJournal(self.store.batches, self.record.id, self.term)
-        return Run([self._shard(record, config, options)], self.engines, config, journal, options, self.asks)
+        journal = StoredJournal(self.store.batches, self.record.id, self.term)
+        return BatchRun([self._shard(record, config, options)], self.engines, config, journal, options, self.asks)
 
     def _shard(self, record: BatchRecord, config: StoreConfig, options: RunOptions) -> Shard:
         file = self.store.files.get(record.body["input_file_id"], tenant=record.tenant)
@@ -240,7 +240,7 @@ class BatchWork:
         of_one = min(settings.max_open_generations, settings.max_ongoing_requests)
         return max(1, of_one // 2) * sum(engine.target_replicas for engine in self.engines.values())
 
-    async def _steer(self, run: Run, progress: Progress, before: BatchRecord) -> None:
+    async def _steer(self, run: BatchRun, progress: Progress, before: BatchRecord) -> None:
         """Store the progress of the run, and cancel the run if a caller or a limit demands it."""
         record = await asyncio.to_thread(self._change_now, lambda record: with_progress(record, progress, before))
         if progress.state not in _AT_WORK:
@@ -275,9 +275,9 @@ class BatchWork:
         counts = await asyncio.to_thread(write_results, self.store, record, self.term)
 
         def end(record: BatchRecord) -> BatchRecord:
-            state, told = outcome(record, counts)
+            state, problems = outcome(record, counts)
             numbers = {**record.progress, "waits_for": "", "eta_s": None}
-            return record.entered(state, self.store.now(), counts=counts, problems=told, progress=numbers)
+            return record.entered(state, self.store.now(), counts=counts, problems=problems, progress=numbers)
 
         ended = await self._change(end)
         log.info("batch results written", batch=self.record.id, state=ended.state, **ended.counts.model_dump())
@@ -325,7 +325,7 @@ def with_progress(record: BatchRecord, progress: Progress, before: BatchRecord) 
     waits = progress.reason if progress.state == RunState.WAITING else ""
     if counts == record.counts and record.progress.get("waits_for", "") == waits:
         return record
-    told = {
+    numbers = {
         "waits_for": waits,
         "pauses": past.get("pauses", 0) if counts.completed == had.completed else 0,
         **{name: max(past.get(name, 0), getattr(progress, name)) for name in SUMMED},
@@ -337,7 +337,7 @@ def with_progress(record: BatchRecord, progress: Progress, before: BatchRecord) 
             name: share.model_dump() | {"seconds": round(share.seconds, 3)} for name, share in progress.workers.items()
         },
     }
-    return record.model_copy(update={"counts": counts, "progress": told})
+    return record.model_copy(update={"counts": counts, "progress": numbers})
 
 
 def _is_to_end(record: BatchRecord, now: float) -> bool:
@@ -352,5 +352,5 @@ def _problems(record: BatchRecord, summary: Summary) -> tuple[BatchError, ...]:
 
 
 def _ending(record: BatchRecord, problems: tuple[BatchError, ...], now: float) -> BatchRecord:
-    told = record.model_copy(update={"problems": problems or record.problems})
-    return told if record.state in _ENDING else told.entered("finalizing", now)
+    changed = record.model_copy(update={"problems": problems or record.problems})
+    return changed if record.state in _ENDING else changed.entered("finalizing", now)

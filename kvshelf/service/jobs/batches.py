@@ -82,24 +82,24 @@ class BatchRunner:
         self._nudged.clear()
         self._unfinished = await asyncio.to_thread(self._store.batches.unfinished)
         now = self._store.now()
-        awake = [each for each in self._unfinished if each.id not in self._running and not rest_reason(each, now)]
-        idle = [each for each in awake if not outranked(each, self._unfinished, now)]
+        awake = [batch for batch in self._unfinished if batch.id not in self._running and not rest_reason(batch, now)]
+        idle = [batch for batch in awake if not outranked(batch, self._unfinished, now)]
         while idle:
             busy = Counter(tenant for tenant, _ in self._running.values())
-            record = min(idle, key=lambda each: (busy[each.tenant], each.created_at))
+            batch = min(idle, key=lambda batch: (busy[batch.tenant], batch.created_at))
             # The rows of all running batches take turns, so a place for each tenant costs the others little.
-            places = self._settings.max_running_batches * (1 if busy[record.tenant] else _PLACES_OF_OTHERS)
+            places = self._settings.max_running_batches * (1 if busy[batch.tenant] else _PLACES_OF_OTHERS)
             if len(self._running) >= places:
                 break
-            idle.remove(record)
-            term = await asyncio.to_thread(self._store.batches.table.take, record.id, lease_s=LEASE_S)
+            idle.remove(batch)
+            term = await asyncio.to_thread(self._store.batches.table.take, batch.id, lease_s=LEASE_S)
             if term is not None:  # None: another front end runs it
-                self._begin(record, term)
+                self._begin(batch, term)
         self._idle = idle
 
     def _begin(self, record: BatchRecord, term: int) -> None:
         def others_wait() -> bool:
-            return any(each.tenant != record.tenant for each in self._idle)
+            return any(idle.tenant != record.tenant for idle in self._idle)
 
         def goes_behind() -> str:
             return outranked(record, self._unfinished, self._store.now())

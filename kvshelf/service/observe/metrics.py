@@ -123,10 +123,10 @@ class Metrics(QuestionMetrics):
             self._searches.labels(model, result_of(exc)).inc()
             raise
 
-    def searched(self, model: str, found: Found) -> None:
+    def searched(self, model: str, hits: Found) -> None:
         """Records a search that has a result, if an empty one."""
         self._searches.labels(model, "found").inc()
-        _observe(self._search_s, model, found.phases)
+        _observe(self._search_s, model, hits.phases)
 
     def batch_advanced(self, before: Progress, now: Progress) -> None:
         """Records the progress of a batch between two snapshots of one run."""

@@ -19,7 +19,7 @@ from opentelemetry.trace import Tracer
 
 from kvshelf.service.access.keyfile import KeyFile
 from kvshelf.service.http import server
-from kvshelf.service.http.place import Place
+from kvshelf.service.http.place import ServerPlace
 from kvshelf.service.observe import logs
 from kvshelf.service.observe.tracing import tracer_to
 from kvshelf.service.process.preflight import require_startable
@@ -36,7 +36,7 @@ IMPORTED_ASIDE = "kvshelf.workers.replica.replica"  # torch and transformers, wi
 log = structlog.get_logger("kvshelf.service")
 
 
-def serve(settings: Settings, place: Place) -> None:
+def serve(settings: Settings, place: ServerPlace) -> None:
     """Run the service until SIGINT, SIGTERM or the supervisor ends it, then stop everything it started.
 
     Raises a `KvshelfError` if a part does not start, for example if the store fails or a model is unknown.
@@ -96,7 +96,14 @@ def _importing(module: str) -> Iterator[Future[ModuleType]]:
 
 
 def _serve_on(
-    place: Place, settings: Settings, store: Store, tracer: Tracer, keys: LiveKeys | None, lap: _Laps, *, local: bool
+    place: ServerPlace,
+    settings: Settings,
+    store: Store,
+    tracer: Tracer,
+    keys: LiveKeys | None,
+    lap: _Laps,
+    *,
+    local: bool,
 ) -> None:
     # These modules import ray, which must see the environment prepared above.
     from kvshelf.service.process.replicas import deployed_replicas

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import kvshelf
 from kvshelf.artifact.identity import canonical_json, digest
-from kvshelf.corpus.row import Journal, Shard
+from kvshelf.corpus.row import Shard
+from kvshelf.corpus.run.journal import Journal
 from kvshelf.corpus.run.progress import INTERRUPTED, Progress, RunOptions, Summary
 from kvshelf.service.observe import logs
 from kvshelf.service.process.preflight import require_startable
@@ -20,7 +21,7 @@ from kvshelf.service.storage import store_config
 from kvshelf.workers.cluster.connect import prepare_environment, ray_cluster
 
 if TYPE_CHECKING:
-    from kvshelf.corpus.run.run import Run
+    from kvshelf.corpus.run.run import BatchRun
     from kvshelf.workers.cluster.remote import RemoteEngine
 
 TENANT = "default"
@@ -55,11 +56,11 @@ def run_standalone(
         from kvshelf.workers.cluster.deployment import await_running
 
         with deployed_replicas(settings, shelf, local=local) as engines:
-            from kvshelf.corpus.run.run import Run  # while the replicas load their models
+            from kvshelf.corpus.run.run import BatchRun  # while the replicas load their models
 
             await_running(engines.values(), deadline_s=settings.startup_deadline_s)
             batch_id = "batch_" + digest("kvshelf.batch", canonical_json(_made_under(engines, about)))
-            run = Run(shards, engines, shelf, journal, options(batch_id))
+            run = BatchRun(shards, engines, shelf, journal, options(batch_id))
             run.start()
             with _cancelled_by_signals(run):
                 while (summary := run.wait(_LOOK_S)) is None:
@@ -72,13 +73,13 @@ def _made_under(engines: Mapping[str, RemoteEngine], about: Mapping[str, Any]) -
 
     async def fingerprints() -> list[str]:
         described = [await engine.described(limit_s=_DESCRIBE_S) for engine in engines.values()]
-        return [each["fingerprint"] for each in described]
+        return [model["fingerprint"] for model in described]
 
     return {**about, "models": asyncio.run(fingerprints()), "version": kvshelf.__version__}
 
 
 @contextmanager
-def _cancelled_by_signals(run: Run) -> Iterator[None]:
+def _cancelled_by_signals(run: BatchRun) -> Iterator[None]:
     def cancel(number: int, _frame: FrameType | None) -> None:
         run.cancel(INTERRUPTED if number == signal.SIGINT else "terminated")
         if number == signal.SIGINT:

@@ -24,7 +24,7 @@ from functools import partial
 import structlog
 
 from kvshelf.errors import InvalidRequest
-from kvshelf.service.http.place import Place
+from kvshelf.service.http.place import ServerPlace
 from kvshelf.service.observe import logs
 from kvshelf.service.settings import Settings
 
@@ -56,6 +56,15 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
         ) from error
     with listener:
         yield listener
+
+
+@contextmanager
+def alone(host: str, port: int) -> Iterator[ServerPlace]:
+    """The place of a server that no supervisor has started: nobody ends its line. Raises as `bound` does."""
+    line, other_end = socket.socketpair()
+    with bound(host, port) as listener, line, other_end:
+        line.setblocking(False)
+        yield ServerPlace(listener, line)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +129,7 @@ class _Supervisor:
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            place = Place(self._listener, theirs)
+            place = ServerPlace(self._listener, theirs)
             # A new session: Ctrl-C reaches only the supervisor, which passes it on, so a child gets each signal once.
             process = subprocess.Popen(
                 [*self._command, f"--place={place}"],

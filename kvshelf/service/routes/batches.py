@@ -10,19 +10,11 @@ from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Header, Request, Response
 
-from kvshelf.api.batches import (
-    BatchErrors,
-    BatchList,
-    BatchObject,
-    BatchProgress,
-    BatchStatus,
-    CreateBatch,
-    ListBatches,
-)
+from kvshelf.api import batches
 from kvshelf.corpus.input.defaults import require_defaults
-from kvshelf.corpus.run.progress import Window
+from kvshelf.corpus.run.progress import WorkHours
 from kvshelf.errors import FileNotFound, InvalidRequest, StateConflict
-from kvshelf.service.access.keys import Caller, Reader, Writer
+from kvshelf.service.access.keys import KeyCaller, Reader, Writer
 from kvshelf.service.bodies import read_json
 from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_query
@@ -45,15 +37,15 @@ _EVENTS: Final[dict[int | str, dict[str, Any]]] = {
 }
 
 
-@router.post("", openapi_extra=openapi.body_of(CreateBatch))
-async def create_batch(request: Request, service: InService, caller: Writer) -> BatchObject:
+@router.post("", openapi_extra=openapi.body_of(batches.CreateBatch))
+async def create_batch(request: Request, service: InService, caller: Writer) -> batches.BatchObject:
     """Create a batch. Only the request is checked now. The whole file is checked before any work; if it is unusable,
     the batch ends as `failed`."""
-    body = await read_json(request, CreateBatch, service)
+    body = await read_json(request, batches.CreateBatch, service)
     service.engine(body.model)
     require_policy(require_defaults(body.options()))
     if body.window is not None:
-        Window.parse(body.window)
+        WorkHours.parse(body.window)
     file = await off_loop(service.store.files.get, body.input_file_id, tenant=caller.tenant)
     if file.purpose != "batch":
         raise InvalidRequest(
@@ -67,7 +59,7 @@ async def create_batch(request: Request, service: InService, caller: Writer) -> 
     return batch_object(record, now)
 
 
-def _body(body: CreateBatch) -> dict[str, Any]:
+def _body(body: batches.CreateBatch) -> dict[str, Any]:
     """The parts of the request that the batch's record keeps."""
     own = {"endpoint", "input_file_id", "completion_window", "metadata", "window", "max_gpu_hours", "max_attempts"}
     keep = body.output_expires_after
@@ -81,48 +73,48 @@ def _seconds(completion_window: str) -> float:
     return float(completion_window[:-1]) * _UNITS_S[completion_window[-1]]
 
 
-@router.get("", response_model=BatchList, openapi_extra=openapi.query_of(ListBatches))
+@router.get("", response_model=batches.BatchList, openapi_extra=openapi.query_of(batches.ListBatches))
 async def list_batches(request: Request, service: InService, caller: Reader) -> Response:
     """Batches, newest first. A batch is listed until 30 days after its end."""
-    return await service.listing.run(_listed, service.store, read_query(request, ListBatches), caller.tenant)
+    return await service.listing.run(_listed, service.store, read_query(request, batches.ListBatches), caller.tenant)
 
 
-def _listed(store: Store, asked: ListBatches, tenant: str) -> Response:
-    found, has_more = store.batches.list(tenant=tenant, limit=asked.limit, after=asked.after)
-    data = [batch_object(record, store.now()) for record in found]
+def _listed(store: Store, query: batches.ListBatches, tenant: str) -> Response:
+    records, has_more = store.batches.list(tenant=tenant, limit=query.limit, after=query.after)
+    data = [batch_object(record, store.now()) for record in records]
     first, last = (data[0].id, data[-1].id) if data else (None, None)
-    return written(BatchList(data=data, has_more=has_more, first_id=first, last_id=last))
+    return written(batches.BatchList(data=data, has_more=has_more, first_id=first, last_id=last))
 
 
 @router.get("/{batch_id}")
-async def get_batch(batch_id: str, service: InService, caller: Reader) -> BatchObject:
+async def get_batch(batch_id: str, service: InService, caller: Reader) -> batches.BatchObject:
     """A batch and its progress."""
     record = await off_loop(service.store.batches.get, batch_id, tenant=caller.tenant)
     return batch_object(record, service.store.now())
 
 
 @router.post("/{batch_id}/cancel")
-async def cancel_batch(batch_id: str, service: InService, caller: Writer) -> BatchObject:
+async def cancel_batch(batch_id: str, service: InService, caller: Writer) -> batches.BatchObject:
     """Cancel a batch. Running rows stop after their current layer; finished rows stay and are in the result files."""
     return await _changed(service, caller, batch_id, _cancelled)
 
 
 @router.post("/{batch_id}/pause")
-async def pause_batch(batch_id: str, service: InService, caller: Writer) -> BatchObject:
+async def pause_batch(batch_id: str, service: InService, caller: Writer) -> batches.BatchObject:
     """Pause a batch until it is resumed. Its completion window keeps running."""
     pause = partial(_moved, before="in_progress", after="paused", verb="paused")
     return await _changed(service, caller, batch_id, pause)
 
 
 @router.post("/{batch_id}/resume")
-async def resume_batch(batch_id: str, service: InService, caller: Writer) -> BatchObject:
+async def resume_batch(batch_id: str, service: InService, caller: Writer) -> batches.BatchObject:
     """Resume a paused batch."""
     resume = partial(_moved, before="paused", after="in_progress", verb="resumed")
     return await _changed(service, caller, batch_id, resume)
 
 
 @router.post("/{batch_id}/retry")
-async def retry_batch(batch_id: str, service: InService, caller: Writer) -> BatchObject:
+async def retry_batch(batch_id: str, service: InService, caller: Writer) -> batches.BatchObject:
     """Run a batch that has ended again: its failed rows, and the rows that were never tried."""
     record = await off_loop(service.store.batches.get, batch_id, tenant=caller.tenant)
     await off_loop(service.store.files.get, record.body["input_file_id"], tenant=caller.tenant)
@@ -145,7 +137,7 @@ def retried(record: BatchRecord, *, now: float) -> BatchRecord:
     """The record of an ended batch that runs again, with a new completion window. Raises `StateConflict`."""
     if not record.ended:
         raise StateConflict(f"batch {record.id} is {record.state}; only one that has ended can be tried again")
-    state: BatchStatus = "in_progress" if record.counts.total else "validating"
+    state: batches.BatchStatus = "in_progress" if record.counts.total else "validating"
     again = {"attempts": record.attempts + 1, "problems": (), "progress": {}}
     return record.entered(state, now, expires_at=now + _seconds(record.body["completion_window"]), **again)
 
@@ -164,7 +156,7 @@ async def batch_events(
 
 
 async def _snapshots(
-    service: Service, caller: Caller, batch_id: str, seen: str, leaving: asyncio.Event
+    service: Service, caller: KeyCaller, batch_id: str, seen: str, leaving: asyncio.Event
 ) -> AsyncGenerator[Event, None]:
     while True:
         record = await off_loop(service.store.batches.get, batch_id, tenant=caller.tenant)
@@ -186,7 +178,9 @@ def _cancelled(record: BatchRecord, *, now: float) -> BatchRecord:
     return record.entered("cancelling", now)
 
 
-def _moved(record: BatchRecord, *, now: float, before: BatchStatus, after: BatchStatus, verb: str) -> BatchRecord:
+def _moved(
+    record: BatchRecord, *, now: float, before: batches.BatchStatus, after: batches.BatchStatus, verb: str
+) -> BatchRecord:
     if record.state == after:
         return record
     if record.state != before:
@@ -194,7 +188,9 @@ def _moved(record: BatchRecord, *, now: float, before: BatchStatus, after: Batch
     return record.entered(after, now)
 
 
-async def _changed(service: Service, caller: Caller, batch_id: str, change: Callable[..., BatchRecord]) -> BatchObject:
+async def _changed(
+    service: Service, caller: KeyCaller, batch_id: str, change: Callable[..., BatchRecord]
+) -> batches.BatchObject:
     """Change a batch in the store. The process that runs it sees the change within moments. `change` takes `now`."""
     change = partial(change, now=service.store.now())
     record = await off_loop(service.store.batches.update, batch_id, change, tenant=caller.tenant)
@@ -202,20 +198,20 @@ async def _changed(service: Service, caller: Caller, batch_id: str, change: Call
     return batch_object(record, service.store.now())
 
 
-def batch_object(record: BatchRecord, now: float) -> BatchObject:
+def batch_object(record: BatchRecord, now: float) -> batches.BatchObject:
     """A batch as the API shows it. A batch that waits on its own appears as paused, with the reason."""
-    body, told = record.body, record.progress
-    waits = told.get("waits_for", "")
+    body, progress = record.body, record.progress
+    waits = progress.get("waits_for", "")
     if record.state in ("in_progress", "paused"):
         waits = rest_reason(record, now) or waits
     paused = record.state == "in_progress" and waits
-    return BatchObject(
+    return batches.BatchObject(
         id=record.id,
         endpoint=body["endpoint"],
         input_file_id=body["input_file_id"],
         completion_window=body["completion_window"],
         status="paused" if paused else record.state,
-        errors=BatchErrors(data=list(record.problems)) if record.problems else None,
+        errors=batches.BatchErrors(data=list(record.problems)) if record.problems else None,
         output_file_id=record.output_file_id,
         error_file_id=record.error_file_id,
         created_at=int(record.created_at),
@@ -226,6 +222,6 @@ def batch_object(record: BatchRecord, now: float) -> BatchObject:
         window=body["window"],
         max_gpu_hours=body["max_gpu_hours"],
         priority=record.priority,
-        progress=BatchProgress.model_validate(told | {"reason": waits or told.get("reason", "")}),
+        progress=batches.BatchProgress.model_validate(progress | {"reason": waits or progress.get("reason", "")}),
         **{f"{state}_at": int(entered) for state, entered in record.times.items() if state != "validating"},
     )

@@ -21,12 +21,12 @@ from kvshelf.artifact.exported import split
 from kvshelf.artifact.identity import Identity
 from kvshelf.errors import CacheCorrupt, CacheError, CacheNotFound, ModelMismatch, NoWorker, SourceNotKept
 from kvshelf.service.access.keys import Reader, Writer
+from kvshelf.service.engines import serving
 from kvshelf.service.http import openapi
 from kvshelf.service.http.body import BLOB_TYPE, read_query, received_blob
 from kvshelf.service.http.downloads import InDownload, download
 from kvshelf.service.http.waiting import off_loop, until_hangup
 from kvshelf.service.service import InService, Service, cache_response, in_turn
-from kvshelf.service.serving import serving
 from kvshelf.service.storage import space_for
 from kvshelf.store.about import About, about_of, export_part, source_of
 from kvshelf.store.base import Store

@@ -9,18 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import JSONResponse
 
-from kvshelf.api import (
-    AppendCache,
-    CacheList,
-    CacheObject,
-    CreateCache,
-    CreationProgress,
-    Deleted,
-    LevelList,
-    ListCaches,
-    RequestObject,
-    UpdateCache,
-)
+from kvshelf import api
 from kvshelf.errors import InvalidRequest
 from kvshelf.service.access.keys import Reader, Writer
 from kvshelf.service.bodies import read_document, read_json
@@ -41,9 +30,10 @@ router = APIRouter(prefix="/v1/caches", tags=["caches"], responses=openapi.ERROR
 Cascade = Annotated[bool, Query(description="also delete the caches that extend it, and those that extend these")]
 
 _ACCEPTED: dict[int | str, dict[str, Any]] = {
-    200: openapi.json_or_events(CacheObject, LevelList)[200] | {"description": "everything was there, or the events"},
+    200: openapi.json_or_events(api.CacheObject, api.LevelList)[200]
+    | {"description": "everything was there, or the events"},
     202: {
-        "model": RequestObject,
+        "model": api.RequestObject,
         "description": "the request, with `Prefer: respond-async`; a worker will take it",
     },
 }
@@ -52,9 +42,9 @@ _ACCEPTED: dict[int | str, dict[str, Any]] = {
 @router.post(
     "",
     status_code=201,
-    response_model=CacheObject | LevelList,
+    response_model=api.CacheObject | api.LevelList,
     responses=_ACCEPTED,
-    openapi_extra=openapi.body_of(CreateCache, form=True),
+    openapi_extra=openapi.body_of(api.CreateCache, form=True),
     dependencies=[TAKES_TOKENS],
 )
 async def create(
@@ -74,7 +64,7 @@ async def create(
     In a form, the part `file` holds the document; the other parts are the fields. Text is sent plain (`policy=full`),
     every other type as JSON (`compression_ratio=0.75`, `labels={"team": "law"}`, `levels=[0.5, 0.75]`).
     """
-    body = await read_document(request, service, caller, CreateCache)
+    body = await read_document(request, service, caller, api.CreateCache)
     engine = service.engine(body.model)
     require_tokenizer(service, engine.model, body)
     require_policy(body)
@@ -95,21 +85,21 @@ async def create(
     return cache_response(created.manifest, existing=created.existing)
 
 
-def _makes_several(body: CreateCache) -> bool:
+def _makes_several(body: api.CreateCache) -> bool:
     return body.in_parts or (body.levels is not None and not body.chooses)
 
 
 def _cache_list(created: Created) -> dict[str, Any]:
     data = [cache_object(cache.manifest, existing=cache.existing) for cache in created.caches]
-    return LevelList(data=data).model_dump(mode="json")
+    return api.LevelList(data=data).model_dump(mode="json")
 
 
 async def _events(
-    service: Service, watched: AsyncGenerator[CreationProgress | Created, None], body: CreateCache
+    service: Service, watched: AsyncGenerator[api.CreationProgress | Created, None], body: api.CreateCache
 ) -> AsyncGenerator[dict[str, Any], None]:
     async with aclosing(watched) as events:
         async for event in events:
-            if isinstance(event, CreationProgress):
+            if isinstance(event, api.CreationProgress):
                 yield event.model_dump(mode="json")
             elif _makes_several(body):
                 yield await service.computing.run(_cache_list, event)
@@ -117,7 +107,7 @@ async def _events(
                 yield cache_object(event.manifest, existing=event.existing).model_dump(mode="json")
 
 
-def require_tokenizer(service: Service, model: str, body: CreateCache | AppendCache) -> None:
+def require_tokenizer(service: Service, model: str, body: api.CreateCache | api.AppendCache) -> None:
     """Raises `InvalidRequest` if token ids come from a tokenizer other than the model's: they would mean other text."""
     ours = service.identities[model].tokenizer
     if body.tokenizer not in (None, ours):
@@ -128,22 +118,22 @@ def require_tokenizer(service: Service, model: str, body: CreateCache | AppendCa
         )
 
 
-@router.get("", response_model=CacheList, openapi_extra=openapi.query_of(ListCaches))
+@router.get("", response_model=api.CacheList, openapi_extra=openapi.query_of(api.ListCaches))
 async def list_caches(request: Request, service: InService, caller: Reader) -> Response:
     """Caches on the shelf, newest first. `label.<key>=<value>` filters by label and may be repeated."""
-    filters = read_query(request, ListCaches)
+    filters = read_query(request, api.ListCaches)
     return await service.listing.run(_listed, service.store, filters, caller.tenant)
 
 
-def _listed(store: Store, filters: ListCaches, tenant: str) -> Response:
+def _listed(store: Store, filters: api.ListCaches, tenant: str) -> Response:
     page = store.list(tenant=tenant, **dict(filters))
     data = [cache_object(manifest) for manifest in page.data]
-    return written(CacheList(data=data, has_more=page.has_more, last_id=data[-1].id if data else None))
+    return written(api.CacheList(data=data, has_more=page.has_more, last_id=data[-1].id if data else None))
 
 
 @router.get(
     "/{cache_id}",
-    response_model=CacheObject,
+    response_model=api.CacheObject,
     responses={304: {"description": "`If-None-Match` has its tag"}},
 )
 async def get_cache(
@@ -156,13 +146,13 @@ async def get_cache(
     return _tagged(manifest)
 
 
-@router.patch("/{cache_id}", response_model=CacheObject, openapi_extra=openapi.body_of(UpdateCache))
+@router.patch("/{cache_id}", response_model=api.CacheObject, openapi_extra=openapi.body_of(api.UpdateCache))
 async def update_cache(
     cache_id: str, request: Request, service: InService, caller: Writer, if_match: Annotated[str, Header()] = ""
 ) -> Response:
     """Change the expiry, name, labels or pin of a cache, or say when its next question comes. Absent fields stay as
     they are."""
-    body = await read_json(request, UpdateCache, service)
+    body = await read_json(request, api.UpdateCache, service)
     condition: dict[str, Any] = {"tenant": caller.tenant, "if_revision": _seen(if_match)}
     if "next_use_s" not in body.model_fields_set:
         return _tagged(await off_loop(service.store.update, cache_id, **condition, **body.changes()))
@@ -176,7 +166,7 @@ async def update_cache(
     return _tagged(manifest)
 
 
-@router.delete("/{cache_id}", response_model=Deleted)
+@router.delete("/{cache_id}", response_model=api.Deleted)
 async def delete_cache(
     cache_id: str, service: InService, caller: Writer, cascade: Cascade = False, if_match: Annotated[str, Header()] = ""
 ) -> Response:
@@ -186,7 +176,7 @@ async def delete_cache(
     """
     condition = {"tenant": caller.tenant, "if_revision": _seen(if_match)}
     receipt = await off_loop(service.store.delete, cache_id, cascade=cascade, **condition)
-    deleted = Deleted(id=receipt.id, descendants=list(receipt.descendants))
+    deleted = api.Deleted(id=receipt.id, descendants=list(receipt.descendants))
     return await service.computing.run(written, deleted)
 
 

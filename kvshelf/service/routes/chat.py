@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
@@ -12,12 +13,11 @@ from fastapi.responses import JSONResponse
 from kvshelf.api.openai import ChatCompletion, MarkedCompletionRequest
 from kvshelf.service.access.keys import Reader
 from kvshelf.service.bodies import read_json
-from kvshelf.service.dialects.completions import Completion, Ending, ending_of, wants_usage
+from kvshelf.service.dialects.completions import Completion, Ending, completed, ending_of
 from kvshelf.service.engines import relayed
 from kvshelf.service.http import openapi
-from kvshelf.service.http.events import event_stream
 from kvshelf.service.http.waiting import until_hangup
-from kvshelf.service.questions import Question, beginning, pieces_of, question_to
+from kvshelf.service.questions import CacheQuestion, beginning, pieces_of, question_to
 from kvshelf.service.service import TAKES_TOKENS, InService
 
 router = APIRouter(prefix="/v1/chat", tags=["chat"], responses=openapi.ERRORS)
@@ -41,30 +41,44 @@ async def complete(request: Request, service: InService, caller: Reader) -> Resp
         begun = await until_hangup(request, beginning(service, caller, body.creation, needs=needs))
         cache_ids, written = [begun.manifest.id], 0 if begun.existing else begun.manifest.num_tokens
     question = await question_to(service, caller, cache_ids, body.asking, body.model)
-    completion = Completion(question.caches[0].manifest.model, written=written)
     if body.prewarm:
+        completion = Completion(question.caches[0].manifest.model, written)
         return JSONResponse(completion.unasked(sum(cache.manifest.num_tokens for cache in question.caches)))
-    if body.stream:
-        pieces = _pieces(question.each_alone(), together=together)
-        return await event_stream(request, completion.chunks(pieces, with_usage=wants_usage(body)))
-    question, replies = await until_hangup(request, question.answered())
-    answers = [(reply.text, ending_of(reply, question.remade, together=together)) for reply in replies]
-    return await service.computing.run(lambda: JSONResponse(completion.whole(answers)))
+    return await completed(request, body, _Replicas(question, together), service.computing, written)
 
 
-def _pieces(questions: Sequence[Question], *, together: bool) -> AsyncGenerator[tuple[int, str | Ending], None]:
+@dataclass(frozen=True)
+class _Replicas:
+    """See `ChatBackend`."""
+
+    question: CacheQuestion
+    together: bool
+
+    @property
+    def model(self) -> str:
+        return self.question.caches[0].manifest.model
+
+    def pieces(self) -> AsyncGenerator[tuple[int, str | Ending], None]:
+        return _pieces(self.question.each_alone(), together=self.together)
+
+    async def answers(self) -> list[tuple[str, Ending]]:
+        question, replies = await self.question.answered()
+        return [(reply.text, ending_of(reply, question.remade, together=self.together)) for reply in replies]
+
+
+def _pieces(questions: Sequence[CacheQuestion], *, together: bool) -> AsyncGenerator[tuple[int, str | Ending], None]:
     """The pieces of all choices as they come, each with the index of its choice."""
 
-    async def fetch(index: int, question: Question, told: asyncio.Queue[tuple[int, str | Ending] | None]) -> None:
+    async def fetch(index: int, question: CacheQuestion, queue: asyncio.Queue[tuple[int, str | Ending] | None]) -> None:
         async with aclosing(pieces_of(question, together=together)) as pieces:
             async for piece in pieces:
-                told.put_nowait((index, piece))
+                queue.put_nowait((index, piece))
 
-    async def fetch_all(told: asyncio.Queue[tuple[int, str | Ending] | None]) -> None:
+    async def fetch_all(queue: asyncio.Queue[tuple[int, str | Ending] | None]) -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 for index, question in enumerate(questions):
-                    group.create_task(fetch(index, question, told))
+                    group.create_task(fetch(index, question, queue))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
 

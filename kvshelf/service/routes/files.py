@@ -45,8 +45,8 @@ async def create_file(request: Request, service: InService, caller: Writer) -> F
     async with received_file(request, service.settings, CreateFile) as (about, filename, file):
         ttl_s = KEEP_S if about.expires_after is None else float(about.expires_after.seconds)
         create = service.store.files.create
-        told = {"tenant": caller.tenant, "filename": filename, "purpose": about.purpose, "ttl_s": ttl_s}
-        record = await in_turn(service, caller, create, file, **told)
+        fields = {"tenant": caller.tenant, "filename": filename, "purpose": about.purpose, "ttl_s": ttl_s}
+        record = await in_turn(service, caller, create, file, **fields)
     return file_object(record)
 
 
@@ -56,9 +56,9 @@ async def list_files(request: Request, service: InService, caller: Reader) -> Re
     return await service.listing.run(_listed, service.store, read_query(request, ListFiles), caller.tenant)
 
 
-def _listed(store: Store, asked: ListFiles, tenant: str) -> Response:
-    found, has_more = store.files.list(tenant=tenant, limit=asked.limit, after=asked.after, purpose=asked.purpose)
-    data = [file_object(record) for record in found]
+def _listed(store: Store, query: ListFiles, tenant: str) -> Response:
+    records, has_more = store.files.list(tenant=tenant, limit=query.limit, after=query.after, purpose=query.purpose)
+    data = [file_object(record) for record in records]
     first, last = (data[0].id, data[-1].id) if data else (None, None)
     return written(FileList(data=data, has_more=has_more, first_id=first, last_id=last))
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request, Response
 from kvshelf.api import queries as asked
 from kvshelf.api.inspect import BuiltPrompt, KeptOf, KeptTokens
 from kvshelf.errors import InvalidRequest
-from kvshelf.service.access.keys import Caller, Reader
+from kvshelf.service.access.keys import KeyCaller, Reader
 from kvshelf.service.bodies import read_json
 from kvshelf.service.http import openapi
 from kvshelf.service.http.waiting import off_loop, until_hangup
@@ -26,8 +26,8 @@ async def kept(
     cache_id: str, request: Request, service: InService, caller: Reader, first_layer: FirstLayer = 0
 ) -> Response:
     """Which tokens of its document a cache kept, by layer and head. `source_not_kept` if the source is not stored."""
-    found = await _kept(request, service, caller, cache_id, None, first_layer)
-    return await service.computing.run(written, found)
+    entries = await _kept(request, service, caller, cache_id, None, first_layer)
+    return await service.computing.run(written, entries)
 
 
 @router.post("/kept", response_model=KeptTokens, openapi_extra=openapi.body_of(KeptOf), dependencies=[TAKES_TOKENS])
@@ -37,9 +37,9 @@ async def kept_of(
     """As GET, with the caller's own copy of the document. `state_conflict` if that is a different document. Its
     tokens count as used."""
     body = await read_json(request, KeptOf, service)
-    found = await _kept(request, service, caller, cache_id, body, first_layer)
-    service.limits.spend_tokens(caller.tenant, found.num_tokens)
-    return await service.computing.run(written, found)
+    entries = await _kept(request, service, caller, cache_id, body, first_layer)
+    service.limits.spend_tokens(caller.tenant, entries.num_tokens)
+    return await service.computing.run(written, entries)
 
 
 @router.post(
@@ -61,7 +61,7 @@ async def prompt(cache_id: str, request: Request, service: InService, caller: Re
 
 
 async def _kept(
-    request: Request, service: Service, caller: Caller, cache_id: str, body: KeptOf | None, first_layer: int
+    request: Request, service: Service, caller: KeyCaller, cache_id: str, body: KeptOf | None, first_layer: int
 ) -> KeptTokens:
     manifest = await off_loop(service.store.stat, cache_id, tenant=caller.tenant)
     engine = service.engine_for_all([manifest], others_too=True)

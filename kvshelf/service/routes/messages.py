@@ -12,14 +12,14 @@ from fastapi.responses import JSONResponse
 
 from kvshelf.api.anthropic import CountTokensRequest, MessageError, MessageObject, MessagesRequest, TokenCount
 from kvshelf.errors import NotFound
-from kvshelf.service.access.keys import Caller, Reader
+from kvshelf.service.access.keys import KeyCaller, Reader
 from kvshelf.service.bodies import read_json
-from kvshelf.service.dialects.messages import Answering
+from kvshelf.service.dialects.messages import MessageAnswering
 from kvshelf.service.http import openapi
 from kvshelf.service.http.errors import MESSAGES
 from kvshelf.service.http.events import event_stream
 from kvshelf.service.http.waiting import until_hangup
-from kvshelf.service.questions import Question, beginning, question_to
+from kvshelf.service.questions import CacheQuestion, beginning, question_to
 from kvshelf.service.service import TAKES_TOKENS, InService, Service
 
 router = APIRouter(prefix=MESSAGES, tags=["messages"], responses=openapi.errors_of(MessageError))
@@ -49,7 +49,7 @@ async def count_tokens(request: Request, service: InService, caller: Reader) -> 
     return TokenCount(input_tokens=await until_hangup(request, _counted(service, caller, body)))
 
 
-async def _counted(service: Service, caller: Caller, body: CountTokensRequest) -> int:
+async def _counted(service: Service, caller: KeyCaller, body: CountTokensRequest) -> int:
     engine, cached, boundary, variables = service.engine(body.model, NotFound), 0, None, {}
     if body.cache_id is not None:
         question = await question_to(service, caller, [body.cache_id], body.asking, body.model)
@@ -64,11 +64,11 @@ async def _counted(service: Service, caller: Caller, body: CountTokensRequest) -
 class _Begun(NamedTuple):
     """A question behind its cache, and the message that answers it."""
 
-    question: Question
-    answering: Answering
+    question: CacheQuestion
+    answering: MessageAnswering
 
 
-async def _whole(service: Service, caller: Caller, body: MessagesRequest) -> dict[str, Any]:
+async def _whole(service: Service, caller: KeyCaller, body: MessagesRequest) -> dict[str, Any]:
     question, answering = await _begun(service, caller, body)
     if not body.max_tokens:
         return answering.unasked(body.not_kept)
@@ -76,14 +76,14 @@ async def _whole(service: Service, caller: Caller, body: MessagesRequest) -> dic
     return answering.whole(reply)
 
 
-async def _events(service: Service, caller: Caller, body: MessagesRequest) -> AsyncGenerator[dict[str, Any], None]:
+async def _events(service: Service, caller: KeyCaller, body: MessagesRequest) -> AsyncGenerator[dict[str, Any], None]:
     question, answering = await _begun(service, caller, body)
     async with aclosing(answering.events(question.stream())) as events:
         async for event in events:
             yield event
 
 
-async def _begun(service: Service, caller: Caller, body: MessagesRequest) -> _Begun:
+async def _begun(service: Service, caller: KeyCaller, body: MessagesRequest) -> _Begun:
     cache_id, created = body.cache_id, False
     if cache_id is None:
         needs = body.asking if body.tools or body.output_config else None
@@ -92,4 +92,4 @@ async def _begun(service: Service, caller: Caller, body: MessagesRequest) -> _Be
     question = await question_to(service, caller, [cache_id], body.asking, body.model)
     tokens = question.caches[0].manifest.num_tokens
     read, made = (0, tokens) if created else (tokens, 0)
-    return _Begun(question, Answering(body.model, cache_id, read, made))
+    return _Begun(question, MessageAnswering(body.model, cache_id, read, made))

@@ -10,20 +10,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Response
 from fastapi.responses import JSONResponse
 
-from kvshelf.api import (
-    Limits,
-    ModelList,
-    ModelObject,
-    PolicyList,
-    PolicyObject,
-    Readiness,
-    ReadyPart,
-    SelectorList,
-    SelectorObject,
-    SuffixPolicyList,
-    SuffixPolicyObject,
-    TenantAllowances,
-)
+from kvshelf import api
 from kvshelf.api.strict import MAX_PROMPTS
 from kvshelf.errors import DeadlineExceeded, KvshelfError, NotFound, QueueFull, StoreUnavailable
 from kvshelf.methods.catalog import catalog
@@ -48,42 +35,44 @@ _SPACE = "space"
 
 
 @router.get("/v1/models")
-async def models(service: InService, _: Reader) -> ModelList:
+async def models(service: InService, _: Reader) -> api.ModelList:
     """The models served; the first is the default."""
     models = list(service.models)
-    return ModelList(data=models, first_id=models[0].id, last_id=models[-1].id)
+    return api.ModelList(data=models, first_id=models[0].id, last_id=models[-1].id)
 
 
 @router.get("/v1/models/{model_id:path}")  # ids of a hub have a slash
-async def model(model_id: str, service: InService, _: Reader) -> ModelObject:
+async def model(model_id: str, service: InService, _: Reader) -> api.ModelObject:
     """One of the models served."""
     service.engine(model_id, NotFound)
     return next(model for model in service.models if model.id == model_id)
 
 
 @router.get("/v1/policies")
-async def policies(_: Reader) -> PolicyList:
+async def policies(_: Reader) -> api.PolicyList:
     """The compression policies with their parameters and sources."""
-    return PolicyList(data=[PolicyObject.model_validate(info.to_dict()) for info in catalog(POLICY)])
+    return api.PolicyList(data=[api.PolicyObject.model_validate(info.to_dict()) for info in catalog(POLICY)])
 
 
 @router.get("/v1/selectors")
-async def selectors(_: Reader) -> SelectorList:
+async def selectors(_: Reader) -> api.SelectorList:
     """The selectors, which choose for one question what it reads, with their parameters and sources."""
-    return SelectorList(data=[SelectorObject.model_validate(info.to_dict()) for info in catalog(SELECTOR)])
+    return api.SelectorList(data=[api.SelectorObject.model_validate(info.to_dict()) for info in catalog(SELECTOR)])
 
 
 @router.get("/v1/suffix_policies")
-async def suffix_policies(_: Reader) -> SuffixPolicyList:
+async def suffix_policies(_: Reader) -> api.SuffixPolicyList:
     """The suffix policies, which bound what an answer holds in memory, with their parameters and sources."""
-    return SuffixPolicyList(data=[SuffixPolicyObject.model_validate(info.to_dict()) for info in catalog(SUFFIX_POLICY)])
+    return api.SuffixPolicyList(
+        data=[api.SuffixPolicyObject.model_validate(info.to_dict()) for info in catalog(SUFFIX_POLICY)]
+    )
 
 
 @router.get("/v1/limits")
-async def limits(service: InService, caller: Reader) -> Limits:
+async def limits(service: InService, caller: Reader) -> api.Limits:
     """The limits of one request, how much of its limits the caller's tenant has used, and what the key allows."""
     settings = service.settings
-    return Limits(
+    return api.Limits(
         max_body_bytes=settings.max_body_bytes,
         max_import_bytes=settings.max_import_bytes,
         max_file_bytes=settings.max_file_bytes,
@@ -99,21 +88,21 @@ async def limits(service: InService, caller: Reader) -> Limits:
     )
 
 
-async def _allowances(service: Service, tenant: str) -> TenantAllowances:
-    settings, asked = service.settings, service.limits
+async def _allowances(service: Service, tenant: str) -> api.TenantAllowances:
+    settings, limits = service.settings, service.limits
     try:
         usage = await off_loop(service.store.usage, tenant=tenant)
         caches, nbytes = usage.caches, usage.bytes
         batches = await off_loop(service.store.batches.count_unfinished, tenant=tenant)
     except StoreUnavailable:
         caches, nbytes, batches = None, None, None  # the limits are known even so
-    return TenantAllowances(
+    return api.TenantAllowances(
         caches=allowance(settings.tenant_max_caches, caches),
         bytes=allowance(settings.tenant_max_bytes, nbytes),
         batches=allowance(settings.tenant_max_batches, batches),
-        open_requests=asked.open_requests(tenant),
-        requests_per_minute=asked.request_rate(tenant),
-        tokens_per_minute=asked.token_rate(tenant),
+        open_requests=limits.open_requests(tenant),
+        requests_per_minute=limits.request_rate(tenant),
+        tokens_per_minute=limits.token_rate(tenant),
     )
 
 
@@ -123,40 +112,42 @@ async def livez() -> Response:
     return Response("ok\n", media_type="text/plain")
 
 
-@router.get("/readyz", response_model=Readiness, responses={503: {"model": Readiness, "description": "not ready"}})
+@router.get(
+    "/readyz", response_model=api.Readiness, responses={503: {"model": api.Readiness, "description": "not ready"}}
+)
 async def readyz(service: InService) -> Response:
     """Whether the service can do work now, and the state of each part. Concurrent callers share one look.
 
     Without room for more (the part `space`) it is degraded and still answers 200: what is on the shelf can be asked.
     """
-    found, _ = await service.readiness.join("", lambda: _readiness(service))
-    works = all(part.ready for part in found.parts if part.name != _SPACE)
-    return JSONResponse(found.model_dump(mode="json"), status_code=200 if works else 503)
+    readiness, _ = await service.readiness.join("", lambda: _readiness(service))
+    works = all(part.ready for part in readiness.parts if part.name != _SPACE)
+    return JSONResponse(readiness.model_dump(mode="json"), status_code=200 if works else 503)
 
 
-async def _readiness(service: Service) -> Readiness:
+async def _readiness(service: Service) -> api.Readiness:
     workers = (_workers(engine.remote, service.settings.replicas) for engine in service.engines.values())
     shelf, others = await asyncio.gather(_store(service), asyncio.gather(*workers))
     parts = [*shelf, *others]
     ready = all(part.ready for part in parts)
-    return Readiness(status="ready" if ready else "degraded", parts=parts)
+    return api.Readiness(status="ready" if ready else "degraded", parts=parts)
 
 
-async def _store(service: Service) -> list[ReadyPart]:
+async def _store(service: Service) -> list[api.ReadyPart]:
     """The store, and the room for more: on it, and for temporary files."""
     try:
         async with asyncio.timeout(_PROBE_S):
             health = await off_loop(service.store.health)
     except KvshelfError as error:
-        return [ReadyPart(name="store", ready=False, reason=error.message)]
+        return [api.ReadyPart(name="store", ready=False, reason=error.message)]
     except TimeoutError:
-        return [ReadyPart(name="store", ready=False, reason=f"no answer within {_PROBE_S:g} s")]
+        return [api.ReadyPart(name="store", ready=False, reason=f"no answer within {_PROBE_S:g} s")]
     full = list(filter(None, (*health.full, shortage(Path(tempfile.gettempdir())))))
-    store = ReadyPart(name="store", ready=not health.faults, reason="; ".join(health.faults + health.warnings))
-    return [store, *([ReadyPart(name=_SPACE, ready=False, reason="; ".join(full))] if full else [])]
+    store = api.ReadyPart(name="store", ready=not health.faults, reason="; ".join(health.faults + health.warnings))
+    return [store, *([api.ReadyPart(name=_SPACE, ready=False, reason="; ".join(full))] if full else [])]
 
 
-async def _workers(engine: RemoteEngine, replicas: int) -> ReadyPart:
+async def _workers(engine: RemoteEngine, replicas: int) -> api.ReadyPart:
     """Asks both Ray and a replica, because Ray notices a death only at its next health check."""
     name = f"workers:{engine.model}"
     running = await _running(engine)
@@ -168,16 +159,18 @@ async def _workers(engine: RemoteEngine, replicas: int) -> ReadyPart:
         # The replicas are too busy to answer, or dead; by now Ray knows which.
         running = None if running is None else await _running(engine)
         if running is None:
-            return ReadyPart(name=name, ready=False, reason=f"neither a replica nor Ray answers within {_PROBE_S:g} s")
+            return api.ReadyPart(
+                name=name, ready=False, reason=f"neither a replica nor Ray answers within {_PROBE_S:g} s"
+            )
         if running == 0:
-            return ReadyPart(name=name, ready=False, reason=f"0 of {replicas} replicas run; one is being started")
+            return api.ReadyPart(name=name, ready=False, reason=f"0 of {replicas} replicas run; one is being started")
     except KvshelfError as error:
-        return ReadyPart(name=name, ready=False, reason=error.message)
+        return api.ReadyPart(name=name, ready=False, reason=error.message)
     if running is None:
         reason = f"Ray does not say within {_PROBE_S:g} s how many of {replicas} replicas run"
     else:
         reason = "" if running >= replicas else f"{running} of {replicas} replicas run"
-    return ReadyPart(name=name, ready=True, reason=reason)
+    return api.ReadyPart(name=name, ready=True, reason=reason)
 
 
 async def _running(engine: RemoteEngine) -> int | None:

@@ -11,19 +11,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from kvshelf.api import (
-    AnswerDelta,
-    Answered,
-    AnswerList,
-    AnswerObject,
-    Comparison,
-    JointAnswer,
-    JointAnswerList,
-    JointQuery,
-    Query,
-    SearchCaches,
-    SearchList,
-)
+from kvshelf import api
 from kvshelf.engine.decode.logprobs import Piece
 from kvshelf.model.templates.thoughts import Thought
 from kvshelf.service.access.keys import Reader
@@ -31,7 +19,7 @@ from kvshelf.service.bodies import read_json
 from kvshelf.service.http import openapi
 from kvshelf.service.http.events import event_stream
 from kvshelf.service.http.waiting import until_hangup
-from kvshelf.service.questions import Question
+from kvshelf.service.questions import CacheQuestion
 from kvshelf.service.service import TAKES_TOKENS, InService, Service
 from kvshelf.workers.replica.results import Reply
 
@@ -40,24 +28,24 @@ router = APIRouter(prefix="/v1", tags=["queries"], responses=openapi.ERRORS)
 _SILENT = ("compare", "recomputed", "passages", "logprobs", "stored_cache_id", "not_stored", "reasoning_content")
 """Fields that an answer has only if they apply."""
 
-Shape = Callable[[Question, Reply], Answered]
+Shape = Callable[[CacheQuestion, Reply], api.Answered]
 """The answer of the API for a reply to a question."""
 
 
 @router.post(
     "/caches/{cache_id}/query",
     response_class=JSONResponse,
-    responses=openapi.json_or_events(AnswerObject, AnswerList),
-    openapi_extra=openapi.body_of(Query),
+    responses=openapi.json_or_events(api.AnswerObject, api.AnswerList),
+    openapi_extra=openapi.body_of(api.Query),
     dependencies=[TAKES_TOKENS],
 )
 async def query(cache_id: str, request: Request, service: InService, caller: Reader) -> Response:
     """Answer one or more prompts from a stored cache, without prefilling its document again."""
-    body = await read_json(request, Query, service)
+    body = await read_json(request, api.Query, service)
     if body.compare and body.seed is None:
         # Compared answers share one seed, so that they differ by their caches and not by chance.
         body = body.model_copy(update={"seed": secrets.randbits(63)})
-    question = await Question.find(service, caller, [cache_id], body, compare=body.compare)
+    question = await CacheQuestion.find(service, caller, [cache_id], body, compare=body.compare)
     if body.compare:
         answers = await until_hangup(request, _compared(question))
         return await service.computing.run(_response, question, answers)
@@ -67,28 +55,28 @@ async def query(cache_id: str, request: Request, service: InService, caller: Rea
 @router.post(
     "/query",
     response_class=JSONResponse,
-    responses=openapi.json_or_events(JointAnswer, JointAnswerList),
-    openapi_extra=openapi.body_of(JointQuery),
+    responses=openapi.json_or_events(api.JointAnswer, api.JointAnswerList),
+    openapi_extra=openapi.body_of(api.JointQuery),
     dependencies=[TAKES_TOKENS],
 )
 async def joint_query(request: Request, service: InService, caller: Reader) -> Response:
     """Answer one or more prompts from several stored caches together, and say what part each document had in it."""
-    body = await read_json(request, JointQuery, service)
-    question = await Question.find(service, caller, body.cache_ids, body)
+    body = await read_json(request, api.JointQuery, service)
+    question = await CacheQuestion.find(service, caller, body.cache_ids, body)
     return await _answered(request, service, question, _together)
 
 
-@router.post("/caches/search", openapi_extra=openapi.body_of(SearchCaches), dependencies=[TAKES_TOKENS])
-async def search(request: Request, service: InService, caller: Reader) -> SearchList:
+@router.post("/caches/search", openapi_extra=openapi.body_of(api.SearchCaches), dependencies=[TAKES_TOKENS])
+async def search(request: Request, service: InService, caller: Reader) -> api.SearchList:
     """Name the documents that hold most of a question's words, by summaries of their caches; the model reads the
     question alone. The caches of one model are searched, those with all `labels`."""
-    body = await read_json(request, SearchCaches, service)
+    body = await read_json(request, api.SearchCaches, service)
     engine = service.engine(body.model)
     work = engine.search(body, caller=caller.within(service.settings.request_deadline_s))
     return await until_hangup(request, work)
 
 
-async def _answered(request: Request, service: Service, question: Question, shape: Shape) -> Response:
+async def _answered(request: Request, service: Service, question: CacheQuestion, shape: Shape) -> Response:
     if question.asking.stream:
         return await event_stream(request, _events(question, shape))
     question, replies = await until_hangup(request, question.answered())
@@ -96,41 +84,41 @@ async def _answered(request: Request, service: Service, question: Question, shap
     return await service.computing.run(_response, question, answers)
 
 
-def _response(question: Question, answers: Sequence[Answered]) -> Response:
+def _response(question: CacheQuestion, answers: Sequence[api.Answered]) -> Response:
     if question.asking.several:
         return JSONResponse({"object": "list", "data": [_wire(answer) for answer in answers]})
     return JSONResponse(_wire(answers[0]))
 
 
-async def _compared(question: Question) -> list[AnswerObject]:
+async def _compared(question: CacheQuestion) -> list[api.AnswerObject]:
     """The answer to each prompt, each with the full cache's answer."""
     question, replies = await question.answered()
     full = await (await question.full()).answers()
     answers = []
     for ours, theirs in zip(replies, full, strict=True):
-        found = Comparison(text=theirs.text, agreement=agreement(ours.token_ids, theirs.token_ids))
-        answers.append(_alone(question, ours).model_copy(update={"compare": found}))
+        comparison = api.Comparison(text=theirs.text, agreement=agreement(ours.token_ids, theirs.token_ids))
+        answers.append(_alone(question, ours).model_copy(update={"compare": comparison}))
     return answers
 
 
-async def _events(question: Question, shape: Shape) -> AsyncGenerator[dict[str, Any], None]:
+async def _events(question: CacheQuestion, shape: Shape) -> AsyncGenerator[dict[str, Any], None]:
     """The answer as events: its pieces, then the whole answer."""
     async with aclosing(question.pieces()) as pieces:
-        async for found, piece in pieces:
-            yield _wire(_delta(piece) if isinstance(piece, str) else shape(found, piece))
+        async for answering, piece in pieces:
+            yield _wire(_delta(piece) if isinstance(piece, str) else shape(answering, piece))
 
 
-def _delta(piece: str) -> AnswerDelta:
+def _delta(piece: str) -> api.AnswerDelta:
     if isinstance(piece, Thought):
-        return AnswerDelta(text="", reasoning_content=piece)
-    return AnswerDelta(text=piece, logprobs=list(piece.logprobs) if isinstance(piece, Piece) else None)
+        return api.AnswerDelta(text="", reasoning_content=piece)
+    return api.AnswerDelta(text=piece, logprobs=list(piece.logprobs) if isinstance(piece, Piece) else None)
 
 
-def _alone(question: Question, reply: Reply) -> AnswerObject:
+def _alone(question: CacheQuestion, reply: Reply) -> api.AnswerObject:
     return reply.model_copy(update={"recomputed": question.caches[0].recomputed})
 
 
-def _together(question: Question, reply: Reply) -> JointAnswer:
+def _together(question: CacheQuestion, reply: Reply) -> api.JointAnswer:
     return reply.joint.model_copy(update={"recomputed": question.remade})
 
 
@@ -143,7 +131,7 @@ def agreement(ours: Sequence[int], theirs: Sequence[int]) -> float:
     return sum(a == b for a, b in pairs) / len(pairs) if pairs else float(len(ours) == len(theirs))
 
 
-def _wire(event: Answered | AnswerDelta) -> dict[str, Any]:
+def _wire(event: api.Answered | api.AnswerDelta) -> dict[str, Any]:
     """An answer or a piece of one as JSON, without the fields that do not apply."""
     silent = {name for name in _SILENT if getattr(event, name, None) is None}
     return event.model_dump(mode="json", exclude=silent)

@@ -18,7 +18,7 @@ from kvshelf.service.http.errors import error_json
 from kvshelf.service.http.server import LEAVING
 from kvshelf.service.http.waiting import off_loop, until_hangup
 from kvshelf.service.service import InService
-from kvshelf.store.jobs.requests import RequestRecord, Requests
+from kvshelf.store.jobs.requests import RequestRecord, RequestTable
 
 router = APIRouter(prefix="/v1/requests", tags=["requests"], responses=openapi.ERRORS)
 
@@ -42,7 +42,7 @@ async def get_request(
 
 
 async def _wait(
-    requests: Requests, request_id: str, tenant: str, wait_s: float, leaving: asyncio.Event
+    requests: RequestTable, request_id: str, tenant: str, wait_s: float, leaving: asyncio.Event
 ) -> RequestRecord:
     end = time.monotonic() + wait_s
     poll = 0

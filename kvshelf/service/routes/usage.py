@@ -46,7 +46,7 @@ async def usage(request: Request, service: InService, caller: AnyCaller) -> Resp
 def _report(store: Store, wanted: UsageQuery, tenant: str | None, prices_file: str | None) -> Response:
     prices = _prices(prices_file) if wanted.cost else None
     used = store.metering.days(wanted.first_day, wanted.last_day, tenant=tenant)
-    tenants = sorted({each.tenant for each in used}) if tenant is None else [tenant]
+    tenants = sorted({amount.tenant for amount in used}) if tenant is None else [tenant]
     stored = {name: store.usage(tenant=name) for name in tenants}
     count = sum(each.caches for each in stored.values())
     if (wanted.label or wanted.cost) and count > MOST_CACHES:
@@ -60,7 +60,7 @@ def _report(store: Store, wanted: UsageQuery, tenant: str | None, prices_file: s
         first_day=wanted.first_day,
         last_day=wanted.last_day,
         data=grouped(rows, wanted.groups) if prices is None else rows,
-        stored=[TenantStored(tenant=name, caches=each.caches, bytes=each.bytes) for name, each in stored.items()],
+        stored=[TenantStored(tenant=name, caches=amount.caches, bytes=amount.bytes) for name, amount in stored.items()],
         labels=[use for name in tenants for use in _labels(store, name, wanted.label, prices)],
         ttls=[use for name in tenants for use in _ttls(store, name, prices)],
     )

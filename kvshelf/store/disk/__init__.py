@@ -62,9 +62,9 @@ class DiskStore(Shelf):
         with translated(home):
             home.mkdir(mode=0o700, parents=True, exist_ok=True)
             database = Database(home, busy_s)
-            found, place = database.create(key, blobs_place(blobs))
+            recorded_key, place = database.create(key, blobs_place(blobs))
             require_blobs_place(f"the shelf at {home}", place, blobs)
-            index = SqliteIndex(database, found, now, write_lease_s)
+            index = SqliteIndex(database, recorded_key, now, write_lease_s)
             opened = Folder.open_in(home) if blobs is None else blobs(index, SqliteLeases(database, now))
         shelf = cls(index, opened, rules=rules, now=now, elapsed=elapsed, on_step=on_step)
         shelf.home = home
@@ -72,7 +72,7 @@ class DiskStore(Shelf):
 
     def health(self) -> Health:
         """As `Store.health`, with the room on the disk of the folder."""
-        found = super().health()
+        health = super().health()
         with translated(self.home):
             short = shortage(self.home)
-        return found if short is None else replace(found, full=(*found.full, short))
+        return health if short is None else replace(health, full=(*health.full, short))

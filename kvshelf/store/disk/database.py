@@ -174,12 +174,12 @@ class Database:
         # process hold on it, because POSIX locks belong to the process, not to the descriptor.
         with suppress(FileExistsError):
             os.close(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        found = os.lstat(self._path)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.lstat(self._path)
+        if not stat.S_ISREG(status.st_mode):
             raise StoreUnavailable(f"{self._path} is not a regular file")
         if not os.access(self._path, os.R_OK | os.W_OK):
             raise StoreUnavailable(f"{self._path} cannot be written: the disk is read-only, or it is another user's")
-        self._inode = found.st_ino
+        self._inode = status.st_ino
 
     def _initialise(self, key: bytes, blobs: str) -> tuple[bytes, str]:
         with closing(self._connect()) as connection:
@@ -194,10 +194,10 @@ class Database:
             if not connection.execute("SELECT 1 FROM pragma_table_info('jobs') WHERE name = 'owner'").fetchone():
                 connection.executescript(f"BEGIN IMMEDIATE;{_OWNERS};COMMIT;")
             meta = {name: bytes(value) for name, value in connection.execute("SELECT name, value FROM meta")}
-            found = meta.get("format", b"?").decode(errors="replace")
-            if found != str(HOME_FORMAT):
+            home_format = meta.get("format", b"?").decode(errors="replace")
+            if home_format != str(HOME_FORMAT):
                 raise StoreUnavailable(
-                    f"the shelf at {self._home} has home format {found}, this version of kvshelf works with "
+                    f"the shelf at {self._home} has home format {home_format}, this version of kvshelf works with "
                     f"{HOME_FORMAT}: use the version that made it, or another folder"
                 )
             connection.executescript(f"BEGIN IMMEDIATE;{_CHANGES}COMMIT;")

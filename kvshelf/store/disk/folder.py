@@ -90,10 +90,10 @@ class Folder(Blobs):
     def holds(self, name: str, nbytes: int) -> bool:
         with translated(self.path):
             try:
-                found = os.stat(_file_name(name), dir_fd=self._blobs, follow_symlinks=False)
+                status = os.stat(_file_name(name), dir_fd=self._blobs, follow_symlinks=False)
             except FileNotFoundError:
                 return False
-        return stat.S_ISREG(found.st_mode) and found.st_size == nbytes
+        return stat.S_ISREG(status.st_mode) and status.st_size == nbytes
 
     def keep_until(self, name: str, nbytes: int, expires_at: float | None) -> None:
         """A disk drops nothing by itself."""

@@ -12,8 +12,8 @@ from kvshelf.store import checks, eviction
 from kvshelf.store.blobs import WRITE_LEASE_S, Name, cache_of
 from kvshelf.store.disk.database import Database
 from kvshelf.store.disk.jobs import FOREVER, SqliteJobs
-from kvshelf.store.index import BasesGone, Entry, Index, Query, Quota, Writing, lapsed
-from kvshelf.store.manifest import Manifest, Usage
+from kvshelf.store.index import BasesGone, Entry, Filters, Index, Quota, Writing, lapsed
+from kvshelf.store.manifest import Manifest, StoredUsage
 
 _FIELDS: Final = (
     "seq, id, tenant, state, version, name, nbytes, expires_at, last_used_at, uses, cost_s, priority, "
@@ -93,7 +93,7 @@ class SqliteIndex(Index):
         with self._database.read() as connection:
             return _find(connection, cache_id, tenant)
 
-    def listing(self, query: Query, now: float, before: int | None, limit: int) -> list[Entry]:
+    def listing(self, query: Filters, now: float, before: int | None, limit: int) -> list[Entry]:
         where = ["tenant = ?", "state = 'ready'", "(expires_at IS NULL OR expires_at > ?)"]
         values: list[Any] = [query.tenant, now]
         columns = {"document_id": query.document_id, "model": query.model, "policy": query.policy, _NAME: query.name}
@@ -117,8 +117,8 @@ class SqliteIndex(Index):
     def changes(self, tenant: str, after: int | None, limit: int) -> tuple[list[Entry], int]:
         with self._database.read() as connection:
             if after is None:  # numbers are of the whole home, so that none is given twice
-                given = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'changes'").fetchone()
-                return [], 0 if given is None else int(given["seq"])
+                last = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'changes'").fetchone()
+                return [], 0 if last is None else int(last["seq"])
             rows = connection.execute(
                 f"SELECT {_FIELDS}, number FROM (SELECT number, seq FROM changes WHERE tenant = ? AND number > ? "
                 "ORDER BY number LIMIT ?) JOIN caches USING (seq) ORDER BY number",
@@ -132,11 +132,11 @@ class SqliteIndex(Index):
         with self._database.read() as connection:
             return _entries(connection, "parent_id = ? AND tenant = ? ORDER BY seq", (cache_id, tenant))
 
-    def usage(self, tenant: str | None) -> Usage:
+    def usage(self, tenant: str | None) -> StoredUsage:
         where, values = ("", ()) if tenant is None else ("WHERE tenant = ?", (tenant,))
         query = f"SELECT coalesce(sum(caches), 0) AS caches, coalesce(sum(bytes), 0) AS bytes FROM usage {where}"
         with self._database.read() as connection:
-            return Usage(**connection.execute(query, values).fetchone())
+            return StoredUsage(**connection.execute(query, values).fetchone())
 
     def stored(self) -> Iterator[Entry]:
         seq = 0
@@ -258,9 +258,9 @@ class SqliteIndex(Index):
 
     def problems(self) -> list[str]:
         with self._database.read() as connection:
-            found = [row[0] for row in connection.execute("PRAGMA quick_check") if row[0] != "ok"]
-            found += [row[0] for query in _WRONG_REFERENCES for row in connection.execute(query)]
-        return [f"index: {problem}" for problem in found]
+            problems = [row[0] for row in connection.execute("PRAGMA quick_check") if row[0] != "ok"]
+            problems += [row[0] for query in _WRONG_REFERENCES for row in connection.execute(query)]
+        return [f"index: {problem}" for problem in problems]
 
     def close(self) -> None:
         self._database.close()
@@ -283,8 +283,8 @@ def _bases(text: str) -> tuple[Name, ...]:
 
 
 def _find(connection: sqlite3.Connection, cache_id: str, tenant: str) -> Entry | None:
-    found = _entries(connection, "tenant = ? AND id = ?", (tenant, cache_id), "caches_by_tenant_and_id")
-    return found[0] if found else None
+    entries = _entries(connection, "tenant = ? AND id = ?", (tenant, cache_id), "caches_by_tenant_and_id")
+    return entries[0] if entries else None
 
 
 def _taken(connection: sqlite3.Connection, cache_id: str, tenant: str | None) -> tuple[int, int]:

@@ -44,10 +44,10 @@ class SqliteJobs(JobTable):
     def find(self, item_id: str, tenant: str | None) -> Item | None:
         with self._database.read() as connection:
             if tenant is None:
-                found = _items(connection, "id = ?", (item_id,))
+                items = _items(connection, "id = ?", (item_id,))
             else:
-                found = _items(connection, "tenant = ? AND id = ?", (tenant, item_id), "jobs_by_tenant_and_id")
-        return found[0] if found else None
+                items = _items(connection, "tenant = ? AND id = ?", (tenant, item_id), "jobs_by_tenant_and_id")
+        return items[0] if items else None
 
     def owned(self, owner: str, tenant: str) -> list[Item]:
         with self._database.read() as connection:
@@ -69,10 +69,10 @@ class SqliteJobs(JobTable):
     def change(self, item: Item, *, term: int | None = None, release: bool = False) -> Item | None:
         with self._database.write() as tx:
             seen = (item.id, item.version, term)
-            found = _items(tx, "id = ? AND version = ? AND term = coalesce(?, term)", seen)
-            if not found:
+            items = _items(tx, "id = ? AND version = ? AND term = coalesce(?, term)", seen)
+            if not items:
                 return None
-            if found[0].held != item.held:
+            if items[0].held != item.held:
                 self._hold(tx, item.held)
                 _let_go(tx, "id = ?", (item.id,))
             tx.execute(
@@ -151,8 +151,8 @@ class SqliteJobs(JobTable):
     def _hold(self, tx: sqlite3.Connection, name: str | None) -> None:
         if name is not None:
             values = (FOREVER, name, self._now())
-            held = tx.execute("UPDATE writes SET lease_until = ? WHERE name = ? AND lease_until > ?", values)
-            if held.rowcount != 1:
+            extended = tx.execute("UPDATE writes SET lease_until = ? WHERE name = ? AND lease_until > ?", values)
+            if extended.rowcount != 1:
                 raise too_slow()
 
 

@@ -23,11 +23,11 @@ from kvshelf.api.caches import ErasedThing, Erasure, StayingThing
 from kvshelf.artifact.identity import canonical_json, digest
 from kvshelf.errors import BlobError, CacheNotFound, FileNotFound, StateConflict
 from kvshelf.store.index import Entry, Index
-from kvshelf.store.jobs.batches import Batches, BatchRecord
+from kvshelf.store.jobs.batches import BatchRecord, BatchTable
 from kvshelf.store.jobs.bodies import Bodies
-from kvshelf.store.jobs.files import FileRecord, Files
+from kvshelf.store.jobs.files import FileRecord, FileTable
 from kvshelf.store.jobs.requests import REQUEST_PREFIX
-from kvshelf.store.manifest import Body, Record, SourceRecord
+from kvshelf.store.manifest import SourceRecord, StoredBody, StoredRecord
 from kvshelf.store.table import Item, Kind, read
 
 RECORD_S: Final = 86_400.0
@@ -43,7 +43,7 @@ _IDS: Final = re.compile(rb"(?:kvs|resp)_[0-9a-f]{32,40}")
 _UNDER_WAY: Final = "it had not ended; erase again when it has"
 
 
-class Subject(Record):
+class Subject(StoredRecord):
     """Whose things go: those of a tenant that have all labels, and the name; all of them, if neither is given."""
 
     tenant: str
@@ -60,13 +60,13 @@ class Subject(Record):
         return self.labels.items() <= own.items() and self.name in (None, name)
 
 
-class _Recorded(Record):
+class _Recorded(StoredRecord):
     created_at: float
     completed_at: float | None = None
     stays: list[StayingThing] = []
 
     def with_stays(self, stays: list[StayingThing]) -> _Recorded:
-        return self.model_copy(update={"stays": [*self.stays, *(each for each in stays if each not in self.stays)]})
+        return self.model_copy(update={"stays": [*self.stays, *(stay for stay in stays if stay not in self.stays)]})
 
 
 @dataclass(eq=False)
@@ -75,8 +75,8 @@ class Eraser:
 
     index: Index
     bodies: Bodies
-    files: Files
-    batches: Batches
+    files: FileTable
+    batches: BatchTable
     home: str
     now: Callable[[], float]
     delete: Callable[..., Any]
@@ -133,16 +133,16 @@ class Eraser:
         stays: list[StayingThing] = []
         for _ in range(_ROUNDS):
             known = self._recorded(id)
-            look = _Look(self, subject, frozenset(each.id for each in known.values()))
-            found = {_key(thing): thing for thing in look.things()}
-            self._note(id, term, [thing for key, thing in found.items() if key not in known or known[key].erased_at])
+            look = _Look(self, subject, frozenset(thing.id for thing in known.values()))
+            things = {_key(thing): thing for thing in look.things()}
+            self._note(id, term, [thing for key, thing in things.items() if key not in known or known[key].erased_at])
             # What was recorded and is not there any more went before a kill.
-            gone = [thing for key, thing in known.items() if thing.erased_at is None and key not in found]
+            gone = [thing for key, thing in known.items() if thing.erased_at is None and key not in things]
             self._note(id, term, [self._ended(thing) for thing in gone])
             stays += look.stays
-            if not found:
+            if not things:
                 return stays, True
-            for batch in _cut(list(found.values())):
+            for batch in _cut(list(things.values())):
                 if end is not None and time.monotonic() >= end:
                     return stays, False
                 for thing in batch:
@@ -240,13 +240,13 @@ class _Look:
     def _caches(self) -> dict[str, Entry]:
         """The stored caches of the subject, and those that extend them, which come first."""
         tenant, index = self._subject.tenant, self._of.index
-        found: dict[str, Entry] = {}
+        entries: dict[str, Entry] = {}
         left = [entry for entry in index.stored() if entry.tenant == tenant and self._is_subjects(entry)]
         for entry in left:  # which grows meanwhile
-            if entry.id not in found:
-                found[entry.id] = entry
+            if entry.id not in entries:
+                entries[entry.id] = entry
                 left.extend(index.children(entry.id, tenant))
-        return {id: entry for id, entry in reversed(found.items()) if entry.stored}
+        return {id: entry for id, entry in reversed(entries.items()) if entry.stored}
 
     def _is_subjects(self, entry: Entry) -> bool:
         if entry.text is None:
@@ -281,23 +281,23 @@ class _Look:
         body = _body(item)
         assert body is not None, "it is held"
         try:
-            asked = msgpack.unpackb(self._of.bodies.read(body, item.tenant, REQUEST_PREFIX + item.id))
+            body_fields = msgpack.unpackb(self._of.bodies.read(body, item.tenant, REQUEST_PREFIX + item.id))
         except (BlobError, ValueError):
             return False  # it cannot be worked on, either
-        return isinstance(asked, dict) and self._subject.has(asked.get("labels"), asked.get("name"))
+        return isinstance(body_fields, dict) and self._subject.has(body_fields.get("labels"), body_fields.get("name"))
 
     def _of_batches(self) -> Iterator[ErasedThing]:
         whole: list[BatchRecord] = []
-        rows: dict[str, _Rows] = {}  # by file
+        rows: dict[str, _BatchRows] = {}  # by file
         for item in self._items("batch"):
             record = read(item, BatchRecord, version=item.version)
             options = record.body.get("options", {})
             if self._subject.has(options.get("labels"), options.get("name")) or self._has_metadata(record):
                 whole.append(record)
-            elif found := self._rows_of(record):
+            elif rows_of_batch := self._rows_of(record):
                 for id in _files_of(record):
-                    rows.setdefault(id, _Rows()).update(found)
-                self._lines[record.id] = found.journal
+                    rows.setdefault(id, _BatchRows()).update(rows_of_batch)
+                self._lines[record.id] = rows_of_batch.journal
             else:
                 continue
             if not record.ended:
@@ -313,9 +313,9 @@ class _Look:
         subject = self._subject
         return bool(subject.labels) and subject.name is None and subject.has(record.body.get("metadata"), None)
 
-    def _rows_of(self, record: BatchRecord) -> _Rows:
+    def _rows_of(self, record: BatchRecord) -> _BatchRows:
         """The rows of a batch that are the subject's: by their line of the input, or by what became of them."""
-        rows = _Rows()
+        rows = _BatchRows()
         with suppress(FileNotFound), self._of.files.open(record.body["input_file_id"], tenant=record.tenant) as opened:
             for number, line in enumerate(opened.file, 1):
                 if self._is_named(line) or self._has_labels(line):
@@ -331,7 +331,7 @@ class _Look:
     def _is_named(self, line: bytes) -> bool:
         return any(self._has(match.group().decode()) for match in _IDS.finditer(line))
 
-    def _of_files(self, whole: Container[str], rows: Mapping[str, _Rows]) -> Iterator[ErasedThing]:
+    def _of_files(self, whole: Container[str], rows: Mapping[str, _BatchRows]) -> Iterator[ErasedThing]:
         for item in self._items("file"):
             file = read(item, FileRecord)
             if self._subject.all or file.id in whole:
@@ -339,7 +339,7 @@ class _Look:
                 continue
             try:
                 with self._of.files.open(file.id, tenant=file.tenant) as opened:
-                    numbers, said, total = self._matching(opened.file, rows.get(file.id, _Rows()))
+                    numbers, said, total = self._matching(opened.file, rows.get(file.id, _BatchRows()))
             except FileNotFound:
                 continue  # it has expired, or is damaged
             if numbers and len(numbers) == total:
@@ -348,7 +348,7 @@ class _Look:
                 self._lines[file.id] = numbers
                 yield ErasedThing(kind="lines", id=file.id, digest=said, lines=len(numbers))
 
-    def _matching(self, file: BinaryIO, rows: _Rows) -> tuple[set[int], str, int]:
+    def _matching(self, file: BinaryIO, rows: _BatchRows) -> tuple[set[int], str, int]:
         """The numbers of a file's lines that are the subject's, their digest, and how many lines have anything. rows:
         of the batches whose input or result the file is."""
         numbers: set[int] = set()
@@ -369,7 +369,7 @@ class _Look:
         row = _parsed(line)
         bodies = (row, row.get("body"))
         return any(
-            isinstance(each, dict) and self._subject.has(each.get("labels"), each.get("name")) for each in bodies
+            isinstance(body, dict) and self._subject.has(body.get("labels"), body.get("name")) for body in bodies
         )
 
     def _items(self, kind: Kind) -> Iterator[Item]:
@@ -383,7 +383,7 @@ class _Look:
 
 
 @dataclass
-class _Rows:
+class _BatchRows:
     """Rows of a batch: their lines in the input, from 1, and their custom ids; their lines in the journal, from 0."""
 
     lines: set[int] = field(default_factory=set)
@@ -398,7 +398,7 @@ class _Rows:
         if isinstance(custom_id, str):
             self.custom_ids.add(custom_id)
 
-    def update(self, other: _Rows) -> None:
+    def update(self, other: _BatchRows) -> None:
         self.lines |= other.lines
         self.custom_ids |= other.custom_ids
 
@@ -423,8 +423,8 @@ def _parsed(line: bytes) -> dict[str, Any]:
     return row if isinstance(row, dict) else {}
 
 
-def _body(item: Item) -> Body | None:
-    return None if item.held is None else Body.model_validate(json.loads(item.text)["body"])
+def _body(item: Item) -> StoredBody | None:
+    return None if item.held is None else StoredBody.model_validate(json.loads(item.text)["body"])
 
 
 def _key(thing: ErasedThing) -> str:

@@ -11,7 +11,7 @@ from pydantic import Field
 from kvshelf.api.batches import BatchError, BatchStatus, RequestCounts
 from kvshelf.errors import BatchNotFound
 from kvshelf.store.index import KEEP_ENDED_S
-from kvshelf.store.manifest import Record
+from kvshelf.store.manifest import StoredRecord
 from kvshelf.store.table import Item, JobTable, overtaken, read, require_after
 
 ENDED: Final = frozenset({"completed", "failed", "expired", "cancelled"})
@@ -19,7 +19,7 @@ ENDED: Final = frozenset({"completed", "failed", "expired", "cancelled"})
 _LINES: Final = 1000
 
 
-class BatchRecord(Record):
+class BatchRecord(StoredRecord):
     """One batch. Times are Unix seconds.
 
     body: the request as it was accepted. times: when each state was entered last. attempts: how often it was started,
@@ -61,7 +61,7 @@ class BatchRecord(Record):
         return self.model_copy(update={"state": state, "times": {**self.times, state: now}} | changes)
 
 
-class Batches:
+class BatchTable:
     """The batches of one home. Two tenants see nothing of each other. Raises as `JobTable` does.
 
     table: the job table of the home, for leases and journals: the holder of the lease runs the batch.
@@ -135,8 +135,8 @@ class Batches:
         """A tenant's batches, newest first, and whether there are more. Raises `InvalidRequest` for an unknown
         `after`."""
         require_after(self.table, tenant, after)
-        found = self.table.listing("batch", tenant, after, limit + 1)
-        return [_record(item) for item in found[:limit]], len(found) > limit
+        items = self.table.listing("batch", tenant, after, limit + 1)
+        return [_record(item) for item in items[:limit]], len(items) > limit
 
 
 def _item(record: BatchRecord) -> Item:

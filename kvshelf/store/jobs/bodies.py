@@ -18,7 +18,7 @@ from blake3 import blake3
 from kvshelf.errors import BlobError, StorageFull, StoreError
 from kvshelf.store.blobs import Blobs
 from kvshelf.store.index import Index
-from kvshelf.store.manifest import Body
+from kvshelf.store.manifest import StoredBody
 from kvshelf.store.rules import Rules
 from kvshelf.store.sealing import PARTS_LIMIT
 from kvshelf.store.table import Item
@@ -42,7 +42,7 @@ class Bodies:
         tenant: str,
         subject: str,
         data: memoryview,
-        store: Callable[[Body | None], Item | None],
+        store: Callable[[StoredBody | None], Item | None],
         *,
         beyond_quota: bool = False,
     ) -> Item | None:
@@ -65,7 +65,7 @@ class Bodies:
             # Forever: an item of the job table ends with a sweep, whatever the server's clock says.
             self._writer.keep_until(written, None)
         try:
-            stored = store(Body(name=written.name, stored_bytes=written.nbytes, digest=digest))
+            stored = store(StoredBody(name=written.name, stored_bytes=written.nbytes, digest=digest))
         except StorageFull:
             self._writer.discard(written)
             raise
@@ -73,11 +73,11 @@ class Bodies:
             self._writer.discard(written)
         return stored
 
-    def open(self, body: Body, tenant: str, subject: str) -> RawIOBase:
+    def open(self, body: StoredBody, tenant: str, subject: str) -> RawIOBase:
         """The plain bytes, seekable. Raises `BlobError` if they are gone or damaged; see `sealing.unseal`."""
         return opened(self._blobs, self._rules, body.name, body.stored_bytes, tenant, subject)[0]
 
-    def read(self, body: Body, tenant: str, subject: str) -> bytes:
+    def read(self, body: StoredBody, tenant: str, subject: str) -> bytes:
         """All plain bytes, verified. Raises as `open` does."""
         with self.open(body, tenant, subject) as file:
             data = file.read()
@@ -95,11 +95,11 @@ class Bodies:
         # The item first: from then on nobody finds the bytes, and a sweep removes them if this process dies here.
         if not self._index.jobs.remove(item.id) or item.held is None:
             return 0
-        body = Body.model_validate(json.loads(item.text)["body"])
+        body = StoredBody.model_validate(json.loads(item.text)["body"])
         self.remove(body)
         return body.stored_bytes
 
-    def remove(self, body: Body) -> None:
+    def remove(self, body: StoredBody) -> None:
         """Remove a body that no item holds any more. If the home does not work, a sweep removes it."""
         with suppress(StoreError):
             if self._blobs.remove(body.name, body.stored_bytes):
@@ -107,7 +107,7 @@ class Bodies:
 
 
 def digest_of(file: RawIOBase | BinaryIO) -> str:
-    """The digest of the rest of a file, in the form of `Body.digest`."""
+    """The digest of the rest of a file, in the form of `StoredBody.digest`."""
     hasher = blake3()
     while piece := file.read(PART):
         hasher.update(piece)

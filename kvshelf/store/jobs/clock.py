@@ -20,7 +20,7 @@ from typing import Final
 
 from kvshelf.errors import StoreError
 from kvshelf.store.index import KEEP_ENDED_S
-from kvshelf.store.manifest import Record
+from kvshelf.store.manifest import StoredRecord
 from kvshelf.store.table import Item, JobTable, read
 
 log = logging.getLogger("kvshelf.store")
@@ -51,7 +51,7 @@ def _boot() -> str:
     return ""
 
 
-class _Sight(Record):
+class _Sight(StoredRecord):
     """The clocks at a sweep. doubt_s: how much of `now` is doubted, negative after a jump back. left_s: for how long
     it is doubted still."""
 

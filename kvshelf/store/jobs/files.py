@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from kvshelf.errors import BlobError, FileNotFound
 from kvshelf.store.jobs.bodies import PART, Bodies
-from kvshelf.store.manifest import Body, Record
+from kvshelf.store.manifest import StoredBody, StoredRecord
 from kvshelf.store.table import Item, JobTable, read, require_after
 from kvshelf.store.types import BlobFile
 
@@ -24,7 +24,7 @@ FILE_PREFIX: Final = "file:"
 _BATCH: Final = 100
 
 
-class FileRecord(Record):
+class FileRecord(StoredRecord):
     """One file. Times are Unix seconds. body: None for an empty file."""
 
     id: str
@@ -32,7 +32,7 @@ class FileRecord(Record):
     filename: str
     purpose: str
     nbytes: int
-    body: Body | None = None
+    body: StoredBody | None = None
     created_at: float
     expires_at: float | None
 
@@ -42,7 +42,7 @@ class FileRecord(Record):
         return blake3().hexdigest() if self.body is None else self.body.digest
 
 
-class Files:
+class FileTable:
     """The files of one home. Two tenants see nothing of each other. Raises as `JobTable` and `Blobs` do."""
 
     def __init__(self, table: JobTable, bodies: Bodies, now: Callable[[], float]) -> None:
@@ -77,7 +77,7 @@ class Files:
             expires_at=None if ttl_s is None else now + ttl_s,
         )
 
-        def keep(body: Body | None) -> Item | None:
+        def keep(body: StoredBody | None) -> Item | None:
             return self._table.add(replace(_item(record.model_copy(update={"body": body})), owner=batch_id))
 
         content = mmap.mmap(file.fileno(), record.nbytes, access=mmap.ACCESS_READ) if record.nbytes else b""
@@ -98,14 +98,14 @@ class Files:
     ) -> tuple[list[FileRecord], bool]:
         """A tenant's files, newest first, and whether more follow. Raises `InvalidRequest` for an unknown `after`."""
         require_after(self._table, tenant, after)
-        found: list[FileRecord] = []
+        records: list[FileRecord] = []
         while True:
             items = self._table.listing("file", tenant, after, _BATCH)
             now = self._now()
             live = (_record(item) for item in items if item.due is None or item.due > now)
-            found += (record for record in live if purpose in (None, record.purpose))
-            if len(found) > limit or len(items) < _BATCH:
-                return found[:limit], len(found) > limit
+            records += (record for record in live if purpose in (None, record.purpose))
+            if len(records) > limit or len(items) < _BATCH:
+                return records[:limit], len(records) > limit
             after = items[-1].id
 
     def open(self, file_id: str, *, tenant: str) -> BlobFile:
@@ -137,7 +137,7 @@ class Files:
             nbytes = after.tell()
             content = memoryview(mmap.mmap(after.fileno(), nbytes, access=mmap.ACCESS_READ))
 
-            def keep(body: Body | None) -> Item | None:
+            def keep(body: StoredBody | None) -> Item | None:
                 changed = _item(record.model_copy(update={"body": body, "nbytes": nbytes}))
                 return self._table.change(replace(changed, version=item.version, owner=item.owner))
 
@@ -156,8 +156,8 @@ class Files:
 
 
 def _item(record: FileRecord) -> Item:
-    held = record.body.name if record.body else None
-    return Item("file", record.id, record.tenant, record.model_dump_json(), due=record.expires_at, held=held)
+    body_name = record.body.name if record.body else None
+    return Item("file", record.id, record.tenant, record.model_dump_json(), due=record.expires_at, held=body_name)
 
 
 def _record(item: Item) -> FileRecord:

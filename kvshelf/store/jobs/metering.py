@@ -10,13 +10,13 @@ from pydantic import Field
 
 from kvshelf.api.usage import KEEP_DAYS, Metered
 from kvshelf.artifact.identity import digest
-from kvshelf.store.manifest import Record
+from kvshelf.store.manifest import StoredRecord
 from kvshelf.store.table import Item, JobTable, read
 
 _DIGITS: Final = 40
 
 
-class DayUsed(Record):
+class DayUsed(StoredRecord):
     """One tenant's use of one day of UTC, by model. writers: the number of the last addition of each, so that one whose
     answer was lost is not added twice."""
 
@@ -57,8 +57,8 @@ class Metering:
             items = self._table.open_items("usage")
         else:
             items = self._table.listing("usage", tenant, None, KEEP_DAYS + 2)
-        found = [read(item, DayUsed) for item in items]
-        return sorted((used for used in found if first <= used.day <= last), key=lambda used: (used.day, used.tenant))
+        records = [read(item, DayUsed) for item in items]
+        return sorted((used for used in records if first <= used.day <= last), key=lambda used: (used.day, used.tenant))
 
 
 def _id(tenant: str, day: datetime.date) -> str:

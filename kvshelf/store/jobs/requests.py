@@ -14,7 +14,7 @@ from kvshelf.artifact.identity import digest
 from kvshelf.errors import BlobError, InternalError, RequestNotFound, StateConflict
 from kvshelf.store.index import KEEP_ENDED_S
 from kvshelf.store.jobs.bodies import Bodies
-from kvshelf.store.manifest import Body, Record
+from kvshelf.store.manifest import StoredBody, StoredRecord
 from kvshelf.store.table import Item, JobTable, overtaken, read
 
 REQUEST_PREFIX: Final = "request:"
@@ -27,7 +27,7 @@ _STORED: Final = {"state", "attempts_before", "cache_ids", "error", "body"}
 """The fields of a record that are in its item's text; the others are fields of the item."""
 
 
-class RequestError(Record):
+class RequestError(StoredRecord):
     """Why an attempt failed, as fields of an API error. `details` as those of a `KvshelfError`: JSON types only."""
 
     code: str
@@ -36,7 +36,7 @@ class RequestError(Record):
     details: dict[str, Any] | None = None
 
 
-class RequestRecord(Record):
+class RequestRecord(StoredRecord):
     """One request. Times are Unix seconds. `error` is the last attempt's, even if another attempt will follow.
 
     attempts: the number of the last attempt. Numbers never start again, not even when an ended request is queued again:
@@ -54,7 +54,7 @@ class RequestRecord(Record):
     error: RequestError | None = None
     created_at: float = 0.0
     updated_at: float = 0.0
-    body: Body | None = None
+    body: StoredBody | None = None
     version: int = 0
 
     @property
@@ -67,7 +67,7 @@ class RequestRecord(Record):
         return self.state in ("done", "failed")
 
 
-class Requests:
+class RequestTable:
     """The requests of one home. Durable when a method returns. Raises as `JobTable` and `Blobs` do, too."""
 
     def __init__(self, table: JobTable, bodies: Bodies, now: Callable[[], float], key: bytes) -> None:
@@ -93,14 +93,14 @@ class Requests:
         hashes that include the tenant.
         """
         while True:
-            found = self._table.find(request_id, None)
-            if found is None:
+            item = self._table.find(request_id, None)
+            if item is None:
                 new = RequestRecord(id=request_id, tenant=tenant, state="queued")
                 stored = self._queue(new, body, self._table.add)
-            elif found.tenant != tenant or found.kind != "request":
+            elif item.tenant != tenant or item.kind != "request":
                 raise StateConflict(f"request id {request_id!r} is taken", param="request_id")
             else:
-                record = _record(found)
+                record = _record(item)
                 if record.state != "failed" and not (record.state == "done" and again):
                     return record
                 anew = {"state": "queued", "attempts_before": record.attempts, "cache_ids": (), "error": None}
@@ -109,8 +109,8 @@ class Requests:
                 return _record(stored)
 
     def _queue(self, record: RequestRecord, body: bytes, store: Callable[[Item], Item | None]) -> Item | None:
-        def keep(held: Body | None) -> Item | None:
-            return store(self._item(record.model_copy(update={"body": held})))
+        def keep(stored_body: StoredBody | None) -> Item | None:
+            return store(self._item(record.model_copy(update={"body": stored_body})))
 
         return self._bodies.write(record.tenant, REQUEST_PREFIX + record.id, memoryview(body), keep)
 
@@ -153,8 +153,8 @@ class Requests:
         `counted` False: the request is not to blame, so `tries` is as if there had been no such attempt. Raises
         `StateConflict` for a stale holder.
         """
-        told = dict(details) if details else None
-        error = RequestError(code=code, message=message, param=param, details=told)
+        fields = dict(details) if details else None
+        error = RequestError(code=code, message=message, param=param, details=fields)
         changes = {"state": "failed" if final else "queued", "error": error}
         self._end_attempt(request_id, attempt, changes, uncounted=not counted)
 
@@ -205,9 +205,9 @@ class Requests:
 
     def _item(self, record: RequestRecord) -> Item:
         due = self._now() + KEEP_ENDED_S if record.ended else None
-        held = record.body.name if record.body else None
+        body_name = record.body.name if record.body else None
         text = record.model_dump_json(include=_STORED)
-        return Item("request", record.id, record.tenant, text, record.version, not record.ended, due, held)
+        return Item("request", record.id, record.tenant, text, record.version, not record.ended, due, body_name)
 
 
 def _record(item: Item) -> RequestRecord:

@@ -12,7 +12,7 @@ from typing import Final
 from kvshelf.errors import BlobError, ResponseNotFound
 from kvshelf.store.index import KEEP_ENDED_S
 from kvshelf.store.jobs.bodies import Bodies
-from kvshelf.store.manifest import Body, Record
+from kvshelf.store.manifest import StoredBody, StoredRecord
 from kvshelf.store.rules import Rules
 from kvshelf.store.table import Item, JobTable, read
 
@@ -20,13 +20,13 @@ RESPONSE_PREFIX: Final = "response:"
 """Tells a sealed response from a sealed cache or file."""
 
 
-class ResponseRecord(Record):
+class ResponseRecord(StoredRecord):
     """One response. cache_id: of its stored turn."""
 
     id: str
     tenant: str
     cache_id: str
-    body: Body
+    body: StoredBody
 
 
 class Responses:
@@ -41,7 +41,7 @@ class Responses:
     def keep(self, response_id: str, said: bytes, *, tenant: str, cache_id: str) -> None:
         """Keep what a response said. It counts for the tenant's quota. Raises `QuotaExceeded`, `StorageFull`."""
 
-        def store(body: Body | None) -> Item | None:
+        def store(body: StoredBody | None) -> Item | None:
             assert body is not None, "a response says something"
             record = ResponseRecord(id=response_id, tenant=tenant, cache_id=cache_id, body=body)
             return self._table.add(_item(record, self._now() + self._keep_s))

@@ -24,7 +24,7 @@ from blake3 import blake3
 from kvshelf.errors import BlobError, InvalidRequest, SourceNotKept
 from kvshelf.store.index import KEEP_ENDED_S
 from kvshelf.store.jobs.bodies import Bodies
-from kvshelf.store.manifest import Body, Manifest, SourceInfo, SourceRecord
+from kvshelf.store.manifest import Manifest, SourceInfo, SourceRecord, StoredBody
 from kvshelf.store.table import Item, JobTable, read, require_after
 from kvshelf.store.types import Source, TokenIds
 
@@ -166,7 +166,7 @@ class Sources:
     def _write(self, item: Item | None, manifest: Manifest, data: bytes, how: Mapping[str, Any]) -> Item | None:
         """A new source, in the place of `item`. how: the fields of `SourceRecord` besides manifest and body."""
 
-        def store(body: Body | None) -> Item | None:
+        def store(body: StoredBody | None) -> Item | None:
             assert body is not None, "a source is not empty"
             new = SourceRecord(manifest=manifest, body=body, **how)
             return self._table.add(self._stored(new)) if item is None else self._table.change(self._stored(new, item))

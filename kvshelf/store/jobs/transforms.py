@@ -10,7 +10,7 @@ from typing import Final
 
 from kvshelf.errors import BlobError, CacheCorrupt
 from kvshelf.store.jobs.bodies import Bodies
-from kvshelf.store.manifest import Body, Record
+from kvshelf.store.manifest import StoredBody, StoredRecord
 from kvshelf.store.table import Item, JobTable, read
 
 TRANSFORMS_PREFIX: Final = "transforms:"
@@ -20,9 +20,9 @@ _NOBODY: Final = "kvshelf"
 """The tenant of what belongs to the home. A tenant of this name sees nothing of it: it has no ids of this kind."""
 
 
-class _Kept(Record):
+class _Kept(StoredRecord):
     digest: str
-    body: Body
+    body: StoredBody
 
 
 class KeptTransforms:
@@ -37,7 +37,7 @@ class KeptTransforms:
         if self._find(digest) is not None:
             return
 
-        def store(body: Body | None) -> Item | None:
+        def store(body: StoredBody | None) -> Item | None:
             assert body is not None, "a file of transforms is not empty"
             text = _Kept(digest=digest, body=body).model_dump_json()
             return self._table.add(Item("transforms", _id(digest), _NOBODY, text, held=body.name))
@@ -46,11 +46,11 @@ class KeptTransforms:
 
     def get(self, digest: str) -> bytes | None:
         """A file; None if the home has none of this digest. Raises `CacheCorrupt` for a damaged one."""
-        found = self._find(digest)
-        if found is None:
+        record = self._find(digest)
+        if record is None:
             return None
         try:
-            return self._bodies.read(found.body, _NOBODY, TRANSFORMS_PREFIX + digest)
+            return self._bodies.read(record.body, _NOBODY, TRANSFORMS_PREFIX + digest)
         except BlobError as error:
             raise CacheCorrupt(
                 f"the transforms {digest[:16]} on the shelf are damaged ({error}); put their file into the calibration "

@@ -61,18 +61,20 @@ def parse(url: str) -> ObjectPlace:
     prefix = parts.path.strip("/")
     if prefix and (not _PREFIX.fullmatch(prefix) or {".", ".."} & set(prefix.split("/"))):
         raise _refused(url, "the prefix may have letters, digits and !_.'()*- between single slashes")
-    given = dict(query)
-    for name in given:
+    parameters = dict(query)
+    for name in parameters:
         if name not in _PARAMETERS:
             raise _refused(url, f"there is no parameter {name!r:.40}{nearest(name, _PARAMETERS)}")
-    if len(given) < len(query) or parts.fragment:
+    if len(parameters) < len(query) or parts.fragment:
         raise _refused(url, "each parameter may be given once, and nothing follows them")
-    if "endpoint" in given and not _ENDPOINT.fullmatch(given["endpoint"]):
+    if "endpoint" in parameters and not _ENDPOINT.fullmatch(parameters["endpoint"]):
         raise _refused(url, "the endpoint is the address of a server, such as https://minio.internal:9000")
-    if "region" in given and not _REGION.fullmatch(given["region"]):
+    if "region" in parameters and not _REGION.fullmatch(parameters["region"]):
         raise _refused(url, "the region is a name such as eu-central-1")
-    timeout_s = _seconds(url, given.get("timeout_s", "30"))
-    return ObjectPlace(parts.scheme, parts.netloc, prefix, given.get("endpoint"), given.get("region"), timeout_s)
+    timeout_s = _seconds(url, parameters.get("timeout_s", "30"))
+    return ObjectPlace(
+        parts.scheme, parts.netloc, prefix, parameters.get("endpoint"), parameters.get("region"), timeout_s
+    )
 
 
 def _seconds(url: str, text: str) -> float:

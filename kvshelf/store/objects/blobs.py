@@ -130,7 +130,7 @@ class ObjectBlobs(Blobs):
 
     def hold_each(self, names: Sequence[tuple[str, int]]) -> list[bool]:
         """With several requests at once."""
-        return list(self._pool.map(lambda each: self.holds(*each), names))
+        return list(self._pool.map(lambda name: self.holds(*name), names))
 
     def keep_until(self, name: str, nbytes: int, expires_at: float | None) -> None:
         """Object storage drops nothing by itself."""
@@ -210,8 +210,8 @@ class ObjectBlobs(Blobs):
         try:
             with translated(self._place):
                 options: GetOptions = {} if tail is None else {"range": (0, HEAD)}
-                found = obstore.get(self._store, path, options=options)
-                size, head = found.meta["size"], memoryview(found.bytes())
+                answer = obstore.get(self._store, path, options=options)
+                size, head = answer.meta["size"], memoryview(answer.bytes())
         except EmptyObject:
             size, head = 0, memoryview(b"")
         if tail is None or size != nbytes:  # of another size: the reader will say so
@@ -284,8 +284,8 @@ class ObjectBlobs(Blobs):
 def connect(place: ObjectPlace) -> ObjectStore:
     """Nothing is sent yet. Credentials, and the endpoint without one in the URL, are read from the environment."""
     timeout = timedelta(seconds=place.timeout_s)
-    given = {"endpoint": place.endpoint, "region": place.region}
-    config: Any = {name: value for name, value in given.items() if value is not None}  # of S3, by `address.parse`
+    options = {"endpoint": place.endpoint, "region": place.region}
+    config: Any = {name: value for name, value in options.items() if value is not None}  # of S3, by `address.parse`
     try:
         store: ObjectStore = from_url(
             str(place),

@@ -45,7 +45,7 @@ def translated(place: ObjectPlace) -> Iterator[None]:
     except AlreadyExistsError:
         raise
     except (PermissionDeniedError, UnauthenticatedError) as error:
-        why = f" ({found[1]})" if (found := _CODE.search(str(error))) else ""
+        why = f" ({match[1]})" if (match := _CODE.search(str(error))) else ""
         raise StoreUnavailable(f"{place} refuses access{why}; {_CREDENTIALS}") from error
     except BaseError as error:
         text = str(error)
@@ -65,8 +65,8 @@ def translated(place: ObjectPlace) -> Iterator[None]:
 
 def _short(text: str) -> str:
     """What a server or a connection said, without the library's nested descriptions."""
-    if found := _CODE.search(text) or _STATUS.search(text):
-        return found[1]
+    if match := _CODE.search(text) or _STATUS.search(text):
+        return match[1]
     said = text.partition("\n\nDebug source")[0].strip().rpartition(" - ")[2][:200]
     cause = _CAUSE.search(text)
     return f"{said} ({cause[1]})" if cause else said

@@ -57,7 +57,7 @@ class ObjectFile(SeekableFile):
         self._renew_at = time.monotonic() + READ_LEASE_S / 3
         self.nbytes = ends.nbytes
         self._last_end = 0  # where the last read ended; a read at the beginning counts as a continuation
-        self._stream = _Stream(fetch, len(ends.head), self._stop) if once else None
+        self._stream = _ObjectStream(fetch, len(ends.head), self._stop) if once else None
 
     @property
     def _stop(self) -> int:
@@ -74,13 +74,13 @@ class ObjectFile(SeekableFile):
     def read_ranges(self, ranges: Sequence[tuple[int, memoryview]], /) -> None:
         """See `StoredFile`: all requests are on their way at once, each for ranges that lie close together."""
         self._keep_lease()
-        asked: list[tuple[Future[memoryview], Sequence[tuple[int, memoryview]]]] = []
+        requests: list[tuple[Future[memoryview], Sequence[tuple[int, memoryview]]]] = []
         for group in neighbours(ranges, _GAP):
             start, stop = group[0][0], group[-1][0] + len(group[-1][1])
             if stop > self.nbytes:
                 raise BlobError(f"the object has {self.nbytes} bytes, not {stop}", reason="truncated")
-            asked.append((self._whole(start, stop), group))
-        for data, group in asked:
+            requests.append((self._whole(start, stop), group))
+        for data, group in requests:
             for start, buffer in group:
                 buffer[:] = _arrived(data)[start - group[0][0] :][: len(buffer)]
 
@@ -121,7 +121,7 @@ class ObjectFile(SeekableFile):
         """Bytes from a position on, out of the stream, or of a new one if it is not there."""
         if self._stream is None or not self._stream.has(position):
             self._end_stream()
-            self._stream = _Stream(self._fetch, position, self._stop)
+            self._stream = _ObjectStream(self._fetch, position, self._stop)
         try:
             return self._stream.read(position)
         except BaseException:
@@ -141,7 +141,7 @@ class _Range:
     data: Future[memoryview]
 
 
-class _Stream:
+class _ObjectStream:
     """Ranges that follow each other, `_AHEAD` of them requested."""
 
     def __init__(self, fetch: Callable[[int, int], Future[memoryview]], start: int, stop: int) -> None:
@@ -165,8 +165,8 @@ class _Stream:
         return _arrived(first.data)[position - first.start :]
 
     def close(self) -> None:
-        for each in self._ranges:
-            each.data.cancel()
+        for piece in self._ranges:
+            piece.data.cancel()
 
     def _request(self) -> None:
         while len(self._ranges) < _AHEAD and self._next < self._stop:

@@ -101,15 +101,15 @@ def _credentials(text: str, password_file: str | None) -> tuple[str | None, str 
 
 
 def _hosts(kind: Kind, text: str) -> tuple[tuple[str, int], ...]:
-    found: list[tuple[str, int]] = []
+    hosts: list[tuple[str, int]] = []
     for item in text.split(","):
         match = _HOST.fullmatch(item)
         if match is None or not 1 <= (port := int(match["port"] or _PORTS[kind])) <= 65535:
             raise _refused("every host must be a name or an address, with a port from 1 to 65535 if one is given")
-        found.append((match["host"].strip("[]"), port))
-    if kind == "single" and len(found) > 1:
+        hosts.append((match["host"].strip("[]"), port))
+    if kind == "single" and len(hosts) > 1:
         raise _refused("several hosts are a cluster or Sentinels; say which with redis-cluster:// or redis-sentinel://")
-    return tuple(found)
+    return tuple(hosts)
 
 
 def _path(kind: Kind, path: str) -> tuple[str, int]:
@@ -126,13 +126,13 @@ def _path(kind: Kind, path: str) -> tuple[str, int]:
 
 
 def _parameters(query: list[tuple[str, str]], tls: bool) -> tuple[str | None, str, float, str | None]:
-    given = dict(query)
-    if len(given) < len(query):
+    parameters = dict(query)
+    if len(parameters) < len(query):
         raise _refused("a parameter is given twice")
     names = ("ca", "prefix", "timeout_s", "password_file")
-    ca, prefix, timeout, password_file = (given.pop(name, None) for name in names)
-    if given:
-        raise _refused(f"it has no parameter {min(given)!r:.40}")
+    ca, prefix, timeout, password_file = (parameters.pop(name, None) for name in names)
+    if parameters:
+        raise _refused(f"it has no parameter {min(parameters)!r:.40}")
     if ca is not None and not (tls and ca.startswith("/")):
         raise _refused("ca is the absolute path of a file and needs TLS, as in rediss://...?ca=/etc/ssl/redis.pem")
     if prefix is not None and not _PREFIX.fullmatch(prefix):

@@ -19,9 +19,9 @@ from typing import Final
 
 from kvshelf.errors import BlobError, StoreUnavailable
 from kvshelf.store.blobs import MARGIN_S, READ_LEASE_S, WRITE_LEASE_S, Blobs, Health, Step, StoredFile, is_name
-from kvshelf.store.redis.file import Piece, RedisFile, ends_of
+from kvshelf.store.redis.file import ChunkPiece, RedisFile, ends_of
 from kvshelf.store.redis.link import RedisLink
-from kvshelf.store.redis.wire import Command, Garbled, Part, Refused, Reply, Wire
+from kvshelf.store.redis.wire import Command, Garbled, Part, RedisRefusal, Reply, Wire
 
 CHUNK: Final = 4 << 20
 """Bytes. Part of the format: another size does not find existing chunks."""
@@ -73,11 +73,11 @@ class RedisBlobs(Blobs):
     def open(self, name: str, nbytes: int, *, once: bool = False) -> StoredFile | None:
         token = secrets.token_hex(8)
         keys = [self._key(name, "readers"), *self._chunks(name, nbytes)]
-        pieces = [Piece(key, size) for key, size in zip(keys[1:], _sizes(nbytes), strict=True)]
+        pieces = [ChunkPiece(key, size) for key, size in zip(keys[1:], _sizes(nbytes), strict=True)]
         lease = ("lease", token, _ms(self._read_lease_s))
         reads = [end.bounded_command for end in ends_of(pieces)]
-        found, *ends = self._link.script_and_read(_SCRIPT, keys, lease, reads)
-        if not found:
+        exists, *ends = self._link.script_and_read(_SCRIPT, keys, lease, reads)
+        if not exists:
             return None
         return RedisFile(
             self._link,
@@ -91,8 +91,8 @@ class RedisBlobs(Blobs):
 
     def beginning(self, name: str, nbytes: int, count: int) -> bytes | None:
         key = self._chunks(name, nbytes)[0]
-        found, data = self._link.pipeline([("EXISTS", key), ("GETRANGE", key, 0, count - 1)])
-        return data if found else None
+        exists, data = self._link.pipeline([("EXISTS", key), ("GETRANGE", key, 0, count - 1)])
+        return data if exists else None
 
     def holds(self, name: str, nbytes: int) -> bool:
         return self.hold_each([(name, nbytes)])[0]
@@ -211,7 +211,7 @@ class _Writer:
 
     def _expect_ok(self) -> None:
         reply = self._wire.receive()
-        if isinstance(reply, Refused):
+        if isinstance(reply, RedisRefusal):
             raise reply
         if reply != b"OK":
             raise Garbled(f"{reply!r:.80} came where OK was expected")

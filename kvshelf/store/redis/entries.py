@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from kvshelf.artifact.identity import digest
 from kvshelf.errors import StoreUnavailable
 from kvshelf.store.blobs import cache_of
-from kvshelf.store.index import ID_PREFIX, KEEP_ENDED_S, Entry, Query, Writing
+from kvshelf.store.index import ID_PREFIX, KEEP_ENDED_S, Entry, Filters, Writing
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.redis.script import Value
 
@@ -35,7 +35,7 @@ def writing_fields(writing: Writing) -> dict[str, Value]:
 def manifest_fields(manifest: Manifest) -> dict[str, Value]:
     """A manifest as the script stores and lists it."""
     columns = (manifest.tenant, manifest.document_id, manifest.model, manifest.policy, manifest.name, manifest.id)
-    own = Query(*columns, manifest.labels, manifest.parent_id)
+    own = Filters(*columns, manifest.labels, manifest.parent_id)
     return {
         "id": manifest.id,
         "text": manifest.model_dump_json(),
@@ -46,7 +46,7 @@ def manifest_fields(manifest: Manifest) -> dict[str, Value]:
     }
 
 
-def listings_of(query: Query) -> list[str]:
+def listings_of(query: Filters) -> list[str]:
     """The listings whose common members answer a query, but for the rest of a longer `id_prefix`."""
     columns = {
         "document": query.document_id,
@@ -56,9 +56,9 @@ def listings_of(query: Query) -> list[str]:
         "parent": query.parent_id,
         "id": query.id_prefix and query.id_prefix[:ID_PREFIX],
     }
-    found = [_listing(query.tenant, name, value) for name, value in columns.items() if value is not None]
-    found += [_listing(query.tenant, "label", name, value) for name, value in query.labels.items()]
-    return found or [_listing(query.tenant)]
+    listings = [_listing(query.tenant, name, value) for name, value in columns.items() if value is not None]
+    listings += [_listing(query.tenant, "label", name, value) for name, value in query.labels.items()]
+    return listings or [_listing(query.tenant)]
 
 
 def _listing(tenant: str, *which: str) -> str:

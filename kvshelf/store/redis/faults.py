@@ -11,7 +11,7 @@ from redis.exceptions import MaxConnectionsError, RedisError
 
 from kvshelf.errors import StorageFull, StoreError, StoreUnavailable
 from kvshelf.store.redis.address import RedisAddress
-from kvshelf.store.redis.wire import Garbled, Refused
+from kvshelf.store.redis.wire import Garbled, RedisRefusal
 
 _FULL: Final = {
     "OOM": "its memory is full. Delete caches, or raise its maxmemory",
@@ -34,7 +34,7 @@ class NoServer(Exception):
     """No server is known for the key."""
 
 
-REFUSALS: Final = (RedisError, OSError, Refused, Garbled, Resting, NoServer)
+REFUSALS: Final = (RedisError, OSError, RedisRefusal, Garbled, Resting, NoServer)
 """Every error that an exchange can raise."""
 
 
@@ -53,7 +53,7 @@ def translated(address: RedisAddress) -> Iterator[None]:
 
 
 def _translate(error: Exception, shown: str) -> StoreError:
-    if isinstance(error, Refused):
+    if isinstance(error, RedisRefusal):
         return _of_server(error, shown)
     if isinstance(error, Garbled):
         return StoreUnavailable(f"the server at {shown} does not speak the Redis protocol: {error}. Check the address.")
@@ -74,7 +74,7 @@ def _translate(error: Exception, shown: str) -> StoreError:
     )
 
 
-def _of_server(error: Refused, shown: str) -> StoreError:
+def _of_server(error: RedisRefusal, shown: str) -> StoreError:
     # Redis 6.2 wraps the refusal of a command in a script: "ERR Error running script ...: -OOM command ..."
     code = next((code for code in _FULL if error.code == code or f"-{code} " in str(error)), None)
     if code is not None:

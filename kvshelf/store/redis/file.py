@@ -26,7 +26,7 @@ _DRAIN: Final = 64 << 10  # bytes; fewer than these are read and thrown away, to
 
 
 @dataclass(frozen=True)
-class Piece:
+class ChunkPiece:
     """A value in Redis that is part of a file, and the bytes it must have."""
 
     key: str
@@ -45,7 +45,7 @@ class RedisFile(SeekableFile):
     def __init__(
         self,
         link: RedisLink,
-        pieces: Sequence[Piece],
+        pieces: Sequence[ChunkPiece],
         ends: Sequence[Reply],
         *,
         lease_s: float,
@@ -65,7 +65,7 @@ class RedisFile(SeekableFile):
         self.nbytes = self._ends[-1]
         self._last_end = 0  # where the last read ended; a read at the beginning counts as a continuation
         self._head, self._tail = (_sound(span, data) for span, data in zip(ends_of(pieces), ends, strict=True))
-        self._stream: _Stream | None = None
+        self._stream: _RedisStream | None = None
 
     def close(self) -> None:
         if not self.closed:
@@ -78,7 +78,7 @@ class RedisFile(SeekableFile):
     def read_ranges(self, ranges: Sequence[tuple[int, memoryview]], /) -> None:
         """See `StoredFile`: one round trip, in which exactly these bytes come."""
         self._keep_lease()
-        asked: list[tuple[Span, memoryview]] = []
+        spans: list[tuple[ChunkSpan, memoryview]] = []
         for start, buffer in ranges:
             end = start + len(buffer)
             if end > self.nbytes:
@@ -88,20 +88,20 @@ class RedisFile(SeekableFile):
             elif start >= self.nbytes - len(self._tail):
                 _copy(self._tail, start - (self.nbytes - len(self._tail)), buffer)
             else:
-                asked += self._spans_of(start, buffer)
-        answers = self._link.pipeline([span.command for span, _ in asked]) if asked else []
-        for (span, buffer), data in zip(asked, answers, strict=True):
+                spans += self._spans_of(start, buffer)
+        answers = self._link.pipeline([span.command for span, _ in spans]) if spans else []
+        for (span, buffer), data in zip(spans, answers, strict=True):
             if not isinstance(data, bytes) or len(data) != span.nbytes:
                 raise missing(span.piece)
             buffer[:] = data
 
-    def _spans_of(self, start: int, buffer: memoryview) -> Iterator[tuple[Span, memoryview]]:
+    def _spans_of(self, start: int, buffer: memoryview) -> Iterator[tuple[ChunkSpan, memoryview]]:
         """The parts of pieces that fill a buffer from byte `start` of the file on."""
         while buffer:
             index = bisect_right(self._ends, start)
             count = min(len(buffer), self._ends[index] - start)
             first = self._offset(index, start)
-            yield Span(self._pieces[index], first, first + count), buffer[:count]
+            yield ChunkSpan(self._pieces[index], first, first + count), buffer[:count]
             start, buffer = start + count, buffer[count:]
 
     def _keep_lease(self) -> None:
@@ -158,7 +158,7 @@ class RedisFile(SeekableFile):
     def _begin_stream(self, position: int) -> None:
         index = bisect_right(self._ends, position)
         last = self._release if self._once else None
-        self._stream = _Stream(self._link, self._pieces[index:], self._offset(index, position), position, last)
+        self._stream = _RedisStream(self._link, self._pieces[index:], self._offset(index, position), position, last)
 
     def _end_stream(self) -> None:
         stream, self._stream = self._stream, None
@@ -168,11 +168,11 @@ class RedisFile(SeekableFile):
                 self._release = None
 
 
-class _Stream:
+class _RedisStream:
     """Pieces that come one after the other on one connection."""
 
     def __init__(
-        self, link: RedisLink, pieces: Sequence[Piece], skip: int, position: int, last: Command | None
+        self, link: RedisLink, pieces: Sequence[ChunkPiece], skip: int, position: int, last: Command | None
     ) -> None:
         """skip: unwanted bytes of the first piece. position: where in the file the stream begins. last: a command sent
         with the last span; its answer is a number, and no thread waits for it."""
@@ -181,7 +181,7 @@ class _Stream:
         self._last = last
         self._link = link
         self._spans = deque(_spans(pieces, skip))  # not requested yet
-        self._asked: deque[Span] = deque()  # requested, not received
+        self._asked: deque[ChunkSpan] = deque()  # requested, not received
         self._left = 0  # bytes to come of the first requested span; 0: it has not begun
         self._loan: Loan = link.borrow(pieces[0].key)
         with link.talking(self._loan) as wire:
@@ -241,10 +241,10 @@ class _Stream:
 
 
 @dataclass(frozen=True)
-class Span:
+class ChunkSpan:
     """Bytes of a piece, from `start` to `stop`."""
 
-    piece: Piece
+    piece: ChunkPiece
     start: int
     stop: int
 
@@ -266,33 +266,33 @@ class Span:
         return ("GETRANGE", self.piece.key, self.start, end)
 
 
-def ends_of(pieces: Sequence[Piece]) -> tuple[Span, Span]:
+def ends_of(pieces: Sequence[ChunkPiece]) -> tuple[ChunkSpan, ChunkSpan]:
     """The beginning and the end of a file, which most readers look at first."""
     first, last = pieces[0], pieces[-1]
-    return Span(first, 0, min(_HEAD, first.nbytes)), Span(last, max(0, last.nbytes - _TAIL), last.nbytes)
+    return ChunkSpan(first, 0, min(_HEAD, first.nbytes)), ChunkSpan(last, max(0, last.nbytes - _TAIL), last.nbytes)
 
 
-def _spans(pieces: Sequence[Piece], skip: int) -> Iterator[Span]:
+def _spans(pieces: Sequence[ChunkPiece], skip: int) -> Iterator[ChunkSpan]:
     """Spans from byte `skip` of the first piece on; the first is short, so that the server soon prepares the next."""
     first, *others = pieces
     cut = min(skip + _FIRST, first.nbytes)
-    yield Span(first, skip, cut)
+    yield ChunkSpan(first, skip, cut)
     if cut < first.nbytes:
-        yield Span(first, cut, first.nbytes)
-    yield from (Span(piece, 0, piece.nbytes) for piece in others)
+        yield ChunkSpan(first, cut, first.nbytes)
+    yield from (ChunkSpan(piece, 0, piece.nbytes) for piece in others)
 
 
-def _sound(span: Span, data: Reply) -> bytes:
+def _sound(span: ChunkSpan, data: Reply) -> bytes:
     """The answer for a span; empty if it has the wrong length, which the next read of the span reports."""
     return data if isinstance(data, bytes) and len(data) == span.nbytes else b""
 
 
 def _copy(data: bytes, offset: int, view: memoryview) -> memoryview:
     """Copy the data from `offset` on into the view, and return the filled part of the view."""
-    found = memoryview(data)[offset : offset + len(view)]
-    view[: len(found)] = found
-    return view[: len(found)]
+    piece = memoryview(data)[offset : offset + len(view)]
+    view[: len(piece)] = piece
+    return view[: len(piece)]
 
 
-def missing(piece: Piece) -> BlobError:
+def missing(piece: ChunkPiece) -> BlobError:
     return BlobError(f"{piece.key} is not in Redis any more, or not whole", reason="missing")

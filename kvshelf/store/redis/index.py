@@ -19,16 +19,16 @@ from kvshelf.store.index import (
     KEEP_ENDED_S,
     BasesGone,
     Entry,
+    Filters,
     Index,
     MakeBlobs,
-    Query,
     Quota,
     Writing,
     blobs_place,
     lapsed,
     require_blobs_place,
 )
-from kvshelf.store.manifest import Manifest, Usage
+from kvshelf.store.manifest import Manifest, StoredUsage
 from kvshelf.store.redis.entries import (
     listings_of,
     manifest_fields,
@@ -149,33 +149,33 @@ class RedisIndex(Index):
         shown = self._run("find", id=cache_id, tenant=tenant)[1]
         return read_entry(shown) if shown else None
 
-    def listing(self, query: Query, now: float, before: int | None, limit: int) -> list[Entry]:
+    def listing(self, query: Filters, now: float, before: int | None, limit: int) -> list[Entry]:
         listings = ",".join(listings_of(query))
-        found: list[Entry] = []
+        matching: list[Entry] = []
         place: bytes | None = b"+inf" if before is None else b"(%d" % before
         steps = min(2 * limit, _STEPS)  # often enough
-        while place is not None and len(found) < limit:
-            room = min(limit - len(found), _BATCH)
+        while place is not None and len(matching) < limit:
+            room = min(limit - len(matching), _BATCH)
             reply = self._run("listing", listings=listings, before=place, now=now, limit=room, steps=steps)
             entries = map(read_entry, reply[2])
-            found += [entry for entry in entries if entry.id.startswith(query.id_prefix or "")]
+            matching += [entry for entry in entries if entry.id.startswith(query.id_prefix or "")]
             place = None if reply[1] is None else b"(" + reply[1]
             steps = _STEPS
-        return found
+        return matching
 
     def changes(self, tenant: str, after: int | None, limit: int) -> tuple[list[Entry], int]:
         about: dict[str, Value] = {"tenant": tenant, "limit": min(limit, _BATCH)}
         number, shown = self._run("changes", after=after, **about)[1:]
-        return [read_entry(each) for each in shown], int(number)
+        return [read_entry(entry) for entry in shown], int(number)
 
     def children(self, cache_id: str, tenant: str) -> list[Entry]:
-        found = map(read_entry, self._run("children", id=cache_id)[1])
-        return sorted((entry for entry in found if entry.tenant == tenant), key=lambda entry: entry.seq)
+        entries = map(read_entry, self._run("children", id=cache_id)[1])
+        return sorted((entry for entry in entries if entry.tenant == tenant), key=lambda entry: entry.seq)
 
-    def usage(self, tenant: str | None) -> Usage:
+    def usage(self, tenant: str | None) -> StoredUsage:
         key = "u" if tenant is None else f"u:{tenant}"
         counts = self._counts([f"caches@{key}", f"bytes@{key}"])
-        return Usage(caches=counts[f"caches@{key}"], bytes=counts[f"bytes@{key}"])
+        return StoredUsage(caches=counts[f"caches@{key}"], bytes=counts[f"bytes@{key}"])
 
     def stored(self) -> Iterator[Entry]:
         for batch in self._walk("stored"):
@@ -245,10 +245,10 @@ class RedisIndex(Index):
 
         Others may change the home meanwhile, so a count is a problem only if it is off by the same amount twice.
         """
-        found, once = self._recount()
+        problems, once = self._recount()
         twice = self._recount()[1] if any(once.values()) else once
         off = [what for what, number in once.items() if number and number == twice[what]]
-        return found + [f"index: {what} is off by {once[what]}" for what in off]
+        return problems + [f"index: {what} is off by {once[what]}" for what in off]
 
     def close(self) -> None:
         self._link.close()
@@ -265,18 +265,16 @@ class RedisIndex(Index):
     def _enter(self, key: bytes) -> tuple[bytes, str]:
         """Key and incarnation of the home. The first caller creates an empty home, with `key`."""
         fresh: dict[str, Value] = {"format": HOME_FORMAT, "key": key, "incarnation": secrets.token_hex(8)}
-        home_format, found, incarnation, place = self._script.run("open", "", **fresh, blobs=blobs_place(self._blobs))[
-            1
-        ]
+        home_format, key, incarnation, place = self._script.run("open", "", **fresh, blobs=blobs_place(self._blobs))[1]
         if home_format != str(HOME_FORMAT).encode():
             raise StoreUnavailable(
                 f"the shelf in Redis has home format {(home_format or b'?').decode(errors='replace')}, this version of "
                 f"kvshelf works with {HOME_FORMAT}: use the version that made it, or another prefix"
             )
-        if found is None or len(found) != 32 or not incarnation or not place:
+        if key is None or len(key) != 32 or not incarnation or not place:
             raise StoreUnavailable(f"{self._home} in Redis is not what kvshelf wrote there; use another prefix")
         require_blobs_place("the shelf in Redis", place.decode(errors="replace"), self._blobs)
-        return found, incarnation.decode()
+        return key, incarnation.decode()
 
     def _enter_again(self) -> None:
         key, incarnation = self._enter(self.key)
@@ -296,36 +294,36 @@ class RedisIndex(Index):
 
     def _recount(self) -> tuple[list[str], Counter[str]]:
         """Problems of single entries, and by how much each count of the home differs from their sum."""
-        found: list[str] = []
+        problems: list[str] = []
         due: Counter[str] = Counter(dict.fromkeys(_ALWAYS_COUNTED, 0))
         for rows in self._walk("audit"):
             for row in rows:
                 decoded = [value.decode() for value in row]
                 cache_id, problem, listings, nbytes, tenant, expires, ranked, bases, base = decoded
                 if problem:
-                    found.append(f"index: {cache_id} {problem}")
+                    problems.append(f"index: {cache_id} {problem}")
                 due.update({"stored": 1, "places": 1, "expiry": int(expires), "eviction": int(ranked)})
                 due.update({f"r:{base}": 0} if base else {})
-                due.update(f"r:{each.split(':')[0]}" for each in filter(None, bases.split(",")))
+                due.update(f"r:{base.split(':')[0]}" for base in filter(None, bases.split(",")))
                 if listings:
                     due["spliced"] += int(bool(bases))
                     due.update(f"l:{listing}" for listing in listings.split(","))
                     due.update(_counted(tenant, "", 1, int(nbytes)))
         for writing in self._writes("kept"):
             if f"r:{writing.name}" not in due:
-                found.append(f"index: {writing.name} is kept and is no base")
+                problems.append(f"index: {writing.name} is kept and is no base")
         for writing in self._writes("held"):
             due.update(_counted(writing.tenant, "held_", int(writing.of_cache), writing.nbytes))
         counted = self._counts(sorted(due))
-        return found, Counter({what: counted[what] - number for what, number in due.items()})
+        return problems, Counter({what: counted[what] - number for what, number in due.items()})
 
     def _writes(self, operation: str) -> list[Writing]:
-        found: list[Writing] = []
+        writes: list[Writing] = []
         while True:
-            listed = self._run(operation, offset=len(found), limit=_STEPS)[1]
-            found += map(read_writing, listed[::2], listed[1::2])
+            listed = self._run(operation, offset=len(writes), limit=_STEPS)[1]
+            writes += map(read_writing, listed[::2], listed[1::2])
             if len(listed) < 2 * _STEPS:
-                return found
+                return writes
 
     def _counts(self, keys: Sequence[str]) -> dict[str, int]:
         """The size of a set, or one field of a hash: "<field>@<hash>"."""

@@ -51,17 +51,17 @@ class RedisJobs(JobTable):
         return _stored(self._run("find", id=item_id, tenant=tenant))
 
     def owned(self, owner: str, tenant: str) -> list[Item]:
-        found = map(_item, self._run("owned", owner=owner)[1])
-        return [item for item in found if item.tenant == tenant]
+        items = map(_item, self._run("owned", owner=owner)[1])
+        return [item for item in items if item.tenant == tenant]
 
     def unowned(self, kind: Kind) -> list[Item]:
-        found: list[Item] = []
+        items: list[Item] = []
         offset, looked_at = 0, _BATCH
         while looked_at == _BATCH:
             _, shown, seen = self._run("unowned", kind=kind, offset=offset, limit=_BATCH)
-            found += map(_item, shown)
+            items += map(_item, shown)
             offset, looked_at = offset + _BATCH, int(seen)
-        return found
+        return items
 
     def listing(self, kind: Kind, tenant: str, after: str | None, limit: int) -> list[Item]:
         return [_item(shown) for shown in self._run("listing", kind=kind, tenant=tenant, after=after, limit=limit)[1]]
@@ -80,14 +80,14 @@ class RedisJobs(JobTable):
         return count
 
     def due_items(self, kind: Kind, now: float) -> list[Item]:
-        found = self._items(self._run("due", kind=kind, now=now)[1])
-        return [item for item in found if item.due is not None and item.due <= now]
+        items = self._items(self._run("due", kind=kind, now=now)[1])
+        return [item for item in items if item.due is not None and item.due <= now]
 
     def _items(self, ids: Sequence[bytes]) -> list[Item]:
-        found: list[Item] = []
+        items: list[Item] = []
         for start in range(0, len(ids), _BATCH):
-            found += map(_item, self._run("items", ids=b"\0".join(ids[start : start + _BATCH]))[1])
-        return found
+            items += map(_item, self._run("items", ids=b"\0".join(ids[start : start + _BATCH]))[1])
+        return items
 
     def open_items(self, kind: Kind, limit: int | None = None) -> list[Item]:
         ids: list[bytes] = self._run("open", kind=kind, last=-1 if limit is None else limit - 1)[1]
@@ -143,7 +143,7 @@ def _stored(reply: Sequence[Any]) -> Item | None:
 
 def _item(shown: Sequence[Any]) -> Item:
     try:
-        told = zip(_FIELDS, shown, strict=True)
-        return _ITEM.validate_python({name: value.decode() for name, value in told if value or name not in _OPTIONAL})
+        fields = zip(_FIELDS, shown, strict=True)
+        return _ITEM.validate_python({name: value.decode() for name, value in fields if value or name not in _OPTIONAL})
     except (AttributeError, TypeError, ValueError) as wrong:
         raise StoreUnavailable(f"an item in Redis is not what kvshelf wrote there: {wrong!s:.200}") from wrong

@@ -21,7 +21,7 @@ from kvshelf.store.redis.address import RedisAddress
 from kvshelf.store.redis.faults import REFUSALS, translated
 from kvshelf.store.redis.routes import Route, route
 from kvshelf.store.redis.server import Loan, Server
-from kvshelf.store.redis.wire import Command, Garbled, Part, Refused, Reply, Wire
+from kvshelf.store.redis.wire import Command, Garbled, Part, RedisRefusal, Reply, Wire
 
 _REDIRECTS: Final = 3
 _ASK_AGAIN: Final = {"MOVED", "READONLY", "MASTERDOWN", "CLUSTERDOWN"}
@@ -63,15 +63,17 @@ class ServerFacts:
 
     def warnings(self) -> list[str]:
         """Warnings for the operator, one sentence each."""
-        found = []
+        warnings = []
         if not self.aof_enabled:
-            found.append(f"the Redis server {self.name} loses caches when it restarts. Set appendonly yes to keep them")
+            warnings.append(
+                f"the Redis server {self.name} loses caches when it restarts. Set appendonly yes to keep them"
+            )
         if self.maxmemory == 0:
-            found.append(
+            warnings.append(
                 f"the Redis server {self.name} has no memory limit and may be killed when the machine's is used up. "
                 "Set maxmemory"
             )
-        return found
+        return warnings
 
 
 class RedisLink:
@@ -117,13 +119,13 @@ class RedisLink:
     ) -> list[Reply]:
         """Run `script`, then commands that read keys in its slot, in one round trip; returns all replies in order.
 
-        The reply of a refused command is a `Refused`; a caller that needs it asks again and gets the error.
+        The reply of a refused command is a `RedisRefusal`; a caller that needs it asks again and gets the error.
         """
         tail = (len(keys), *keys, *args)
         with self._translated():
             server = self._route.server(keys[0].encode())
             replies = self._follow_all(server, [("EVALSHA", _script_name(source), *tail), *reads])
-            if isinstance(replies[0], Refused) and replies[0].code == "NOSCRIPT":
+            if isinstance(replies[0], RedisRefusal) and replies[0].code == "NOSCRIPT":
                 server = self._route.server(keys[0].encode())
                 replies = self._follow_all(server, [("EVAL", source, *tail), *reads])
             return _accepted(replies[:1]) + replies[1:]
@@ -173,7 +175,7 @@ class RedisLink:
     def _follow(self, command: Command, reply: Reply) -> Reply:
         """Follow redirections: in a cluster, keys move from node to node."""
         for _ in range(_REDIRECTS):
-            if not isinstance(reply, Refused) or reply.code not in ("MOVED", "ASK"):
+            if not isinstance(reply, RedisRefusal) or reply.code not in ("MOVED", "ASK"):
                 break
             server = self._route.at(*_sent_to(reply))
             if reply.code == "MOVED":
@@ -189,7 +191,7 @@ class RedisLink:
             try:
                 yield
             except REFUSALS as error:
-                if not isinstance(error, Refused) or error.code in _ASK_AGAIN:
+                if not isinstance(error, RedisRefusal) or error.code in _ASK_AGAIN:
                     self._route.doubt()
                 raise
 
@@ -210,12 +212,12 @@ def _key(command: Command) -> bytes:
 
 def _accepted(replies: list[Reply]) -> list[Reply]:
     for reply in replies:
-        if isinstance(reply, Refused):
+        if isinstance(reply, RedisRefusal):
             raise reply
     return replies
 
 
-def _sent_to(reply: Refused) -> tuple[str, int]:
+def _sent_to(reply: RedisRefusal) -> tuple[str, int]:
     """Where `MOVED <slot> <host>:<port>` points."""
     host, _, port = str(reply).rpartition(" ")[2].rpartition(":")
     if not host or not port.isdigit():

@@ -17,7 +17,7 @@ from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from kvshelf.store.redis.address import RedisAddress
 from kvshelf.store.redis.faults import NoServer
 from kvshelf.store.redis.server import Server, connection_options, first_answer
-from kvshelf.store.redis.wire import Garbled, Refused, Reply
+from kvshelf.store.redis.wire import Garbled, RedisRefusal, Reply
 
 
 class Route(abc.ABC):
@@ -113,7 +113,7 @@ class SentinelRoute(Route):
         """Where the primary is."""
         command = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._address.service)
         sentinel, reply = first_answer(self._sentinels, command, self._address.timeout_s)
-        if isinstance(reply, Refused):
+        if isinstance(reply, RedisRefusal):
             if reply.code != "NOAUTH" or self._authenticates:
                 raise reply
             self._authenticates = True
@@ -149,33 +149,33 @@ class ClusterRoute(Route):
         self._is_stale = True
 
     def _refresh(self) -> None:
-        asked, ranges = first_answer(self._nodes, ("CLUSTER", "SLOTS"), self._address.timeout_s)
-        if isinstance(ranges, Refused):
+        server_asked, ranges = first_answer(self._nodes, ("CLUSTER", "SLOTS"), self._address.timeout_s)
+        if isinstance(ranges, RedisRefusal):
             raise ranges
         slots: list[Server | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
-        for first, last, server in (self._range(each, asked) for each in _require_list(ranges)):
+        for first, last, server in (self._range(entry, server_asked) for entry in _require_list(ranges)):
             slots[first : last + 1] = [server] * (last + 1 - first)
         primaries = dict.fromkeys(server for server in slots if server is not None)
         with self._lock:
             self._nodes = list(dict.fromkeys([*self._nodes, *primaries]))
             self._slots, self._is_stale = slots, False
 
-    def _range(self, reply: Reply, asked: Server) -> tuple[int, int, Server]:
+    def _range(self, reply: Reply, source: Server) -> tuple[int, int, Server]:
         match reply:
             case [int(first), int(last), [*place], *_] if 0 <= first <= last < REDIS_CLUSTER_HASH_SLOTS:
-                return first, last, self.at(*_place(place[:2], asked))
-        raise Garbled(f"{asked.name} describes its cluster as {reply!r:.80}")
+                return first, last, self.at(*_place(place[:2], source))
+        raise Garbled(f"{source.name} describes its cluster as {reply!r:.80}")
 
 
 _UNNAMED: Final = (b"", b"?", None)
 """Names of a server that does not know its own address: it is the one we asked."""
 
 
-def _place(reply: Reply, asked: Server) -> tuple[str, int]:
+def _place(reply: Reply, source: Server) -> tuple[str, int]:
     match reply:
         case [bytes() | None as host, bytes() | int() as port] if str(int(port)) and 1 <= int(port) <= 65535:
-            return asked.host if host in _UNNAMED else host.decode(errors="replace"), int(port)
-    raise Garbled(f"{asked.name} names a server as {reply!r:.80}")
+            return source.host if host in _UNNAMED else host.decode(errors="replace"), int(port)
+    raise Garbled(f"{source.name} names a server as {reply!r:.80}")
 
 
 def _require_list(reply: Reply) -> Sequence[Reply]:

@@ -14,7 +14,7 @@ from redis.retry import Retry
 
 from kvshelf.store.redis.address import RedisAddress, location
 from kvshelf.store.redis.faults import REFUSALS, NoServer, Resting, is_unreachable
-from kvshelf.store.redis.wire import Command, Refused, Reply, Wire
+from kvshelf.store.redis.wire import Command, RedisRefusal, Reply, Wire
 
 REST_S: Final = 1.0
 """How long a server is left alone after a failure."""
@@ -23,7 +23,7 @@ _CONNECTIONS: Final = 512
 """Most connections at once; a service has far fewer threads."""
 
 
-class Breaker:
+class ServerBreaker:
     """A circuit breaker: refuses calls for `REST_S` after a failure, then lets one call try; its success closes it."""
 
     def __init__(self, patience_s: float) -> None:
@@ -64,7 +64,7 @@ class Server:
         self.port = port
         self.name = location(host, port)
         self._pool = ConnectionPool(host=host, port=port, max_connections=_CONNECTIONS, **options)
-        self._breaker = Breaker(2 * timeout_s)
+        self._breaker = ServerBreaker(2 * timeout_s)
 
     def borrow(self) -> Loan:
         """A connection, opened if none is idle. The pool detects idle connections that the server has closed before
@@ -116,7 +116,7 @@ class Server:
 
 def _is_demoted(reply: Reply) -> bool:
     """Whether a server says that it is no primary any more; new connections find out if it is a primary again."""
-    return isinstance(reply, Refused) and reply.code == "READONLY"
+    return isinstance(reply, RedisRefusal) and reply.code == "READONLY"
 
 
 class Loan:
@@ -160,7 +160,7 @@ class _Greeting:
             for command in self._greetings():
                 wire.send(command)
                 reply = wire.receive()
-                if isinstance(reply, Refused) and command[0] != "PING":  # a user may lack the right to PING
+                if isinstance(reply, RedisRefusal) and command[0] != "PING":  # a user may lack the right to PING
                     raise reply
             if self._primary and (not isinstance(reply, list) or reply[:1] != [b"master"]):
                 raise NoServer(f"{location(self.host, self.port)} is no primary")
@@ -214,7 +214,7 @@ def first_answer(servers: Sequence[Server], command: Command, patience_s: float)
     """
     ends_at = time.monotonic() + patience_s
     failure: Exception = Resting("no server is known")
-    for server in sorted(servers, key=lambda each: not each.is_well):
+    for server in sorted(servers, key=lambda candidate: not candidate.is_well):
         try:
             return server, server.exchange([command])[0]
         except REFUSALS as error:

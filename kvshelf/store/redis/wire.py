@@ -14,7 +14,7 @@ from typing import Any, Final
 Part = bytes | str | int | float
 Command = Sequence[Part]
 Reply = Any
-"""bytes, int, None, a list of replies, or a `Refused` that the server gave as its answer."""
+"""bytes, int, None, a list of replies, or a `RedisRefusal` that the server gave as its answer."""
 
 _INBOX: Final = 16 << 10  # bytes; also the limit of one line: answers of one line are short
 _SMALL: Final = 32 << 10  # bytes; below it, copying buffers together is cheaper than sending each
@@ -23,7 +23,7 @@ _ITEM: Final = 64  # bytes that an item of a list counts for, besides its own
 _DEPTH: Final = 8
 
 
-class Refused(Exception):
+class RedisRefusal(Exception):
     """An error that the server answered. `code` is its first word, as in `OOM` or `NOSCRIPT`."""
 
     def __init__(self, text: str) -> None:
@@ -97,13 +97,13 @@ class Wire:
         return reply
 
     def bulk(self) -> int | None:
-        """Begin to receive an answer that is one value. Returns its length, None for a null. Raises `Refused`.
+        """Begin to receive an answer that is one value. Returns its length, None for a null. Raises `RedisRefusal`.
 
         `fill` then receives all of its bytes, `end_bulk` ends it.
         """
         line = self._line()
         if line[:1] == b"-":
-            raise Refused(_text(line))
+            raise RedisRefusal(_text(line))
         if line[:1] != b"$":
             raise Garbled(f"{line[:40]!r} came where the length of a value was expected")
         return _length(line)
@@ -128,7 +128,7 @@ class Wire:
         if kind == b"+":
             return line[1:], room
         if kind == b"-":
-            return Refused(_text(line)), room
+            return RedisRefusal(_text(line)), room
         if kind == b":":
             return _number(line), room
         if kind not in (b"$", b"*"):

@@ -283,11 +283,11 @@ def _fixed_part(data: bytes) -> tuple[str, bytes, int]:
     return key_id.hex(), salt, count
 
 
-def _require_size(found: int, expected: int) -> None:
-    if found != expected:
+def _require_size(nbytes: int, expected: int) -> None:
+    if nbytes != expected:
         raise BlobError(
-            f"the sealed blob has {found} bytes, not {expected}",
-            reason="truncated" if found < expected else "trailing_bytes",
+            f"the sealed blob has {nbytes} bytes, not {expected}",
+            reason="truncated" if nbytes < expected else "trailing_bytes",
         )
 
 

@@ -37,7 +37,7 @@ TABLE_LIMIT: Final = 4 << 20
 _FIXED: Final = struct.Struct("<8sHHI")
 
 
-class Run(NamedTuple):
+class SplicedRun(NamedTuple):
     """Bytes of a file: of the cache's own, behind its table (file 0), or of base number `file`, from 1 on."""
 
     file: int
@@ -51,7 +51,7 @@ class Splice:
     as few as possible; those of the own file follow each other from its first byte to its last."""
 
     bases: tuple[Name, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[SplicedRun, ...]
 
     @property
     def nbytes(self) -> int:
@@ -109,13 +109,13 @@ def _read(file: StoredFile, start: int, nbytes: int) -> bytes:
 
 def _parse(packed: bytes) -> Splice:
     try:
-        found = msgpack.unpackb(packed, strict_map_key=True, max_ext_len=0)
+        table = msgpack.unpackb(packed, strict_map_key=True, max_ext_len=0)
     except (ValueError, msgpack.UnpackException) as error:
         raise BlobError(f"the table of bases is no msgpack: {error!r:.80}", reason="header_malformed") from error
-    if not isinstance(found, dict) or found.keys() != {"bases", "runs"}:
+    if not isinstance(table, dict) or table.keys() != {"bases", "runs"}:
         raise _malformed("it has other fields than bases and runs")
-    bases = tuple(_items(found["bases"], (str, int)))
-    runs = tuple(Run(*each) for each in _items(found["runs"], (int, int, int)))
+    bases = tuple(_items(table["bases"], (str, int)))
+    runs = tuple(SplicedRun(*item) for item in _items(table["runs"], (int, int, int)))
     if not 0 < len(bases) <= BASES_LIMIT or len({name for name, _ in bases}) < len(bases):
         raise _malformed(f"it has {len(bases)} bases, some perhaps twice; it may have 1 to {BASES_LIMIT}")
     if not all(is_name(name) for name, _ in bases):
@@ -129,16 +129,16 @@ def _parse(packed: bytes) -> Splice:
     return splice
 
 
-def _items(found: Any, types: tuple[type, ...]) -> Iterator[Any]:
-    if not isinstance(found, list):
+def _items(items: Any, types: tuple[type, ...]) -> Iterator[Any]:
+    if not isinstance(items, list):
         raise _malformed("bases or runs are no list")
-    for each in found:
-        if not isinstance(each, list) or list(map(type, each)) != list(types):
-            raise _malformed(f"{each!r:.80} is no base or run")
-        *_, nbytes = each
-        if any(isinstance(value, int) and not 0 <= value < 2**63 for value in each) or not nbytes:
-            raise _malformed(f"{each!r:.80} has a number out of range")
-        yield tuple(each)
+    for item in items:
+        if not isinstance(item, list) or list(map(type, item)) != list(types):
+            raise _malformed(f"{item!r:.80} is no base or run")
+        *_, nbytes = item
+        if any(isinstance(value, int) and not 0 <= value < 2**63 for value in item) or not nbytes:
+            raise _malformed(f"{item!r:.80} has a number out of range")
+        yield tuple(item)
 
 
 def _require_own(splice: Splice, nbytes: int) -> None:
@@ -178,29 +178,29 @@ class SplicedFile(SeekableFile):
                     reason="truncated",
                 )
 
-    def locate(self, start: int, nbytes: int) -> Iterator[Run]:
+    def locate(self, start: int, nbytes: int) -> Iterator[SplicedRun]:
         """Where bytes of the blob lie: offsets count from the beginning of each file."""
         index = bisect_right(self._starts, start) - 1
         while nbytes:
             run, skipped = self._runs[index], start - self._starts[index]
             count = min(nbytes, run.nbytes - skipped)
-            yield Run(run.file, run.offset + skipped, count)
+            yield SplicedRun(run.file, run.offset + skipped, count)
             start, nbytes, index = start + count, nbytes - count, index + 1
 
     def read_ranges(self, ranges: Sequence[tuple[int, memoryview]], /) -> None:
         """See `StoredFile`: one request to each file, if its bytes are asked for in ascending order."""
-        asked: dict[int, list[tuple[int, memoryview]]] = {}
+        ranges_of: dict[int, list[tuple[int, memoryview]]] = {}
         for start, buffer in ranges:
             if start + len(buffer) > self.nbytes:
                 raise BlobError("the blob ended early while it was read", reason="truncated")
             for run in self.locate(start, len(buffer)):
-                own = asked.setdefault(run.file, [])
+                own = ranges_of.setdefault(run.file, [])
                 if own and own[-1][0] + len(own[-1][1]) > run.offset:  # a base may be used in any order
                     self._files[run.file].read_ranges(own)
                     own.clear()
                 own.append((run.offset, buffer[: run.nbytes]))
                 buffer = buffer[run.nbytes :]
-        for file, own in asked.items():
+        for file, own in ranges_of.items():
             self._files[file].read_ranges(own)
 
     def close(self) -> None:

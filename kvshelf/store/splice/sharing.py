@@ -12,7 +12,7 @@ from kvshelf.artifact.blob import PackedBlob
 from kvshelf.artifact.blob.frame import TRAILER, BlobSummary
 from kvshelf.artifact.blob.layer import Layer, Span, aligned
 from kvshelf.store.blobs import Name, StoredFile
-from kvshelf.store.splice import BASES_LIMIT, TABLE_LIMIT, Run, Splice, SplicedFile
+from kvshelf.store.splice import BASES_LIMIT, TABLE_LIMIT, Splice, SplicedFile, SplicedRun
 
 LEAST_RUN: Final = 4 << 10
 """Bytes. A shorter run is written again: it takes a read of its own, and its place in the table."""
@@ -37,7 +37,7 @@ def shared_with(packed: PackedBlob, parent: BlobSummary, file: StoredFile) -> li
 
     file: the parent's whole blob. The padding behind an array counts as shared: it is zero in both.
     """
-    found: list[Shared] = []
+    runs: list[Shared] = []
     own = packed.nbytes - TRAILER.size - packed.header.body_bytes
     other = parent.nbytes - TRAILER.size - parent.header.body_bytes
     memory = memoryview(bytearray(_PIECE))
@@ -46,8 +46,8 @@ def shared_with(packed: PackedBlob, parent: BlobSummary, file: StoredFile) -> li
         for span, theirs in _pairs(layer, old):
             offset = other + old.offset + theirs.offset
             if span.nbytes and _are_equal(buffers[span.offset], offset, file, memory):
-                _join(found, Shared(own + layer.offset + span.offset, offset, aligned(span.nbytes)))
-    return [each for each in found if each.nbytes >= LEAST_RUN]
+                _join(runs, Shared(own + layer.offset + span.offset, offset, aligned(span.nbytes)))
+    return [run for run in runs if run.nbytes >= LEAST_RUN]
 
 
 def _by_offset(segment: Sequence[memoryview]) -> dict[int, memoryview]:
@@ -73,12 +73,12 @@ def _are_equal(buffer: memoryview, offset: int, file: StoredFile, memory: memory
     return True
 
 
-def _join(found: list[Shared], new: Shared) -> None:
-    last = found[-1] if found else None
+def _join(runs: list[Shared], new: Shared) -> None:
+    last = runs[-1] if runs else None
     if last and (last.start + last.nbytes, last.offset + last.nbytes) == (new.start, new.offset):
-        found[-1] = last._replace(nbytes=last.nbytes + new.nbytes)
+        runs[-1] = last._replace(nbytes=last.nbytes + new.nbytes)
     else:
-        found.append(new)
+        runs.append(new)
 
 
 class Spliced(NamedTuple):
@@ -96,20 +96,20 @@ def spliced(
 
     parent: the file that has the other blob, or the own bytes of it; bases: those of it.
     """
-    if sum(each.nbytes for each in shared) < LEAST_SHARE * packed.nbytes:
+    if sum(run.nbytes for run in shared) < LEAST_SHARE * packed.nbytes:
         return None
     files: dict[Name, int] = {}
-    runs: list[Run] = []
+    runs: list[SplicedRun] = []
     own = end = 0
     for start, offset, nbytes in shared:
         if start > end:
-            runs.append(Run(0, own, start - end))
+            runs.append(SplicedRun(0, own, start - end))
         own += start - end
         for run in _located(file, offset, nbytes):
             name = [parent, *bases][run.file]
             runs.append(run._replace(file=files.setdefault(name, len(files) + 1)))
         end = start + nbytes
-    runs.append(Run(0, own, packed.nbytes - end))  # the trailer, at least
+    runs.append(SplicedRun(0, own, packed.nbytes - end))  # the trailer, at least
     own += packed.nbytes - end
     if len(files) > BASES_LIMIT:
         return None
@@ -121,24 +121,24 @@ def spliced(
     return Spliced(splice, parts, len(table) + own)
 
 
-def _located(file: StoredFile, offset: int, nbytes: int) -> Iterator[Run]:
-    return file.locate(offset, nbytes) if isinstance(file, SplicedFile) else iter([Run(0, offset, nbytes)])
+def _located(file: StoredFile, offset: int, nbytes: int) -> Iterator[SplicedRun]:
+    return file.locate(offset, nbytes) if isinstance(file, SplicedFile) else iter([SplicedRun(0, offset, nbytes)])
 
 
-def _joined(runs: Sequence[Run]) -> list[Run]:
-    found: list[Run] = []
+def _joined(runs: Sequence[SplicedRun]) -> list[SplicedRun]:
+    joined: list[SplicedRun] = []
     for run in runs:
-        last = found[-1] if found else None
+        last = joined[-1] if joined else None
         if last and last.file == run.file and last.offset + last.nbytes == run.offset:
-            found[-1] = last._replace(nbytes=last.nbytes + run.nbytes)
+            joined[-1] = last._replace(nbytes=last.nbytes + run.nbytes)
         else:
-            found.append(run)
-    return found
+            joined.append(run)
+    return joined
 
 
 def _without(packed: PackedBlob, shared: Sequence[Shared]) -> list[list[memoryview]]:
     """The parts of a blob without its shared bytes, which begin and end with buffers."""
-    found: list[list[memoryview]] = []
+    parts: list[list[memoryview]] = []
     left = iter(shared)
     skip, start = next(left, None), 0
     for part in packed.parts:
@@ -149,5 +149,5 @@ def _without(packed: PackedBlob, shared: Sequence[Shared]) -> list[list[memoryvi
             if not skip or start < skip.start:
                 kept.append(buffer)
             start += len(buffer)
-        found.append(kept)
-    return found
+        parts.append(kept)
+    return parts

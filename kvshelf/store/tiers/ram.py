@@ -157,8 +157,8 @@ class RamTier(Tier):
 
     def manifests(self) -> Iterator[Manifest]:
         with self._lock:
-            found = [copy.manifest for copy in self._copies.values()]
-        return (manifest for manifest in found if not self._expired(manifest))
+            manifests = [copy.manifest for copy in self._copies.values()]
+        return (manifest for manifest in manifests if not self._expired(manifest))
 
     def sweep(self, now: float | None) -> None:  # noqa: ARG002 - what the home has expired is dropped with the rest
         with self._lock:
@@ -219,8 +219,8 @@ class RamTier(Tier):
         except BlobError as error:
             manifest = copy.manifest
             with self._lock:
-                held = self._copies.get(_key(manifest))
-                if held is not None and held.body is copy.body:
+                stored = self._copies.get(_key(manifest))
+                if stored is not None and stored.body is copy.body:
                     self._remove(_key(manifest))
             raise checks.corrupt(manifest.id, f"its copy in memory: {error.message}", error.reason) from error
 

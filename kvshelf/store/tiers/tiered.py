@@ -20,21 +20,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from kvshelf import errors
 from kvshelf.api.caches import Erasure
 from kvshelf.artifact.identity import Identity
-from kvshelf.errors import (
-    CacheCorrupt,
-    CacheError,
-    CacheNotFound,
-    KvshelfError,
-    QuotaExceeded,
-    StoreError,
-    StoreUnavailable,
-)
 from kvshelf.store.base import Store
 from kvshelf.store.blobs import Health
 from kvshelf.store.erasure.eraser import Subject
-from kvshelf.store.manifest import Judgement, Manifest, Usage
+from kvshelf.store.manifest import Judgement, Manifest, StoredUsage
 from kvshelf.store.shelf import Shelf
 from kvshelf.store.tiers.tier import Tier
 from kvshelf.store.tiers.tiers import Tiers
@@ -53,7 +45,7 @@ _Word = Literal["live", "lost", "away"]
 """The home's answer about a cache: it has the cache; it lost or damaged the cache; it cannot be reached."""
 
 
-class _Lost(CacheNotFound):
+class _Lost(errors.CacheNotFound):
     """The home lost everything and does not know this cache; it may have had it before."""
 
 
@@ -107,45 +99,45 @@ class TieredStore(Store):
     def original(self, cache_id: str, *, tenant: str = "default") -> tuple[Manifest, Source]:
         try:
             return self.stat(cache_id, tenant=tenant), self.source(cache_id, tenant=tenant)
-        except CacheError:  # it is gone, or corrupt here and in all tiers
+        except errors.CacheError:  # it is gone, or corrupt here and in all tiers
             return self._home.original(cache_id, tenant=tenant)
 
     def _look_up(self, cache_id: str, tenant: str) -> tuple[Manifest, _Word]:
         """The manifest of a readable cache, from a copy if necessary."""
         try:
             return self._ask_home(cache_id, tenant), "live"
-        except (StoreUnavailable, CacheNotFound, CacheError) as error:
+        except (errors.StoreUnavailable, errors.CacheNotFound, errors.CacheError) as error:
             copy = self._stand_in(cache_id, tenant, error)
-            return copy, "away" if isinstance(error, StoreUnavailable) else "lost"
+            return copy, "away" if isinstance(error, errors.StoreUnavailable) else "lost"
 
     def _ask_home(self, cache_id: str, tenant: str) -> Manifest:
         """As `Shelf.stat`; raises `_Lost` for a cache that the home may have had before it lost everything."""
         try:
             return self._home.stat(cache_id, tenant=tenant)
-        except CacheNotFound:
+        except errors.CacheNotFound:
             if not self._older_than_home():
                 raise
         known = self._home.remembers(cache_id, tenant=tenant)
         try:
             return self._home.stat(cache_id, tenant=tenant)  # another process may have given it back by now
-        except CacheNotFound as error:
+        except errors.CacheNotFound as error:
             if known:
                 raise  # it was deleted since
             raise _Lost(error.message, param=error.param) from error
 
-    def _stand_in(self, cache_id: str, tenant: str, error: KvshelfError) -> Manifest:
+    def _stand_in(self, cache_id: str, tenant: str, error: errors.KvshelfError) -> Manifest:
         """The manifest of a copy that counts although the home raised `error`; without such a copy, raises `error`."""
-        recent = not isinstance(error, CacheCorrupt)
+        recent = not isinstance(error, errors.CacheCorrupt)
         copy = self._tiers.first(lambda tier: tier.find(cache_id, tenant, recent=recent), self._witnesses(error))
         if copy is not None:
             return copy
-        if not isinstance(error, StoreUnavailable):
+        if not isinstance(error, errors.StoreUnavailable):
             self._tiers.drop(cache_id, tenant)
         raise error
 
-    def _witnesses(self, error: KvshelfError) -> Sequence[Tier]:
+    def _witnesses(self, error: errors.KvshelfError) -> Sequence[Tier]:
         """The tiers whose manifests count when the home raises `error`."""
-        if isinstance(error, StoreUnavailable | CacheCorrupt):
+        if isinstance(error, errors.StoreUnavailable | errors.CacheCorrupt):
             return self._tiers.all
         return self._older_than_home() if isinstance(error, _Lost) else ()
 
@@ -188,7 +180,7 @@ class TieredStore(Store):
         """After a read or a write: copy the cache to `tiers`, and to the home if the home has lost it."""
         self._tiers.each(lambda tier: tier.keep(manifest, cache), tiers)
         # Look it up again: a caller may have deleted the cache meanwhile, before there was a copy to drop.
-        with suppress(KvshelfError):  # the reader has its cache, and the next sweep tries again
+        with suppress(errors.KvshelfError):  # the reader has its cache, and the next sweep tries again
             if self._look_up(manifest.id, manifest.tenant)[1] == "lost":
                 self._give_back(manifest, cache)
 
@@ -201,7 +193,7 @@ class TieredStore(Store):
             try:
                 self._ask_home(manifest.id, manifest.tenant)
                 return  # the home has the cache already
-            except CacheCorrupt:
+            except errors.CacheCorrupt:
                 # The home's manifest counts: its labels, expiry or pin may be newer than the copy's.
                 self._home.mend(cache, manifest.id, tenant=manifest.tenant)
             except _Lost:
@@ -216,7 +208,7 @@ class TieredStore(Store):
         """Call the home about one cache. If the home lost the cache and a tier has a copy, first give it back."""
         try:
             return call()
-        except (CacheNotFound, CacheError):
+        except (errors.CacheNotFound, errors.CacheError):
             manifest, word = self._look_up(cache_id, tenant)
         if word == "lost":
             with self._open(manifest, word) as arriving:
@@ -297,11 +289,11 @@ class TieredStore(Store):
             try:
                 stat = partial(self._home.stat, copy.id, tenant=copy.tenant)
                 tier.confirm(self._insist(copy.id, copy.tenant, stat))
-            except (CacheNotFound, CacheError):
+            except (errors.CacheNotFound, errors.CacheError):
                 pass  # `_insist` has dropped its copies
-            except QuotaExceeded:
+            except errors.QuotaExceeded:
                 all_compared = False  # other tenants may have quota left
-            except StoreError as error:
+            except errors.StoreError as error:
                 log.warning("the copies of the %s tier were not all compared with the home: %s", tier.name, error)
                 return
         if all_compared:
@@ -313,11 +305,13 @@ class TieredStore(Store):
     def scrub(self) -> Iterator[Scrubbed]:
         """As `Store.scrub`. Repairs a corrupt cache at once if a tier has a good copy, and still reports it. Of the
         copies, only damaged ones are reported."""
-        for found in self._home.scrub():
-            if found.problem is not None:
-                with suppress(KvshelfError):  # no good copy, or no repair: the problem is reported either way
-                    self._insist(found.id, found.tenant, partial(self._home.stat, found.id, tenant=found.tenant))
-            yield found
+        for scrubbed in self._home.scrub():
+            if scrubbed.problem is not None:
+                with suppress(errors.KvshelfError):  # no good copy, or no repair: the problem is reported either way
+                    self._insist(
+                        scrubbed.id, scrubbed.tenant, partial(self._home.stat, scrubbed.id, tenant=scrubbed.tenant)
+                    )
+            yield scrubbed
         yield from self._tiers.scrub()
 
     # Answered by the home alone
@@ -346,7 +340,7 @@ class TieredStore(Store):
     def document_id(self, identity: Identity, *, tenant: str = "default") -> str:
         return self._home.document_id(identity, tenant=tenant)
 
-    def usage(self, *, tenant: str | None = None) -> Usage:
+    def usage(self, *, tenant: str | None = None) -> StoredUsage:
         return self._home.usage(tenant=tenant)
 
     def health(self) -> Health:

@@ -50,23 +50,23 @@ class Tiers:
 
     def each(self, act: Callable[[Tier], ResultT], tiers: Iterable[Tier] | None = None) -> list[tuple[Tier, ResultT]]:
         """Call `act` on each of `tiers` (None: on all); returns each tier that works, with the result."""
-        found: list[tuple[Tier, ResultT]] = []
+        results: list[tuple[Tier, ResultT]] = []
         for tier in self.all if tiers is None else tiers:
             with self.tolerant(tier):
-                found.append((tier, act(tier)))
-        return found
+                results.append((tier, act(tier)))
+        return results
 
     def first(self, act: Callable[[Tier], ResultT | None], tiers: Iterable[Tier] | None = None) -> ResultT | None:
         """The first result of `act` that is not None, over the tiers that work."""
         for tier in self.all if tiers is None else tiers:
             with self.tolerant(tier):
-                if (found := act(tier)) is not None:
-                    return found
+                if (result := act(tier)) is not None:
+                    return result
         return None
 
     def source(self, manifest: Manifest) -> Source | None:
-        found = self.first(lambda tier: tier.source(manifest)) if manifest.has_source else None
-        return cast("Source | None", found)  # mypy takes a union in the place of a type variable for an object
+        source = self.first(lambda tier: tier.source(manifest)) if manifest.has_source else None
+        return cast("Source | None", source)  # mypy takes a union in the place of a type variable for an object
 
     def keep_source(self, manifest: Manifest, source: Source) -> None:
         self.confirm(manifest)
@@ -82,19 +82,19 @@ class Tiers:
 
     def problems(self) -> list[str]:
         """As `Store.check`; a tier that does not work is a problem, too."""
-        found: list[str] = []
+        problems: list[str] = []
         for tier in self.all:
             try:
-                found += [f"{tier.name} tier: {problem}" for problem in tier.problems()]
+                problems += [f"{tier.name} tier: {problem}" for problem in tier.problems()]
             except (KvshelfError, OSError) as error:
-                found.append(f"{tier.name} tier: {error}")
-        return found
+                problems.append(f"{tier.name} tier: {error}")
+        return problems
 
     def scrub(self) -> Iterator[Scrubbed]:
         """Read every copy to its end, drop the damaged copies, and report only those."""
         for tier in self.all:
             with self.tolerant(tier):
-                for found in tier.scrub():
-                    if found.problem is not None:
-                        tier.drop(found.id, found.tenant)
-                        yield found.model_copy(update={"problem": f"{tier.name} tier: {found.problem}"})
+                for scrubbed in tier.scrub():
+                    if scrubbed.problem is not None:
+                        tier.drop(scrubbed.id, scrubbed.tenant)
+                        yield scrubbed.model_copy(update={"problem": f"{tier.name} tier: {scrubbed.problem}"})

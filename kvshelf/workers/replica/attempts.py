@@ -20,7 +20,7 @@ from kvshelf.errors import (
     StoreError,
     WorkerCrashed,
 )
-from kvshelf.store.jobs.requests import RequestRecord, Requests
+from kvshelf.store.jobs.requests import RequestRecord, RequestTable
 from kvshelf.workers.replica.calls import Threads
 
 log = structlog.get_logger("kvshelf.workers")
@@ -45,7 +45,7 @@ class Standing(Enum):
 
     @classmethod
     def of(cls, record: RequestRecord, now: float, *, max_attempts: int = MAX_ATTEMPTS) -> Standing:
-        """now: see `Requests.now`."""
+        """now: see `RequestTable.now`."""
         if record.state in ("done", "failed"):
             return cls.ENDED
         if record.state == "queued":
@@ -55,7 +55,7 @@ class Standing(Enum):
         return cls.SPENT if record.tries >= max_attempts else cls.DUE
 
 
-def give_up(requests: Requests, record: RequestRecord) -> None:
+def give_up(requests: RequestTable, record: RequestRecord) -> None:
     """Fail a request that is `SPENT`. Raises `StateConflict` if it no longer is."""
     message = (
         f"each of {record.tries} attempts ended without a word: the worker died, or lost the store. This document may "
@@ -82,7 +82,7 @@ def _is_final(error: KvshelfError) -> bool:
 class Attempts:
     """The attempts of one worker, recorded under its name."""
 
-    def __init__(self, requests: Requests, worker: str, threads: Threads) -> None:
+    def __init__(self, requests: RequestTable, worker: str, threads: Threads) -> None:
         self._requests = requests
         self.worker = worker
         self._threads = threads

@@ -8,7 +8,7 @@ from urllib.parse import quote
 import pytest
 
 from kvshelf.corpus.row import Row
-from kvshelf.corpus.run.journal import FileJournal
+from kvshelf.corpus.run.output_lines import FileLines
 from kvshelf_bench.stores import rates
 from kvshelf_bench.stores.homes import made_in
 from kvshelf_bench.stores.rates import home_rates, journal_s
@@ -49,11 +49,11 @@ def test_what_a_redis_keeps_of_a_document_is_its_index_alone_wherever_the_blobs_
 def test_a_journal_is_given_as_many_results_as_it_is_divided_by(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[int] = []
 
-    class Counting(FileJournal):
+    class Counting(FileLines):
         def append(self, results: list[Row]) -> None:  # type: ignore[override]
             given.append(len(results))
             super().append(results)
 
-    monkeypatch.setattr(rates, "FileJournal", Counting)
+    monkeypatch.setattr(rates, "FileLines", Counting)
     assert journal_s(150) > 0
     assert given == [64, 64, 22]

@@ -13,8 +13,9 @@ import pytest
 
 from kvshelf.corpus.output.files import require_format, write_output
 from kvshelf.corpus.row import Row, Shard
-from kvshelf.corpus.run.journal import FileJournal
-from kvshelf.corpus.run.progress import Window
+from kvshelf.corpus.run.journal import OutputJournal
+from kvshelf.corpus.run.output_lines import FileLines
+from kvshelf.corpus.run.progress import WorkHours
 from kvshelf.corpus.run.tally import Tally
 from kvshelf.errors import InvalidRequest, StateConflict, StorageFull
 from tests.corpus.results import failure, success
@@ -24,7 +25,7 @@ LEVELS = ({"cache_id": "kvs_1", "compression_ratio": 0.5}, {"cache_id": "kvs_2",
 
 
 def kept(path: Path) -> dict[int, Row]:
-    with FileJournal(path, ABOUT) as journal:
+    with OutputJournal(FileLines(path), ABOUT) as journal:
         found = list(journal.finished())
     assert len({result.key for result in found}) == len(found)
     return {result.line: result for result in found}
@@ -32,10 +33,10 @@ def kept(path: Path) -> dict[int, Row]:
 
 def test_a_journal_has_the_last_result_of_each_row(tmp_path: Path) -> None:
     path = tmp_path / "out.journal"
-    with FileJournal(path, ABOUT) as journal:
+    with OutputJournal(FileLines(path), ABOUT) as journal:
         journal.append([success(1, quality={"agreement": 0.5}), failure(2)])
         journal.append([success(3, levels=LEVELS, custom_id="ü 漢\n")])
-    with FileJournal(path, ABOUT) as journal:
+    with OutputJournal(FileLines(path), ABOUT) as journal:
         journal.append([success(2), success(1, reused=True)])
         journal.append([failure(4)])
     assert kept(path) == {
@@ -49,10 +50,10 @@ def test_a_journal_has_the_last_result_of_each_row(tmp_path: Path) -> None:
 def test_what_a_run_has_not_come_by_is_left_out_when_it_is_over(tmp_path: Path) -> None:
     """A file that was removed since, say; until then all that is known is told."""
     path = tmp_path / "j"
-    with FileJournal(path, ABOUT) as journal:
+    with OutputJournal(FileLines(path), ABOUT) as journal:
         journal.append([success(1), failure(2)])
         assert len(list(journal.finished(of_this_run=True))) == 2
-    with FileJournal(path, ABOUT) as journal:
+    with OutputJournal(FileLines(path), ABOUT) as journal:
         assert list(journal.finished(of_this_run=True)) == []
         journal.append([success(1), success(3)])
         journal.append([success(1, reused=True)])
@@ -61,7 +62,7 @@ def test_what_a_run_has_not_come_by_is_left_out_when_it_is_over(tmp_path: Path) 
 
 
 def test_rows_of_two_files_are_two_rows(tmp_path: Path) -> None:
-    with FileJournal(tmp_path / "j", ABOUT) as journal:
+    with OutputJournal(FileLines(tmp_path / "j"), ABOUT) as journal:
         journal.append([Row("a", 1), Row("b", 1)])
         assert {result.key for result in journal.finished()} == {("a", 1), ("b", 1)}
 
@@ -69,11 +70,11 @@ def test_rows_of_two_files_are_two_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize("left", [b'{"source": "in.jso', b"\0\0\0", b""])
 def test_a_line_that_was_cut_off_is_dropped(tmp_path: Path, left: bytes) -> None:
     path = tmp_path / "j"
-    with FileJournal(path, ABOUT) as journal:
+    with OutputJournal(FileLines(path), ABOUT) as journal:
         journal.append([success(1)])
     with path.open("ab") as file:
         file.write(left)
-    with FileJournal(path, ABOUT) as journal:
+    with OutputJournal(FileLines(path), ABOUT) as journal:
         journal.append([success(2)])
     assert kept(path).keys() == {1, 2}
     assert all(json.loads(line) for line in path.read_text().splitlines())
@@ -82,7 +83,7 @@ def test_a_line_that_was_cut_off_is_dropped(tmp_path: Path, left: bytes) -> None
 @pytest.mark.parametrize("kept_bytes", [0, 1, 20])
 def test_a_journal_that_was_only_begun_is_begun_anew(tmp_path: Path, kept_bytes: int) -> None:
     path = tmp_path / "j"
-    with FileJournal(path, ABOUT):
+    with OutputJournal(FileLines(path), ABOUT):
         pass
     os.truncate(path, kept_bytes)
     assert kept(path) == {}
@@ -92,7 +93,7 @@ def test_a_journal_that_was_only_begun_is_begun_anew(tmp_path: Path, kept_bytes:
 def test_what_is_no_journal_is_not_touched(tmp_path: Path, text: str) -> None:
     path = tmp_path / "j"
     path.write_text(text)
-    with pytest.raises((InvalidRequest, StateConflict)), FileJournal(path, ABOUT):
+    with pytest.raises((InvalidRequest, StateConflict)), OutputJournal(FileLines(path), ABOUT):
         pass
     assert path.read_text() == text
 
@@ -101,35 +102,38 @@ def test_the_journal_of_another_batch_is_refused(tmp_path: Path) -> None:
     """While rows or an output are there, whose ids the other batch would replace."""
     output, path = tmp_path / "out.jsonl", tmp_path / "out.jsonl.journal"
     other = {**ABOUT, "fields": {"policy": "snapkv", "codec": "int8"}}
-    with FileJournal(path, ABOUT, output=output) as journal:
+    with OutputJournal(FileLines(path), ABOUT, output=output) as journal:
         journal.append([success(1)])
-    with pytest.raises(StateConflict) as refusal, FileJournal(path, other, output=output):
+    with pytest.raises(StateConflict) as refusal, OutputJournal(FileLines(path), other, output=output):
         pass
     assert (
         'policy was "knorm" and is "snapkv"; codec was not given and is "int8". Give another' in refusal.value.message
     )
-    with FileJournal(path, ABOUT, output=output) as journal:
+    with OutputJournal(FileLines(path), ABOUT, output=output) as journal:
         assert [row.line for row in journal.finished()] == [1]
         output.write_text("its results\n")
         journal.complete()
         assert list(journal.finished()) == []
-    with pytest.raises(StateConflict, match="belongs to another batch"), FileJournal(path, other, output=output):
+    with (
+        pytest.raises(StateConflict, match="belongs to another batch"),
+        OutputJournal(FileLines(path), other, output=output),
+    ):
         pass
     output.unlink()
-    with FileJournal(path, other, output=output) as journal:
+    with OutputJournal(FileLines(path), other, output=output) as journal:
         journal.append([success(1)])
 
 
 def test_an_output_that_no_batch_wrote_is_not_replaced(tmp_path: Path) -> None:
     output, path = tmp_path / "out.jsonl", tmp_path / "out.jsonl.journal"
     output.write_text("my rows\n")
-    with pytest.raises(StateConflict, match="is there already"), FileJournal(path, ABOUT, output=output):
+    with pytest.raises(StateConflict, match="is there already"), OutputJournal(FileLines(path), ABOUT, output=output):
         pass
     assert not path.exists()
 
 
 def test_one_run_at_a_time_has_a_journal(tmp_path: Path) -> None:
-    first, second = FileJournal(tmp_path / "j", ABOUT), FileJournal(tmp_path / "j", ABOUT)
+    first, second = OutputJournal(FileLines(tmp_path / "j"), ABOUT), OutputJournal(FileLines(tmp_path / "j"), ABOUT)
     with first, pytest.raises(StateConflict, match="another run"), second:
         pass
     assert kept(tmp_path / "j") == {}
@@ -139,7 +143,7 @@ def test_a_full_disk_leaves_the_journal_whole(tmp_path: Path) -> None:
     """The kernel refuses the second write in its middle; what is appended when there is room again is read."""
     path = tmp_path / "j"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with FileJournal(path, ABOUT) as journal:
+    with OutputJournal(FileLines(path), ABOUT) as journal:
         journal.append([success(1)])
         resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 600, hard))
         try:
@@ -273,16 +277,16 @@ def test_without_a_known_total_the_bytes_tell_how_far_it_is() -> None:
     ],
 )
 def test_a_window_may_span_midnight(window: str, open_at: list[str], shut_at: list[str]) -> None:
-    parsed = Window.parse(window)
+    parsed = WorkHours.parse(window)
     assert [parsed.open_at(datetime.time.fromisoformat(at)) for at in open_at] == [True] * len(open_at)
     assert [parsed.open_at(datetime.time.fromisoformat(at)) for at in shut_at] == [False] * len(shut_at)
-    assert Window.parse(str(parsed)) == parsed
+    assert WorkHours.parse(str(parsed)) == parsed
 
 
 @pytest.mark.parametrize("text", ["", "22:00", "22-6", "25:00-06:00", "22:00-06:00-07:00", "06:00-06:00", "a:b-c:d"])
 def test_a_window_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match="window"):
-        Window.parse(text)
+        WorkHours.parse(text)
 
 
 def test_a_result_crosses_processes_as_it_is() -> None:

@@ -15,12 +15,12 @@ from kvshelf.api import CreateCache
 from kvshelf.corpus.input.rows import read_row
 from kvshelf.corpus.row import Row
 from kvshelf.corpus.run import runner
-from kvshelf.corpus.run.caller import PREFIX, Caller
+from kvshelf.corpus.run.caller import PREFIX, RowCaller
 from kvshelf.corpus.run.progress import RunOptions
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import NoWorker, QuotaExceeded, StorageFull, StoreUnavailable, WorkerCrashed
 from kvshelf.store.base import Store
-from kvshelf.store.manifest import Usage
+from kvshelf.store.manifest import StoredUsage
 from kvshelf.store.url import StoreConfig
 from kvshelf.workers.replica import attempts
 from kvshelf.workers.replica.api import ReplicaApi
@@ -97,8 +97,8 @@ def caller(
     began: float | None = None,
     slots: int = 4,
     **options: Any,
-) -> Caller:
-    made = Caller(
+) -> RowCaller:
+    made = RowCaller(
         {"kvshelf-tiny": engine, **(others or {})},  # type: ignore[dict-item]  # all that callers ask of `RemoteEngine`
         store,
         RunOptions("me", "batch_1", **options),
@@ -451,4 +451,4 @@ async def test_a_bug_is_one_row_s_error(engine: Flaky, store: Store) -> None:
     engine.fails = [ZeroDivisionError("oops")]
     assert code(await caller(engine, store).settle(row(1))) == "internal"
     assert code(await caller(engine, store).settle(row(2))) is None
-    assert isinstance(store.usage(tenant="me"), Usage)
+    assert isinstance(store.usage(tenant="me"), StoredUsage)

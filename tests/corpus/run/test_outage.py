@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvshelf.corpus.run.progress import RunState, Summary
-from kvshelf.corpus.run.run import Run
+from kvshelf.corpus.run.run import BatchRun
 from kvshelf.store.url import StoreConfig
 from tests.corpus.conftest import RunCluster
 from tests.corpus.hostile import SLOW, Remembered, document, vulnerable
@@ -86,7 +86,7 @@ def full(server: ValkeyServer) -> Iterator[str]:
     client.config_set("maxmemory", MEMORY)
 
 
-def outlast(run: Run, trouble: AbstractContextManager[str], *, begins_at: int) -> None:
+def outlast(run: BatchRun, trouble: AbstractContextManager[str], *, begins_at: int) -> None:
     """Cause trouble after so many rows, and return when the run reports it."""
     until(lambda: run.progress().done >= begins_at)
     with trouble as reason:

@@ -16,10 +16,10 @@ import pytest
 from kvshelf.api.openai import ChatCompletionRequest
 from kvshelf.api.strict import parse_request
 from kvshelf.corpus.row import Row, RowError
-from kvshelf.corpus.run.caller import Answer, Caller, Shares
+from kvshelf.corpus.run.caller import RowAnswer, RowCaller, Shares
 from kvshelf.corpus.run.progress import RunOptions
 from kvshelf.corpus.run.runner import Runner
-from kvshelf.corpus.run.stored import HomeJournal, QuestionShard
+from kvshelf.corpus.run.stored import QuestionShard, StoredJournal
 from kvshelf.errors import (
     CacheNotFound,
     KvshelfError,
@@ -68,13 +68,13 @@ def test_attempts_that_count_and_those_that_do_not(outcomes: list[KvshelfError |
 def test_the_time_of_failed_attempts_counts(tmp_path: Path) -> None:
     """So that a batch of questions that all kill their worker uses up its GPU hours, too."""
 
-    async def asks(*_: Any, **__: Any) -> Answer:
+    async def asks(*_: Any, **__: Any) -> RowAnswer:
         await asyncio.sleep(0.02)
         raise WorkerCrashed("died", retry_after_s=0.0)
 
     async def settled() -> Row:
         with DiskStore.open(tmp_path / "home") as store:
-            caller = Caller({"m": None}, store, RunOptions("me", "b"), 0.0, 1, asks)  # type: ignore[dict-item]
+            caller = RowCaller({"m": None}, store, RunOptions("me", "b"), 0.0, 1, asks)  # type: ignore[dict-item]
             caller.going.set()
             question = parse_request(ChatCompletionRequest, {"cache_id": "kvs_1", "messages": MESSAGES})
             return await caller.settle(Row("q.jsonl", 1, "q-1", question=question))
@@ -99,7 +99,7 @@ def test_what_an_earlier_run_ended_comes_as_it_ended(tmp_path: Path, *, again: b
         batch_id = store.batches.create("me", {}, now=1.0, expires_at=2.0).id
         term = store.batches.table.take(batch_id, lease_s=0.0)
         assert term is not None
-        journal = HomeJournal(store.batches, batch_id, term)
+        journal = StoredJournal(store.batches, batch_id, term)
         done = Row("q.jsonl", 1, "q-1", answer={"id": "chatcmpl-1"}, tokens=7, attempts=1, seconds=1.0)
         lost = Row("q.jsonl", 2, "q-2", error=RowError("worker_crashed", "why"), attempts=3)
         journal.append([done, lost])

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import ray
 
-from kvshelf.corpus.run.caller import Caller
+from kvshelf.corpus.run.caller import RowCaller
 from kvshelf.corpus.run.control import Order, Report
-from kvshelf.corpus.run.progress import RunOptions, RunState, Summary, Window
+from kvshelf.corpus.run.progress import RunOptions, RunState, Summary, WorkHours
 from kvshelf.corpus.run.run import IN_FLIGHT_PER_REPLICA, _told
 from kvshelf.errors import StorageFull
 from kvshelf.workers.cluster.remote import RemoteEngine
@@ -214,7 +214,7 @@ def test_a_run_that_is_cancelled_ends_at_once_and_goes_on_later(run_cluster: Run
 
 def test_a_run_outside_its_window_waits_and_says_so(run_cluster: RunCluster) -> None:
     now = datetime.datetime.now()
-    later = Window((now + datetime.timedelta(hours=2)).time(), (now + datetime.timedelta(hours=3)).time())
+    later = WorkHours((now + datetime.timedelta(hours=2)).time(), (now + datetime.timedelta(hours=3)).time())
     journal = Remembered()
     run = begun(run_cluster, corpus(30), journal, options(window=later))
     until_waiting(run, str(later))
@@ -232,7 +232,7 @@ def test_a_window_that_closes_holds_the_run_and_one_that_opens_lets_it_go_on(
         pytest.skip("it takes a minute of wall clock; a journal without room holds rows in the same way, tested below")
     closes = datetime.datetime.now() + datetime.timedelta(seconds=25)
     opens = closes + datetime.timedelta(seconds=5 * SLOW_S)
-    window = Window(begin=opens.time(), end=closes.time())
+    window = WorkHours(begin=opens.time(), end=closes.time())
     lines = [document(number, kind=SLOW) for number in range(2300, 2310)]
     journal = Remembered()
     run = begun(run_cluster, lines, journal, options(in_flight=1, window=window))
@@ -300,7 +300,7 @@ def test_a_row_that_waits_holds_back_no_other_one(run_cluster: RunCluster) -> No
     how, journal = options(), Remembered()
     (first, *_) = shards(lines)[0].read()
     with run_cluster.store.open() as shelf:
-        caller = Caller(run_cluster.engines, shelf, how, 0.0, 1)
+        caller = RowCaller(run_cluster.engines, shelf, how, 0.0, 1)
         assert first.spec is not None
         held = caller.job(first, first.spec).id
         shelf.requests.open(held, tenant="me", body=b"")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvshelf.corpus.row import Row, RowError
-from kvshelf.corpus.run.stored import HomeJournal, StoredShard, last_results
+from kvshelf.corpus.run.stored import StoredJournal, StoredShard, last_results
 from kvshelf.errors import FileNotFound, StateConflict
 from kvshelf.store.base import Store
 from kvshelf.store.url import StoreConfig
@@ -31,11 +31,11 @@ def batch_id(store: Store) -> str:
     return store.batches.create("me", {}, now=1.0, expires_at=2.0).id
 
 
-def taken(store: Store, batch_id: str) -> HomeJournal:
+def taken(store: Store, batch_id: str) -> StoredJournal:
     """The journal of a process that takes over the batch."""
     term = store.batches.table.take(batch_id, lease_s=0.0)
     assert term is not None
-    return HomeJournal(store.batches, batch_id, term)
+    return StoredJournal(store.batches, batch_id, term)
 
 
 def made(line: int, cache_id: str = "kvs_1", **fields: object) -> Row:

@@ -21,7 +21,7 @@ from kvshelf.service.jobs.background import Background
 from kvshelf.service.observe.metrics import Metrics
 from kvshelf.service.settings import Settings
 from kvshelf.store.base import Store
-from kvshelf.store.jobs.requests import Requests
+from kvshelf.store.jobs.requests import RequestTable
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.cluster.remote import RemoteEngine
 from kvshelf.workers.replica.api import ReplicaApi
@@ -346,7 +346,7 @@ def test_who_waits_too_long_is_told() -> None:
 class Creator:
     """Stands for the workers: remembers whose creations it is asked for, which fail for good."""
 
-    def __init__(self, requests: Requests) -> None:
+    def __init__(self, requests: RequestTable) -> None:
         self.asked: list[str] = []
         self._requests = requests
 

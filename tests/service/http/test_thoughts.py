@@ -17,7 +17,7 @@ from kvshelf.api.responses import ResponsesRequest
 from kvshelf.api.tools import ToolCall
 from kvshelf.model.templates.thoughts import Thought
 from kvshelf.service.dialects.completions import Completion, Ending, ending_of
-from kvshelf.service.dialects.messages import Answering
+from kvshelf.service.dialects.messages import MessageAnswering
 from kvshelf.service.dialects.responses import Responding
 from kvshelf.workers.replica.results import Phase, Reply
 
@@ -94,7 +94,7 @@ async def collected(events: AsyncIterator[dict[str, Any]]) -> list[dict[str, Any
 
 @pytest.mark.parametrize(("text", "thought", "calls"), CASES)
 async def test_messages(text: str, thought: str | None, calls: list[ToolCall]) -> None:
-    answering, made = Answering("tiny", "kvs_1", 9, 0), reply(text, thought, calls)
+    answering, made = MessageAnswering("tiny", "kvs_1", 9, 0), reply(text, thought, calls)
     whole = AnthropicMessage.model_validate(answering.whole(made))
     kinds = [*["thinking"] * bool(thought), *["text"] * bool(text), *["tool_use"] * len(calls)]
     assert [block.type for block in whole.content] == kinds

@@ -21,7 +21,7 @@ from kvshelf.errors import NoWorker, QueueFull, StorageFull, StoreUnavailable, W
 from kvshelf.service.jobs.background import Background
 from kvshelf.service.loops import repeat
 from kvshelf.store.base import Store
-from kvshelf.store.jobs.requests import RequestRecord, Requests
+from kvshelf.store.jobs.requests import RequestRecord, RequestTable
 from kvshelf.workers.cluster.remote import RemoteEngine
 from kvshelf.workers.replica.attempts import MAX_ATTEMPTS, Standing, give_up
 from kvshelf.workers.replica.results import Created
@@ -102,7 +102,7 @@ def test_a_request_for_a_model_that_another_front_end_serves_is_left_to_it(store
 class Watched:
     """Requests whose reads `seen` hears of before the reader has them, so that it can act as others do meanwhile."""
 
-    def __init__(self, requests: Requests, seen: Callable[[object], None]) -> None:
+    def __init__(self, requests: RequestTable, seen: Callable[[object], None]) -> None:
         self._requests = requests
         self._seen = seen
 

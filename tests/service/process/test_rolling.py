@@ -24,7 +24,7 @@ import pytest
 
 from kvshelf import Client
 from kvshelf.client import Retries
-from kvshelf.service.http.place import Place
+from kvshelf.service.http.place import ServerPlace
 from tests.service.conftest import await_log, created, refused, stopped
 from tests.service.jobs.test_batches import begun, closed_window, lines
 from tests.service.process.test_supervisor import SUPERVISOR
@@ -183,7 +183,7 @@ def test_a_server_leaves_if_its_supervisor_dies_before_it_reads_that_the_server_
     (tmp_path / "child.py").write_text(CHILD)
     ours, theirs = socket.socketpair()
     with socket.create_server(("127.0.0.1", 0)) as listener, theirs:
-        place = Place(listener, theirs)
+        place = ServerPlace(listener, theirs)
         command = [sys.executable, str(tmp_path / "child.py"), f"--place={place}"]
         numbers = (listener.fileno(), theirs.fileno())
         process = subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=numbers)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvshelf.errors import InvalidRequest
-from kvshelf.service.http.place import Place
+from kvshelf.service.http.place import ServerPlace
 from kvshelf.service.process.supervisor import bound
 
 SUPERVISOR = """
@@ -226,7 +226,7 @@ def test_a_window_that_is_closed_asks_for_no_restart(supervised: Callable[..., S
 
 def test_another_address_is_refused() -> None:
     with bound("127.0.0.1", 0) as listener:
-        place = Place(listener, listener)
+        place = ServerPlace(listener, listener)
         port = listener.getsockname()[1]
         place.require("127.0.0.1", 0)
         place.require("127.0.0.1", port)

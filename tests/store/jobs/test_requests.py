@@ -11,7 +11,7 @@ import pytest
 from kvshelf.errors import InternalError, QuotaExceeded, RequestNotFound, StateConflict
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.index import KEEP_ENDED_S, Index, Quota
-from kvshelf.store.jobs.requests import RequestError, Requests
+from kvshelf.store.jobs.requests import RequestError, RequestTable
 from kvshelf.store.rules import Rules
 from kvshelf.store.sealing.keyring import Keyring
 from kvshelf.store.shelf import Shelf
@@ -45,11 +45,11 @@ def store(home: Home) -> Iterator[Shelf]:
 
 
 @pytest.fixture
-def requests(store: Shelf) -> Requests:
+def requests(store: Shelf) -> RequestTable:
     return store.requests
 
 
-def test_a_request_runs_and_ends(requests: Requests, home: Home, lease_s: float) -> None:
+def test_a_request_runs_and_ends(requests: RequestTable, home: Home, lease_s: float) -> None:
     before = home.now()
     record = requests.open("req_1", tenant="me", body=b"document")
     assert (record.state, record.attempts) == ("queued", 0)
@@ -70,7 +70,7 @@ def test_a_request_runs_and_ends(requests: Requests, home: Home, lease_s: float)
         requests.body("req_1")
 
 
-def test_opening_twice_changes_nothing(requests: Requests, home: Home, lease_s: float) -> None:
+def test_opening_twice_changes_nothing(requests: RequestTable, home: Home, lease_s: float) -> None:
     requests.open("req_1", tenant="me", body=b"first")
     requests.start("req_1", worker="w1", lease_s=lease_s)
     before = requests.get("req_1", tenant="me")
@@ -81,7 +81,7 @@ def test_opening_twice_changes_nothing(requests: Requests, home: Home, lease_s: 
     assert requests.open("req_1", tenant="me", body=b"third").cache_ids == ("kvs_a",)
 
 
-def test_a_finished_request_is_done_again_only_when_asked(requests: Requests, lease_s: float) -> None:
+def test_a_finished_request_is_done_again_only_when_asked(requests: RequestTable, lease_s: float) -> None:
     requests.open("req_1", tenant="me", body=b"x")
     requests.start("req_1", worker="w1", lease_s=lease_s)
     requests.finish("req_1", 1, cache_ids=["kvs_a"])
@@ -90,7 +90,7 @@ def test_a_finished_request_is_done_again_only_when_asked(requests: Requests, le
     assert (again.attempts, again.attempts_before) == (1, 1)
 
 
-def test_attempts_are_counted_before_the_work(requests: Requests, home: Home, lease_s: float) -> None:
+def test_attempts_are_counted_before_the_work(requests: RequestTable, home: Home, lease_s: float) -> None:
     """Three workers die in a row: nobody reports it, and yet the third attempt is known as the third."""
     requests.open("req_1", tenant="me", body=b"poison")
     for attempt in (1, 2, 3):
@@ -99,7 +99,7 @@ def test_attempts_are_counted_before_the_work(requests: Requests, home: Home, le
         home.wait(5)
 
 
-def test_a_live_lease_keeps_others_out(requests: Requests, home: Home, lease_s: float) -> None:
+def test_a_live_lease_keeps_others_out(requests: RequestTable, home: Home, lease_s: float) -> None:
     requests.open("req_1", tenant="me", body=b"x")
     requests.start("req_1", worker="w1", lease_s=lease_s)
     home.wait(3)
@@ -115,7 +115,7 @@ def test_a_live_lease_keeps_others_out(requests: Requests, home: Home, lease_s: 
     assert requests.start("req_1", worker="w2", lease_s=lease_s) == 2
 
 
-def test_a_stale_holder_can_do_nothing(requests: Requests, home: Home, lease_s: float) -> None:
+def test_a_stale_holder_can_do_nothing(requests: RequestTable, home: Home, lease_s: float) -> None:
     requests.open("req_1", tenant="me", body=b"x")
     requests.start("req_1", worker="w1", lease_s=lease_s)
     home.wait(5)
@@ -135,7 +135,7 @@ def test_a_stale_holder_can_do_nothing(requests: Requests, home: Home, lease_s: 
         requests.start("req_1", worker="w3", lease_s=lease_s)
 
 
-def test_a_failure_is_repeated_or_final(requests: Requests, lease_s: float) -> None:
+def test_a_failure_is_repeated_or_final(requests: RequestTable, lease_s: float) -> None:
     requests.open("req_1", tenant="me", body=b"x")
     requests.start("req_1", worker="w1", lease_s=lease_s)
     requests.fail("req_1", 1, code="worker_crashed", message="it died", final=False)
@@ -153,7 +153,9 @@ def test_a_failure_is_repeated_or_final(requests: Requests, lease_s: float) -> N
         requests.body("req_1")
 
 
-def test_a_failure_that_nobody_is_to_blame_for_is_not_counted(requests: Requests, home: Home, lease_s: float) -> None:
+def test_a_failure_that_nobody_is_to_blame_for_is_not_counted(
+    requests: RequestTable, home: Home, lease_s: float
+) -> None:
     requests.open("req_1", tenant="me", body=b"x")
     requests.start("req_1", worker="w1", lease_s=lease_s)
     home.wait(5)
@@ -164,7 +166,7 @@ def test_a_failure_that_nobody_is_to_blame_for_is_not_counted(requests: Requests
         assert (record.state, record.attempts, record.tries) == ("queued", attempt, tries)
 
 
-def test_a_failed_request_that_is_sent_again_starts_anew(requests: Requests, lease_s: float) -> None:
+def test_a_failed_request_that_is_sent_again_starts_anew(requests: RequestTable, lease_s: float) -> None:
     requests.open("req_1", tenant="me", body=b"x")
     requests.start("req_1", worker="w1", lease_s=lease_s)
     requests.fail("req_1", 1, code="internal", message="oops", details={"of": "the first"}, final=True)
@@ -176,7 +178,7 @@ def test_a_failed_request_that_is_sent_again_starts_anew(requests: Requests, lea
     assert told == RequestError(code="internal", message="oops again")  # nothing of the first
 
 
-def test_a_fence_holds_across_a_new_start(requests: Requests, home: Home, lease_s: float) -> None:
+def test_a_fence_holds_across_a_new_start(requests: RequestTable, home: Home, lease_s: float) -> None:
     """A worker that hung through the first life of a request must not end its second: numbers never repeat."""
     requests.open("req_1", tenant="me", body=b"x")
     hung = requests.start("req_1", worker="w1", lease_s=lease_s)
@@ -195,7 +197,7 @@ def test_a_fence_holds_across_a_new_start(requests: Requests, home: Home, lease_
     requests.finish("req_1", current, cache_ids=["kvs_new"])
 
 
-def test_tenants_do_not_see_each_others_requests(requests: Requests) -> None:
+def test_tenants_do_not_see_each_others_requests(requests: RequestTable) -> None:
     requests.open("req_1", tenant="me", body=b"x")
     messages = set()
     for request_id, tenant in (("req_1", "you"), ("req_2", "me")):
@@ -226,7 +228,7 @@ def test_unfinished_requests_survive_a_restart(home: Home, lease_s: float) -> No
         assert again.requests.body("req_3") == b"3"
 
 
-def test_old_requests_are_forgotten_and_live_ones_never(requests: Requests, home: Home, lease_s: float) -> None:
+def test_old_requests_are_forgotten_and_live_ones_never(requests: RequestTable, home: Home, lease_s: float) -> None:
     for number in (1, 2, 3, 4):
         requests.open(f"req_{number}", tenant="me", body=b"x")
         requests.start(f"req_{number}", worker="w1", lease_s=lease_s)
@@ -246,7 +248,7 @@ def test_old_requests_are_forgotten_and_live_ones_never(requests: Requests, home
     assert requests._table.forget("request", home.now() + KEEP_ENDED_S + 1e6) == 0
 
 
-def test_a_request_that_is_sent_again_is_not_forgotten(requests: Requests, home: Home, lease_s: float) -> None:
+def test_a_request_that_is_sent_again_is_not_forgotten(requests: RequestTable, home: Home, lease_s: float) -> None:
     requests.open("req_1", tenant="me", body=b"x")
     requests.start("req_1", worker="w1", lease_s=lease_s)
     requests.fail("req_1", 1, code="internal", message="oops", final=True)
@@ -255,7 +257,7 @@ def test_a_request_that_is_sent_again_is_not_forgotten(requests: Requests, home:
     assert [record.id for record in requests.unfinished()] == ["req_1"]
 
 
-def test_texts_and_bodies_of_any_kind_come_back(requests: Requests, lease_s: float) -> None:
+def test_texts_and_bodies_of_any_kind_come_back(requests: RequestTable, lease_s: float) -> None:
     body = bytes(range(256)) * 5000
     request_id, tenant = 'req_" {x}:\n漢', "me and\nyou ü"
     requests.open(request_id, tenant=tenant, body=body)
@@ -274,13 +276,13 @@ def test_texts_and_bodies_of_any_kind_come_back(requests: Requests, lease_s: flo
     assert requests.body("empty") == b""
 
 
-def test_many_unfinished_requests_come_oldest_first(requests: Requests) -> None:
+def test_many_unfinished_requests_come_oldest_first(requests: RequestTable) -> None:
     for number in range(510):
         requests.open(f"req_{number:04}", tenant="me", body=b"")
     assert [record.id for record in requests.unfinished()] == [f"req_{number:04}" for number in range(510)]
 
 
-def test_two_workers_do_not_take_one_attempt(home: Home, requests: Requests) -> None:
+def test_two_workers_do_not_take_one_attempt(home: Home, requests: RequestTable) -> None:
     for number in range(30):
         requests.open(f"req_{number}", tenant="me", body=b"")
 

@@ -25,7 +25,7 @@ from kvshelf.errors import (
 from kvshelf.store import housekeeping
 from kvshelf.store.index import KEEP_ENDED_S, Quota
 from kvshelf.store.jobs import sources
-from kvshelf.store.manifest import Manifest, SourceRecord, Usage
+from kvshelf.store.manifest import Manifest, SourceRecord, StoredUsage
 from kvshelf.store.rules import Rules
 from kvshelf.store.sealing.keyring import Keyring
 from kvshelf.store.shelf import Shelf
@@ -357,7 +357,7 @@ def test_sources_count_for_a_tenant_as_files_do(place: Place, clock: Clock) -> N
         assert not shelf.stat(second.id).has_source
         shelf.delete(first.id)
         assert shelf.keep_source(second.id, TEXT).has_source
-        assert shelf.usage(tenant="default") == Usage(caches=1, bytes=SIZE)
+        assert shelf.usage(tenant="default") == StoredUsage(caches=1, bytes=SIZE)
 
 
 def test_caches_are_evicted_before_sources(place: Place, clock: Clock) -> None:

@@ -18,8 +18,8 @@ import pytest
 import redis
 
 from kvshelf.errors import StorageFull, StoreUnavailable
-from kvshelf.store.index import KEEP_ENDED_S, Query, Quota
-from kvshelf.store.manifest import Usage
+from kvshelf.store.index import KEEP_ENDED_S, Filters, Quota
+from kvshelf.store.manifest import StoredUsage
 from kvshelf.store.redis import address
 from kvshelf.store.redis.index import HOME_FORMAT, RedisIndex
 from kvshelf.store.redis.link import RedisLink
@@ -209,25 +209,25 @@ def test_a_cache_that_the_server_ended_is_expired(index: RedisIndex, client: red
     behind = now  # the clock of a caller that lags
     after = found(index)
     assert (after.state, after.problem, after.live(behind)) == ("expired", None, False)
-    assert index.listing(Query("me"), behind, None, 10) == []
+    assert index.listing(Filters("me"), behind, None, 10) == []
     assert list(index.stored()) == []
     (due,) = index.expired(now + 1, 10)
     assert due == replace(entry, text=None)
     assert index.problems() == []
     assert index.bury(due, "expired", time.time())
     require_no_rest(client)
-    assert index.usage(None) == Usage(caches=0, bytes=0)
+    assert index.usage(None) == StoredUsage(caches=0, bytes=0)
 
 
 def test_a_cache_that_no_sweep_saw_for_a_month_leaves_nothing(index: RedisIndex, client: redis.Redis) -> None:
     entry = put(index, 1, expires_at=NOW + 10, labels={"a": "b"})
     client.delete(f"{BASE}m:{entry.id}", f"{BASE}c:{entry.id}")  # as the server does
     assert index.find(entry.id, "me") is None
-    assert index.listing(Query("me", labels={"a": "b"}), NOW, None, 10) == []
+    assert index.listing(Filters("me", labels={"a": "b"}), NOW, None, 10) == []
     assert index.victims(10) == []
     assert index.problems() == []
     assert index.expired(NOW + 10, 10) == []
-    assert index.usage("me") == Usage(caches=0, bytes=0)
+    assert index.usage("me") == StoredUsage(caches=0, bytes=0)
     assert lasting(client) == [HOME]
 
 
@@ -237,7 +237,7 @@ def test_a_manifest_that_the_server_lost_is_a_corrupt_cache(index: RedisIndex, c
     client.delete(f"{BASE}m:{entry.id}")
     lost = found(index)
     assert (lost.state, lost.problem, lost.name) == ("corrupt", "its manifest is gone from the server", entry.name)
-    assert index.listing(Query("me"), NOW, None, 10) == []
+    assert index.listing(Filters("me"), NOW, None, 10) == []
     assert not index.swap(entry, manifest())
     assert index.problems() == [f"index: {entry.id} has lost its manifest"]
     assert [e.state for e in index.stored()] == ["corrupt"]
@@ -246,7 +246,7 @@ def test_a_manifest_that_the_server_lost_is_a_corrupt_cache(index: RedisIndex, c
     assert index.publish(again, manifest(), over=None, cost_s=1, now=NOW) == (True, lost)
     client.delete(f"{BASE}m:{entry.id}")
     assert index.mark_corrupt(found(index), "it is gone")
-    assert index.usage(None) == Usage(caches=0, bytes=0)
+    assert index.usage(None) == StoredUsage(caches=0, bytes=0)
     assert found(index).problem == "it is gone"
 
 
@@ -283,7 +283,7 @@ def test_shelves_with_other_prefixes_are_other_shelves(valkey: ValkeyServer) -> 
     put(one)
     assert other.find(cache_id(1), "me") is None
     assert one.key != other.key
-    assert other.usage(None) == Usage(caches=0, bytes=0)
+    assert other.usage(None) == StoredUsage(caches=0, bytes=0)
     link.close()
 
 
@@ -384,7 +384,7 @@ def test_values_of_the_wrong_type_are_a_named_error(index: RedisIndex, client: r
         lambda: index.begin(write, Quota()),
         lambda: index.publish(write, manifest(), over=entry, cost_s=1, now=NOW),
         lambda: index.find(entry.id, "me"),
-        lambda: index.listing(Query("me"), NOW, None, 10),
+        lambda: index.listing(Filters("me"), NOW, None, 10),
         lambda: list(index.stored()),
         lambda: index.touch(entry.id, "me", NOW),
         lambda: index.swap(entry, manifest()),
@@ -639,8 +639,8 @@ def test_no_script_does_much_at_once(index: RedisIndex, client: redis.Redis, soa
         index.begin(write, Quota())
         assert index.publish(write, made, over=None, cost_s=1, now=NOW)[0]
     with client.monitor() as monitor:
-        assert index.listing(Query("me", model="m0", labels={"half": "1"}), NOW, None, 20) == []
-        assert len(index.listing(Query("me"), NOW, None, 1000)) == 1000
+        assert index.listing(Filters("me", model="m0", labels={"half": "1"}), NOW, None, 20) == []
+        assert len(index.listing(Filters("me"), NOW, None, 1000)) == 1000
         assert sum(1 for _ in index.stored()) == total
         assert index.problems() == []
         assert len(index.expired(NOW + 1000, 200)) == len(index.victims(200)) == 200

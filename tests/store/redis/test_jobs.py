@@ -11,7 +11,7 @@ import redis
 
 from kvshelf.errors import KvshelfError, RequestNotFound, StorageFull, StoreUnavailable
 from kvshelf.store.index import KEEP_ENDED_S
-from kvshelf.store.jobs.requests import Requests
+from kvshelf.store.jobs.requests import RequestTable
 from kvshelf.store.redis import RedisStore
 from kvshelf.store.redis.jobs import RedisJobs
 from kvshelf.store.redis.link import RedisLink
@@ -23,7 +23,7 @@ BASE = "{kvshelf}:"
 
 
 @pytest.fixture
-def requests(valkey: ValkeyServer) -> Iterator[Requests]:
+def requests(valkey: ValkeyServer) -> Iterator[RequestTable]:
     with RedisStore.open(valkey.url) as store:
         yield store.requests
 
@@ -34,7 +34,7 @@ def client(valkey: ValkeyServer) -> Iterator[redis.Redis]:
         yield client
 
 
-def run(requests: Requests, request_id: str, *, final: bool | None = None, body: bytes = b"") -> None:
+def run(requests: RequestTable, request_id: str, *, final: bool | None = None, body: bytes = b"") -> None:
     """Open a request, and end it if `final` says how."""
     requests.open(request_id, tenant="me", body=body)
     attempt = requests.start(request_id, worker="w", lease_s=60)
@@ -42,7 +42,7 @@ def run(requests: Requests, request_id: str, *, final: bool | None = None, body:
         requests.fail(request_id, attempt, code="internal", message="oops", final=final)
 
 
-def test_nothing_is_left_of_what_was_forgotten(requests: Requests, client: redis.Redis) -> None:
+def test_nothing_is_left_of_what_was_forgotten(requests: RequestTable, client: redis.Redis) -> None:
     before = set(client.keys())
     for request_id, final in (("failed", True), ("done", None)):
         run(requests, request_id, final=final, body=b"x" * 1000)
@@ -54,7 +54,7 @@ def test_nothing_is_left_of_what_was_forgotten(requests: Requests, client: redis
 
 
 def test_the_server_drops_what_has_ended(
-    requests: Requests, client: redis.Redis, connect: Callable[[str], RedisLink], valkey: ValkeyServer
+    requests: RequestTable, client: redis.Redis, connect: Callable[[str], RedisLink], valkey: ValkeyServer
 ) -> None:
     """A day after a sweep would have done so; and never what waits or holds bytes."""
     for request_id, final in (("queued", False), ("failed", True), ("running", None), ("done", None)):
@@ -76,7 +76,7 @@ def test_the_server_drops_what_has_ended(
     assert client.pttl(BASE + "jl:batch_1") == pytest.approx((86400 + 100) * 1000, abs=60_000)
 
 
-def test_what_the_server_has_lost_is_unknown_and_makes_no_trouble(requests: Requests, client: redis.Redis) -> None:
+def test_what_the_server_has_lost_is_unknown_and_makes_no_trouble(requests: RequestTable, client: redis.Redis) -> None:
     run(requests, "done")
     requests.finish("done", 1, cache_ids=[])
     run(requests, "lost")
@@ -93,7 +93,7 @@ def test_what_the_server_has_lost_is_unknown_and_makes_no_trouble(requests: Requ
     assert (record.state, record.attempts) == ("queued", 0)
 
 
-def test_requests_of_other_prefixes_are_others(requests: Requests, valkey: ValkeyServer) -> None:
+def test_requests_of_other_prefixes_are_others(requests: RequestTable, valkey: ValkeyServer) -> None:
     requests.open("req_1", tenant="me", body=b"x")
     with RedisStore.open(f"{valkey.url}?prefix=other") as other:
         assert other.requests.unfinished() == []
@@ -123,7 +123,7 @@ def test_a_full_server_takes_no_new_request_and_ends_the_old(start_valkey: Calla
 
 
 @pytest.mark.parametrize("key", ["j:req_1", "open:request", "due:request", "jt:request:me", "jobs"])
-def test_values_of_the_wrong_type_are_a_named_error(requests: Requests, client: redis.Redis, key: str) -> None:
+def test_values_of_the_wrong_type_are_a_named_error(requests: RequestTable, client: redis.Redis, key: str) -> None:
     run(requests, "req_1")
     client.delete(BASE + key)
     client.set(BASE + key, "somebody else's")
@@ -162,7 +162,7 @@ def test_values_of_the_wrong_type_are_a_named_error(requests: Requests, client: 
     ],
 )
 def test_fields_that_are_no_request_are_a_named_error(
-    requests: Requests, client: redis.Redis, field: str, value: str | None
+    requests: RequestTable, client: redis.Redis, field: str, value: str | None
 ) -> None:
     requests.open("req_1", tenant="me", body=b"x")
     if value is None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvshelf.store.redis.wire import Garbled, Refused, Wire
+from kvshelf.store.redis.wire import Garbled, RedisRefusal, Wire
 
 
 class Pair:
@@ -107,10 +107,10 @@ def test_an_error_of_the_server_is_an_answer() -> None:
     with Pair() as pair:
         pair.answer(b"*2\r\n-OOM no memory\r\n:1\r\n-ERR what\r\n+OK\r\n")
         first, second = pair.wire.receive()
-        assert isinstance(first, Refused)
+        assert isinstance(first, RedisRefusal)
         assert first.code == "OOM"
         assert second == 1
-        with pytest.raises(Refused, match="ERR what"):
+        with pytest.raises(RedisRefusal, match="ERR what"):
             pair.wire.bulk()
         assert pair.wire.receive() == b"OK"
 

@@ -16,11 +16,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from kvshelf.corpus.input.files import FileCorpus
-from kvshelf.corpus.objects import opened, put
 from kvshelf.corpus.output.files import require_format, write_output
-from kvshelf.corpus.places import beside, place, written
-from kvshelf.corpus.run import object_journal
-from kvshelf.corpus.run.object_journal import ObjectJournal, journal_of
+from kvshelf.corpus.places import beside, opened, place, put, written
+from kvshelf.corpus.run import output_lines
+from kvshelf.corpus.run.output_lines import journal_of
 from kvshelf.errors import InvalidRequest, StateConflict, StorageFull, StoreUnavailable
 from tests.corpus.objects import objects, s3_server
 from tests.corpus.results import failure, success
@@ -85,7 +84,7 @@ def test_an_error_or_a_kill_leaves_the_old_object(prefix: str) -> None:
     assert objects(prefix) == {"out.jsonl": b"old"}
     program = f"""
 import sys
-from kvshelf.corpus.objects import opened, put
+from kvshelf.corpus.places import opened, put
 system, path = opened({url!r}, param="x")
 print("begins", flush=True)
 while True:
@@ -138,7 +137,7 @@ def test_a_bucket_that_is_not_there_is_told(server: str) -> None:
 
 
 def test_a_journal_has_the_last_result_of_each_row(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_journal, "PART_BYTES", 500)
+    monkeypatch.setattr(output_lines, "PART_BYTES", 500)
     output = f"s3://{prefix}/out.jsonl"
     with journal_of(output, ABOUT) as journal:
         for line in range(1, 10):
@@ -202,7 +201,7 @@ def test_of_two_runs_at_once_the_second_to_end_replaces_no_output(prefix: str) -
 def test_a_part_that_is_none_is_told(prefix: str) -> None:
     upload(f"{prefix}/out.jsonl.journal/000001-a-000001.jsonl", b"my notes\n")
     with pytest.raises(InvalidRequest, match="was not written by a batch"):
-        list(ObjectJournal(f"s3://{prefix}/out.jsonl.journal", ABOUT, output=f"s3://{prefix}/out.jsonl").finished())
+        list(journal_of(f"s3://{prefix}/out.jsonl", ABOUT).finished())
 
 
 def test_what_a_batch_writes_below_its_own_input_is_no_part_of_it(prefix: str) -> None:

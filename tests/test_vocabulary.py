@@ -1,0 +1,80 @@
+"""A name says what it names: one class for a name, and variables that are nouns (docs/internals/architecture.md)."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "kvshelf"
+
+FILLERS = frozenset({"found", "each", "given", "asked", "held", "told"})
+"""Participles and pronouns: as variables they say where a value came from, and not what it is."""
+
+NOUNS_ALONE = {"service", "corpus", "store", "integrations", "client", "cli"}
+"""Parts of the package that have no filler left but the fields of `FIELDS`."""
+
+FIELDS = {("store/table.py", "held"), ("integrations/presses.py", "given")}
+"""A column that homes have had since version 1, and the parameter of a method that policies override."""
+
+MOST_ELSEWHERE = 582
+"""Fillers in the rest of the package: may only fall."""
+
+TWICE = frozenset(
+    {
+        *("Answer", "Answered", "Ask", "Choice", "Cut", "Header", "Journal", "Kept", "Kind", "Parts", "Past", "Probe"),
+        *("Read", "Score", "Selection", "Settings", "Shape", "Source", "Span", "Stored", "Target", "Window"),
+        *("_Note", "_Reader"),
+        *("EMS", "H2O", "InfLLM", "LagKV", "MPCache", "SentenceKV"),  # a method of two kinds, by the paper's name
+    }
+)
+"""Class names that still stand for several things: may only become fewer."""
+
+
+def trees() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield str(path.relative_to(PACKAGE)), ast.parse(path.read_text())
+
+
+def fillers() -> Counter[tuple[str, str]]:
+    """The variables and parameters with such names, by file and name."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for path, tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                name = node.id
+            elif isinstance(node, ast.arg):
+                name = node.arg
+            else:
+                continue
+            if name in FILLERS:
+                counts[path, name] += 1
+    return counts
+
+
+def test_no_class_name_is_defined_twice() -> None:
+    files = defaultdict(list)
+    for path, tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                files[node.name].append(path)
+    several = {name for name, paths in files.items() if len(paths) > 1}
+    assert several <= TWICE, {name: files[name] for name in several - TWICE}
+
+
+def test_variables_are_nouns() -> None:
+    counts = fillers()
+    nouns_alone = {key for key in counts if key[0].partition("/")[0] in NOUNS_ALONE}
+    assert nouns_alone <= FIELDS
+    assert sum(counts.values()) - sum(counts[key] for key in nouns_alone) <= MOST_ELSEWHERE
+
+
+def test_the_glossary_has_forty_words_and_explains_each_once() -> None:
+    page = (ROOT / "docs" / "internals" / "architecture.md").read_text()
+    glossary = page.split("## Words\n")[1].split("\n## ")[0]
+    words = re.findall(r"^\| (?!word )([a-z]+) \|", glossary, re.MULTILINE)
+    assert len(words) == 40
+    assert words == sorted(set(words))
