@@ -70,7 +70,7 @@ def calibrate(
         from kvshelf.model import calibration
 
         engine = Engine.load(served_model(model), device=device, dtype=dtype, weights=weights, shown=model)
-        engine.require_text("model")
+        engine.encoder.require_text("model")
         paths = calibration.paths(engine.identity.weights, output)
         calibration.require_writable(paths.heads)
         made = []
@@ -99,7 +99,7 @@ def _heads(engine: Engine, path: Path, documents: int, tokens: int) -> None:
     from kvshelf.samples.tasks import needles
     from kvshelf.training import head_search
 
-    count = engine.require_text("model").count_tokens
+    count = engine.encoder.require_text("model").count_tokens
     done = itertools.count(1)
     with searching(f"heads of {engine.name}") as report:
         found = head_search.calibrate(
@@ -165,12 +165,12 @@ def _reading(engine: Engine) -> list[str]:
 def _prose(engine: Engine, texts: int) -> list[str]:
     from kvshelf.samples.tasks import haystacks
 
-    return list(haystacks(texts, _longest(engine), engine.require_text("model").count_tokens))
+    return list(haystacks(texts, _longest(engine), engine.encoder.require_text("model").count_tokens))
 
 
 def pieces(engine: Engine, sources: Sequence[str]) -> list[list[int]]:
     """The beginning of each text, as token ids, and what follows in them, until there are `_TEXTS`."""
-    format_, longest = engine.require_text("model"), _longest(engine)
+    format_, longest = engine.encoder.require_text("model"), _longest(engine)
     ids = [format_.encode(source) for source in sources]
     more = [each[at : at + longest] for each in ids for at in range(longest, len(each) - longest // 2, longest)]
     return [each[:longest] for each in ids] + more[: max(0, _TEXTS - len(ids))]
@@ -258,7 +258,7 @@ def lessons(engine: Engine, length: int, seed: int) -> Callable[[int], Lesson]:
     from kvshelf.samples.suite import lesson_case
     from kvshelf.training.gates.lessons import Lesson
 
-    count = engine.require_text("model").count_tokens
+    count = engine.encoder.require_text("model").count_tokens
 
     def lesson(number: int) -> Lesson:
         case = lesson_case(number, seed, length, count, questions=_QUESTIONS)

@@ -122,7 +122,7 @@ def test_the_bundled_model_finds_the_fact_in_an_exported_cache(tiny):
     """By luck a value of three digits or more is right once in 900."""
     found = 0
     for seed in range(3):
-        document = make_document("needle", "prose", 512, seed, tiny.require_text("document").count_tokens)
+        document = make_document("needle", "prose", 512, seed, tiny.encoder.require_text("document").count_tokens)
         asked = document.questions[0]
         cache = tiny.compress(document.text, policy="keydiff", compression_ratio=0.5)
         full = tiny.compress(document.text, policy="full")

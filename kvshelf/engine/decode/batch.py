@@ -50,11 +50,11 @@ class DecodeBatch:
     changes with the longest position of the call), `one_by_one` gives every row a forward pass of its own.
     """
 
-    def __init__(self, passes: Passes, kinds: Sequence[LayerKind], *, one_by_one: bool = False) -> None:
+    def __init__(self, passes: Passes) -> None:
         self._passes = passes
-        self._kinds = kinds
+        self._kinds = kinds = passes.facts.kinds
         self._with_states = any(kind.states for kind in kinds)
-        self._one_by_one = one_by_one
+        self._one_by_one = passes.facts.one_by_one
         self._pool = SuffixPool(len(kinds))
         self._plans: list[_Plan] = []
         """The last ones, the latest first: two, because a selection may choose in every other step."""

@@ -158,8 +158,8 @@ def test_a_question_is_answered_inside_a_compression(
 
 def test_a_pass_runs_between_two_layers_of_a_compression(scheduler: Scheduler, engine: Engine, job: Job) -> None:
     """Inside the model's own pass over the document: neither disturbs the other."""
-    token_ids = engine.encode_search("Who keeps the tide tables?")
-    alone = engine.search_codes(token_ids)
+    token_ids = engine.searcher.encode("Who keeps the tide tables?")
+    alone = engine.searcher.codes(token_ids)
     tickets: list[Ticket[list[Codes]]] = []
 
     class Searched:
@@ -169,7 +169,7 @@ def test_a_pass_runs_between_two_layers_of_a_compression(scheduler: Scheduler, e
             done = []
 
             def between() -> None:
-                tickets.append(scheduler.pass_of(lambda: engine.search_codes(token_ids)))
+                tickets.append(scheduler.pass_of(lambda: engine.searcher.codes(token_ids)))
                 checkpoint()
                 done.append(tickets[-1].future.done())
 

@@ -514,7 +514,7 @@ async def test_a_missing_cache_stays_missing_to_others(replica: Replica, shelf: 
 async def test_episodes_are_caches_of_the_whole_document_and_a_question_goes_to_the_nearest(
     replica: Replica, engine: Counting, shelf: Shelf
 ) -> None:
-    talk = make_conversation(3, 900, 0, engine.require_text("text").count_tokens)
+    talk = make_conversation(3, 900, 0, engine.encoder.require_text("text").count_tokens)
     fields: dict[str, Any] = {
         "compression_ratio": 0.8, "name": "talk", "labels": {"team": "law"}, "policy_params": {"chunk": 256}
     }  # fmt: skip
