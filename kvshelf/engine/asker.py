@@ -16,7 +16,6 @@ from kvshelf.engine.decode.batch import DecodeBatch
 from kvshelf.engine.decode.equivalents import Equivalents
 from kvshelf.engine.decode.generation import Answer, Generation, Sampling
 from kvshelf.engine.decode.logprobs import Logprobs
-from kvshelf.engine.decode.passages import Passages
 from kvshelf.engine.decode.reduction import SuffixReducer
 from kvshelf.engine.decode.selection import (
     BlockSelection,
@@ -111,7 +110,7 @@ class Asker:
             equivalents=self.equivalents,
             decoder=facts.text.answer_decoder() if facts.text is not None else None,
             selection=selection,
-            passages=Passages(document) if passages else None,
+            passages=passages,
             reducer=reducer,
             constraint=None if grammar is None else self.guide.constraint(grammar, min(sampling.max_tokens, room)),
             logprobs=None if logprobs is None else Logprobs(logprobs, self.guide.bytes_of),

@@ -287,7 +287,7 @@ def test_what_is_no_prefix_is_refused_by_name(llama, reason, positions):
 def test_a_rotation_that_cannot_be_undone_is_refused_where_keys_would_move(llama, change, reason):
     cache = llama.engine.compress(llama.ids[:TOKENS], policy="keydiff", budget_tokens=120)
     engine = Engine(copy.deepcopy(llama.model))
-    engine.rope = replace(engine.rope, length_dependent=True) if change else None
+    engine.facts.rope = replace(engine.rope, length_dependent=True) if change else None
     with pytest.raises(PolicyUnsupported, match=reason):
         engine.export(cache, positions="contiguous")
     with pytest.raises(PolicyUnsupported, match=reason):
