@@ -32,7 +32,7 @@ from kvshelf.engine.inputs.encode import Document, Encoder, Prompt
 from kvshelf.engine.inputs.job import Job, Level
 from kvshelf.engine.inputs.prepare import Preparer
 from kvshelf.engine.options import AnswerFields, AnswerOptions, CompressFields, CompressOptions
-from kvshelf.engine.prefill.prefill import Compression, Prefill
+from kvshelf.engine.prefill.prefill import Compression
 from kvshelf.engine.progress import Checkpoint, Progress
 from kvshelf.engine.quality import CUES, Probe
 from kvshelf.engine.ranks import SharedModel
@@ -45,8 +45,6 @@ from kvshelf.model.text import EncodedDocument
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
-
-__all__ = ["Compression", "Engine", "Prefill"]
 
 
 class Engine:
@@ -308,12 +306,7 @@ class Engine:
         return self.asker.start(document, query, sampling or Sampling(), selection, passages=passages, reducer=reducer)
 
     def bound(
-        self,
-        policy: str,
-        *,
-        question_tokens: int,
-        budget: int | None = None,
-        params: Mapping[str, Any] | None = None,
+        self, policy: str, *, question_tokens: int, budget: int | None = None, params: Mapping[str, Any] | None = None
     ) -> SuffixReducer:
         """What bounds the keys and values of one question and its answer: see `Asker.reducer`. Thread-safe."""
         suffix = SuffixOptions.model_construct(policy=policy, budget=budget, params=dict(params or {}))
@@ -333,12 +326,7 @@ class Engine:
         return self.asker.selection(document, select, question_tokens)
 
     def answer(
-        self,
-        cache: Asked,
-        prompt: Prompt,
-        *,
-        route: Literal["nearest"] | None = None,
-        **options: Unpack[AnswerFields],
+        self, cache: Asked, prompt: Prompt, *, route: Literal["nearest"] | None = None, **options: Unpack[AnswerFields]
     ) -> Answer:
         """Ask one document, or several together (a list of caches, see `joined`), and wait.
 

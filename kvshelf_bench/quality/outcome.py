@@ -14,7 +14,8 @@ from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.codecs import Codec
 from kvshelf.artifact.identity import canonical_json, digest
 from kvshelf.engine.attention.attached import CACHE_ARGUMENT
-from kvshelf.engine.engine import Compression, Engine
+from kvshelf.engine.engine import Engine
+from kvshelf.engine.prefill.prefill import Compression
 from kvshelf.errors import KvshelfError
 from kvshelf.samples.suite import Ask, make_case, score
 from kvshelf_bench.quality.grid import MadeUnit, Reading, Row

@@ -168,8 +168,8 @@ class DecodeBatch:
 
 
 class _Admitted(NamedTuple):
-    """A row of the next step: so many of its pending `tokens`, and what its hooks want of their pass. alone: the same for
-    rows that may share a pass."""
+    """A row of the next step: so many of its pending `tokens`, and what its hooks want of their pass. alone: the same
+    for rows that may share a pass."""
 
     generation: Generation
     tokens: int

@@ -11,8 +11,9 @@ from typing import Any, Final
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.identity import canonical_json, digest
 from kvshelf.engine.decode.generation import Answer
-from kvshelf.engine.engine import Compression, Engine
+from kvshelf.engine.engine import Engine
 from kvshelf.engine.inputs.job import Level, shared
+from kvshelf.engine.prefill.prefill import Compression
 from kvshelf.engine.quality import Reference
 from kvshelf.errors import KvshelfError
 from kvshelf.methods.policies import build

@@ -16,7 +16,8 @@ from kvshelf.errors import InvalidRequest, KvshelfError, PolicyUnsupported, Qual
 from kvshelf.model.text import EncodedDocument
 
 if TYPE_CHECKING:  # the engine knows nothing of what is built on it
-    from kvshelf.engine.engine import Compression, Engine
+    from kvshelf.engine.engine import Engine
+    from kvshelf.engine.prefill.prefill import Compression
 
 MIN_QUALITY: Final = 0.95
 

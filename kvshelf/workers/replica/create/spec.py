@@ -9,9 +9,10 @@ from kvshelf.api import AppendCache, CreateCache, Estimate
 from kvshelf.api.inspect import KeptOf
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.identity import Boundary, Layout, canonical_json
-from kvshelf.engine.engine import Compression, Engine
+from kvshelf.engine.engine import Engine
 from kvshelf.engine.inputs.encode import SPLIT_IT, Document
 from kvshelf.engine.inputs.job import Level
+from kvshelf.engine.prefill.prefill import Compression
 from kvshelf.engine.progress import Checkpoint, Progress
 from kvshelf.engine.quality import How, cue_count
 from kvshelf.engine.requirements import require_budget_taken
