@@ -24,7 +24,7 @@ from kvshelf.engine.attention.function import Attended, ForwardContext
 from kvshelf.engine.attention.latents import Absorbed, Handover, LatentStates
 from kvshelf.engine.attention.states import Source, StatefulCache, StateLayer, alone, together
 from kvshelf.engine.decode.generation import Generation
-from kvshelf.engine.decode.hooks import Shown, Wants
+from kvshelf.engine.decode.hooks import NOT_COMPLETE, NOTHING_SHOWN, Shown, Wants
 from kvshelf.engine.decode.selection import Selection
 from kvshelf.engine.decode.suffixes import Slab, SuffixPool
 from kvshelf.engine.decode.turns import Turn
@@ -103,7 +103,7 @@ class DecodeBatch:
         for generation in sorted(generations, key=lambda each: len(each.pending)):
             assert generation.pending, "an answer that had an error is over"
             wants = generation.wants
-            alone = Wants.MASSES in wants or (Wants.QUERIES in wants and not generation.token_ids)
+            alone = bool(wants) and (Wants.MASSES in wants or (Wants.QUERIES in wants and not generation.token_ids))
             more = min(len(generation.pending) - 1, max(0, most - 1) if alone else left)
             left -= 0 if alone else more
             admitted.append(_Admitted(generation, 1 + more, wants, id(generation) if alone else 0))
@@ -200,6 +200,11 @@ class _Place:
     states: dict[int, Attended] = field(default_factory=dict)
     """Of each layer, where its hooks want them. In a step that is abandoned they are lost with it."""
 
+    @property
+    def weighed(self) -> bool:
+        """Whether its hooks want the weights of its suffix."""
+        return bool(self.wants) and Wants.WEIGHTS in self.wants
+
 
 class _Here(NamedTuple):
     """What the attentions of a step share on one device."""
@@ -262,10 +267,10 @@ class _Step:
                     for place, own in group.weights_of(given):
                         of_rows.setdefault(id(place), {})[layer] = own
         for place in self.places:
-            if not place.wants:
-                yield Shown(complete=place.complete)
-                continue
-            yield Shown(place.states, self.masses, of_rows.get(id(place), {}), place.complete)
+            if place.wants:
+                yield Shown(place.states, self.masses, of_rows.get(id(place), {}), place.complete)
+            else:
+                yield NOTHING_SHOWN if place.complete else NOT_COMPLETE
 
     def _weigh(self, masses: Tensor) -> None:
         self.masses.append(masses[:, -1].mean(1))  # of [documents, N, q_heads]
@@ -310,7 +315,7 @@ class _SuffixGroup:
             lengths=tuple(rows[s].generation.row.stored + self._new if s in rows else 1 for s in self._slots),
             first=tuple(rows[s].first if s in rows else -1 for s in self._slots),
             new=self._new,
-            asked=tuple(s in rows and bool(rows[s].wants & Wants.WEIGHTS) for s in self._slots),
+            asked=tuple(s in rows and rows[s].weighed for s in self._slots),
         )
         self.memory = (slab, slab.slots, self._slots, self.rows.first, self._new, self.rows.asked)
         self._asking = [p for p in places if self.rows.asked[p.generation.row.slot - self._slots.start]]

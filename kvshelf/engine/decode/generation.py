@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 from typing import TYPE_CHECKING
 
 import torch
@@ -157,10 +159,10 @@ class Generation:
     @property
     def wants(self) -> Wants:
         """What its hooks want of the pass over its pending tokens."""
-        wants, answering = Wants.NOTHING, bool(self.token_ids)
-        for hook in () if self.closing else self._hooks:
-            wants |= hook.wants(self.row, answering=answering)
-        return wants
+        if self.closing or not self._hooks:
+            return Wants.NOTHING
+        answering = bool(self.token_ids)
+        return reduce(or_, (hook.wants(self.row, answering=answering) for hook in self._hooks))
 
     def before(self, layer: int, queries: Tensor, wait: Wait) -> None:
         """Give its hooks the queries of pending tokens, from the first on, `[T, q_heads, D]`."""

@@ -43,6 +43,10 @@ class Shown:
     complete: bool = True
 
 
+NOTHING_SHOWN, NOT_COMPLETE = Shown(), Shown(complete=False)
+"""For rows whose hooks want nothing: most of them, at each step."""
+
+
 class Told(TypedDict, total=False):
     """What a hook tells of a finished answer: fields of an `Answer`."""
 
