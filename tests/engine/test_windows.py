@@ -258,7 +258,7 @@ def test_a_shelf_counts_what_policies_choose_from_and_answers_after_a_restart(
     with open_store(f"disk://{tmp_path}/shelf") as store:
         found = kept_tokens(after, store, manifest.id, None, tenant="default")
         with store.open_cache(manifest.id, tenant="default") as arriving:
-            after.require_own(arriving)
+            after.attachments.require_own(arriving)
             arriving.read(together=True)
             assert after.answer(arriving.cache(), "Who keeps them?", max_new_tokens=12).token_ids == said
     of_layers = [layer for layer in cache.layers if not isinstance(layer, Window)]

@@ -482,7 +482,7 @@ def test_a_shelf_answers_after_a_restart_and_sizes_are_known_before(tmp_path: Pa
     with open_store(f"disk://{tmp_path}/shelf") as store:
         found = kept_tokens(after, store, manifest.id, None, tenant="default")
         with store.open_cache(manifest.id, tenant="default") as arriving:
-            after.require_own(arriving)
+            after.attachments.require_own(arriving)
             held = after.attach(arriving).nbytes  # with positions as their bitmap
             assert cache.attached_bytes - 4 * LAYERS * cache.kept_tokens <= held <= cache.attached_bytes
             arriving.read(together=True)

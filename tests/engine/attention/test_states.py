@@ -289,7 +289,7 @@ def test_the_codec_klt_is_refused(engine: Engine) -> None:
 )
 def test_models_whose_states_cannot_be_had_are_refused(family: str, said: str) -> None:
     with pytest.raises(PolicyUnsupported, match=said):
-        _ = engine_of(family).layer_shapes
+        _ = engine_of(family).passes.layer_shapes
 
 
 def test_a_model_that_forgets_states_takes_one_token_at_a_time_behind_a_document() -> None:
@@ -399,7 +399,7 @@ def test_a_shelf_answers_after_a_restart_and_knows_the_size(readers: tuple[Engin
     with open_store(f"disk://{tmp_path}/shelf") as store:
         found = kept_tokens(after, store, manifest.id, None, tenant="default")
         with store.open_cache(manifest.id, tenant="default") as arriving:
-            after.require_own(arriving)
+            after.attachments.require_own(arriving)
             arriving.read(together=True)
             assert after.answer(arriving.cache(), "who keeps them?", max_new_tokens=12).token_ids == said
     assert sum(found.counts) == sum(layer.entries for layer in cache.reduced)
