@@ -149,12 +149,12 @@ def test_answers_from_a_service_are_those_of_kvshelf(real: Real, codec: str) -> 
     """The second question takes the full pages from vLLM and the rest from the worker."""
     cache = real.created(80, policy="keydiff", compression_ratio=0.5, codec=codec)
     for question in document(80).questions:
-        real.attachments.require_own(cache, question.text)
+        real.require_own(cache, question.text)
 
 
 def test_a_cache_that_is_deleted_while_vllm_has_its_pages(real: Real) -> None:
     cache = real.put(81, policy="full")
-    real.attachments.require_own(cache)
+    real.require_own(cache)
     real.client.caches.delete(cache.id)
     real.require_refused(cache, "cache_not_found")
 
@@ -167,7 +167,7 @@ def test_bytes_that_are_damaged_on_the_way(real: Real) -> None:
         assert cache.id in real.require_refused(cache, "cache_corrupt")
     finally:
         real.wire.damages = False
-    real.attachments.require_own(cache)
+    real.require_own(cache)
 
 
 def test_bytes_that_are_damaged_on_the_disk_of_the_service(real: Real) -> None:
@@ -192,7 +192,7 @@ def test_a_key_that_the_service_refuses(real: Real) -> None:
     assert "kvsk_" not in real.require_refused(cache, "unauthorized")
     real.keys.path.write_bytes(kept)
     time.sleep(2 * REREAD_S)
-    real.attachments.require_own(cache)
+    real.require_own(cache)
 
 
 def test_a_service_that_hangs(real: Real) -> None:
@@ -209,7 +209,7 @@ def test_a_service_that_hangs(real: Real) -> None:
     finally:
         os.kill(front_end, signal.SIGCONT)
     time.sleep(REST_S)
-    real.attachments.require_own(cache)
+    real.require_own(cache)
 
 
 def test_a_service_that_is_killed_and_started_again(real: Real) -> None:
@@ -219,4 +219,4 @@ def test_a_service_that_is_killed_and_started_again(real: Real) -> None:
     with live_service(real.service.home, "kvshelf-tiny", api_key_file=real.keys.path) as again:
         real.wire.target = again.url
         time.sleep(REST_S)
-        real.attachments.require_own(cache)
+        real.require_own(cache)
